@@ -1,0 +1,155 @@
+"""Text that is on every Python machine: the standard library and installed packages, cut into splits by module path.
+
+A file's split depends only on the hash of its module path, so it is the same on every machine and Python version.
+Training files that share many lines with a held-out file (vendored or renamed copies) are dropped.
+"""
+
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import re
+import sysconfig
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+Split = Literal["train", "validation", "test"]
+Form = Literal["text", "chat"]
+
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_vendor", "vendor"}
+_SHARED_LINES = 0.3  # a training file sharing this much of its lines with one held-out file is a copy of it
+
+
+@dataclass(frozen=True)
+class Document:
+    """One module: ``path`` is relative to its source and prefixed by it (``stdlib/json/decoder.py``)."""
+
+    path: str
+    text: str
+
+
+def split_of(path: str) -> Split:
+    """4 % of the module paths are for validation, 4 % for tests, the rest for training."""
+    bucket = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % 100
+    return "validation" if bucket < 4 else "test" if bucket < 8 else "train"
+
+
+def _root(source: str) -> Path:
+    if source == "stdlib":
+        return Path(sysconfig.get_paths()["stdlib"])
+    name = source.removeprefix("package:")
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(f"source '{source}': package '{name}' is not installed; pip install it or leave it out")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def licence(source: str) -> str:
+    """The licence a source's own metadata states."""
+    if source == "stdlib":
+        return "PSF-2.0"
+    name = source.removeprefix("package:")
+    for distribution in importlib.metadata.packages_distributions().get(name, []):
+        meta = importlib.metadata.metadata(distribution)
+        classifiers = [c.rsplit(" :: ", 1)[-1] for c in meta.get_all("Classifier") or [] if c.startswith("License ::")]
+        stated = meta.get("License-Expression") or (classifiers[0] if classifiers else meta.get("License"))
+        return f"{distribution} {meta['Version']}: {(stated or 'see its metadata').splitlines()[0]}"
+    return "unknown"
+
+
+@cache
+def _all_documents(source: str) -> tuple[Document, ...]:
+    root = _root(source)
+    documents: list[Document] = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if _SKIPPED.intersection(relative.parts[:-1]):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue  # a few library files are in other encodings on purpose
+        if len(text) >= 200:  # an empty __init__ teaches nothing
+            prefix = source.removeprefix("package:")
+            documents.append(Document(f"{prefix}/{relative.as_posix()}", text))
+    return tuple(documents)
+
+
+def _telling_lines(text: str) -> list[int]:
+    """Hashes of the lines long enough to tell one file from another."""
+    return [hash(line) for line in {raw.strip() for raw in text.splitlines()} if len(line) >= 20]
+
+
+@cache
+def _held_out_lines() -> dict[int, list[int]]:
+    """line hash → indices of the held-out stdlib files that have it."""
+    index: dict[int, list[int]] = defaultdict(list)
+    held_out = [d for d in _all_documents("stdlib") if split_of(d.path) != "train"]
+    for number, document in enumerate(held_out):
+        for line in _telling_lines(document.text):
+            index[line].append(number)
+    return dict(index)
+
+
+def _is_copy(document: Document) -> bool:
+    lines = _telling_lines(document.text)
+    index = _held_out_lines()
+    shared: Counter[int] = Counter(n for line in lines for n in index.get(line, ()))
+    return bool(shared) and max(shared.values()) > max(5, _SHARED_LINES * len(lines))
+
+
+@cache
+def documents(source: str, split: Split = "train") -> tuple[Document, ...]:
+    """The modules of a source (``stdlib`` or ``package:NAME``) in a split, sorted by path.
+
+    Raises:
+        FileNotFoundError: the package is not installed.
+        ValueError: the split is empty.
+    """
+    chosen = [d for d in _all_documents(source) if split_of(d.path) == split]
+    if split == "train":
+        chosen = [d for d in chosen if not _is_copy(d)]
+    if not chosen:
+        raise ValueError(f"source '{source}' has no text in split '{split}'; use another split or a larger source")
+    return tuple(chosen)
+
+
+_OPENINGS = ("Write a Python {kind} `{name}`. {doc}", "{doc} Call it `{name}`.", "Show me the {kind} `{name}`. {doc}")
+
+
+def dialogues(source: str, split: Split = "train") -> list[list[dict[str, str]]]:
+    """Chats cut from the code: a docstring's first sentence asks, the function or class answers."""
+    chats: list[list[dict[str, str]]] = []
+    for document in documents(source, split):
+        try:
+            tree = ast.parse(document.text)
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                continue
+            doc = ast.get_docstring(node)
+            code = ast.get_source_segment(document.text, node)
+            if not doc or not code or not 80 <= len(code) <= 1500:
+                continue
+            ask = re.split(r"(?<=[.!?])\s|\n\n", doc, maxsplit=1)[0].replace("\n", " ").strip()
+            opening = _OPENINGS[len(code) % len(_OPENINGS)]
+            kind = "class" if isinstance(node, ast.ClassDef) else "function"
+            question = opening.format(kind=kind, name=node.name, doc=ask).strip()
+            indent = " " * node.col_offset
+            answer = "\n".join(line.removeprefix(indent) for line in code.splitlines())
+            chats.append([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    return chats
+
+
+def fingerprint(sources: list[tuple[str, Split]]) -> str:
+    """SHA-256 over the paths and texts of the given splits: what a model was trained on."""
+    digest = hashlib.sha256()
+    for source, split in sources:
+        for document in documents(source, split):
+            digest.update(f"{split}\0{document.path}\0".encode())
+            digest.update(document.text.encode())
+    return digest.hexdigest()

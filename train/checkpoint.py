@@ -1,0 +1,132 @@
+"""Checkpoints of a run: trainable weights, optimizer, RNG, step. Safetensors and JSON only, written whole or not at all.
+
+A checkpoint is a folder ``checkpoints/step-N``; it is filled under a temporary name and renamed, so a folder of that
+name is always complete.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+
+def trainable_state(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that train, by name; tied ones once."""
+    return {name: p.detach().cpu().contiguous() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save(
+    folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
+) -> Path:
+    """Write ``folder/step-N`` and delete all but the newest ``keep``.
+
+    Args:
+        state: whatever JSON the caller wants back (stage, best metric, …).
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full; nothing that stood before is touched.
+    """
+    final = folder / f"step-{step}"
+    temporary = folder / f".step-{step}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        save_file(trainable_state(module), temporary / "model.safetensors")
+        save_file(_optimizer_tensors(module, optimizer), temporary / "optimizer.safetensors")
+        rng = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            rng["cuda"] = torch.cuda.get_rng_state()
+        save_file(rng, temporary / "rng.safetensors")
+        (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
+        for file in temporary.iterdir():
+            _sync(file)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # safetensors wraps the system's error in text of its own
+            raise OSError(28 if "No space" in str(error) else 5, str(error), str(final)) from None
+        raise
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in ``folder``, oldest first."""
+    found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
+    return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Load a checkpoint in place; returns the state given to :func:`save`, with ``step``.
+
+    Raises:
+        ValueError: the checkpoint is damaged or belongs to another model.
+    """
+    advice = "delete that folder to fall back on the checkpoint before it, or pass --restart"
+    try:
+        state = json.loads((path / "state.json").read_text())
+        weights = load_file(path / "model.safetensors")
+        moments = load_file(path / "optimizer.safetensors")
+        rng = load_file(path / "rng.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{path}: damaged checkpoint ({error}); {advice}") from None
+    own = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if own.keys() != weights.keys() or any(own[n].shape != w.shape for n, w in weights.items()):
+        raise ValueError(f"{path}: this checkpoint is of a model of another shape; {advice}")
+    with torch.no_grad():
+        for name, weight in weights.items():
+            own[name].copy_(weight)
+    for key, value in moments.items():
+        name, field = key.rsplit("|", 1)
+        optimizer.state[own[name]][field] = value if field == "step" else value.to(own[name].device)
+    torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng and torch.cuda.is_available():
+        torch.cuda.set_rng_state(rng["cuda"])
+    return state
+
+
+def _optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """``{"parameter|field": tensor}`` of an optimizer whose state is tensors per parameter (AdamW)."""
+    names = {p: name for name, p in module.named_parameters()}
+    return {
+        f"{names[p]}|{field}": value.detach().cpu().contiguous()
+        for p, fields in optimizer.state.items()
+        for field, value in fields.items()
+    }
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write ``folder/model.safetensors`` whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / "model.safetensors.tmp"
+    save_file(tensors, temporary)
+    os.replace(temporary, folder / "model.safetensors")
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """What :func:`write_tensors` wrote.
+
+    Raises:
+        ValueError: the file is damaged or missing.
+    """
+    try:
+        return load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder}: cannot read model.safetensors ({error}); train again with --restart") from None

@@ -1,0 +1,86 @@
+"""What every command shares: one line for an error, the exit code, Ctrl-C. A leaf that any command may import.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or bad input (and a run its user interrupted).
+
+Our own code raises ``ValueError``, ``FileNotFoundError`` or ``OSError`` for people; its message says what, where and
+what to do. The same exception raised inside a library is a defect of ours and keeps its traceback.
+"""
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+
+def _raised_by_us(traceback: TracebackType | None) -> bool:
+    name = ""
+    while traceback is not None:
+        name = traceback.tb_frame.f_globals.get("__name__", "")
+        traceback = traceback.tb_next
+    return name == "__main__" or name.startswith("draftsmith.")
+
+
+def _describe_os_error(error: OSError) -> str:
+    place = f"{error.filename}: " if error.filename else ""
+    if error.errno == errno.ENOSPC:
+        return f"{place}the disk is full; free some space and run again with --resume (finished files are intact)"
+    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return f"{place}cannot write or read here ({error.strerror}); choose another folder"
+    return str(error)
+
+
+def _stop(message: str, code: int) -> NoReturn:
+    sys.stdout.flush()
+    print(f"error: {message}" if code else message, file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def run_command(main: Callable[[], None]) -> NoReturn:
+    """Run ``main`` and turn what people can mend into one line on stderr and an exit code; nothing is swallowed."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked workers would warn about it
+    try:
+        main()
+    except KeyboardInterrupt as interrupt:
+        _stop(str(interrupt) or "interrupted; files already written are whole", 2)
+    except FloatingPointError as error:  # a NaN or infinite loss
+        _stop(str(error), 1)
+    except OSError as error:
+        # Full disks and unwritable folders are reported by whoever writes, ours or a library.
+        known = error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EPERM)
+        if not known and not _raised_by_us(error.__traceback__):
+            raise
+        _stop(_describe_os_error(error), 1 if error.errno == errno.ENOSPC else 2)
+    except ValueError as error:
+        if not _raised_by_us(error.__traceback__):
+            raise
+        _stop(str(error), 2)
+    sys.exit(0)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C or SIGTERM only makes the yielded function return True, so that a step can end and be
+    saved; a second one interrupts at once."""
+    if threading.current_thread() is not threading.main_thread():  # signals can be handled in the main thread only
+        yield lambda: False
+        return
+    asked = False
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt("interrupted twice; the last checkpoint stands")
+        asked = True
+        print("\ninterrupted: finishing this step, then saving (again to stop at once)", file=sys.stderr, flush=True)
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

@@ -1,0 +1,202 @@
+"""Pre-train a small causal LM from scratch: the demo's target, and starting points for small speculative models.
+
+    accelerate launch train/lm.py recipes/tiny-lm.yaml [section.field=value ...] [--resume | --restart]
+
+Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing length. The run folder opens with
+``AutoModelForCausalLM`` and ``AutoTokenizer``.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Annotated
+
+import torch
+from draftsmith.data import packing, sources
+from draftsmith.models.artifact import write_folder
+from draftsmith.models.target import provenance
+from draftsmith.train import loop
+from draftsmith.train.command import run_command
+from draftsmith.train.losses import chunked_cross_entropy, shifted_labels
+from draftsmith.train.recipe import Positive, Recipe, Section, Source, Stage, read_recipe, write_recipe
+from pydantic import Field
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
+ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>\n"
+    "{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}\n"
+    "{% else %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+class Model(Section):
+    vocab_size: Positive = 4096
+    hidden_size: Positive
+    num_layers: Positive
+    num_heads: Positive
+    num_kv_heads: Positive
+    head_dim: Positive = 32
+    intermediate_size: Positive
+    max_position_embeddings: Positive = 4096
+    rope_theta: float = 100000.0
+
+
+class LmStage(Stage):
+    name: str
+    max_length: Positive
+
+
+class LmRecipe(Recipe):
+    model: Model
+    stages: Annotated[list[LmStage], Field(min_length=1)]
+
+
+class LanguageModel(nn.Module):
+    """Next-token cross-entropy over packed rows; documents follow each other in a row, parted by the end token."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def count(self, batch: loop.Batch) -> Tensor:
+        return torch.tensor([batch["tokens"][:, 1:].numel()], device=batch["tokens"].device)
+
+    def forward(self, batch: loop.Batch, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        tokens = batch["tokens"].long()
+        hidden = self.model.model(tokens, use_cache=False).last_hidden_state
+        labels = shifted_labels(tokens, torch.ones_like(tokens, dtype=torch.bool), 1)
+        loss, hits = chunked_cross_entropy(self.model.lm_head, hidden, labels, chunk=tokens.numel())
+        return loss / counts[0], {"top1": hits / counts[0]}
+
+
+def texts(source: Source, tokenizer: PreTrainedTokenizerFast | None) -> Iterator[str]:
+    """The documents of a source; chats are rendered by the template (without a tokenizer, their plain contents)."""
+    if source.form == "text":
+        yield from (document.text for document in sources.documents(source.source, source.split))
+        return
+    for chat in sources.dialogues(source.source, source.split):
+        if tokenizer is None:
+            yield from (message["content"] for message in chat)
+        else:
+            yield str(tokenizer.apply_chat_template(chat, tokenize=False))
+
+
+def train_tokenizer(corpus: list[Source], vocab_size: int, max_position: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of exactly ``vocab_size`` entries, with the chat template."""
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = [END_OF_TEXT, END_OF_TURN, *ROLES]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator((text for source in corpus for text in texts(source, None)), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT,
+        extra_special_tokens=[END_OF_TURN, *ROLES], clean_up_tokenization_spaces=False, model_max_length=max_position,
+    )  # fmt: skip
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def encode(source: Source, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(texts(source, tokenizer)))
+    return [encoding.ids for encoding in encodings]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="a YAML file, for example recipes/tiny-lm.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example stages.0.steps=20")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--restart", action="store_true", help="begin anew, deleting earlier checkpoints of this run")
+    args = parser.parse_intermixed_args()
+    command = "accelerate launch train/lm.py " + shlex.join(sys.argv[1:])
+    recipe = read_recipe(args.recipe, LmRecipe, args.overrides)
+    folder = recipe.run.folder
+    resume = loop.open_run(folder, args.resume, args.restart)
+    accelerator = loop.make_accelerator(recipe.precision)
+    write_recipe(recipe, folder / "recipe.yaml", command)
+
+    m = recipe.model
+    pretokenized = folder / "tokenizer.json"
+    if resume and pretokenized.exists():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    else:
+        loop.console.print("training the tokenizer …")
+        tokenizer = train_tokenizer(recipe.data.train, m.vocab_size, m.max_position_embeddings)
+        tokenizer.save_pretrained(folder)
+    loop.console.print("tokenizing …")
+    corpora = [encode(source, tokenizer) for source in recipe.data.train]
+    held_out = [ids for source in recipe.data.validation for ids in encode(source, tokenizer)]
+    for source, ids in zip(recipe.data.train, corpora, strict=True):
+        loop.console.print(f"  {source.source} ({source.form}): {len(ids)} documents, {sum(map(len, ids)):,} tokens")
+
+    torch.manual_seed(recipe.run.seed)
+    config = LlamaConfig(
+        vocab_size=m.vocab_size, hidden_size=m.hidden_size, num_hidden_layers=m.num_layers,
+        num_attention_heads=m.num_heads, num_key_value_heads=m.num_kv_heads, head_dim=m.head_dim,
+        intermediate_size=m.intermediate_size, max_position_embeddings=m.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": m.rope_theta}, tie_word_embeddings=True,
+        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    module = LanguageModel(LlamaForCausalLM(config))
+    parameters = sum(p.numel() for p in module.parameters())
+    loop.console.print(f"{parameters / 1e6:.2f} M parameters, {accelerator.num_processes} process(es)")
+    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    validation = packing.pack(held_out, recipe.data.max_length, end)[: recipe.evaluate.sequences]
+
+    def evaluate(trained: nn.Module) -> dict[str, float]:
+        total, hits, labels = 0.0, 0.0, 0
+        for rows in validation.split(16):
+            batch = {"tokens": rows.to(accelerator.device)}
+            count = trained.count(batch)
+            loss, metrics = trained(batch, torch.ones_like(count))
+            total, hits, labels = total + float(loss), hits + float(metrics["top1"]), labels + int(count)
+        return {"validation_loss": total / labels, "validation_top1": hits / labels}
+
+    job = loop.Job(
+        folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "-validation_loss",
+        recipe.precision.compile,
+    )  # fmt: skip
+    weights = [source.weight for source in recipe.data.train]
+    for number, stage in enumerate(recipe.stages):
+        rows = [packing.pack(ids, stage.max_length, end) for ids in corpora]
+        sizes, needed = [len(r) for r in rows], stage.steps * stage.batch.sequences
+        order = packing.schedule(sizes, weights, needed, recipe.run.seed + number)
+
+        def samples(numbers: range, rows: list[Tensor] = rows, order=order) -> loop.Batch:  # noqa: ANN001
+            return {"tokens": torch.stack([rows[order[n, 0]][order[n, 1]] for n in numbers])}
+
+        loop.fit(job, module, samples, stage, stage.name)
+
+    trained = list(accumulate(s.steps * s.batch.sequences * s.max_length for s in recipe.stages))[-1]
+    module.load_state_dict(loop.best_weights(job), strict=False)
+    model = module.model.to(torch.bfloat16)  # half the file; the shipped weights are what is loaded and measured
+    model.generation_config.eos_token_id = [end, tokenizer.convert_tokens_to_ids(END_OF_TURN)]
+    used = [(s.source, s.split) for s in recipe.data.train]
+    facts = {
+        "command": command,
+        "parameters": parameters,
+        "trained_tokens": trained,
+        "validation_loss": -job.best,
+        "data_sha256": sources.fingerprint(used),
+        "licences": {s: sources.licence(s) for s, _ in used},
+    }
+    write_folder(folder, model, tokenizer, provenance(**facts))
+    loop.console.print(f"done: {folder} (validation loss {-job.best:.3f}); try: python inference/decode.py none "
+                       f"--target {folder} --prompt 'def read('")  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,292 @@
+"""The one training loop: plumbing only. A script's loss, data and stages are in the script.
+
+``module(batch, counts) → (loss, metrics)`` is one ``nn.Module`` that owns what trains. ``module.count(batch)`` returns
+the number of labels behind each term of the loss; the loop sums it over micro-batches and processes before the
+forward pass, so that each term is a mean over all valid tokens of the step, however they are split.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator, PartialState
+from draftsmith.train import checkpoint
+from draftsmith.train.command import interruptible
+from draftsmith.train.recipe import Checkpoint, Evaluate, Precision, Stage
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+console = Console(highlight=False)
+LOG_EVERY = 10  # steps between two lines of metrics.jsonl
+SAY_EVERY = 15.0  # seconds between two printed lines where there is no terminal for a progress bar
+
+
+class Trainable(Protocol):
+    """What :func:`fit` trains; an ``nn.Module`` besides."""
+
+    def count(self, batch: Batch) -> Tensor: ...
+
+    def __call__(self, batch: Batch, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+def make_accelerator(precision: Precision) -> Accelerator:
+    """An ``Accelerator`` that really runs as many processes as were launched.
+
+    Raises:
+        ValueError: the launcher started another number of processes than accelerate sees.
+    """
+    # accelerate's launcher sets OMP_NUM_THREADS=1, which halves the speed of one process on two cores.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(precision.threads or max(1, len(os.sched_getaffinity(0)) // local))
+    cpu = not torch.cuda.is_available()
+    if cpu and "LOCAL_RANK" in os.environ:
+        PartialState(cpu=True)  # without this, accelerate on CPU silently runs independent copies
+    mixed = "bf16" if precision.autocast == "bfloat16" else "no"
+    accelerator = Accelerator(mixed_precision=mixed, cpu=cpu)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"{launched} processes were launched but accelerate sees {accelerator.num_processes}; on CPU launch with "
+            "--multi_gpu --num_processes N (sic) or torchrun, not --cpu"
+        )
+    return accelerator
+
+
+@dataclass
+class Job:
+    """What stays the same over the stages of a run.
+
+    ``evaluate(module) → metrics`` runs every ``evaluation.every`` steps; ``best_on`` names the metric by which the
+    weights kept in ``checkpoints/best`` are chosen (``"-x"`` where less is better).
+    """
+
+    folder: Path
+    accelerator: Accelerator
+    checkpoint: Checkpoint
+    evaluation: Evaluate
+    resume: bool
+    evaluate: Callable[[nn.Module], dict[str, float]]
+    best_on: str
+    compile: bool = False
+    best: float = -math.inf
+    step: int = 0  # over all stages
+    _resumed: bool = field(default=False, repr=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+
+def open_run(folder: Path, resume: bool, restart: bool) -> bool:
+    """Prepare a run's folder; returns whether there is a checkpoint to go on from.
+
+    Raises:
+        ValueError: the folder holds a run and neither ``--resume`` nor ``--restart`` was given.
+        OSError: the folder cannot be written.
+    """
+    if resume and restart:
+        raise ValueError("--resume and --restart exclude each other; pass one")
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / ".writable"
+    probe.touch()
+    probe.unlink()
+    there = checkpoint.checkpoints(folder / "checkpoints")
+    finished = (folder / "model.safetensors").exists()
+    if (there or finished) and not (resume or restart):
+        what = f"an unfinished run at {there[-1].name}" if there and not finished else "a finished run"
+        raise ValueError(f"{folder}: holds {what}; pass --resume to go on, --restart to begin anew, or set run.name")
+    if restart:
+        for old in there:
+            for file in old.iterdir():
+                file.unlink()
+            old.rmdir()
+        for name in ("metrics.jsonl", "checkpoints/best/model.safetensors"):
+            (folder / name).unlink(missing_ok=True)
+        return False
+    return bool(there)
+
+
+def learning_rate(stage: Stage, step: int) -> float:
+    """The learning rate of step ``step`` (from 0) of a stage: linear warm-up, then the schedule."""
+    o = stage.optim
+    if step < o.warmup_steps:
+        return o.lr * (step + 1) / o.warmup_steps
+    done = (step - o.warmup_steps) / max(1, stage.steps - o.warmup_steps)
+    if o.schedule == "constant":
+        return o.lr
+    decay = 1 - done if o.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return o.lr * (o.final_lr + (1 - o.final_lr) * decay)
+
+
+def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: Stage, name: str) -> None:
+    """Train one stage. ``samples(range)`` returns the samples of those numbers, counted from 0 over the stage: a pure
+    function, so that a resumed run sees what the uninterrupted one would have seen.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+        KeyboardInterrupt: the user asked to stop; a checkpoint was written first.
+    """
+    accelerator = job.accelerator
+    trained = [p for p in module.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim >= 2]
+    groups = [
+        {"params": decayed, "weight_decay": stage.optim.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=stage.optim.lr, betas=stage.optim.betas, fused=True)
+    first = job.step  # the global step at which this stage begins
+    start = 0
+    if job.resume and not job._resumed:
+        last = checkpoint.checkpoints(job.checkpoints)[-1]
+        state = json.loads((last / "state.json").read_text()) if (last / "state.json").exists() else {}
+        if state.get("step", 0) > first + stage.steps or (
+            state.get("step") == first + stage.steps and state.get("stage") != name
+        ):
+            job.step = first + stage.steps  # the run was already past this stage
+            return
+        state = checkpoint.restore(last, module, optimizer)
+        job.best, job.step, job._resumed = state["best"], state["step"], True
+        start = job.step - first
+        _forget_after(job.folder / "metrics.jsonl", job.step)
+        if accelerator.is_main_process:
+            console.print(f"resuming {name} at step {start} of {stage.steps}")
+    original = module
+    module, optimizer = accelerator.prepare(module, optimizer)
+    stepped: Any = torch.compile(module) if job.compile else module
+    per_step = stage.batch.sequences
+    processes = accelerator.num_processes
+    if per_step % (processes * stage.batch.accumulate):
+        raise ValueError(
+            f"batch.sequences={per_step} is not a multiple of processes × accumulate "
+            f"({processes} × {stage.batch.accumulate})"
+        )
+    micro = per_step // processes // stage.batch.accumulate
+
+    def save() -> None:
+        if accelerator.is_main_process:
+            keep = job.checkpoint.keep
+            state = {"stage": name, "best": job.best}
+            checkpoint.save(job.checkpoints, job.step, original, optimizer.optimizer, state, keep)
+        accelerator.wait_for_everyone()
+
+    def evaluate() -> None:
+        original.eval()
+        with torch.no_grad(), accelerator.autocast():
+            metrics = job.evaluate(original)
+        original.train()
+        sign, metric = (-1, job.best_on[1:]) if job.best_on.startswith("-") else (1, job.best_on)
+        better = sign * metrics[metric] > job.best
+        if better:
+            job.best = sign * metrics[metric]
+        if accelerator.is_main_process:
+            _write_line(job.folder / "metrics.jsonl", {"step": job.step, "stage": name, **metrics, "best": better})
+            shown = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
+            progress.console.print(f"  step {job.step}: {shown}{' (best so far)' if better else ''}")
+            if better:
+                checkpoint.write_tensors(job.checkpoints / "best", checkpoint.trainable_state(original))
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(), console=console,
+        disable=not (console.is_terminal and accelerator.is_main_process),
+    )  # fmt: skip
+    sums: dict[str, float] = {}
+    tokens = 0
+    since = said = time.monotonic()
+    began = since
+    original.train()
+    with bar as progress, interruptible() as asked_to_stop:
+        task = progress.add_task(name, total=stage.steps, completed=start, note="")
+        for step in range(start, stage.steps):
+            rate = learning_rate(stage, step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            numbers = range(step * per_step, (step + 1) * per_step)
+            mine = numbers[accelerator.process_index * micro * stage.batch.accumulate :]
+            batches = [samples(mine[i * micro : (i + 1) * micro]) for i in range(stage.batch.accumulate)]
+            batches = [{k: v.to(accelerator.device) for k, v in batch.items()} for batch in batches]
+            counts = accelerator.reduce(torch.stack([original.count(b) for b in batches]).sum(0).float(), "sum")
+            totals: dict[str, Tensor] = {}
+            for i, batch in enumerate(batches):
+                last_micro = i == len(batches) - 1
+                with accelerator.autocast() if last_micro else accelerator.no_sync(module), accelerator.autocast():
+                    loss, metrics = stepped(batch, counts)
+                # DDP averages gradients over processes; the counts already are over all of them.
+                accelerator.backward(loss * processes)
+                for key, value in {"loss": loss.detach(), **metrics}.items():
+                    totals[key] = totals.get(key, 0) + value
+                tokens += batch["tokens"].numel() * processes
+            norm = accelerator.clip_grad_norm_(trained, stage.optim.clip)
+            if not torch.isfinite(norm) or not torch.isfinite(totals["loss"]):
+                raise FloatingPointError(
+                    f"{name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step {job.step + 1}; "
+                    f"no weights were changed by this step. Lower optim.lr ({stage.optim.lr:g}) or optim.clip, then "
+                    "--resume from the last checkpoint"
+                )
+            optimizer.step()
+            optimizer.zero_grad()
+            job.step += 1
+            for key, value in totals.items():
+                sums[key] = sums.get(key, 0.0) + float(accelerator.reduce(value.float(), "sum"))
+            now = time.monotonic()
+            if job.step % LOG_EVERY == 0 or step == stage.steps - 1:
+                ran = job.step % LOG_EVERY or LOG_EVERY
+                means = {k: round(v / min(ran, step + 1 - start), 5) for k, v in sums.items()}
+                speed = tokens / (now - since)
+                line = {"step": job.step, "stage": name, **means, "lr": rate, "tokens_per_second": round(speed)}
+                if accelerator.is_main_process:
+                    _write_line(job.folder / "metrics.jsonl", line)
+                note = f"loss {means['loss']:.3f}  {speed:,.0f} tokens/s"
+                progress.update(task, note=note)
+                if bar.disable and accelerator.is_main_process and (now - said > SAY_EVERY or step == stage.steps - 1):
+                    left = (now - began) / (step + 1 - start) * (stage.steps - step - 1)
+                    console.print(f"  {name} {step + 1}/{stage.steps}  {note}  {left:.0f} s left")
+                    said = now
+                sums, tokens, since = {}, 0, now
+            progress.update(task, completed=step + 1)
+            ends = step == stage.steps - 1
+            if ends or (step + 1) % job.evaluation.every == 0:
+                evaluate()
+                since = time.monotonic()
+            stop = asked_to_stop()
+            if ends or stop or (step + 1) % job.checkpoint.every == 0:
+                save()
+                since = time.monotonic()
+            if stop:
+                raise KeyboardInterrupt(f"stopped at step {job.step}; saved. Go on with --resume")
+    accelerator.free_memory()
+
+
+def best_weights(job: Job) -> dict[str, Tensor]:
+    """The trainable weights of the best evaluation so far."""
+    return checkpoint.read_tensors(job.checkpoints / "best")
+
+
+def _write_line(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop the lines of steps that will be run again, and a line cut off by a kill."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            continue
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    os.replace(temporary, path)

@@ -1,0 +1,279 @@
+"""Recipes: YAML read into strict typed objects. The only reader of YAML, and a leaf that any command may import.
+
+A script adds its own sections by subclassing :class:`Recipe`. Unknown keys, wrong types and impossible combinations
+are one ``ValueError`` line with file, field and the nearest valid key.
+"""
+
+import difflib
+import os
+import re
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Run(Section):
+    name: str = Field(min_length=1, description="the run's folder is output_dir/name")
+    output_dir: str = "runs"
+    seed: int = 0
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+
+class Target(Section):
+    name: str = Field(description="a folder or a Hub id")
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    trust_remote_code: bool = False
+
+
+class Answers(Section):
+    """The target continues prompts cut from a source; what it wrote is what the drafter trains on."""
+
+    prompts: Positive
+    prompt_tokens: Positive = 64
+    new_tokens: Positive = 128
+    batch_size: Positive = 64
+
+
+class Source(Section):
+    """Text from this machine: ``stdlib`` or ``package:NAME``, cut by hash of the module path into three splits."""
+
+    source: str
+    split: Literal["train", "validation", "test"] = "train"
+    weight: float = Field(default=1.0, gt=0, description="relative share of the samples")
+    form: Literal["text", "chat"] = Field(default="text", description="whole files, or docstring → function dialogues")
+    answers: Answers | None = None
+
+    @model_validator(mode="after")
+    def _known(self) -> "Source":
+        if self.source != "stdlib" and not re.fullmatch(r"package:[A-Za-z0-9_]+", self.source):
+            raise ValueError(f"source {self.source!r} is neither 'stdlib' nor 'package:NAME'")
+        return self
+
+
+class Data(Section):
+    train: list[Source] = Field(min_length=1)
+    validation: list[Source] = Field(min_length=1)
+    max_length: Positive = 512
+
+
+class Optim(Section):
+    lr: float = Field(gt=0)
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    weight_decay: float = Field(default=0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    final_lr: Share = Field(default=0.0, description="share of lr left at the last step of a linear or cosine schedule")
+    clip: float = Field(default=1.0, gt=0)
+
+
+class Batch(Section):
+    sequences: Positive = Field(description="sequences per optimizer step, over all processes")
+    accumulate: Positive = Field(default=1, description="micro-batches the sequences are split into")
+
+    @model_validator(mode="after")
+    def _even(self) -> "Batch":
+        if self.sequences % self.accumulate:
+            raise ValueError(f"sequences={self.sequences} is not a multiple of accumulate={self.accumulate}")
+        return self
+
+
+class Precision(Section):
+    autocast: Literal["none", "bfloat16"] = "none"
+    compile: bool = Field(default=False, description="torch.compile the training step (needs a C++ compiler)")
+    threads: int | None = Field(default=None, gt=0, description="CPU threads; all cores if left out")
+
+
+class Checkpoint(Section):
+    every: Positive = 200
+    keep: Positive = 2
+
+
+class Evaluate(Section):
+    every: Positive = 200
+    sequences: Positive = 64
+
+
+class Stage(Section):
+    """One call of the training loop. A script with several stages lists them; one with a single stage inherits them."""
+
+    optim: Optim
+    batch: Batch
+    steps: Positive
+
+
+class Recipe(Section):
+    """The sections that every recipe shares."""
+
+    run: Run
+    data: Data
+    precision: Precision = Precision()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluate: Evaluate = Evaluate()
+
+
+R = TypeVar("R", bound=Recipe)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads ``2e-3`` as a string and lets the last of two equal keys win; neither is what a recipe means."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+        seen.add(key)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf)$|^\.(nan|NaN)$"),
+    list("-+0123456789."),
+)
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise ValueError(f"{where}{line}: not valid YAML: {problem}") from None
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes inside an annotation such as ``list[Stage]`` or ``Answers | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for a in typing.get_args(annotation) for section in _sections(a)]
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """All dotted keys below a section."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if typing.get_origin(field.annotation) is not list:
+            for section in _sections(field.annotation):
+                keys += _keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def _nearest(model: type[BaseModel], path: tuple[str | int, ...]) -> str:
+    """«; nearest valid key: …» for a key that does not exist: among its siblings first, then everywhere."""
+    section: type[BaseModel] | None = model
+    for part in path[:-1]:
+        if isinstance(part, int) or section is None:
+            continue
+        field = section.model_fields.get(part)
+        found = _sections(field.annotation) if field else []
+        section = found[0] if found else None
+    siblings = list(section.model_fields) if section else []
+    last = str(path[-1])
+    near = difflib.get_close_matches(last, siblings, n=1)
+    if near:
+        return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), near[0]])
+    everywhere = {key.rsplit(".", 1)[-1]: key for key in _keys(model)}
+    near = difflib.get_close_matches(last, everywhere, n=1)
+    if near:
+        return f"; nearest valid key: {everywhere[near[0]]}"
+    return f"; valid keys here: {', '.join(siblings)}" if siblings else ""
+
+
+def _explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
+    first = error.errors()[0]
+    path = tuple(p for p in first["loc"] if not (isinstance(p, str) and p.startswith("function-")))
+    field = ".".join(map(str, path)) or "recipe"
+    more = len(error.errors()) - 1
+    tail = f" (and {more} more)" if more else ""
+    if first["type"] == "extra_forbidden":
+        return f"{where}: unknown key '{field}'{_nearest(model, path)}{tail}"
+    if first["type"] == "missing":
+        return f"{where}: '{field}' is missing; add it{tail}"
+    message = first["msg"].removeprefix("Value error, ")
+    got = first["input"]
+    shown = f", got {got!r}" if isinstance(got, (str, int, float, bool, type(None))) else ""
+    return f"{where}: '{field}': {message[0].lower() + message[1:]}{shown}{tail}"
+
+
+def read_recipe(path: str | Path, recipe: type[R], overrides: typing.Sequence[str] = ()) -> R:
+    """Read ``path`` as a ``recipe``; ``overrides`` are ``section.field=value`` (the value is YAML; ``a.0.b`` reaches
+    into lists).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: one line with file, field and the nearest valid key.
+    """
+    path = Path(path)
+    if not path.is_file():
+        there = sorted(p.stem for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.stem, there, n=1)
+        hint = f"; did you mean {path.parent / (near[0] + '.yaml')}?" if near else ""
+        raise FileNotFoundError(f"{path}: there is no such recipe{hint}")
+    where = str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: not a text file; a recipe is YAML in UTF-8") from None
+    content = _yaml(text, where)
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: a recipe is a mapping of sections (run, data, optim, …), got {type(content).__name__}")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ValueError(f"'{override}' is no override; write section.field=value, for example optim.lr=1e-3")
+        where = f"{path} with {override}"
+        node: Any = content
+        *parents, last = key.split(".")
+        for part in parents:
+            if isinstance(node, list):
+                if not part.isdigit() or int(part) >= len(node):
+                    raise ValueError(f"{where}: '{key}': the list has {len(node)} entries, counted from 0")
+                node = node[int(part)]
+            else:
+                node = node.setdefault(part, {})
+            if not isinstance(node, (dict, list)):
+                raise ValueError(f"{where}: '{key}': '{part}' is a value, not a section")
+        if isinstance(node, list):
+            if not last.isdigit() or int(last) >= len(node):
+                raise ValueError(f"{where}: '{key}': the list has {len(node)} entries, counted from 0")
+            node[int(last)] = _yaml(value, where)
+        else:
+            node[last] = _yaml(value, where)
+    try:
+        return recipe.model_validate(content)
+    except ValidationError as error:
+        raise ValueError(_explain(error, recipe, where)) from None
+
+
+def write_recipe(recipe: Recipe, path: Path, command: str) -> None:
+    """Save the resolved recipe, atomically, headed by the command that ran it."""
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(f"# {command}\n{text}", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+__all__ = [
+    "Answers", "Batch", "Checkpoint", "Data", "Evaluate", "Optim", "Precision", "Recipe", "Run", "Section", "Source",
+    "Stage", "Target", "read_recipe", "write_recipe",
+]  # fmt: skip
