@@ -1,1 +1,234 @@
-def provenance(**facts): return facts
+"""The target: any ``transformers`` causal LM, unmodified. Loading, hidden states, logits, fingerprint.
+
+Shape letters: B batch, T tokens, d hidden width, V vocabulary.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+_ROOT = Path(__file__).resolve().parent.parent
+_SLICE = 1024  # bytes of each stored tensor that enter the fingerprint
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def resolve_folder(name: str, revision: str | None = None) -> Path:
+    """The local folder of a model or drafter: a path, a path inside this project, or a Hub id (downloaded).
+
+    Raises:
+        FileNotFoundError: none of these.
+    """
+    for folder in (Path(name), _ROOT / name):
+        if folder.is_dir():
+            return folder
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise FileNotFoundError(f"'{name}': there is no such folder, and a Hub id would be USER/NAME")
+    from huggingface_hub import snapshot_download  # only where a download may be needed
+
+    try:
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.pt", "*.bin", "*.pth", "*.msgpack"]))
+    except Exception as error:  # the Hub's client raises a dozen unrelated types
+        reason = str(error).strip().splitlines()[0][:200]
+        raise FileNotFoundError(f"'{name}': no such folder here, and not to be had from the Hub ({reason})") from None
+
+
+def fingerprint(folder: Path) -> str:
+    """SHA-256 over a stored model: its config, its tokenizer file and the first bytes of every stored tensor.
+
+    Stored, not loaded: loaded weights change with dtype, quantisation and sharding. The order and number of files do
+    not matter.
+
+    Raises:
+        ValueError: a safetensors file is damaged.
+    """
+    digest = hashlib.sha256()
+    config = json.loads((folder / "config.json").read_text())
+    for volatile in ("transformers_version", "_name_or_path"):
+        config.pop(volatile, None)
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    for name in _TOKENIZER_FILES:
+        if (folder / name).exists():
+            digest.update((folder / name).read_bytes())
+            break
+    tensors: dict[str, bytes] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            try:
+                header_size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(header_size))
+            except (ValueError, MemoryError, OverflowError):
+                raise ValueError(f"{file}: damaged or truncated safetensors file; fetch or write it again") from None
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                stream.seek(8 + header_size + begin)
+                tensors[name] = f"{name}{entry['dtype']}{entry['shape']}".encode() + stream.read(
+                    min(_SLICE, end - begin)
+                )
+    for name in sorted(tensors):
+        digest.update(tensors[name])
+    return digest.hexdigest()
+
+
+def check_safetensors(folder: Path) -> None:
+    """Compare each safetensors file's size with what its header promises, before a library trips over it.
+
+    Raises:
+        ValueError: a file is truncated or damaged.
+    """
+    for file in folder.glob("*.safetensors"):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header_size = int.from_bytes(stream.read(8), "little")
+            try:
+                if header_size > size:
+                    raise ValueError
+                header = json.loads(stream.read(header_size))
+            except ValueError:
+                raise ValueError(f"{file}: not a safetensors file, or truncated; fetch or write it again") from None
+        header.pop("__metadata__", None)
+        promised = 8 + header_size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if size < promised:
+            raise ValueError(f"{file}: truncated ({size:,} of {promised:,} bytes); fetch or write it again")
+
+
+@dataclass
+class Target:
+    """A loaded causal LM with what the rest of the project asks of it.
+
+    ``fingerprint`` is empty for a model that was never stored (tests).
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    fingerprint: str
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        self.model.eval().requires_grad_(False)
+        self.decoder: nn.Module = self.model.get_decoder()
+        self.lm_head: nn.Module = self.model.get_output_embeddings()
+        self._check()
+
+    @property
+    def config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.lm_head.weight.shape[0])
+
+    @property
+    def context(self) -> int:
+        """The number of positions the model was made for."""
+        return int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end a text, from the generation config."""
+        generation = getattr(self.model, "generation_config", None)
+        ids = getattr(generation, "eos_token_id", None)
+        ids = self.config.eos_token_id if ids is None else ids
+        return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Last hidden states after the final norm, without a cache: ``[B, T]`` ids → ``[B, T, d]``."""
+        return self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False).last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The LM head with what some families do after it: ``[..., d] → [..., V]``."""
+        logits = self.lm_head(hidden)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if cap:
+            logits = torch.tanh(logits / cap) * cap
+        scale = getattr(self.config, "logit_scale", None)  # Cohere
+        if scale:
+            logits = logits * scale
+        divisor = getattr(self.config, "logits_scaling", None)  # Granite
+        return logits / divisor if divisor else logits
+
+    @contextmanager
+    def attention(self, implementation: str) -> Iterator[None]:
+        """Run the model under another attention implementation (a name registered with ``transformers``)."""
+        before = self.config._attn_implementation
+        self.model.set_attn_implementation(implementation)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+
+    def describe(self) -> dict[str, str | None]:
+        """What a drafter's config says of its target (FORMATS: ``target``)."""
+        return {
+            "name_or_path": self.name,
+            "revision": self.revision,
+            "model_type": str(self.config.model_type),
+            "fingerprint": self.fingerprint,
+        }
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Our hidden states and logits are the model's own, whatever its family does around its LM head."""
+        tokens = torch.tensor([[1, 2]], device=self.device)
+        own = self.logits(self.hidden(tokens))
+        cache = DynamicCache()  # made without the config, so that sliding layers keep every key
+        theirs = self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+        # (key/value heads, head width) of every layer: families name these in a dozen ways, some vary them by layer.
+        self.kv_shapes = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in cache.layers]
+        if own.shape != theirs.shape or not torch.allclose(own.float(), theirs.float(), rtol=1e-2, atol=1e-3):
+            raise ValueError(
+                f"target '{self.name}' ({self.config.model_type}): its logits are not its LM head's output on its last "
+                "hidden state; this family is not supported yet"
+            )
+
+
+def load_target(
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> Target:
+    """Load a target and its tokenizer.
+
+    Args:
+        name: a folder or a Hub id.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: its files are damaged, or its family is not supported.
+    """
+    folder = resolve_folder(name, revision)
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder}: no config.json here, so this is no model folder")
+    check_safetensors(folder)
+    if "drafter_type" in (folder / "config.json").read_text():
+        raise ValueError(f"{folder}: this is a drafter, not a target; pass it as DRAFTER")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
+    ).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return Target(model, tokenizer, name, fingerprint(folder), revision)

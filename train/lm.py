@@ -15,8 +15,7 @@ from typing import Annotated
 
 import torch
 from draftsmith.data import packing, sources
-from draftsmith.models.artifact import write_folder
-from draftsmith.models.target import provenance
+from draftsmith.models.artifact import provenance, write_model
 from draftsmith.train import loop
 from draftsmith.train.command import run_command
 from draftsmith.train.losses import chunked_cross_entropy, shifted_labels
@@ -193,7 +192,7 @@ def main() -> None:
         "data_sha256": sources.fingerprint(used),
         "licences": {s: sources.licence(s) for s, _ in used},
     }
-    write_folder(folder, model, tokenizer, provenance(**facts))
+    write_model(folder, model, tokenizer, provenance(**facts))
     loop.console.print(f"done: {folder} (validation loss {-job.best:.3f}); try: python inference/decode.py none "
                        f"--target {folder} --prompt 'def read('")  # fmt: skip
 

@@ -1,0 +1,89 @@
+"""The preallocated K/V cache, a ``transformers`` ``Cache``, with each row's own length on the device.
+
+Shape letters: B rows, Hkv key/value heads, S slots, D head width, N new tokens, A depth of the deepest node + 1.
+"""
+
+from typing import Any
+
+import torch
+from draftsmith.models.target import Target
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class _Layer(CacheLayerMixin):
+    """One layer's window onto the cache: ``update`` writes the new rows and returns the slots in use."""
+
+    is_sliding = False  # windows are in the mask; every key is kept
+
+    def __init__(self, owner: "KVCache") -> None:
+        super().__init__()
+        self.owner = owner
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the storage was allocated beforehand."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None and self.values is not None
+        slots = self.owner.slots
+        if slots.shape[0] == 1:  # one row, or every row at the same place
+            self.keys.index_copy_(2, slots[0], key_states)
+            self.values.index_copy_(2, slots[0], value_states)
+        else:
+            self.keys.scatter_(2, slots[:, None, :, None].expand_as(key_states), key_states)
+            self.values.scatter_(2, slots[:, None, :, None].expand_as(value_states), value_states)
+        return self.keys[:, :, : self.owner.seen], self.values[:, :, : self.owner.seen]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.seen, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # positions are always given; nothing may be derived from this
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+    # Read by transformers < 5.20 in place of get_max_length.
+    get_max_cache_shape = get_max_length
+
+
+class KVCache(Cache):
+    """K and V of all layers for B rows of up to ``capacity`` slots.
+
+    lengths: ``[B]`` int64 on the device: committed tokens per row.
+    slots: ``[B or 1, N]`` int64: where the next forward pass writes; set by the engine before it.
+    seen: how many slots, from the first, the next forward pass looks at.
+    """
+
+    def __init__(self, target: Target, rows: int, capacity: int) -> None:
+        shapes, device, dtype = target.kv_shapes, target.device, target.dtype
+        super().__init__(layers=[_Layer(self) for _ in shapes])
+        self.rows, self.capacity, self.seen = rows, capacity, 0
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        # Layers of one shape share one storage, so that a commit moves all of them at once.
+        self._storages: list[Tensor] = []
+        for heads, width in sorted(set(shapes)):
+            mine = [layer for layer, shape in zip(self.layers, shapes, strict=True) if shape == (heads, width)]
+            storage = torch.zeros(len(mine), 2, rows, heads, capacity, width, dtype=dtype, device=device)
+            self._storages.append(storage)
+            for layer, (keys, values) in zip(mine, storage, strict=True):
+                layer.keys, layer.values = keys, values
+
+    def commit(self, path: Tensor) -> None:
+        """Move the accepted nodes' K/V next to the prefix, in every layer: slot L + path[d] → L + d.
+
+        Args:
+            path: ``[B, A]`` int64 node numbers by depth, the root's (0) first; entries behind the accepted length
+                should be the identity (d), which moves nothing that counts.
+        """
+        depth = torch.arange(path.shape[1], device=path.device)
+        source, target = self.lengths[:, None] + path, self.lengths[:, None] + depth
+        for storage in self._storages:
+            if self.rows == 1:
+                storage.index_copy_(4, target[0], storage.index_select(4, source[0]))  # gathered before it is written
+            else:
+                shape = (*storage.shape[:4], path.shape[1], storage.shape[5])
+                gathered = storage.gather(4, source[None, None, :, None, :, None].expand(shape))
+                storage.scatter_(4, target[None, None, :, None, :, None].expand(shape), gathered)

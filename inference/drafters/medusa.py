@@ -1,0 +1,46 @@
+"""Medusa as a drafter: all heads read one hidden state and fill a fixed tree of ranks (arXiv 2401.10774 §2.1).
+
+Shape letters: B rows, K heads, R ranks kept per head, N nodes, d hidden width, V vocabulary.
+"""
+
+import torch
+from draftsmith.inference.engine import State
+from draftsmith.inference.tree import StaticTree, TokenTree, Topology
+from draftsmith.inference.verify import Verdict
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import Target
+from torch import Tensor
+
+
+class MedusaDrafter:
+    """Heads on a target's last hidden state, in a calibrated tree. Deterministic: every draw is one-hot.
+
+    Raises:
+        ValueError: the tree is deeper than there are heads, or asks for a rank beyond the vocabulary.
+    """
+
+    def __init__(self, heads: MedusaHeads, topology: Topology, target: Target) -> None:
+        config = heads.config
+        if topology.max_depth > config.num_draft_heads:
+            raise ValueError(f"the tree is {topology.max_depth} deep, but there are {config.num_draft_heads} draft heads")
+        if topology.max_rank >= config.vocab_size:
+            raise ValueError(f"the tree asks for rank {topology.max_rank} of a vocabulary of {config.vocab_size}")
+        self.heads = heads.to(target.device, target.dtype)
+        self.lm_head = target.lm_head
+        self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
+        self.tree = StaticTree(topology, target.device)
+        self.ranks = topology.max_rank + 1
+        # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
+        flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
+        self.choice = torch.tensor(flat, dtype=torch.int64, device=target.device)
+
+    def prefill(self, hidden: Tensor, tokens: Tensor, start: int) -> None:
+        """Heads keep nothing of the prompt."""
+
+    def propose(self, state: State) -> TokenTree:
+        logits = self.heads.logits(state.feature, self.lm_head, self.max_depth)  # [K, B, V]
+        best = logits.topk(self.ranks, -1).indices.transpose(0, 1).flatten(1)  # [B, K·R]
+        return self.tree.fill(torch.cat([state.root[:, None], best.index_select(1, self.choice)], 1))
+
+    def absorb(self, verdict: Verdict, tree: TokenTree, hidden: Tensor) -> None:
+        """Heads keep nothing of what was accepted; the engine hands them its last hidden state."""

@@ -1,0 +1,138 @@
+"""Token trees: what a drafter proposes and the verifier walks.
+
+Shape letters: B batch, N nodes (root included), W 64-bit words, D depth of the deepest node.
+"""
+
+import ast
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Drafted tokens behind each row's root. Parents come before their children; the root is node 0.
+
+    tokens: ``[B, N]`` int64; the root is the last token the target has committed to, whose K/V is not cached yet.
+    parent: ``[B, N]`` int32, −1 at the root.
+    depth: ``[B, N]`` int32.
+    ancestors: ``[B, N, W]`` int64 bitsets, a node itself included.
+    valid: ``[B, N]`` bool, False at padding, which is never accepted whatever its token id.
+    """
+
+    tokens: Tensor
+    parent: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    valid: Tensor
+
+
+def bitsets(parent: Sequence[int]) -> Tensor:
+    """Ancestor bitsets of a tree given by parents: ``[N, W]`` int64, a node itself included."""
+    words = -(-len(parent) // 64)
+    rows: list[list[int]] = []
+    for node, above in enumerate(parent):
+        row = list(rows[above]) if above >= 0 else [0] * words
+        row[node // 64] |= 1 << (node % 64)
+        rows.append(row)
+    signed = [[word - (1 << 64) if word >> 63 else word for word in row] for row in rows]
+    return torch.tensor(signed, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A tree of ranks whose shape is fixed: node ``paths[i]`` takes at depth j the ``paths[i][j]``-th best token.
+
+    The root (an empty path) is implied. Nodes are kept in depth-first order, best rank first, so that the chain of
+    top-1 tokens is nodes 0, 1, 2, …, and accepting it moves nothing in the cache.
+    """
+
+    paths: tuple[Ranks, ...]
+
+    def __post_init__(self) -> None:
+        known = {(), *self.paths}
+        if len(known) != len(self.paths) + 1:
+            raise ValueError("tree: a path is given twice, or is empty (the root is implied)")
+        for path in self.paths:
+            if min(path) < 0:
+                raise ValueError(f"tree: path {list(path)} holds a negative rank")
+            if path[:-1] not in known:
+                raise ValueError(f"tree: path {list(path)} has no parent; add {list(path[:-1])}")
+        object.__setattr__(self, "paths", tuple(sorted(self.paths)))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.paths) + 1
+
+    @property
+    def max_depth(self) -> int:
+        return max((len(path) for path in self.paths), default=0)
+
+    @property
+    def max_rank(self) -> int:
+        return max((max(path) for path in self.paths), default=-1)
+
+    @property
+    def parents(self) -> list[int]:
+        index: dict[Ranks, int] = {(): 0} | {path: i for i, path in enumerate(self.paths, 1)}
+        return [-1] + [index[path[:-1]] for path in self.paths]
+
+    @property
+    def depths(self) -> list[int]:
+        return [0] + [len(path) for path in self.paths]
+
+
+def chain(depth: int) -> Topology:
+    """The tree of one path: the top-1 token of each depth."""
+    return Topology(tuple((0,) * d for d in range(1, depth + 1)))
+
+
+class StaticTree:
+    """A topology on a device; only the tokens change from step to step."""
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        parent = topology.parents
+        self.topology = topology
+        self.parent = torch.tensor(parent, dtype=torch.int32, device=device)[None]
+        self.depth = torch.tensor(topology.depths, dtype=torch.int32, device=device)[None]
+        self.ancestors = bitsets(parent).to(device)[None]
+        self.valid = torch.ones(1, len(parent), dtype=torch.bool, device=device)
+
+    def fill(self, tokens: Tensor) -> TokenTree:
+        """The tree with these tokens ``[B, N]`` (views, nothing is copied)."""
+        rows = tokens.shape[0]
+        parts = (self.parent, self.depth, self.ancestors, self.valid)
+        return TokenTree(tokens, *(part.expand(rows, *part.shape[1:]) for part in parts))
+
+
+def read_tree(path: Path) -> Topology:
+    """A tree from ``tree.json``, a list of rank paths (Medusa's ``medusa_choices``), or nested tuples as text (vLLM's
+    former ``speculative_token_tree``).
+
+    Raises:
+        FileNotFoundError, ValueError: it is missing, or no tree.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: there is no such tree; make one with inference/calibrate.py") from None
+    try:
+        content = json.loads(text)
+    except ValueError:
+        try:
+            content = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError):
+            raise ValueError(f'{path}: neither JSON ({{"paths": [[0], [0, 0]]}}) nor a list of tuples') from None
+    paths = content.get("paths") if isinstance(content, dict) else content
+    try:
+        return Topology(tuple(tuple(int(rank) for rank in path_) for path_ in paths if len(path_)))
+    except TypeError:
+        raise ValueError(f"{path}: a tree is a list of rank paths such as [[0], [0, 0], [1]]") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

@@ -1,0 +1,97 @@
+"""Medusa heads (arXiv 2401.10774 §2.1): head k reads the target's last hidden state h_t and predicts x_{t+k+1}.
+
+    head_k(h) = projection_k( ResBlock_L(… ResBlock_1(h)) ),   ResBlock(x) = x + SiLU(W x + b)
+
+W and b begin at zero and the projection as the target's LM head, so an untrained head equals the LM head.
+
+Shape letters: K draft heads, L layers per head, P positions, d hidden width, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from draftsmith.models.target import Target
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """The shape of a set of heads. ``projection``: a V × d matrix per head (``own``), or the target's frozen LM head."""
+
+    num_draft_heads: int
+    num_layers: int
+    projection: Literal["own", "shared"]
+    hidden_size: int
+    vocab_size: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class MedusaHeads(nn.Module):
+    """All K heads, their weights stacked so that one batched product serves them all.
+
+    Parameters: ``weight [L, K, d, d]`` and ``bias [L, K, 1, d]`` (x @ weight + bias), and for ``own`` projections
+    ``projection [K, V, d]``.
+    """
+
+    def __init__(self, config: MedusaConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        k, layers, d = config.num_draft_heads, config.num_layers, config.hidden_size
+        self.weight = nn.Parameter(torch.zeros(layers, k, d, d, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(layers, k, 1, d, dtype=dtype))
+        self.projection: nn.Parameter | None = None
+        if config.projection == "own":
+            self.projection = nn.Parameter(torch.empty(k, config.vocab_size, d, dtype=dtype))
+
+    @classmethod
+    def for_target(
+        cls, target: Target, num_draft_heads: int, num_layers: int, projection: Literal["own", "shared"]
+    ) -> "MedusaHeads":
+        """Untrained heads for a target: each equals its LM head."""
+        config = MedusaConfig(num_draft_heads, num_layers, projection, target.hidden_size, target.vocab_size)
+        heads = cls(config).to(target.device)
+        if heads.projection is not None:
+            with torch.no_grad():
+                heads.projection.copy_(target.lm_head.weight.float().expand_as(heads.projection))
+        return heads
+
+    @classmethod
+    def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "MedusaHeads":
+        """Heads from a drafter folder's config and weights.
+
+        Raises:
+            ValueError: a key is missing, unknown or of another shape.
+        """
+        try:
+            heads = cls(MedusaConfig(**{name: config[name] for name in MedusaConfig.__dataclass_fields__}))
+        except KeyError as missing:
+            raise ValueError(f"{where}/config.json: field {missing} is missing") from None
+        wanted = {name: tuple(p.shape) for name, p in heads.state_dict().items()}
+        found = {name: tuple(w.shape) for name, w in weights.items()}
+        if wanted != found:
+            raise ValueError(f"{where}/model.safetensors: its tensors are {found}, config.json promises {wanted}")
+        heads.load_state_dict(dict(weights))
+        return heads.eval().requires_grad_(False)
+
+    def features(self, hidden: Tensor, heads: int | None = None) -> Tensor:
+        """The ResBlocks of the first ``heads`` heads (all if left out): ``[P, d] → [K, P, d]``."""
+        x = hidden.expand(heads or self.config.num_draft_heads, *hidden.shape)
+        for weight, bias in zip(self.weight, self.bias, strict=True):
+            x = x + F.silu(torch.baddbmm(bias[:heads], x, weight[:heads]))
+        return x
+
+    def head_logits(self, head: int, feature: Tensor, lm_head: nn.Module) -> Tensor:
+        """The projection of one head: ``[P, d] → [P, V]``."""
+        return lm_head(feature) if self.projection is None else F.linear(feature, self.projection[head])
+
+    def logits(self, hidden: Tensor, lm_head: nn.Module, heads: int | None = None) -> Tensor:
+        """The first ``heads`` heads (all if left out): ``[P, d] → [K, P, V]``."""
+        features = self.features(hidden, heads)
+        if self.projection is None:
+            return lm_head(features)
+        return features @ self.projection[:heads].transpose(1, 2)
