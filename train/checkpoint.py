@@ -1,4 +1,4 @@
-"""Checkpoints of a run: trainable weights, optimizer, RNG, step. Safetensors and JSON only, written whole or not at all.
+"""Checkpoints of a run: trainable weights, optimizer, RNG, step. Safetensors and JSON, written whole or not at all.
 
 A checkpoint is a folder ``checkpoints/step-N``; it is filled under a temporary name and renamed, so a folder of that
 name is always complete.

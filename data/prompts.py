@@ -1,0 +1,164 @@
+"""Prompts cut from modules of one split, as a JSONL file that inference/decode.py reads.
+
+    python data/prompts.py stdlib --split test --count 48 --prompt-tokens 96 --tokenizer models/tiny-lm --out P.jsonl
+
+Each prompt begins at a line's start and has exactly --prompt-tokens tokens. The prompts are spread over as many modules
+as there are; which modules belong to the split depends on their names alone, so no training recipe has seen them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import json
+import os
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from draftsmith.data import sources
+from draftsmith.train.command import run_command
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and --help needs none of it
+    from transformers import PreTrainedTokenizerBase
+
+_CHARACTERS = 8  # read per token wanted; code has three to five
+_SPARSE = 2  # a gap of fewer characters per token wanted is taken to be too small for another window
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str
+    source: str  # the module's path, as in sources.Document
+    tokens: list[int]  # exactly tokenizer(text)["input_ids"]
+
+
+@dataclass
+class _Module:
+    """A module and the windows taken from it, which do not overlap."""
+
+    path: str
+    text: str
+    lines: list[int]  # where the lines not yet tried begin, in random order
+    taken: list[tuple[int, int]] = field(default_factory=list)  # sorted [start, end)
+
+    def next_line(self, width: int) -> int | None:
+        """The next line start before a free gap of ``width`` characters or more."""
+        while self.lines:
+            start = self.lines.pop()
+            if self.is_free(start, start + width):
+                return start
+        return None
+
+    def is_free(self, start: int, end: int) -> bool:
+        after = bisect.bisect(self.taken, (start, len(self.text)))
+        clear_before = after == 0 or self.taken[after - 1][1] <= start
+        return clear_before and end <= (self.taken[after][0] if after < len(self.taken) else len(self.text))
+
+
+def _line_starts(text: str) -> list[int]:
+    starts, position = [], 0
+    for line in text.splitlines(keepends=True):
+        if line.strip():
+            starts.append(position)
+        position += len(line)
+    return starts
+
+
+def prompts(
+    source: str, split: sources.Split, count: int, prompt_tokens: int, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> list[Prompt]:
+    """Cut ``count`` distinct windows of ``prompt_tokens`` tokens, the same for the same arguments and text.
+
+    Every module gives one window before any gives a second one. A window that does not encode to the very tokens it was
+    cut at (it ends inside a character, or its last token would merge otherwise) is skipped. Special tokens that the
+    tokenizer adds count as tokens.
+
+    Raises:
+        ValueError: the split has no ``count`` windows.
+    """
+    rng = random.Random(seed)
+    modules = [_Module(d.path, d.text, _line_starts(d.text)) for d in sources.documents(source, split)]
+    rng.shuffle(modules)
+    for module in modules:
+        rng.shuffle(module.lines)
+    length = prompt_tokens - len(tokenizer("")["input_ids"])
+    if length < 1:
+        raise ValueError(f"prompt_tokens={prompt_tokens} leaves no room beside the tokenizer's special tokens")
+
+    found: list[Prompt] = []
+    seen: set[str] = set()
+    active = modules
+    while active and len(found) < count:
+        tried = [(m, start) for m in active if (start := m.next_line(_SPARSE * length)) is not None]
+        if not tried:
+            break
+        active = [module for module, _ in tried]
+        chunks = [module.text[start : start + _CHARACTERS * length] for module, start in tried]
+        cut = tokenizer(chunks, add_special_tokens=False, verbose=False)["input_ids"]
+        texts = [tokenizer.decode(ids[:length], clean_up_tokenization_spaces=False) for ids in cut]
+        encoded = tokenizer(texts, verbose=False)["input_ids"]
+        for (module, start), chunk, text, ids in zip(tried, chunks, texts, encoded, strict=True):
+            window = (start, start + len(text))
+            whole = len(ids) == prompt_tokens and chunk.startswith(text)
+            if whole and text not in seen and module.is_free(*window) and len(found) < count:
+                bisect.insort(module.taken, window)
+                seen.add(text)
+                found.append(Prompt(text, module.path, list(ids)))
+    if len(found) < count:
+        raise ValueError(
+            f"source '{source}' split '{split}' gives only {len(found)} prompts of {prompt_tokens} tokens, from "
+            f"{len(modules)} modules; {count} were asked for. Ask for fewer or shorter ones"
+        )
+    return found
+
+
+def write(path: Path, cut: list[Prompt]) -> None:
+    """One ``{"prompt", "source"}`` per line, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    lines = (json.dumps({"prompt": p.text, "source": p.source}, ensure_ascii=False) for p in cut)
+    temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    folder = Path(name)
+    if not folder.exists() and (folder.is_absolute() or folder.parent.is_dir() and len(folder.parts) > 1):
+        raise FileNotFoundError(f"--tokenizer {name}: there is no such folder")
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--tokenizer {name}: no tokenizer here ({str(error).splitlines()[0]})") from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 on")
+    return int(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="'stdlib' or 'package:NAME'")
+    parser.add_argument("--split", choices=get_args(sources.Split), default="test", help="default: test")
+    parser.add_argument("--count", type=_positive, default=48, help="how many prompts (default 48)")
+    parser.add_argument("--prompt-tokens", type=_positive, default=96, help="tokens in each (default 96)")
+    parser.add_argument("--tokenizer", required=True, help="the target: a folder or a Hub id")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
+    args = parser.parse_args()
+    if args.source != "stdlib" and not args.source.startswith("package:"):
+        parser.error(f"source '{args.source}' is neither 'stdlib' nor 'package:NAME'")
+    cut = prompts(
+        args.source, args.split, args.count, args.prompt_tokens, _load_tokenizer(args.tokenizer), args.seed
+    )  # fmt: skip
+    write(args.out, cut)
+    print(f"{args.out}: {len(cut)} prompts of {args.prompt_tokens} tokens from {len({p.source for p in cut})} modules")
+
+
+if __name__ == "__main__":
+    run_command(main)
