@@ -236,7 +236,9 @@ def read_recipe(path: str | Path, recipe: type[R], overrides: typing.Sequence[st
         raise ValueError(f"{where}: not a text file; a recipe is YAML in UTF-8") from None
     content = _yaml(text, where)
     if not isinstance(content, dict):
-        raise ValueError(f"{where}: a recipe is a mapping of sections (run, data, optim, …), got {type(content).__name__}")
+        raise ValueError(
+            f"{where}: a recipe is a mapping of sections (run, data, optim, …), got {type(content).__name__}"
+        )
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:

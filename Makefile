@@ -1,0 +1,68 @@
+# `make` alone says what there is.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-full lint bench
+
+PYTHON ?= python3
+# The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
+# torch in .venv, it is replaced only when TORCH is given.
+TORCH ?= torch==2.13.0
+
+PY := .venv/bin/python
+# Everything accelerate would otherwise warn about is said here; --quiet leaves a failing script its own one line.
+ACCELERATE := .venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+export TIMEFORMAT := took %0lR
+
+help:
+	@echo 'make install    into .venv, with $(TORCH) (another: make install TORCH=…)'
+	@echo 'make demo       train Medusa heads for the bundled model, calibrate a tree, decode held-out prompts'
+	@echo 'make test       all tests but the slow ones'
+	@echo 'make test-full  all tests'
+	@echo 'make lint       ruff and pyright'
+	@echo 'make bench      measure decoding on this machine'
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	    || { echo 'error: Python 3.10 or newer is needed; make install PYTHON=python3.12'; exit 2; }
+	@echo 'Installing into .venv: $(TORCH), then draftsmith and the rest. Quiet until done; some minutes the first time.'
+	@test -x $(PY) || $(PYTHON) -m venv .venv
+	@version() { $(PY) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' 2>/dev/null; }; \
+	install() { $(PY) -m pip install --quiet --disable-pip-version-check "$$@"; }; \
+	[ '$(origin TORCH)' = file ] && version || install $(TORCH); \
+	version > .venv/torch.txt; \
+	install --constraint .venv/torch.txt --editable '.[dev]'; \
+	touch $@; echo "Installed in $$SECONDS s."
+
+# A person's own commands, one after the other.
+demo: install
+	@printf '\n1/4 Cutting prompts from modules that no training saw\n'
+	time $(PY) data/prompts.py stdlib --split test --count 48 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/demo/prompts.jsonl
+	@printf '\n2/4 Training Medusa heads on what the target itself writes\n'
+	time $(ACCELERATE) train/medusa.py recipes/tiny-medusa.yaml --restart
+	@printf '\n3/4 Choosing the tree that pays on this machine\n'
+	time $(PY) inference/calibrate.py runs/demo
+	@printf '\n4/4 Decoding the prompts with and without the drafter\n'
+	time $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --repeat 3 --report runs/demo --show 3
+	@printf '\nThe drafter is in runs/demo, what was measured in runs/demo/report.json. Next, for example:\n'
+	@echo '  $(PY) inference/decode.py runs/demo --prompt "def read_config(path):"'
+	@echo '  $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --mode sample --temperature 0.8 --check-lossless'
+	@echo '  .venv/bin/accelerate launch --quiet train/medusa.py recipes/tiny-medusa.yaml run.name=mine drafter.num_draft_heads=3'
+
+test: install
+	@echo 'All tests but the slow ones:'
+	@$(PY) -m pytest -q -m 'not slow'
+
+test-full: install
+	@echo 'All tests, the slow ones too:'
+	@$(PY) -m pytest -q
+
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+
+bench: install
+	time $(PY) inference/bench.py
