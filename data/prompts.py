@@ -127,7 +127,7 @@ def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     folder = Path(name)
-    if not folder.exists() and (folder.is_absolute() or folder.parent.is_dir() and len(folder.parts) > 1):
+    if not folder.exists() and (folder.is_absolute() or (folder.parent.is_dir() and len(folder.parts) > 1)):
         raise FileNotFoundError(f"--tokenizer {name}: there is no such folder")
     try:
         return AutoTokenizer.from_pretrained(name)
