@@ -97,7 +97,7 @@ def prompts(
         active = [module for module, _ in tried]
         chunks = [module.text[start : start + _CHARACTERS * length] for module, start in tried]
         cut = tokenizer(chunks, add_special_tokens=False, verbose=False)["input_ids"]
-        texts = [tokenizer.decode(ids[:length], clean_up_tokenization_spaces=False) for ids in cut]
+        texts = [str(tokenizer.decode(ids[:length], clean_up_tokenization_spaces=False)) for ids in cut]
         encoded = tokenizer(texts, verbose=False)["input_ids"]
         for (module, start), chunk, text, ids in zip(tried, chunks, texts, encoded, strict=True):
             window = (start, start + len(text))

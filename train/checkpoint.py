@@ -104,7 +104,7 @@ def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 def _optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """``{"parameter|field": tensor}`` of an optimizer whose state is tensors per parameter (AdamW)."""
-    names = {p: name for name, p in module.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
     return {
         f"{names[p]}|{field}": value.detach().cpu().contiguous()
         for p, fields in optimizer.state.items()

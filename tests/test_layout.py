@@ -1,0 +1,147 @@
+"""The house rules: who imports whom, no name that hides a library, everything in the wheel."""
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("train", "models", "data", "inference", "kernels")
+# kernels ← models ← inference ← train, data ← inference, data ← train
+MAY_IMPORT = {
+    "kernels": {"kernels"},
+    "models": {"kernels", "models"},
+    "data": {"data"},
+    "inference": {"kernels", "models", "data", "inference"},
+    "train": set(ROOMS),
+}
+LEAVES = {"draftsmith.train.recipe", "draftsmith.train.command"}  # anyone may import them, they import none of ours
+# Libraries this project or its dependencies import, installed here or not.
+LIBRARIES = set("accelerate bitsandbytes datasets deepspeed evaluate kernels numpy peft safetensors sklearn tokenizers "
+                "torch transformers triton wandb".split())  # fmt: skip
+
+
+def modules(room: str) -> list[Path]:
+    return sorted(p for p in (ROOT / room).rglob("*.py") if "__pycache__" not in p.parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of the modules of ours that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports do not work in a script"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            found.add(str(node.module))
+    ours = {name for name in found if name.startswith("draftsmith.")}
+    return {".".join(name.split(".")[:3]) for name in ours if name.count(".") >= 2}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_import_directions(room):
+    assert modules(room)
+    for path in modules(room):
+        own = f"draftsmith.{path.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.')}"
+        allowed = set() if own in LEAVES else MAY_IMPORT[room]
+        for name in imports(path) - LEAVES if own not in LEAVES else imports(path):
+            assert name.split(".")[1] in allowed, f"{path.relative_to(ROOT)} must not import {name}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_scripts_import_ours_by_full_name(room):
+    """`import loop` works in `accelerate launch train/x.py` and nowhere else."""
+    for path in modules(room):
+        siblings = {p.stem for p in path.parent.glob("*.py")}
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not siblings.intersection(names), f"{path.relative_to(ROOT)}: import draftsmith.{room}.… instead"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_name_hides_a_library(room):
+    """A command's folder is first on sys.path: train/datasets.py would be what `import datasets` finds."""
+    outside = [p for p in sys.path if p and Path(p).resolve() not in {ROOT, *(ROOT / r for r in ROOMS)}]
+    for path in [*(ROOT / room).glob("*.py"), *(p for p in (ROOT / room).iterdir() if p.is_dir())]:
+        name = path.stem
+        if name == "__pycache__" or not name.isidentifier():
+            continue
+        taken = name in sys.stdlib_module_names or name in LIBRARIES
+        assert not taken and importlib.machinery.PathFinder.find_spec(name, outside) is None, f"{path} hides {name}"
+
+
+def test_no_init_files():
+    found = [p for folder in (*ROOMS, "recipes", "tests") for p in (ROOT / folder).rglob("__init__.py")]
+    assert not found
+
+
+def test_type_checkers_see_every_room():
+    for room in ROOMS:
+        assert (ROOT / ".types/draftsmith" / room).resolve() == ROOT / room
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """Built from a copy, so that no stale build folder helps and none is left."""
+    copy = tmp_path_factory.mktemp("source")
+    for folder in (*ROOMS, "recipes"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / file, copy)
+    build = "import setuptools.build_meta as b; print(b.build_wheel('dist'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return zipfile.ZipFile(next((copy / "dist").glob("*.whl")))
+
+
+def test_wheel_holds_every_file(wheel):
+    wanted = {p.relative_to(ROOT).as_posix() for room in ROOMS for p in modules(room)}
+    wanted |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "recipes").rglob("*.yaml")}
+    wanted |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "models/tiny-lm").glob("*")}
+    packed = {n.removeprefix("draftsmith/") for n in wheel.namelist() if n.startswith("draftsmith/")}
+    assert packed == wanted
+
+
+def test_wheel_has_the_licence(wheel):
+    names = {Path(name).name for name in wheel.namelist() if "licenses/" in name}
+    assert names == {"LICENSE", "NOTICE"}
+    (metadata,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
+    assert "License-Expression: Apache-2.0" in wheel.read(metadata).decode()
+
+
+def test_commands_run_from_the_wheel(wheel, tmp_path):
+    wheel.extractall(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", "import draftsmith.data.prompts as p; print(p.__file__, p.sources.__file__)"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(tmp_path / f"draftsmith/data/{n}.py") for n in ("prompts", "sources")]
+
+
+def test_git_keeps_data_and_models():
+    paths = ["data/x.py", "models/x.py", "models/tiny-lm/model.safetensors", "models/tiny-lm/tokenizer.json"]
+    done = subprocess.run(["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 128:
+        pytest.skip("not a git checkout")
+    assert done.stdout == ""
+
+
+def test_recipes_begin_with_their_command():
+    recipes = sorted((ROOT / "recipes").glob("*.yaml"))
+    assert recipes
+    for recipe in recipes:
+        first = recipe.read_text().splitlines()[0]
+        match = re.fullmatch(r"# (?:accelerate launch|python) (\S+\.py) (\S+)", first)
+        assert match, f"{recipe}: begin with `# accelerate launch train/X.py recipes/{recipe.name}`"
+        assert (ROOT / match[1]).is_file()
+        assert ROOT / match[2] == recipe
