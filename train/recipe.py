@@ -168,13 +168,13 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """All dotted keys below a section."""
+    """All dotted keys below a section; those of a list's entries as an override of its first one."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
-        if typing.get_origin(field.annotation) is not list:
-            for section in _sections(field.annotation):
-                keys += _keys(section, f"{prefix}{name}.")
+        entry = "0." if typing.get_origin(field.annotation) is list else ""
+        for section in _sections(field.annotation):
+            keys += _keys(section, f"{prefix}{name}.{entry}")
     return keys
 
 
@@ -192,17 +192,21 @@ def _nearest(model: type[BaseModel], path: tuple[str | int, ...]) -> str:
     near = difflib.get_close_matches(last, siblings, n=1)
     if near:
         return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), near[0]])
-    everywhere = {key.rsplit(".", 1)[-1]: key for key in _keys(model)}
+    everywhere = {key.rsplit(".", 1)[-1]: key for key in reversed(_keys(model))}  # the first of a name wins
     near = difflib.get_close_matches(last, everywhere, n=1)
     if near:
         return f"; nearest valid key: {everywhere[near[0]]}"
     return f"; valid keys here: {', '.join(siblings)}" if siblings else ""
 
 
-def _explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
+def _explain(error: ValidationError, model: type[BaseModel], where: str, overrides: typing.Sequence[str]) -> str:
     first = error.errors()[0]
     path = tuple(p for p in first["loc"] if not (isinstance(p, str) and p.startswith("function-")))
     field = ".".join(map(str, path)) or "recipe"
+    for override in overrides:  # name those that reach this field, and no innocent one
+        key = override.partition("=")[0] + "."
+        if key.startswith(f"{field}.") or f"{field}.".startswith(key):
+            where += f" with {override}"
     more = len(error.errors()) - 1
     tail = f" (and {more} more)" if more else ""
     if first["type"] == "extra_forbidden":
@@ -264,7 +268,7 @@ def read_recipe(path: str | Path, recipe: type[R], overrides: typing.Sequence[st
     try:
         return recipe.model_validate(content)
     except ValidationError as error:
-        raise ValueError(_explain(error, recipe, where)) from None
+        raise ValueError(_explain(error, recipe, str(path), overrides)) from None
 
 
 def write_recipe(recipe: Recipe, path: Path, command: str) -> None:

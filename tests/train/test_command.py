@@ -1,0 +1,72 @@
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from draftsmith.train.command import interruptible, run_command
+
+
+def fail_with(error):
+    def main():
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    "error, code, line",
+    [
+        (ValueError("optim.lr: too high"), 2, "error: optim.lr: too high"),
+        (FileNotFoundError("x.yaml: there is no such recipe"), 2, "error: x.yaml: there is no such recipe"),
+        (FloatingPointError("loss nan at step 3"), 1, "error: loss nan at step 3"),
+        (KeyboardInterrupt(), 2, "error: interrupted; files already written are whole"),
+        (KeyboardInterrupt("stopped at step 3; saved"), 2, "error: stopped at step 3; saved"),
+        (OSError(errno.ENOSPC, "No space", "runs/x"), 1, "error: runs/x: the disk is full; free some space and run "
+         "again with --resume (finished files are intact)"),
+        (OSError(errno.EACCES, "Permission denied", "runs/x"), 2, "error: runs/x: cannot write or read here "
+         "(Permission denied); choose another folder"),
+    ],
+)  # fmt: skip
+def test_one_line_and_a_code(error, code, line, capsys, monkeypatch):
+    monkeypatch.setitem(fail_with.__globals__, "__name__", "draftsmith.x")  # as if raised by us
+    with pytest.raises(SystemExit) as stopped:
+        run_command(fail_with(error))
+    assert stopped.value.code == code
+    assert capsys.readouterr() == ("", line + "\n")
+
+
+def test_success_is_0(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_command(lambda: None)
+    assert stopped.value.code == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("main", [lambda: int("x"), lambda: open("/nowhere/at/all"), lambda: 1 / 0])
+def test_a_defect_keeps_its_traceback(main, monkeypatch):
+    monkeypatch.setitem(fail_with.__globals__, "__name__", "some.library")
+    with pytest.raises((ValueError, FileNotFoundError, ZeroDivisionError)):
+        run_command(main)
+
+
+def test_the_first_interrupt_asks_and_the_second_stops(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt, match="twice"), interruptible() as asked:
+        assert not asked()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked()
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert capsys.readouterr().err.count("interrupted") == 1
+
+
+def test_a_real_command(tmp_path):
+    def run(*arguments):
+        return subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True)
+
+    done = run("-m", "draftsmith.data.prompts", "package:no_such_package", "--tokenizer", "/nowhere", "--out", "x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --tokenizer /nowhere: there is no such folder\n"
