@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_success_is_0(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("main", [lambda: int("x"), lambda: open("/nowhere/at/all"), lambda: 1 / 0])
+@pytest.mark.parametrize("main", [lambda: int("x"), lambda: Path("/nowhere/at/all").read_text(), lambda: 1 / 0])
 def test_a_defect_keeps_its_traceback(main, monkeypatch):
     monkeypatch.setitem(fail_with.__globals__, "__name__", "some.library")
     with pytest.raises((ValueError, FileNotFoundError, ZeroDivisionError)):

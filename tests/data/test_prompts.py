@@ -1,0 +1,148 @@
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.data import sources
+from draftsmith.data.prompts import Prompt, prompts, write
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    bpe.train_from_iterator([d.text for d in sources.documents("stdlib", "validation")[:6]], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>")
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """modules(text, …): a source of these modules."""
+
+    def use(*texts):
+        documents = tuple(sources.Document(f"toy/{i}.py", text) for i, text in enumerate(texts))
+        monkeypatch.setattr(sources, "documents", lambda source, split: documents)
+
+    return use
+
+
+def check(cut, length, tokenizer):
+    texts = {d.path: d.text for d in sources.documents("stdlib", "test")}
+    places = {}
+    for prompt in cut:
+        assert len(prompt.tokens) == length
+        assert tokenizer(prompt.text)["input_ids"] == prompt.tokens
+        text = texts[prompt.source]
+        starts = [i for i in range(len(text)) if text.startswith(prompt.text, i) and (i == 0 or text[i - 1] == "\n")]
+        assert starts, f"not a piece of {prompt.source} at a line's start"
+        if len(starts) == 1:  # tables of constants repeat themselves
+            places.setdefault(prompt.source, []).append(range(starts[0], starts[0] + len(prompt.text)))
+    assert len({p.text for p in cut}) == len(cut)
+    assert sum(map(len, places.values())) > 0.9 * len(cut)
+    for windows in places.values():
+        assert not any(a.start < b.stop and b.start < a.stop for a, b in itertools.combinations(windows, 2))
+
+
+def test_windows_are_exact_distinct_and_reencode(tokenizer):
+    check(prompts("stdlib", "test", 48, 96, tokenizer, 0), 96, tokenizer)
+    check(prompts("stdlib", "test", 300, 33, tokenizer, 1), 33, tokenizer)
+
+
+def changed(tokenizer, **parts) -> PreTrainedTokenizerFast:
+    """A copy with other parts (a normalizer, a post-processor)."""
+    copy = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    for name, part in parts.items():
+        setattr(copy, name, part)
+    return PreTrainedTokenizerFast(tokenizer_object=copy)
+
+
+@pytest.fixture
+def with_start(tokenizer) -> PreTrainedTokenizerFast:
+    """Puts a token in front, as Llama's does."""
+    template = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+    return changed(tokenizer, post_processor=template)
+
+
+def test_special_tokens_count(with_start):
+    cut = prompts("stdlib", "test", 20, 40, with_start, 0)
+    check(cut, 40, with_start)
+    assert all(p.tokens[0] == 0 for p in cut)
+
+
+@pytest.mark.parametrize("which", ["tokenizer", "with_start"])
+def test_a_full_module_without_overlap(which, modules, request):
+    text = "".join(f"    def number_{i}(self, *args, **kwargs):\n        return self\n" for i in range(400))
+    modules(text)
+    cut = prompts("toy", "test", 60, 40, request.getfixturevalue(which), 0)
+    windows = sorted((text.index(p.text), text.index(p.text) + len(p.text)) for p in cut)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(windows))
+
+
+def test_text_is_verbatim_whatever_the_tokenizer_does(tokenizer, modules):
+    modules("".join(f"Name_{i} = {i}\n" if i % 8 == 0 else f"name_{i} = {i}\n" for i in range(500)))
+    lowercase = changed(tokenizer, normalizer=normalizers.Lowercase())
+    upper = {f"name_{i} " for i in range(0, 500, 8)}  # what would be there in lower case, and is not in the module
+    for prompt in prompts("toy", "test", 20, 30, lowercase, 0):
+        assert not any(name in prompt.text for name in upper)
+
+
+def test_same_arguments_same_prompts(tokenizer):
+    assert prompts("stdlib", "test", 20, 40, tokenizer, 3) == prompts("stdlib", "test", 20, 40, tokenizer, 3)
+    assert prompts("stdlib", "test", 20, 40, tokenizer, 3) != prompts("stdlib", "test", 20, 40, tokenizer, 4)
+
+
+def test_every_module_before_any_twice(tokenizer, modules):
+    modules(*("".join(f"name_{m}_{i} = {i}\n" for i in range(200)) for m in range(7)))
+    found = [p.source for p in prompts("toy", "test", 17, 30, tokenizer, 0)]
+    assert len(set(found[:7])) == 7 and len(set(found[7:14])) == 7 and len(set(found[14:])) == 3
+
+
+def test_short_modules_and_repeated_text_are_passed_over(tokenizer, modules):
+    modules("x = 1\n", "", "y = 2\n" * 3, "repeat(me)\n" * 400, "".join(f"name_{i} = {i}\n" for i in range(50)))
+    found = prompts("toy", "test", 3, 30, tokenizer, 0)
+    assert sorted({p.source for p in found}) == ["toy/3.py", "toy/4.py"]
+    assert [p.source for p in found].count("toy/3.py") == 1
+
+
+def test_characters_are_not_cut_in_half(tokenizer, modules):
+    modules("".join(f"s{i} = '日本語のテキスト{i}'\n" for i in range(300)))
+    for length in (20, 21, 22):
+        for prompt in prompts("toy", "test", 5, length, tokenizer, 0):
+            assert "\ufffd" not in prompt.text and tokenizer(prompt.text)["input_ids"] == prompt.tokens
+
+
+def test_too_many_are_refused(tokenizer, modules):
+    modules("".join(f"name_{i} = {i}\n" for i in range(50)), "x = 1\n")
+    with pytest.raises(ValueError, match=r"source 'toy' split 'test' gives only \d+ prompts of 30 tokens, from 2 mod"):
+        prompts("toy", "test", 500, 30, tokenizer, 0)
+
+
+def test_files_are_whole_or_absent(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "p.jsonl"
+    write(path, [Prompt("é\n", "a.py", [1])])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"prompt": "é\n", "source": "a.py"}]
+    with pytest.raises(AttributeError):
+        write(path, [Prompt("x", "a.py", [1]), None])  # type: ignore[list-item]
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_the_command(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    out = tmp_path / "p.jsonl"
+    done = subprocess.run(
+        [sys.executable, sources.__file__.replace("sources.py", "prompts.py"), "stdlib", "--count", "5",
+         "--prompt-tokens", "20", "--tokenizer", tmp_path / "tokenizer", "--out", out], capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{out}: 5 prompts of 20 tokens from 5 modules\n"
+    assert len(out.read_text().splitlines()) == 5
