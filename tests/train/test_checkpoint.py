@@ -1,0 +1,96 @@
+import errno
+import re
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from draftsmith.train import checkpoint
+
+
+@pytest.fixture
+def trained():
+    """A module and an AdamW with moments."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    module[0].bias.requires_grad = False
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+    module(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    return module, optimizer
+
+
+def fresh():
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    module[0].bias.requires_grad = False
+    return module, torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+
+
+def test_everything_comes_back(trained, tmp_path):
+    path = checkpoint.save(tmp_path, 7, *trained, {"stage": "a", "best": -1.5}, keep=2)
+    expected = torch.rand(3)
+    torch.manual_seed(99)
+    module, optimizer = fresh()
+    assert checkpoint.restore(path, module, optimizer) == {"step": 7, "stage": "a", "best": -1.5}
+    assert torch.equal(torch.rand(3), expected)
+    for restored, p in zip(module.parameters(), trained[0].parameters(), strict=True):
+        if p.requires_grad:
+            assert torch.equal(restored, p)
+            for field, value in trained[1].state[p].items():
+                assert torch.equal(optimizer.state[restored][field], value), field
+
+
+def test_the_newest_are_kept(trained, tmp_path):
+    for step in (8, 9, 10, 11):
+        checkpoint.save(tmp_path, step, *trained, {}, keep=2)
+    (tmp_path / "step-x").mkdir()
+    (tmp_path / ".step-12.tmp").mkdir()
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-10", "step-11"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "missing"])
+def test_a_damaged_checkpoint_is_one_clear_line(trained, tmp_path, file, damage):
+    path = checkpoint.save(tmp_path, 7, *trained, {}, keep=2)
+    content = (path / file).read_bytes()
+    (path / file).unlink()
+    if damage != "missing":
+        (path / file).write_bytes(content[: len(content) // 2] if damage == "truncated" else b"")
+    with pytest.raises(ValueError) as caught:
+        checkpoint.restore(path, *fresh())
+    line = str(caught.value)
+    assert "\n" not in line
+    assert line.startswith(f"{path}: damaged checkpoint (") and line.endswith("or pass --restart")
+
+
+def test_another_model_is_refused(trained, tmp_path):
+    path = checkpoint.save(tmp_path, 7, *trained, {}, keep=2)
+    module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    with pytest.raises(ValueError, match="of a model of another shape; delete that folder"):
+        checkpoint.restore(path, module, torch.optim.AdamW(module.parameters()))
+
+
+@pytest.mark.parametrize("text, code", [("No space left on device (os error 28)", errno.ENOSPC), ("?", errno.EIO)])
+def test_a_failing_write_leaves_what_stood_before(trained, tmp_path, monkeypatch, text, code):
+    checkpoint.save(tmp_path, 7, *trained, {}, keep=1)
+
+    def full(tensors, path):
+        path.write_bytes(b"half")
+        raise SafetensorError(text)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    for step in (7, 8):  # the same step again must not lose it either
+        with pytest.raises(OSError) as caught:
+            checkpoint.save(tmp_path, step, *trained, {}, keep=1)
+        assert caught.value.errno == code
+    assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
+    assert checkpoint.restore(tmp_path / "step-7", *fresh())["step"] == 7
+
+
+def test_lone_tensors(tmp_path):
+    checkpoint.write_tensors(tmp_path / "best", {"a": torch.arange(3)})
+    assert torch.equal(checkpoint.read_tensors(tmp_path / "best")["a"], torch.arange(3))
+    (tmp_path / "best/model.safetensors").write_bytes(b"half")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'best'}: cannot read model.safetensors")):
+        checkpoint.read_tensors(tmp_path / "best")

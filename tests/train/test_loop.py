@@ -1,0 +1,296 @@
+"""The loop on a toy model. Run as a script, this file is one toy run: FOLDER [--resume] [--kill-at SAMPLE]."""
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from draftsmith.train import checkpoint, loop
+from draftsmith.train.recipe import Batch, Checkpoint, Evaluate, Optim, Precision, Stage
+
+VOCAB, WIDTH, LENGTH = 13, 8, 6
+
+
+class Toy(nn.Module):
+    """Predicts each token's label from the token; the number of labels differs from sample to sample."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.dropout = nn.Dropout(dropout)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def count(self, batch):
+        return (batch["labels"] != -100).sum().view(1)
+
+    def forward(self, batch, counts):
+        logits = self.out(self.dropout(self.embed(batch["tokens"])))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+        hits = (logits.argmax(-1) == batch["labels"]).sum()
+        return loss * batch["poison"].max() / counts[0], {"top1": hits / counts[0]}
+
+
+def sample(number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(VOCAB, (LENGTH,), generator=generator)
+    labels = (tokens * 5 + 1) % VOCAB
+    labels[: number % LENGTH] = -100  # 1 to 6 labels
+    return {"tokens": tokens, "labels": labels, "poison": torch.ones(())}
+
+
+def samples(numbers: range) -> dict[str, torch.Tensor]:
+    rows = [sample(n) for n in numbers]
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def stage(steps=8, sequences=4, accumulate=1, **optim) -> Stage:
+    optim = Optim(**{"lr": 0.05, "schedule": "constant", **optim})
+    return Stage(optim=optim, batch=Batch(sequences=sequences, accumulate=accumulate), steps=steps)
+
+
+def job(folder: Path, resume=False, every=4, keep=2, evaluate_every=3) -> loop.Job:
+    def evaluate(module):
+        batch = samples(range(1000, 1016))
+        loss, _ = module(batch, module.count(batch))
+        return {"validation_loss": float(loss)}
+
+    return loop.Job(
+        folder, loop.make_accelerator(Precision(threads=1)), Checkpoint(every=every, keep=keep),
+        Evaluate(every=evaluate_every), resume, evaluate, "-validation_loss",
+    )  # fmt: skip
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- learning rate
+
+
+def test_learning_rate():
+    linear = stage(steps=110, lr=1.0, warmup_steps=10, schedule="linear", final_lr=0.1)
+    assert loop.learning_rate(linear, 0) == pytest.approx(0.1)
+    assert loop.learning_rate(linear, 9) == loop.learning_rate(linear, 10) == pytest.approx(1.0)
+    assert loop.learning_rate(linear, 60) == pytest.approx(0.55)
+    assert loop.learning_rate(linear, 109) == pytest.approx(0.1, abs=0.01)
+    cosine = stage(steps=100, lr=2.0, schedule="cosine")
+    assert loop.learning_rate(cosine, 0) == pytest.approx(2.0)
+    assert loop.learning_rate(cosine, 25) == pytest.approx(1 + math.cos(math.pi / 4))
+    assert loop.learning_rate(cosine, 50) == pytest.approx(1.0)
+    assert loop.learning_rate(cosine, 99) == pytest.approx(0.0, abs=0.001)
+    assert loop.learning_rate(stage(steps=3, lr=2.0), 2) == 2.0
+    assert loop.learning_rate(stage(steps=5, lr=1.0, warmup_steps=5), 4) == 1.0  # nothing but warm-up
+
+
+# ---- what a step computes
+
+
+def reference(steps: int, sequences: int, decay: float, clip: float) -> dict[str, torch.Tensor]:
+    """The same training, written out."""
+    toy = Toy()
+    groups = [
+        {"params": [toy.embed.weight, toy.out.weight], "weight_decay": decay},
+        {"params": [toy.out.bias], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.95))
+    for step in range(steps):
+        batch = samples(range(step * sequences, (step + 1) * sequences))
+        loss = F.cross_entropy(toy.out(toy.embed(batch["tokens"])).flatten(0, 1), batch["labels"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for p in toy.parameters() if p.requires_grad], clip)
+        optimizer.step()
+    return weights(toy)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_a_step_is_the_mean_over_all_its_labels(accumulate, tmp_path):
+    """However the sequences are split; the micro-batches have 3 to 15 labels."""
+    toy = Toy()
+    loop.fit(job(tmp_path), toy, samples, stage(accumulate=accumulate, weight_decay=0.1, clip=0.5), "toy")
+    expected = reference(8, 4, decay=0.1, clip=0.5)
+    for name, weight in weights(toy).items():
+        torch.testing.assert_close(weight, expected[name], atol=2e-6, rtol=0)
+    assert not torch.equal(toy.out.weight, Toy().out.weight)
+
+
+def test_metrics_are_means_over_labels(tmp_path):
+    loop.fit(job(tmp_path, evaluate_every=100), Toy(), samples, stage(steps=12, lr=1e-12, accumulate=2), "toy")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 12, 12]
+    toy, losses = Toy(), []
+    for step in range(12):
+        batch = samples(range(step * 4, step * 4 + 4))
+        losses.append(float(toy(batch, toy.count(batch))[0].detach()))
+    assert lines[0]["loss"] == pytest.approx(sum(losses[:10]) / 10, abs=1e-4)
+    assert lines[1]["loss"] == pytest.approx(sum(losses[10:]) / 2, abs=1e-4)
+    assert "validation_loss" in lines[2]
+
+
+def test_the_best_weights_are_kept(tmp_path):
+    run = job(tmp_path, evaluate_every=1)
+    values = iter([3.0, 1.0, 2.0, 5.0])
+    seen = []
+
+    def evaluate(module):
+        seen.append(weights(module))
+        return {"validation_loss": next(values)}
+
+    run.evaluate = evaluate
+    loop.fit(run, Toy(), samples, stage(steps=4), "toy")
+    assert run.best == -1.0
+    seen[1].pop("frozen")
+    assert same(loop.best_weights(run), seen[1])
+
+
+# ---- stopping and going on
+
+
+def train(folder: Path, resume: bool, kill_at: int | None = None, how: int = signal.SIGKILL) -> Toy:
+    """Two stages of 6 and 8 steps of 4 samples, a checkpoint every 4 steps of a stage and at its end."""
+    run, toy = job(folder, loop.open_run(folder, resume, False)), Toy(dropout=0.3)
+    torch.manual_seed(5)
+    seen = 0
+
+    def interrupted(numbers: range) -> dict[str, torch.Tensor]:
+        nonlocal seen
+        seen += len(numbers)
+        if kill_at is not None and seen - len(numbers) <= kill_at < seen:
+            os.kill(os.getpid(), how)
+        return samples(numbers)
+
+    loop.fit(run, toy, interrupted, stage(steps=6, schedule="cosine"), "first")
+    loop.fit(run, toy, interrupted, stage(steps=8, accumulate=2, schedule="linear", warmup_steps=2), "second")
+    return toy
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k in ("step", "stage", "validation_loss", "best")} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return weights(train(folder, False)), metrics(folder)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, uninterrupted):
+    killed = subprocess.run([sys.executable, __file__, tmp_path, "--kill-at", "46"], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [p.name for p in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-6", "step-10"]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "los')  # as a kill in the middle of a write leaves it
+    (tmp_path / "checkpoints/.step-14.tmp").mkdir()
+    assert same(weights(train(tmp_path, True)), uninterrupted[0])
+    assert [m for m in metrics(tmp_path) if "validation_loss" in m] == [
+        m for m in uninterrupted[1] if "validation_loss" in m
+    ]
+
+
+@pytest.mark.parametrize("kill_at", [0, 9, 20, 24, 53])
+def test_an_interrupted_run_is_saved_and_goes_on_bit_for_bit(kill_at, tmp_path, uninterrupted):
+    with pytest.raises(KeyboardInterrupt, match=f"stopped at step {kill_at // 4 + 1}; saved. Go on with --resume"):
+        train(tmp_path, False, kill_at, signal.SIGINT)
+    assert same(weights(train(tmp_path, True)), uninterrupted[0])
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path, uninterrupted):
+    train(tmp_path, False)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert same(weights(train(tmp_path, True)), uninterrupted[0])
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    toy = Toy()
+
+    def poisoned(numbers: range) -> dict[str, torch.Tensor]:
+        batch = samples(numbers)
+        if 18 in numbers:  # the fifth step
+            batch["poison"] *= float("nan")
+        return batch
+
+    with pytest.raises(FloatingPointError, match=r"toy: loss nan.* at step 5; no weights were changed .*optim\.lr"):
+        loop.fit(job(tmp_path), toy, poisoned, stage(), "toy")
+    (last,) = checkpoint.checkpoints(tmp_path / "checkpoints")
+    assert last.name == "step-4"
+    saved = checkpoint.read_tensors(last)
+    assert saved.keys() == {"embed.weight", "out.weight", "out.bias"}
+    assert all(torch.equal(saved[name], weights(toy)[name]) for name in saved)
+
+
+# ---- the run's folder
+
+
+def test_open_run(tmp_path):
+    assert loop.open_run(tmp_path / "a/b", False, False) is False
+    assert loop.open_run(tmp_path / "a/b", True, False) is False  # nothing there: begins
+    folder = tmp_path / "run"
+    loop.open_run(folder, False, False)
+    loop.fit(job(folder), Toy(), samples, stage(steps=4), "toy")
+    with pytest.raises(ValueError, match=r"holds an unfinished run at step-4; pass --resume .* --restart .*run\.name"):
+        loop.open_run(folder, False, False)
+    with pytest.raises(ValueError, match="--resume and --restart exclude each other"):
+        loop.open_run(folder, True, True)
+    assert loop.open_run(folder, True, False) is True
+    (folder / "model.safetensors").touch()
+    (folder / "prompts.jsonl").touch()
+    with pytest.raises(ValueError, match="holds a finished run; pass"):
+        loop.open_run(folder, False, False)
+    assert loop.open_run(folder, False, True) is False
+    assert not checkpoint.checkpoints(folder / "checkpoints")
+    assert not (folder / "metrics.jsonl").exists()
+    assert (folder / "prompts.jsonl").exists(), "what is no part of the run stays"
+
+
+def test_batch_must_divide_over_processes(tmp_path, monkeypatch):
+    run = job(tmp_path)
+    monkeypatch.setattr(loop.Accelerator, "num_processes", property(lambda self: 3))
+    with pytest.raises(ValueError, match=r"batch\.sequences=4 is not a multiple of processes × accumulate \(3 × 1\)"):
+        loop.fit(run, Toy(), samples, stage(), "toy")
+
+
+def test_a_launcher_that_ran_other_processes_is_found_out(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were launched but accelerate sees 1; on CPU launch with"):
+        loop.make_accelerator(Precision(threads=1))
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(tmp_path, uninterrupted):
+    """Without dropout, whose noise differs by process."""
+    script = Path(__file__).read_text().replace("Toy(dropout=0.3)", "Toy()")
+    (tmp_path / "toy.py").write_text(script)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    for processes in ("1", "2"):
+        done = subprocess.run(
+            [*run, processes, tmp_path / "toy.py", tmp_path / processes], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    one, two = (checkpoint.read_tensors(tmp_path / n / "checkpoints/step-14") for n in ("1", "2"))
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=2e-6, rtol=0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--kill-at", type=int)
+    args = parser.parse_args()
+    train(args.folder, args.resume, args.kill_at)
