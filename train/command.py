@@ -17,6 +17,10 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 
+# A place that cannot be used; reported by whoever reads or writes, ours or a library.
+_UNUSABLE = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
+
+
 def _raised_by_us(traceback: TracebackType | None) -> bool:
     name = ""
     while traceback is not None:
@@ -29,7 +33,7 @@ def _describe_os_error(error: OSError) -> str:
     place = f"{error.filename}: " if error.filename else ""
     if error.errno == errno.ENOSPC:
         return f"{place}the disk is full; free some space and run again with --resume (finished files are intact)"
-    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+    if error.errno in _UNUSABLE:
         return f"{place}cannot write or read here ({error.strerror}); choose another folder"
     return str(error)
 
@@ -50,9 +54,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     except FloatingPointError as error:  # a NaN or infinite loss
         _stop(str(error), 1)
     except OSError as error:
-        # Full disks and unwritable folders are reported by whoever writes, ours or a library.
-        known = error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EPERM)
-        if not known and not _raised_by_us(error.__traceback__):
+        if error.errno not in (errno.ENOSPC, *_UNUSABLE) and not _raised_by_us(error.__traceback__):
             raise
         _stop(_describe_os_error(error), 1 if error.errno == errno.ENOSPC else 2)
     except ValueError as error:

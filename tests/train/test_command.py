@@ -27,6 +27,8 @@ def fail_with(error):
         (KeyboardInterrupt("stopped at step 3; saved"), 2, "error: stopped at step 3; saved"),
         (OSError(errno.ENOSPC, "No space", "runs/x"), 1, "error: runs/x: the disk is full; free some space and run "
          "again with --resume (finished files are intact)"),
+        (OSError(errno.ENOTDIR, "Not a directory", "a/b"), 2, "error: a/b: cannot write or read here (Not a directory); "
+         "choose another folder"),
         (OSError(errno.EACCES, "Permission denied", "runs/x"), 2, "error: runs/x: cannot write or read here "
          "(Permission denied); choose another folder"),
     ],
@@ -62,6 +64,13 @@ def test_the_first_interrupt_asks_and_the_second_stops(capsys):
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
     assert capsys.readouterr().err.count("interrupted") == 1
+
+
+def test_a_file_where_a_folder_should_be(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        run_command(lambda: (tmp_path / "file").mkdir(exist_ok=True))
+    assert capsys.readouterr().err.endswith("file: cannot write or read here (File exists); choose another folder\n")
 
 
 def test_a_real_command(tmp_path):
