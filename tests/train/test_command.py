@@ -27,7 +27,7 @@ def fail_with(error):
         (KeyboardInterrupt("stopped at step 3; saved"), 2, "error: stopped at step 3; saved"),
         (OSError(errno.ENOSPC, "No space", "runs/x"), 1, "error: runs/x: the disk is full; free some space and run "
          "again with --resume (finished files are intact)"),
-        (OSError(errno.ENOTDIR, "Not a directory", "a/b"), 2, "error: a/b: cannot write or read here (Not a directory); "
+        (OSError(errno.ENOTDIR, "Not a directory", "a"), 2, "error: a: cannot write or read here (Not a directory); "
          "choose another folder"),
         (OSError(errno.EACCES, "Permission denied", "runs/x"), 2, "error: runs/x: cannot write or read here "
          "(Permission denied); choose another folder"),
