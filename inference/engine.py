@@ -194,7 +194,7 @@ class SpeculativeDecoder:
         node_numbers = torch.arange(nodes, device=self.target.device)
 
         state = self._prefill(runner, prompts)
-        bound = max(map(len, prompts))  # no row's cached length is above it
+        cached = [len(p) for p in prompts]  # cache.lengths, known to the host
         active = [
             self._take(result, [token], limit, wanted, stops, step=False)
             for result, token, limit in zip(results, state.root.tolist(), limits, strict=True)
@@ -210,7 +210,7 @@ class SpeculativeDecoder:
             if clock:
                 clock.lap("draft")
             count = tree.tokens.shape[1]
-            seen = bound + count
+            seen = max(cached) + count
             alone = count == 1 and rows == 1  # the only node of the only row sees every slot
             mask = ancestor_mask(tree.ancestors, count)
             hidden = runner.forward(
@@ -239,7 +239,7 @@ class SpeculativeDecoder:
             cache.lengths += step
             state.root = torch.where(running, verdict.bonus, state.root)
             state.feature = hidden.gather(1, verdict.node[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
-            bound += max(lengths)
+            cached = [before + new for before, new in zip(cached, lengths, strict=True)]
             if clock:
                 clock.lap("commit")
             for row, (result, length) in enumerate(zip(results, lengths, strict=True)):

@@ -5,6 +5,7 @@ Shape letters: B batch, N nodes (root included), W 64-bit words, D depth of the 
 
 import ast
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,17 +123,21 @@ def read_tree(path: Path) -> Topology:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: there is no such tree; make one with inference/calibrate.py") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a text file, so no tree") from None
     try:
         content = json.loads(text)
     except ValueError:
         try:
             content = ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError):
             raise ValueError(f'{path}: neither JSON ({{"paths": [[0], [0, 0]]}}) nor a list of tuples') from None
     paths = content.get("paths") if isinstance(content, dict) else content
     try:
-        return Topology(tuple(tuple(int(rank) for rank in path_) for path_ in paths if len(path_)))
+        ranks = [tuple(operator.index(rank) for rank in path_) for path_ in paths]
     except TypeError:
         raise ValueError(f"{path}: a tree is a list of rank paths such as [[0], [0, 0], [1]]") from None
+    try:
+        return Topology(tuple(path_ for path_ in ranks if path_))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

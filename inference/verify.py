@@ -39,7 +39,7 @@ def verify_greedy(tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int)
     agrees = tree.tokens == choice.gather(1, tree.parent.clamp(min=0).long())
     agrees = agrees & tree.valid
     agrees[:, 0] = True
-    accepted = ~(mask & ~agrees[:, None, :]).any(-1)
+    accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)  # padding may have no bits at all
     depth = tree.depth.long()
     length, node = torch.where(accepted, depth, -1).max(-1)
     on_path = mask.gather(1, node[:, None, None].expand(-1, 1, mask.shape[2])).squeeze(1)  # [B, N]

@@ -52,7 +52,13 @@ class MedusaHeads(nn.Module):
     def for_target(
         cls, target: Target, num_draft_heads: int, num_layers: int, projection: Literal["own", "shared"]
     ) -> "MedusaHeads":
-        """Untrained heads for a target: each equals its LM head."""
+        """Untrained heads for a target: each equals its LM head.
+
+        Raises:
+            ValueError: the LM head has a bias, which a head's own projection lacks.
+        """
+        if projection == "own" and getattr(target.lm_head, "bias", None) is not None:
+            raise ValueError(f"target '{target.name}': its LM head has a bias; use drafter.projection=shared")
         config = MedusaConfig(num_draft_heads, num_layers, projection, target.hidden_size, target.vocab_size)
         heads = cls(config).to(target.device)
         if heads.projection is not None:
@@ -80,7 +86,7 @@ class MedusaHeads(nn.Module):
 
     def features(self, hidden: Tensor, heads: int | None = None) -> Tensor:
         """The ResBlocks of the first ``heads`` heads (all if left out): ``[P, d] → [K, P, d]``."""
-        x = hidden.expand(heads or self.config.num_draft_heads, *hidden.shape)
+        x = hidden.expand(self.config.num_draft_heads if heads is None else heads, *hidden.shape)
         for weight, bias in zip(self.weight, self.bias, strict=True):
             x = x + F.silu(torch.baddbmm(bias[:heads], x, weight[:heads]))
         return x
