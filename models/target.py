@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 _ROOT = Path(__file__).resolve().parent.parent
+_SMALL = 1 << 30  # bytes of weights that load at once
 _SLICE = 1024  # bytes of each stored tensor that enter the fingerprint
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_UNSUPPORTED = "this family is not supported yet"
 
 
 def resolve_folder(name: str, revision: str | None = None) -> Path:
@@ -174,6 +177,8 @@ class Target:
         before = self.config._attn_implementation
         self.model.set_attn_implementation(implementation)
         try:
+            if self.config._attn_implementation != implementation:  # transformers only warns
+                raise ValueError(f"{self._named()}: its attention cannot be replaced; {_UNSUPPORTED}")
             yield
         finally:
             self.model.set_attn_implementation(before)
@@ -187,19 +192,33 @@ class Target:
             "fingerprint": self.fingerprint,
         }
 
+    def _named(self) -> str:
+        return f"target '{self.name}' ({self.config.model_type})"
+
     @torch.no_grad()
     def _check(self) -> None:
-        """Our hidden states and logits are the model's own, whatever its family does around its LM head."""
+        """Our hidden states and logits are the model's own, whatever its family does around its LM head, and each of its
+        layers keeps keys and values of one shape.
+
+        Raises:
+            ValueError: they are not, or do not.
+        """
+        kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+        if kinds:
+            raise ValueError(f"{self._named()}: it has layers of the kind {', '.join(sorted(kinds))}; {_UNSUPPORTED}")
         tokens = torch.tensor([[1, 2]], device=self.device)
         own = self.logits(self.hidden(tokens))
         cache = DynamicCache()  # made without the config, so that sliding layers keep every key
         theirs = self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+        if len(cache.layers) != self.config.num_hidden_layers or any(
+            layer.keys.shape != layer.values.shape for layer in cache.layers
+        ):
+            raise ValueError(f"{self._named()}: its layers do not each keep keys and values of one shape; {_UNSUPPORTED}")
         # (key/value heads, head width) of every layer: families name these in a dozen ways, some vary them by layer.
         self.kv_shapes = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in cache.layers]
         if own.shape != theirs.shape or not torch.allclose(own.float(), theirs.float(), rtol=1e-2, atol=1e-3):
             raise ValueError(
-                f"target '{self.name}' ({self.config.model_type}): its logits are not its LM head's output on its last "
-                "hidden state; this family is not supported yet"
+                f"{self._named()}: its logits are not its LM head's output on its last hidden state; {_UNSUPPORTED}"
             )
 
 
@@ -225,8 +244,14 @@ def load_target(
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder}: no config.json here, so this is no model folder")
     check_safetensors(folder)
-    if "drafter_type" in (folder / "config.json").read_text():
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: not valid JSON ({error}); fetch it again") from None
+    if "drafter_type" in config:
         raise ValueError(f"{folder}: this is a drafter, not a target; pass it as DRAFTER")
+    if sum(file.stat().st_size for file in folder.glob("*.safetensors")) < _SMALL:
+        logging.disable_progress_bar()  # a bar that flashes by is noise
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
     ).to(device)
