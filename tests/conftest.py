@@ -1,4 +1,5 @@
-"""Offline, and one thread: on a shared machine two OpenMP threads can be far slower than one."""
+"""Offline, and one thread: on a shared machine two OpenMP threads can be far slower than one. Tiny targets of many
+families, and the teacher that says what each of them writes."""
 
 import os
 
@@ -6,3 +7,94 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+VOCAB = 61
+_LLAMA_LIKE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_MIXED = {
+    "head_dim": 8,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+# family → (model_type, its fields, standard deviation of the weights, a seed whose text does not repeat itself at once)
+FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
+    "llama": ("llama", _LLAMA_LIKE, 0.4, 0),
+    "qwen3": ("qwen3", {**_LLAMA_LIKE, "head_dim": 16}, 0.4, 0),
+    "mistral": ("mistral", {**_LLAMA_LIKE, "sliding_window": 8}, 0.4, 0),
+    "gemma2": ("gemma2", {**_LLAMA_LIKE, **_MIXED, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0,
+               "final_logit_softcapping": 5.0}, 0.3, 0),
+    "gemma3": ("gemma3_text", {**_LLAMA_LIKE, **_MIXED, "query_pre_attn_scalar": 8}, 0.3, 0),
+    "gpt_neox": ("gpt_neox", {k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"}, 0.4, 9),
+    "gpt2": ("gpt2", _GPT2, 0.4, 7),
+    "opt": ("opt", {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "max_position_embeddings": 128, "word_embed_proj_dim": 32, "tie_word_embeddings": False}, 0.4, 1),
+    "cohere": ("cohere", {**_LLAMA_LIKE, "logit_scale": 0.25}, 0.4, 0),
+    "granite": ("granite", {**_LLAMA_LIKE, "logits_scaling": 3.0, "embedding_multiplier": 2.0}, 0.4, 0),
+    "phi": ("phi", {**_LLAMA_LIKE}, 0.4, 0),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def make_target() -> Callable[..., Any]:
+    """``make_target(family, **fields)`` → a :class:`Target` with a tiny random model in float32.
+
+    The weights are far larger than a real initialisation's, so that its greedy text is not one token repeated.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from draftsmith.models.target import Target
+
+    def make(family: str, **fields: Any) -> Target:
+        model_type, own, std, seed = FAMILIES[family]
+        ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        config = AutoConfig.for_model(model_type, **{"vocab_size": VOCAB, **ids, **own, **fields})
+        torch.manual_seed(seed)
+        attention = "eager" if model_type == "gemma2" else "sdpa"  # sdpa has no soft cap
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() >= 2 or name.endswith("bias"):
+                    weight.normal_(std=std)
+        return Target(model, None, f"tiny-{family}", "")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def teach() -> Callable[..., list[list[int]]]:
+    """``teach(target, prompts, count)`` → the ``count`` tokens that plain greedy decoding writes after each prompt.
+
+    Every token costs a forward pass of everything before it, through the model alone: no cache, none of our engine. Shorter
+    rows are padded on the right, where no token of a causal model looks.
+    """
+    import torch
+
+    @torch.no_grad()
+    def teach(target: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        assert target.config._attn_implementation in ("sdpa", "eager")
+        rows = [list(prompt) for prompt in prompts]
+        for _ in range(count):
+            longest = max(map(len, rows))
+            padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+            logits = target.model(padded, use_cache=False).logits
+            for row, row_logits in zip(rows, logits, strict=True):
+                best = row_logits[len(row) - 1].topk(2)
+                assert best.values[0] - best.values[1] > 1e-4, "a near-tie, which rounding may decide: another seed"
+                row.append(int(best.indices[0]))
+        return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+
+    return teach

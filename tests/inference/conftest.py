@@ -1,0 +1,141 @@
+"""A scripted drafter: it knows what each row's target writes next, and drafts that with a mistake at a chosen depth."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.inference.engine import State
+from draftsmith.inference.tree import TokenTree, bitsets
+from draftsmith.inference.verify import Verdict
+
+VOCAB = 61
+
+
+class ScriptedDrafter:
+    """Untrained heads accept nothing and so test nothing; this drafter makes every accepted length 0 … D occur.
+
+    Every step it draws a new tree for each row: the true continuation along D random nodes, always with the last node of
+    the tree (and nodes 32 and 63 where there are such), its token at a cycling depth replaced by a wrong one; all other
+    nodes are wrong siblings with subtrees whose tokens are sometimes the true ones of their depth. Of several rows every
+    other one has a smaller tree, padded with nodes that are not valid: some would be right if they were looked at.
+
+    Args:
+        prompts, truth: of each row; the truth at least ``max_depth + 1`` tokens longer than what will be asked for.
+        wanted: how many tokens each row will be asked for; behind these nothing is checked.
+    """
+
+    def __init__(
+        self, target: Any, prompts: Sequence[Sequence[int]], truth: Sequence[Sequence[int]], wanted: Sequence[int],
+        num_nodes: int, max_depth: int, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.target, self.prompts, self.truth, self.wanted = target, prompts, truth, wanted
+        self.num_nodes, self.max_depth = num_nodes, max_depth
+        self.random = random.Random(seed)
+        self.rows = [_Row(self.random.sample(range(max_depth + 1), max_depth + 1)) for _ in prompts]
+        self.prefilled: list[tuple[int, Tensor]] = []
+        self.moves = 0  # steps whose accepted path is not 0, 1, 2, …
+
+    def prefill(self, hidden: Tensor, tokens: Tensor, start: int) -> None:
+        assert hidden.shape == (*tokens.shape, self.target.hidden_size)
+        self.prefilled.append((start, tokens.clone()))
+
+    def propose(self, state: State) -> TokenTree:
+        trees = []
+        for number, (prompt, truth, row) in enumerate(zip(self.prompts, self.truth, self.rows, strict=True)):
+            done = int(state.length[number]) - len(prompt)  # the root is the row's new token number `done`
+            row.active = done + 1 < self.wanted[number]
+            if row.active:
+                assert int(state.root[number]) == truth[done], f"row {number}: root of new token {done}"
+                assert int(self.target.logits(state.feature[number]).argmax()) == truth[done], "its feature"
+            nodes = self.num_nodes if number % 2 == 0 or self.num_nodes < 3 else self.random.randint(2, self.num_nodes)
+            trees.append(self._tree(row, int(state.root[number]), truth[done + 1 :], nodes))
+        tokens, parents, depths, valid = (torch.tensor(part) for part in zip(*trees, strict=True))
+        ancestors = torch.stack([bitsets(parent) for parent in parents.tolist()])
+        for number, row in enumerate(self.rows):
+            if row.bare_padding:
+                ancestors[number][~valid[number]] = 0
+        return TokenTree(tokens, parents.int(), depths.int(), ancestors, valid)
+
+    def _tree(self, row: "_Row", root: int, future: Sequence[int], nodes: int) -> tuple[list, list, list, list]:
+        rng = self.random
+        depth = min(self.max_depth, nodes - 1)
+        forced = {node for node in (nodes - 1, 32, 63) if 0 < node < nodes}
+        others = [node for node in range(1, nodes) if node not in forced]
+        forced = set(sorted(forced)[len(forced) - min(len(forced), depth) :])
+        path = [0, *sorted(forced | set(rng.sample(others, depth - len(forced))))]
+        chosen = row.next_length(depth)
+        future = [*future, *(rng.randrange(VOCAB) for _ in range(self.max_depth + 1))]
+
+        def wrong(at: int) -> int:
+            return (future[at] + rng.randrange(1, VOCAB)) % VOCAB
+
+        tokens, parents, depths = [root], [-1], [0]
+        for node in range(1, nodes):
+            if node in path:
+                at = path.index(node)
+                parents.append(path[at - 1])
+                depths.append(at)
+                tokens.append(wrong(at - 1) if at == chosen + 1 else future[at - 1])
+            else:
+                above = rng.choice([n for n in range(node) if depths[n] < self.max_depth])
+                at = depths[above] + 1
+                parents.append(above)
+                depths.append(at)
+                tokens.append(wrong(at - 1) if above in path or rng.random() < 0.5 else future[at - 1])
+        row.path, row.length = path, chosen
+        row.bare_padding = nodes < self.num_nodes and rng.random() < 0.5
+        padding = self.num_nodes - nodes
+        # Token 0 as a child of the last node that is right: were it looked at, it would be accepted if 0 came next.
+        above, at = (0, 1) if row.bare_padding else (path[chosen], chosen + 1)
+        valid = [True] * nodes + [False] * padding
+        return tokens + [0] * padding, parents + [above] * padding, depths + [at] * padding, valid
+
+    def absorb(self, verdict: Verdict, tree: TokenTree, hidden: Tensor) -> None:
+        for number, row in enumerate(self.rows):
+            if not row.active:
+                continue
+            length = int(verdict.length[number])
+            row.lengths.append(length)
+            fits = self.wanted[number] - sum(row.accepted) - 1  # what lies behind it was not written by the teacher
+            assert length == row.length or min(length, row.length) + 1 >= fits
+            if length == row.length:
+                expected = row.path[: length + 1] + list(range(length + 1, self.max_depth + 1))
+                assert verdict.path[number].tolist() == expected
+                assert int(verdict.node[number]) == row.path[length]
+                self.moves += expected != list(range(self.max_depth + 1))
+            row.accepted.append(min(row.length + 1, fits))
+
+    @property
+    def accepted(self) -> list[list[int]]:
+        """What each step of each row should have committed."""
+        return [row.accepted for row in self.rows]
+
+    def assert_every_length_occurred(self) -> None:
+        assert {length for row in self.rows for length in row.lengths} == set(range(self.max_depth + 1))
+        assert self.moves or self.num_nodes == 1
+
+
+class _Row:
+    """One row's cycle of accepted lengths, and what its present tree should yield."""
+
+    def __init__(self, cycle: list[int]) -> None:
+        self.cycle, self.turn = cycle, 0
+        self.active, self.bare_padding = True, False
+        self.path: list[int] = []
+        self.length = 0
+        self.lengths: list[int] = []
+        self.accepted: list[int] = []
+
+    def next_length(self, depth: int) -> int:
+        self.turn += 1
+        return min(self.cycle[self.turn % len(self.cycle)], depth)
+
+
+@pytest.fixture(scope="session")
+def scripted() -> Callable[..., ScriptedDrafter]:
+    """``scripted(target, prompts, truth, wanted, num_nodes, max_depth, seed=0)`` → a :class:`ScriptedDrafter`."""
+    return ScriptedDrafter
