@@ -212,7 +212,7 @@ class SpeculativeDecoder:
             count = tree.tokens.shape[1]
             seen = max(cached) + count
             alone = count == 1 and rows == 1  # the only node of the only row sees every slot
-            mask = ancestor_mask(tree.ancestors, count)
+            mask = ancestor_mask(tree.ancestors, count) if count > 1 else tree.valid[..., None]
             hidden = runner.forward(
                 tree.tokens,
                 (cache.lengths[:, None] + tree.depth).clamp(max=last_position),
@@ -224,7 +224,7 @@ class SpeculativeDecoder:
             if clock:
                 clock.lap("verify")
             verdict = verify_greedy(tree, mask, logits, drafter.max_depth)
-            step = torch.where(running, verdict.length + 1, 0)
+            step = verdict.length + 1 if rows == 1 else torch.where(running, verdict.length + 1, 0)
             tokens = torch.cat([tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1)), verdict.bonus[:, None]], 1)
             # The step's one read by the host: what was accepted, where it stood, and the bonus token.
             told = torch.cat([step[:, None], verdict.path, tokens], 1).tolist()
@@ -237,7 +237,7 @@ class SpeculativeDecoder:
                 cache.commit(verdict.path)
             drafter.absorb(verdict, tree, hidden)
             cache.lengths += step
-            state.root = torch.where(running, verdict.bonus, state.root)
+            state.root = verdict.bonus
             state.feature = hidden.gather(1, verdict.node[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
             cached = [before + new for before, new in zip(cached, lengths, strict=True)]
             if clock:

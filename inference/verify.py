@@ -36,6 +36,9 @@ def verify_greedy(tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int)
         max_depth: of the deepest node (A − 1).
     """
     choice = logits.argmax(-1)  # [B, N]
+    if choice.shape[1] == 1:  # plain decoding: the root alone, nothing to agree with
+        none = torch.zeros_like(choice[:, 0])
+        return Verdict(torch.zeros_like(choice), none, none, choice[:, 0])
     agrees = tree.tokens == choice.gather(1, tree.parent.clamp(min=0).long())
     agrees = agrees & tree.valid
     agrees[:, 0] = True

@@ -72,7 +72,7 @@ class LanguageModel(nn.Module):
         tokens = batch["tokens"].long()
         hidden = self.model.model(tokens, use_cache=False).last_hidden_state
         labels = shifted_labels(tokens, torch.ones_like(tokens, dtype=torch.bool), 1)
-        loss, hits = chunked_cross_entropy(self.model.lm_head, hidden, labels, chunk=tokens.numel())
+        loss, hits = chunked_cross_entropy(self.model.lm_head, hidden, labels, self.model.config.vocab_size, tokens.numel())
         return loss / counts[0], {"top1": hits / counts[0]}
 
 

@@ -30,6 +30,34 @@ LOG_EVERY = 10  # steps between two lines of metrics.jsonl
 SAY_EVERY = 15.0  # seconds between two printed lines where there is no terminal for a progress bar
 
 
+class Note:
+    """Progress of work that is no training: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.said = what, total, time.monotonic()
+        self.began = self.said
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("eta"),
+            TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self.bar.start()
+        self.task = self.bar.add_task(what, total=total)
+        if self.bar.disable:
+            console.print(f"{what} …")
+
+    def done(self, count: int) -> None:
+        """``count`` of ``total`` are done."""
+        self.bar.update(self.task, completed=count)
+        now = time.monotonic()
+        if self.bar.disable and now - self.said > SAY_EVERY:
+            left = (now - self.began) / count * (self.total - count)
+            console.print(f"  {count}/{self.total}  {left:.0f} s left")
+            self.said = now
+
+    def close(self) -> None:
+        self.bar.stop()
+
+
 class Trainable(Protocol):
     """What :func:`fit` trains; an ``nn.Module`` besides."""
 
@@ -109,8 +137,11 @@ def open_run(folder: Path, resume: bool, restart: bool) -> bool:
             for file in old.iterdir():
                 file.unlink()
             old.rmdir()
-        for name in ("metrics.jsonl", "checkpoints/best/model.safetensors"):
+        finished_files = ("metrics.jsonl", "model.safetensors", "config.json", "tree.json")
+        for name in (*finished_files, "checkpoints/best/model.safetensors"):
             (folder / name).unlink(missing_ok=True)
+        for answers in (folder / "answers").glob("*/model.safetensors"):
+            answers.unlink()
         return False
     return bool(there)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CHUNK = 2048  # positions whose logits exist at one time
+LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that exist at one time; on a CPU, what malloc keeps and re-uses
 
 
 def shifted_labels(tokens: Tensor, supervised: Tensor, shift: int) -> Tensor:
@@ -30,28 +30,30 @@ def shifted_labels(tokens: Tensor, supervised: Tensor, shift: int) -> Tensor:
 
 
 def chunked_cross_entropy(
-    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, chunk: int = CHUNK
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, vocab_size: int, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy and correct top-1 predictions, with the logits of ``chunk`` positions alive at a time.
+    """Summed cross-entropy and correct top-1 predictions, with the logits of ``chunk`` positions alive at a time
+    (by default as many as keep :data:`LOGITS` values).
 
     Chunks run under activation checkpointing: their logits are made again in the backward pass. Without gradients the
     same code simply runs.
 
     Args:
         logits_of: the LM head (a module, so that sharded or adapted ones work), ``[P, d] → [P, V]``.
-        hidden: ``[B, T, d]``.
-        labels: ``[B, T]``, −100 where there is no label.
+        hidden: ``[..., d]``.
+        labels: ``[...]``, −100 where there is no label.
 
     Returns:
         (sum of the losses in fp32, number of labels that were the argmax), both scalars.
     """
-    flat, wanted = hidden.flatten(0, 1), labels.flatten()
+    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
 
     def one(part: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         logits = logits_of(part).float()
         loss = F.cross_entropy(logits, label, ignore_index=-100, reduction="sum")
         return loss, (logits.argmax(-1) == label).sum()
 
+    chunk = chunk or max(1, LOGITS.get(hidden.device.type, LOGITS["cuda"]) // vocab_size)
     if flat.shape[0] <= chunk:
         return one(flat, wanted)
     losses, hits = [], []

@@ -1,0 +1,224 @@
+"""Calibrate a drafter's tree: which rank paths come true on held-out text, and how many nodes pay on this device.
+
+    python inference/calibrate.py runs/demo              # writes runs/demo/tree.json
+    python inference/calibrate.py runs/demo --nodes 32   # a tree of 32 nodes, whatever it costs here
+
+A path's probability is the share of positions where head 1's r_1-th token, head 2's r_2-th token, … are all the true
+ones: joint counts, no independence assumed (Medusa, arXiv 2401.10774 §2.3.3, assumes it). A child never outnumbers its
+parent, so the N most frequent paths *are* the best tree of N nodes. Its size maximises E[tokens] / measured step time.
+
+Shape letters: S sequences, T tokens, K draft heads.
+"""
+
+import argparse
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from draftsmith.inference.answers import answer
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.tree import Topology, chain
+from draftsmith.models.artifact import check_target, device_name, read_drafter, write_json
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import Target, load_target
+from draftsmith.train.command import run_command
+from safetensors.torch import load_file
+from torch import Tensor
+
+MAX_RANK = 10  # ranks per head that a tree may use
+SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+
+
+@torch.inference_mode()
+def head_ranks(target: Target, heads: MedusaHeads, tokens: Tensor, supervised: Tensor, batch_size: int = 16) -> Tensor:
+    """The rank that each head gave to the true token.
+
+    Args:
+        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.answers.answer` returns them.
+
+    Returns:
+        ``[S, T, K]`` int64: at position t, head k's rank of x_{t+k+1}; ``MAX_RANK`` if it is not among the best, −1 where
+        there is no such label or where position t + 1 is no answer's token (no step begins there).
+    """
+    sequences, length = tokens.shape
+    num_heads = heads.config.num_draft_heads
+    ranks = torch.full((sequences, length, num_heads), -1, dtype=torch.int64)
+    for start in range(0, sequences, batch_size):
+        ids = tokens[start : start + batch_size].long()
+        marks = supervised[start : start + batch_size]
+        begins = torch.zeros_like(marks)
+        begins[:, :-1] = marks[:, 1:]
+        hidden = target.hidden(ids.to(target.device))[begins.to(target.device)]
+        top = min(MAX_RANK, heads.config.vocab_size)
+        features = heads.features(hidden.to(heads.weight.dtype))
+        for k in range(num_heads):
+            best = heads.head_logits(k, features[k], target.lm_head).topk(top, -1).indices.cpu()  # [P, top]
+            label = torch.full(ids.shape, -1)
+            label[:, : length - k - 2] = torch.where(marks[:, k + 2 :], ids[:, k + 2 :], -1)
+            label = label[begins]
+            match = best == label[:, None]
+            rank = torch.where(match.any(-1), match.int().argmax(-1), MAX_RANK)
+            ranks[start : start + batch_size, :, k][begins] = torch.where(label >= 0, rank, -1)
+    return ranks
+
+
+def path_counts(ranks: Tensor) -> tuple[Counter[tuple[int, ...]], int]:
+    """How often each rank path was wholly true, and the number of positions where all heads have a label."""
+    full = ranks[(ranks >= 0).all(-1)]
+    counts: Counter[tuple[int, ...]] = Counter()
+    for row in full.tolist():
+        for depth, rank in enumerate(row):
+            if rank >= MAX_RANK:
+                break
+            counts[tuple(row[: depth + 1])] += 1
+    return counts, len(full)
+
+
+def best_tree(ranks: Tensor, nodes: int) -> Topology:
+    """The tree of at most ``nodes`` nodes (root included) with the highest expected accepted length.
+
+    Raises:
+        ValueError: there is no position to count on.
+    """
+    counts, positions = path_counts(ranks)
+    if not positions:
+        raise ValueError("no calibration position: the answers are shorter than the number of draft heads")
+    # Ties go to the shorter path, so that no child comes without its parent.
+    order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+    return Topology(tuple(order[: nodes - 1]))
+
+
+def simulate(topology: Topology, ranks: Tensor) -> float:
+    """Mean accepted length τ (bonus token included) of a tree, by walking the sequences step by step: exact for greedy
+    decoding, since the sequences are the target's own.
+
+    Args:
+        ranks: ``[S, T, K]`` from :func:`head_ranks`.
+    """
+    known = set(topology.paths)
+    tokens = steps = 0
+    for row in ranks.tolist():
+        begins = [t for t, at in enumerate(row) if at[0] >= 0]
+        if not begins:
+            continue
+        t, end = begins[0], begins[-1]
+        while t <= end:
+            accepted = 0
+            while accepted < len(row[t]) and tuple(row[t][: accepted + 1]) in known:
+                accepted += 1
+            tokens, steps, t = tokens + accepted + 1, steps + 1, t + accepted + 1
+    return tokens / steps if steps else 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One size of tree: expected τ, measured seconds per step, and tokens/s over plain decoding."""
+
+    topology: Topology
+    tau: float
+    seconds: float
+    speedup: float
+
+
+def step_seconds(target: Target, heads: MedusaHeads, topology: Topology | None, prompt: list[int], tokens: int = 32) -> float:
+    """Measured seconds per step of the engine with a tree, or of plain decoding (None): best of three short runs."""
+    drafter = None if topology is None else MedusaDrafter(heads, topology, target)
+    decoder = SpeculativeDecoder(target, drafter)
+    decoder.generate([prompt], 4, stop_ids=frozenset())
+    times: list[float] = []
+    for _ in range(3):
+        began = time.perf_counter()
+        first = decoder.generate([prompt], 1, stop_ids=frozenset())
+        middle = time.perf_counter()
+        (result,) = decoder.generate([prompt], tokens, stop_ids=frozenset())
+        assert first
+        times.append((time.perf_counter() - middle - (middle - began)) / len(result.accepted))
+    return min(times)
+
+
+def choose(target: Target, heads: MedusaHeads, ranks: Tensor, prompt: list[int]) -> list[Choice]:
+    """Every size of :data:`SIZES` with its expected τ and its measured cost on this device."""
+    plain = step_seconds(target, heads, None, prompt)
+    choices: list[Choice] = []
+    for size in SIZES[1:]:
+        topology = best_tree(ranks, size)
+        if choices and topology.num_nodes == choices[-1].topology.num_nodes:
+            break  # the text holds no more paths
+        seconds = step_seconds(target, heads, topology, prompt)
+        tau = simulate(topology, ranks)
+        choices.append(Choice(topology, tau, seconds, tau * plain / seconds))
+    return choices
+
+
+def load_heads(name: str, target_name: str | None, device: str, dtype: str) -> tuple[Path, Target, MedusaHeads]:
+    """A Medusa drafter folder and its target, checked against each other."""
+    folder, config, weights = read_drafter(name)
+    if config["drafter_type"] != "medusa":
+        raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}' has no heads to calibrate")
+    target = load_target(target_name or config["target"]["name_or_path"], device=device, dtype=dtype)
+    check_target(folder, config, target)
+    return folder, target, MedusaHeads.from_artifact(config, weights, str(folder)).to(target.device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("drafter", help="a drafter folder, for example runs/demo")
+    parser.add_argument("--nodes", type=int, help="nodes of the tree, root included; measured on this device if left out")
+    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": …} to calibrate on; the run\'s own held-out answers if left out')
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="answer length with --prompts")
+    parser.add_argument("--target", help="the target, if it is not where the drafter's config says")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    args = parser.parse_args()
+    if args.nodes is not None and args.nodes < 2:
+        raise ValueError(f"--nodes {args.nodes}: a tree has at least 2 nodes, the root and one draft")
+    folder, target, heads = load_heads(args.drafter, args.target, args.device, args.dtype)
+    stored = folder / "answers" / "validation" / "model.safetensors"
+    if args.prompts:
+        from draftsmith.inference.decode import read_prompts
+
+        texts = [target.tokenizer.encode(p.text) for p in read_prompts(args.prompts)]
+        data = answer(target, texts, args.max_new_tokens, batch_size=32)
+    elif stored.exists():
+        data = load_file(stored)
+    else:
+        raise FileNotFoundError(f"{folder}: holds no held-out answers; pass --prompts FILE.jsonl to calibrate on")
+    ranks = head_ranks(target, heads, data["tokens"], data["supervised"])
+    begins = ranks[..., 0] >= 0
+    print(f"calibrating on {int(begins.sum()):,} positions of the target's own held-out text")
+    accuracy = [
+        [float((ranks[..., k] == r).sum() / (ranks[..., k] >= 0).sum()) for r in range(MAX_RANK)]
+        for k in range(heads.config.num_draft_heads)
+    ]
+    prompt = data["tokens"][0][: int(data["supervised"][0].int().argmax())].tolist()
+    choices = choose(target, heads, ranks, prompt)
+    print("  nodes  depth  expected τ  ms/step  expected speed-up")
+    for c in choices:
+        print(f"  {c.topology.num_nodes:5d}  {c.topology.max_depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:7.2f}  {c.speedup:17.2f}")
+    if args.nodes:
+        topology = best_tree(ranks, args.nodes)
+    else:
+        topology = max(choices, key=lambda c: c.speedup).topology
+    tau = simulate(topology, ranks)
+    chain_tau = simulate(chain(heads.config.num_draft_heads), ranks)
+    calibration = {
+        "positions": int(begins.sum()),
+        "expected_mean_accepted_length": round(tau, 4),
+        "chain_mean_accepted_length": round(chain_tau, 4),
+        "accuracy_by_head_and_rank": [[round(a, 4) for a in row] for row in accuracy],
+        "sizes": [
+            {"nodes": c.topology.num_nodes, "tau": round(c.tau, 4), "seconds_per_step": c.seconds, "speedup": round(c.speedup, 4)}
+            for c in choices
+        ],
+        "device": device_name(args.device),
+        "dtype": args.dtype,
+    }  # fmt: skip
+    write_json(folder / "tree.json", {"paths": [list(path) for path in topology.paths], "calibration": calibration})
+    print(f"{folder / 'tree.json'}: {topology.num_nodes} nodes, depth {topology.max_depth}, expected τ {tau:.2f} (a chain: {chain_tau:.2f})")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,368 @@
+"""Decode with a drafter, and prove that it is exact and faster.
+
+    python inference/decode.py runs/demo --prompt 'def read_config(path):'
+    python inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --baseline all --check-lossless --report runs/demo
+    python inference/decode.py none --target models/tiny-lm --interactive
+    python inference/decode.py runs/a runs/b --prompts P.jsonl --baseline engine        # two drafters, one table
+
+DRAFTER is a run folder, a Hub id, or `none` (plain decoding). Exit codes: 0 done, 1 failed (also: output that is not the
+target's own under --check-lossless), 2 wrong usage or bad input.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from draftsmith.inference import report as reporting
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import Drafter, Generation, SpeculativeDecoder
+from draftsmith.inference.lossless import check_greedy
+from draftsmith.inference.tree import read_tree
+from draftsmith.models.artifact import check_target, device_name, read_drafter, versions, write_json
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import Target, load_target
+from draftsmith.train.command import run_command
+from rich.console import Console
+from rich.progress import track
+
+PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as text, or as chat messages for the target's template."""
+
+    text: str
+    messages: list[dict[str, str]] | None = None
+
+    def encode(self, target: Target) -> list[int]:
+        tokenizer = target.tokenizer
+        assert tokenizer is not None
+        if self.messages is None:
+            return list(tokenizer(self.text)["input_ids"])
+        if not tokenizer.chat_template:
+            raise ValueError(f"target '{target.name}' has no chat template; give plain prompts")
+        rendered = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(str(rendered), add_special_tokens=False)["input_ids"])
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts from JSONL: ``{"prompt": text}``, ``{"messages": […]}`` or Spec-Bench's ``{"turns": [text, …]}`` (first turn).
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, a line that is none of these (its number is named), or no line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: there is no such prompts file") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a text file; prompts are JSON lines in UTF-8") from None
+    prompts: list[Prompt] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            if "prompt" in entry:
+                prompts.append(Prompt(str(entry["prompt"])))
+            elif "messages" in entry:
+                prompts.append(Prompt("", list(entry["messages"])))
+            else:
+                prompts.append(Prompt("", [{"role": "user", "content": str(entry["turns"][0])}]))
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise ValueError(f'{path}:{number}: not a prompt; write {{"prompt": "…"}} on each line') from None
+    if not prompts:
+        raise ValueError(f'{path}: holds no prompt; write {{"prompt": "…"}} on each line')
+    return prompts
+
+
+def load_drafter(name: str, target: Target | None, args: argparse.Namespace) -> tuple[Target, Drafter | None]:
+    """A drafter by name and the target it belongs to (loaded here unless given)."""
+
+    def load(target_name: str) -> Target:
+        return load_target(target_name, device=args.device, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+
+    if name == "none":
+        if target is None and not args.target:
+            raise ValueError("'none' is no drafter and knows no target: pass --target")
+        return target or load(args.target), None
+    folder, config, weights = read_drafter(name)
+    if config["drafter_type"] != "medusa":
+        raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}' is not known to this version; known: medusa")
+    target = target or load(args.target or config["target"]["name_or_path"])
+    check_target(folder, config, target)
+    tree = folder / "tree.json" if args.tree == "auto" else Path(args.tree)
+    if args.tree == "auto" and not tree.exists():
+        raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {name}")
+    return target, MedusaDrafter(MedusaHeads.from_artifact(config, weights, str(folder)), read_tree(tree), target)
+
+
+@dataclass
+class Timed:
+    """The outputs of one method over all prompts, and its seconds and CPU seconds in each round."""
+
+    outputs: list[list[int]]
+    seconds: list[float]
+    cpu_seconds: list[float]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.outputs)) / statistics.median(self.seconds)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "seconds": [round(s, 3) for s in self.seconds],
+            "cpu_seconds": [round(s, 3) for s in self.cpu_seconds],
+        }
+
+
+Method = Callable[[list[list[int]]], list[list[int]]]
+
+
+def transformers_method(target: Target, max_new_tokens: int, **options: Any) -> Method:
+    """``transformers.generate`` on the same weights, greedy, with its own attention; trimmed as ours is."""
+
+    def run(prompts: list[list[int]]) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        pad = min(target.stop_ids, default=0)
+        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=target.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)
+        stops = sorted(target.stop_ids) or None
+        with torch.inference_mode():
+            out = target.model.generate(
+                ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stops,
+                pad_token_id=pad, **options,
+            )  # fmt: skip
+        outputs: list[list[int]] = []
+        for row in out[:, longest:].tolist():
+            end = next((i + 1 for i, token in enumerate(row) if token in target.stop_ids), len(row))
+            outputs.append(row[:end])
+        return outputs
+
+    return run
+
+
+def run_rounds(methods: dict[str, Method], batches: list[list[list[int]]], rounds: int) -> dict[str, Timed]:
+    """Run every method over all batches, ``rounds`` times, the methods taking turns so that noise falls on all alike."""
+    for method in methods.values():
+        method([prompt[:8] for prompt in batches[0][:1]])  # first calls allocate and tune
+    timed = {name: Timed([], [], []) for name in methods}
+    work = [(r, name) for r in range(rounds) for name in methods]
+    for _, name in track(work, "decoding", console=console, transient=True, disable=not console.is_terminal):
+        if not console.is_terminal:
+            console.print(f"  decoding: {name}")
+        began, cpu = time.perf_counter(), time.process_time()
+        outputs = [row for batch in batches for row in methods[name](batch)]
+        timed[name].seconds.append(time.perf_counter() - began)
+        timed[name].cpu_seconds.append(time.process_time() - cpu)
+        timed[name].outputs = outputs
+    return timed
+
+
+def evaluate(
+    names: Sequence[str], target: Target, drafters: Sequence[Drafter | None], prompts: list[list[int]],
+    args: argparse.Namespace,
+) -> tuple[list[dict[str, Any]], list[list[Generation]]]:  # fmt: skip
+    """Decode all prompts with each drafter and the baselines; returns the reports and the outputs per drafter."""
+    batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
+    decoders = [SpeculativeDecoder(target, drafter) for drafter in drafters]
+    wanted = {"none": [], "engine": ["engine"], "transformers": ["transformers"]}.get(args.baseline)
+    if wanted is None:
+        wanted = ["engine", "transformers", "prompt_lookup"]
+    methods: dict[str, Method] = {}
+    kept: dict[str, list[Generation]] = {}
+
+    def engine_method(name: str, decoder: SpeculativeDecoder) -> Method:
+        def run(batch: list[list[int]]) -> list[list[int]]:
+            results = decoder.generate(batch, args.max_new_tokens)
+            kept.setdefault(name, []).extend(results)
+            return [result.tokens for result in results]
+
+        return run
+
+    for name, decoder in zip(names, decoders, strict=True):
+        methods[name] = engine_method(name, decoder)
+    if "engine" in wanted or args.check_lossless:
+        methods["engine"] = engine_method("engine", SpeculativeDecoder(target))
+    if "transformers" in wanted:
+        methods["transformers"] = transformers_method(target, args.max_new_tokens)
+    if "prompt_lookup" in wanted and args.batch_size == 1:
+        methods["prompt_lookup"] = transformers_method(
+            target, args.max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS
+        )
+    if target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(target.device)
+    timed = run_rounds(methods, batches, args.repeat)
+    baselines = {name: timed[name].summary() for name in wanted if name in timed}
+    plain = baselines.get("engine", {}).get("tokens_per_second")
+    theirs = baselines.get("transformers", {}).get("tokens_per_second")
+    if target.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(target.device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    reports: list[dict[str, Any]] = []
+    outputs: list[list[Generation]] = []
+    for name, decoder in zip(names, decoders, strict=True):
+        results = kept[name][-len(prompts) :]
+        outputs.append(results)
+        # Phases are read in a run of their own: reading clocks between them costs time.
+        for batch in batches[: max(1, 16 // args.batch_size)]:
+            decoder.generate(batch, args.max_new_tokens, instrument=True)
+        lossless = None
+        if args.check_lossless:
+            console.print(f"checking {name} against plain decoding …")
+            lossless = check_greedy(target, prompts, timed[name].outputs, timed["engine"].outputs).to_dict()
+        speed = timed[name].tokens_per_second
+        counted = reporting.acceptance(results, decoder.drafter.max_depth, decoder.drafter.num_nodes)
+        speedup = speed / plain if plain else None
+        tau = counted["mean_accepted_length"]
+        reports.append(
+            {
+                "drafter": name,
+                "target": target.name,
+                "device": device_name(target.device),
+                "dtype": str(target.dtype).removeprefix("torch."),
+                "mode": "greedy",
+                "prompts": len(prompts),
+                "max_new_tokens": args.max_new_tokens,
+                "batch_size": args.batch_size,
+                "tree_nodes": decoder.drafter.num_nodes,
+                **counted,
+                **timed[name].summary(),
+                "seconds": {k: round(v, 4) for k, v in decoder.seconds.items()},
+                "round_seconds": [round(s, 3) for s in timed[name].seconds],
+                "baselines": baselines,
+                "speedup": round(speedup, 4) if speedup else None,
+                "speedup_vs_transformers": round(speed / theirs, 4) if theirs else None,
+                "overhead": round(tau / speedup, 4) if speedup and tau else None,
+                "peak_memory_bytes": peak,
+                "lossless": lossless,
+                "versions": versions(),
+                "command": "python inference/decode.py " + shlex.join(sys.argv[1:]),
+            }
+        )
+    return reports, outputs
+
+
+def stream(decoder: SpeculativeDecoder, prompt: list[int], args: argparse.Namespace) -> None:
+    """Decode one prompt and print it as it comes: green is drafted and accepted, plain is the target's own."""
+    tokenizer = decoder.target.tokenizer
+    shown: list[int] = []
+    text = ""
+
+    def show(row: int, new: list[int]) -> None:
+        nonlocal text
+        for place, token in enumerate(new, 1):
+            shown.append(token)
+            now = tokenizer.decode(shown)  # type: ignore[union-attr]
+            if not now.endswith("�"):
+                console.print(now[len(text) :], end="", style="green" if place < len(new) else "", markup=False, soft_wrap=True)
+                text = now
+
+    began = time.perf_counter()
+    (result,) = decoder.generate([prompt], args.max_new_tokens, on_tokens=show)
+    seconds = time.perf_counter() - began
+    tau = sum(result.accepted) / len(result.accepted) if result.accepted else 1.0
+    console.print(
+        f"\n[dim]{len(result.tokens)} tokens in {seconds:.2f} s ({len(result.tokens) / seconds:.0f}/s), "
+        f"{len(result.accepted)} steps, τ {tau:.2f}, ended by {result.finish_reason}[/dim]"
+    )
+
+
+def interact(decoder: SpeculativeDecoder, args: argparse.Namespace) -> None:
+    """Prompts from the terminal until an empty line or end of file."""
+    console.print("[dim]Type a prompt; an empty line ends. Green: drafted and accepted; plain: the target's own.[/dim]")
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        if not line:
+            return
+        stream(decoder, Prompt(line).encode(decoder.target), args)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="a run folder, a Hub id, or 'none'")
+    parser.add_argument("--target", help="the target, if it is not where the drafter's config says")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", help="one prompt; the text is printed as it is decoded")
+    what.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='lines of {"prompt": …}, {"messages": …} or {"turns": …}')
+    what.add_argument("--interactive", action="store_true", help="prompts from the terminal")
+    parser.add_argument("--mode", choices=["greedy"], default="greedy", help="greedy: exactly the target's greedy text")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--tree", default="auto", metavar="FILE|auto", help="a tree file; auto: the drafter's own tree.json")
+    parser.add_argument("--baseline", choices=["none", "engine", "transformers", "all"], default="engine")
+    parser.add_argument("--check-lossless", action="store_true", help="compare every token with plain decoding")
+    parser.add_argument("--repeat", type=int, default=1, help="rounds over all prompts; the median counts")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N of the texts, drafted tokens coloured")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.png there")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--threads", type=int, help="CPU threads; all cores if left out")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
+    args = parser.parse_args()
+    for option in ("max_new_tokens", "batch_size", "repeat"):
+        if getattr(args, option) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least 1")
+    torch.set_num_threads(args.threads or os.cpu_count() or 1)
+    if args.report:
+        args.report.mkdir(parents=True, exist_ok=True)
+        if not os.access(args.report, os.W_OK):
+            raise ValueError(f"--report {args.report}: cannot write here; choose another folder")
+    given = read_prompts(args.prompts) if args.prompts else []
+
+    target: Target | None = None
+    drafters: list[Drafter | None] = []
+    for name in args.drafters:
+        target, drafter = load_drafter(name, target, args)
+        drafters.append(drafter)
+    assert target is not None
+    if not args.prompts:
+        if len(drafters) > 1:
+            raise ValueError("--prompt and --interactive take one DRAFTER; compare several with --prompts")
+        decoder = SpeculativeDecoder(target, drafters[0])
+        if args.interactive:
+            interact(decoder, args)
+        else:
+            stream(decoder, Prompt(args.prompt).encode(target), args)
+        return
+
+    prompts = [prompt.encode(target) for prompt in given]
+    reports, outputs = evaluate(args.drafters, target, drafters, prompts, args)
+    for number in range(min(args.show, len(prompts))):
+        console.rule(f"prompt {number + 1}: [green]green[/green] was drafted and accepted, plain is the target's own")
+        console.print(target.tokenizer.decode(prompts[number][-48:]), style="dim", markup=False, end="")  # type: ignore[union-attr]
+        console.print(reporting.coloured(target.tokenizer, outputs[0][number]))
+    console.print()
+    reporting.print_table(reports, console)
+    for report in reports:
+        lossless = report["lossless"]
+        if args.report:
+            folder = args.report if len(reports) == 1 else args.report / Path(report["drafter"]).name
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "report.json", report)
+            reporting.plot(report, folder / "report.png")
+            console.print(f"wrote {folder / 'report.json'} and {folder / 'report.png'}")
+        if lossless and lossless["mismatches"]:
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_command(main)

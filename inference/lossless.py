@@ -1,0 +1,84 @@
+"""Proof that greedy output is the target's own (ALGORITHMS §11.7).
+
+A forward pass of one row and one of N rows round differently, so two tokens of nearly equal logit may swap. Where an
+output leaves plain decoding, it is fed through plain decoding token by token: each of its tokens must lie within a
+tolerance of its row's maximum, the tolerance being what the two shapes of forward pass differ by on this very device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from draftsmith.models.target import Target
+from torch import Tensor
+from transformers import DynamicCache
+
+
+@dataclass
+class GreedyCheck:
+    """``checked`` tokens, of which ``near_ties`` differ from the argmax within ``tolerance`` and ``mismatches`` beyond
+    it; ``identical`` says that every output equals plain decoding token for token."""
+
+    checked: int = 0
+    identical: bool = True
+    near_ties: int = 0
+    mismatches: int = 0
+    tolerance: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"mode": "greedy", **asdict(self), "p_value": None}
+
+
+def _plain_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """Logits of plain decoding forced along ``tokens``: one token a forward pass, ``[len(tokens), V]``."""
+    cache = DynamicCache()
+    step = torch.tensor([list(prompt)], device=target.device)
+    rows: list[Tensor] = []
+    for token in tokens:
+        hidden = target.decoder(input_ids=step, past_key_values=cache, use_cache=True).last_hidden_state
+        rows.append(target.logits(hidden[0, -1]))
+        step = torch.tensor([[token]], device=target.device)
+    return torch.stack(rows)
+
+
+def tolerance(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """99.9th percentile of |Δlogit| between one forward pass of all rows and one pass per row."""
+    one_by_one = _plain_logits(target, prompt, tokens).float()
+    ids = torch.tensor([[*prompt, *tokens[:-1]]], device=target.device)
+    together = target.logits(target.hidden(ids)[0, len(prompt) - 1 :]).float()
+    return float(torch.quantile((one_by_one - together).abs().flatten()[: 1 << 23], 0.999))
+
+
+@torch.inference_mode()
+def check_greedy(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    plain: Sequence[Sequence[int]],
+    on_prompt: Callable[[int], None] | None = None,
+) -> GreedyCheck:
+    """Compare outputs with plain greedy decoding of the same prompts by the same engine.
+
+    Args:
+        outputs: the new tokens of the drafter's run, per prompt.
+        plain: those of plain decoding.
+    """
+    result = GreedyCheck()
+    for number, (prompt, output, reference) in enumerate(zip(prompts, outputs, plain, strict=True)):
+        result.checked += len(output)
+        if list(output) != list(reference):
+            result.identical = False
+            if not result.tolerance:
+                result.tolerance = tolerance(target, prompt, reference)
+            logits = _plain_logits(target, prompt, output).float()
+            chosen = logits.gather(1, torch.tensor(output, device=logits.device)[:, None])[:, 0]
+            short = logits.max(-1).values - chosen
+            result.near_ties += int(((short > 0) & (short <= result.tolerance)).sum())
+            beyond = int((short > result.tolerance).sum())
+            # All tokens agree but one output is shorter: it stopped where it must not, or ran on.
+            agree = len(output) != len(reference) and beyond == 0 and not (short > 0).any()
+            result.mismatches += beyond + int(agree)
+        if on_prompt:
+            on_prompt(number + 1)
+    return result

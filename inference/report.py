@@ -1,0 +1,163 @@
+"""Reports: the figures of a run as JSON (field names are a promise), a table, coloured text and a plot."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.inference.engine import Generation
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+LOOP = 8  # a repeated n-gram of this length is taken for the beginning of a loop
+
+
+def loop_begins(tokens: Sequence[int]) -> int:
+    """The number of tokens before the end of the first repeated 8-gram; all of them if there is none."""
+    seen: set[tuple[int, ...]] = set()
+    for end in range(LOOP, len(tokens) + 1):
+        gram = tuple(tokens[end - LOOP : end])
+        if gram in seen:
+            return end - 1
+        seen.add(gram)
+    return len(tokens)
+
+
+def repeated_rate(tokens: Sequence[int], n: int = 4) -> tuple[int, int]:
+    """How many of the n-grams occurred before in the same text, and how many there are."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(grams) - len(set(grams)), len(grams)
+
+
+def acceptance(results: Sequence[Generation], max_depth: int, num_nodes: int) -> dict[str, Any]:
+    """What was accepted, by the promised names. τ counts the bonus token and not the prefill's; plain decoding has 1."""
+    lengths = [length for result in results for length in result.accepted]
+    steps = len(lengths)
+    per_position = [sum(length > place for length in lengths) for place in range(1, max_depth + 1)]
+    before = Counter[str]()
+    repeats = Counter[str]()
+    for result in results:
+        end = loop_begins(result.tokens)
+        reached = 1  # the prefill's token
+        for length in result.accepted:
+            reached += length
+            if reached > end:
+                break
+            before.update(tokens=length, steps=1)
+        again, grams = repeated_rate(result.tokens)
+        repeats.update(again=again, grams=grams)
+    return {
+        "new_tokens": sum(len(result.tokens) for result in results),
+        "steps": steps,
+        "mean_accepted_length": round(sum(lengths) / steps, 4) if steps else None,
+        "acceptance_per_position": [round(count / steps, 4) for count in per_position] if steps else [],
+        "accepted_length_histogram": {str(k): v for k, v in sorted(Counter(lengths).items())},
+        "repetition": {
+            "repeated_4gram_rate": round(repeats["again"] / max(1, repeats["grams"]), 4),
+            "mean_accepted_length_before_first_loop": round(before["tokens"] / before["steps"], 4) if before["steps"] else None,
+            "tokens_before_first_loop": before["tokens"],
+        },
+        "spec_decode": {
+            "num_drafts": steps,
+            "num_draft_tokens": steps * (num_nodes - 1),
+            "num_accepted_tokens": sum(length - 1 for length in lengths),
+            "num_accepted_tokens_per_pos": per_position,
+        },
+    }  # fmt: skip
+
+
+def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
+    """Methods by rows: tokens/s, speed-ups, τ, losslessness."""
+    first = reports[0]
+    table = Table(title=f"{first['target']} · {first['prompts']} prompts · {first['device']} · {first['dtype']}", title_justify="left")
+    table.add_column("method")
+    for column in ("tokens/s", "× plain", "× transformers", "τ", "τ before loops", "output"):
+        table.add_column(column, justify="right")
+
+    def ratio(value: float | None, base: float | None) -> str:
+        return f"{value / base:.2f}" if value and base else "–"
+
+    baselines = first["baselines"]
+    plain = baselines.get("engine", {}).get("tokens_per_second")
+    theirs = baselines.get("transformers", {}).get("tokens_per_second")
+    names = {"engine": "plain decoding, our engine", "transformers": "transformers.generate", "prompt_lookup": "transformers prompt-lookup"}
+    for key, label in names.items():
+        if key in baselines:
+            speed = baselines[key]["tokens_per_second"]
+            table.add_row(label, f"{speed:.1f}", ratio(speed, plain), ratio(speed, theirs), "1.00" if key != "prompt_lookup" else "–", "–", "reference" if key == "engine" else "–")
+    for report in reports:
+        lossless = report["lossless"]
+        if lossless is None:
+            verdict = "not checked"
+        elif lossless["identical"]:
+            verdict = f"identical ({lossless['checked']} tokens)"
+        else:
+            verdict = f"{lossless['near_ties']} near-ties, {lossless['mismatches']} mismatches"
+        speed, before = report["tokens_per_second"], report["repetition"]["mean_accepted_length_before_first_loop"]
+        table.add_row(
+            f"[bold]{report['drafter']}[/bold]", f"[bold]{speed:.1f}[/bold]", ratio(speed, plain), ratio(speed, theirs),
+            f"{report['mean_accepted_length'] or 0:.2f}", f"{before:.2f}" if before else "–",
+            f"[{'green' if lossless and not lossless['mismatches'] else 'red' if lossless else 'yellow'}]{verdict}[/]",
+        )  # fmt: skip
+    console.print(table)
+
+
+def coloured(tokenizer: Any, result: Generation) -> Text:
+    """A generation with the drafter's accepted tokens coloured and the target's own left plain."""
+    text, tokens = Text(), result.tokens
+    ends = [False] * len(tokens)  # True where the drafter wrote the token
+    place = 1
+    for length in result.accepted:
+        # The last token of a whole step is the bonus; a step cut short by a limit may end in a drafted one.
+        for offset in range(length - 1):
+            ends[place + offset] = True
+        place += length
+    before = ""
+    for count, drafted in enumerate(ends, 1):
+        now = tokenizer.decode(tokens[:count])
+        if not now.endswith("�") or count == len(tokens):  # a character whose bytes are not all there yet
+            text.append(now[len(before) :], style="green" if drafted else "")
+            before = now
+    return text
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Speed beside the baselines, the accepted lengths, and the acceptance by position."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, (speed, lengths, places) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    baselines = report["baselines"]
+    names = {"engine": "plain,\nour engine", "transformers": "transformers\n.generate", "prompt_lookup": "transformers\nprompt-lookup"}
+    bars = {names[key]: baselines[key]["tokens_per_second"] for key in names if key in baselines}
+    bars[report["drafter"]] = report["tokens_per_second"]
+    drawn = speed.bar(list(bars), list(bars.values()), color=["#b8bcc6"] * (len(bars) - 1) + ["#2f7d4f"])
+    plain = baselines.get("engine", {}).get("tokens_per_second")
+    speed.bar_label(drawn, [f"{v:.0f}" + (f"\n{v / plain:.2f}×" if plain else "") for v in bars.values()], padding=2)
+    speed.set_ylim(0, max(bars.values()) * 1.2)
+    speed.set_ylabel("tokens per second")
+    speed.set_title("Speed (× over plain decoding)")
+    histogram = {int(k): v for k, v in report["accepted_length_histogram"].items()}
+    total = sum(histogram.values()) or 1
+    lengths.bar(list(histogram), [100 * v / total for v in histogram.values()], color="#2f7d4f")
+    lengths.set_xticks(sorted(histogram))
+    lengths.set_xlabel("tokens committed in a step (bonus included)")
+    lengths.set_ylabel("% of steps")
+    lengths.set_title(f"Accepted length, mean τ = {report['mean_accepted_length'] or 0:.2f}")
+    rates = [100 * rate for rate in report["acceptance_per_position"]]
+    places.bar(range(1, len(rates) + 1), rates, color="#2f7d4f")
+    places.set_xticks(range(1, len(rates) + 1))
+    places.set_ylim(0, 100)
+    places.set_xlabel("drafted position")
+    places.set_ylabel("% of steps that accept it")
+    places.set_title("Acceptance per position")
+    for axis in (speed, lengths, places):
+        axis.spines[["top", "right"]].set_visible(False)
+    fig.suptitle(f"{report['drafter']} on {report['target']}: {report['prompts']} prompts, {report['dtype']}, {report['device']}", fontsize=10)
+    temporary = path.with_name(path.name + ".tmp")
+    fig.savefig(temporary, format="png", dpi=120)
+    plt.close(fig)
+    temporary.replace(path)

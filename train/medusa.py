@@ -1,0 +1,182 @@
+"""Train Medusa heads on a frozen target (Medusa-1, arXiv 2401.10774 §2.2.1).
+
+    accelerate launch train/medusa.py recipes/tiny-medusa.yaml [section.field=value ...] [--resume | --restart]
+
+    loss = Σ_k 0.8^k · CE(head_k(h_t), x_{t+k+1}),   h_t the target's last hidden state
+
+The heads train on the target's own continuations, and the checkpoint with the highest simulated τ on held-out ones
+is exported. Then: inference/calibrate.py, inference/decode.py.
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Literal
+
+import torch
+from draftsmith.data import packing, sources
+from draftsmith.data.prompts import prompts
+from draftsmith.inference.answers import answer
+from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
+from draftsmith.models.artifact import provenance, write_drafter
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import Target as LoadedTarget
+from draftsmith.models.target import load_target
+from draftsmith.train import checkpoint, loop
+from draftsmith.train.command import run_command
+from draftsmith.train.losses import chunked_cross_entropy, shifted_labels
+from draftsmith.train.recipe import Positive, Recipe, Section, Source, Stage, Target, read_recipe, write_recipe
+from pydantic import model_validator
+from torch import Tensor, nn
+
+DECAY = 0.8  # weight of head k in the loss: 0.8^k (§2.2.1)
+SIMULATED_NODES = 16  # size of the tree whose τ chooses the best checkpoint
+
+
+class Heads(Section):
+    num_draft_heads: Positive = 5
+    num_layers: Positive = 1
+    projection: Literal["own", "shared"] = "own"
+
+
+class MedusaRecipe(Recipe, Stage):
+    target: Target
+    drafter: Heads
+
+    @model_validator(mode="after")
+    def _answers(self) -> "MedusaRecipe":
+        for source in [*self.data.train, *self.data.validation]:
+            if source.answers is None:
+                raise ValueError(f"data source '{source.source}' needs 'answers': heads train on what the target writes")
+            if source.answers.new_tokens < self.drafter.num_draft_heads + 2:
+                raise ValueError(f"answers.new_tokens must exceed drafter.num_draft_heads + 1 = "
+                                 f"{self.drafter.num_draft_heads + 1}")  # fmt: skip
+        return self
+
+
+class Medusa1(nn.Module):
+    """A frozen target and the heads that train on its last hidden state."""
+
+    def __init__(self, target: LoadedTarget, heads: MedusaHeads) -> None:
+        super().__init__()
+        self.target, self.heads = target, heads
+        self.model = target.model  # registered, frozen: moves with the module, is in no optimizer
+
+    def labels(self, batch: loop.Batch) -> list[Tensor]:
+        """Per head ``[B, T]``: head k reads position t and predicts x_{t+k+1}."""
+        tokens, supervised = batch["tokens"], batch["supervised"]
+        return [shifted_labels(tokens, supervised, k + 1) for k in range(1, self.heads.config.num_draft_heads + 1)]
+
+    def count(self, batch: loop.Batch) -> Tensor:
+        return torch.stack([(labels != -100).sum() for labels in self.labels(batch)])
+
+    def forward(self, batch: loop.Batch, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            hidden = self.target.hidden(batch["tokens"].long())  # padding is behind every label; causal attention
+        labels = self.labels(batch)
+        used = (torch.stack(labels) != -100).any(0)  # prompts and padding need no heads
+        loss, metrics = hidden.new_zeros(()), {}
+        for k, features in enumerate(self.heads.features(hidden[used].float()), 1):
+            total, hits = chunked_cross_entropy(
+                lambda x, head=k - 1: self.heads.head_logits(head, x, self.target.lm_head),
+                features, labels[k - 1][used], self.target.vocab_size,
+            )  # fmt: skip
+            mean = total / counts[k - 1].clamp(min=1)
+            loss = loss + DECAY**k * mean
+            metrics |= {f"head{k}_loss": mean.detach(), f"head{k}_top1": hits / counts[k - 1].clamp(min=1)}
+        return loss, metrics
+
+
+def continuations(recipe: MedusaRecipe, split: list[Source], target: LoadedTarget, path: Path) -> dict[str, Tensor]:
+    """The target's continuations for a list of sources; kept at ``path``, so that a resumed run trains on the same."""
+    if (path / "model.safetensors").exists():
+        return checkpoint.read_tensors(path)
+    parts: list[dict[str, Tensor]] = []
+    for source in split:
+        assert source.answers is not None
+        ask = source.answers
+        found = prompts(source.source, source.split, ask.prompts, ask.prompt_tokens, target.tokenizer, recipe.run.seed)
+        note = loop.Note(f"the target answers {len(found)} prompts from {source.source} ({source.split})", len(found))
+        parts.append(answer(target, [p.tokens for p in found], ask.new_tokens, ask.batch_size, note.done))
+        note.close()
+    length = max(part["tokens"].shape[1] for part in parts)
+    joined = {
+        key: torch.cat([nn.functional.pad(part[key], (0, length - part[key].shape[1])) for part in parts])
+        for key in parts[0]
+    }
+    checkpoint.write_tensors(path, joined)
+    return joined
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="a YAML file, for example recipes/tiny-medusa.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example optim.lr=1e-3")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--restart", action="store_true", help="begin anew, deleting earlier checkpoints of this run")
+    args = parser.parse_intermixed_args()
+    command = "accelerate launch train/medusa.py " + shlex.join(sys.argv[1:])
+    recipe = read_recipe(args.recipe, MedusaRecipe, args.overrides)
+    folder = recipe.run.folder
+    t = recipe.target
+    resume = loop.open_run(folder, args.resume, args.restart)
+    accelerator = loop.make_accelerator(recipe.precision)
+    device = str(accelerator.device)
+    target = load_target(
+        t.name, revision=t.revision, dtype=t.dtype, device=device, trust_remote_code=t.trust_remote_code
+    )
+    write_recipe(recipe, folder / "recipe.yaml", command)
+
+    # Continuations are made once; the other processes wait and read them.
+    with accelerator.main_process_first():
+        train = continuations(recipe, recipe.data.train, target, folder / "answers" / "train")
+        held_out = continuations(recipe, recipe.data.validation, target, folder / "answers" / "validation")
+    held_out = {key: value[: recipe.evaluate.sequences] for key, value in held_out.items()}
+    loop.console.print(f"{int(train['supervised'].sum()):,} supervised tokens, {len(train['tokens'])} sequences")
+
+    torch.manual_seed(recipe.run.seed)
+    d = recipe.drafter
+    heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
+    module = Medusa1(target, heads)
+    loop.console.print(
+        f"{d.num_draft_heads} heads, {sum(p.numel() for p in heads.parameters()) / 1e6:.2f} M parameters to train beside "
+        f"a frozen target of {sum(p.numel() for p in target.model.parameters()) / 1e6:.2f} M"
+    )
+
+    def evaluate(_: nn.Module) -> dict[str, float]:
+        ranks = head_ranks(target, heads, held_out["tokens"], held_out["supervised"])
+        labelled = ranks >= 0
+        metrics = {"simulated_tau": simulate(best_tree(ranks, SIMULATED_NODES), ranks)}
+        for k in range(d.num_draft_heads):
+            for top in (1, 5):
+                right = ((ranks[..., k] < top) & labelled[..., k]).sum() / labelled[..., k].sum()
+                metrics[f"head{k + 1}_held_out_top{top}"] = float(right)
+        return metrics
+
+    job = loop.Job(
+        folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "simulated_tau",
+        recipe.precision.compile,
+    )  # fmt: skip
+    order = packing.schedule([len(train["tokens"])], [1.0], recipe.steps * recipe.batch.sequences, recipe.run.seed)
+
+    def samples(numbers: range) -> loop.Batch:
+        rows = torch.from_numpy(order[numbers.start : numbers.stop, 1])
+        return {key: value[rows] for key, value in train.items()}
+
+    loop.fit(job, module, samples, recipe, "medusa-1")
+    module.load_state_dict(loop.best_weights(job), strict=False)
+    facts = {
+        "command": command,
+        "simulated_tau": job.best,
+        "steps": recipe.steps,
+        "data_sha256": sources.fingerprint([(s.source, s.split) for s in recipe.data.train]),
+        "target_fingerprint": target.fingerprint,
+    }
+    if accelerator.is_main_process:
+        write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, provenance(**facts))
+        loop.console.print(f"done: {folder}, simulated τ {job.best:.2f}; next: python inference/calibrate.py {folder}")
+
+
+if __name__ == "__main__":
+    run_command(main)
