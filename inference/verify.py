@@ -6,8 +6,9 @@ Shape letters: B batch, N nodes, V vocabulary, A depth of the deepest node + 1.
 from dataclasses import dataclass
 
 import torch
-from draftsmith.inference.tree import TokenTree
 from torch import Tensor
+
+from draftsmith.inference.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ def verify_greedy(tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int)
         max_depth: of the deepest node (A − 1).
     """
     choice = logits.argmax(-1)  # [B, N]
-    if choice.shape[1] == 1:  # plain decoding: the root alone, nothing to agree with
+    if max_depth == 0:  # plain decoding: the root alone, nothing to agree with
         none = torch.zeros_like(choice[:, 0])
-        return Verdict(torch.zeros_like(choice), none, none, choice[:, 0])
+        return Verdict(none[:, None], none, none, choice[:, 0])
     agrees = tree.tokens == choice.gather(1, tree.parent.clamp(min=0).long())
     agrees = agrees & tree.valid
     agrees[:, 0] = True
