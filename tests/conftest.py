@@ -78,8 +78,8 @@ def make_target() -> Callable[..., Any]:
 def teach() -> Callable[..., list[list[int]]]:
     """``teach(target, prompts, count)`` → the ``count`` tokens that plain greedy decoding writes after each prompt.
 
-    Every token costs a forward pass of everything before it, through the model alone: no cache, none of our engine. Shorter
-    rows are padded on the right, where no token of a causal model looks.
+    Every token costs a forward pass of everything before it, through the model alone: no cache, none of our engine.
+    Shorter rows are padded on the right, where no token of a causal model looks.
     """
     import torch
 

@@ -18,10 +18,10 @@ VOCAB = 61
 class ScriptedDrafter:
     """Untrained heads accept nothing and so test nothing; this drafter makes every accepted length 0 … D occur.
 
-    Every step it draws a new tree for each row: the true continuation along D random nodes, always with the last node of
-    the tree (and nodes 32 and 63 where there are such), its token at a cycling depth replaced by a wrong one; all other
-    nodes are wrong siblings with subtrees whose tokens are sometimes the true ones of their depth. Of several rows every
-    other one has a smaller tree, padded with nodes that are not valid: some would be right if they were looked at.
+    Every step it draws a new tree for each row: the true continuation along D random nodes, always with the last node
+    of the tree (and nodes 32 and 63 where there are such), its token at a cycling depth replaced by a wrong one; all
+    other nodes are wrong siblings with subtrees whose tokens are sometimes the true ones of their depth. Of several
+    rows every other one has a smaller tree, padded with invalid nodes: some would be right if they were looked at.
 
     Args:
         prompts, truth: of each row; the truth at least ``max_depth + 1`` tokens longer than what will be asked for.
@@ -37,6 +37,8 @@ class ScriptedDrafter:
         self.random = random.Random(seed)
         self.rows = [_Row(self.random.sample(range(max_depth + 1), max_depth + 1)) for _ in prompts]
         self.prefilled: list[tuple[int, Tensor]] = []
+        self.sizes = [num_nodes]  # of the trees, in turn
+        self.steps = 0
         self.moves = 0  # steps whose accepted path is not 0, 1, 2, …
 
     def prefill(self, hidden: Tensor, tokens: Tensor, start: int) -> None:
@@ -45,14 +47,16 @@ class ScriptedDrafter:
 
     def propose(self, state: State) -> TokenTree:
         trees = []
+        size = self.sizes[self.steps % len(self.sizes)]
+        self.steps += 1
         for number, (prompt, truth, row) in enumerate(zip(self.prompts, self.truth, self.rows, strict=True)):
             done = int(state.length[number]) - len(prompt)  # the root is the row's new token number `done`
             row.active = done + 1 < self.wanted[number]
             if row.active:
                 assert int(state.root[number]) == truth[done], f"row {number}: root of new token {done}"
                 assert int(self.target.logits(state.feature[number]).argmax()) == truth[done], "its feature"
-            nodes = self.num_nodes if number % 2 == 0 or self.num_nodes < 3 else self.random.randint(2, self.num_nodes)
-            trees.append(self._tree(row, int(state.root[number]), truth[done + 1 :], nodes))
+            nodes = size if number % 2 == 0 or size < 3 else self.random.randint(2, size)
+            trees.append(self._tree(row, int(state.root[number]), truth[done + 1 :], nodes, size - nodes))
         tokens, parents, depths, valid = (torch.tensor(part) for part in zip(*trees, strict=True))
         ancestors = torch.stack([bitsets(parent) for parent in parents.tolist()])
         for number, row in enumerate(self.rows):
@@ -60,7 +64,9 @@ class ScriptedDrafter:
                 ancestors[number][~valid[number]] = 0
         return TokenTree(tokens, parents.int(), depths.int(), ancestors, valid)
 
-    def _tree(self, row: "_Row", root: int, future: Sequence[int], nodes: int) -> tuple[list, list, list, list]:
+    def _tree(
+        self, row: "_Row", root: int, future: Sequence[int], nodes: int, padding: int
+    ) -> tuple[list[int], list[int], list[int], list[bool]]:
         rng = self.random
         depth = min(self.max_depth, nodes - 1)
         forced = {node for node in (nodes - 1, 32, 63) if 0 < node < nodes}
@@ -87,8 +93,7 @@ class ScriptedDrafter:
                 depths.append(at)
                 tokens.append(wrong(at - 1) if above in path or rng.random() < 0.5 else future[at - 1])
         row.path, row.length = path, chosen
-        row.bare_padding = nodes < self.num_nodes and rng.random() < 0.5
-        padding = self.num_nodes - nodes
+        row.bare_padding = padding > 0 and rng.random() < 0.5
         # Token 0 as a child of the last node that is right: were it looked at, it would be accepted if 0 came next.
         above, at = (0, 1) if row.bare_padding else (path[chosen], chosen + 1)
         valid = [True] * nodes + [False] * padding

@@ -1,8 +1,12 @@
 """The engine writes what the target alone writes: every family, tree size and accepted length; and where texts end."""
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftsmith.inference import engine
 from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.models.target import Target
 
 NONE = frozenset()
 PROMPTS = [
@@ -52,3 +56,192 @@ def test_output_is_the_targets_own(lesson, scripted, family, rows, nodes):
     assert [r.accepted for r in results] == drafter.accepted
     assert {r.finish_reason for r in results} == {"length"}
     drafter.assert_every_length_occurred()
+
+
+def test_rows_of_very_uneven_progress(lesson, scripted):
+    """Rows that take turns in accepting much: no row's length may be counted as the sum of every step's best."""
+    target, truth = lesson("llama")
+    prompts, truth = [PROMPTS[1]] * 2, [truth[1]] * 2
+    drafter = scripted(target, prompts, truth, [WANTED] * 2, 7, 6)
+    drafter.rows[0].cycle, drafter.rows[1].cycle = [0, 6], [6, 0]
+    results = decode(target, drafter, prompts, WANTED)
+    assert [r.tokens for r in results] == [t[:WANTED] for t in truth]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_trees_of_changing_size(lesson, scripted, rows):
+    """A drafter's node count and depth are bounds; the root alone is a tree, too."""
+    target, truth = lesson("llama")
+    drafter = scripted(target, PROMPTS[:rows], truth[:rows], [WANTED] * rows, 65, 6)
+    drafter.sizes = [1, 33, 2, 65, 64]
+    results = decode(target, drafter, PROMPTS[:rows], WANTED)
+    assert [r.tokens for r in results] == [t[:WANTED] for t in truth[:rows]]
+    assert [r.accepted for r in results] == drafter.accepted
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_row_does_not_depend_on_its_batch_mates(lesson, scripted, family):
+    target, truth = lesson(family)
+    mates = [[12], [44, 2, 6, 9, 41, 13, 20, 20, 35], PROMPTS[0]]
+    alone = decode(target, None, [PROMPTS[0]], WANTED)[0]
+    assert alone == decode(target, None, mates, WANTED)[2]
+    assert alone.tokens == truth[0][:WANTED] and set(alone.accepted) == {1}
+    drafters = [scripted(target, [PROMPTS[0]] * n, [truth[0]] * n, [WANTED] * n, 33, 5) for n in (1, 2)]
+    outputs = [decode(target, d, [PROMPTS[0]] * n, WANTED) for n, d in enumerate(drafters, 1)]
+    assert {tuple(r.tokens) for out in outputs for r in out} == {tuple(alone.tokens)}
+
+
+def test_decoder_can_be_used_again(lesson):
+    """A second call reuses the cache, with the first one's keys still in it."""
+    target, truth = lesson("mistral")
+    decoder = SpeculativeDecoder(target)
+    for order in ([3, 0], [1, 2], [2, 3]):
+        results = decoder.generate([PROMPTS[row] for row in order], 12, stop_ids=NONE)
+        assert [r.tokens for r in results] == [truth[row][:12] for row in order]
+    assert target.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "opt"])
+@pytest.mark.parametrize("chunk", [1, 4, 11])
+def test_prefill_in_chunks(lesson, scripted, monkeypatch, family, chunk):
+    """Prompts that end in different chunks; one of 4 tokens and one of 11 on a chunk's last token."""
+    target, truth = lesson(family)
+    monkeypatch.setattr(engine, "PREFILL_CHUNK", chunk)
+    drafter = scripted(target, PROMPTS, truth, [14] * 4, 33, 5)
+    results = decode(target, drafter, PROMPTS, 14)
+    assert [r.tokens for r in results] == [t[:14] for t in truth]
+    starts, chunks = zip(*drafter.prefilled, strict=True)
+    assert list(starts) == list(range(0, 17, chunk))
+    padded = torch.cat(chunks, 1)
+    for row, prompt in zip(padded.tolist(), PROMPTS, strict=True):
+        assert row[: len(prompt)] == prompt
+
+
+def test_token_id_0_is_not_the_padding(make_target, teach, scripted):
+    """0 ("!" in many vocabularies) is the true next token behind a tree's short path, and also the padding's id."""
+    target = make_target("llama")
+    before = teach(target, PROMPTS, WANTED + 8)
+    common = max(range(1, 61), key=lambda token: min(row.count(token) for row in before))
+    swap = {common: 0, 0: common}
+    for weight in (target.model.get_input_embeddings().weight, target.lm_head.weight):
+        weight[[0, common]] = weight[[common, 0]].clone()
+    prompts = [[swap.get(token, token) for token in prompt] for prompt in PROMPTS]
+    truth = [[swap.get(token, token) for token in row] for row in before]
+    assert truth == teach(target, prompts, WANTED + 8)
+    assert all(0 in row[:WANTED] for row in truth)
+    for seed in range(4):
+        drafter = scripted(target, prompts, truth, [WANTED] * 4, 33, 5, seed)
+        results = decode(target, drafter, prompts, WANTED)
+        assert [r.tokens for r in results] == [t[:WANTED] for t in truth]
+        assert [r.accepted for r in results] == drafter.accepted
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("end", [0, 7, 8, 9, 10, 11, 12, 13])
+def test_stop_ids_end_a_row(lesson, scripted, rows, end):
+    """The stop id is kept, nothing after it, wherever in an accepted path it lies; the other rows go on."""
+    target, truth = lesson("llama")
+    truth, stop = truth[:rows], truth[0][end]
+    wanted = [row[:WANTED].index(stop) + 1 if stop in row[:WANTED] else WANTED for row in truth]
+    drafter = scripted(target, PROMPTS[:rows], truth, wanted, 33, 5, seed=end)
+    results = SpeculativeDecoder(target, drafter).generate(PROMPTS[:rows], WANTED, stop_ids=frozenset([stop, 99]))
+    assert [r.tokens for r in results] == [t[:n] for t, n in zip(truth, wanted, strict=True)]
+    assert [r.accepted for r in results] == drafter.accepted
+    assert results[0].finish_reason == "stop"
+    for result, count, row in zip(results, wanted, truth, strict=True):
+        assert result.finish_reason == ("stop" if row[count - 1] == stop else "length")
+        assert len(result.tokens) == 1 + sum(result.accepted)
+
+
+def test_stop_ids_are_the_targets_own_if_left_out(make_target, lesson):
+    _, truth = lesson("llama")
+    target = make_target("llama", eos_token_id=truth[0][9])
+    (result,) = SpeculativeDecoder(target).generate(PROMPTS[:1], WANTED)
+    assert result.finish_reason == "stop"
+    assert result.tokens == truth[0][: truth[0].index(truth[0][9]) + 1]
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2, 3, 4, 5, 6, 7])
+def test_length_limit_inside_a_path(lesson, scripted, wanted):
+    target, truth = lesson("llama")
+    drafter = scripted(target, PROMPTS, truth, [wanted] * 4, 33, 5)
+    results = SpeculativeDecoder(target, drafter).generate(PROMPTS, wanted, stop_ids=NONE)
+    assert [r.tokens for r in results] == [t[:wanted] for t in truth]
+    assert [r.accepted for r in results] == drafter.accepted
+    assert {r.finish_reason for r in results} == {"length"}
+
+
+@pytest.mark.parametrize("nodes", [1, 33, 65])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_context_limit(make_target, teach, scripted, family, nodes):
+    """Rows run into the target's last position, its learned position table included, each at its own time."""
+    context = 30
+    size = {"n_positions" if family == "gpt2" else "max_position_embeddings": context}
+    target = make_target(family, **size)
+    assert target.context == context
+    room = [context - len(prompt) for prompt in PROMPTS]
+    truth = [teach(target, [prompt], count)[0] for prompt, count in zip(PROMPTS, room, strict=True)]
+    drafter = scripted(target, PROMPTS, truth, room, nodes, DEPTH[nodes])
+    results = decode(target, drafter, PROMPTS, 1000)
+    assert [r.tokens for r in results] == truth
+    assert [r.accepted for r in results] == drafter.accepted
+    assert {r.finish_reason for r in results} == {"context"}
+    # A limit that ends where the context does is the caller's.
+    assert decode(target, None, PROMPTS[:1], room[0])[0].finish_reason == "length"
+
+
+def test_prompt_of_the_whole_context_but_one(make_target, teach):
+    target = make_target("gpt2", n_positions=18)
+    (result,) = decode(target, None, PROMPTS[3:], 5)
+    assert (result.tokens, result.finish_reason) == (teach(target, PROMPTS[3:], 1)[0], "context")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1, 2], []], "prompt 2 is empty; give it at least one token"),
+        ([[1] * 256], "prompt 1 has 256 tokens; the target's context holds 256 with the answer: shorten it"),
+        ([[1], [1] * 300], "prompt 2 has 300 tokens; the target's context holds 256 with the answer: shorten it"),
+    ],
+)
+def test_prompts_that_cannot_be_decoded(lesson, prompts, message):
+    target, _ = lesson("llama")
+    with pytest.raises(ValueError) as error:
+        SpeculativeDecoder(target).generate(prompts, 4)
+    assert str(error.value) == message
+
+
+def test_each_token_is_told_once(lesson, scripted):
+    target, truth = lesson("llama")
+    told = [[] for _ in PROMPTS]
+    drafter = scripted(target, PROMPTS, truth, [WANTED] * 4, 33, 5)
+    decoder = SpeculativeDecoder(target, drafter)
+    decoder.generate(PROMPTS, WANTED, stop_ids=NONE, instrument=True, on_tokens=lambda row, new: told[row].append(new))
+    assert [[token for part in parts for token in part] for parts in told] == [t[:WANTED] for t in truth]
+    assert [[len(part) for part in parts[1:]] for parts in told] == drafter.accepted
+    assert all(seconds > 0 for seconds in decoder.seconds.values())
+
+
+FOREIGN = {
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},  # alibi; its attention cannot be exchanged
+    "gpt_neo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2},  # no keys
+    # chunks of attention
+    "llama4_text": {"hidden_size": 32, "intermediate_size": 16, "intermediate_size_mlp": 16, "num_hidden_layers": 4,
+                    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2},
+    "gpt_oss": {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},  # sinks
+    "deepseek_v3": {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+                    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+                    "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1,
+                    "n_routed_experts": 4, "num_experts_per_tok": 2},  # values narrower than keys
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", FOREIGN)
+def test_families_that_would_be_decoded_wrongly_are_refused(model_type):
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(model_type, vocab_size=61, **ids, **FOREIGN[model_type])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(ValueError, match="not support"):
+        SpeculativeDecoder(Target(model, None, "foreign", "")).generate([[1, 2, 3]], 4)

@@ -1,0 +1,114 @@
+"""Trees of ranks: their order, their files, and what is no tree."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.inference.tree import StaticTree, Topology, bitsets, chain, read_tree
+from draftsmith.kernels.tree_attention import ancestor_mask
+
+PATHS = [[1], [0], [0, 0], [1, 0], [0, 2], [0, 0, 1], [0, 0, 0]]
+IN_ORDER = ((0,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 2), (1,), (1, 0))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"paths": PATHS, "expected_accepted": 2.5}),
+        json.dumps(PATHS),
+        "[(0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (0, 0, 1)]\n",
+        json.dumps([[], *PATHS]),
+    ],
+    ids=["tree.json", "medusa_choices", "tuples", "root given"],
+)
+def test_read_tree(tmp_path, text):
+    (tmp_path / "tree.json").write_text(text)
+    assert read_tree(tmp_path / "tree.json").paths == IN_ORDER
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "neither JSON"),
+        ("[[0], [0, 0]", "neither JSON"),
+        ("{[0]: 1}", "neither JSON"),
+        ("import os", "neither JSON"),
+        ("7", "a list of rank paths"),
+        ('"01"', "a list of rank paths"),
+        ("{}", "a list of rank paths"),
+        ('{"paths": null}', "a list of rank paths"),
+        ("[0, 1]", "a list of rank paths"),
+        ('[["0"]]', "a list of rank paths"),
+        ('["01"]', "a list of rank paths"),
+        ("[[0.5]]", "a list of rank paths"),
+        ("[[Infinity]]", "a list of rank paths"),
+        ("[[0], [-1]]", "path [-1] holds a negative rank"),
+        ("[[0], [1, 0]]", "path [1, 0] has no parent; add [1]"),
+        ("[[0], [0, 0, 2, 1]]", "path [0, 0, 2, 1] has no parent; add [0, 0, 2]"),
+        ("[[0], [1], [0]]", "a path is given twice"),
+    ],
+)
+def test_what_is_no_tree(tmp_path, text, said):
+    path = tmp_path / "tree.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        read_tree(path)
+    assert str(error.value).startswith(f"{path}: ") and said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_tree_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such tree"):
+        read_tree(tmp_path / "tree.json")
+    (tmp_path / "tree.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not a text file"):
+        read_tree(tmp_path / "tree.json")
+
+
+@st.composite
+def rank_paths(draw):
+    known = [()]
+    for _ in range(draw(st.integers(0, 40))):
+        above = draw(st.sampled_from(known))
+        known.append((*above, draw(st.integers(0, 3))))
+    return draw(st.permutations(sorted(set(known) - {()})))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(rank_paths())
+def test_order_of_nodes(paths):
+    """Parents before children; the top-1 chain is nodes 0, 1, 2, …; the order of the paths given does not count."""
+    tree = Topology(tuple(paths))
+    all_paths = [(), *tree.paths]
+    assert set(tree.paths) == set(paths) and tree.num_nodes == len(paths) + 1
+    assert tree.parents[0] == -1
+    for node, (path, above, depth) in enumerate(zip(all_paths, tree.parents, tree.depths, strict=True)):
+        assert depth == len(path)
+        if node:
+            assert above < node and all_paths[above] == path[:-1]
+    for node, path in enumerate(all_paths):
+        assert any(path) or len(path) == node
+    assert tree.max_depth == max(map(len, all_paths))
+    assert tree.max_rank == max((rank for path in paths for rank in path), default=-1)
+
+
+def test_chain_is_one_path():
+    tree = chain(3)
+    assert tree.paths == ((0,), (0, 0), (0, 0, 0)) and tree.parents == [-1, 0, 1, 2]
+    assert chain(0).num_nodes == 1
+
+
+def test_static_tree():
+    topology = Topology(IN_ORDER)
+    tokens = torch.arange(16).reshape(2, 8)
+    tree = StaticTree(topology, torch.device("cpu")).fill(tokens)
+    assert tree.tokens is tokens
+    assert tree.parent.tolist() == [topology.parents] * 2 and tree.parent.dtype == torch.int32
+    assert tree.depth.tolist() == [topology.depths] * 2
+    assert bool(tree.valid.all()) and tree.valid.shape == (2, 8)
+    assert torch.equal(
+        ancestor_mask(tree.ancestors, 8), ancestor_mask(bitsets(topology.parents)[None].expand(2, -1, -1), 8)
+    )

@@ -1,0 +1,137 @@
+"""Tree attention against walks from node to parent, and float64."""
+
+import random
+
+import pytest
+import torch
+
+from draftsmith.inference.tree import bitsets
+from draftsmith.kernels.tree_attention import (
+    ancestor_mask,
+    causal_bias,
+    tree_attention,
+    tree_attention_reference,
+    tree_bias,
+)
+
+NODES = (1, 2, 32, 33, 64, 65, 128, 130)
+
+
+def random_parents(nodes: int, seed: int, *, deep: bool) -> list[int]:
+    """Parents first; deep trees have long paths, so that the bits of one node lie in several words."""
+    rng = random.Random(seed)
+    return [-1] + [rng.randrange(max(0, node - 3) if deep else 0, node) for node in range(1, nodes)]
+
+
+def walk(parent: list[int], node: int) -> list[int]:
+    """A node and its ancestors, the root last."""
+    path = [node]
+    while parent[path[-1]] >= 0:
+        path.append(parent[path[-1]])
+    return path
+
+
+def brute_mask(parent: list[int]) -> torch.Tensor:
+    mask = torch.zeros(len(parent), len(parent), dtype=torch.bool)
+    for node in range(len(parent)):
+        mask[node, walk(parent, node)] = True
+    return mask
+
+
+def depths(parent: list[int]) -> list[int]:
+    return [len(walk(parent, node)) - 1 for node in range(len(parent))]
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("nodes", NODES)
+def test_ancestor_mask(nodes, deep):
+    trees = [random_parents(nodes, seed, deep=deep) for seed in range(3)]
+    sets = torch.stack([bitsets(parent) for parent in trees])
+    assert sets.shape == (3, nodes, -(-nodes // 64)) and sets.dtype == torch.int64
+    expected = torch.stack([brute_mask(parent) for parent in trees])
+    assert torch.equal(ancestor_mask(sets, nodes), expected)
+
+
+def test_ancestor_mask_of_a_chain():
+    """Every bit of every word set in the last node, sign bits included."""
+    parent = list(range(-1, 129))
+    assert torch.equal(ancestor_mask(bitsets(parent)[None], 130)[0], torch.ones(130, 130, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 7, 1000])
+@pytest.mark.parametrize("nodes", [1, 9, 65])
+def test_tree_bias(nodes, window):
+    """Ragged lengths, an empty prefix, more slots than are in use."""
+    lengths = [0, 4, 11, 6]
+    trees = [random_parents(nodes, seed, deep=seed % 2 == 0) for seed in range(4)]
+    depth = torch.tensor([depths(parent) for parent in trees], dtype=torch.int32)
+    mask = torch.stack([brute_mask(parent) for parent in trees])
+    slots = max(lengths) + nodes + 2
+    expected = torch.full((4, 1, nodes, slots), float("-inf"))
+    for row, (length, parent) in enumerate(zip(lengths, trees, strict=True)):
+        for node in range(nodes):
+            own = walk(parent, node)
+            position = length + len(own) - 1
+            keys = [(slot, slot) for slot in range(length)]  # (slot, position)
+            keys += [(length + above, length + len(walk(parent, above)) - 1) for above in own]
+            for slot, at in keys:
+                if not window or at > position - window:
+                    expected[row, 0, node, slot] = 0
+    assert torch.equal(tree_bias(torch.tensor(lengths), mask, depth, slots, window, torch.float32), expected)
+    assert (expected == 0).any(-1).all()
+
+
+@pytest.mark.parametrize("window", [0, 1, 4])
+@pytest.mark.parametrize(("start", "queries"), [(0, 1), (0, 6), (5, 3)])
+def test_causal_bias(start, queries, window):
+    bias = causal_bias(start, queries, window, torch.float32, torch.device("cpu"))
+    assert bias.shape == (1, 1, queries, start + queries)
+    for query in range(queries):
+        for key in range(start + queries):
+            seen = key <= start + query and (not window or key > start + query - window)
+            assert bias[0, 0, query, key] == (0 if seen else float("-inf"))
+
+
+def float64_attention(q, k, v, bias, scale, softcap):
+    """One query head after the other."""
+    groups = q.shape[1] // k.shape[1]
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for head in range(q.shape[1]):
+        scores = q[:, head].double() @ k[:, head // groups].double().transpose(1, 2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            scores = scores + bias[:, 0].double()
+        out[:, head] = torch.softmax(scores, -1) @ v[:, head // groups].double()
+    return out
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(
+    ("kv_heads", "groups", "nodes", "lengths", "width"),
+    [(1, 1, 1, [0], 8), (1, 7, 33, [0, 5], 24), (2, 7, 5, [3, 0, 17], 3), (3, 1, 65, [40], 80), (4, 2, 9, [1, 2], 16)],
+)
+@pytest.mark.parametrize("attention", [tree_attention, tree_attention_reference])
+def test_attention(attention, kv_heads, groups, nodes, lengths, width, masked, softcap):
+    """Within twice the error of the same formula written out in plain float32, never looser than 1e-5."""
+    torch.manual_seed(nodes + width)
+    rows, slots = len(lengths), max(lengths) + nodes
+    q = 3 * torch.randn(rows, kv_heads * groups, nodes, width)
+    k, v = torch.randn(2, rows, kv_heads, slots, width)
+    parent = random_parents(nodes, 0, deep=True)
+    mask, depth = brute_mask(parent).expand(rows, -1, -1), torch.tensor(depths(parent)).expand(rows, -1)
+    bias = tree_bias(torch.tensor(lengths), mask, depth, slots, 0, torch.float32) if masked else None
+    scale = width**-0.5
+    exact = float64_attention(q, k, v, bias, scale, softcap)
+
+    scores = (q.unflatten(1, (kv_heads, groups)) * scale) @ k[:, :, None].transpose(-1, -2)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if bias is None else scores + bias[:, :, None]
+    plain = (scores.softmax(-1) @ v[:, :, None]).flatten(1, 2)
+    tolerance = min(1e-5, max(1e-6, 2 * float((plain - exact).abs().max())))
+    out = attention(q, k, v, bias, scale, softcap)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert float((out - exact).abs().max()) <= tolerance < 0.01 * float(exact.abs().max())
+    if softcap is not None and slots > 1:
+        assert float((float64_attention(q, k, v, bias, scale, None) - exact).abs().max()) > 100 * tolerance
