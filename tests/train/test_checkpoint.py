@@ -14,7 +14,7 @@ def trained():
     """A module and an AdamW with moments."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    module[0].bias.requires_grad = False
+    module[0].bias.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
     module(torch.randn(5, 4)).sum().backward()
     optimizer.step()
@@ -23,7 +23,7 @@ def trained():
 
 def fresh():
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    module[0].bias.requires_grad = False
+    module[0].bias.requires_grad_(False)
     return module, torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
 
 
