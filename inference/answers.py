@@ -6,9 +6,10 @@ Shape letters: S sequences, T tokens.
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
+
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.target import Target
-from torch import Tensor
 
 
 def answer(
@@ -34,9 +35,7 @@ def answer(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
-        for number, result in zip(
-            numbers, decoder.generate([prompts[i] for i in numbers], new_tokens), strict=True
-        ):
+        for number, result in zip(numbers, decoder.generate([prompts[i] for i in numbers], new_tokens), strict=True):
             prompt = prompts[number]
             row = torch.tensor([*prompt, *result.tokens], dtype=torch.int32)
             tokens[number, : len(row)] = row

@@ -6,9 +6,10 @@ Shape letters: B rows, Hkv key/value heads, S slots, D head width, N new tokens,
 from typing import Any
 
 import torch
-from draftsmith.models.target import Target
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from draftsmith.models.target import Target
 
 
 class _Layer(CacheLayerMixin):

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from draftsmith.inference.answers import answer
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
@@ -25,8 +28,6 @@ from draftsmith.models.artifact import check_target, device_name, read_drafter, 
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, load_target
 from draftsmith.train.command import run_command
-from safetensors.torch import load_file
-from torch import Tensor
 
 MAX_RANK = 10  # ranks per head that a tree may use
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -40,8 +41,8 @@ def head_ranks(target: Target, heads: MedusaHeads, tokens: Tensor, supervised: T
         tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.answers.answer` returns them.
 
     Returns:
-        ``[S, T, K]`` int64: at position t, head k's rank of x_{t+k+1}; ``MAX_RANK`` if it is not among the best, −1 where
-        there is no such label or where position t + 1 is no answer's token (no step begins there).
+        ``[S, T, K]`` int64: at position t, head k's rank of x_{t+k+1}; ``MAX_RANK`` if it is not among the best, −1
+        where there is no such label or where position t + 1 is no answer's token (no step begins there).
     """
     sequences, length = tokens.shape
     num_heads = heads.config.num_draft_heads
@@ -123,7 +124,9 @@ class Choice:
     speedup: float
 
 
-def step_seconds(target: Target, heads: MedusaHeads, topology: Topology | None, prompt: list[int], tokens: int = 32) -> float:
+def step_seconds(
+    target: Target, heads: MedusaHeads, topology: Topology | None, prompt: list[int], tokens: int = 32
+) -> float:
     """Measured seconds per step of the engine with a tree, or of plain decoding (None): best of three short runs."""
     drafter = None if topology is None else MedusaDrafter(heads, topology, target)
     decoder = SpeculativeDecoder(target, drafter)
@@ -166,8 +169,14 @@ def load_heads(name: str, target_name: str | None, device: str, dtype: str) -> t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafter", help="a drafter folder, for example runs/demo")
-    parser.add_argument("--nodes", type=int, help="nodes of the tree, root included; measured on this device if left out")
-    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": …} to calibrate on; the run\'s own held-out answers if left out')
+    parser.add_argument(
+        "--nodes", type=int, help="nodes of the tree, root included; measured on this device if left out"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        help='JSONL of {"prompt": …} to calibrate on; the run\'s own held-out answers if left out',
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="answer length with --prompts")
     parser.add_argument("--target", help="the target, if it is not where the drafter's config says")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -197,7 +206,10 @@ def main() -> None:
     choices = choose(target, heads, ranks, prompt)
     print("  nodes  depth  expected τ  ms/step  expected speed-up")
     for c in choices:
-        print(f"  {c.topology.num_nodes:5d}  {c.topology.max_depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:7.2f}  {c.speedup:17.2f}")
+        print(
+            f"  {c.topology.num_nodes:5d}  {c.topology.max_depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:7.2f}"
+            f"  {c.speedup:17.2f}"
+        )
     if args.nodes:
         topology = best_tree(ranks, args.nodes)
     else:
@@ -210,14 +222,18 @@ def main() -> None:
         "chain_mean_accepted_length": round(chain_tau, 4),
         "accuracy_by_head_and_rank": [[round(a, 4) for a in row] for row in accuracy],
         "sizes": [
-            {"nodes": c.topology.num_nodes, "tau": round(c.tau, 4), "seconds_per_step": c.seconds, "speedup": round(c.speedup, 4)}
+            {"nodes": c.topology.num_nodes, "tau": round(c.tau, 4), "seconds_per_step": c.seconds,
+             "speedup": round(c.speedup, 4)}
             for c in choices
         ],
         "device": device_name(args.device),
         "dtype": args.dtype,
     }  # fmt: skip
     write_json(folder / "tree.json", {"paths": [list(path) for path in topology.paths], "calibration": calibration})
-    print(f"{folder / 'tree.json'}: {topology.num_nodes} nodes, depth {topology.max_depth}, expected τ {tau:.2f} (a chain: {chain_tau:.2f})")
+    print(
+        f"{folder / 'tree.json'}: {topology.num_nodes} nodes, depth {topology.max_depth}, "
+        f"expected τ {tau:.2f} (a chain: {chain_tau:.2f})"
+    )
 
 
 if __name__ == "__main__":

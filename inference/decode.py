@@ -1,12 +1,12 @@
 """Decode with a drafter, and prove that it is exact and faster.
 
     python inference/decode.py runs/demo --prompt 'def read_config(path):'
-    python inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --baseline all --check-lossless --report runs/demo
+    python inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --baseline all --check-lossless --report DIR
     python inference/decode.py none --target models/tiny-lm --interactive
     python inference/decode.py runs/a runs/b --prompts P.jsonl --baseline engine        # two drafters, one table
 
-DRAFTER is a run folder, a Hub id, or `none` (plain decoding). Exit codes: 0 done, 1 failed (also: output that is not the
-target's own under --check-lossless), 2 wrong usage or bad input.
+DRAFTER is a run folder, a Hub id, or `none` (plain decoding). Exit codes: 0 done, 1 failed (also: output that is not
+the target's own under --check-lossless), 2 wrong usage or bad input.
 """
 
 import argparse
@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
+
 from draftsmith.inference import report as reporting
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import Drafter, Generation, SpeculativeDecoder
@@ -31,9 +34,7 @@ from draftsmith.inference.tree import read_tree
 from draftsmith.models.artifact import check_target, device_name, read_drafter, versions, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, load_target
-from draftsmith.train.command import run_command
-from rich.console import Console
-from rich.progress import track
+from draftsmith.train.command import available_cores, run_command
 
 PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses
 console = Console(highlight=False)
@@ -58,7 +59,8 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts from JSONL: ``{"prompt": text}``, ``{"messages": […]}`` or Spec-Bench's ``{"turns": [text, …]}`` (first turn).
+    """Prompts from JSONL: ``{"prompt": text}``, ``{"messages": […]}`` or Spec-Bench's ``{"turns": [text, …]}``, of which
+    the first turn is taken.
 
     Raises:
         FileNotFoundError, ValueError: no such file, a line that is none of these (its number is named), or no line.
@@ -100,7 +102,9 @@ def load_drafter(name: str, target: Target | None, args: argparse.Namespace) -> 
         return target or load(args.target), None
     folder, config, weights = read_drafter(name)
     if config["drafter_type"] != "medusa":
-        raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}' is not known to this version; known: medusa")
+        raise ValueError(
+            f"{folder}: drafter_type '{config['drafter_type']}' is not known to this version; known: medusa"
+        )
     target = target or load(args.target or config["target"]["name_or_path"])
     check_target(folder, config, target)
     tree = folder / "tree.json" if args.tree == "auto" else Path(args.tree)
@@ -156,7 +160,7 @@ def transformers_method(target: Target, max_new_tokens: int, **options: Any) -> 
 
 
 def run_rounds(methods: dict[str, Method], batches: list[list[list[int]]], rounds: int) -> dict[str, Timed]:
-    """Run every method over all batches, ``rounds`` times, the methods taking turns so that noise falls on all alike."""
+    """Run every method over all batches ``rounds`` times, the methods taking turns, so that noise falls on all alike."""
     for method in methods.values():
         method([prompt[:8] for prompt in batches[0][:1]])  # first calls allocate and tune
     timed = {name: Timed([], [], []) for name in methods}
@@ -270,7 +274,9 @@ def stream(decoder: SpeculativeDecoder, prompt: list[int], args: argparse.Namesp
             shown.append(token)
             now = tokenizer.decode(shown)  # type: ignore[union-attr]
             if not now.endswith("�"):
-                console.print(now[len(text) :], end="", style="green" if place < len(new) else "", markup=False, soft_wrap=True)
+                console.print(
+                    now[len(text) :], end="", style="green" if place < len(new) else "", markup=False, soft_wrap=True
+                )
                 text = now
 
     began = time.perf_counter()
@@ -302,16 +308,22 @@ def main() -> None:
     parser.add_argument("--target", help="the target, if it is not where the drafter's config says")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="one prompt; the text is printed as it is decoded")
-    what.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='lines of {"prompt": …}, {"messages": …} or {"turns": …}')
+    what.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl", help='lines of {"prompt": …}, {"messages": …} or {"turns": …}'
+    )
     what.add_argument("--interactive", action="store_true", help="prompts from the terminal")
     parser.add_argument("--mode", choices=["greedy"], default="greedy", help="greedy: exactly the target's greedy text")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--tree", default="auto", metavar="FILE|auto", help="a tree file; auto: the drafter's own tree.json")
+    parser.add_argument(
+        "--tree", default="auto", metavar="FILE|auto", help="a tree file; auto: the drafter's own tree.json"
+    )
     parser.add_argument("--baseline", choices=["none", "engine", "transformers", "all"], default="engine")
     parser.add_argument("--check-lossless", action="store_true", help="compare every token with plain decoding")
     parser.add_argument("--repeat", type=int, default=1, help="rounds over all prompts; the median counts")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N of the texts, drafted tokens coloured")
+    parser.add_argument(
+        "--show", type=int, default=0, metavar="N", help="print N of the texts, drafted tokens coloured"
+    )
     parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.png there")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
@@ -321,7 +333,7 @@ def main() -> None:
     for option in ("max_new_tokens", "batch_size", "repeat"):
         if getattr(args, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least 1")
-    torch.set_num_threads(args.threads or os.cpu_count() or 1)
+    torch.set_num_threads(args.threads or available_cores())
     if args.report:
         args.report.mkdir(parents=True, exist_ok=True)
         if not os.access(args.report, os.W_OK):

@@ -1,11 +1,13 @@
 """The engine: prefill → draft → verify → commit, for any ``transformers`` decoder and any drafter.
 
-    step:  tree    = drafter.propose(state)                     # root + drafted nodes
-           hidden  = target(tree behind the cached prefix)      # one forward pass of N tokens
-           verdict = verify(tree, logits(hidden))               # the longest path the target agrees with, + a bonus token
-           cache.commit(verdict.path)                           # keep that path's K/V, drop the rest
+    step:  tree    = drafter.propose(state)                # root + drafted nodes
+           hidden  = target(tree behind the cached prefix) # one forward pass of N tokens
+           verdict = verify(tree, logits(hidden))          # the longest path the target agrees with, + a bonus token
+           cache.commit(verdict.path)                      # keep that path's K/V, drop the rest
 
-Plain decoding is the same loop with a tree of one node. Shape letters: B rows, T prompt tokens, N nodes, d hidden width.
+Plain decoding is the same loop with a tree of one node.
+
+Shape letters: B rows, T prompt tokens, N nodes, d hidden width.
 """
 
 import time
@@ -14,13 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology
 from draftsmith.inference.verify import Verdict, verify_greedy
 from draftsmith.kernels.tree_attention import ancestor_mask, causal_bias, tree_attention, tree_bias
 from draftsmith.models.target import Target
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 ATTENTION = "draftsmith_tree"
 PREFILL_CHUNK = 512
@@ -28,9 +31,9 @@ PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
-    tree_biases: dict[int, Tensor | None] | None = None, **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    softcap: float | None = None, tree_biases: dict[int, Tensor | None] | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What ``transformers`` calls in every layer; ``tree_biases`` holds the mask for each window size."""
     if kwargs.get("s_aux") is not None:
@@ -119,11 +122,18 @@ class Runner:
         # Every window some layer may ask for; 0 is full attention.
         self.windows = {0, sliding} if sliding or "sliding_attention" in layers else {0}
 
-    def forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: int, bias: Callable[[int], Tensor | None]) -> Tensor:
-        """Run ``tokens [B, N]`` at ``positions`` into ``slots``, looking at the first ``seen`` slots; ``bias(window)``
-        makes the mask. Returns hidden states ``[B, N, d]`` after the final norm."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: int, biases: dict[int, Tensor | None]
+    ) -> Tensor:
+        """Run ``tokens [B, N]`` at ``positions`` into ``slots``, looking at the first ``seen`` slots.
+
+        Args:
+            biases: the additive mask ``[B or 1, 1, N, seen]`` for each of ``windows``; None where all is seen.
+
+        Returns:
+            Hidden states ``[B, N, d]`` after the final norm.
+        """
         self.cache.slots, self.cache.seen = slots, seen
-        biases = {window: bias(window) for window in self.windows}
         return self.target.decoder(
             input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, tree_biases=biases
         ).last_hidden_state
@@ -188,7 +198,7 @@ class SpeculativeDecoder:
         drafter, rows, nodes = self.drafter, len(prompts), self.drafter.num_nodes
         longest = max(len(p) + limit for p, limit in zip(prompts, limits, strict=True))
         runner = Runner(self.target, self._make_cache(rows, longest + nodes + drafter.max_depth + 2))
-        cache = runner.cache
+        cache, dtype = runner.cache, self.target.dtype
         results = [Generation() for _ in prompts]
         last_position = self.target.context - 1
         node_numbers = torch.arange(nodes, device=self.target.device)
@@ -213,19 +223,27 @@ class SpeculativeDecoder:
             seen = max(cached) + count
             alone = count == 1 and rows == 1  # the only node of the only row sees every slot
             mask = ancestor_mask(tree.ancestors, count) if count > 1 else tree.valid[..., None]
+            biases = {
+                window: None
+                if alone and not window
+                else tree_bias(cache.lengths, mask, tree.depth, seen, window, dtype)
+                for window in runner.windows
+            }
             hidden = runner.forward(
                 tree.tokens,
                 (cache.lengths[:, None] + tree.depth).clamp(max=last_position),
                 cache.lengths[:, None] + node_numbers[:count],
                 seen,
-                lambda window: None if alone and not window else tree_bias(cache.lengths, mask, tree.depth, seen, window, self.target.dtype),
+                biases,
             )
             logits = self.target.logits(hidden)
             if clock:
                 clock.lap("verify")
             verdict = verify_greedy(tree, mask, logits, drafter.max_depth)
             step = verdict.length + 1 if rows == 1 else torch.where(running, verdict.length + 1, 0)
-            tokens = torch.cat([tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1)), verdict.bonus[:, None]], 1)
+            tokens = torch.cat(
+                [tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1)), verdict.bonus[:, None]], 1
+            )
             # The step's one read by the host: what was accepted, where it stood, and the bonus token.
             told = torch.cat([step[:, None], verdict.path, tokens], 1).tolist()
             if clock:
@@ -265,7 +283,7 @@ class SpeculativeDecoder:
         return self._cache
 
     def _prefill(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> State:
-        """Run the prompts, right-padded, in chunks; the padding's K/V lies behind each row's length and is overwritten."""
+        """Run the prompts, right-padded, in chunks; the padding's K/V is behind each row's length, to be overwritten."""
         device, cache = self.target.device, runner.cache
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         longest = max(map(len, prompts))
@@ -274,10 +292,9 @@ class SpeculativeDecoder:
         for start in range(0, longest, PREFILL_CHUNK):
             tokens = padded[:, start : start + PREFILL_CHUNK]
             positions = torch.arange(start, start + tokens.shape[1], device=device)[None]
-            hidden = runner.forward(
-                tokens, positions.expand(len(prompts), -1), positions, start + tokens.shape[1],
-                lambda window, start=start, queries=tokens.shape[1]: causal_bias(start, queries, window, self.target.dtype, device),
-            )  # fmt: skip
+            count, seen = tokens.shape[1], start + tokens.shape[1]
+            biases = {w: causal_bias(start, count, w, self.target.dtype, device) for w in runner.windows}
+            hidden = runner.forward(tokens, positions.expand(len(prompts), -1), positions, seen, biases)
             self.drafter.prefill(hidden, tokens, start)
             last = (lengths - 1 - start).clamp(0, tokens.shape[1] - 1)
             here = (lengths - 1 >= start) & (lengths - 1 < start + tokens.shape[1])

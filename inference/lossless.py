@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from draftsmith.models.target import Target
 from torch import Tensor
 from transformers import DynamicCache
+
+from draftsmith.models.target import Target
 
 
 @dataclass

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.inference.engine import Generation
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from draftsmith.inference.engine import Generation
 
 LOOP = 8  # a repeated n-gram of this length is taken for the beginning of a loop
 
@@ -31,7 +32,7 @@ def repeated_rate(tokens: Sequence[int], n: int = 4) -> tuple[int, int]:
 
 
 def acceptance(results: Sequence[Generation], max_depth: int, num_nodes: int) -> dict[str, Any]:
-    """What was accepted, by the promised names. τ counts the bonus token and not the prefill's; plain decoding has 1."""
+    """What was accepted, by the promised names. τ counts the bonus token, not the prefill's; plain decoding has 1."""
     lengths = [length for result in results for length in result.accepted]
     steps = len(lengths)
     per_position = [sum(length > place for length in lengths) for place in range(1, max_depth + 1)]
@@ -55,7 +56,9 @@ def acceptance(results: Sequence[Generation], max_depth: int, num_nodes: int) ->
         "accepted_length_histogram": {str(k): v for k, v in sorted(Counter(lengths).items())},
         "repetition": {
             "repeated_4gram_rate": round(repeats["again"] / max(1, repeats["grams"]), 4),
-            "mean_accepted_length_before_first_loop": round(before["tokens"] / before["steps"], 4) if before["steps"] else None,
+            "mean_accepted_length_before_first_loop": (
+                round(before["tokens"] / before["steps"], 4) if before["steps"] else None
+            ),
             "tokens_before_first_loop": before["tokens"],
         },
         "spec_decode": {
@@ -70,7 +73,10 @@ def acceptance(results: Sequence[Generation], max_depth: int, num_nodes: int) ->
 def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
     """Methods by rows: tokens/s, speed-ups, τ, losslessness."""
     first = reports[0]
-    table = Table(title=f"{first['target']} · {first['prompts']} prompts · {first['device']} · {first['dtype']}", title_justify="left")
+    table = Table(
+        title=f"{first['target']} · {first['prompts']} prompts · {first['device']} · {first['dtype']}",
+        title_justify="left",
+    )
     table.add_column("method")
     for column in ("tokens/s", "× plain", "× transformers", "τ", "τ before loops", "output"):
         table.add_column(column, justify="right")
@@ -81,11 +87,23 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
     baselines = first["baselines"]
     plain = baselines.get("engine", {}).get("tokens_per_second")
     theirs = baselines.get("transformers", {}).get("tokens_per_second")
-    names = {"engine": "plain decoding, our engine", "transformers": "transformers.generate", "prompt_lookup": "transformers prompt-lookup"}
+    names = {
+        "engine": "plain decoding, our engine",
+        "transformers": "transformers.generate",
+        "prompt_lookup": "transformers prompt-lookup",
+    }
     for key, label in names.items():
         if key in baselines:
             speed = baselines[key]["tokens_per_second"]
-            table.add_row(label, f"{speed:.1f}", ratio(speed, plain), ratio(speed, theirs), "1.00" if key != "prompt_lookup" else "–", "–", "reference" if key == "engine" else "–")
+            table.add_row(
+                label,
+                f"{speed:.1f}",
+                ratio(speed, plain),
+                ratio(speed, theirs),
+                "1.00" if key != "prompt_lookup" else "–",
+                "–",
+                "reference" if key == "engine" else "–",
+            )
     for report in reports:
         lossless = report["lossless"]
         if lossless is None:
@@ -131,7 +149,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
     fig, (speed, lengths, places) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     baselines = report["baselines"]
-    names = {"engine": "plain,\nour engine", "transformers": "transformers\n.generate", "prompt_lookup": "transformers\nprompt-lookup"}
+    names = {
+        "engine": "plain,\nour engine",
+        "transformers": "transformers\n.generate",
+        "prompt_lookup": "transformers\nprompt-lookup",
+    }
     bars = {names[key]: baselines[key]["tokens_per_second"] for key in names if key in baselines}
     bars[report["drafter"]] = report["tokens_per_second"]
     drawn = speed.bar(list(bars), list(bars.values()), color=["#b8bcc6"] * (len(bars) - 1) + ["#2f7d4f"])
@@ -156,7 +178,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
     places.set_title("Acceptance per position")
     for axis in (speed, lengths, places):
         axis.spines[["top", "right"]].set_visible(False)
-    fig.suptitle(f"{report['drafter']} on {report['target']}: {report['prompts']} prompts, {report['dtype']}, {report['device']}", fontsize=10)
+    fig.suptitle(
+        f"{report['drafter']} on {report['target']}: {report['prompts']} prompts, {report['dtype']}, "
+        f"{report['device']}",
+        fontsize=10,
+    )
     temporary = path.with_name(path.name + ".tmp")
     fig.savefig(temporary, format="png", dpi=120)
     plt.close(fig)

@@ -1,9 +1,10 @@
 """Tree attention: Q tree nodes attend to a cached prefix and to their own ancestors (SpecInfer, arXiv 2305.09781 §4.2).
 
-    out_i = softmax_j( q_i · k_j · scale + bias_ij ) v_j,   bias_ij = 0 if j < L or j − L is an ancestor of i (or i), else −inf
+    out_i = softmax_j( q_i · k_j · scale + bias_ij ) v_j
+    bias_ij = 0 if j < L (the prefix), or j − L is i or an ancestor of i; else −inf
 
-Shape letters: B batch, Q queries, N tree nodes, W 64-bit words, Hq query heads, Hkv key/value heads, S cache slots seen,
-D head width, L the cached length of a row. Node i of a row sits in slot L + i; its position is L + depth(i).
+Shape letters: B batch, Q queries, N tree nodes, W 64-bit words, Hq query heads, Hkv key/value heads, S cache slots
+seen, D head width, L the cached length of a row. Node i of a row sits in slot L + i; its position is L + depth(i).
 """
 
 import torch

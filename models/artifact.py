@@ -1,7 +1,7 @@
 """A drafter folder: write, read, check. The folder is the artifact: the same files go to the Hub.
 
-``config.json`` holds ``draftsmith_version``, ``drafter_type``, the drafter's shape and its target; ``model.safetensors``
-its weights; ``tree.json`` the calibrated tree; ``provenance.json`` where it all came from.
+``config.json`` holds ``draftsmith_version``, ``drafter_type``, the drafter's shape and its target;
+``model.safetensors`` its weights; ``tree.json`` the calibrated tree; ``provenance.json`` where it all came from.
 """
 
 import datetime
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draftsmith.models.target import Target, check_safetensors, resolve_folder
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from draftsmith.models.target import Target, check_safetensors, resolve_folder
 
 
 def version() -> str:
@@ -107,6 +108,34 @@ def write_drafter(
     config = {"draftsmith_version": version(), "drafter_type": drafter_type, **shape, "target": target.describe()}
     write_json(folder / "config.json", config)
     write_json(folder / "provenance.json", facts)
+    card = folder / "README.md.tmp"
+    card.write_text(_card(folder.name, drafter_type, shape, target, facts), encoding="utf-8")
+    os.replace(card, folder / "README.md")
+
+
+def _card(name: str, drafter_type: str, shape: Mapping[str, Any], target: Target, facts: Mapping[str, Any]) -> str:
+    """The model card: what it is, what for, how to run it, how it was made."""
+    rows = "\n".join(f"| {key} | {value} |" for key, value in {**shape, **facts}.items() if not isinstance(value, dict))
+    return f"""---
+library_name: draftsmith
+base_model: {target.name}
+tags: [speculative-decoding, {drafter_type}]
+---
+# {name}
+
+A {drafter_type} drafter for `{target.name}`, trained with draftsmith. It proposes tokens that the target verifies: the
+output is the target's own greedy output, in fewer steps. It works with this target alone (fingerprint
+`{target.fingerprint[:16]}…`).
+
+```bash
+python inference/decode.py {name} --prompt "…"
+python inference/decode.py {name} --prompts FILE.jsonl --baseline all --check-lossless --report DIR
+```
+
+| field | value |
+|---|---|
+{rows}
+"""
 
 
 def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
@@ -121,7 +150,7 @@ def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
         hint = "training has not finished; go on with --resume" if (folder / "checkpoints").exists() else "no drafter"
         raise FileNotFoundError(f"{folder}: no config.json here: {hint}")
     config = read_json(folder / "config.json")
-    if "drafter_type" not in config:
+    if not isinstance(config, dict) or "drafter_type" not in config:
         raise ValueError(f"{folder}: this is a model, not a drafter; to decode with it alone: none --target {name}")
     if not (folder / "model.safetensors").exists():
         raise FileNotFoundError(f"{folder}: no model.safetensors here; fetch or train the drafter again")
@@ -139,7 +168,9 @@ def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> Non
     wrong = f"{folder}: this drafter was trained for target '{trained_for}', not for '{target.name}'"
     for field, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if config.get(field) != own:
-            raise ValueError(f"{wrong}: {field} {config.get(field)} ≠ {own}; train one for it, or pass --target {trained_for}")
+            raise ValueError(
+                f"{wrong}: {field} {config.get(field)} ≠ {own}; train one for it, or pass --target {trained_for}"
+            )
     stored = config.get("target", {}).get("fingerprint")
     if stored != target.fingerprint:
         raise ValueError(

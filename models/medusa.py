@@ -12,20 +12,29 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from draftsmith.models.target import Target
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from draftsmith.models.target import Target
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """The shape of a set of heads. ``projection``: a V × d matrix per head (``own``), or the target's frozen LM head."""
+    """The shape of a set of heads. ``projection``: a V × d matrix per head (own), or the target's LM head (shared)."""
 
     num_draft_heads: int
     num_layers: int
     projection: Literal["own", "shared"]
     hidden_size: int
     vocab_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_draft_heads", "num_layers", "hidden_size", "vocab_size"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
+        if self.projection not in ("own", "shared"):
+            raise ValueError(f"field 'projection' is {self.projection!r}; it has to be 'own' or 'shared'")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,6 +86,8 @@ class MedusaHeads(nn.Module):
             heads = cls(MedusaConfig(**{name: config[name] for name in MedusaConfig.__dataclass_fields__}))
         except KeyError as missing:
             raise ValueError(f"{where}/config.json: field {missing} is missing") from None
+        except ValueError as wrong:
+            raise ValueError(f"{where}/config.json: {wrong}") from None
         wanted = {name: tuple(p.shape) for name, p in heads.state_dict().items()}
         found = {name: tuple(w.shape) for name, w in weights.items()}
         if wanted != found:

@@ -95,10 +95,11 @@ def check_safetensors(folder: Path) -> None:
                 if header_size > size:
                     raise ValueError
                 header = json.loads(stream.read(header_size))
-            except ValueError:
+                header.pop("__metadata__", None)
+                ends = [entry["data_offsets"][1] for entry in header.values()]
+            except (ValueError, KeyError, TypeError, AttributeError):
                 raise ValueError(f"{file}: not a safetensors file, or truncated; fetch or write it again") from None
-        header.pop("__metadata__", None)
-        promised = 8 + header_size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        promised = 8 + header_size + max(ends, default=0)
         if size < promised:
             raise ValueError(f"{file}: truncated ({size:,} of {promised:,} bytes); fetch or write it again")
 
@@ -197,8 +198,8 @@ class Target:
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Our hidden states and logits are the model's own, whatever its family does around its LM head, and each of its
-        layers keeps keys and values of one shape.
+        """Our hidden states and logits are the model's own, whatever its family does around its LM head, and each of
+        its layers keeps keys and values of one shape.
 
         Raises:
             ValueError: they are not, or do not.
@@ -213,7 +214,9 @@ class Target:
         if len(cache.layers) != self.config.num_hidden_layers or any(
             layer.keys.shape != layer.values.shape for layer in cache.layers
         ):
-            raise ValueError(f"{self._named()}: its layers do not each keep keys and values of one shape; {_UNSUPPORTED}")
+            raise ValueError(
+                f"{self._named()}: its layers do not each keep keys and values of one shape; {_UNSUPPORTED}"
+            )
         # (key/value heads, head width) of every layer: families name these in a dozen ways, some vary them by layer.
         self.kv_shapes = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in cache.layers]
         if own.shape != theirs.shape or not torch.allclose(own.float(), theirs.float(), rtol=1e-2, atol=1e-3):
@@ -248,6 +251,8 @@ def load_target(
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: not valid JSON ({error}); fetch it again") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / 'config.json'}: a JSON object is needed, this is none; fetch it again")
     if "drafter_type" in config:
         raise ValueError(f"{folder}: this is a drafter, not a target; pass it as DRAFTER")
     if sum(file.stat().st_size for file in folder.glob("*.safetensors")) < _SMALL:

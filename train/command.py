@@ -63,6 +63,12 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     sys.exit(0)
 
 
+def available_cores() -> int:
+    """CPU cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
     """Inside, the first Ctrl-C or SIGTERM only makes the yielded function return True, so that a step can end and be

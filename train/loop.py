@@ -10,19 +10,19 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator, PartialState
-from draftsmith.train import checkpoint
-from draftsmith.train.command import interruptible
-from draftsmith.train.recipe import Checkpoint, Evaluate, Precision, Stage
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
+
+from draftsmith.train import checkpoint
+from draftsmith.train.command import available_cores, interruptible
+from draftsmith.train.recipe import Checkpoint, Evaluate, Precision, Stage
 
 Batch = dict[str, Tensor]
 console = Console(highlight=False)
@@ -74,7 +74,7 @@ def make_accelerator(precision: Precision) -> Accelerator:
     """
     # accelerate's launcher sets OMP_NUM_THREADS=1, which halves the speed of one process on two cores.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(precision.threads or max(1, len(os.sched_getaffinity(0)) // local))
+    torch.set_num_threads(precision.threads or max(1, available_cores() // local))
     cpu = not torch.cuda.is_available()
     if cpu and "LOCAL_RANK" in os.environ:
         PartialState(cpu=True)  # without this, accelerate on CPU silently runs independent copies
@@ -259,8 +259,8 @@ def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: S
             norm = accelerator.clip_grad_norm_(trained, stage.optim.clip)
             if not torch.isfinite(norm) or not torch.isfinite(totals["loss"]):
                 raise FloatingPointError(
-                    f"{name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step {job.step + 1}; "
-                    f"no weights were changed by this step. Lower optim.lr ({stage.optim.lr:g}) or optim.clip, then "
+                    f"{name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step "
+                    f"{job.step + 1}; no weights were changed by this step. Lower optim.lr ({stage.optim.lr:g}) or optim.clip, then "
                     "--resume from the last checkpoint"
                 )
             optimizer.step()

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+
 from draftsmith.data import packing, sources
 from draftsmith.data.prompts import prompts
 from draftsmith.inference.answers import answer
@@ -27,8 +30,6 @@ from draftsmith.train import checkpoint, loop
 from draftsmith.train.command import run_command
 from draftsmith.train.losses import chunked_cross_entropy, shifted_labels
 from draftsmith.train.recipe import Positive, Recipe, Section, Source, Stage, Target, read_recipe, write_recipe
-from pydantic import model_validator
-from torch import Tensor, nn
 
 DECAY = 0.8  # weight of head k in the loss: 0.8^k (§2.2.1)
 SIMULATED_NODES = 16  # size of the tree whose τ chooses the best checkpoint
@@ -48,7 +49,9 @@ class MedusaRecipe(Recipe, Stage):
     def _answers(self) -> "MedusaRecipe":
         for source in [*self.data.train, *self.data.validation]:
             if source.answers is None:
-                raise ValueError(f"data source '{source.source}' needs 'answers': heads train on what the target writes")
+                raise ValueError(
+                    f"data source '{source.source}' needs 'answers': heads train on what the target writes"
+                )
             if source.answers.new_tokens < self.drafter.num_draft_heads + 2:
                 raise ValueError(f"answers.new_tokens must exceed drafter.num_draft_heads + 1 = "
                                  f"{self.drafter.num_draft_heads + 1}")  # fmt: skip
@@ -140,8 +143,8 @@ def main() -> None:
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
     module = Medusa1(target, heads)
     loop.console.print(
-        f"{d.num_draft_heads} heads, {sum(p.numel() for p in heads.parameters()) / 1e6:.2f} M parameters to train beside "
-        f"a frozen target of {sum(p.numel() for p in target.model.parameters()) / 1e6:.2f} M"
+        f"{d.num_draft_heads} heads, {sum(p.numel() for p in heads.parameters()) / 1e6:.2f} M parameters to train "
+        f"beside a frozen target of {sum(p.numel() for p in target.model.parameters()) / 1e6:.2f} M"
     )
 
     def evaluate(_: nn.Module) -> dict[str, float]:

@@ -4,12 +4,13 @@ Shape letters: B rows, K heads, R ranks kept per head, N nodes, d hidden width, 
 """
 
 import torch
+from torch import Tensor
+
 from draftsmith.inference.engine import State
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
-from torch import Tensor
 
 
 class MedusaDrafter:
@@ -22,7 +23,9 @@ class MedusaDrafter:
     def __init__(self, heads: MedusaHeads, topology: Topology, target: Target) -> None:
         config = heads.config
         if topology.max_depth > config.num_draft_heads:
-            raise ValueError(f"the tree is {topology.max_depth} deep, but there are {config.num_draft_heads} draft heads")
+            raise ValueError(
+                f"the tree is {topology.max_depth} deep, but there are {config.num_draft_heads} draft heads"
+            )
         if topology.max_rank >= config.vocab_size:
             raise ValueError(f"the tree asks for rank {topology.max_rank} of a vocabulary of {config.vocab_size}")
         self.heads = heads.to(target.device, target.dtype)
