@@ -59,8 +59,8 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts from JSONL: ``{"prompt": text}``, ``{"messages": […]}`` or Spec-Bench's ``{"turns": [text, …]}``, of which
-    the first turn is taken.
+    """Prompts from JSONL: ``{"prompt": text}``, ``{"messages": […]}`` or Spec-Bench's ``{"turns": [text, …]}``, of
+    which the first turn is taken.
 
     Raises:
         FileNotFoundError, ValueError: no such file, a line that is none of these (its number is named), or no line.
@@ -160,7 +160,7 @@ def transformers_method(target: Target, max_new_tokens: int, **options: Any) -> 
 
 
 def run_rounds(methods: dict[str, Method], batches: list[list[list[int]]], rounds: int) -> dict[str, Timed]:
-    """Run every method over all batches ``rounds`` times, the methods taking turns, so that noise falls on all alike."""
+    """Run every method over all batches ``rounds`` times; they take turns, so that noise falls on all alike."""
     for method in methods.values():
         method([prompt[:8] for prompt in batches[0][:1]])  # first calls allocate and tune
     timed = {name: Timed([], [], []) for name in methods}

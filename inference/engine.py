@@ -283,7 +283,7 @@ class SpeculativeDecoder:
         return self._cache
 
     def _prefill(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> State:
-        """Run the prompts, right-padded, in chunks; the padding's K/V is behind each row's length, to be overwritten."""
+        """Run the prompts, right-padded, in chunks; K/V of padding, behind a row's length, is overwritten later."""
         device, cache = self.target.device, runner.cache
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         longest = max(map(len, prompts))

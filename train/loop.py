@@ -230,7 +230,7 @@ def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: S
         TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(), console=console,
         disable=not (console.is_terminal and accelerator.is_main_process),
     )  # fmt: skip
-    sums: dict[str, float] = {}
+    sums: dict[str, Tensor] = {}
     tokens = 0
     since = said = time.monotonic()
     began = since
@@ -260,18 +260,19 @@ def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: S
             if not torch.isfinite(norm) or not torch.isfinite(totals["loss"]):
                 raise FloatingPointError(
                     f"{name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step "
-                    f"{job.step + 1}; no weights were changed by this step. Lower optim.lr ({stage.optim.lr:g}) or optim.clip, then "
-                    "--resume from the last checkpoint"
+                    f"{job.step + 1}; no weights were changed by this step. Lower optim.lr ({stage.optim.lr:g}) or "
+                    "optim.clip, then --resume from the last checkpoint"
                 )
             optimizer.step()
             optimizer.zero_grad()
             job.step += 1
             for key, value in totals.items():
-                sums[key] = sums.get(key, 0.0) + float(accelerator.reduce(value.float(), "sum"))
+                sums[key] = sums.get(key, 0) + value  # on the device: read only when a line is logged
             now = time.monotonic()
             if job.step % LOG_EVERY == 0 or step == stage.steps - 1:
                 ran = job.step % LOG_EVERY or LOG_EVERY
-                means = {k: round(v / min(ran, step + 1 - start), 5) for k, v in sums.items()}
+                ran = min(ran, step + 1 - start)
+                means = {k: round(float(accelerator.reduce(v.float(), "sum")) / ran, 5) for k, v in sums.items()}
                 speed = tokens / (now - since)
                 line = {"step": job.step, "stage": name, **means, "lr": rate, "tokens_per_second": round(speed)}
                 if accelerator.is_main_process:
