@@ -1,0 +1,226 @@
+"""Targets: logits of every family, stored folders, fingerprints, and what is no target."""
+
+import json
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.models.target import fingerprint, load_target, resolve_folder
+
+TOKENS = [[4, 17, 2, 51, 33], [9, 9, 60, 0, 1]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "cohere", "granite", "phi", "opt", "gpt2"])
+@torch.no_grad()
+def test_logits_are_the_models_own(make_target, family):
+    target = make_target(family)
+    tokens = torch.tensor(TOKENS)
+    theirs = target.model(tokens, use_cache=False).logits
+    hidden = target.hidden(tokens)
+    assert hidden.shape == (2, 5, target.hidden_size) and target.vocab_size == theirs.shape[-1]
+    torch.testing.assert_close(target.logits(hidden), theirs, rtol=1e-5, atol=1e-5)
+    if family in ("gemma2", "cohere", "granite"):  # these do something behind the LM head, and the test would see it
+        assert (target.lm_head(hidden) - theirs).abs().max() > 0.5
+
+
+def test_logits_that_are_not_the_lm_heads_are_refused(make_target):
+    """A family that scales its logits in a way that nobody told us of."""
+    target = make_target("granite")
+    target.model.config.logits_scaling = 1.0  # the model reads it, and so do we
+    forward = target.model.forward
+    target.model.forward = lambda **kwargs: _halved(forward(**kwargs))
+    with pytest.raises(ValueError, match=r"'tiny-granite' \(granite\): its logits are not .* not supported yet"):
+        target._check()
+
+
+def _halved(output):
+    output.logits = output.logits / 2
+    return output
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(None, set()), (7, {7}), ([7, 9], {7, 9})])
+def test_stop_ids(make_target, eos, expected):
+    target = make_target("llama")
+    target.model.generation_config.eos_token_id = eos
+    assert target.stop_ids == expected
+    target.model.generation_config.eos_token_id = None
+    target.model.config.eos_token_id = eos
+    assert target.stop_ids == expected
+
+
+@pytest.fixture
+def folder(make_target, tmp_path):
+    """A stored model with a tokenizer."""
+    path = tmp_path / "model"
+    make_target("llama").model.save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(path)
+    return path
+
+
+def test_load_target(folder, make_target):
+    target = load_target(str(folder))
+    made = make_target("llama")
+    assert target.fingerprint == fingerprint(folder) and len(target.fingerprint) == 64
+    assert target.describe() == {
+        "name_or_path": str(folder),
+        "revision": None,
+        "model_type": "llama",
+        "fingerprint": target.fingerprint,
+    }
+    tokens = torch.tensor(TOKENS)
+    assert torch.equal(target.hidden(tokens), made.hidden(tokens))
+    assert not any(p.requires_grad for p in target.model.parameters()) and not target.model.training
+    half = load_target(str(folder), dtype="bfloat16")
+    assert half.dtype == torch.bfloat16 and half.fingerprint == target.fingerprint, "stored, not loaded"
+
+
+def edit(path, change):
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def test_fingerprint_stays(folder):
+    """Through what does not change the model: versions, the order of fields, file names, shards and their order."""
+    before = fingerprint(folder)
+    edit(folder, lambda c: c.update(transformers_version="9.9", _name_or_path="elsewhere"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=8))
+    assert fingerprint(folder) == before
+
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "renamed.safetensors")
+    assert fingerprint(folder) == before
+    (folder / "renamed.safetensors").unlink()
+    names = sorted(weights)
+    save_file({name: weights[name] for name in names[1::2]}, folder / "model-00001-of-00002.safetensors")
+    save_file(
+        {name: weights[name] for name in names[::2]}, folder / "model-00002-of-00002.safetensors", metadata={"a": "b"}
+    )
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert fingerprint(folder) == before
+    (folder / "generation_config.json").write_text("{}")
+    assert fingerprint(folder) == before
+
+
+def first_value(weights):
+    name = sorted(weights)[-1]
+    weights[name] = weights[name].clone()
+    weights[name].view(-1)[0] += 1e-3
+
+
+def stored_in_half(weights):
+    name = next(name for name in weights if "norm" in name)
+    weights[name] = weights[name].half()
+
+
+def reshaped(weights):
+    weights["lm_head.weight"] = weights["lm_head.weight"].reshape(32, 61)
+
+
+def one_less(weights):
+    del weights["lm_head.weight"]
+
+
+@pytest.mark.parametrize("change", [first_value, stored_in_half, reshaped, one_less])
+def test_fingerprint_changes_with_the_weights(folder, change):
+    before = fingerprint(folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    assert fingerprint(folder) != before
+
+
+def test_fingerprint_changes_with_config_and_tokenizer(folder):
+    prints = {fingerprint(folder)}
+    edit(folder, lambda c: c.update(rms_norm_eps=1e-3))
+    prints.add(fingerprint(folder))
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace('"w5":5', '"x5":5').replace('"w5": 5', '"x5": 5'))
+    prints.add(fingerprint(folder))
+    assert len(prints) == 3
+
+
+@pytest.mark.parametrize("name", ["runs/none/at/all", "/nowhere/model", "./nowhere", "nowhere", "nobody/nothing"])
+def test_no_such_target(name):
+    """At once and without a network: a Hub id that is not in the local store, too."""
+    start = time.perf_counter()
+    with pytest.raises(FileNotFoundError) as error:
+        load_target(name)
+    assert str(error.value).startswith(f"'{name}': ") and "\n" not in str(error.value)
+    assert time.perf_counter() - start < 5
+
+
+def test_folder_inside_the_project_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert (resolve_folder("recipes") / "tiny-lm.yaml").is_file()
+
+
+def empty(path):
+    (path / "model.safetensors").write_bytes(b"")
+
+
+def cut(path):
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(content[:-1])
+
+
+def cut_in_header(path):
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(content[:100])
+
+
+def a_web_page(path):
+    (path / "model.safetensors").write_text("<!DOCTYPE html><html>" * 100)
+
+
+def list_for_header(path):
+    (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]")
+
+
+def no_offsets(path):
+    (path / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b'{"a":{}}')
+
+
+def broken_config(path):
+    (path / "config.json").write_text('{"model_type": "llama",')
+
+
+def list_for_config(path):
+    (path / "config.json").write_text("[]")
+
+
+def a_drafter(path):
+    (path / "config.json").write_text('{"drafter_type": "medusa"}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (empty, "model.safetensors: not a safetensors file, or truncated"),
+        (cut, "model.safetensors: truncated ("),
+        (cut_in_header, "model.safetensors: not a safetensors file, or truncated"),
+        (a_web_page, "model.safetensors: not a safetensors file, or truncated"),
+        (list_for_header, "model.safetensors: not a safetensors file, or truncated"),
+        (no_offsets, "model.safetensors: not a safetensors file, or truncated"),
+        (broken_config, "config.json: not valid JSON"),
+        (list_for_config, "config.json: a JSON object is needed"),
+        (a_drafter, "this is a drafter, not a target"),
+    ],
+)
+def test_damaged_target(folder, damage, said):
+    damage(folder)
+    with pytest.raises(ValueError) as error:
+        load_target(str(folder))
+    assert said in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_folder_without_a_config(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="no config.json here, so this is no model folder"):
+        load_target(str(folder))
