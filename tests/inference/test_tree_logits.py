@@ -36,25 +36,12 @@ def test_tree_logits_equal_each_path_run_alone(make_target, family, rows):
     cache.lengths = torch.tensor([len(prefix) for prefix in prefixes])
     seen, at = longest + nodes, torch.arange(longest)[None]
     mask = ancestor_mask(bitsets(parent)[None].expand(rows, -1, -1), nodes)
+    slots, positions = cache.lengths[:, None] + torch.arange(nodes), cache.lengths[:, None] + depth
+    causal = {w: causal_bias(0, longest, w, torch.float32, target.device) for w in runner.windows}
+    biases = {w: tree_bias(cache.lengths, mask, depth, seen, w, torch.float32) for w in runner.windows}
     with target.attention(ATTENTION):
-        runner.forward(
-            padded,
-            at.expand(rows, -1),
-            at,
-            longest,
-            lambda window: causal_bias(0, longest, window, torch.float32, target.device),
-        )
-        slots = cache.lengths[:, None] + torch.arange(nodes)
-        positions = cache.lengths[:, None] + depth
-        ours = target.logits(
-            runner.forward(
-                tokens,
-                positions,
-                slots,
-                seen,
-                lambda window: tree_bias(cache.lengths, mask, depth, seen, window, torch.float32),
-            )
-        )
+        runner.forward(padded, at.expand(rows, -1), at, longest, causal)
+        ours = target.logits(runner.forward(tokens, positions, slots, seen, biases))
     for row, prefix in enumerate(prefixes):
         for node, path in enumerate(paths):
             alone = torch.tensor([prefix + [int(tokens[row, above]) for above in path]])
