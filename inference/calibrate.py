@@ -26,7 +26,7 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.tree import Topology, chain
 from draftsmith.models.artifact import check_target, device_name, read_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.target import Target, check_safetensors, load_target
 from draftsmith.train.command import run_command
 
 MAX_RANK = 10  # ranks per head that a tree may use
@@ -58,7 +58,7 @@ def head_ranks(target: Target, heads: MedusaHeads, tokens: Tensor, supervised: T
         for k in range(num_heads):
             best = heads.head_logits(k, features[k], target.lm_head).topk(top, -1).indices.cpu()  # [P, top]
             label = torch.full(ids.shape, -1)
-            label[:, : length - k - 2] = torch.where(marks[:, k + 2 :], ids[:, k + 2 :], -1)
+            label[:, : max(0, length - k - 2)] = torch.where(marks[:, k + 2 :], ids[:, k + 2 :], -1)
             label = label[begins]
             match = best == label[:, None]
             rank = torch.where(match.any(-1), match.int().argmax(-1), MAX_RANK)
@@ -110,7 +110,8 @@ def simulate(topology: Topology, ranks: Tensor) -> float:
             accepted = 0
             while accepted < len(row[t]) and tuple(row[t][: accepted + 1]) in known:
                 accepted += 1
-            tokens, steps, t = tokens + accepted + 1, steps + 1, t + accepted + 1
+            tokens += min(accepted, end - t) + 1  # a bonus token behind the text's end is not committed
+            steps, t = steps + 1, t + accepted + 1
     return tokens / steps if steps else 0.0
 
 
@@ -189,9 +190,10 @@ def main() -> None:
     if args.prompts:
         from draftsmith.inference.decode import read_prompts
 
-        texts = [target.tokenizer.encode(p.text) for p in read_prompts(args.prompts)]
+        texts = [p.encode(target) for p in read_prompts(args.prompts)]
         data = answer(target, texts, args.max_new_tokens, batch_size=32)
     elif stored.exists():
+        check_safetensors(stored.parent)
         data = load_file(stored)
     else:
         raise FileNotFoundError(f"{folder}: holds no held-out answers; pass --prompts FILE.jsonl to calibrate on")

@@ -37,7 +37,7 @@ from draftsmith.models.target import Target, load_target
 from draftsmith.train.command import available_cores, run_command
 
 PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)  # ":x:" in a text is text
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Prompt:
         tokenizer = target.tokenizer
         assert tokenizer is not None
         if self.messages is None:
-            return list(tokenizer(self.text)["input_ids"])
+            return list(tokenizer(self.text, verbose=False)["input_ids"])
         if not tokenizer.chat_template:
             raise ValueError(f"target '{target.name}' has no chat template; give plain prompts")
         rendered = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(str(rendered), add_special_tokens=False)["input_ids"])
+        return list(tokenizer(str(rendered), add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -66,7 +66,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         FileNotFoundError, ValueError: no such file, a line that is none of these (its number is named), or no line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() also cuts at U+2028 inside a string
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: there is no such prompts file") from None
     except UnicodeDecodeError:
@@ -80,7 +80,8 @@ def read_prompts(path: Path) -> list[Prompt]:
             if "prompt" in entry:
                 prompts.append(Prompt(str(entry["prompt"])))
             elif "messages" in entry:
-                prompts.append(Prompt("", list(entry["messages"])))
+                chat = [{"role": str(m["role"]), "content": str(m["content"])} for m in entry["messages"]]
+                prompts.append(Prompt("", chat))
             else:
                 prompts.append(Prompt("", [{"role": "user", "content": str(entry["turns"][0])}]))
         except (ValueError, KeyError, IndexError, TypeError):
@@ -141,17 +142,19 @@ def transformers_method(target: Target, max_new_tokens: int, **options: Any) -> 
 
     def run(prompts: list[list[int]]) -> list[list[int]]:
         longest = max(map(len, prompts))
+        limit = min(max_new_tokens, target.context - min(map(len, prompts)))
         pad = min(target.stop_ids, default=0)
         ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=target.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)
         stops = sorted(target.stop_ids) or None
         with torch.inference_mode():
             out = target.model.generate(
-                ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stops,
+                ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, eos_token_id=stops,
                 pad_token_id=pad, **options,
             )  # fmt: skip
         outputs: list[list[int]] = []
-        for row in out[:, longest:].tolist():
+        for prompt, row in zip(prompts, out[:, longest:].tolist(), strict=True):
+            row = row[: target.context - len(prompt)]
             end = next((i + 1 for i, token in enumerate(row) if token in target.stop_ids), len(row))
             outputs.append(row[:end])
         return outputs
@@ -333,6 +336,10 @@ def main() -> None:
     for option in ("max_new_tokens", "batch_size", "repeat"):
         if getattr(args, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least 1")
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads {args.threads}: must be at least 1")
+    if len({Path(name).name for name in args.drafters}) < len(args.drafters):
+        raise ValueError("two of the drafters have the same name, and so would their reports")
     torch.set_num_threads(args.threads or available_cores())
     if args.report:
         args.report.mkdir(parents=True, exist_ok=True)
@@ -357,6 +364,12 @@ def main() -> None:
         return
 
     prompts = [prompt.encode(target) for prompt in given]
+    for number, prompt in enumerate(prompts, 1):
+        if not 0 < len(prompt) < target.context:
+            raise ValueError(
+                f"{args.prompts}: prompt {number} has {len(prompt)} tokens; give it at least one, and at most "
+                f"{target.context - 1}: the target's context of {target.context} holds prompt and answer"
+            )
     reports, outputs = evaluate(args.drafters, target, drafters, prompts, args)
     for number in range(min(args.show, len(prompts))):
         console.rule(f"prompt {number + 1}: [green]green[/green] was drafted and accepted, plain is the target's own")
@@ -365,15 +378,14 @@ def main() -> None:
     console.print()
     reporting.print_table(reports, console)
     for report in reports:
-        lossless = report["lossless"]
         if args.report:
             folder = args.report if len(reports) == 1 else args.report / Path(report["drafter"]).name
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "report.json", report)
             reporting.plot(report, folder / "report.png")
             console.print(f"wrote {folder / 'report.json'} and {folder / 'report.png'}")
-        if lossless and lossless["mismatches"]:
-            raise SystemExit(1)
+    if any(report["lossless"] and report["lossless"]["mismatches"] for report in reports):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from draftsmith.models.target import Target
 @dataclass
 class GreedyCheck:
     """``checked`` tokens, of which ``near_ties`` differ from the argmax within ``tolerance`` and ``mismatches`` beyond
-    it; ``identical`` says that every output equals plain decoding token for token."""
+    it (an output that ends too early or too late is one more); ``identical`` says that every output equals plain
+    decoding token for token."""
 
     checked: int = 0
     identical: bool = True
@@ -51,6 +52,13 @@ def tolerance(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> f
     return float(torch.quantile((one_by_one - together).abs().flatten()[: 1 << 23], 0.999))
 
 
+def _ends_wrongly(output: Sequence[int], reference: Sequence[int], stops: frozenset[int]) -> bool:
+    """It goes on behind a stop id or the limit, or ends before either."""
+    if len(output) < len(reference) and not stops.intersection(output[-1:]):
+        return True
+    return not stops.isdisjoint(output[:-1]) or (len(output) > len(reference) and reference[-1] not in stops)
+
+
 @torch.inference_mode()
 def check_greedy(
     target: Target,
@@ -72,14 +80,18 @@ def check_greedy(
             result.identical = False
             if not result.tolerance:
                 result.tolerance = tolerance(target, prompt, reference)
-            logits = _plain_logits(target, prompt, output).float()
-            chosen = logits.gather(1, torch.tensor(output, device=logits.device)[:, None])[:, 0]
-            short = logits.max(-1).values - chosen
-            result.near_ties += int(((short > 0) & (short <= result.tolerance)).sum())
-            beyond = int((short > result.tolerance).sum())
-            # All tokens agree but one output is shorter: it stopped where it must not, or ran on.
-            agree = len(output) != len(reference) and beyond == 0 and not (short > 0).any()
-            result.mismatches += beyond + int(agree)
+            result.mismatches += _ends_wrongly(output, reference, target.stop_ids)
+            if output:
+                logits = _plain_logits(target, prompt, output).float()
+                chosen = torch.tensor(output, device=logits.device)
+                short = logits.max(-1).values - logits.gather(1, chosen[:, None])[:, 0]
+                differs = logits.argmax(-1) != chosen
+                for place, (own, plains) in enumerate(zip(output, reference, strict=False)):
+                    if own != plains:  # here they part, even if it was the reference that took the lesser token
+                        differs[place] = True
+                        break
+                result.near_ties += int((differs & (short <= result.tolerance)).sum())
+                result.mismatches += int((short > result.tolerance).sum())
         if on_prompt:
             on_prompt(number + 1)
     return result

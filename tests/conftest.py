@@ -8,7 +8,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
+import contextlib
+import io
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +102,46 @@ def teach() -> Callable[..., list[list[int]]]:
         return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
     return teach
+
+
+@pytest.fixture(scope="session")
+def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder for the real commands: a random Llama of two layers, and a byte-level BPE tokenizer of 300 entries
+    with the chat template of train/lm.py."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from draftsmith.train import lm
+
+    text = [Path(__file__).read_text(encoding="utf-8")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm, "texts", lambda source, tokenizer: text)
+        tokenizer = lm.train_tokenizer([None], 300, _LLAMA_LIKE["max_position_embeddings"])  # type: ignore[list-item]
+    end = tokenizer.eos_token_id
+    torch.manual_seed(0)
+    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **ids, **_LLAMA_LIKE))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() >= 2:
+                weight.normal_(std=0.4)
+    folder = tmp_path_factory.mktemp("models") / "tiny-lm"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run_main() -> Callable[..., tuple[int, str, str]]:
+    """``run_main(module.main, *arguments)`` → exit code, stdout and stderr of a command, run in this process."""
+    from draftsmith.train.command import run_command
+
+    def run(main: Callable[[], None], *arguments: object) -> tuple[int, str, str]:
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
+            patch.setattr(sys, "argv", ["command", *map(str, arguments)])
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                run_command(main)
+        return int(stopped.value.code or 0), out.getvalue(), err.getvalue()
+
+    return run

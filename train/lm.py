@@ -10,11 +10,10 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Annotated
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ TEMPLATE = (
 
 
 class Model(Section):
-    vocab_size: Positive = 4096
+    vocab_size: int = Field(default=4096, ge=256 + 2 + len(ROLES), description="at least the bytes and special tokens")
     hidden_size: Positive
     num_layers: Positive
     num_heads: Positive
@@ -47,6 +46,12 @@ class Model(Section):
     intermediate_size: Positive
     max_position_embeddings: Positive = 4096
     rope_theta: float = 100000.0
+
+    @model_validator(mode="after")
+    def _grouped(self) -> "Model":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        return self
 
 
 class LmStage(Stage):
@@ -92,7 +97,7 @@ def texts(source: Source, tokenizer: PreTrainedTokenizerFast | None) -> Iterator
 
 
 def train_tokenizer(corpus: list[Source], vocab_size: int, max_position: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of exactly ``vocab_size`` entries, with the chat template."""
+    """A byte-level BPE tokenizer of ``vocab_size`` entries (fewer if the text has no more), with the chat template."""
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -125,9 +130,11 @@ def main() -> None:
     command = "accelerate launch train/lm.py " + shlex.join(sys.argv[1:])
     recipe = read_recipe(args.recipe, LmRecipe, args.overrides)
     folder = recipe.run.folder
-    resume = loop.open_run(folder, args.resume, args.restart)
     accelerator = loop.make_accelerator(recipe.precision)
-    write_recipe(recipe, folder / "recipe.yaml", command)
+    with accelerator.main_process_first():
+        resume = loop.open_run(folder, args.resume, args.restart)
+    if accelerator.is_main_process:
+        write_recipe(recipe, folder / "recipe.yaml", command)
 
     m = recipe.model
     pretokenized = folder / "tokenizer.json"
@@ -169,7 +176,7 @@ def main() -> None:
 
     job = loop.Job(
         folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "-validation_loss",
-        recipe.precision.compile,
+        [stage.name for stage in recipe.stages], recipe.precision.compile,
     )  # fmt: skip
     weights = [source.weight for source in recipe.data.train]
     for number, stage in enumerate(recipe.stages):
@@ -182,7 +189,7 @@ def main() -> None:
 
         loop.fit(job, module, samples, stage, stage.name)
 
-    trained = list(accumulate(s.steps * s.batch.sequences * s.max_length for s in recipe.stages))[-1]
+    trained = sum(s.steps * s.batch.sequences * s.max_length for s in recipe.stages)
     # The last weights, not the best: the long stage costs a little on short rows, and is why long ones work.
     model = module.model.to(torch.bfloat16)  # half the file; the shipped weights are what is loaded and measured
     module.eval()

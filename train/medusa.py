@@ -22,7 +22,7 @@ from draftsmith.data import packing, sources
 from draftsmith.data.prompts import prompts
 from draftsmith.inference.answers import answer
 from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
-from draftsmith.models.artifact import provenance, write_drafter
+from draftsmith.models.artifact import provenance, read_json, write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target as LoadedTarget
 from draftsmith.models.target import load_target
@@ -92,9 +92,13 @@ class Medusa1(nn.Module):
 
 
 def continuations(recipe: MedusaRecipe, split: list[Source], target: LoadedTarget, path: Path) -> dict[str, Tensor]:
-    """The target's continuations for a list of sources; kept at ``path``, so that a resumed run trains on the same."""
-    if (path / "model.safetensors").exists():
+    """The target's continuations for a list of sources; kept at ``path`` with what was asked, so that a resumed run
+    trains on the same and a changed recipe on its own."""
+    asked = {"target": target.fingerprint, "seed": recipe.run.seed, "sources": [s.model_dump() for s in split]}
+    note_of_it = path / "asked.json"
+    if (path / "model.safetensors").exists() and note_of_it.exists() and read_json(note_of_it) == asked:
         return checkpoint.read_tensors(path)
+    note_of_it.unlink(missing_ok=True)
     parts: list[dict[str, Tensor]] = []
     for source in split:
         assert source.answers is not None
@@ -109,6 +113,7 @@ def continuations(recipe: MedusaRecipe, split: list[Source], target: LoadedTarge
         for key in parts[0]
     }
     checkpoint.write_tensors(path, joined)
+    write_json(note_of_it, asked)
     return joined
 
 
@@ -123,13 +128,15 @@ def main() -> None:
     recipe = read_recipe(args.recipe, MedusaRecipe, args.overrides)
     folder = recipe.run.folder
     t = recipe.target
-    resume = loop.open_run(folder, args.resume, args.restart)
     accelerator = loop.make_accelerator(recipe.precision)
+    with accelerator.main_process_first():
+        resume = loop.open_run(folder, args.resume, args.restart)
     device = str(accelerator.device)
     target = load_target(
         t.name, revision=t.revision, dtype=t.dtype, device=device, trust_remote_code=t.trust_remote_code
     )
-    write_recipe(recipe, folder / "recipe.yaml", command)
+    if accelerator.is_main_process:
+        write_recipe(recipe, folder / "recipe.yaml", command)
 
     # Continuations are made once; the other processes wait and read them.
     with accelerator.main_process_first():
@@ -159,7 +166,7 @@ def main() -> None:
 
     job = loop.Job(
         folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "simulated_tau",
-        recipe.precision.compile,
+        ["medusa-1"], recipe.precision.compile,
     )  # fmt: skip
     order = packing.schedule([len(train["tokens"])], [1.0], recipe.steps * recipe.batch.sequences, recipe.run.seed)
 

@@ -1,0 +1,196 @@
+import itertools
+import json
+
+import pytest
+import torch
+
+from draftsmith.inference import calibrate
+from draftsmith.inference.answers import answer
+from draftsmith.inference.calibrate import MAX_RANK, best_tree, head_ranks, path_counts, simulate
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.tree import Topology, chain
+from draftsmith.models.medusa import MedusaHeads
+
+HEADS = 3
+
+
+def random_heads(target, projection, std=0.3):
+    heads = MedusaHeads.for_target(target, HEADS, 2, projection)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn_like(parameter) * std)
+    return heads.requires_grad_(False)
+
+
+# ---- ranks
+
+
+@pytest.mark.parametrize("projection", ["own", "shared"])
+def test_head_ranks(make_target, projection):
+    target = make_target("llama")
+    torch.manual_seed(1)
+    heads = random_heads(target, projection, 0.05)
+    tokens = torch.randint(target.vocab_size, (5, 17), dtype=torch.int32)
+    spans = [(3, 17), (1, 9), (5, 6), (4, 8), (0, 17)]  # the answer of each row, behind it padding
+    supervised = torch.zeros(5, 17, dtype=torch.bool)
+    for row, (begin, end) in enumerate(spans):
+        supervised[row, begin:end] = True
+        tokens[row, end:] = 0
+    ranks = head_ranks(target, heads, tokens, supervised, batch_size=2)
+    expected = torch.full((5, 17, HEADS), -1)
+    with torch.no_grad():
+        for row, (begin, end) in enumerate(spans):
+            hidden = target.hidden(tokens[row : row + 1, :end].long())[0]
+            for t in range(max(0, begin - 1), end - 1):
+                logits = heads.logits(hidden[t : t + 1], target.lm_head)[:, 0]
+                for k in range(1, HEADS + 1):
+                    if t + k + 1 < end:
+                        true = logits[k - 1, tokens[row, t + k + 1]]
+                        expected[row, t, k - 1] = min(MAX_RANK, int((logits[k - 1] > true).sum()))
+    assert torch.equal(ranks, expected)
+    assert 0 < (ranks == MAX_RANK).float().mean() < 1 and (ranks == 0).any()
+
+
+def test_texts_shorter_than_the_heads_look(make_target):
+    target = make_target("llama")
+    tokens = torch.ones(2, 3, dtype=torch.int32)
+    ranks = head_ranks(target, random_heads(target, "shared"), tokens, torch.tensor([[False, True, True]] * 2))
+    assert (ranks[..., 1:] == -1).all() and (ranks[:, 0, 0] >= 0).all()
+    with pytest.raises(ValueError, match="no calibration position"):
+        best_tree(ranks, 4)
+
+
+# ---- the best tree
+
+
+def accepted(paths, row):
+    """How many drafts of a tree, given as a set of paths, come true at a position with these ranks."""
+    return sum(tuple(row[: len(path)]) == path for path in paths)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_best_tree_is_the_best(seed):
+    """Among all trees of N nodes over two heads and three ranks."""
+    torch.manual_seed(seed)
+    law = torch.tensor([0.4, 0.25, 0.15, 0.2])
+    ranks = law.multinomial(60, replacement=True).view(3, 10, 2)
+    ranks[ranks == 3] = MAX_RANK
+    ranks[:, 1::2, 1] = torch.where(ranks[:, 1::2, 0] == 1, 2, ranks[:, 1::2, 1])  # heads do not err independently
+    ranks[0, 9, 1] = ranks[1, 8:] = -1  # no label
+    rows = [row for row in ranks.flatten(0, 1).tolist() if min(row) >= 0]
+    counts, positions = path_counts(ranks)
+    assert positions == len(rows) == 27
+    every = [(a,) for a in range(3)] + list(itertools.product(range(3), repeat=2))
+    assert counts == {path: n for path in every if (n := sum(accepted([path], row) for row in rows))}
+
+    for nodes in (2, 3, 4, 5, 6):
+        best = 0
+        for paths in itertools.combinations(every, nodes - 1):
+            if all(path[:-1] in ((), *paths) for path in paths):
+                best = max(best, sum(accepted(paths, row) for row in rows))
+        found = best_tree(ranks, nodes)
+        assert found.num_nodes == nodes
+        assert sum(accepted(found.paths, row) for row in rows) == best
+
+
+def test_a_tree_holds_no_path_that_never_came_true():
+    ranks = torch.tensor([[[0, 1], [0, MAX_RANK]]])
+    assert best_tree(ranks, 64) == Topology(((0,), (0, 1)))
+    assert best_tree(torch.full((1, 4, 2), MAX_RANK), 64) == Topology(())
+
+
+# ---- simulated τ
+
+
+@pytest.fixture(scope="module")
+def trained(make_target):
+    """A target, heads that know some of what it writes, and prompts; some answers end by a stop id."""
+    target = make_target("llama")
+    torch.manual_seed(0)
+    prompts = torch.randint(target.vocab_size, (8, 5)).tolist()
+    data = answer(target, prompts, 40, 8)
+    heads = MedusaHeads.for_target(target, HEADS, 1, "own")
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=5e-3)
+    with torch.no_grad():
+        hidden = target.hidden(data["tokens"].long())
+    for _ in range(40):
+        logits = heads.logits(hidden[:4].flatten(0, 1), target.lm_head)
+        loss = sum(
+            torch.nn.functional.cross_entropy(
+                logits[k - 1].view(4, -1, target.vocab_size)[:, : -k - 1].flatten(0, 1),
+                data["tokens"][:4, k + 1 :].long().flatten(),
+            )
+            for k in range(1, HEADS + 1)
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    heads.requires_grad_(False)
+    target.model.generation_config.eos_token_id = int(data["tokens"][5, 20])
+    return target, heads, prompts
+
+
+@pytest.mark.parametrize("nodes", [2, 9, 40, "chain"])
+def test_simulated_is_what_the_engine_does(trained, nodes):
+    """Exactly, since the text simulated on is the one the engine writes: the same steps, the same tokens."""
+    target, heads, prompts = trained
+    data = answer(target, prompts, 40, 3)
+    ranks = head_ranks(target, heads, data["tokens"], data["supervised"])
+    topology = chain(HEADS) if nodes == "chain" else best_tree(ranks, nodes)
+    results = SpeculativeDecoder(target, MedusaDrafter(heads, topology, target)).generate(prompts, 40)
+    assert {result.finish_reason for result in results} == {"stop", "length"}
+    lengths = [length for result in results for length in result.accepted]
+    assert len(set(lengths)) > 1, "nothing accepted tests nothing"
+    assert simulate(topology, ranks) == sum(lengths) / len(lengths)
+
+
+def test_answers_are_the_targets_own(trained, teach):
+    target, _, prompts = trained
+    prompts = [prompts[0][:2], prompts[1], prompts[2][:3], prompts[3]]  # ragged
+    seen = []
+    data = answer(target, prompts, 12, 3, seen.append)
+    assert seen == [3, 4]
+    for row, (prompt, truth) in enumerate(zip(prompts, teach(target, prompts, 12), strict=True)):
+        stop = next((i + 1 for i, token in enumerate(truth) if token in target.stop_ids), 12)
+        text = [*prompt, *truth[:stop]]
+        assert data["tokens"][row].tolist() == text + [0] * (17 - len(text))
+        marks = [len(prompt) <= t < len(text) for t in range(17)]
+        assert data["supervised"][row].tolist() == marks
+
+
+# ---- the command
+
+
+def test_nodes(run_main):
+    for nodes in (1, 0, -3):
+        code, _, err = run_main(calibrate.main, "runs/x", "--nodes", nodes)
+        assert (code, err) == (2, f"error: --nodes {nodes}: a tree has at least 2 nodes, the root and one draft\n")
+
+
+def test_calibrate_on_prompts(run_main, tiny_lm, tmp_path, monkeypatch):
+    """Chats are rendered; the tree has as many nodes as asked for."""
+    from draftsmith.models.artifact import write_drafter
+    from draftsmith.models.target import load_target
+
+    target = load_target(str(tiny_lm))
+    torch.manual_seed(2)
+    heads = random_heads(target, "shared", 0.05)
+    write_drafter(tmp_path, "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
+    monkeypatch.setattr(calibrate, "SIZES", (1, 2, 6))
+    code, _, err = run_main(calibrate.main, tmp_path)
+    assert (code, err) == (
+        2, f"error: {tmp_path}: holds no held-out answers; pass --prompts FILE.jsonl to calibrate on\n"
+    )  # fmt: skip
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "import os"}\n{"messages": [{"role": "user", "content": "Write it."}]}\n')
+    code, out, err = run_main(
+        calibrate.main, tmp_path, "--prompts", prompts, "--max-new-tokens", 24, "--nodes", 5, "--device", "cpu"
+    )
+    assert (code, err) == (0, "")
+    tree = json.loads((tmp_path / "tree.json").read_text())
+    assert len(tree["paths"]) == 4 and "5 nodes" in out
+    known = tree["calibration"]
+    assert known["positions"] > 10
+    assert known["expected_mean_accepted_length"] >= known["chain_mean_accepted_length"] >= 1
+    assert [size["nodes"] for size in known["sizes"]] == [2, 5], "so short a text holds four paths that came true"

@@ -1,0 +1,105 @@
+import random
+
+import pytest
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from draftsmith.inference import report
+from draftsmith.inference.engine import Generation
+
+
+def test_loop_begins():
+    assert report.loop_begins([]) == 0
+    assert report.loop_begins([1] * 8) == 8
+    assert report.loop_begins([1] * 20) == 8  # tokens 1 to 9 hold the 8-gram twice
+    assert report.loop_begins(range(100)) == 100
+    assert report.loop_begins([*range(10), *range(10)]) == 17
+    assert report.loop_begins([*range(8), 99, *range(7)]) == 16
+
+
+def test_repeated_rate():
+    assert report.repeated_rate([1, 2, 3]) == (0, 0)
+    assert report.repeated_rate([1, 2, 3, 4, 1, 2, 3, 4]) == (1, 5)
+    assert report.repeated_rate([7] * 10) == (6, 7)
+    assert report.repeated_rate([1, 2, 1, 2, 1], n=2) == (2, 4)
+
+
+def test_acceptance():
+    results = [
+        Generation(list(range(100, 111)), [4, 1, 3, 2], "length"),  # 1 + 10 tokens
+        Generation([5, 6, 7], [2], "stop"),
+        Generation([9], [], "stop"),  # the prefill's token ended it
+    ]
+    counted = report.acceptance(results, max_depth=3, num_nodes=8)
+    assert counted == {
+        "new_tokens": 15,
+        "steps": 5,
+        "mean_accepted_length": 2.4,
+        "acceptance_per_position": [0.8, 0.4, 0.2],
+        "accepted_length_histogram": {"1": 1, "2": 2, "3": 1, "4": 1},
+        "repetition": {
+            "repeated_4gram_rate": 0.0,
+            "mean_accepted_length_before_first_loop": 2.4,
+            "tokens_before_first_loop": 12,
+        },
+        "spec_decode": {
+            "num_drafts": 5,
+            "num_draft_tokens": 35,
+            "num_accepted_tokens": 7,
+            "num_accepted_tokens_per_pos": [4, 2, 1],
+        },
+    }
+
+
+def test_acceptance_before_the_loop():
+    tokens = [*range(10), *range(10)]  # the loop is evident at the 18th token: 17 lie before
+    counted = report.acceptance([Generation(tokens, [2, 2, 3, 4, 4, 4])], 3, 4)
+    assert counted["mean_accepted_length"] == pytest.approx(19 / 6, abs=1e-4)
+    assert counted["repetition"]["tokens_before_first_loop"] == 15  # with the prefill's 16, and 4 more are too many
+    assert counted["repetition"]["mean_accepted_length_before_first_loop"] == 3.0
+    assert counted["repetition"]["repeated_4gram_rate"] == round(7 / 17, 4)
+
+
+def test_plain_decoding_and_nothing_at_all():
+    plain = report.acceptance([Generation([1, 2, 3, 4], [1, 1, 1], "length")], max_depth=0, num_nodes=1)
+    assert plain["mean_accepted_length"] == 1.0
+    assert plain["acceptance_per_position"] == plain["spec_decode"]["num_accepted_tokens_per_pos"] == []
+    assert plain["spec_decode"]["num_draft_tokens"] == plain["spec_decode"]["num_accepted_tokens"] == 0
+    nothing = report.acceptance([Generation([1], [], "length")], max_depth=2, num_nodes=4)
+    assert nothing["mean_accepted_length"] is None and nothing["steps"] == 0
+
+
+TEXT = "naïve [bold] :x: → 日本語\n\t🙂🇮🇹 x = {'a': ﬁ}"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 5])
+def test_coloured_text_is_the_text(tiny_lm, cut):
+    """Characters of up to eight bytes lie over several tokens, and the last may lack some of its bytes."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
+    tokens = tokenizer(TEXT)["input_ids"]
+    tokens = tokens[: len(tokens) - cut]
+    assert any(tokenizer.decode(tokens[:n]).endswith("�") for n in range(len(tokens)))
+    rng, accepted = random.Random(cut), []
+    while (left := len(tokens) - 1 - sum(accepted)) > 0:
+        accepted.append(min(left, rng.randrange(1, 5)))
+    assert report.coloured(tokenizer, Generation(tokens, accepted)).plain == tokenizer.decode(tokens)
+
+
+def test_green_is_what_was_drafted(tiny_lm):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
+    tokens = [tokenizer(c)["input_ids"][0] for c in "abcdefgh"]
+    text = report.coloured(tokenizer, Generation(tokens, [3, 1, 2, 1]))
+    assert "".join(text.plain[s.start : s.end] for s in text.spans if s.style == "green") == "bcf"
+
+
+def test_table_and_plot_without_baselines_or_steps(tmp_path):
+    lean = {
+        "drafter": "runs/x", "target": "t", "device": "cpu", "dtype": "float32", "prompts": 1, "baselines": {},
+        "tokens_per_second": 10.0, "lossless": None, **report.acceptance([Generation([1], [], "length")], 2, 4),
+    }  # fmt: skip
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    report.print_table([lean], console)
+    assert "not checked" in console.export_text()
+    report.plot(lean, tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in tmp_path.iterdir()] == ["report.png"]

@@ -1,0 +1,80 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from draftsmith.train.losses import chunked_cross_entropy, shifted_labels
+
+VOCAB, WIDTH = 11, 5
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("length", [1, 2, 7])
+@pytest.mark.parametrize("shift", [1, 2, 6, 7, 9])
+def test_shifted_labels(shift, length, dtype):
+    torch.manual_seed(shift)
+    tokens = torch.randint(VOCAB, (3, length), dtype=dtype)
+    for supervised in (torch.rand(3, length) < 0.5, torch.ones(3, length).bool(), torch.zeros(3, length).bool()):
+        expected = [
+            [
+                int(tokens[b, t + shift]) if t + shift < length and supervised[b, t + shift] else -100
+                for t in range(length)
+            ]
+            for b in range(3)
+        ]
+        labels = shifted_labels(tokens, supervised, shift)
+        assert labels.dtype == torch.int64
+        assert labels.tolist() == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 23, 24, 25, None])
+def test_chunked_cross_entropy_is_cross_entropy(chunk):
+    torch.manual_seed(0)
+    hidden, head = torch.randn(2, 12, WIDTH), nn.Linear(WIDTH, VOCAB)
+    labels = torch.randint(VOCAB, (2, 12))
+    labels[0, :8] = -100  # whole chunks of 3 and 4 without a label
+    labels[1, 5] = -100
+    sizes = []
+
+    def logits_of(part):
+        sizes.append(len(part))
+        return head(part)
+
+    def run(loss_of):
+        x = hidden.clone().requires_grad_()
+        head.zero_grad()
+        loss, hits = loss_of(x)
+        (3.0 * loss).backward()
+        return loss.detach(), hits, x.grad, head.weight.grad.clone(), head.bias.grad.clone()
+
+    def plain(x):
+        logits = head(x).flatten(0, 1)
+        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+        return loss, sum(int(row.argmax()) == int(label) for row, label in zip(logits, labels.flatten(), strict=True))
+
+    expected = run(plain)
+    assert 0 < expected[1] < 15
+    for got, wanted in zip(
+        run(lambda x: chunked_cross_entropy(logits_of, x, labels, VOCAB, chunk)), expected, strict=True
+    ):
+        torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(wanted), atol=1e-5, rtol=1e-6)
+    assert max(sizes) == min(chunk or 24, 24)
+
+
+@pytest.mark.parametrize("chunk", [2, None])
+def test_no_label_at_all_is_a_loss_of_zero(chunk):
+    hidden, head = torch.randn(6, WIDTH, requires_grad=True), nn.Linear(WIDTH, VOCAB)
+    loss, hits = chunked_cross_entropy(head, hidden, torch.full((6,), -100), VOCAB, chunk)
+    loss.backward()
+    assert float(loss.detach()) == int(hits) == 0
+    assert torch.equal(hidden.grad, torch.zeros(6, WIDTH))
+
+
+def test_half_precision_is_summed_in_float32():
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(4096, WIDTH), torch.randint(VOCAB, (4096,))
+    head = nn.Linear(WIDTH, VOCAB, bias=False).bfloat16()
+    loss, _ = chunked_cross_entropy(head, hidden.bfloat16(), labels, VOCAB, 100)
+    exact = F.cross_entropy(head(hidden.bfloat16()).double(), labels, reduction="sum")
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(float(exact), rel=1e-5)
