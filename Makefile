@@ -39,7 +39,7 @@ install: .venv/installed
 # A person's own commands, one after the other.
 demo: install
 	@printf '\n1/4 Cutting prompts from modules that no training saw\n'
-	time $(PY) data/prompts.py stdlib --split test --count 48 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/demo/prompts.jsonl
+	time $(PY) data/prompts.py stdlib --split test --count 40 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/demo/prompts.jsonl
 	@printf '\n2/4 Training Medusa heads on what the target itself writes\n'
 	time $(ACCELERATE) train/medusa.py recipes/tiny-medusa.yaml --restart
 	@printf '\n3/4 Choosing the tree that pays on this machine\n'
@@ -64,5 +64,7 @@ lint: install
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 
+# Against named peers in the same run: our engine without a drafter, transformers.generate, transformers prompt-lookup.
 bench: install
-	time $(PY) inference/bench.py
+	@test -f runs/demo/tree.json || { echo 'error: runs/demo has no calibrated drafter yet; run make demo first'; exit 2; }
+	time $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --repeat 5 --report runs/bench

@@ -17,6 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 
+_ADVICE = "delete that folder to fall back on the checkpoint before it, or pass --restart"
+
+
 def trainable_state(module: nn.Module) -> dict[str, Tensor]:
     """The parameters that train, by name; tied ones once."""
     return {name: p.detach().cpu().contiguous() for name, p in module.named_parameters() if p.requires_grad}
@@ -73,23 +76,41 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """The state given to :func:`save`, with ``step``.
+
+    Raises:
+        ValueError: the checkpoint is damaged.
+    """
+    try:
+        state = json.loads((path / "state.json").read_text())
+        if not isinstance(state.get("step"), int):
+            raise ValueError("state.json has no step")
+        return state
+    except (OSError, ValueError, AttributeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path}: damaged checkpoint ({error}); {_ADVICE}")
+
+
 def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Load a checkpoint in place; returns the state given to :func:`save`, with ``step``.
 
     Raises:
         ValueError: the checkpoint is damaged or belongs to another model.
     """
-    advice = "delete that folder to fall back on the checkpoint before it, or pass --restart"
+    state = read_state(path)
     try:
-        state = json.loads((path / "state.json").read_text())
         weights = load_file(path / "model.safetensors")
         moments = load_file(path / "optimizer.safetensors")
         rng = load_file(path / "rng.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{path}: damaged checkpoint ({error}); {advice}") from None
+        raise _damaged(path, error) from None
     own = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if own.keys() != weights.keys() or any(own[n].shape != w.shape for n, w in weights.items()):
-        raise ValueError(f"{path}: this checkpoint is of a model of another shape; {advice}")
+        raise ValueError(f"{path}: this checkpoint is of a model of another shape; {_ADVICE}")
     with torch.no_grad():
         for name, weight in weights.items():
             own[name].copy_(weight)

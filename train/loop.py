@@ -94,7 +94,7 @@ class Job:
     """What stays the same over the stages of a run.
 
     ``evaluate(module) → metrics`` runs every ``evaluation.every`` steps; ``best_on`` names the metric by which the
-    weights kept in ``checkpoints/best`` are chosen (``"-x"`` where less is better).
+    weights kept in ``checkpoints/best`` are chosen (``"-x"`` where less is better). ``stages`` names them in order.
     """
 
     folder: Path
@@ -104,6 +104,7 @@ class Job:
     resume: bool
     evaluate: Callable[[nn.Module], dict[str, float]]
     best_on: str
+    stages: list[str]
     compile: bool = False
     best: float = -math.inf
     step: int = 0  # over all stages
@@ -132,6 +133,8 @@ def open_run(folder: Path, resume: bool, restart: bool) -> bool:
     if (there or finished) and not (resume or restart):
         what = f"an unfinished run at {there[-1].name}" if there and not finished else "a finished run"
         raise ValueError(f"{folder}: holds {what}; pass --resume to go on, --restart to begin anew, or set run.name")
+    if resume and finished and not there:
+        raise ValueError(f"{folder}: holds a finished run without checkpoints; pass --restart to begin anew")
     if restart:
         for old in there:
             for file in old.iterdir():
@@ -147,7 +150,8 @@ def open_run(folder: Path, resume: bool, restart: bool) -> bool:
 
 
 def learning_rate(stage: Stage, step: int) -> float:
-    """The learning rate of step ``step`` (from 0) of a stage: linear warm-up, then the schedule."""
+    """The learning rate of step ``step`` (from 0) of a stage: linear warm-up, then the schedule, which would reach
+    ``final_lr`` in the step after the last."""
     o = stage.optim
     if step < o.warmup_steps:
         return o.lr * (step + 1) / o.warmup_steps
@@ -178,13 +182,16 @@ def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: S
     start = 0
     if job.resume and not job._resumed:
         last = checkpoint.checkpoints(job.checkpoints)[-1]
-        state = json.loads((last / "state.json").read_text()) if (last / "state.json").exists() else {}
-        if state.get("step", 0) > first + stage.steps or (
-            state.get("step") == first + stage.steps and state.get("stage") != name
-        ):
+        state = checkpoint.read_state(last)
+        if state["stage"] not in job.stages or (state["stage"] == name and state["step"] > first + stage.steps):
+            raise ValueError(
+                f"{last}: it is at step {state['step'] - first} of stage '{state['stage']}', which the recipe (stages "
+                f"{', '.join(job.stages)}; '{name}' has {stage.steps} steps) does not reach; raise steps, or --restart"
+            )
+        if state["stage"] != name:
             job.step = first + stage.steps  # the run was already past this stage
             return
-        state = checkpoint.restore(last, module, optimizer)
+        checkpoint.restore(last, module, optimizer)
         job.best, job.step, job._resumed = state["best"], state["step"], True
         start = job.step - first
         _forget_after(job.folder / "metrics.jsonl", job.step)

@@ -76,7 +76,7 @@ class Optim(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
-    final_lr: Share = Field(default=0.0, description="share of lr left at the last step of a linear or cosine schedule")
+    final_lr: Share = Field(default=0.0, description="share of lr that a linear or cosine schedule ends at")
     clip: float = Field(default=1.0, gt=0)
 
 

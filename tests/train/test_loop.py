@@ -58,7 +58,7 @@ def stage(steps=8, sequences=4, accumulate=1, **optim) -> Stage:
     return Stage(optim=optim, batch=Batch(sequences=sequences, accumulate=accumulate), steps=steps)
 
 
-def job(folder: Path, resume=False, every=4, keep=2, evaluate_every=3) -> loop.Job:
+def job(folder: Path, resume=False, every=4, keep=2, evaluate_every=3, stages=("toy",)) -> loop.Job:
     def evaluate(module):
         batch = samples(range(1000, 1016))
         loss, _ = module(batch, module.count(batch))
@@ -66,7 +66,7 @@ def job(folder: Path, resume=False, every=4, keep=2, evaluate_every=3) -> loop.J
 
     return loop.Job(
         folder, loop.make_accelerator(Precision(threads=1)), Checkpoint(every=every, keep=keep),
-        Evaluate(every=evaluate_every), resume, evaluate, "-validation_loss",
+        Evaluate(every=evaluate_every), resume, evaluate, "-validation_loss", list(stages),
     )  # fmt: skip
 
 
@@ -162,7 +162,8 @@ def test_the_best_weights_are_kept(tmp_path):
 
 def train(folder: Path, resume: bool, kill_at: int | None = None, how: int = signal.SIGKILL) -> Toy:
     """Two stages of 6 and 8 steps of 4 samples, a checkpoint every 4 steps of a stage and at its end."""
-    run, toy = job(folder, loop.open_run(folder, resume, False)), Toy(dropout=0.3)
+    run = job(folder, loop.open_run(folder, resume, False), stages=("first", "second"))
+    toy = Toy(dropout=0.3)
     torch.manual_seed(5)
     seen = 0
 
@@ -216,7 +217,14 @@ def test_a_finished_run_is_not_trained_again(tmp_path, uninterrupted):
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.xfail(strict=True, reason="fit() parses state.json before restore() can say that it is damaged")
+def test_a_recipe_that_ends_before_the_checkpoint_is_a_clear_error(tmp_path):
+    loop.fit(job(tmp_path), Toy(), samples, stage(steps=8), "toy")
+    with pytest.raises(ValueError, match=r"step-8: it is at step 8 of stage 'toy'.* has 5 steps\) does not reach"):
+        loop.fit(job(tmp_path, resume=True), Toy(), samples, stage(steps=5), "toy")
+    with pytest.raises(ValueError, match="stages other; 'other' has 8 steps"):
+        loop.fit(job(tmp_path, resume=True, stages=("other",)), Toy(), samples, stage(steps=8), "other")
+
+
 def test_a_damaged_checkpoint_is_a_clear_error(tmp_path):
     train(tmp_path, False)
     state = tmp_path / "checkpoints/step-14/state.json"
