@@ -285,6 +285,8 @@ def stream(decoder: SpeculativeDecoder, prompt: list[int], args: argparse.Namesp
     began = time.perf_counter()
     (result,) = decoder.generate([prompt], args.max_new_tokens, on_tokens=show)
     seconds = time.perf_counter() - began
+    rest = tokenizer.decode(shown)[len(text) :]  # type: ignore[union-attr]
+    console.print(rest, end="", markup=False, soft_wrap=True)  # bytes that never became a character
     tau = sum(result.accepted) / len(result.accepted) if result.accepted else 1.0
     console.print(
         f"\n[dim]{len(result.tokens)} tokens in {seconds:.2f} s ({len(result.tokens) / seconds:.0f}/s), "
