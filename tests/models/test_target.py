@@ -119,6 +119,10 @@ def stored_in_half(weights):
     weights[name] = weights[name].half()
 
 
+def same_bytes_of_another_dtype(weights):
+    weights["lm_head.weight"] = weights["lm_head.weight"].view(torch.int32)
+
+
 def reshaped(weights):
     weights["lm_head.weight"] = weights["lm_head.weight"].reshape(32, 61)
 
@@ -127,7 +131,7 @@ def one_less(weights):
     del weights["lm_head.weight"]
 
 
-@pytest.mark.parametrize("change", [first_value, stored_in_half, reshaped, one_less])
+@pytest.mark.parametrize("change", [first_value, stored_in_half, same_bytes_of_another_dtype, reshaped, one_less])
 def test_fingerprint_changes_with_the_weights(folder, change):
     before = fingerprint(folder)
     weights = load_file(folder / "model.safetensors")
