@@ -30,7 +30,7 @@ END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>\n"
-    "{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}\n"
+    "{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}"
     "{% else %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
@@ -179,8 +179,9 @@ def main() -> None:
         [stage.name for stage in recipe.stages], recipe.precision.compile,
     )  # fmt: skip
     weights = [source.weight for source in recipe.data.train]
-    for number, stage in enumerate(recipe.stages):
-        rows = [packing.pack(ids, stage.max_length, end) for ids in corpora]
+    # All stages now: too little text for the last one's rows should not be found out after the first ones.
+    packed = [[packing.pack(ids, stage.max_length, end) for ids in corpora] for stage in recipe.stages]
+    for number, (stage, rows) in enumerate(zip(recipe.stages, packed, strict=True)):
         sizes, needed = [len(r) for r in rows], stage.steps * stage.batch.sequences
         order = packing.schedule(sizes, weights, needed, recipe.run.seed + number)
 

@@ -1,0 +1,404 @@
+"""Medusa-1: the loss against its definition, then recipe → training → tree → report by the real commands."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from draftsmith.inference import calibrate, decode
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.train import medusa
+
+ROOT = Path(__file__).parents[2]
+HEADS = 3
+
+# ---- the loss
+
+
+def make_module(target, projection="shared", perturbed=True):
+    torch.manual_seed(3)
+    heads = MedusaHeads.for_target(target, HEADS, 2, projection)
+    if perturbed:
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return medusa.Medusa1(target, heads)
+
+
+def make_batch(vocab_size):
+    """Four rows of prompt, answer and padding; the answers' lengths are 9, 4, 2 and 12."""
+    torch.manual_seed(4)
+    tokens = torch.randint(vocab_size, (4, 14), dtype=torch.int32)
+    supervised = torch.zeros(4, 14, dtype=torch.bool)
+    for row, (begin, end) in enumerate([(3, 12), (6, 10), (5, 7), (2, 14)]):
+        supervised[row, begin:end] = True
+        tokens[row, end:] = 0
+    return {"tokens": tokens, "supervised": supervised}
+
+
+@pytest.mark.parametrize("projection", ["own", "shared"])
+def test_loss_is_its_definition(make_target, projection):
+    target = make_target("llama")
+    module, batch = make_module(target, projection), make_batch(target.vocab_size)
+    loss, metrics = module(batch, module.count(batch))
+    heads, wanted = module.heads, 0.0
+    for k in range(1, HEADS + 1):
+        losses, hits = [], []
+        for tokens, supervised in zip(batch["tokens"], batch["supervised"], strict=True):
+            for t in range(14 - k - 1):
+                if not supervised[t + k + 1]:
+                    continue
+                x = target.hidden(tokens[None, : t + 1].long())[0, -1]
+                for layer in range(2):
+                    x = x + F.silu(x @ heads.weight[layer, k - 1] + heads.bias[layer, k - 1, 0])
+                logits = target.lm_head(x) if projection == "shared" else heads.projection[k - 1] @ x
+                label = int(tokens[t + k + 1])
+                losses.append(float((-logits.log_softmax(-1)[label]).detach()))
+                hits.append(int(logits.argmax()) == label)
+        assert float(metrics[f"head{k}_loss"]) == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+        assert float(metrics[f"head{k}_top1"]) == pytest.approx(sum(hits) / len(hits))
+        wanted += 0.8**k * sum(losses) / len(losses)
+    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_only_heads_train(make_target):
+    target = make_target("llama")
+    module, batch = make_module(target, "own"), make_batch(target.vocab_size)
+    module(batch, module.count(batch))[0].backward()
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trained == {"heads.weight", "heads.bias", "heads.projection"}
+    for parameter in module.heads.parameters():
+        assert (parameter.grad.flatten(2).abs().sum(-1) > 0).all(), "every head's"
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+
+
+def test_padding_does_not_matter(make_target):
+    target = make_target("llama")
+    module, batch = make_module(target), make_batch(target.vocab_size)
+    loss, _ = module(batch, module.count(batch))
+    padded = {key: F.pad(value, (0, 5)) for key, value in batch.items()}
+    behind = padded["supervised"].int().flip(1).cummax(1).values.flip(1) == 0
+    padded["tokens"][behind] = torch.arange(int(behind.sum()), dtype=torch.int32) % target.vocab_size
+    assert torch.equal(module.count(padded), module.count(batch))
+    torch.testing.assert_close(module(padded, module.count(padded))[0], loss, atol=1e-5, rtol=1e-6)
+
+
+def test_untrained_heads_are_the_lm_head(make_target):
+    target = make_target("llama")
+    batch = make_batch(target.vocab_size)
+    batch["supervised"][:] = True
+    logits = target.logits(target.hidden(batch["tokens"].long()))
+    for projection in ("own", "shared"):
+        module = make_module(target, projection, perturbed=False)
+        _, metrics = module(batch, module.count(batch))
+        for k in range(1, HEADS + 1):
+            expected = F.cross_entropy(logits[:, : -k - 1].flatten(0, 1), batch["tokens"][:, k + 1 :].long().flatten())
+            assert float(metrics[f"head{k}_loss"]) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_micro_batches_add_up(make_target):
+    """The mean is over the step's labels, and each micro-batch has another number of them."""
+    target = make_target("llama")
+    module, batch = make_module(target), make_batch(target.vocab_size)
+
+    def gradient(parts):
+        module.zero_grad()
+        counts = torch.stack([module.count(part) for part in parts]).sum(0).float()
+        for part in parts:
+            module(part, counts)[0].backward()
+        return module.heads.weight.grad.clone(), [module.count(part).tolist() for part in parts]
+
+    whole, _ = gradient([batch])
+    for cuts in ([2], [1, 3], [3]):
+        borders = [0, *cuts, 4]
+        parts = [{k: v[a:b] for k, v in batch.items()} for a, b in itertools.pairwise(borders)]
+        split, counts = gradient(parts)
+        assert len({tuple(count) for count in counts}) == len(parts)
+        torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
+    assert module.count({key: value[2:3] for key, value in batch.items()}).tolist() == [2, 2, 2]
+
+
+# ---- the commands
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_lm, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    ask = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 24, "batch_size": 12}
+    content = {
+        "run": {"name": "whole", "output_dir": str(folder), "seed": 3},
+        "target": {"name": str(tiny_lm)},
+        "drafter": {"num_draft_heads": HEADS},
+        "data": {
+            "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
+            "validation": [{"source": "stdlib", "split": "test", "answers": ask | {"prompts": 8}}],
+        },
+        "batch": {"sequences": 8, "accumulate": 2},
+        "steps": 30,
+        "optim": {"lr": 1e-2},
+        "precision": {"threads": 1},
+        "checkpoint": {"every": 10, "keep": 1},
+        "evaluate": {"every": 10},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe):
+    """The folder of a run that nothing interrupted."""
+    done = subprocess.run([sys.executable, "train/medusa.py", recipe], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return recipe.parent / "whole"
+
+
+def metrics(folder, key):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def files(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_run_folder(whole, tiny_lm):
+    config = json.loads((whole / "config.json").read_text())
+    assert (config["drafter_type"], config["num_draft_heads"]) == ("medusa", HEADS)
+    assert config["target"]["name_or_path"] == str(tiny_lm)
+    assert set(load_file(whole / "model.safetensors")) == {"weight", "bias", "projection"}
+    provenance = json.loads((whole / "provenance.json").read_text())
+    assert provenance["target_fingerprint"] == config["target"]["fingerprint"]
+    assert {"versions", "device", "git_commit", "data_sha256", "command", "date"} <= set(provenance)
+    resolved = (whole / "recipe.yaml").read_text()
+    assert resolved.startswith("# accelerate launch train/medusa.py ")
+    assert yaml.safe_load(resolved)["optim"]["clip"] == 1.0, "defaults are written out"
+    assert (whole / "README.md").exists()
+    losses = metrics(whole, "loss")
+    assert list(losses) == [10, 20, 30]
+    assert losses[30] < losses[20] < losses[10]
+    tau = metrics(whole, "simulated_tau")
+    assert list(tau) == [10, 20, 30] and max(tau.values()) == provenance["simulated_tau"]
+
+
+def test_best_weights_are_exported(whole):
+    best = load_file(whole / "checkpoints/best/model.safetensors")
+    exported = load_file(whole / "model.safetensors")
+    assert {f"heads.{name}" for name in exported} == set(best)
+    assert all(torch.equal(weight, best[f"heads.{name}"]) for name, weight in exported.items())
+
+
+class Killed(BaseException):
+    """Ends a run at once: nobody catches it, nothing is saved."""
+
+
+def stop_in_step(patch, step, stop):
+    count, calls = medusa.Medusa1.count, itertools.count()
+
+    def counted(self, batch):
+        if next(calls) == 2 * (step - 1):  # two micro-batches a step
+            stop()
+        return count(self, batch)
+
+    patch.setattr(medusa.Medusa1, "count", counted)
+
+
+def kill():
+    raise Killed
+
+
+def assert_same_weights(folder, whole):
+    for name in ("model.safetensors", "checkpoints/step-30/model.safetensors", "checkpoints/best/model.safetensors"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
+    assert metrics(folder, "simulated_tau") == metrics(whole, "simulated_tau")
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(recipe, whole, run_main, monkeypatch):
+    folder = recipe.parent / "interrupted"
+    with monkeypatch.context() as patch:
+        stop_in_step(patch, 17, lambda: os.kill(os.getpid(), signal.SIGINT))
+        code, _, err = run_main(medusa.main, recipe, "run.name=interrupted")
+    assert code == 2
+    assert err.splitlines() == [
+        "",
+        "interrupted: finishing this step, then saving (again to stop at once)",
+        "error: stopped at step 17; saved. Go on with --resume",
+    ]
+    before = files(folder)
+    code, _, err = run_main(medusa.main, recipe, "run.name=interrupted")
+    assert (code, err) == (
+        2,
+        f"error: {folder}: holds an unfinished run at step-17; pass --resume to go on, --restart to begin anew, or set "
+        "run.name\n",
+    )
+    code, _, err = run_main(decode.main, folder, "--prompt", "x")
+    hint = "training has not finished; go on with --resume"
+    assert (code, err) == (2, f"error: {folder}: no config.json here: {hint}\n")
+    assert files(folder) == before
+    assert run_main(medusa.main, recipe, "run.name=interrupted", "--resume")[0] == 0
+    assert_same_weights(folder, whole)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(recipe, whole, run_main, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        stop_in_step(patch, 17, kill)
+        run_main(medusa.main, recipe, "run.name=killed")
+    folder = recipe.parent / "killed"
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-10"]
+    assert run_main(medusa.main, recipe, "run.name=killed", "--resume")[0] == 0
+    assert_same_weights(folder, whole)
+
+
+@pytest.mark.slow
+def test_a_process_killed_by_the_system_goes_on_bit_for_bit(recipe, whole):
+    command = [sys.executable, "train/medusa.py", recipe, "run.name=sigkill"]
+    folder = recipe.parent / "sigkill"
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    while not (folder / "checkpoints/step-10").exists() and process.poll() is None:
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    subprocess.run([*command, "--resume"], cwd=ROOT, check=True, capture_output=True)
+    assert_same_weights(folder, whole)
+
+
+def test_answers_belong_to_what_was_asked(recipe, run_main, monkeypatch):
+    """A run that failed before its first checkpoint leaves answers; a changed recipe does not train on them."""
+    run = [recipe, "run.name=asked", "steps=2"]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        stop_in_step(patch, 1, kill)
+        run_main(medusa.main, *run)
+    answers = recipe.parent / "asked/answers"
+    before = files(answers)
+    code, out, _ = run_main(medusa.main, *run, "data.train.0.answers.prompts=5")
+    assert code == 0 and " 5 sequences" in out and "answers 5 prompts" in out
+    assert "answers 8 prompts" not in out, "the held-out ones are as they were"
+    after = files(answers)
+    assert {path.parts[0] for path in before if before[path] != after[path]} == {"train"}
+
+
+def test_a_finished_run_is_left_alone(recipe, whole, run_main):
+    before = files(whole)
+    code, _, err = run_main(medusa.main, recipe)
+    assert code == 2 and err.startswith(f"error: {whole}: holds a finished run; pass --resume")
+    assert files(whole) == before
+
+
+PROMISED = """drafter target device dtype mode prompts new_tokens steps mean_accepted_length acceptance_per_position
+accepted_length_histogram tokens_per_second baselines speedup speedup_vs_transformers overhead seconds peak_memory_bytes
+lossless repetition spec_decode versions command""".split()
+PROMISED_WITHIN = {
+    "baselines": "engine transformers prompt_lookup",
+    "seconds": "prefill draft verify accept commit other",
+    "lossless": "mode checked identical near_ties mismatches p_value",
+    "repetition": "repeated_4gram_rate mean_accepted_length_before_first_loop",
+    "spec_decode": "num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos",
+}
+
+
+@pytest.fixture(scope="module")
+def report(whole, run_main):
+    """The report of what a person would do with a trained drafter."""
+    texts = ["import os\n", "def read(path):\n", "class A(B):\n    ", "日本語", "for x in y:\u2028", "# a: b\n"]
+    prompts = whole / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "SIZES", (1, 2, 6, 12))
+        assert run_main(calibrate.main, whole)[::2] == (0, "")
+    command = ["inference/decode.py", whole, "--prompts", prompts, "--max-new-tokens", "24", "--baseline", "all",
+               "--check-lossless", "--repeat", "2", "--show", "1", "--threads", "1", "--report", whole]  # fmt: skip
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "identical" in done.stdout
+    return json.loads((whole / "report.json").read_text())
+
+
+def test_the_report_keeps_its_promise(report, whole):
+    assert set(PROMISED) <= set(report)
+    for field, names in PROMISED_WITHIN.items():
+        assert set(names.split()) <= set(report[field]), field
+    assert all(baseline["tokens_per_second"] > 0 for baseline in report["baselines"].values())
+    assert (report["drafter"], report["mode"], report["dtype"]) == (str(whole), "greedy", "float32")
+    assert report["command"].startswith(f"python inference/decode.py {whole} --prompts")
+    assert (whole / "report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    tree = json.loads((whole / "tree.json").read_text())
+    assert report["tree_nodes"] == len(tree["paths"]) + 1
+
+
+def test_the_output_was_the_targets_own(report):
+    assert report["lossless"]["identical"] is True
+    assert report["lossless"]["near_ties"] == report["lossless"]["mismatches"] == 0
+    assert report["lossless"]["checked"] == report["new_tokens"]
+    assert report["mean_accepted_length"] > 1.1, "a drafter that drafts nothing shows nothing"
+
+
+def test_the_report_adds_up(report):
+    steps, drafts = report["steps"], report["spec_decode"]
+    histogram = {int(length): count for length, count in report["accepted_length_histogram"].items()}
+    assert report["prompts"] == 6
+    assert sum(histogram.values()) == steps == drafts["num_drafts"]
+    committed = sum(length * count for length, count in histogram.items())
+    assert committed + report["prompts"] == report["new_tokens"], "the prefill's tokens belong to no step"
+    assert report["mean_accepted_length"] == pytest.approx(committed / steps, abs=1e-4)
+    per_position = drafts["num_accepted_tokens_per_pos"]
+    depths = range(1, len(per_position) + 1)
+    assert per_position == [sum(c for n, c in histogram.items() if n > depth) for depth in depths]
+    assert report["acceptance_per_position"] == pytest.approx([n / steps for n in per_position], abs=1e-4)
+    assert drafts["num_accepted_tokens"] == sum(per_position) == committed - steps
+    assert drafts["num_draft_tokens"] == steps * (report["tree_nodes"] - 1)
+    speed, baselines = report["tokens_per_second"], report["baselines"]
+    assert report["speedup"] == pytest.approx(speed / baselines["engine"]["tokens_per_second"], rel=1e-3)
+    assert report["speedup_vs_transformers"] == pytest.approx(
+        speed / baselines["transformers"]["tokens_per_second"], rel=1e-3
+    )
+    assert report["overhead"] == pytest.approx(report["mean_accepted_length"] / report["speedup"], rel=1e-3)
+    seconds = report["seconds"]
+    assert all(seconds[phase] >= 0 for phase in seconds) and seconds["verify"] > 0 and seconds["draft"] > 0
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["drafter.num_heads=3"], "unknown key 'drafter.num_heads'; nearest valid key: drafter.num_draft_heads"),
+        (["data.train.0.answers=null"], "needs 'answers': heads train on what the target writes"),
+        (["data.train.0.answers.new_tokens=4"], "answers.new_tokens must exceed drafter.num_draft_heads + 1 = 4"),
+        (["target.name=/nowhere/at/all"], "'/nowhere/at/all': there is no such folder"),
+        (["target.name=TRUNCATED"], "model.safetensors: truncated ("),
+        (["run.output_dir=FILE/x"], "cannot write or read here (Not a directory); choose another folder"),
+        (["run.name=file"], "cannot write or read here (File exists); choose another folder"),
+        (["data.train.0.answers.prompts=90000", "data.train.0.answers.prompt_tokens=200"], "Ask for fewer or shorter"),
+        (["data.train.0.answers.prompt_tokens=300"], "has 300 tokens; the target's context holds 256 with the answer"),
+        (["data.train.0.source=package:yaml"], "has no text in split 'validation'; use another split or"),
+        (["data.train.0.source=package:no_such_thing"], "package 'no_such_thing' is not installed; pip install it"),
+    ],
+)
+def test_bad_input_is_one_line(recipe, tiny_lm, run_main, tmp_path, overrides, message):
+    (tmp_path / "file").touch()
+    truncated = shutil.copytree(tiny_lm, tmp_path / "truncated")
+    with (truncated / "model.safetensors").open("r+b") as file:
+        file.truncate(9000)
+    overrides = [o.replace("TRUNCATED", str(truncated)).replace("FILE", str(tmp_path / "file")) for o in overrides]
+    code, _, err = run_main(medusa.main, recipe, f"run.output_dir={tmp_path}", *overrides)
+    assert code == 2
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_a_missing_recipe(recipe, run_main):
+    code, _, err = run_main(medusa.main, recipe.with_name("recipes.yaml"))
+    assert code == 2
+    assert err == f"error: {recipe.with_name('recipes.yaml')}: there is no such recipe; did you mean {recipe}?\n"
