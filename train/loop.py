@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -255,8 +256,8 @@ def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: S
             counts = accelerator.reduce(torch.stack([original.count(b) for b in batches]).sum(0).float(), "sum")
             totals: dict[str, Tensor] = {}
             for i, batch in enumerate(batches):
-                last_micro = i == len(batches) - 1
-                with accelerator.autocast() if last_micro else accelerator.no_sync(module), accelerator.autocast():
+                synchronise = nullcontext() if i == len(batches) - 1 else accelerator.no_sync(module)
+                with synchronise, accelerator.autocast():
                     loss, metrics = stepped(batch, counts)
                 # DDP averages gradients over processes; the counts already are over all of them.
                 accelerator.backward(loss * processes)
