@@ -144,16 +144,18 @@ def test_interactive(run_main, drafter, monkeypatch):
 
 
 def test_two_drafters_two_reports(run_main, drafter, prompts, tmp_path):
-    code, _, err = run_main(
+    prompts.write_text(json.dumps({"prompt": "d[:x:]"}) + "\n" + json.dumps({"prompt": "é" * 125}))  # 250 tokens of 256
+    code, out, err = run_main(
         decode.main, drafter, "none", "--prompts", prompts, "--max-new-tokens", 8, "--batch-size", 2, "--threads", 1,
-        "--check-lossless", "--report", tmp_path / "out",
+        "--check-lossless", "--show", 1, "--report", tmp_path / "out",
     )  # fmt: skip
     assert (code, err) == (0, "")
+    assert "\nd[:x:]" in out, "no markup, no emoji"
     heads, none = (json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("heads", "none"))
     assert (heads["drafter"], heads["tree_nodes"], heads["batch_size"]) == (str(drafter), 6, 2)
     assert (none["drafter"], none["mean_accepted_length"], none["acceptance_per_position"]) == ("none", 1.0, [])
     assert heads["lossless"]["identical"] and none["lossless"]["identical"]
-    assert heads["new_tokens"] == none["new_tokens"] == heads["lossless"]["checked"]
+    assert heads["new_tokens"] == none["new_tokens"] == heads["lossless"]["checked"] == 8 + 6
 
 
 def test_a_mismatch_fails_the_command(run_main, drafter, prompts, tmp_path, monkeypatch):
