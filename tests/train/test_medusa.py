@@ -192,11 +192,16 @@ def test_the_run_folder(whole, tiny_lm):
     assert list(tau) == [10, 20, 30] and max(tau.values()) == provenance["simulated_tau"]
 
 
-def test_best_weights_are_exported(whole):
-    best = load_file(whole / "checkpoints/best/model.safetensors")
-    exported = load_file(whole / "model.safetensors")
-    assert {f"heads.{name}" for name in exported} == set(best)
-    assert all(torch.equal(weight, best[f"heads.{name}"]) for name, weight in exported.items())
+def test_best_weights_are_exported(recipe, run_main, monkeypatch):
+    taus = iter([2.0, 1.0])
+    monkeypatch.setattr(medusa, "simulate", lambda *_: next(taus))
+    assert run_main(medusa.main, recipe, "run.name=best", "steps=4", "evaluate.every=2")[0] == 0
+    folder = recipe.parent / "best"
+    exported = load_file(folder / "model.safetensors")
+    best, last = (load_file(folder / f"checkpoints/{name}/model.safetensors") for name in ("best", "step-4"))
+    for name, weight in exported.items():
+        assert torch.equal(weight, best[f"heads.{name}"]) and not torch.equal(weight, last[f"heads.{name}"])
+    assert json.loads((folder / "provenance.json").read_text())["simulated_tau"] == 2.0
 
 
 class Killed(BaseException):
