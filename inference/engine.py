@@ -22,7 +22,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology
 from draftsmith.inference.verify import Verdict, verify_greedy
-from draftsmith.kernels.tree_attention import ancestor_mask, causal_bias, tree_attention, tree_bias
+from draftsmith.kernels.tree_attention import (
+    ancestor_mask,
+    causal_bias,
+    tree_attention,
+    tree_bias,
+    tree_bias_one_row,
+)
 from draftsmith.models.target import Target
 
 ATTENTION = "draftsmith_tree"
@@ -150,7 +156,7 @@ class SpeculativeDecoder:
     def __init__(self, target: Target, drafter: Drafter | None = None) -> None:
         self.target = target
         self.drafter: Drafter = PlainDrafter(target.device) if drafter is None else drafter
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._cache: KVCache | None = None
 
     def generate(
@@ -174,6 +180,8 @@ class SpeculativeDecoder:
         Raises:
             ValueError: a prompt is empty or longer than the target's context.
         """
+        if not prompts:
+            return []
         stops = self.target.stop_ids if stop_ids is None else stop_ids
         limits = [self._limit(row, prompt, max_new_tokens) for row, prompt in enumerate(prompts)]
         with torch.inference_mode(), self.target.attention(ATTENTION):
@@ -221,14 +229,13 @@ class SpeculativeDecoder:
                 clock.lap("draft")
             count = tree.tokens.shape[1]
             seen = max(cached) + count
-            alone = count == 1 and rows == 1  # the only node of the only row sees every slot
-            mask = ancestor_mask(tree.ancestors, count) if count > 1 else tree.valid[..., None]
-            biases = {
-                window: None
-                if alone and not window
-                else tree_bias(cache.lengths, mask, tree.depth, seen, window, dtype)
-                for window in runner.windows
-            }
+            mask = ancestor_mask(tree.ancestors, count) if tree.mask is None else tree.mask
+            biases: dict[int, Tensor | None] = {}
+            for window in runner.windows:
+                if rows > 1 or window:
+                    biases[window] = tree_bias(cache.lengths, mask, tree.depth, seen, window, dtype)
+                else:  # a lone root sees every slot
+                    biases[window] = None if count == 1 else tree_bias_one_row(mask, seen, dtype)
             hidden = runner.forward(
                 tree.tokens,
                 (cache.lengths[:, None] + tree.depth).clamp(max=last_position),
@@ -293,7 +300,9 @@ class SpeculativeDecoder:
             tokens = padded[:, start : start + PREFILL_CHUNK]
             positions = torch.arange(start, start + tokens.shape[1], device=device)[None]
             count, seen = tokens.shape[1], start + tokens.shape[1]
-            biases = {w: causal_bias(start, count, w, self.target.dtype, device) for w in runner.windows}
+            biases: dict[int, Tensor | None] = {
+                w: causal_bias(start, count, w, self.target.dtype, device) for w in runner.windows
+            }
             hidden = runner.forward(tokens, positions.expand(len(prompts), -1), positions, seen, biases)
             self.drafter.prefill(hidden, tokens, start)
             last = (lengths - 1 - start).clamp(0, tokens.shape[1] - 1)

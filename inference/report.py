@@ -77,9 +77,10 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
         title=f"{first['target']} · {first['prompts']} prompts · {first['device']} · {first['dtype']}",
         title_justify="left",
     )
-    table.add_column("method")
-    for column in ("tokens/s", "× plain", "× transformers", "τ", "τ before loops", "output"):
-        table.add_column(column, justify="right")
+    table.add_column("method", no_wrap=True)
+    for column in ("tokens/s", "× plain", "× trans-\nformers", "τ", "τ before\nloops"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("output")
 
     def ratio(value: float | None, base: float | None) -> str:
         return f"{value / base:.2f}" if value and base else "–"
@@ -88,9 +89,9 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
     plain = baselines.get("engine", {}).get("tokens_per_second")
     theirs = baselines.get("transformers", {}).get("tokens_per_second")
     names = {
-        "engine": "plain decoding, our engine",
-        "transformers": "transformers.generate",
-        "prompt_lookup": "transformers prompt-lookup",
+        "engine": "plain, our engine",
+        "transformers": "transformers",
+        "prompt_lookup": "prompt-lookup",  # transformers' own
     }
     for key, label in names.items():
         if key in baselines:
@@ -109,9 +110,9 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
         if lossless is None:
             verdict = "not checked"
         elif lossless["identical"]:
-            verdict = f"identical ({lossless['checked']} tokens)"
+            verdict = f"identical,\n{lossless['checked']} tokens"
         else:
-            verdict = f"{lossless['near_ties']} near-ties, {lossless['mismatches']} mismatches"
+            verdict = f"{lossless['near_ties']} near-ties,\n{lossless['mismatches']} mismatches"
         speed, before = report["tokens_per_second"], report["repetition"]["mean_accepted_length_before_first_loop"]
         table.add_row(
             f"[bold]{report['drafter']}[/bold]", f"[bold]{speed:.1f}[/bold]", ratio(speed, plain), ratio(speed, theirs),
@@ -151,8 +152,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     baselines = report["baselines"]
     names = {
         "engine": "plain,\nour engine",
-        "transformers": "transformers\n.generate",
-        "prompt_lookup": "transformers\nprompt-lookup",
+        "transformers": "trans-\nformers",
+        "prompt_lookup": "prompt-\nlookup",
     }
     bars = {names[key]: baselines[key]["tokens_per_second"] for key in names if key in baselines}
     bars[report["drafter"]] = report["tokens_per_second"]
@@ -162,6 +163,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     speed.set_ylim(0, max(bars.values()) * 1.2)
     speed.set_ylabel("tokens per second")
     speed.set_title("Speed (× over plain decoding)")
+    speed.tick_params(axis="x", labelsize=9)
     histogram = {int(k): v for k, v in report["accepted_length_histogram"].items()}
     total = sum(histogram.values()) or 1
     lengths.bar(list(histogram), [100 * v / total for v in histogram.values()], color="#2f7d4f")

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftsmith.kernels.tree_attention import ancestor_mask
+
 Ranks = tuple[int, ...]
 
 
@@ -25,6 +27,7 @@ class TokenTree:
     depth: ``[B, N]`` int32.
     ancestors: ``[B, N, W]`` int64 bitsets, a node itself included.
     valid: ``[B, N]`` bool, False at padding, which is never accepted whatever its token id.
+    mask: ``[B, N, N]`` bool, ``ancestors`` unpacked, where the drafter has it at hand.
     """
 
     tokens: Tensor
@@ -32,6 +35,7 @@ class TokenTree:
     depth: Tensor
     ancestors: Tensor
     valid: Tensor
+    mask: Tensor | None = None
 
 
 def bitsets(parent: Sequence[int]) -> Tensor:
@@ -104,11 +108,12 @@ class StaticTree:
         self.depth = torch.tensor(topology.depths, dtype=torch.int32, device=device)[None]
         self.ancestors = bitsets(parent).to(device)[None]
         self.valid = torch.ones(1, len(parent), dtype=torch.bool, device=device)
+        self.mask = ancestor_mask(self.ancestors, len(parent))
 
     def fill(self, tokens: Tensor) -> TokenTree:
         """The tree with these tokens ``[B, N]`` (views, nothing is copied)."""
         rows = tokens.shape[0]
-        parts = (self.parent, self.depth, self.ancestors, self.valid)
+        parts = (self.parent, self.depth, self.ancestors, self.valid, self.mask)
         return TokenTree(tokens, *(part.expand(rows, *part.shape[1:]) for part in parts))
 
 
@@ -134,8 +139,8 @@ def read_tree(path: Path) -> Topology:
             raise ValueError(f'{path}: neither JSON ({{"paths": [[0], [0, 0]]}}) nor a list of tuples') from None
     paths = content.get("paths") if isinstance(content, dict) else content
     try:
-        ranks = [tuple(operator.index(rank) for rank in path_) for path_ in paths]
-    except TypeError:
+        ranks = [tuple(operator.index(rank) for rank in path_) for path_ in paths]  # type: ignore[union-attr]
+    except TypeError:  # also where there are no "paths"
         raise ValueError(f"{path}: a tree is a list of rank paths such as [[0], [0, 0], [1]]") from None
     try:
         return Topology(tuple(path_ for path_ in ranks if path_))

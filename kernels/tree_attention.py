@@ -49,6 +49,19 @@ def tree_bias(lengths: Tensor, mask: Tensor, depth: Tensor, slots: int, window: 
     return torch.zeros(seen.shape, dtype=dtype, device=lengths.device).masked_fill_(~seen, float("-inf"))[:, None]
 
 
+def tree_bias_one_row(mask: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
+    """:func:`tree_bias` for a single row without a window, whose prefix fills all slots but the tree's: L = S − N.
+
+    Args:
+        mask: ``[1, N, N]`` bool.
+
+    Returns:
+        ``[1, 1, N, S]``.
+    """
+    square = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return F.pad(square, (slots - mask.shape[1], 0))[:, None]
+
+
 def causal_bias(start: int, queries: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The additive mask of a prompt's chunk ``[start, start + queries)`` over all slots up to its end.
 

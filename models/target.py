@@ -142,11 +142,11 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
+        return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
+        return self.model.dtype
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -257,8 +257,11 @@ def load_target(
         raise ValueError(f"{folder}: this is a drafter, not a target; pass it as DRAFTER")
     if sum(file.stat().st_size for file in folder.glob("*.safetensors")) < _SMALL:
         logging.disable_progress_bar()  # a bar that flashes by is noise
-    model = AutoModelForCausalLM.from_pretrained(
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device '{device}': this torch sees no GPU; use --device cpu, or install a CUDA build")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
-    ).to(device)
+    )
+    model.to(device)  # type: ignore[arg-type]
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return Target(model, tokenizer, name, fingerprint(folder), revision)

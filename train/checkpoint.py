@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-
 _ADVICE = "delete that folder to fall back on the checkpoint before it, or pass --restart"
 
 

@@ -151,18 +151,17 @@ def main() -> None:
         loop.console.print(f"  {source.source} ({source.form}): {len(ids)} documents, {sum(map(len, ids)):,} tokens")
 
     torch.manual_seed(recipe.run.seed)
+    end, end_of_turn = (int(tokenizer.get_vocab()[token]) for token in (END_OF_TEXT, END_OF_TURN))
     config = LlamaConfig(
         vocab_size=m.vocab_size, hidden_size=m.hidden_size, num_hidden_layers=m.num_layers,
         num_attention_heads=m.num_heads, num_key_value_heads=m.num_kv_heads, head_dim=m.head_dim,
         intermediate_size=m.intermediate_size, max_position_embeddings=m.max_position_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": m.rope_theta}, tie_word_embeddings=True,
-        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=end, eos_token_id=end, pad_token_id=end,
     )  # fmt: skip
     module = LanguageModel(LlamaForCausalLM(config))
     parameters = sum(p.numel() for p in module.parameters())
     loop.console.print(f"{parameters / 1e6:.2f} M parameters, {accelerator.num_processes} process(es)")
-    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     validation = packing.pack(held_out, recipe.data.max_length, end)[: recipe.evaluate.sequences]
 
     def evaluate(trained: nn.Module) -> dict[str, float]:
@@ -192,12 +191,12 @@ def main() -> None:
 
     trained = sum(s.steps * s.batch.sequences * s.max_length for s in recipe.stages)
     # The last weights, not the best: the long stage costs a little on short rows, and is why long ones work.
-    model = module.model.to(torch.bfloat16)  # half the file; the shipped weights are what is loaded and measured
+    module.to(torch.bfloat16)  # half the file; the shipped weights are what is loaded and measured
     module.eval()
     with torch.no_grad():
         loss = evaluate(module)["validation_loss"]
-    model.generation_config.eos_token_id = [end, tokenizer.convert_tokens_to_ids(END_OF_TURN)]
-    used = [(s.source, s.split) for s in recipe.data.train]
+    module.model.generation_config.eos_token_id = [end, end_of_turn]
+    used: list[tuple[str, sources.Split]] = [(s.source, s.split) for s in recipe.data.train]
     facts = {
         "command": command,
         "parameters": parameters,
@@ -206,7 +205,7 @@ def main() -> None:
         "data_sha256": sources.fingerprint(used),
         "licences": {s: sources.licence(s) for s, _ in used},
     }
-    write_model(folder, model, tokenizer, provenance(**facts))
+    write_model(folder, module.model, tokenizer, provenance(**facts))
     loop.console.print(f"done: {folder} (validation loss {loss:.3f}); try: python inference/decode.py none "
                        f"--target {folder} --prompt 'def read('")  # fmt: skip
 

@@ -264,7 +264,7 @@ def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: S
                 for key, value in {"loss": loss.detach(), **metrics}.items():
                     totals[key] = totals.get(key, 0) + value
                 tokens += batch["tokens"].numel() * processes
-            norm = accelerator.clip_grad_norm_(trained, stage.optim.clip)
+            norm = torch.as_tensor(accelerator.clip_grad_norm_(trained, stage.optim.clip))
             if not torch.isfinite(norm) or not torch.isfinite(totals["loss"]):
                 raise FloatingPointError(
                     f"{name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step "
@@ -280,7 +280,8 @@ def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: S
             if job.step % LOG_EVERY == 0 or step == stage.steps - 1:
                 ran = job.step % LOG_EVERY or LOG_EVERY
                 ran = min(ran, step + 1 - start)
-                means = {k: round(float(accelerator.reduce(v.float(), "sum")) / ran, 5) for k, v in sums.items()}
+                reduced: Any = {k: accelerator.reduce(v.float(), "sum") for k, v in sums.items()}
+                means = {k: round(float(v) / ran, 5) for k, v in reduced.items()}
                 speed = tokens / (now - since)
                 line = {"step": job.step, "stage": name, **means, "lr": rate, "tokens_per_second": round(speed)}
                 if accelerator.is_main_process:

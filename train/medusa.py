@@ -101,7 +101,7 @@ def continuations(recipe: MedusaRecipe, split: list[Source], target: LoadedTarge
     note_of_it.unlink(missing_ok=True)
     parts: list[dict[str, Tensor]] = []
     for source in split:
-        assert source.answers is not None
+        assert source.answers is not None and target.tokenizer is not None
         ask = source.answers
         found = prompts(source.source, source.split, ask.prompts, ask.prompt_tokens, target.tokenizer, recipe.run.seed)
         note = loop.Note(f"the target answers {len(found)} prompts from {source.source} ({source.split})", len(found))
