@@ -114,8 +114,9 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
         else:
             verdict = f"{lossless['near_ties']} near-ties,\n{lossless['mismatches']} mismatches"
         speed, before = report["tokens_per_second"], report["repetition"]["mean_accepted_length_before_first_loop"]
+        name = report["drafter"] if len(report["drafter"]) <= 20 else "…" + report["drafter"][-19:]
         table.add_row(
-            f"[bold]{report['drafter']}[/bold]", f"[bold]{speed:.1f}[/bold]", ratio(speed, plain), ratio(speed, theirs),
+            f"[bold]{name}[/bold]", f"[bold]{speed:.1f}[/bold]", ratio(speed, plain), ratio(speed, theirs),
             f"{report['mean_accepted_length'] or 0:.2f}", f"{before:.2f}" if before else "–",
             f"[{'green' if lossless and not lossless['mismatches'] else 'red' if lossless else 'yellow'}]{verdict}[/]",
         )  # fmt: skip
