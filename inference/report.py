@@ -80,7 +80,6 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
     table.add_column("method", no_wrap=True)
     for column in ("tokens/s", "× plain", "× trans-\nformers", "τ", "τ before\nloops"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("output")
 
     def ratio(value: float | None, base: float | None) -> str:
         return f"{value / base:.2f}" if value and base else "–"
@@ -90,8 +89,8 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
     theirs = baselines.get("transformers", {}).get("tokens_per_second")
     names = {
         "engine": "plain, our engine",
-        "transformers": "transformers",
-        "prompt_lookup": "prompt-lookup",  # transformers' own
+        "transformers": "transformers.generate",
+        "prompt_lookup": "transformers prompt-lookup",
     }
     for key, label in names.items():
         if key in baselines:
@@ -103,24 +102,28 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
                 ratio(speed, theirs),
                 "1.00" if key != "prompt_lookup" else "–",
                 "–",
-                "reference" if key == "engine" else "–",
             )
     for report in reports:
-        lossless = report["lossless"]
-        if lossless is None:
-            verdict = "not checked"
-        elif lossless["identical"]:
-            verdict = f"identical,\n{lossless['checked']} tokens"
-        else:
-            verdict = f"{lossless['near_ties']} near-ties,\n{lossless['mismatches']} mismatches"
+        name = report["drafter"] if len(report["drafter"]) <= 26 else "…" + report["drafter"][-25:]
         speed, before = report["tokens_per_second"], report["repetition"]["mean_accepted_length_before_first_loop"]
-        name = report["drafter"] if len(report["drafter"]) <= 20 else "…" + report["drafter"][-19:]
         table.add_row(
             f"[bold]{name}[/bold]", f"[bold]{speed:.1f}[/bold]", ratio(speed, plain), ratio(speed, theirs),
             f"{report['mean_accepted_length'] or 0:.2f}", f"{before:.2f}" if before else "–",
-            f"[{'green' if lossless and not lossless['mismatches'] else 'red' if lossless else 'yellow'}]{verdict}[/]",
         )  # fmt: skip
     console.print(table)
+    for report in reports:
+        lossless = report["lossless"]
+        if lossless is None:
+            verdict = "[yellow]output not compared with plain decoding (--check-lossless does)[/yellow]"
+        elif lossless["identical"]:
+            verdict = f"[green]output identical to plain greedy decoding[/green] ({lossless['checked']} tokens checked)"
+        else:
+            colour = "red" if lossless["mismatches"] else "green"
+            verdict = (
+                f"[{colour}]{lossless['mismatches']} mismatches with plain greedy decoding, "
+                f"{lossless['near_ties']} near-ties[/{colour}] ({lossless['checked']} tokens checked)"
+            )
+        console.print(f"{report['drafter']}: {verdict}", soft_wrap=True)
 
 
 def coloured(tokenizer: Any, result: Generation) -> Text:

@@ -99,7 +99,7 @@ def test_table_and_plot_without_baselines_or_steps(tmp_path):
     }  # fmt: skip
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
     report.print_table([lean], console)
-    assert "not checked" in console.export_text()
+    assert "not compared" in console.export_text()
     report.plot(lean, tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["report.png"]

@@ -320,7 +320,7 @@ def report(whole, run_main):
     prompts.write_text("".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "SIZES", (1, 2, 6, 12))
-        assert run_main(calibrate.main, whole)[::2] == (0, "")
+        assert run_main(calibrate.main, whole, "--nodes", "12")[::2] == (0, "")
     command = ["inference/decode.py", whole, "--prompts", prompts, "--max-new-tokens", "24", "--baseline", "all",
                "--check-lossless", "--repeat", "2", "--show", "1", "--threads", "1", "--report", whole]  # fmt: skip
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
@@ -345,7 +345,7 @@ def test_the_output_was_the_targets_own(report):
     assert report["lossless"]["identical"] is True
     assert report["lossless"]["near_ties"] == report["lossless"]["mismatches"] == 0
     assert report["lossless"]["checked"] == report["new_tokens"]
-    assert report["mean_accepted_length"] > 1.1, "a drafter that drafts nothing shows nothing"
+    assert report["mean_accepted_length"] > 1.05, "a drafter that drafts nothing shows nothing"
 
 
 def test_the_report_adds_up(report):
