@@ -267,6 +267,7 @@ class SpeculativeDecoder:
             cached = [before + new for before, new in zip(cached, lengths, strict=True)]
             if clock:
                 clock.lap("commit")
+            before_step = list(active)
             for row, (result, length) in enumerate(zip(results, lengths, strict=True)):
                 if not active[row]:
                     continue
@@ -276,7 +277,7 @@ class SpeculativeDecoder:
                 active[row] = self._take(result, new, limits[row], wanted, stops, step=True)
                 if on_tokens:
                     on_tokens(row, result.tokens[before:])
-            if rows > 1:
+            if rows > 1 and active != before_step:  # a row has ended
                 running = torch.tensor(active, device=self.target.device)
             if clock:
                 clock.lap("other")
@@ -286,7 +287,6 @@ class SpeculativeDecoder:
         """The cache of the call before, if it is large enough."""
         if self._cache is None or self._cache.rows != rows or self._cache.capacity < capacity:
             self._cache = KVCache(self.target, rows, capacity)
-        self._cache.lengths.zero_()
         return self._cache
 
     def _prefill(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> State:

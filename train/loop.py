@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -57,14 +57,6 @@ class Note:
 
     def close(self) -> None:
         self.bar.stop()
-
-
-class Trainable(Protocol):
-    """What :func:`fit` trains; an ``nn.Module`` besides."""
-
-    def count(self, batch: Batch) -> Tensor: ...
-
-    def __call__(self, batch: Batch, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 def make_accelerator(precision: Precision) -> Accelerator:
