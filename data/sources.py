@@ -19,7 +19,10 @@ from typing import Literal
 Split = Literal["train", "validation", "test"]
 Form = Literal["text", "chat"]
 
-_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_vendor", "vendor"}
+_SKIPPED = {
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_vendor", "vendor",
+    "encodings",  # tables of bytes
+}  # fmt: skip
 _SHARED_LINES = 0.3  # a training file sharing this much of its lines with one held-out file is a copy of it
 
 
@@ -128,12 +131,14 @@ def dialogues(source: str, split: Split = "train") -> list[list[dict[str, str]]]
             tree = ast.parse(document.text)
         except (SyntaxError, ValueError):
             continue
+        lines = document.text.split("\n")  # ast counts no form feeds
         for node in ast.walk(tree):
             if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 continue
             doc = ast.get_docstring(node)
-            code = ast.get_source_segment(document.text, node)
-            if not doc or not code or not 80 <= len(code) <= 1500:
+            # Whole lines: ast.get_source_segment splits the module anew for every node.
+            code = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            if not doc or not 80 <= len(code) <= 1500:
                 continue
             ask = re.split(r"(?<=[.!?])\s|\n\n", doc, maxsplit=1)[0].replace("\n", " ").strip()
             opening = _OPENINGS[len(code) % len(_OPENINGS)]

@@ -11,8 +11,10 @@ Shape letters: S sequences, T tokens, K draft heads.
 """
 
 import argparse
+import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +32,8 @@ from draftsmith.models.target import Target, check_safetensors, load_target
 from draftsmith.train.command import run_command
 
 MAX_RANK = 10  # ranks per head that a tree may use
-SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+TIMED_PROMPTS, TIMED_TOKENS = 5, 64  # decoded with each size
 
 
 @torch.inference_mode()
@@ -125,35 +128,36 @@ class Choice:
     speedup: float
 
 
-def step_seconds(
-    target: Target, heads: MedusaHeads, topology: Topology | None, prompt: list[int], tokens: int = 32
-) -> float:
-    """Measured seconds per step of the engine with a tree, or of plain decoding (None): best of three short runs."""
-    drafter = None if topology is None else MedusaDrafter(heads, topology, target)
-    decoder = SpeculativeDecoder(target, drafter)
-    decoder.generate([prompt], 4, stop_ids=frozenset())
-    times: list[float] = []
-    for _ in range(3):
-        began = time.perf_counter()
-        first = decoder.generate([prompt], 1, stop_ids=frozenset())
-        middle = time.perf_counter()
-        (result,) = decoder.generate([prompt], tokens, stop_ids=frozenset())
-        assert first
-        times.append((time.perf_counter() - middle - (middle - began)) / len(result.accepted))
-    return min(times)
+def step_seconds(decoders: Sequence[SpeculativeDecoder], prompts: Sequence[list[int]]) -> list[float]:
+    """Measured seconds per step of each decoder, the median over the prompts. The decoders take turns on each prompt,
+    so that whatever else the machine does meets all of them."""
+    times: list[list[float]] = [[] for _ in decoders]
+    for decoder in decoders:
+        decoder.generate([prompts[0]], 4, stop_ids=frozenset())
+    for prompt in prompts:
+        for decoder, taken in zip(decoders, times, strict=True):
+            began = time.perf_counter()
+            decoder.generate([prompt], 1, stop_ids=frozenset())
+            middle = time.perf_counter()
+            (result,) = decoder.generate([prompt], TIMED_TOKENS, stop_ids=frozenset())
+            taken.append((time.perf_counter() - middle - (middle - began)) / max(1, len(result.accepted)))
+    return [statistics.median(taken) for taken in times]
 
 
-def choose(target: Target, heads: MedusaHeads, ranks: Tensor, prompt: list[int]) -> list[Choice]:
+def choose(target: Target, heads: MedusaHeads, ranks: Tensor, prompts: Sequence[list[int]]) -> list[Choice]:
     """Every size of :data:`SIZES` with its expected τ and its measured cost on this device."""
-    plain = step_seconds(target, heads, None, prompt)
-    choices: list[Choice] = []
-    for size in SIZES[1:]:
+    trees: list[Topology] = []
+    for size in SIZES:
         topology = best_tree(ranks, size)
-        if choices and topology.num_nodes == choices[-1].topology.num_nodes:
+        if trees and topology.num_nodes == trees[-1].num_nodes:
             break  # the text holds no more paths
-        seconds = step_seconds(target, heads, topology, prompt)
+        trees.append(topology)
+    drafted = [SpeculativeDecoder(target, MedusaDrafter(heads, topology, target)) for topology in trees]
+    plain, *seconds = step_seconds([SpeculativeDecoder(target), *drafted], prompts)
+    choices: list[Choice] = []
+    for topology, taken in zip(trees, seconds, strict=True):
         tau = simulate(topology, ranks)
-        choices.append(Choice(topology, tau, seconds, tau * plain / seconds))
+        choices.append(Choice(topology, tau, taken, tau * plain / taken))
     return choices
 
 
@@ -204,8 +208,9 @@ def main() -> None:
         [float((ranks[..., k] == r).sum() / (ranks[..., k] >= 0).sum()) for r in range(MAX_RANK)]
         for k in range(heads.config.num_draft_heads)
     ]
-    prompt = data["tokens"][0][: int(data["supervised"][0].int().argmax())].tolist()
-    choices = choose(target, heads, ranks, prompt)
+    spread = range(0, len(data["tokens"]), -(-len(data["tokens"]) // TIMED_PROMPTS))
+    prompts = [data["tokens"][i][: int(data["supervised"][i].int().argmax())].tolist() for i in spread]
+    choices = choose(target, heads, ranks, prompts)
     print("  nodes  depth  expected τ  ms/step  expected speed-up")
     for c in choices:
         print(

@@ -7,9 +7,11 @@ Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing len
 """
 
 import argparse
+import copy
 import shlex
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -20,11 +22,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.data import packing, sources
+from draftsmith.data.prompts import prompts
+from draftsmith.inference.answers import answer
 from draftsmith.models.artifact import provenance, write_model
-from draftsmith.train import loop
+from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.target import Target, load_target, resolve_folder
+from draftsmith.train import checkpoint, loop
 from draftsmith.train.command import run_command
-from draftsmith.train.losses import chunked_cross_entropy, shifted_labels
-from draftsmith.train.recipe import Positive, Recipe, Section, Source, Stage, read_recipe, write_recipe
+from draftsmith.train.losses import HEAD_DECAY, chunked_cross_entropy, shifted_labels
+from draftsmith.train.recipe import Positive, Recipe, Section, Share, Source, Stage, read_recipe, write_recipe
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
@@ -54,34 +60,151 @@ class Model(Section):
         return self
 
 
+class Lookahead(Section):
+    """Extra heads that predict tokens further ahead from the same hidden state while the LM trains, and are then thrown
+    away (multi-token prediction, arXiv 2404.19737): they leave a hidden state that drafter heads can read more from."""
+
+    num_heads: Positive
+    weight: float = Field(default=0.3, gt=0, description="of head k's loss: weight × 0.8^k")
+    share: Share = Field(default=0.25, gt=0, description="share of the rows they are trained on")
+
+
+class Unlikelihood(Section):
+    """Beside the text, continuations that the model itself writes when the stage begins: tokens that complete an n-gram
+    for the second time become less likely (sequence-level unlikelihood, arXiv 1908.04319 §5.2). Small models decoded
+    greedily fall into loops; this gets them out."""
+
+    source: Source = Field(description="what to continue, with 'answers'; one continuation accompanies each row")
+    ngram: Positive = 6
+    weight: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _answers(self) -> "Unlikelihood":
+        if self.source.answers is None:
+            raise ValueError("source needs 'answers'")
+        return self
+
+
 class LmStage(Stage):
     name: str
     max_length: Positive
+    unlikelihood: Unlikelihood | None = None
 
 
 class LmRecipe(Recipe):
     model: Model
+    init_from: str | None = Field(default=None, description="a folder whose weights and tokenizer to begin with")
+    lookahead: Lookahead | None = None
     stages: Annotated[list[LmStage], Field(min_length=1)]
 
 
 class LanguageModel(nn.Module):
     """Next-token cross-entropy over packed rows; documents follow each other in a row, parted by the end token."""
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    unlikelihood = 1.0  # weight of the loss on "written" rows
+
+    def __init__(self, model: LlamaForCausalLM, lookahead: Lookahead | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.lookahead = model, lookahead
+        self.heads: MedusaHeads | None = None
+        if lookahead:
+            config = model.config
+            self.heads = MedusaHeads(
+                MedusaConfig(lookahead.num_heads, 1, "shared", config.hidden_size, config.vocab_size)
+            )
+
+    def _labels(self, tokens: Tensor) -> list[Tensor]:
+        """Of the next token over all rows, then of each head over the first rows."""
+        everywhere = torch.ones_like(tokens, dtype=torch.bool)
+        labels = [shifted_labels(tokens, everywhere, 1)]
+        if self.lookahead:
+            few = max(1, round(len(tokens) * self.lookahead.share))
+            labels += [
+                shifted_labels(tokens[:few], everywhere[:few], k + 1) for k in range(1, self.lookahead.num_heads + 1)
+            ]
+        return labels
 
     def count(self, batch: loop.Batch) -> Tensor:
-        return torch.tensor([batch["tokens"][:, 1:].numel()], device=batch["tokens"].device)
+        counts = [(labels != -100).sum() for labels in self._labels(batch["tokens"])]
+        return torch.stack([*counts, batch["again"].sum()] if "again" in batch else counts)
 
     def forward(self, batch: loop.Batch, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = batch["tokens"].long()
         hidden = self.model.model(tokens, use_cache=False).last_hidden_state
-        labels = shifted_labels(tokens, torch.ones_like(tokens, dtype=torch.bool), 1)
-        loss, hits = chunked_cross_entropy(
-            self.model.lm_head, hidden, labels, self.model.config.vocab_size, tokens.numel()
-        )
-        return loss / counts[0], {"top1": hits / counts[0]}
+        labels = self._labels(tokens)
+        vocab_size = self.model.config.vocab_size
+        total, hits = chunked_cross_entropy(self.model.lm_head, hidden, labels[0], vocab_size, tokens.numel())
+        next_token = total / counts[0]
+        loss, metrics = next_token, {"next_token_loss": next_token.detach(), "top1": hits / counts[0]}
+        if self.heads is not None and self.lookahead and self.training:
+            few = len(labels[1])
+            features = self.heads.features(hidden[:few].flatten(0, 1))
+            for k, feature in enumerate(features, 1):
+                total, hits = chunked_cross_entropy(
+                    self.model.lm_head, feature, labels[k].flatten(), vocab_size, feature.shape[0]
+                )
+                loss = loss + self.lookahead.weight * HEAD_DECAY**k * total / counts[k]
+                metrics[f"head{k}_top1"] = hits / counts[k]
+        if "again" in batch:
+            again = batch["again"][:, 1:]
+            written = batch["written"].long()
+            hidden = self.model.model(written, use_cache=False).last_hidden_state[:, :-1]
+            logits = self.model.lm_head(hidden).float()
+            chosen = logits.gather(-1, written[:, 1:, None]).squeeze(-1)
+            probability = (chosen - logits.logsumexp(-1)).exp().clamp(max=1 - 1e-6)
+            total = -(torch.log1p(-probability) * again).sum()
+            repetition = total / counts[-1].clamp(min=1)
+            loss = loss + self.unlikelihood * repetition
+            metrics["repetition_loss"] = repetition.detach()
+        return loss, metrics
+
+
+def repeated(tokens: Tensor, supervised: Tensor, n: int) -> Tensor:
+    """Where a continuation says an n-gram again.
+
+    Args:
+        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.answers.answer` returns them.
+
+    Returns:
+        ``[S, T]`` bool, True at the last token of each n-gram that the same continuation already held.
+    """
+    again = torch.zeros_like(supervised)
+    for i, (row, marks) in enumerate(zip(tokens.tolist(), supervised.tolist(), strict=True)):
+        seen: set[tuple[int, ...]] = set()
+        places = [t for t, mark in enumerate(marks) if mark]
+        for t in places[n - 1 :]:
+            gram = tuple(row[t - n + 1 : t + 1])
+            again[i, t] = gram in seen
+            seen.add(gram)
+    return again
+
+
+def write_on(module: LanguageModel, tokenizer: PreTrainedTokenizerFast, ask: Unlikelihood, seed: int) -> loop.Batch:
+    """Greedy continuations by the model as it is: ``written [S, T]`` and ``again [S, T]`` of :func:`repeated`."""
+    source, wanted = ask.source, ask.source.answers
+    assert wanted is not None
+    found = prompts(source.source, source.split, wanted.prompts, wanted.prompt_tokens, tokenizer, seed)
+    target = Target(copy.deepcopy(module.model).eval(), tokenizer, "the model in training", "")
+    note = loop.Note(f"the model continues {len(found)} prompts from {source.source}", len(found))
+    rows = answer(target, [p.tokens for p in found], wanted.new_tokens, wanted.batch_size, note.done)
+    note.close()
+    again = repeated(rows["tokens"], rows["supervised"], ask.ngram)
+    loop.console.print(f"  {float(again.sum() / rows['supervised'].sum()):.0%} of it repeats {ask.ngram}-grams")
+    return {"written": rows["tokens"], "again": again}
+
+
+def begin_with(model: LlamaForCausalLM, folder: Path) -> None:
+    """Copy a stored model's weights.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    stored = load_target(str(folder), device="cpu").model.state_dict()
+    own = model.state_dict()
+    different = [name for name in own if name not in stored or own[name].shape != stored[name].shape]
+    if different or stored.keys() != own.keys():
+        raise ValueError(f"init_from={folder}: its shape is not the recipe's model ({', '.join(different[:3])} …)")
+    model.load_state_dict(stored)
 
 
 def texts(source: Source, tokenizer: PreTrainedTokenizerFast | None) -> Iterator[str]:
@@ -140,6 +263,9 @@ def main() -> None:
     pretokenized = folder / "tokenizer.json"
     if resume and pretokenized.exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    elif recipe.init_from:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve_folder(recipe.init_from))
+        tokenizer.save_pretrained(folder)
     else:
         loop.console.print("training the tokenizer …")
         tokenizer = train_tokenizer(recipe.data.train, m.vocab_size, m.max_position_embeddings)
@@ -159,8 +285,11 @@ def main() -> None:
         rope_parameters={"rope_type": "default", "rope_theta": m.rope_theta}, tie_word_embeddings=True,
         bos_token_id=end, eos_token_id=end, pad_token_id=end,
     )  # fmt: skip
-    module = LanguageModel(LlamaForCausalLM(config))
-    parameters = sum(p.numel() for p in module.parameters())
+    model = LlamaForCausalLM(config)
+    if recipe.init_from and not resume:
+        begin_with(model, resolve_folder(recipe.init_from))
+    module = LanguageModel(model, recipe.lookahead)
+    parameters = sum(p.numel() for p in module.model.parameters())
     loop.console.print(f"{parameters / 1e6:.2f} M parameters, {accelerator.num_processes} process(es)")
     validation = packing.pack(held_out, recipe.data.max_length, end)[: recipe.evaluate.sequences]
 
@@ -169,8 +298,9 @@ def main() -> None:
         for rows in validation.split(16):
             batch = {"tokens": rows.to(accelerator.device)}
             count = trained.count(batch)
-            loss, metrics = trained(batch, torch.ones_like(count))
-            total, hits, labels = total + float(loss), hits + float(metrics["top1"]), labels + int(count)
+            _, metrics = trained(batch, torch.ones_like(count))
+            total, hits = total + float(metrics["next_token_loss"]), hits + float(metrics["top1"])
+            labels += int(count[0])
         return {"validation_loss": total / labels, "validation_top1": hits / labels}
 
     job = loop.Job(
@@ -184,8 +314,21 @@ def main() -> None:
         sizes, needed = [len(r) for r in rows], stage.steps * stage.batch.sequences
         order = packing.schedule(sizes, weights, needed, recipe.run.seed + number)
 
-        def samples(numbers: range, rows: list[Tensor] = rows, order=order) -> loop.Batch:  # noqa: ANN001
-            return {"tokens": torch.stack([rows[order[n, 0]][order[n, 1]] for n in numbers])}
+        written: loop.Batch = {}
+        if stage.unlikelihood:
+            module.unlikelihood = stage.unlikelihood.weight
+            kept = folder / "answers" / stage.name
+            if not (resume and (kept / "model.safetensors").exists()):
+                with accelerator.main_process_first():
+                    if accelerator.is_main_process:
+                        checkpoint.write_tensors(
+                            kept, write_on(module, tokenizer, stage.unlikelihood, recipe.run.seed + number)
+                        )
+            written = checkpoint.read_tensors(kept)
+
+        def samples(numbers: range, rows=rows, order=order, written=written) -> loop.Batch:  # noqa: ANN001
+            batch = {"tokens": torch.stack([rows[order[n, 0]][order[n, 1]] for n in numbers])}
+            return batch | {key: value[[n % len(value) for n in numbers]] for key, value in written.items()}
 
         loop.fit(job, module, samples, stage, stage.name)
 
@@ -200,7 +343,8 @@ def main() -> None:
     facts = {
         "command": command,
         "parameters": parameters,
-        "trained_tokens": trained,
+        "init_from": recipe.init_from,
+        "trained_tokens": trained,  # on top of init_from's
         "validation_loss": round(loss, 4),
         "data_sha256": sources.fingerprint(used),
         "licences": {s: sources.licence(s) for s, _ in used},

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from draftsmith.train import checkpoint
 from draftsmith.train.command import available_cores, interruptible
+from draftsmith.train.optim import make_optimizer
 from draftsmith.train.recipe import Checkpoint, Evaluate, Precision, Stage
 
 Batch = dict[str, Tensor]
@@ -165,12 +166,7 @@ def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: S
     """
     accelerator = job.accelerator
     trained = [p for p in module.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.ndim >= 2]
-    groups = [
-        {"params": decayed, "weight_decay": stage.optim.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=stage.optim.lr, betas=stage.optim.betas, fused=True)
+    optimizer = make_optimizer(module, stage.optim)
     first = job.step  # the global step at which this stage begins
     start = 0
     if job.resume and not job._resumed:

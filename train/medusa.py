@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from draftsmith.data import packing, sources
@@ -28,10 +29,9 @@ from draftsmith.models.target import Target as LoadedTarget
 from draftsmith.models.target import load_target
 from draftsmith.train import checkpoint, loop
 from draftsmith.train.command import run_command
-from draftsmith.train.losses import chunked_cross_entropy, shifted_labels
+from draftsmith.train.losses import HEAD_DECAY, chunked_cross_entropy, shifted_labels
 from draftsmith.train.recipe import Positive, Recipe, Section, Source, Stage, Target, read_recipe, write_recipe
 
-DECAY = 0.8  # weight of head k in the loss: 0.8^k (§2.2.1)
 SIMULATED_NODES = 16  # size of the tree whose τ chooses the best checkpoint
 
 
@@ -44,6 +44,9 @@ class Heads(Section):
 class MedusaRecipe(Recipe, Stage):
     target: Target
     drafter: Heads
+    cache_hidden: bool = Field(
+        default=False, description="run the frozen target once and keep its hidden states in memory: small targets only"
+    )
 
     @model_validator(mode="after")
     def _answers(self) -> "MedusaRecipe":
@@ -75,8 +78,11 @@ class Medusa1(nn.Module):
         return torch.stack([(labels != -100).sum() for labels in self.labels(batch)])
 
     def forward(self, batch: loop.Batch, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        with torch.no_grad():
-            hidden = self.target.hidden(batch["tokens"].long())  # padding is behind every label; causal attention
+        if "hidden" in batch:
+            hidden = batch["hidden"]
+        else:
+            with torch.no_grad():
+                hidden = self.target.hidden(batch["tokens"].long())  # padding is behind every label; causal attention
         labels = self.labels(batch)
         used = (torch.stack(labels) != -100).any(0)  # prompts and padding need no heads
         loss, metrics = hidden.new_zeros(()), {}
@@ -86,7 +92,7 @@ class Medusa1(nn.Module):
                 features, labels[k - 1][used], self.target.vocab_size,
             )  # fmt: skip
             mean = total / counts[k - 1].clamp(min=1)
-            loss = loss + DECAY**k * mean
+            loss = loss + HEAD_DECAY**k * mean
             metrics |= {f"head{k}_loss": mean.detach(), f"head{k}_top1": hits / counts[k - 1].clamp(min=1)}
         return loss, metrics
 
@@ -117,6 +123,27 @@ def continuations(recipe: MedusaRecipe, split: list[Source], target: LoadedTarge
     return joined
 
 
+@torch.no_grad()
+def hidden_states(target: LoadedTarget, tokens: Tensor, dtype: torch.dtype, batch_size: int = 16) -> Tensor:
+    """The target's last hidden states of rows ``[S, T]``, on the CPU: ``[S, T, d]``.
+
+    Raises:
+        ValueError: they would not fit into this machine's free memory.
+    """
+    wanted = tokens.numel() * target.hidden_size * dtype.itemsize
+    free = psutil.virtual_memory().available
+    if wanted > 0.8 * free:
+        raise ValueError(
+            f"cache_hidden: the hidden states of {tokens.numel():,} tokens take {wanted / 1e9:.1f} GB, and "
+            f"{free / 1e9:.1f} GB of memory are free; leave cache_hidden off"
+        )
+    kept = torch.empty(*tokens.shape, target.hidden_size, dtype=dtype)
+    for start in range(0, len(tokens), batch_size):
+        rows = tokens[start : start + batch_size].long().to(target.device)
+        kept[start : start + batch_size] = target.hidden(rows)
+    return kept
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a YAML file, for example recipes/tiny-medusa.yaml")
@@ -144,6 +171,10 @@ def main() -> None:
         held_out = continuations(recipe, recipe.data.validation, target, folder / "answers" / "validation")
     held_out = {key: value[: recipe.evaluate.sequences] for key, value in held_out.items()}
     loop.console.print(f"{int(train['supervised'].sum()):,} supervised tokens, {len(train['tokens'])} sequences")
+    if recipe.cache_hidden:
+        dtype = torch.bfloat16 if recipe.precision.autocast == "bfloat16" else target.dtype
+        with accelerator.autocast():
+            train["hidden"] = hidden_states(target, train["tokens"], dtype)
 
     torch.manual_seed(recipe.run.seed)
     d = recipe.drafter

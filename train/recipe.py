@@ -71,6 +71,9 @@ class Data(Section):
 
 
 class Optim(Section):
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon: from scratch only; matrices by Muon, embeddings and norms by AdamW"
+    )
     lr: float = Field(gt=0)
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
     weight_decay: float = Field(default=0.0, ge=0)

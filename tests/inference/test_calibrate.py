@@ -177,7 +177,7 @@ def test_calibrate_on_prompts(run_main, tiny_lm, tmp_path, monkeypatch):
     torch.manual_seed(2)
     heads = random_heads(target, "shared", 0.05)
     write_drafter(tmp_path, "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
-    monkeypatch.setattr(calibrate, "SIZES", (1, 2, 6))
+    monkeypatch.setattr(calibrate, "SIZES", (2, 6))
     code, _, err = run_main(calibrate.main, tmp_path)
     assert (code, err) == (
         2, f"error: {tmp_path}: holds no held-out answers; pass --prompts FILE.jsonl to calibrate on\n"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.train import lm
 
@@ -16,8 +17,10 @@ SMALL = [
     "model.vocab_size=420", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2",
     "model.head_dim=8", "model.intermediate_size=48", "model.max_position_embeddings=128",
     "data.train=[{source: stdlib, split: test}, {source: stdlib, split: test, form: chat, weight: 0.2}]",
+    "lookahead={num_heads: 2, share: 0.25}",
     "data.max_length=64", "stages.0.steps=12", "stages.0.max_length=32", "stages.0.optim.warmup_steps=2",
     "stages.1.steps=5", "stages.1.max_length=32", "stages.2.steps=3", "stages.2.max_length=96",
+    "stages.2.batch={sequences: 4}",
     "precision={autocast: none, compile: false, threads: 1}", "evaluate={every: 10, sequences: 4}",
     "checkpoint={every: 10, keep: 1}",
 ]  # fmt: skip
@@ -86,6 +89,110 @@ def test_special_tokens_are_one_token_each(tokenizer):
     for token in ("<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"):
         assert len(tokenizer(token)["input_ids"]) == 1
     assert tokenizer("<|end|>", add_special_tokens=False)["input_ids"] == [1]
+
+
+def small_model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def test_the_loss_written_out():
+    """Next token over all rows, heads over the first half, unlikelihood over what was written again."""
+    module = lm.LanguageModel(small_model(), lm.Lookahead(num_heads=2, weight=0.5, share=0.5))
+    assert module.heads is not None
+    torch.nn.init.normal_(module.heads.weight, std=0.3)
+    module.unlikelihood = 0.7
+    tokens = torch.randint(50, (4, 9))
+    written = torch.randint(50, (3, 6))
+    again = torch.zeros(3, 6, dtype=torch.bool)
+    again[0, 3] = again[2, 5] = again[2, 4] = True
+    batch = {"tokens": tokens.int(), "written": written.int(), "again": again}
+    counts = module.count(batch)
+    assert counts.tolist() == [4 * 8, 2 * 7, 2 * 6, 3]
+    loss, metrics = module(batch, counts)
+
+    def log_probability(logits, token):
+        return torch.log_softmax(logits, -1)[token]
+
+    hidden = module.model.model(tokens).last_hidden_state
+    heads = module.heads.logits(hidden.flatten(0, 1), module.model.lm_head).unflatten(1, (4, 9))
+    expected = [0.0, 0.0, 0.0]
+    for row in range(4):
+        for t in range(8):
+            expected[0] -= log_probability(module.model.lm_head(hidden[row, t]), tokens[row, t + 1]) / counts[0]
+            for k in (1, 2):
+                if row < 2 and t + k + 1 < 9:
+                    expected[k] -= log_probability(heads[k - 1, row, t], tokens[row, t + k + 1]) / counts[k]
+    logits = module.model(written).logits
+    unlikely = sum(
+        -torch.log(1 - torch.softmax(logits[i, t - 1], -1)[written[i, t]]) for i, t in again.nonzero().tolist()
+    )
+    total = expected[0] + 0.5 * (0.8 * expected[1] + 0.64 * expected[2]) + 0.7 * unlikely / 3
+    assert loss.item() == pytest.approx(total.item(), rel=1e-5)
+    assert float(metrics["next_token_loss"]) == pytest.approx(float(expected[0]), rel=1e-5)
+    assert float(metrics["repetition_loss"]) == pytest.approx(float(unlikely / 3), rel=1e-5)
+    loss.backward()
+    assert module.heads.bias.grad is not None and module.model.model.embed_tokens.weight.grad is not None
+
+
+def test_what_is_said_again():
+    tokens = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2, 9, 1, 2, 3], [5, 5, 5, 5, 5, 5, 0, 0, 0, 0, 0, 0]])
+    supervised = torch.zeros(2, 12, dtype=torch.bool)
+    supervised[0, 3:], supervised[1, 1:6] = True, True
+    again = lm.repeated(tokens, supervised, 3)
+    # Row 0 writes 1 2 3 1 2 9 1 2 3 behind its prompt: 1 2 3 comes twice. Row 1 writes 5 5 5 5 5.
+    assert again.nonzero().tolist() == [[0, 11], [1, 4], [1, 5]]
+    assert not lm.repeated(tokens, supervised, 6).any()
+
+
+def test_unlikelihood_gets_a_model_out_of_its_loop():
+    """A model that has learnt to repeat one token; a few steps on its own continuation make it less sure."""
+    module = lm.LanguageModel(small_model())
+    loop = torch.full((2, 12), 7)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    written = {"written": loop.int(), "again": torch.tensor([[False] * 6 + [True] * 6] * 2)}
+    probabilities = []
+    for extra in ({}, written):
+        for _ in range(30):
+            tokens = loop if not extra else torch.randint(50, (2, 12))
+            batch = {"tokens": tokens.int(), **extra}
+            loss, _ = module(batch, module.count(batch))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        probabilities.append(float(torch.softmax(module.model(loop).logits[0, 8], -1)[7]))
+    assert probabilities[0] > 0.95 > 0.2 > probabilities[1]
+
+
+def test_begin_with_another_model(run_main, trained, tmp_path):
+    """``init_from`` brings weights and tokenizer; a stage writes on with its own continuations."""
+    unlikelihood = (
+        "{ngram: 2, source: {source: stdlib, split: test, "
+        "answers: {prompts: 8, prompt_tokens: 16, new_tokens: 24, batch_size: 8}}}"
+    )
+    recipe = ROOT / "recipes/tiny-lm.yaml"
+    common = [f"run.output_dir={tmp_path}", *SMALL, f"init_from={trained}", "stages.0.optim.lr=1e-9"]
+    one_stage = f"stages=[{{name: a, max_length: 32, steps: 2, optim: {{lr: 1e-9}}, batch: {{sequences: 4}}, unlikelihood: {unlikelihood}}}]"  # noqa: E501
+    common = [c for c in common if not c.startswith("stages.")]
+    code, out, err = run_main(lm.main, recipe, *common, one_stage)
+    assert code == 0, err
+    assert "the model continues 8 prompts" in out
+    before = load_file(trained / "model.safetensors")
+    after = load_file(tmp_path / "tiny-lm" / "model.safetensors")
+    assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
+    assert (trained / "tokenizer.json").read_bytes() == (tmp_path / "tiny-lm" / "tokenizer.json").read_bytes()
+    metrics = [json.loads(line) for line in (tmp_path / "tiny-lm" / "metrics.jsonl").read_text().splitlines()]
+    assert "repetition_loss" in metrics[0]
+    code, _, err = run_main(lm.main, recipe, *common, one_stage, "run.name=y", "model.hidden_size=40")
+    assert code == 2 and err.startswith(f"error: init_from={trained}: its shape is not the recipe's model")
+    code, _, err = run_main(
+        lm.main, recipe, *common, one_stage, "run.name=z", "stages.0.unlikelihood.source.answers=null"
+    )
+    assert code == 2 and err.count("\n") == 1 and "source needs 'answers'" in err
 
 
 CHAT = [

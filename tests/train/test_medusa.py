@@ -319,7 +319,7 @@ def report(whole, run_main):
     prompts = whole / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate, "SIZES", (1, 2, 6, 12))
+        patch.setattr(calibrate, "SIZES", (2, 6, 12))
         assert run_main(calibrate.main, whole, "--nodes", "12")[::2] == (0, "")
     command = ["inference/decode.py", whole, "--prompts", prompts, "--max-new-tokens", "24", "--baseline", "all",
                "--check-lossless", "--repeat", "2", "--show", "1", "--threads", "1", "--report", whole]  # fmt: skip

@@ -1,0 +1,90 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from draftsmith.train.optim import MuonAdamW, make_optimizer
+from draftsmith.train.recipe import Optim
+
+
+class Tied(nn.Module):
+    """An embedding that is also the output layer, a matrix, a stack of matrices, a norm's weight, a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.inner = nn.Linear(4, 4)
+        self.stack = nn.Parameter(torch.randn(2, 4, 4) / 4)
+        self.norm = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def loss(self) -> torch.Tensor:
+        x = self.inner(self.embedding(torch.tensor([1, 2, 3]))) * self.norm @ self.stack[0] @ self.stack[1]
+        return nn.functional.cross_entropy(self.head(x), torch.tensor([2, 3, 4]))
+
+
+def names(module, group):
+    known = {p: n for n, p in module.named_parameters()}
+    return {known[p] for p in group["params"]}
+
+
+def test_muon_gets_the_matrices_and_adamw_the_rest():
+    module = Tied()
+    optimizer = make_optimizer(module, Optim(name="muon", lr=0.01, weight_decay=0.1))
+    matrices, rest, plain = optimizer.param_groups
+    assert names(module, matrices) == {"inner.weight"}
+    assert names(module, rest) == {"embedding.weight", "stack"}
+    assert names(module, plain) == {"inner.bias", "norm"}
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.1, 0.0]
+
+
+def test_each_part_steps_as_it_would_alone():
+    torch.manual_seed(0)
+    module, twin = Tied(), Tied()
+    twin.load_state_dict(module.state_dict())
+    optimizer = make_optimizer(module, Optim(name="muon", lr=0.01, weight_decay=0.1, betas=(0.9, 0.95)))
+    muon = torch.optim.Muon([twin.inner.weight], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [twin.embedding.weight, twin.stack], "weight_decay": 0.1},
+            {"params": [twin.inner.bias, twin.norm], "weight_decay": 0.0},
+        ],
+        lr=0.01, betas=(0.9, 0.95),
+    )  # fmt: skip
+    for rate in (0.01, 0.004, 0.002):
+        for group in (*optimizer.param_groups, *muon.param_groups, *adamw.param_groups):
+            group["lr"] = rate
+        for one, steps in ((module, [optimizer]), (twin, [muon, adamw])):
+            one.zero_grad()
+            one.loss().backward()
+            for step in steps:
+                step.step()
+    for (name, mine), theirs in zip(module.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6), name
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_loaded_state_goes_on_alike(name):
+    torch.manual_seed(0)
+    module = Tied()
+    optimizer = make_optimizer(module, Optim(name=name, lr=0.01, weight_decay=0.1))
+
+    def run(module, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            module.loss().backward()
+            optimizer.step()
+
+    run(module, optimizer)
+    other = Tied()
+    other.load_state_dict(module.state_dict())
+    resumed = make_optimizer(other, Optim(name=name, lr=0.01, weight_decay=0.1))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(module, optimizer)
+    run(other, resumed)
+    for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    if isinstance(resumed, MuonAdamW):
+        assert "momentum_buffer" in resumed.state[other.inner.weight]
