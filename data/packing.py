@@ -3,7 +3,11 @@
 Shape letters: S rows, T tokens in a row.
 """
 
-from collections.abc import Sequence
+import bisect
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,6 +30,105 @@ def pack(documents: Sequence[Sequence[int]], length: int, separator: int) -> tor
     if rows == 0:
         raise ValueError(f"the data set is empty: {len(stream)} tokens do not fill one row of {length}; add sources")
     return torch.tensor(stream[: rows * length], dtype=torch.int32).view(rows, length)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids and, for each, whether it is a label (the assistant's, or a document's)."""
+
+    ids: list[int]
+    supervised: list[bool]
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """Many samples, flat: sample i is ``[starts[i], starts[i + 1])`` of ``tokens`` int32 and ``supervised`` bool."""
+
+    tokens: np.ndarray
+    supervised: np.ndarray
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for part in (self.tokens, self.supervised, self.starts):
+            digest.update(np.ascontiguousarray(part).data)
+        return digest.hexdigest()
+
+    def without_label(self) -> int:
+        """How many samples have nothing supervised behind their first token."""
+        labels = self.supervised.copy()
+        labels[self.starts[:-1][np.diff(self.starts) > 0]] = False  # nothing predicts a first token
+        before = np.concatenate([[0], np.cumsum(labels)])
+        return int((np.diff(before[self.starts]) == 0).sum())
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample]) -> "Tokenized":
+        tokens, supervised, lengths = array("i"), bytearray(), [0]
+        for sample in samples:
+            tokens.extend(sample.ids)
+            supervised.extend(sample.supervised)
+            lengths.append(len(sample.ids))
+        marks = np.frombuffer(bytes(supervised), np.bool_)
+        return cls(np.asarray(tokens, np.int32), marks, np.cumsum(lengths, dtype=np.int64))
+
+
+class Rows:
+    """Samples as rows: of ``length`` tokens with several samples each if ``share`` (best fit, longest first), else of
+    one sample each and as long as the longest.
+
+    Raises:
+        ValueError: there is no sample, or one is longer than a row.
+    """
+
+    def __init__(self, samples: Tokenized, length: int, *, share: bool) -> None:
+        sizes = np.diff(samples.starts)
+        if len(sizes) == 0:
+            raise ValueError("the data set is empty; add sources")
+        if sizes.max() > length:
+            raise ValueError(f"a sample of {sizes.max()} tokens does not fit into rows of {length}")
+        self.samples, self.share = samples, share
+        self.length = length if share else int(sizes.max())
+        self.rows: list[list[int]] = [] if share else [[i] for i in range(len(sizes))]
+        room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+        for i in np.argsort(-sizes, kind="stable").tolist() if share else []:
+            place = bisect.bisect_left(room, (int(sizes[i]), -1))
+            free, row = room.pop(place) if place < len(room) else (length, len(self.rows))
+            if row == len(self.rows):
+                self.rows.append([])
+            self.rows[row].append(i)
+            bisect.insort(room, (free - int(sizes[i]), row))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, numbers: Sequence[int], length: int | None = None) -> dict[str, torch.Tensor]:
+        """The rows of these numbers, padded to ``length`` (T; the longest row's if left out).
+
+        Returns:
+            ``tokens [S, T]`` int32 (padding 0), ``supervised [S, T]`` bool, ``segment [S, T]`` int32 (1, 2, … by sample
+            in its row, 0 at padding), and where rows are shared ``positions [S, T]`` int64, which begin at 0 in every
+            segment: with them, and without a mask, ``transformers`` models keep the segments of a row apart.
+        """
+        length = self.length if length is None else length
+        shape = (len(numbers), length)
+        tokens, segment = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        supervised, positions = np.zeros(shape, bool), np.zeros(shape, np.int64)
+        for i, number in enumerate(numbers):
+            end = 0
+            for place, sample in enumerate(self.rows[number], 1):
+                part = slice(*self.samples.starts[sample : sample + 2])
+                begin, end = end, end + part.stop - part.start
+                tokens[i, begin:end] = self.samples.tokens[part]
+                supervised[i, begin:end] = self.samples.supervised[part]
+                segment[i, begin:end], positions[i, begin:end] = place, np.arange(end - begin)
+            positions[i, end:] = np.arange(length - end)
+        arrays = {"tokens": tokens, "supervised": supervised, "segment": segment}
+        if self.share:
+            arrays["positions"] = positions
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
 
 def schedule(sizes: Sequence[int], weights: Sequence[float], samples: int, seed: int) -> np.ndarray:

@@ -123,7 +123,7 @@ def write(path: Path, cut: list[Prompt]) -> None:
     os.replace(temporary, path)
 
 
-def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     folder = Path(name)
@@ -154,7 +154,7 @@ def main() -> None:
     if args.source != "stdlib" and not args.source.startswith("package:"):
         parser.error(f"source '{args.source}' is neither 'stdlib' nor 'package:NAME'")
     cut = prompts(
-        args.source, args.split, args.count, args.prompt_tokens, _load_tokenizer(args.tokenizer), args.seed
+        args.source, args.split, args.count, args.prompt_tokens, load_tokenizer(args.tokenizer), args.seed
     )  # fmt: skip
     write(args.out, cut)
     print(f"{args.out}: {len(cut)} prompts of {args.prompt_tokens} tokens from {len({p.source for p in cut})} modules")

@@ -55,13 +55,17 @@ def head_ranks(target: Target, heads: MedusaHeads, tokens: Tensor, supervised: T
         marks = supervised[start : start + batch_size]
         begins = torch.zeros_like(marks)
         begins[:, :-1] = marks[:, 1:]
+        reached = begins.clone()  # every token up to the label is the same answer's
         hidden = target.hidden(ids.to(target.device))[begins.to(target.device)]
         top = min(MAX_RANK, heads.config.vocab_size)
         features = heads.features(hidden.to(heads.weight.dtype))
         for k in range(num_heads):
             best = heads.head_logits(k, features[k], target.lm_head).topk(top, -1).indices.cpu()  # [P, top]
             label = torch.full(ids.shape, -1)
-            label[:, : max(0, length - k - 2)] = torch.where(marks[:, k + 2 :], ids[:, k + 2 :], -1)
+            reached[:, : max(0, length - k - 2)] &= marks[:, k + 2 :]
+            reached[:, max(0, length - k - 2) :] = False
+            label[:, : max(0, length - k - 2)] = ids[:, k + 2 :]
+            label = torch.where(reached, label, -1)
             label = label[begins]
             match = best == label[:, None]
             rank = torch.where(match.any(-1), match.int().argmax(-1), MAX_RANK)
@@ -110,6 +114,9 @@ def simulate(topology: Topology, ranks: Tensor) -> float:
             continue
         t, end = begins[0], begins[-1]
         while t <= end:
+            if row[t][0] < 0:  # between two answers, or an answer's last token
+                t += 1
+                continue
             accepted = 0
             while accepted < len(row[t]) and tuple(row[t][: accepted + 1]) in known:
                 accepted += 1
@@ -190,7 +197,7 @@ def main() -> None:
     if args.nodes is not None and args.nodes < 2:
         raise ValueError(f"--nodes {args.nodes}: a tree has at least 2 nodes, the root and one draft")
     folder, target, heads = load_heads(args.drafter, args.target, args.device, args.dtype)
-    stored = folder / "answers" / "validation" / "model.safetensors"
+    stored = folder / "held_out" / "model.safetensors"
     if args.prompts:
         from draftsmith.inference.decode import read_prompts
 
@@ -200,7 +207,7 @@ def main() -> None:
         check_safetensors(stored.parent)
         data = load_file(stored)
     else:
-        raise FileNotFoundError(f"{folder}: holds no held-out answers; pass --prompts FILE.jsonl to calibrate on")
+        raise FileNotFoundError(f"{folder}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on")
     ranks = head_ranks(target, heads, data["tokens"], data["supervised"])
     begins = ranks[..., 0] >= 0
     print(f"calibrating on {int(begins.sum()):,} positions of the target's own held-out text")

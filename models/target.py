@@ -156,9 +156,13 @@ class Target:
         ids = self.config.eos_token_id if ids is None else ids
         return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
-    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Last hidden states after the final norm, without a cache: ``[B, T]`` ids → ``[B, T, d]``."""
-        return self.decoder(input_ids=tokens, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Last hidden states after the final norm, without a cache: ``[B, T]`` ids → ``[B, T, d]``.
+
+        Args:
+            positions: ``[B, T]``; where they begin at 0 again, another sample begins, which does not see what precedes.
+        """
+        return self.decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The LM head with what some families do after it: ``[..., d] → [..., V]``."""

@@ -8,11 +8,13 @@ Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing len
 
 import argparse
 import copy
+import hashlib
+import itertools
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -21,7 +23,8 @@ from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.data import packing, sources
+from draftsmith.data import packing, sources, tokenized
+from draftsmith.data.chat import Completion, read_row
 from draftsmith.data.prompts import prompts
 from draftsmith.inference.answers import answer
 from draftsmith.models.artifact import provenance, write_model
@@ -183,7 +186,8 @@ def write_on(module: LanguageModel, tokenizer: PreTrainedTokenizerFast, ask: Unl
     """Greedy continuations by the model as it is: ``written [S, T]`` and ``again [S, T]`` of :func:`repeated`."""
     source, wanted = ask.source, ask.source.answers
     assert wanted is not None
-    found = prompts(source.source, source.split, wanted.prompts, wanted.prompt_tokens, tokenizer, seed)
+    split = cast(sources.Split, source.split)
+    found = prompts(source.source, split, wanted.prompts, wanted.prompt_tokens, tokenizer, seed)
     target = Target(copy.deepcopy(module.model).eval(), tokenizer, "the model in training", "")
     note = loop.Note(f"the model continues {len(found)} prompts from {source.source}", len(found))
     rows = answer(target, [p.tokens for p in found], wanted.new_tokens, wanted.batch_size, note.done)
@@ -209,14 +213,16 @@ def begin_with(model: LlamaForCausalLM, folder: Path) -> None:
 
 def texts(source: Source, tokenizer: PreTrainedTokenizerFast | None) -> Iterator[str]:
     """The documents of a source; chats are rendered by the template (without a tokenizer, their plain contents)."""
-    if source.form == "text":
-        yield from (document.text for document in sources.documents(source.source, source.split))
-        return
-    for chat in sources.dialogues(source.source, source.split):
-        if tokenizer is None:
-            yield from (message["content"] for message in chat)
+    for row in itertools.islice(tokenized.rows(source)[0], source.limit):
+        content = read_row(row)
+        if isinstance(content, str):
+            yield content
+        elif isinstance(content, Completion):
+            yield content.prompt + content.completion
+        elif tokenizer is None:
+            yield from (message["content"] for message in content)
         else:
-            yield str(tokenizer.apply_chat_template(chat, tokenize=False))
+            yield str(tokenizer.apply_chat_template(content, tokenize=False))
 
 
 def train_tokenizer(corpus: list[Source], vocab_size: int, max_position: int) -> PreTrainedTokenizerFast:
@@ -339,15 +345,15 @@ def main() -> None:
     with torch.no_grad():
         loss = evaluate(module)["validation_loss"]
     module.model.generation_config.eos_token_id = [end, end_of_turn]
-    used: list[tuple[str, sources.Split]] = [(s.source, s.split) for s in recipe.data.train]
+    texts_sha256 = [tokenized.rows(source)[1] for source in recipe.data.train]
     facts = {
         "command": command,
         "parameters": parameters,
         "init_from": recipe.init_from,
         "trained_tokens": trained,  # on top of init_from's
         "validation_loss": round(loss, 4),
-        "data_sha256": sources.fingerprint(used),
-        "licences": {s: sources.licence(s) for s, _ in used},
+        "data_sha256": hashlib.sha256(" ".join(texts_sha256).encode()).hexdigest(),
+        "licences": {source.source: sources.licence(source.source) for source in recipe.data.train},
     }
     write_model(folder, module.model, tokenizer, provenance(**facts))
     loop.console.print(f"done: {folder} (validation loss {loss:.3f}); try: python inference/decode.py none "

@@ -13,20 +13,24 @@ HEAD_DECAY = 0.8  # weight of Medusa head k in the loss: 0.8^k (arXiv 2401.10774
 LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that exist at one time; on a CPU, what malloc keeps and re-uses
 
 
-def shifted_labels(tokens: Tensor, supervised: Tensor, shift: int) -> Tensor:
+def shifted_labels(tokens: Tensor, supervised: Tensor, shift: int, segment: Tensor | None = None) -> Tensor:
     """Labels of a head that reads position t and predicts x_{t+shift}; −100 where there is none.
 
     Args:
         tokens: ``[B, T]`` token ids.
         supervised: ``[B, T]`` bool, True where the token itself may be a label (an answer's token, no padding).
         shift: 1 for the LM head, k + 1 for Medusa head k (arXiv 2401.10774 §2.1).
+        segment: ``[B, T]``, which sample of its row a token belongs to; no label crosses from one into the next.
 
     Returns:
         ``[B, T]`` int64 labels, aligned with the position that predicts them.
     """
     labels = torch.full(tokens.shape, -100, dtype=torch.int64, device=tokens.device)
     if shift < tokens.shape[1]:
-        labels[:, :-shift] = torch.where(supervised[:, shift:], tokens[:, shift:].long(), -100)
+        wanted = supervised[:, shift:]
+        if segment is not None:
+            wanted = wanted & (segment[:, shift:] == segment[:, :-shift])
+        labels[:, :-shift] = torch.where(wanted, tokens[:, shift:].long(), -100)
     return labels
 
 

@@ -12,15 +12,18 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import psutil
 import torch
+from filelock import FileLock
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from draftsmith.data import packing, sources
+from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.data.prompts import prompts
+from draftsmith.data.tokenized import tokenized
 from draftsmith.inference.answers import answer
 from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
 from draftsmith.models.artifact import provenance, read_json, write_drafter, write_json
@@ -32,6 +35,7 @@ from draftsmith.train.command import run_command
 from draftsmith.train.losses import HEAD_DECAY, chunked_cross_entropy, shifted_labels
 from draftsmith.train.recipe import Positive, Recipe, Section, Source, Stage, Target, read_recipe, write_recipe
 
+HELD_OUT = 256  # rows of each validation source that are kept
 SIMULATED_NODES = 16  # size of the tree whose τ chooses the best checkpoint
 
 
@@ -51,13 +55,16 @@ class MedusaRecipe(Recipe, Stage):
     @model_validator(mode="after")
     def _answers(self) -> "MedusaRecipe":
         for source in [*self.data.train, *self.data.validation]:
-            if source.answers is None:
+            answers, heads = source.answers, self.drafter.num_draft_heads
+            if answers is None:
+                continue
+            if answers.new_tokens < heads + 2:
+                raise ValueError(f"answers.new_tokens must exceed drafter.num_draft_heads + 1 = {heads + 1}")
+            if answers.prompt_tokens + answers.new_tokens > self.data.max_length:
                 raise ValueError(
-                    f"data source '{source.source}' needs 'answers': heads train on what the target writes"
+                    f"data.max_length={self.data.max_length} is less than the {answers.prompt_tokens} + "
+                    f"{answers.new_tokens} tokens of a prompt and its answer"
                 )
-            if source.answers.new_tokens < self.drafter.num_draft_heads + 2:
-                raise ValueError(f"answers.new_tokens must exceed drafter.num_draft_heads + 1 = "
-                                 f"{self.drafter.num_draft_heads + 1}")  # fmt: skip
         return self
 
 
@@ -71,8 +78,9 @@ class Medusa1(nn.Module):
 
     def labels(self, batch: loop.Batch) -> list[Tensor]:
         """Per head ``[B, T]``: head k reads position t and predicts x_{t+k+1}."""
-        tokens, supervised = batch["tokens"], batch["supervised"]
-        return [shifted_labels(tokens, supervised, k + 1) for k in range(1, self.heads.config.num_draft_heads + 1)]
+        tokens, supervised, segment = batch["tokens"], batch["supervised"], batch.get("segment")
+        heads = self.heads.config.num_draft_heads
+        return [shifted_labels(tokens, supervised, k + 1, segment) for k in range(1, heads + 1)]
 
     def count(self, batch: loop.Batch) -> Tensor:
         return torch.stack([(labels != -100).sum() for labels in self.labels(batch)])
@@ -82,7 +90,8 @@ class Medusa1(nn.Module):
             hidden = batch["hidden"]
         else:
             with torch.no_grad():
-                hidden = self.target.hidden(batch["tokens"].long())  # padding is behind every label; causal attention
+                # Padding is behind every label, and attention is causal.
+                hidden = self.target.hidden(batch["tokens"].long(), batch.get("positions"))
         labels = self.labels(batch)
         used = (torch.stack(labels) != -100).any(0)  # prompts and padding need no heads
         loss, metrics = hidden.new_zeros(()), {}
@@ -97,50 +106,69 @@ class Medusa1(nn.Module):
         return loss, metrics
 
 
-def continuations(recipe: MedusaRecipe, split: list[Source], target: LoadedTarget, path: Path) -> dict[str, Tensor]:
-    """The target's continuations for a list of sources; kept at ``path`` with what was asked, so that a resumed run
-    trains on the same and a changed recipe on its own."""
-    asked = {"target": target.fingerprint, "seed": recipe.run.seed, "sources": [s.model_dump() for s in split]}
-    note_of_it = path / "asked.json"
-    if (path / "model.safetensors").exists() and note_of_it.exists() and read_json(note_of_it) == asked:
-        return checkpoint.read_tensors(path)
-    note_of_it.unlink(missing_ok=True)
-    parts: list[dict[str, Tensor]] = []
-    for source in split:
-        assert source.answers is not None and target.tokenizer is not None
-        ask = source.answers
-        found = prompts(source.source, source.split, ask.prompts, ask.prompt_tokens, target.tokenizer, recipe.run.seed)
-        note = loop.Note(f"the target answers {len(found)} prompts from {source.source} ({source.split})", len(found))
-        parts.append(answer(target, [p.tokens for p in found], ask.new_tokens, ask.batch_size, note.done))
-        note.close()
-    length = max(part["tokens"].shape[1] for part in parts)
-    joined = {
-        key: torch.cat([nn.functional.pad(part[key], (0, length - part[key].shape[1])) for part in parts])
-        for key in parts[0]
-    }
-    checkpoint.write_tensors(path, joined)
-    write_json(note_of_it, asked)
-    return joined
+def answered(source: Source, target: LoadedTarget, seed: int, folder: Path) -> Tokenized:
+    """The target's continuations of prompts cut from a source; kept in ``folder`` with what was asked, so that a
+    resumed run trains on the same and a changed recipe on its own. One process makes them, the others wait."""
+    ask = source.answers
+    assert ask is not None and target.tokenizer is not None
+    asked = {"target": target.fingerprint, "seed": seed, "source": source.model_dump(exclude={"weight"})}
+    note_of_it = folder / "asked.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        if (folder / "model.safetensors").exists() and note_of_it.exists() and read_json(note_of_it) == asked:
+            made = checkpoint.read_tensors(folder)
+        else:
+            note_of_it.unlink(missing_ok=True)
+            split = cast(sources.Split, source.split)
+            found = prompts(source.source, split, ask.prompts, ask.prompt_tokens, target.tokenizer, seed)
+            note = loop.Note(f"the target answers {len(found)} prompts from {source.source} ({split})", len(found))
+            made = answer(target, [p.tokens for p in found], ask.new_tokens, ask.batch_size, note.done)
+            note.close()
+            checkpoint.write_tensors(folder, made)
+            write_json(note_of_it, asked)
+    return Tokenized.of(
+        Sample(row[: marks.rindex(True) + 1], marks[: marks.rindex(True) + 1])
+        for row, marks in zip(made["tokens"].tolist(), made["supervised"].tolist(), strict=True)
+    )
+
+
+def rows_of(recipe: MedusaRecipe, which: Literal["train", "validation"], target: LoadedTarget) -> list[Rows]:
+    """The rows of each source. Validation rows hold one sample each."""
+    found: list[Rows] = []
+    for number, source in enumerate(getattr(recipe.data, which)):
+        if source.answers is not None:
+            samples = answered(source, target, recipe.run.seed, recipe.run.folder / "answers" / f"{which}-{number}")
+        else:
+            assert target.tokenizer is not None
+            samples = tokenized(source, recipe.data, target.tokenizer)
+        labels = int(samples.supervised.sum())
+        loop.console.print(
+            f"  {source.source} ({source.split}): {len(samples)} samples, {len(samples.tokens):,} tokens, "
+            f"{labels / max(1, len(samples.tokens)):.0%} supervised"
+        )
+        found.append(Rows(samples, recipe.data.max_length, share=recipe.data.packing and which == "train"))
+    return found
 
 
 @torch.no_grad()
-def hidden_states(target: LoadedTarget, tokens: Tensor, dtype: torch.dtype, batch_size: int = 16) -> Tensor:
-    """The target's last hidden states of rows ``[S, T]``, on the CPU: ``[S, T, d]``.
+def hidden_states(target: LoadedTarget, rows: Rows, dtype: torch.dtype, batch_size: int = 16) -> Tensor:
+    """The target's last hidden states of all rows, on the CPU: ``[S, T, d]``.
 
     Raises:
         ValueError: they would not fit into this machine's free memory.
     """
-    wanted = tokens.numel() * target.hidden_size * dtype.itemsize
+    wanted = len(rows) * rows.length * target.hidden_size * dtype.itemsize
     free = psutil.virtual_memory().available
     if wanted > 0.8 * free:
         raise ValueError(
-            f"cache_hidden: the hidden states of {tokens.numel():,} tokens take {wanted / 1e9:.1f} GB, and "
+            f"cache_hidden: the hidden states of {len(rows)} rows take {wanted / 1e9:.1f} GB, and "
             f"{free / 1e9:.1f} GB of memory are free; leave cache_hidden off"
         )
-    kept = torch.empty(*tokens.shape, target.hidden_size, dtype=dtype)
-    for start in range(0, len(tokens), batch_size):
-        rows = tokens[start : start + batch_size].long().to(target.device)
-        kept[start : start + batch_size] = target.hidden(rows)
+    kept = torch.empty(len(rows), rows.length, target.hidden_size, dtype=dtype)
+    for start in range(0, len(rows), batch_size):
+        batch = rows.batch(range(start, min(start + batch_size, len(rows))))
+        batch = {key: value.to(target.device) for key, value in batch.items()}
+        kept[start : start + batch_size] = target.hidden(batch["tokens"].long(), batch.get("positions"))
     return kept
 
 
@@ -165,16 +193,22 @@ def main() -> None:
     if accelerator.is_main_process:
         write_recipe(recipe, folder / "recipe.yaml", command)
 
-    # Continuations are made once; the other processes wait and read them.
-    with accelerator.main_process_first():
-        train = continuations(recipe, recipe.data.train, target, folder / "answers" / "train")
-        held_out = continuations(recipe, recipe.data.validation, target, folder / "answers" / "validation")
+    train = rows_of(recipe, "train", target)
+    held_out_rows = rows_of(recipe, "validation", target)
+    longest = max(rows.length for rows in held_out_rows)
+    parts = [rows.batch(range(min(len(rows), HELD_OUT))) for rows in held_out_rows]
+    held_out = {
+        key: torch.cat([nn.functional.pad(part[key], (0, longest - part[key].shape[1])) for part in parts])
+        for key in ("tokens", "supervised")
+    }
+    if accelerator.is_main_process:
+        checkpoint.write_tensors(folder / "held_out", held_out)  # what calibrate.py counts on
     held_out = {key: value[: recipe.evaluate.sequences] for key, value in held_out.items()}
-    loop.console.print(f"{int(train['supervised'].sum()):,} supervised tokens, {len(train['tokens'])} sequences")
+    hidden: list[Tensor] = []
     if recipe.cache_hidden:
         dtype = torch.bfloat16 if recipe.precision.autocast == "bfloat16" else target.dtype
         with accelerator.autocast():
-            train["hidden"] = hidden_states(target, train["tokens"], dtype)
+            hidden = [hidden_states(target, rows, dtype) for rows in train]
 
     torch.manual_seed(recipe.run.seed)
     d = recipe.drafter
@@ -199,11 +233,19 @@ def main() -> None:
         folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "simulated_tau",
         ["medusa-1"], recipe.precision.compile,
     )  # fmt: skip
-    order = packing.schedule([len(train["tokens"])], [1.0], recipe.steps * recipe.batch.sequences, recipe.run.seed)
+    weights = [source.weight for source in recipe.data.train]
+    samples_needed = recipe.steps * recipe.batch.sequences
+    order = packing.schedule([len(rows) for rows in train], weights, samples_needed, recipe.run.seed)
 
     def samples(numbers: range) -> loop.Batch:
-        rows = torch.from_numpy(order[numbers.start : numbers.stop, 1])
-        return {key: value[rows] for key, value in train.items()}
+        chosen = order[numbers.start : numbers.stop].tolist()
+        longest = max(train[source].length for source, _ in chosen)
+        parts = [train[source].batch([row], longest) for source, row in chosen]
+        batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        if hidden:
+            kept = [hidden[source][row] for source, row in chosen]
+            batch["hidden"] = torch.stack([nn.functional.pad(h, (0, 0, 0, longest - len(h))) for h in kept])
+        return batch
 
     loop.fit(job, module, samples, recipe, "medusa-1")
     module.load_state_dict(loop.best_weights(job), strict=False)
@@ -211,7 +253,7 @@ def main() -> None:
         "command": command,
         "simulated_tau": job.best,
         "steps": recipe.steps,
-        "data_sha256": sources.fingerprint([(s.source, s.split) for s in recipe.data.train]),
+        "data_sha256": [rows.samples.sha256() for rows in train],
         "target_fingerprint": target.fingerprint,
     }
     if accelerator.is_main_process:

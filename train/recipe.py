@@ -48,26 +48,66 @@ class Answers(Section):
     batch_size: Positive = 64
 
 
-class Source(Section):
-    """Text from this machine: ``stdlib`` or ``package:NAME``, cut by hash of the module path into three splits."""
+LOCAL_FILES = (".json", ".jsonl", ".parquet", ".txt")
 
-    source: str
-    split: Literal["train", "validation", "test"] = "train"
+
+class Source(Section):
+    """Where samples come from."""
+
+    source: str = Field(
+        description="stdlib or package:NAME (text from this machine), a .json, .jsonl, .parquet or .txt file (one "
+        "document), or the Hub id of a data set; rows hold messages, conversations, prompt and completion, or text"
+    )
+    subset: str | None = Field(default=None, description="a Hub data set's configuration")
+    split: str = Field(default="train", description="stdlib and packages: train, validation or test, by module path")
+    limit: int | None = Field(default=None, gt=0, description="only the first so many rows")
     weight: float = Field(default=1.0, gt=0, description="relative share of the samples")
-    form: Literal["text", "chat"] = Field(default="text", description="whole files, or docstring → function dialogues")
+    form: Literal["text", "chat"] = Field(
+        default="text", description="stdlib and packages: whole files, or docstring → function dialogues"
+    )
     answers: Answers | None = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether it is text that every machine has, with splits by module path."""
+        return self.source == "stdlib" or self.source.startswith("package:")
+
+    @property
+    def is_file(self) -> bool:
+        return self.source.endswith(LOCAL_FILES)
 
     @model_validator(mode="after")
     def _known(self) -> "Source":
-        if self.source != "stdlib" and not re.fullmatch(r"package:[A-Za-z0-9_]+", self.source):
-            raise ValueError(f"source {self.source!r} is neither 'stdlib' nor 'package:NAME'")
+        if self.installed:
+            if self.source != "stdlib" and not re.fullmatch(r"package:[A-Za-z0-9_]+", self.source):
+                raise ValueError(f"source {self.source!r}: after 'package:' comes the name it is imported by")
+            if self.split not in ("train", "validation", "test"):
+                raise ValueError(
+                    f"source {self.source!r} has the splits train, validation and test, not {self.split!r}"
+                )
+            return self
+        if not self.is_file and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.source):
+            raise ValueError(
+                f"source {self.source!r} is neither 'stdlib', 'package:NAME', a file ({', '.join(LOCAL_FILES)}) nor a "
+                "data set's Hub id (USER/NAME)"
+            )
+        for name in ("answers", "form"):
+            if getattr(self, name) not in (None, "text"):
+                raise ValueError(f"source {self.source!r}: '{name}' is for stdlib and package:NAME")
         return self
 
 
 class Data(Section):
     train: list[Source] = Field(min_length=1)
     validation: list[Source] = Field(min_length=1)
-    max_length: Positive = 512
+    max_length: Positive = Field(default=512, description="tokens in a row; longer samples are cut")
+    packing: bool = Field(default=False, description="several samples to a row; they do not see each other")
+    template: str | None = Field(
+        default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
+    )
+    max_unsupervised: Share = Field(
+        default=0.1, description="share of samples without a label (cut before the assistant speaks) that is an error"
+    )
 
 
 class Optim(Section):

@@ -180,7 +180,7 @@ def test_calibrate_on_prompts(run_main, tiny_lm, tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "SIZES", (2, 6))
     code, _, err = run_main(calibrate.main, tmp_path)
     assert (code, err) == (
-        2, f"error: {tmp_path}: holds no held-out answers; pass --prompts FILE.jsonl to calibrate on\n"
+        2, f"error: {tmp_path}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on\n"
     )  # fmt: skip
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "import os"}\n{"messages": [{"role": "user", "content": "Write it."}]}\n')

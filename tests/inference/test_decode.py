@@ -288,8 +288,8 @@ def test_damaged_targets(run_main, drafter, prompts, tiny_lm, tmp_path):
 
 def test_damaged_answers(run_main, drafter, tmp_path):
     folder = shutil.copytree(drafter, tmp_path / "drafter")
-    (folder / "answers/validation").mkdir(parents=True)
-    stored = folder / "answers/validation/model.safetensors"
+    (folder / "held_out").mkdir(parents=True)
+    stored = folder / "held_out/model.safetensors"
     save_file({"tokens": torch.zeros(9, 9), "supervised": torch.zeros(9, 9)}, stored)
     truncate(stored.relative_to(folder), 400)(folder)
     one_line(run_main(calibrate.main, folder), f"{stored}: truncated (400 of")

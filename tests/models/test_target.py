@@ -27,6 +27,24 @@ def test_logits_are_the_models_own(make_target, family):
         assert (target.lm_head(hidden) - theirs).abs().max() > 0.5
 
 
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "cohere", "granite", "phi", "gpt_neox", "gpt2", "opt"]
+)
+@torch.no_grad()
+def test_packed_samples_do_not_see_each_other(make_target, family):
+    """Positions that begin anew part the samples of a row: their hidden states are those of each alone."""
+    target = make_target(family)
+    torch.manual_seed(5)
+    first, second = torch.randint(target.vocab_size, (1, 11)), torch.randint(target.vocab_size, (1, 14))
+    row = torch.cat([first, second, torch.zeros(1, 3, dtype=torch.int64)], 1)
+    positions = torch.cat([torch.arange(11), torch.arange(14), torch.arange(3)])[None]
+    hidden = target.hidden(row.repeat(2, 1), positions.repeat(2, 1))
+    for one in hidden:
+        torch.testing.assert_close(one[:11], target.hidden(first)[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one[11:25], target.hidden(second)[0], rtol=1e-4, atol=1e-4)
+    assert (hidden[0, 11:25] - target.hidden(row)[0, 11:25]).abs().max() > 1e-2, "without positions they would"
+
+
 def test_logits_that_are_not_the_lm_heads_are_refused(make_target):
     """A family that scales its logits in a way that nobody told us of."""
     target = make_target("granite")

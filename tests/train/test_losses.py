@@ -27,6 +27,14 @@ def test_shifted_labels(shift, length, dtype):
         assert labels.tolist() == expected
 
 
+def test_no_label_crosses_into_the_next_sample():
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    segment = torch.tensor([[1, 1, 1, 2, 2, 0]])
+    supervised = torch.tensor([[True] * 5 + [False]])
+    assert shifted_labels(tokens, supervised, 1, segment).tolist() == [[2, 3, -100, 5, -100, -100]]
+    assert shifted_labels(tokens, supervised, 2, segment).tolist() == [[3, -100, -100, -100, -100, -100]]
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 4, 23, 24, 25, None])
 def test_chunked_cross_entropy_is_cross_entropy(chunk):
     torch.manual_seed(0)

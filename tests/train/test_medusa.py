@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.train import medusa
@@ -127,6 +128,29 @@ def test_micro_batches_add_up(make_target):
         assert len({tuple(count) for count in counts}) == len(parts)
         torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
     assert module.count({key: value[2:3] for key, value in batch.items()}).tolist() == [2, 2, 2]
+
+
+def test_packed_rows_have_the_loss_of_their_samples(make_target):
+    """Neither attention, positions nor labels cross from one sample into the next."""
+    target = make_target("llama")
+    module = make_module(target)
+    torch.manual_seed(6)
+    samples = Tokenized.of(
+        Sample(torch.randint(1, target.vocab_size, (n,)).tolist(), [False] * 2 + [True] * (n - 2)) for n in (9, 5, 7, 6)
+    )
+    packed, apart = Rows(samples, 16, share=True), Rows(samples, 16, share=False)
+    assert len(packed) == 2 and len(apart) == 4
+    losses = []
+    for rows in (packed, apart):
+        batch = rows.batch(range(len(rows)))
+        loss, _ = module(batch, module.count(batch))
+        losses.append((float(loss.detach()), module.count(batch).tolist()))
+        with torch.no_grad():
+            batch["hidden"] = target.hidden(batch["tokens"].long(), batch.get("positions"))
+        assert float(module(batch, module.count(batch))[0].detach()) == pytest.approx(losses[-1][0], rel=1e-5)
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5) and losses[0][1] == losses[1][1] == [19, 15, 11]
+    crossing = {key: value for key, value in packed.batch([0, 1]).items() if key in ("tokens", "supervised")}
+    assert module.count(crossing).tolist() != losses[0][1], "without segments labels would cross"
 
 
 # ---- the commands
@@ -287,10 +311,33 @@ def test_answers_belong_to_what_was_asked(recipe, run_main, monkeypatch):
     answers = recipe.parent / "asked/answers"
     before = files(answers)
     code, out, _ = run_main(medusa.main, *run, "data.train.0.answers.prompts=5")
-    assert code == 0 and " 5 sequences" in out and "answers 5 prompts" in out
+    assert code == 0 and " 5 samples" in out and "answers 5 prompts" in out
     assert "answers 8 prompts" not in out, "the held-out ones are as they were"
     after = files(answers)
-    assert {path.parts[0] for path in before if before[path] != after[path]} == {"train"}
+    assert {path.parts[0] for path in before if before[path] != after[path]} == {"train-0"}
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_chats_from_a_file(recipe, run_main, tmp_path, monkeypatch, packing):
+    """Heads learn from other people's chats; a kept hidden state is the one that would be computed."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    chats = [
+        [{"role": "user", "content": f"Count from {n}."}, {"role": "assistant", "content": f"{n} {n + 1} {n + 2} " * 3}]
+        for n in range(40)
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    taus = []
+    for cached in ("false", "true"):
+        name = f"run.name=chats-{packing}-{cached}"
+        code, out, err = run_main(
+            medusa.main, recipe, name, f"data.train=[{{source: {path}}}]",
+            f"data.validation=[{{source: {path}, limit: 9}}]", "data.max_length=100", f"data.packing={packing}", f"cache_hidden={cached}", "steps=10",
+        )  # fmt: skip
+        assert code == 0, err
+        assert "40 samples" in out and "9 samples" in out
+        taus.append(metrics(recipe.parent / name[9:], "loss"))
+    assert taus[0] == pytest.approx(taus[1], rel=1e-4)
 
 
 def test_a_finished_run_is_left_alone(recipe, whole, run_main):
@@ -379,7 +426,7 @@ def test_the_report_adds_up(report):
     "overrides, message",
     [
         (["drafter.num_heads=3"], "unknown key 'drafter.num_heads'; nearest valid key: drafter.num_draft_heads"),
-        (["data.train.0.answers=null"], "needs 'answers': heads train on what the target writes"),
+        (["data.max_length=20"], "data.max_length=20 is less than the 12 + 24 tokens of a prompt and its answer"),
         (["data.train.0.answers.new_tokens=4"], "answers.new_tokens must exceed drafter.num_draft_heads + 1 = 4"),
         (["target.name=/nowhere/at/all"], "'/nowhere/at/all': there is no such folder"),
         (["target.name=TRUNCATED"], "model.safetensors: truncated ("),

@@ -1,0 +1,99 @@
+"""Look at a recipe's data before training on it: samples with what is supervised in colour, lengths, shares.
+
+    python data/preview.py recipes/tiny-medusa.yaml                      # three samples of each source
+    python data/preview.py recipes/x.yaml --count 10 --validation        # ten of the validation sources
+    python data/preview.py recipes/x.yaml data.max_length=1024           # with a field changed
+
+Supervised tokens are green and underlined on a terminal, and stand between ⟦ and ⟧ elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import ConfigDict
+from rich.console import Console
+from rich.text import Text
+
+from draftsmith.data.packing import Tokenized
+from draftsmith.train.command import run_command
+from draftsmith.train.recipe import Recipe, Target, read_recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PreviewRecipe(Recipe):
+    """Any script's recipe: only what the data needs is read; the script itself checks the rest."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+    target: Target | None = None
+
+
+def show(samples: Tokenized, number: int, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:
+    """One sample as text; runs of supervised tokens are decoded together, so that no character is torn."""
+    part = slice(*samples.starts[number : number + 2])
+    ids, marks = samples.tokens[part], samples.supervised[part]
+    text = Text()
+    borders = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(ids)] if len(ids) else []
+    for begin, end in itertools.pairwise(borders):
+        run = str(tokenizer.decode(ids[begin:end].tolist(), clean_up_tokenization_spaces=False))
+        if marks[begin] and colour:
+            text.append(run, "green underline")
+        else:
+            text.append(f"⟦{run}⟧" if marks[begin] else run)
+    return text
+
+
+def summary(samples: Tokenized, max_length: int) -> str:
+    """Counts, lengths and shares in two lines."""
+    sizes = np.diff(samples.starts)
+    low, middle, high = np.percentile(sizes, [5, 50, 95]).astype(int)
+    cut, without = (sizes == max_length).mean(), samples.without_label()
+    return (
+        f"{len(samples):,} samples, {len(samples.tokens):,} tokens, "
+        f"{samples.supervised.mean():.1%} supervised; {without} samples without a label\n"
+        f"lengths: 5 % below {low}, half below {middle}, 95 % below {high}, longest {sizes.max()}; "
+        f"{cut:.1%} fill max_length={max_length} (cut, if longer)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="a YAML file in recipes/")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument("--count", type=int, default=3, help="samples of each source (default 3)")
+    parser.add_argument("--validation", action="store_true", help="the validation sources instead of the training ones")
+    parser.add_argument("--tokenizer", help="a folder or Hub id; the recipe's target if left out")
+    args = parser.parse_intermixed_args()
+    recipe = read_recipe(args.recipe, PreviewRecipe, args.overrides)
+    name = args.tokenizer or (recipe.target.name if recipe.target else None)
+    if name is None:
+        raise ValueError(f"{args.recipe} has no target whose tokenizer could be used; pass --tokenizer FOLDER")
+
+    from draftsmith.data.prompts import load_tokenizer
+    from draftsmith.data.tokenized import tokenized
+
+    tokenizer = load_tokenizer(name)
+    console = Console(highlight=False, soft_wrap=True)
+    for source in recipe.data.validation if args.validation else recipe.data.train:
+        console.print(f"\n── {source.source} ({source.split}), weight {source.weight:g}", style="bold")
+        if source.answers is not None:
+            ask = source.answers
+            console.print(
+                f"the target itself answers {ask.prompts} prompts of {ask.prompt_tokens} tokens with up to "
+                f"{ask.new_tokens} tokens, all of them supervised; they exist once training has begun"
+            )
+            continue
+        samples = tokenized(source, recipe.data, tokenizer)
+        console.print(summary(samples, recipe.data.max_length))
+        for number in np.linspace(0, len(samples) - 1, min(args.count, len(samples))).astype(int).tolist():
+            console.print(f"\n· sample {number + 1}", style="bold")
+            console.print(show(samples, number, tokenizer, console.is_terminal))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,186 @@
+"""What is supervised, read as a person would mark it: ⟦ ⟧ around it."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from draftsmith.data.chat import Completion, encode, read_row
+
+ROOT = Path(__file__).parents[2]
+SPECIAL = {
+    "vicuna": ["</s>"],
+    "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "qwen3": ["<|im_start|>", "<|im_end|>"],
+    "mistral": ["<s>", "</s>"],
+    "chatml": ["<|im_start|>", "<|im_end|>"],
+}
+ENDS = {"vicuna": "</s>", "llama3": "<|eot_id|>", "qwen3": "<|im_end|>", "mistral": "</s>", "chatml": "<|im_end|>"}
+CHAT = [
+    {"role": "user", "content": "Add 1 and 2."},
+    {"role": "assistant", "content": "3, I think."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes: naïve 日本."},
+]
+
+
+def tokenizer_of(name, template=True):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny-lm")
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[name]})
+    tokenizer.eos_token = ENDS[name]
+    tokenizer.bos_token = SPECIAL[name][0]
+    folder = ROOT / ("recipes/templates" if name == "vicuna" else "tests/data/templates")
+    tokenizer.chat_template = (folder / f"{name}.jinja").read_text() if template else None
+    return tokenizer
+
+
+def marked(sample, tokenizer):
+    text, places = "", range(len(sample.ids))
+    for supervised, run in itertools.groupby(places, lambda i: sample.supervised[i]):
+        part = tokenizer.decode([sample.ids[i] for i in run])
+        text += f"⟦{part}⟧" if supervised else part
+    return text
+
+
+SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        (
+            "vicuna",
+            f"{SYSTEM} USER: Add 1 and 2. ASSISTANT:⟦ 3, I think.</s>⟧ USER: Sure? ASSISTANT:⟦ Yes: naïve 日本.</s>⟧",
+        ),
+        (
+            "llama3",
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nAdd 1 and 2.<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n⟦3, I think.<|eot_id|>⟧"
+            "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Yes: naïve 日本.<|eot_id|>⟧",
+        ),
+        (
+            "qwen3",  # an earlier turn, once history, is rendered otherwise than it was written
+            "<|im_start|>user\nAdd 1 and 2.<|im_end|>\n<|im_start|>assistant\n3, I think.<|im_end|>\n"
+            "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+            "⟦<think>\n\n</think>\n\nYes: naïve 日本.<|im_end|>⟧\n",
+        ),
+        (
+            "mistral",
+            "<s>[INST] Add 1 and 2. [/INST]⟦ 3, I think.</s>⟧[INST] Sure? [/INST]⟦ Yes: naïve 日本.</s>⟧",
+        ),
+        (
+            "chatml",
+            "<|im_start|>user\nAdd 1 and 2.<|im_end|>\n<|im_start|>assistant\n⟦3, I think.<|im_end|>⟧\n"
+            "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n⟦Yes: naïve 日本.<|im_end|>⟧\n",
+        ),
+    ],
+)
+def test_what_a_person_would_mark(name, text):
+    tokenizer = tokenizer_of(name)
+    assert marked(encode(CHAT, tokenizer, None, 10_000), tokenizer) == text
+
+
+def test_thinking_is_supervised_where_it_is_kept():
+    tokenizer = tokenizer_of("qwen3")
+    chat = [CHAT[0], {"role": "assistant", "content": "<think>\n1 + 2\n</think>\n\n3"}]
+    assert marked(encode(chat, tokenizer, None, 10_000), tokenizer) == (
+        "<|im_start|>user\nAdd 1 and 2.<|im_end|>\n<|im_start|>assistant\n⟦<think>\n1 + 2\n</think>\n\n3<|im_end|>⟧\n"
+    )
+
+
+def test_marks_and_comparison_agree():
+    """The bundled target's template has generation marks; without them its renderings are compared."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny-lm")
+    by_marks = encode(CHAT, tokenizer, None, 10_000)
+    plain = tokenizer.chat_template.replace("{% generation %}", "{% if true %}").replace("endgeneration", "endif")
+    assert plain != tokenizer.chat_template
+    assert encode(CHAT, tokenizer, plain, 10_000) == by_marks
+    assert "⟦3, I think.<|end|>⟧" in marked(by_marks, tokenizer)
+
+
+def test_cut_not_dropped():
+    tokenizer = tokenizer_of("chatml")
+    whole = encode(CHAT, tokenizer, None, 10_000)
+    first = whole.supervised.index(True)
+    for length in (first, first + 1, first + 3):
+        cut = encode(CHAT, tokenizer, None, length)
+        assert (cut.ids, cut.supervised) == (whole.ids[:length], whole.supervised[:length])
+        assert sum(cut.supervised) == length - first
+
+
+def test_documents_and_completions():
+    tokenizer = tokenizer_of("chatml", template=False)
+    document = encode("import os\n", tokenizer, None, 100)
+    assert marked(document, tokenizer) == "⟦import os\n⟧"
+    completion = encode(Completion("def f(", "x): pass"), tokenizer, None, 100)
+    assert marked(completion, tokenizer) == "def f(⟦x): pass<|im_end|>⟧"
+
+
+# ---- rows
+
+SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in CHAT]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT},
+        {"messages": [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in CHAT]},
+        {"conversations": SHAREGPT},
+        {"conversations": CHAT, "id": 7},
+        {"prompt": CHAT[:3], "completion": CHAT[3:]},
+        {"conversations": [{"from": "gpt", "value": "cut off"}, *SHAREGPT]},
+        {"messages": CHAT, "prompt": None, "completion": None, "text": None},
+    ],
+)  # fmt: skip
+def test_formats(row):
+    assert read_row(row) == CHAT
+
+
+def test_plain_formats():
+    assert read_row({"text": "x", "messages": None}) == "x"
+    assert read_row({"prompt": "a", "completion": "b"}) == Completion("a", "b")
+    system = {"role": "system", "content": "s"}
+    assert read_row({"messages": [system, {"role": "assistant", "content": "hi"}, *CHAT]}) == [system, *CHAT]
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"question": 1, "answer": 2}, "it has question, answer; needed is one of messages, conversations, prompt and"),
+        ({"messages": "hello"}, "its turns are no list"),
+        ({"messages": [{"role": "user"}]}, "turn 1 has no 'role' or no 'content'"),
+        ({"conversations": [{"from": "human", "value": "x"}, {"from": "bot", "value": "y"}]}, "turn 2 is from 'bot'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "turn 1: its 'content' is no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "its 'content' is no text"),
+    ],
+)
+def test_bad_rows(row, message):
+    with pytest.raises(ValueError, match=message):
+        read_row(row)
+
+
+# ---- what cannot be told
+
+
+def test_no_template_is_an_error():
+    with pytest.raises(ValueError, match=r"has no chat template; give the recipe a data.template"):
+        encode(CHAT, tokenizer_of("vicuna", template=False), None, 100)
+
+
+def test_a_template_that_thinks_ahead_is_an_error():
+    """The prompt opens a thinking block that the stored answer does not have: no guess, and no mask of ones."""
+    template = tokenizer_of("chatml").chat_template.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
+    with pytest.raises(ValueError, match=r"assistant's part cannot be found; give the recipe a data.template"):
+        encode(CHAT, tokenizer_of("chatml"), template, 100)
+
+
+def test_a_template_that_refuses_a_chat():
+    chat = [{"role": "system", "content": "x"}, *CHAT]
+    with pytest.raises(ValueError, match="refuses this chat: only user and assistant roles"):
+        encode(chat, tokenizer_of("mistral"), None, 100)

@@ -1,0 +1,57 @@
+import json
+
+import pytest
+import yaml
+
+from draftsmith.data import preview
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch, tiny_lm):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    chat = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "naïve 日本"}]
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 4)
+    content = {
+        "run": {"name": "x"},
+        "target": {"name": str(tiny_lm)},
+        "drafter": {"anything": "the script checks this"},
+        "data": {
+            "train": [
+                {"source": str(tmp_path / "a.jsonl")},
+                {"source": "stdlib", "answers": {"prompts": 7, "prompt_tokens": 9, "new_tokens": 11}},
+            ],
+            "validation": [{"source": "stdlib", "split": "test"}],
+        },
+    }
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_preview(recipe, run_main):
+    code, out, err = run_main(preview.main, recipe, "--count", 2)
+    assert (code, err) == (0, "")
+    assert "4 samples, " in out and "0 samples without a label" in out
+    assert out.count("<|user|>\nOne?<|end|>\n<|assistant|>\n⟦naïve 日本<|end|>⟧") == 2
+    assert "the target itself answers 7 prompts of 9 tokens with up to 11 tokens" in out
+
+
+def test_validation_and_overrides(recipe, run_main):
+    code, out, _ = run_main(preview.main, recipe, "--validation", "--count", 1, "data.max_length=16")
+    assert code == 0 and "100.0% supervised" in out and "longest 16" in out and out.count("· sample") == 1
+
+
+def test_a_recipe_without_a_target(recipe, run_main, tiny_lm):
+    content = yaml.safe_load(recipe.read_text())
+    del content["target"]
+    recipe.write_text(yaml.safe_dump(content))
+    code, _, err = run_main(preview.main, recipe)
+    assert (
+        code == 2 and err == f"error: {recipe} has no target whose tokenizer could be used; pass --tokenizer FOLDER\n"
+    )
+    assert run_main(preview.main, recipe, "--tokenizer", tiny_lm)[0] == 0
+
+
+def test_bad_recipe(recipe, run_main):
+    code, _, err = run_main(preview.main, recipe, "data.max_lenght=3")
+    assert code == 2 and "nearest valid key: data.max_length" in err
