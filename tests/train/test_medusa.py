@@ -330,10 +330,9 @@ def test_chats_from_a_file(recipe, run_main, tmp_path, monkeypatch, packing):
     taus = []
     for cached in ("false", "true"):
         name = f"run.name=chats-{packing}-{cached}"
-        code, out, err = run_main(
-            medusa.main, recipe, name, f"data.train=[{{source: {path}}}]",
-            f"data.validation=[{{source: {path}, limit: 9}}]", "data.max_length=100", f"data.packing={packing}", f"cache_hidden={cached}", "steps=10",
-        )  # fmt: skip
+        sources = [f"data.train=[{{source: {path}}}]", f"data.validation=[{{source: {path}, limit: 9}}]"]
+        options = ["data.max_length=100", f"data.packing={packing}", f"cache_hidden={cached}", "steps=10"]
+        code, out, err = run_main(medusa.main, recipe, name, *sources, *options)
         assert code == 0, err
         assert "40 samples" in out and "9 samples" in out
         taus.append(metrics(recipe.parent / name[9:], "loss"))
