@@ -1,6 +1,6 @@
 """Pre-train a small causal LM from scratch: the demo's target, and starting points for small speculative models.
 
-    accelerate launch train/lm.py recipes/tiny-lm.yaml [section.field=value ...] [--resume | --restart]
+    accelerate launch train/lm.py recipes/tiny-lm.yaml [section.field=value ...] [--tiny] [--resume | --restart]
 
 Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing length. The run folder opens with
 ``AutoModelForCausalLM`` and ``AutoTokenizer``.
@@ -34,6 +34,7 @@ from draftsmith.train import checkpoint, loop
 from draftsmith.train.command import run_command
 from draftsmith.train.losses import HEAD_DECAY, chunked_cross_entropy, shifted_labels
 from draftsmith.train.recipe import Positive, Recipe, Section, Share, Source, Stage, read_recipe, write_recipe
+from draftsmith.train.tiny import tiny
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
@@ -255,13 +256,16 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example stages.0.steps=20")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--restart", action="store_true", help="begin anew, deleting earlier checkpoints of this run")
+    parser.add_argument("--tiny", action="store_true", help="two steps of every stage with a far smaller model")
     args = parser.parse_intermixed_args()
     command = "accelerate launch train/lm.py " + shlex.join(sys.argv[1:])
     recipe = read_recipe(args.recipe, LmRecipe, args.overrides)
+    if args.tiny:
+        recipe = tiny(recipe)
     folder = recipe.run.folder
     accelerator = loop.make_accelerator(recipe.precision)
     with accelerator.main_process_first():
-        resume = loop.open_run(folder, args.resume, args.restart)
+        resume = loop.open_run(folder, args.resume, args.restart or args.tiny)
     if accelerator.is_main_process:
         write_recipe(recipe, folder / "recipe.yaml", command)
 

@@ -1,6 +1,6 @@
 """Train Medusa heads on a frozen target (Medusa-1, arXiv 2401.10774 §2.2.1).
 
-    accelerate launch train/medusa.py recipes/tiny-medusa.yaml [section.field=value ...] [--resume | --restart]
+    accelerate launch train/medusa.py recipes/tiny-medusa.yaml [section.field=value ...] [--tiny] [--resume | --restart]
 
     loss = Σ_k 0.8^k · CE(head_k(h_t), x_{t+k+1}),   h_t the target's last hidden state
 
@@ -34,6 +34,7 @@ from draftsmith.train import checkpoint, loop
 from draftsmith.train.command import run_command
 from draftsmith.train.losses import HEAD_DECAY, chunked_cross_entropy, shifted_labels
 from draftsmith.train.recipe import Positive, Recipe, Section, Source, Stage, Target, read_recipe, write_recipe
+from draftsmith.train.tiny import tiny, write_target
 
 HELD_OUT = 256  # rows of each validation source that are kept
 SIMULATED_NODES = 16  # size of the tree whose τ chooses the best checkpoint
@@ -178,14 +179,19 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example optim.lr=1e-3")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--restart", action="store_true", help="begin anew, deleting earlier checkpoints of this run")
+    parser.add_argument("--tiny", action="store_true", help="two steps on a small random target and bundled samples")
     args = parser.parse_intermixed_args()
     command = "accelerate launch train/medusa.py " + shlex.join(sys.argv[1:])
     recipe = read_recipe(args.recipe, MedusaRecipe, args.overrides)
+    if args.tiny:
+        recipe = tiny(recipe)
     folder = recipe.run.folder
     t = recipe.target
     accelerator = loop.make_accelerator(recipe.precision)
     with accelerator.main_process_first():
-        resume = loop.open_run(folder, args.resume, args.restart)
+        resume = loop.open_run(folder, args.resume, args.restart or args.tiny)
+        if args.tiny and accelerator.is_main_process:
+            write_target(t)
     device = str(accelerator.device)
     target = load_target(
         t.name, revision=t.revision, dtype=t.dtype, device=device, trust_remote_code=t.trust_remote_code

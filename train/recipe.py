@@ -35,6 +35,9 @@ class Run(Section):
 class Target(Section):
     name: str = Field(description="a folder or a Hub id")
     revision: str | None = None
+    model_type: str | None = Field(
+        default=None, description="the target's family (llama, qwen3, …), so that --tiny and --dry-run need no download"
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     trust_remote_code: bool = False
 

@@ -1,0 +1,86 @@
+"""``--tiny``: any recipe through its real command in seconds, offline: a small random target of the same family,
+bundled samples, two steps. It proves that the recipe runs, nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from draftsmith.models.artifact import provenance, read_json, write_model
+from draftsmith.models.target import resolve_folder
+from draftsmith.train.recipe import R, Target
+
+STEPS, LENGTH = 2, 96
+_BUNDLED = "models/tiny-lm"  # its tokenizer serves every tiny target
+_SAMPLES = Path(__file__).resolve().parent.parent / "data" / "samples.jsonl"
+_SHAPE = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def tiny(recipe: R) -> R:
+    """The same recipe, small: target, data, lengths and steps; everything else is as it was. Its run is ``NAME-tiny``.
+
+    Raises:
+        ValueError: the recipe does not say its target's ``model_type``.
+    """
+    small: dict[str, Any] = recipe.model_dump()
+    small["run"]["name"] += "-tiny"
+    folder = Path(small["run"]["output_dir"]) / small["run"]["name"]
+    small["data"]["max_length"] = LENGTH
+    for source in (*small["data"]["train"], *small["data"]["validation"]):
+        if source["answers"]:
+            source["answers"] |= {"prompts": 8, "prompt_tokens": 16, "new_tokens": 16, "batch_size": 8}
+        elif "target" in small:
+            source |= {"source": str(_SAMPLES), "split": "train", "subset": None, "form": "text", "limit": None}
+        else:
+            source["split"] = "test"  # the smallest
+    small["checkpoint"] |= {"every": 1}
+    small["evaluate"] |= {"every": STEPS, "sequences": 4}
+    small["precision"] |= {"autocast": "none", "compile": False}
+    for stage in small.get("stages", [small]):
+        stage |= {"steps": STEPS, "batch": {"sequences": 4, "accumulate": 1}}
+        if "max_length" in stage:
+            stage["max_length"] = LENGTH
+        if stage.get("unlikelihood"):
+            stage["unlikelihood"]["source"]["answers"] |= {"prompts": 8, "prompt_tokens": 16, "new_tokens": 16}
+    if "model" in small:
+        small["model"] |= {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+        small["model"] |= {"intermediate_size": 48, "max_position_embeddings": 512, "vocab_size": 512}
+        small["init_from"] = None
+    if "target" in small:
+        small["target"] |= {"model_type": _model_type(small["target"]), "revision": None, "trust_remote_code": False}
+        small["target"]["name"] = str(folder / "tiny-target")
+    return type(recipe).model_validate(small)
+
+
+def _model_type(target: dict[str, Any]) -> str:
+    if target["model_type"]:
+        return str(target["model_type"])
+    try:
+        return str(read_json(resolve_folder(target["name"]) / "config.json")["model_type"])
+    except (FileNotFoundError, KeyError):
+        raise ValueError(
+            f"--tiny has to know the family of target '{target['name']}'; set target.model_type (llama, qwen3, …)"
+        ) from None
+
+
+def write_target(target: Target) -> None:
+    """The random model of two layers that a tiny recipe's target names, with the bundled tokenizer.
+
+    Raises:
+        ValueError: the family has no small form.
+    """
+    folder, model_type = Path(target.name), str(target.model_type)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_folder(_BUNDLED))
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eos_token_id)
+    try:
+        config = AutoConfig.for_model(model_type, vocab_size=len(tokenizer), **ids, **_SHAPE)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--tiny: no small target of the family '{model_type}' can be made ({error})") from None
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_model(folder, model, tokenizer, provenance(command="--tiny"))
