@@ -14,10 +14,10 @@ of the chat that end before and behind each of its turns. Where neither works it
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from draftsmith.data.packing import Sample
 
@@ -98,7 +98,8 @@ def encode(
         sample = Sample(ids, [True] * len(ids))
     elif isinstance(content, Completion):
         before, behind = _ids(tokenizer, content.prompt), _ids(tokenizer, content.completion)
-        behind = behind + [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else behind
+        if tokenizer.eos_token_id is not None:
+            behind.append(cast(int, tokenizer.eos_token_id))
         sample = Sample(before + behind, [False] * len(before) + [True] * len(behind))
     else:
         sample = _encode_chat(content, tokenizer, template)
@@ -106,7 +107,7 @@ def encode(
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return list(cast(list[int], tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
 
 
 def _encode_chat(chat: list[Message], tokenizer: PreTrainedTokenizerBase, template: str | None) -> Sample:
@@ -118,8 +119,11 @@ def _encode_chat(chat: list[Message], tokenizer: PreTrainedTokenizerBase, templa
                          "convert it to a fast one (tokenizer.json)")  # fmt: skip
     if _GENERATION.search(used):
         try:
-            found = tokenizer.apply_chat_template(
-                chat, chat_template=used, return_dict=True, return_assistant_tokens_mask=True
+            found = cast(
+                BatchEncoding,
+                tokenizer.apply_chat_template(
+                    chat, chat_template=used, return_dict=True, return_assistant_tokens_mask=True
+                ),
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses this chat: {error}") from None

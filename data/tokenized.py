@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,9 +68,9 @@ def rows(source: Source) -> tuple[Iterator[dict[str, Any]], str]:
         if source.is_file:
             builder = _BUILDERS[Path(source.source).suffix]
             found = datasets.load_dataset(builder, data_files=source.source, split="train")
-            return iter(found), known
+            return iter(cast(Iterable[dict[str, Any]], found)), known
         found = datasets.load_dataset(source.source, source.subset, split=source.split)
-        return iter(found), found._fingerprint
+        return iter(cast(Iterable[dict[str, Any]], found)), str(getattr(found, "_fingerprint", found))
     except Exception as error:  # datasets raises a dozen unrelated types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(f"data source '{source.source}' (split {source.split}): cannot be read ({reason})") from None

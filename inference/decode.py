@@ -348,6 +348,10 @@ def main() -> None:
         if not os.access(args.report, os.W_OK):
             raise ValueError(f"--report {args.report}: cannot write here; choose another folder")
     given = read_prompts(args.prompts) if args.prompts else []
+    if args.prompt is not None and (args.report or args.check_lossless):  # to be measured, not only read
+        given, args.show = [Prompt(str(args.prompt))], max(args.show, 1)
+    elif args.interactive and (args.report or args.check_lossless):
+        raise ValueError("--interactive measures nothing; leave out --report and --check-lossless, or use --prompts")
 
     target: Target | None = None
     drafters: list[Drafter | None] = []
@@ -355,22 +359,22 @@ def main() -> None:
         target, drafter = load_drafter(name, target, args)
         drafters.append(drafter)
     assert target is not None
-    if not args.prompts:
+    if not given:
         if len(drafters) > 1:
             raise ValueError("--prompt and --interactive take one DRAFTER; compare several with --prompts")
         decoder = SpeculativeDecoder(target, drafters[0])
         if args.interactive:
             interact(decoder, args)
         else:
-            stream(decoder, Prompt(args.prompt).encode(target), args)
+            stream(decoder, Prompt(str(args.prompt)).encode(target), args)
         return
 
     prompts = [prompt.encode(target) for prompt in given]
     for number, prompt in enumerate(prompts, 1):
         if not 0 < len(prompt) < target.context:
             raise ValueError(
-                f"{args.prompts}: prompt {number} has {len(prompt)} tokens; give it at least one, and at most "
-                f"{target.context - 1}: the target's context of {target.context} holds prompt and answer"
+                f"{args.prompts or '--prompt'}: prompt {number} has {len(prompt)} tokens; give it at least one, and at "
+                f"most {target.context - 1}: the target's context of {target.context} holds prompt and answer"
             )
     reports, outputs = evaluate(args.drafters, target, drafters, prompts, args)
     for number in range(min(args.show, len(prompts))):

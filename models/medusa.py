@@ -40,6 +40,10 @@ class MedusaConfig:
         return asdict(self)
 
 
+def _project(features: Tensor, lm_head: nn.Module) -> Tensor:
+    return lm_head(features.to(next(lm_head.parameters()).dtype))  # heads train in float32 beside a bfloat16 target
+
+
 class MedusaHeads(nn.Module):
     """All K heads, their weights stacked so that one batched product serves them all.
 
@@ -104,11 +108,13 @@ class MedusaHeads(nn.Module):
 
     def head_logits(self, head: int, feature: Tensor, lm_head: nn.Module) -> Tensor:
         """The projection of one head: ``[P, d] → [P, V]``."""
-        return lm_head(feature) if self.projection is None else F.linear(feature, self.projection[head])
+        if self.projection is None:
+            return _project(feature, lm_head)
+        return F.linear(feature, self.projection[head])
 
     def logits(self, hidden: Tensor, lm_head: nn.Module, heads: int | None = None) -> Tensor:
         """The first ``heads`` heads (all if left out): ``[P, d] → [K, P, V]``."""
         features = self.features(hidden, heads)
         if self.projection is None:
-            return lm_head(features)
+            return _project(features, lm_head)
         return features @ self.projection[:heads].transpose(1, 2)

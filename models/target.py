@@ -176,6 +176,21 @@ class Target:
         divisor = getattr(self.config, "logits_scaling", None)  # Granite
         return logits / divisor if divisor else logits
 
+    @torch.no_grad()
+    def check_packing(self) -> None:
+        """Several samples in a row do not see each other.
+
+        Raises:
+            ValueError: in this family they do.
+        """
+        tokens = torch.arange(1, 7, device=self.device)[None]
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=self.device)
+        packed, alone = self.hidden(tokens, positions)[:, 3:].float(), self.hidden(tokens[:, 3:]).float()
+        if (packed - alone).norm() > 0.05 * alone.norm():  # far above rounding, far below what others' tokens change
+            raise ValueError(
+                f"{self._named()}: samples in one row see each other in this family; set data.packing=false"
+            )
+
     @contextmanager
     def attention(self, implementation: str) -> Iterator[None]:
         """Run the model under another attention implementation (a name registered with ``transformers``)."""

@@ -127,9 +127,10 @@ def answered(source: Source, target: LoadedTarget, seed: int, folder: Path) -> T
             note.close()
             checkpoint.write_tensors(folder, made)
             write_json(note_of_it, asked)
+    lengths = (made["supervised"].long() * torch.arange(1, made["supervised"].shape[1] + 1)).amax(1)
     return Tokenized.of(
-        Sample(row[: marks.rindex(True) + 1], marks[: marks.rindex(True) + 1])
-        for row, marks in zip(made["tokens"].tolist(), made["supervised"].tolist(), strict=True)
+        Sample(tokens[:length].tolist(), marks[:length].tolist())
+        for tokens, marks, length in zip(made["tokens"], made["supervised"], lengths.tolist(), strict=True)
     )
 
 
@@ -199,6 +200,8 @@ def main() -> None:
     if accelerator.is_main_process:
         write_recipe(recipe, folder / "recipe.yaml", command)
 
+    if recipe.data.packing:
+        target.check_packing()
     train = rows_of(recipe, "train", target)
     held_out_rows = rows_of(recipe, "validation", target)
     longest = max(rows.length for rows in held_out_rows)

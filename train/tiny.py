@@ -33,10 +33,8 @@ def tiny(recipe: R) -> R:
     for source in (*small["data"]["train"], *small["data"]["validation"]):
         if source["answers"]:
             source["answers"] |= {"prompts": 8, "prompt_tokens": 16, "new_tokens": 16, "batch_size": 8}
-        elif "target" in small:
-            source |= {"source": str(_SAMPLES), "split": "train", "subset": None, "form": "text", "limit": None}
         else:
-            source["split"] = "test"  # the smallest
+            source |= {"source": str(_SAMPLES), "split": "train", "subset": None, "form": "text", "limit": None}
     small["checkpoint"] |= {"every": 1}
     small["evaluate"] |= {"every": STEPS, "sequences": 4}
     small["precision"] |= {"autocast": "none", "compile": False}

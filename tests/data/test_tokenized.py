@@ -127,7 +127,7 @@ def test_one_process_makes_it_and_the_others_wait(tmp_path, cache):
         (
             [{"messages": CHATS[0]}, {"question": "x"}],
             {},
-            "a.jsonl', row 2: it has question, messages; needed",
+            "a.jsonl', row 2: it has messages, question; needed",
         ),
         (
             [{"messages": CHATS[0]}] * 4,
@@ -168,7 +168,7 @@ def test_templates(tmp_path):
     [
         ({"source": "wikitext"}, "is neither 'stdlib', 'package:NAME', a file"),
         ({"source": "package:a b"}, "after 'package:' comes the name it is imported by"),
-        ({"source": "stdlib", "split": "dev"}, "its splits are train, validation and test, not 'dev'"),
+        ({"source": "stdlib", "split": "dev"}, "has the splits train, validation and test, not 'dev'"),
         ({"source": "a.jsonl", "form": "chat"}, "'form' is for stdlib and package:NAME"),
         ({"source": "a/b", "answers": {"prompts": 1}}, "'answers' is for stdlib and package:NAME"),
     ],

@@ -28,12 +28,13 @@ def test_logits_are_the_models_own(make_target, family):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "cohere", "granite", "phi", "gpt_neox", "gpt2", "opt"]
+    "family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "cohere", "granite", "phi", "gpt_neox", "gpt2"]
 )
 @torch.no_grad()
 def test_packed_samples_do_not_see_each_other(make_target, family):
     """Positions that begin anew part the samples of a row: their hidden states are those of each alone."""
     target = make_target(family)
+    target.check_packing()
     torch.manual_seed(5)
     first, second = torch.randint(target.vocab_size, (1, 11)), torch.randint(target.vocab_size, (1, 14))
     row = torch.cat([first, second, torch.zeros(1, 3, dtype=torch.int64)], 1)
@@ -43,6 +44,11 @@ def test_packed_samples_do_not_see_each_other(make_target, family):
         torch.testing.assert_close(one[:11], target.hidden(first)[0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(one[11:25], target.hidden(second)[0], rtol=1e-4, atol=1e-4)
     assert (hidden[0, 11:25] - target.hidden(row)[0, 11:25]).abs().max() > 1e-2, "without positions they would"
+
+
+def test_a_family_that_cannot_be_packed_says_so(make_target):
+    with pytest.raises(ValueError, match=r"'tiny-opt' \(opt\): samples in one row see each other .*data.packing=false"):
+        make_target("opt").check_packing()
 
 
 def test_logits_that_are_not_the_lm_heads_are_refused(make_target):

@@ -18,9 +18,14 @@ SMALL = [
     "model.head_dim=8", "model.intermediate_size=48", "model.max_position_embeddings=128",
     "data.train=[{source: stdlib, split: test}, {source: stdlib, split: test, form: chat, weight: 0.2}]",
     "lookahead={num_heads: 2, share: 0.25}",
-    "data.max_length=64", "stages.0.steps=12", "stages.0.max_length=32", "stages.0.optim.warmup_steps=2",
-    "stages.1.steps=5", "stages.1.max_length=32", "stages.2.steps=3", "stages.2.max_length=96",
-    "stages.2.batch={sequences: 4}",
+    "data.max_length=64", "stages=[" + ", ".join(
+        f"{{name: {name}, max_length: {length}, steps: {steps}, batch: {{sequences: {sequences}}}, "
+        f"optim: {{name: muon, lr: {lr}, weight_decay: 0.1, schedule: {schedule}, warmup_steps: 2}}}}"
+        for name, length, steps, sequences, lr, schedule in [
+            ("stable", 32, 12, 16, 3e-3, "constant"), ("decay", 32, 5, 16, 3e-3, "linear"),
+            ("long", 96, 3, 4, 3e-4, "constant"),
+        ]
+    ) + "]",
     "precision={autocast: none, compile: false, threads: 1}", "evaluate={every: 10, sequences: 4}",
     "checkpoint={every: 10, keep: 1}",
 ]  # fmt: skip
@@ -175,9 +180,8 @@ def test_begin_with_another_model(run_main, trained, tmp_path):
         "answers: {prompts: 8, prompt_tokens: 16, new_tokens: 24, batch_size: 8}}}"
     )
     recipe = ROOT / "recipes/tiny-lm.yaml"
-    common = [f"run.output_dir={tmp_path}", *SMALL, f"init_from={trained}", "stages.0.optim.lr=1e-9"]
+    common = [f"run.output_dir={tmp_path}", *SMALL, f"init_from={trained}"]
     one_stage = f"stages=[{{name: a, max_length: 32, steps: 2, optim: {{lr: 1e-9}}, batch: {{sequences: 4}}, unlikelihood: {unlikelihood}}}]"  # noqa: E501
-    common = [c for c in common if not c.startswith("stages.")]
     code, out, err = run_main(lm.main, recipe, *common, one_stage)
     assert code == 0, err
     assert "the model continues 8 prompts" in out

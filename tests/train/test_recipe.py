@@ -12,6 +12,9 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = {
     "tiny-lm.yaml": ("train/lm.py", "LmRecipe"),
     "tiny-medusa.yaml": ("train/medusa.py", "MedusaRecipe"),
+    "vicuna7b.yaml": ("train/medusa.py", "MedusaRecipe"),
+    "llama3-8b.yaml": ("train/medusa.py", "MedusaRecipe"),
+    "qwen3-8b.yaml": ("train/medusa.py", "MedusaRecipe"),
 }
 GOOD = """\
 run: {name: x}
@@ -90,7 +93,7 @@ WRONG = {
     "data=3": "'data': ",
     # combinations
     "batch.accumulate=3": "'batch': sequences=8 is not a multiple of accumulate=3",
-    "data.train.0.source=wikipedia": "source 'wikipedia' is neither 'stdlib' nor 'package:NAME'",
+    "data.train.0.source=wikipedia": "source 'wikipedia' is neither 'stdlib', 'package:NAME', a file",
     # overrides that reach nowhere
     "data.train.7.weight=1.0": "'data.train.7.weight': the list has 2 entries, counted from 0",
     "data.train.x.weight=1.0": "the list has 2 entries, counted from 0",
