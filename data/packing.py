@@ -131,10 +131,11 @@ class Rows:
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
 
-def schedule(sizes: Sequence[int], weights: Sequence[float], samples: int, seed: int) -> np.ndarray:
+def schedule(sizes: Sequence[int | None], weights: Sequence[float], samples: int, seed: int) -> np.ndarray:
     """Which row of which source each sample is: ``[samples, 2]`` int64 of (source, row).
 
-    A source is drawn by weight; its rows are walked in a fresh permutation per epoch. A pure function of its
+    A source is drawn by weight; its rows are walked in a fresh permutation per epoch, those of a streamed one (its size
+    is None) as they come. A pure function of its
     arguments, so that a resumed run needs only the step it had reached.
     """
     share = np.asarray(weights, dtype=np.float64)
@@ -144,7 +145,18 @@ def schedule(sizes: Sequence[int], weights: Sequence[float], samples: int, seed:
     order[:, 0] = chosen
     for source, size in enumerate(sizes):
         places = np.flatnonzero(chosen == source)
+        if size is None:
+            order[places, 1] = np.arange(len(places))
+            continue
         epochs = -(-len(places) // size)
         rows = np.concatenate([rng.permutation(size) for _ in range(epochs)]) if epochs else np.empty(0, np.int64)
         order[places, 1] = rows[: len(places)]
     return order
+
+
+def describe(sources: Sequence[str], order: np.ndarray) -> str:
+    """Samples of :func:`schedule` for a person: ``stdlib rows 3, 17; package:torch row 4``."""
+    rows: dict[str, list[int]] = {}
+    for source, row in order:
+        rows.setdefault(sources[int(source)], []).append(int(row))
+    return "; ".join(f"{name} row{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for name, r in rows.items())

@@ -1,6 +1,7 @@
 """A recipe's sources as token ids with masks: read, encoded, kept on disk by what they were made of."""
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -27,23 +28,22 @@ def cache_folder() -> Path:
 
 
 def read_template(template: str | None) -> str | None:
-    """A recipe's ``data.template``: the text itself, or what the file of that name holds.
+    """A recipe's ``data.template``: the text itself, or what the file of that name (or inside this project) holds.
 
     Raises:
         FileNotFoundError: it looks like a file and is none.
     """
     if template is None or "{%" in template or "{{" in template:
         return template
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except OSError as error:
-        raise FileNotFoundError(
-            f"data.template: '{template}' is neither a Jinja template nor a file ({error.strerror})"
-        ) from None
+    for path in (Path(template), Path(__file__).resolve().parent.parent / template):  # ours, wherever one stands
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise FileNotFoundError(f"data.template: '{template}' is neither a Jinja template nor a file")
 
 
-def rows(source: Source) -> tuple[Iterator[dict[str, Any]], str]:
-    """A source's rows, and a text that changes when they do.
+def rows(source: Source, skip: int = 0) -> tuple[Iterator[dict[str, Any]], str]:
+    """A source's rows behind the first ``skip`` ones, and a text that changes when they do (of a streamed source, only
+    when what is asked for does).
 
     Raises:
         FileNotFoundError, ValueError: there is no such source, or it cannot be read.
@@ -58,7 +58,7 @@ def rows(source: Source) -> tuple[Iterator[dict[str, Any]], str]:
         path = Path(source.source)
         if not path.is_file():
             raise FileNotFoundError(f"data source '{source.source}': there is no such file")
-        known = hashlib.sha256(path.read_bytes()).hexdigest()
+        known = str(path.stat().st_size) if source.streaming else hashlib.sha256(path.read_bytes()).hexdigest()
         if path.suffix == ".txt":
             return iter([{"text": path.read_text(encoding="utf-8")}]), known
     import datasets  # takes a second, and only files and the Hub need it
@@ -66,14 +66,29 @@ def rows(source: Source) -> tuple[Iterator[dict[str, Any]], str]:
     datasets.disable_progress_bars()
     try:
         if source.is_file:
-            builder = _BUILDERS[Path(source.source).suffix]
-            found = datasets.load_dataset(builder, data_files=source.source, split="train")
-            return iter(cast(Iterable[dict[str, Any]], found)), known
-        found = datasets.load_dataset(source.source, source.subset, split=source.split)
-        return iter(cast(Iterable[dict[str, Any]], found)), str(getattr(found, "_fingerprint", found))
-    except Exception as error:  # datasets raises a dozen unrelated types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ValueError(f"data source '{source.source}' (split {source.split}): cannot be read ({reason})") from None
+            builder, split = _BUILDERS[Path(source.source).suffix], "train"
+            name: dict[str, Any] = {"path": builder, "data_files": source.source}
+        else:
+            name, split = {"path": source.source, "name": source.subset}, source.split
+        found = datasets.load_dataset(**name, split=split, streaming=source.streaming)
+        if not source.is_file:
+            known = str(getattr(found, "_fingerprint", "streamed"))
+        return _guarded(source, found.skip(skip) if source.streaming else found), known
+    except Exception as error:
+        raise _unreadable(source, error) from None
+
+
+def _unreadable(source: Source, error: Exception) -> ValueError:  # datasets raises a dozen unrelated types
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return ValueError(f"data source '{source.source}' (split {source.split}): cannot be read ({reason})")
+
+
+def _guarded(source: Source, found: Any) -> Iterator[dict[str, Any]]:
+    """A stream may fail long after it was opened."""
+    try:
+        yield from found
+    except Exception as error:
+        raise _unreadable(source, error) from None
 
 
 def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
@@ -85,6 +100,9 @@ def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) ->
     """
     template = read_template(data.template)
     found, known = rows(source)
+    found = itertools.islice(found, source.limit)
+    if source.streaming:  # nobody knows what a stream holds before it was read
+        return check(Tokenized.of(encoded(source, found, data.max_length, tokenizer, template)), source, data)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     made_of = {
         "version": _VERSION,
@@ -101,30 +119,33 @@ def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) ->
     with FileLock(folder / f"{key}.lock"):  # held by the one that makes it; a killed one's lock is free again
         if path.exists():
             try:
-                return _check(Tokenized(**load_file(path)), source, data)
+                return check(Tokenized(**load_file(path)), source, data)
             except (SafetensorError, TypeError):
                 path.unlink()  # damaged: made anew
-        made = Tokenized.of(_samples(source, found, data.max_length, tokenizer, template))
+        made = Tokenized.of(encoded(source, found, data.max_length, tokenizer, template))
         temporary = path.with_name(path.name + ".tmp")
         save_file({"tokens": made.tokens, "supervised": made.supervised, "starts": made.starts}, temporary)
         os.replace(temporary, path)
-    return _check(made, source, data)
+    return check(made, source, data)
 
 
-def _samples(
-    source: Source, found: Iterator[dict[str, Any]], max_length: int, tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
+def encoded(
+    source: Source, found: Iterable[dict[str, Any]], max_length: int, tokenizer: PreTrainedTokenizerBase,
+    template: str | None, first: int = 0,
 ) -> Iterator[Sample]:  # fmt: skip
-    for number, row in enumerate(found, 1):
-        if source.limit is not None and number > source.limit:
-            break
+    """Rows as samples; ``first`` is the number of the source's rows before them.
+
+    Raises:
+        ValueError: a row is malformed; its number is said.
+    """
+    for number, row in enumerate(found, first + 1):
         try:
             yield encode(read_row(row), tokenizer, template, max_length)
         except ValueError as error:
             raise ValueError(f"data source '{source.source}', row {number}: {error}") from None
 
 
-def _check(samples: Tokenized, source: Source, data: Data) -> Tokenized:
+def check(samples: Tokenized, source: Source, data: Data) -> Tokenized:
     """Refuse a source too many of whose samples teach nothing; drop none silently."""
     if len(samples) == 0:
         raise ValueError(f"data source '{source.source}' (split {source.split}) is empty")

@@ -158,6 +158,35 @@ def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     return folder, config, load_file(folder / "model.safetensors")
 
 
+_PUBLISHED = [
+    "config.json", "model.safetensors", "tree.json", "README.md", "recipe.yaml", "provenance.json", "metrics.jsonl",
+    "report.json", "report.png",
+]  # fmt: skip
+
+
+def push(folder: Path, repository: str, private: bool) -> str:
+    """Upload a run folder's artifact to the Hub, no checkpoints and no training data; returns the address.
+
+    Raises:
+        ValueError: nobody is logged in, or the Hub refuses; the folder stays as it is.
+    """
+    from huggingface_hub import HfApi  # only where something is uploaded
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository, folder_path=folder, allow_patterns=_PUBLISHED, commit_message="Uploaded by draftsmith"
+        )
+    except Exception as error:  # the Hub's client raises a dozen unrelated types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise ValueError(
+            f"uploading {folder} to {repository} failed ({reason}); the folder is whole. Log in with hf auth login, "
+            f"then: hf upload {repository} {folder} . --include {' '.join(_PUBLISHED)}"
+        ) from None
+    return f"{api.endpoint}/{repository}"
+
+
 def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> None:
     """Refuse a drafter that was trained for another target: its drafts would be noise.
 

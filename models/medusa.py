@@ -9,7 +9,7 @@ Shape letters: K draft heads, L layers per head, P positions, d hidden width, V 
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,11 +106,16 @@ class MedusaHeads(nn.Module):
             x = x + F.silu(torch.baddbmm(bias[:heads], x, weight[:heads]))
         return x
 
+    def projection_of(self, head: int, lm_head: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """The matrix ``[V, d]`` and the bias ``[V]`` that one head's features are projected with."""
+        if self.projection is None:
+            linear = cast(nn.Linear, lm_head)
+            return linear.weight, linear.bias
+        return self.projection[head], None
+
     def head_logits(self, head: int, feature: Tensor, lm_head: nn.Module) -> Tensor:
         """The projection of one head: ``[P, d] → [P, V]``."""
-        if self.projection is None:
-            return _project(feature, lm_head)
-        return F.linear(feature, self.projection[head])
+        return _project(feature, lm_head) if self.projection is None else F.linear(feature, self.projection[head])
 
     def logits(self, hidden: Tensor, lm_head: nn.Module, heads: int | None = None) -> Tensor:
         """The first ``heads`` heads (all if left out): ``[P, d] → [K, P, V]``."""

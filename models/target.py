@@ -4,6 +4,7 @@ Shape letters: B batch, T tokens, d hidden width, V vocabulary.
 """
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -250,6 +258,7 @@ def load_target(
     revision: str | None = None,
     dtype: str = "float32",
     device: str = "cpu",
+    quantize: str = "none",
     trust_remote_code: bool = False,
 ) -> Target:
     """Load a target and its tokenizer.
@@ -257,10 +266,11 @@ def load_target(
     Args:
         name: a folder or a Hub id.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
+        quantize: ``none``, ``8bit`` or ``4bit`` (NF4): the linear layers but for the LM head, by bitsandbytes.
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: its files are damaged, or its family is not supported.
+        ValueError: its files are damaged, its family is not supported, or bitsandbytes is missing.
     """
     folder = resolve_folder(name, revision)
     if not (folder / "config.json").exists():
@@ -278,9 +288,19 @@ def load_target(
         logging.disable_progress_bar()  # a bar that flashes by is noise
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device '{device}': this torch sees no GPU; use --device cpu, or install a CUDA build")
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
-    )
-    model.to(device)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
+    if quantize == "none":
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model.to(device)  # type: ignore[arg-type]
+    else:
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError(f"target.quantize={quantize} needs bitsandbytes: pip install bitsandbytes")
+        bits = BitsAndBytesConfig(
+            load_in_8bit=quantize == "8bit", load_in_4bit=quantize == "4bit", bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=options["dtype"],
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, **options, quantization_config=bits, device_map={"": device}
+        )
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return Target(model, tokenizer, name, fingerprint(folder), revision)

@@ -115,7 +115,8 @@ def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> 
             own[name].copy_(weight)
     for key, value in moments.items():
         name, field = key.rsplit("|", 1)
-        optimizer.state[own[name]][field] = value if field == "step" else value.to(own[name].device)
+        kept = value.to(own[name].device) if field != "step" else value
+        optimizer.state[own[name]][field] = int(value) if value.dtype == torch.int64 else kept
     torch.set_rng_state(rng["cpu"])
     if "cuda" in rng and torch.cuda.is_available():
         torch.cuda.set_rng_state(rng["cuda"])
@@ -126,7 +127,7 @@ def _optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> d
     """``{"parameter|field": tensor}`` of an optimizer whose state is tensors per parameter (AdamW)."""
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
     return {
-        f"{names[p]}|{field}": value.detach().cpu().contiguous()
+        f"{names[p]}|{field}": torch.as_tensor(value).detach().cpu().contiguous()  # bitsandbytes counts steps as int
         for p, fields in optimizer.state.items()
         for field, value in fields.items()
     }

@@ -30,11 +30,12 @@ from draftsmith.inference.answers import answer
 from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target, load_target, resolve_folder
-from draftsmith.train import checkpoint, loop
+from draftsmith.train import checkpoint, dry_run, loop
 from draftsmith.train.command import run_command
-from draftsmith.train.losses import HEAD_DECAY, chunked_cross_entropy, shifted_labels
+from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
 from draftsmith.train.recipe import Positive, Recipe, Section, Share, Source, Stage, read_recipe, write_recipe
 from draftsmith.train.tiny import tiny
+from draftsmith.train.track import Trackers
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
@@ -101,6 +102,15 @@ class LmRecipe(Recipe):
     lookahead: Lookahead | None = None
     stages: Annotated[list[LmStage], Field(min_length=1)]
 
+    @model_validator(mode="after")
+    def _finite(self) -> "LmRecipe":
+        for source in self.data.train:
+            if source.streaming and source.limit is None:
+                raise ValueError(
+                    f"source {source.source!r} is streamed; this script reads all its text first: set 'limit'"
+                )
+        return self
+
 
 class LanguageModel(nn.Module):
     """Next-token cross-entropy over packed rows; documents follow each other in a row, parted by the end token."""
@@ -136,17 +146,15 @@ class LanguageModel(nn.Module):
         tokens = batch["tokens"].long()
         hidden = self.model.model(tokens, use_cache=False).last_hidden_state
         labels = self._labels(tokens)
-        vocab_size = self.model.config.vocab_size
-        total, hits = chunked_cross_entropy(self.model.lm_head, hidden, labels[0], vocab_size, tokens.numel())
+        lm_head = self.model.lm_head.weight
+        total, hits = linear_cross_entropy(hidden, lm_head, labels[0])
         next_token = total / counts[0]
         loss, metrics = next_token, {"next_token_loss": next_token.detach(), "top1": hits / counts[0]}
         if self.heads is not None and self.lookahead and self.training:
             few = len(labels[1])
             features = self.heads.features(hidden[:few].flatten(0, 1))
             for k, feature in enumerate(features, 1):
-                total, hits = chunked_cross_entropy(
-                    self.model.lm_head, feature, labels[k].flatten(), vocab_size, feature.shape[0]
-                )
+                total, hits = linear_cross_entropy(feature, lm_head, labels[k].flatten())
                 loss = loss + self.lookahead.weight * HEAD_DECAY**k * total / counts[k]
                 metrics[f"head{k}_top1"] = hits / counts[k]
         if "again" in batch:
@@ -250,6 +258,41 @@ def encode(source: Source, tokenizer: PreTrainedTokenizerFast) -> list[list[int]
     return [encoding.ids for encoding in encodings]
 
 
+def config_of(m: Model, end: int) -> LlamaConfig:
+    """The architecture of a recipe's ``model`` section; ``end`` is the end token's id."""
+    return LlamaConfig(
+        vocab_size=m.vocab_size, hidden_size=m.hidden_size, num_hidden_layers=m.num_layers,
+        num_attention_heads=m.num_heads, num_key_value_heads=m.num_kv_heads, head_dim=m.head_dim,
+        intermediate_size=m.intermediate_size, max_position_embeddings=m.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": m.rope_theta}, tie_word_embeddings=True,
+        bos_token_id=end, eos_token_id=end, pad_token_id=end,
+    )  # fmt: skip
+
+
+def dry(recipe: LmRecipe) -> None:
+    """Print what the recipe would do and cost, then write and decode its tiny form untrained."""
+    accelerator = loop.make_accelerator(recipe.precision)
+    if not accelerator.is_main_process:
+        return
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in LlamaForCausalLM(config_of(recipe.model, 0)).parameters())
+    plans = [
+        dry_run.Plan(s.name, 0, parameters, 0.0, s.optim, s.steps, s.batch.sequences * s.max_length)
+        for s in recipe.stages
+    ]
+    dry_run.show(recipe, plans, accelerator.device)
+    small = tiny(recipe, "dry-run")
+    folder = small.run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(small.data.train[:1], small.model.vocab_size, small.model.max_position_embeddings)
+    config = config_of(small.model, 0)
+    config.vocab_size = len(tokenizer)
+    write_model(folder, LlamaForCausalLM(config), tokenizer, provenance(command="--dry-run"))
+    target = load_target(str(folder))
+    said = dry_run.decode_a_little(target)
+    loop.console.print(f"an untrained tiny model written to {folder}: {said}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a YAML file, for example recipes/tiny-lm.yaml")
@@ -257,9 +300,12 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--restart", action="store_true", help="begin anew, deleting earlier checkpoints of this run")
     parser.add_argument("--tiny", action="store_true", help="two steps of every stage with a far smaller model")
+    parser.add_argument("--dry-run", action="store_true", help="say what it would cost; train nothing")
     args = parser.parse_intermixed_args()
     command = "accelerate launch train/lm.py " + shlex.join(sys.argv[1:])
     recipe = read_recipe(args.recipe, LmRecipe, args.overrides)
+    if args.dry_run:
+        return dry(recipe)
     if args.tiny:
         recipe = tiny(recipe)
     folder = recipe.run.folder
@@ -288,16 +334,11 @@ def main() -> None:
 
     torch.manual_seed(recipe.run.seed)
     end, end_of_turn = (int(tokenizer.get_vocab()[token]) for token in (END_OF_TEXT, END_OF_TURN))
-    config = LlamaConfig(
-        vocab_size=m.vocab_size, hidden_size=m.hidden_size, num_hidden_layers=m.num_layers,
-        num_attention_heads=m.num_heads, num_key_value_heads=m.num_kv_heads, head_dim=m.head_dim,
-        intermediate_size=m.intermediate_size, max_position_embeddings=m.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": m.rope_theta}, tie_word_embeddings=True,
-        bos_token_id=end, eos_token_id=end, pad_token_id=end,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config_of(m, end))
     if recipe.init_from and not resume:
         begin_with(model, resolve_folder(recipe.init_from))
+    if recipe.precision.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     module = LanguageModel(model, recipe.lookahead)
     parameters = sum(p.numel() for p in module.model.parameters())
     loop.console.print(f"{parameters / 1e6:.2f} M parameters, {accelerator.num_processes} process(es)")
@@ -316,6 +357,7 @@ def main() -> None:
     job = loop.Job(
         folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "-validation_loss",
         [stage.name for stage in recipe.stages], recipe.precision.compile,
+        Trackers(recipe.track, folder, recipe.model_dump(mode="json")) if accelerator.is_main_process else None,
     )  # fmt: skip
     weights = [source.weight for source in recipe.data.train]
     # All stages now: too little text for the last one's rows should not be found out after the first ones.
@@ -340,7 +382,12 @@ def main() -> None:
             batch = {"tokens": torch.stack([rows[order[n, 0]][order[n, 1]] for n in numbers])}
             return batch | {key: value[[n % len(value) for n in numbers]] for key, value in written.items()}
 
-        loop.fit(job, module, samples, stage, stage.name)
+        def describe(numbers: range, order=order) -> str:  # noqa: ANN001
+            return packing.describe(
+                [source.source for source in recipe.data.train], order[numbers.start : numbers.stop]
+            )
+
+        loop.fit(job, module, samples, stage, stage.name, describe)
 
     trained = sum(s.steps * s.batch.sequences * s.max_length for s in recipe.stages)
     # The last weights, not the best: the long stage costs a little on short rows, and is why long ones work.
@@ -359,7 +406,11 @@ def main() -> None:
         "data_sha256": hashlib.sha256(" ".join(texts_sha256).encode()).hexdigest(),
         "licences": {source.source: sources.licence(source.source) for source in recipe.data.train},
     }
+    if not accelerator.is_main_process:
+        return
     write_model(folder, module.model, tokenizer, provenance(**facts))
+    if job.trackers:
+        job.trackers.close()
     loop.console.print(f"done: {folder} (validation loss {loss:.3f}); try: python inference/decode.py none "
                        f"--target {folder} --prompt 'def read('")  # fmt: skip
 

@@ -25,6 +25,7 @@ from draftsmith.train import checkpoint
 from draftsmith.train.command import available_cores, interruptible
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.recipe import Checkpoint, Evaluate, Precision, Stage
+from draftsmith.train.track import Trackers
 
 Batch = dict[str, Tensor]
 console = Console(highlight=False)
@@ -100,6 +101,7 @@ class Job:
     best_on: str
     stages: list[str]
     compile: bool = False
+    trackers: Trackers | None = None
     best: float = -math.inf
     step: int = 0  # over all stages
     _resumed: bool = field(default=False, repr=False)
@@ -107,6 +109,13 @@ class Job:
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
+
+    def record(self, line: dict[str, Any]) -> None:
+        """A line of ``metrics.jsonl``, for the trackers too."""
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.trackers:
+            self.trackers.log(line)
 
 
 def open_run(folder: Path, resume: bool, restart: bool) -> bool:
@@ -137,8 +146,8 @@ def open_run(folder: Path, resume: bool, restart: bool) -> bool:
         finished_files = ("metrics.jsonl", "model.safetensors", "config.json", "tree.json")
         for name in (*finished_files, "checkpoints/best/model.safetensors"):
             (folder / name).unlink(missing_ok=True)
-        for answers in (folder / "answers").glob("*/model.safetensors"):
-            answers.unlink()
+        for made in (*folder.glob("answers/*/model.safetensors"), *folder.glob("streams/*.json")):
+            made.unlink()
         return False
     return bool(there)
 
@@ -156,9 +165,13 @@ def learning_rate(stage: Stage, step: int) -> float:
     return o.lr * (o.final_lr + (1 - o.final_lr) * decay)
 
 
-def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: Stage, name: str) -> None:
+def fit(
+    job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: Stage, name: str,
+    describe: Callable[[range], str] | None = None,
+) -> None:  # fmt: skip
     """Train one stage. ``samples(range)`` returns the samples of those numbers, counted from 0 over the stage: a pure
-    function, so that a resumed run sees what the uninterrupted one would have seen.
+    function, so that a resumed run sees what the uninterrupted one would have seen. ``describe`` says of the same
+    numbers where they come from, for the message on a loss that is not finite.
 
     Raises:
         FloatingPointError: the loss is not finite.
@@ -215,7 +228,7 @@ def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: S
         if better:
             job.best = sign * metrics[metric]
         if accelerator.is_main_process:
-            _write_line(job.folder / "metrics.jsonl", {"step": job.step, "stage": name, **metrics, "best": better})
+            job.record({"step": job.step, "stage": name, **metrics, "best": better})
             shown = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
             progress.console.print(f"  step {job.step}: {shown}{' (best so far)' if better else ''}")
             if better:
@@ -256,7 +269,8 @@ def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: S
             if not torch.isfinite(norm) or not torch.isfinite(totals["loss"]):
                 raise FloatingPointError(
                     f"{name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step "
-                    f"{job.step + 1}; no weights were changed by this step. Lower optim.lr ({stage.optim.lr:g}) or "
+                    f"{job.step + 1}{f' on {describe(numbers)}' if describe else ''}; no weights were changed by this "
+                    f"step. Lower optim.lr ({stage.optim.lr:g}) or "
                     "optim.clip, then --resume from the last checkpoint"
                 )
             optimizer.step()
@@ -273,7 +287,7 @@ def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: S
                 speed = tokens / (now - since)
                 line = {"step": job.step, "stage": name, **means, "lr": rate, "tokens_per_second": round(speed)}
                 if accelerator.is_main_process:
-                    _write_line(job.folder / "metrics.jsonl", line)
+                    job.record(line)
                 note = f"loss {means['loss']:.3f}  {speed:,.0f} tokens/s"
                 progress.update(task, note=note)
                 if bar.disable and accelerator.is_main_process and (now - said > SAY_EVERY or step == stage.steps - 1):
@@ -298,11 +312,6 @@ def fit(job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: S
 def best_weights(job: Job) -> dict[str, Tensor]:
     """The trainable weights of the best evaluation so far."""
     return checkpoint.read_tensors(job.checkpoints / "best")
-
-
-def _write_line(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def _forget_after(path: Path, step: int) -> None:

@@ -3,11 +3,10 @@
 Shape letters: B batch, T tokens, d hidden width, V vocabulary, P positions in a chunk.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 HEAD_DECAY = 0.8  # weight of Medusa head k in the loss: 0.8^k (arXiv 2401.10774 §2.2.1)
 LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that exist at one time; on a CPU, what malloc keeps and re-uses
@@ -34,36 +33,87 @@ def shifted_labels(tokens: Tensor, supervised: Tensor, shift: int, segment: Tens
     return labels
 
 
-def chunked_cross_entropy(
-    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, vocab_size: int, chunk: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy and correct top-1 predictions, with the logits of ``chunk`` positions alive at a time
-    (by default as many as keep :data:`LOGITS` values).
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The gradients are made beside the loss, from logits that are still at hand: none is kept or made twice."""
 
-    Chunks run under activation checkpointing: their logits are made again in the backward pass. Without gradients the
-    same code simply runs.
+    @staticmethod
+    def forward(
+        ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int,
+        with_gradients: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        kind = features.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        wants = [with_gradients and bool(needed) for needed in ctx.needs_input_grad[:3]]
+        flat, wanted = features.reshape(-1, features.shape[-1]).to(dtype), labels.reshape(-1)
+        w, b = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+        d_features = torch.zeros_like(flat) if wants[0] else None
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants[1] else None
+        d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if wants[2] else None
+        losses = torch.zeros((), dtype=torch.float32, device=flat.device)
+        hits = torch.zeros((), dtype=torch.int64, device=flat.device)
+        rows = min(chunk, len(flat))
+        low = torch.empty(rows, weight.shape[0], dtype=dtype, device=flat.device)
+        whole = low if dtype == torch.float32 else low.new_empty(low.shape, dtype=torch.float32)
+        with torch.autocast(kind, enabled=False):
+            for begin in range(0, len(flat), chunk):
+                x, label = flat[begin : begin + chunk], wanted[begin : begin + chunk]
+                logits, slope = whole[: len(x)], low[: len(x)]
+                torch.mm(x, w.t(), out=slope)
+                if b is not None:
+                    slope += b
+                if low is not whole:
+                    logits.copy_(slope)
+                right = label.clamp(min=0)[:, None]
+                labelled = (label != -100)[:, None]
+                top, best = logits.max(-1, keepdim=True)
+                chosen = logits.gather(1, right)
+                logits.sub_(top).exp_()
+                total = logits.sum(-1, keepdim=True)
+                losses += torch.where(labelled, total.log() + top - chosen, 0.0).sum()
+                hits += ((best == right) & labelled).sum()
+                if not any(wants):
+                    continue
+                # softmax − one-hot, nothing where there is no label
+                logits.mul_(labelled / total).scatter_add_(1, right, -labelled.to(logits.dtype))
+                if d_bias is not None:
+                    d_bias += logits.sum(0)
+                slope.copy_(logits)
+                if d_features is not None:
+                    torch.mm(slope, w, out=d_features[begin : begin + chunk])
+                if d_weight is not None and dtype == torch.float32:
+                    d_weight.addmm_(slope.t(), x)
+                elif d_weight is not None:
+                    d_weight += slope.t() @ x
+        ctx.save_for_backward(d_features, d_weight, d_bias)
+        ctx.like = [None if t is None else (t.shape, t.dtype) for t in (features, weight, bias)]
+        ctx.mark_non_differentiable(hits)
+        return losses, hits
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        made = (
+            None if d is None else (d * d_loss).view(like[0]).to(like[1])
+            for d, like in zip(ctx.saved_tensors, ctx.like, strict=True)
+        )
+        return *made, None, None, None
+
+
+def linear_cross_entropy(
+    features: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy of ``features @ weightᵀ + bias`` and correct top-1 predictions, with the logits of ``chunk``
+    positions alive at a time (by default as many as keep :data:`LOGITS` values), forward and backward.
+
+    Products run in autocast's dtype, or the weight's; sums and softmax in fp32.
 
     Args:
-        logits_of: the LM head (a module, so that sharded or adapted ones work), ``[P, d] → [P, V]``.
-        hidden: ``[..., d]``.
+        features: ``[..., d]``.
+        weight, bias: of the LM head or a Medusa head's projection, ``[V, d]`` and ``[V]``.
         labels: ``[...]``, −100 where there is no label.
 
     Returns:
         (sum of the losses in fp32, number of labels that were the argmax), both scalars.
     """
-    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-
-    def one(part: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-        logits = logits_of(part).float()
-        loss = F.cross_entropy(logits, label, ignore_index=-100, reduction="sum")
-        return loss, (logits.argmax(-1) == label).sum()
-
-    chunk = chunk or max(1, LOGITS.get(hidden.device.type, LOGITS["cuda"]) // vocab_size)
-    if flat.shape[0] <= chunk:
-        return one(flat, wanted)
-    losses, hits = [], []
-    for part, label in zip(flat.split(chunk), wanted.split(chunk), strict=True):
-        loss, hit = torch.utils.checkpoint.checkpoint(one, part, label, use_reentrant=False)
-        losses.append(loss)
-        hits.append(hit)
-    return torch.stack(losses).sum(), torch.stack(hits).sum()
+    chunk = chunk or max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // weight.shape[0])
+    losses, hits = _LinearCrossEntropy.apply(features, weight, bias, labels, chunk, torch.is_grad_enabled())
+    return losses, hits

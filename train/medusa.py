@@ -9,13 +9,16 @@ is exported. Then: inference/calibrate.py, inference/decode.py.
 """
 
 import argparse
+import copy
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
 import psutil
 import torch
+from accelerate import PartialState
 from filelock import FileLock
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -23,21 +26,27 @@ from torch import Tensor, nn
 from draftsmith.data import packing, sources
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.data.prompts import prompts
+from draftsmith.data.streaming import StreamedRows
 from draftsmith.data.tokenized import tokenized
 from draftsmith.inference.answers import answer
 from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
-from draftsmith.models.artifact import provenance, read_json, write_drafter, write_json
-from draftsmith.models.medusa import MedusaHeads
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.tree import Topology, chain
+from draftsmith.models.artifact import provenance, push, read_json, write_drafter, write_json
+from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target as LoadedTarget
 from draftsmith.models.target import load_target
-from draftsmith.train import checkpoint, loop
+from draftsmith.train import checkpoint, dry_run, loop
 from draftsmith.train.command import run_command
-from draftsmith.train.losses import HEAD_DECAY, chunked_cross_entropy, shifted_labels
+from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
 from draftsmith.train.recipe import Positive, Recipe, Section, Source, Stage, Target, read_recipe, write_recipe
 from draftsmith.train.tiny import tiny, write_target
+from draftsmith.train.track import Trackers
 
 HELD_OUT = 256  # rows of each validation source that are kept
 SIMULATED_NODES = 16  # size of the tree whose τ chooses the best checkpoint
+DECODED_TOKENS = 64  # for each prompt of evaluate.decode
 
 
 class Heads(Section):
@@ -55,6 +64,10 @@ class MedusaRecipe(Recipe, Stage):
 
     @model_validator(mode="after")
     def _answers(self) -> "MedusaRecipe":
+        if self.precision.gradient_checkpointing:
+            raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
+        if self.cache_hidden and any(source.streaming for source in self.data.train):
+            raise ValueError("cache_hidden keeps every row's hidden states, and a streamed source has no end; drop one")
         for source in [*self.data.train, *self.data.validation]:
             answers, heads = source.answers, self.drafter.num_draft_heads
             if answers is None:
@@ -97,10 +110,8 @@ class Medusa1(nn.Module):
         used = (torch.stack(labels) != -100).any(0)  # prompts and padding need no heads
         loss, metrics = hidden.new_zeros(()), {}
         for k, features in enumerate(self.heads.features(hidden[used].float()), 1):
-            total, hits = chunked_cross_entropy(
-                lambda x, head=k - 1: self.heads.head_logits(head, x, self.target.lm_head),
-                features, labels[k - 1][used], self.target.vocab_size,
-            )  # fmt: skip
+            weight, bias = self.heads.projection_of(k - 1, self.target.lm_head)
+            total, hits = linear_cross_entropy(features, weight, labels[k - 1][used], bias)
             mean = total / counts[k - 1].clamp(min=1)
             loss = loss + HEAD_DECAY**k * mean
             metrics |= {f"head{k}_loss": mean.detach(), f"head{k}_top1": hits / counts[k - 1].clamp(min=1)}
@@ -134,10 +145,19 @@ def answered(source: Source, target: LoadedTarget, seed: int, folder: Path) -> T
     )
 
 
-def rows_of(recipe: MedusaRecipe, which: Literal["train", "validation"], target: LoadedTarget) -> list[Rows]:
+def rows_of(
+    recipe: MedusaRecipe, which: Literal["train", "validation"], target: LoadedTarget
+) -> list[Rows | StreamedRows]:
     """The rows of each source. Validation rows hold one sample each."""
-    found: list[Rows] = []
+    found: list[Rows | StreamedRows] = []
     for number, source in enumerate(getattr(recipe.data, which)):
+        if source.streaming and which == "train":
+            assert target.tokenizer is not None
+            note = recipe.run.folder / "streams" / f"{number}.json"
+            keep = PartialState().is_main_process
+            found.append(StreamedRows(source, recipe.data, target.tokenizer, recipe.run.seed, note, keep=keep))
+            loop.console.print(f"  {source.source} ({source.split}): streamed")
+            continue
         if source.answers is not None:
             samples = answered(source, target, recipe.run.seed, recipe.run.folder / "answers" / f"{which}-{number}")
         else:
@@ -174,6 +194,46 @@ def hidden_states(target: LoadedTarget, rows: Rows, dtype: torch.dtype, batch_si
     return kept
 
 
+def decoded_tau(target: LoadedTarget, heads: MedusaHeads, tree: Topology, prompts: Sequence[list[int]]) -> float:
+    """The real τ: what the engine accepts per step when it decodes with the heads as they are."""
+    drafter = MedusaDrafter(copy.deepcopy(heads), tree, target)  # it casts its heads to the target's dtype
+    with torch.autocast(target.device.type, enabled=False):
+        done = SpeculativeDecoder(target, drafter).generate(prompts, DECODED_TOKENS)
+    accepted = [count for result in done for count in result.accepted]
+    return sum(accepted) / len(accepted) if accepted else 1.0
+
+
+def dry(recipe: MedusaRecipe, command: str) -> None:
+    """Print what the recipe would do and cost, then export and decode untrained heads on its tiny form."""
+    accelerator = loop.make_accelerator(recipe.precision)
+    if not accelerator.is_main_process:
+        return
+    t, d = recipe.target, recipe.drafter
+    try:
+        parameters, width, vocab_size = dry_run.target_shape(t)
+    except ValueError as error:
+        loop.console.print(f"no sizes: {error}", soft_wrap=True)
+    else:
+        with torch.device("meta"):
+            heads = MedusaHeads(MedusaConfig(d.num_draft_heads, d.num_layers, d.projection, width, vocab_size))
+        own = sum(p.numel() for p in heads.parameters())
+        used = d.num_draft_heads * width * vocab_size if d.projection == "shared" else 0  # multiplied with, not trained
+        plan = dry_run.Plan(
+            "medusa-1", parameters + used, own, dry_run.BYTES[t.dtype if t.quantize == "none" else t.quantize],
+            recipe.optim, recipe.steps, recipe.batch.sequences * recipe.data.max_length,
+        )  # fmt: skip
+        dry_run.show(recipe, [plan], accelerator.device)
+    small = tiny(recipe, "dry-run")
+    write_target(small.target)
+    target = load_target(small.target.name)
+    untrained = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
+    folder, facts = small.run.folder, {"command": command, "steps": 0}
+    write_drafter(folder, "medusa", untrained.config.to_dict(), untrained.state_dict(), target, provenance(**facts))
+    drafter = MedusaDrafter(untrained, chain(d.num_draft_heads), target)
+    said = dry_run.decode_a_little(target, drafter)
+    loop.console.print(f"untrained heads for a tiny {target.config.model_type} written to {folder}: {said}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a YAML file, for example recipes/tiny-medusa.yaml")
@@ -181,9 +241,12 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--restart", action="store_true", help="begin anew, deleting earlier checkpoints of this run")
     parser.add_argument("--tiny", action="store_true", help="two steps on a small random target and bundled samples")
+    parser.add_argument("--dry-run", action="store_true", help="say what it would cost; train nothing")
     args = parser.parse_intermixed_args()
     command = "accelerate launch train/medusa.py " + shlex.join(sys.argv[1:])
     recipe = read_recipe(args.recipe, MedusaRecipe, args.overrides)
+    if args.dry_run:
+        return dry(recipe, command)
     if args.tiny:
         recipe = tiny(recipe)
     folder = recipe.run.folder
@@ -195,15 +258,16 @@ def main() -> None:
             write_target(t)
     device = str(accelerator.device)
     target = load_target(
-        t.name, revision=t.revision, dtype=t.dtype, device=device, trust_remote_code=t.trust_remote_code
-    )
+        t.name, revision=t.revision, dtype=t.dtype, device=device, quantize=t.quantize,
+        trust_remote_code=t.trust_remote_code,
+    )  # fmt: skip
     if accelerator.is_main_process:
         write_recipe(recipe, folder / "recipe.yaml", command)
 
     if recipe.data.packing:
         target.check_packing()
     train = rows_of(recipe, "train", target)
-    held_out_rows = rows_of(recipe, "validation", target)
+    held_out_rows = [rows for rows in rows_of(recipe, "validation", target) if isinstance(rows, Rows)]
     longest = max(rows.length for rows in held_out_rows)
     parts = [rows.batch(range(min(len(rows), HELD_OUT))) for rows in held_out_rows]
     held_out = {
@@ -217,7 +281,7 @@ def main() -> None:
     if recipe.cache_hidden:
         dtype = torch.bfloat16 if recipe.precision.autocast == "bfloat16" else target.dtype
         with accelerator.autocast():
-            hidden = [hidden_states(target, rows, dtype) for rows in train]
+            hidden = [hidden_states(target, rows, dtype) for rows in train if isinstance(rows, Rows)]
 
     torch.manual_seed(recipe.run.seed)
     d = recipe.drafter
@@ -228,6 +292,12 @@ def main() -> None:
         f"beside a frozen target of {sum(p.numel() for p in target.model.parameters()) / 1e6:.2f} M"
     )
 
+    asked = [  # what comes before each sample's first label
+        row[: marks.index(True)]
+        for row, marks in zip(held_out["tokens"].tolist(), held_out["supervised"].tolist(), strict=True)
+        if not marks[0] and any(marks)
+    ]
+
     def evaluate(_: nn.Module) -> dict[str, float]:
         ranks = head_ranks(target, heads, held_out["tokens"], held_out["supervised"])
         labelled = ranks >= 0
@@ -236,15 +306,20 @@ def main() -> None:
             for top in (1, 5):
                 right = ((ranks[..., k] < top) & labelled[..., k]).sum() / labelled[..., k].sum()
                 metrics[f"head{k + 1}_held_out_top{top}"] = float(right)
+        e = recipe.evaluate
+        if e.decode and job.step % e.decode == 0 and asked:
+            metrics["tau"] = decoded_tau(target, heads, best_tree(ranks, SIMULATED_NODES), asked[: e.prompts])
         return metrics
 
     job = loop.Job(
         folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "simulated_tau",
         ["medusa-1"], recipe.precision.compile,
+        Trackers(recipe.track, folder, recipe.model_dump(mode="json")) if accelerator.is_main_process else None,
     )  # fmt: skip
     weights = [source.weight for source in recipe.data.train]
     samples_needed = recipe.steps * recipe.batch.sequences
-    order = packing.schedule([len(rows) for rows in train], weights, samples_needed, recipe.run.seed)
+    sizes = [len(rows) if isinstance(rows, Rows) else None for rows in train]
+    order = packing.schedule(sizes, weights, samples_needed, recipe.run.seed)
 
     def samples(numbers: range) -> loop.Batch:
         chosen = order[numbers.start : numbers.stop].tolist()
@@ -256,17 +331,25 @@ def main() -> None:
             batch["hidden"] = torch.stack([nn.functional.pad(h, (0, 0, 0, longest - len(h))) for h in kept])
         return batch
 
-    loop.fit(job, module, samples, recipe, "medusa-1")
+    def describe(numbers: range) -> str:
+        return packing.describe([source.source for source in recipe.data.train], order[numbers.start : numbers.stop])
+
+    loop.fit(job, module, samples, recipe, "medusa-1", describe)
     module.load_state_dict(loop.best_weights(job), strict=False)
     facts = {
         "command": command,
         "simulated_tau": job.best,
         "steps": recipe.steps,
-        "data_sha256": [rows.samples.sha256() for rows in train],
+        "data_sha256": [rows.samples.sha256() if isinstance(rows, Rows) else "streamed" for rows in train],
         "target_fingerprint": target.fingerprint,
     }
     if accelerator.is_main_process:
         write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, provenance(**facts))
+        if job.trackers:
+            job.trackers.close()
+        if recipe.export.push_to_hub:
+            loop.console.print(f"uploading to {recipe.export.push_to_hub} …")
+            push(folder, recipe.export.push_to_hub, recipe.export.private)
         loop.console.print(f"done: {folder}, simulated τ {job.best:.2f}; next: python inference/calibrate.py {folder}")
 
 

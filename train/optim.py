@@ -36,8 +36,14 @@ def make_optimizer(module: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     plain = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
-    if optim.name == "adamw":
+    if optim.name != "muon":
         decayed = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay}
+        if optim.eight_bit:
+            try:
+                from bitsandbytes.optim.adamw import AdamW8bit
+            except ImportError:
+                raise ValueError("optim.eight_bit needs bitsandbytes: pip install bitsandbytes") from None
+            return AdamW8bit([decayed, plain], lr=optim.lr, betas=optim.betas)
         return torch.optim.AdamW([decayed, plain], lr=optim.lr, betas=optim.betas, fused=True)
     embeddings = {p for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     matrices = [p for p in trained if p.ndim == 2 and p not in embeddings]

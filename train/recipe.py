@@ -39,6 +39,9 @@ class Target(Section):
         default=None, description="the target's family (llama, qwen3, …), so that --tiny and --dry-run need no download"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    quantize: Literal["none", "8bit", "4bit"] = Field(
+        default="none", description="load the frozen target's weights in 8 or 4 bits (needs bitsandbytes)"
+    )
     trust_remote_code: bool = False
 
 
@@ -68,6 +71,9 @@ class Source(Section):
     form: Literal["text", "chat"] = Field(
         default="text", description="stdlib and packages: whole files, or docstring → function dialogues"
     )
+    streaming: bool = Field(
+        default=False, description="files and Hub data sets: read while training, for what is too large to keep"
+    )
     answers: Answers | None = None
 
     @property
@@ -81,6 +87,8 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _known(self) -> "Source":
+        if self.streaming and (self.installed or self.source.endswith(".txt")):
+            raise ValueError(f"source {self.source!r}: 'streaming' is for .json, .jsonl, .parquet and Hub data sets")
         if self.installed:
             if self.source != "stdlib" and not re.fullmatch(r"package:[A-Za-z0-9_]+", self.source):
                 raise ValueError(f"source {self.source!r}: after 'package:' comes the name it is imported by")
@@ -112,11 +120,21 @@ class Data(Section):
         default=0.1, description="share of samples without a label (cut before the assistant speaks) that is an error"
     )
 
+    @model_validator(mode="after")
+    def _ends(self) -> "Data":
+        for source in self.validation:
+            if source.streaming and source.limit is None:
+                raise ValueError(
+                    f"validation source {source.source!r} is streamed; say with 'limit' how many rows of it"
+                )
+        return self
+
 
 class Optim(Section):
     name: Literal["adamw", "muon"] = Field(
         default="adamw", description="muon: from scratch only; matrices by Muon, embeddings and norms by AdamW"
     )
+    eight_bit: bool = Field(default=False, description="AdamW with a quarter of its memory (needs bitsandbytes)")
     lr: float = Field(gt=0)
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
     weight_decay: float = Field(default=0.0, ge=0)
@@ -124,6 +142,12 @@ class Optim(Section):
     warmup_steps: int = Field(default=0, ge=0)
     final_lr: Share = Field(default=0.0, description="share of lr that a linear or cosine schedule ends at")
     clip: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _possible(self) -> "Optim":
+        if self.eight_bit and self.name != "adamw":
+            raise ValueError(f"eight_bit is for adamw, not for {self.name}")
+        return self
 
 
 class Batch(Section):
@@ -141,6 +165,9 @@ class Precision(Section):
     autocast: Literal["none", "bfloat16"] = "none"
     compile: bool = Field(default=False, description="torch.compile the training step (needs a C++ compiler)")
     threads: int | None = Field(default=None, gt=0, description="CPU threads; all cores if left out")
+    gradient_checkpointing: bool = Field(
+        default=False, description="make activations again in the backward pass: less memory, a third more time"
+    )
 
 
 class Checkpoint(Section):
@@ -151,6 +178,36 @@ class Checkpoint(Section):
 class Evaluate(Section):
     every: Positive = 200
     sequences: Positive = 64
+    decode: int | None = Field(
+        default=None, gt=0, description="decode held-out prompts with the engine every so many steps: the real τ"
+    )
+    prompts: Positive = Field(default=8, description="how many of them")
+
+    @model_validator(mode="after")
+    def _together(self) -> "Evaluate":
+        if self.decode and self.decode % self.every:
+            raise ValueError(f"decode={self.decode} is not a multiple of every={self.every}")
+        return self
+
+
+class Track(Section):
+    """Where metrics go besides metrics.jsonl."""
+
+    wandb: bool = False
+    project: str = Field(default="draftsmith", description="the Weights & Biases project")
+    offline: bool = Field(default=False, description="keep what wandb gets in the run folder, to be sent later")
+    tensorboard: bool = Field(default=False, description="into the run folder's tensorboard/")
+
+
+class Export(Section):
+    """What happens to the finished run."""
+
+    push_to_hub: str | None = Field(
+        default=None,
+        pattern=r"^[\w.-]+/[\w.-]+$",
+        description="upload the run folder, without checkpoints, as USER/NAME",
+    )
+    private: bool = True
 
 
 class Stage(Section):
@@ -169,6 +226,8 @@ class Recipe(Section):
     precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
+    track: Track = Track()
+    export: Export = Export()
 
 
 R = TypeVar("R", bound=Recipe)
@@ -326,6 +385,6 @@ def write_recipe(recipe: Recipe, path: Path, command: str) -> None:
 
 
 __all__ = [
-    "Answers", "Batch", "Checkpoint", "Data", "Evaluate", "Optim", "Precision", "Recipe", "Run", "Section", "Source",
-    "Stage", "Target", "read_recipe", "write_recipe",
+    "Answers", "Batch", "Checkpoint", "Data", "Evaluate", "Export", "Optim", "Precision", "Recipe", "Run", "Section",
+    "Source", "Stage", "Target", "Track", "read_recipe", "write_recipe",
 ]  # fmt: skip

@@ -20,14 +20,16 @@ _SHAPE = {
 }  # fmt: skip
 
 
-def tiny(recipe: R) -> R:
-    """The same recipe, small: target, data, lengths and steps; everything else is as it was. Its run is ``NAME-tiny``.
+def tiny(recipe: R, suffix: str = "tiny") -> R:
+    """The same recipe, small: target, data, lengths and steps; everything else is as it was. Its run is
+    ``NAME-suffix``, tracked and uploaded nowhere.
 
     Raises:
         ValueError: the recipe does not say its target's ``model_type``.
     """
     small: dict[str, Any] = recipe.model_dump()
-    small["run"]["name"] += "-tiny"
+    small["run"]["name"] += f"-{suffix}"
+    small["track"], small["export"] = {}, {}
     folder = Path(small["run"]["output_dir"]) / small["run"]["name"]
     small["data"]["max_length"] = LENGTH
     for source in (*small["data"]["train"], *small["data"]["validation"]):
@@ -35,8 +37,9 @@ def tiny(recipe: R) -> R:
             source["answers"] |= {"prompts": 8, "prompt_tokens": 16, "new_tokens": 16, "batch_size": 8}
         else:
             source |= {"source": str(_SAMPLES), "split": "train", "subset": None, "form": "text", "limit": None}
+            source["streaming"] = False
     small["checkpoint"] |= {"every": 1}
-    small["evaluate"] |= {"every": STEPS, "sequences": 4}
+    small["evaluate"] |= {"every": STEPS, "sequences": 4, "decode": STEPS, "prompts": 2}
     small["precision"] |= {"autocast": "none", "compile": False}
     for stage in small.get("stages", [small]):
         stage |= {"steps": STEPS, "batch": {"sequences": 4, "accumulate": 1}}
@@ -50,6 +53,7 @@ def tiny(recipe: R) -> R:
         small["init_from"] = None
     if "target" in small:
         small["target"] |= {"model_type": _model_type(small["target"]), "revision": None, "trust_remote_code": False}
+        small["target"]["quantize"] = "none"
         small["target"]["name"] = str(folder / "tiny-target")
     return type(recipe).model_validate(small)
 

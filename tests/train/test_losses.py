@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.train.losses import chunked_cross_entropy, shifted_labels
+from draftsmith.train.losses import linear_cross_entropy, shifted_labels
 
 VOCAB, WIDTH = 11, 5
 
@@ -36,53 +36,75 @@ def test_no_label_crosses_into_the_next_sample():
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 23, 24, 25, None])
-def test_chunked_cross_entropy_is_cross_entropy(chunk):
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_linear_cross_entropy_is_cross_entropy(chunk, frozen, compiled):
+    if compiled and chunk not in (4, None):
+        pytest.skip("compiling takes seconds")
     torch.manual_seed(0)
     hidden, head = torch.randn(2, 12, WIDTH), nn.Linear(WIDTH, VOCAB)
+    head.requires_grad_(not frozen)
     labels = torch.randint(VOCAB, (2, 12))
     labels[0, :8] = -100  # whole chunks of 3 and 4 without a label
     labels[1, 5] = -100
-    sizes = []
-
-    def logits_of(part):
-        sizes.append(len(part))
-        return head(part)
 
     def run(loss_of):
         x = hidden.clone().requires_grad_()
         head.zero_grad()
         loss, hits = loss_of(x)
         (3.0 * loss).backward()
-        return loss.detach(), hits, x.grad, head.weight.grad.clone(), head.bias.grad.clone()
+        return loss.detach(), hits, x.grad, head.weight.grad, head.bias.grad
 
     def plain(x):
         logits = head(x).flatten(0, 1)
         loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
         return loss, sum(int(row.argmax()) == int(label) for row, label in zip(logits, labels.flatten(), strict=True))
 
-    expected = run(plain)
+    def ours(x):
+        return linear_cross_entropy(x, head.weight, labels, head.bias, chunk)
+
+    expected = [None if v is None else torch.as_tensor(v).clone() for v in run(plain)]
     assert 0 < expected[1] < 15
-    for got, wanted in zip(
-        run(lambda x: chunked_cross_entropy(logits_of, x, labels, VOCAB, chunk)), expected, strict=True
-    ):
-        torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(wanted), atol=1e-5, rtol=1e-6)
-    assert max(sizes) == min(chunk or 24, 24)
+    for got, wanted in zip(run(torch.compile(ours) if compiled else ours), expected, strict=True):
+        if wanted is None:
+            assert got is None
+        else:
+            torch.testing.assert_close(torch.as_tensor(got), wanted, atol=1e-5, rtol=1e-6)
+    with torch.no_grad():
+        assert float(ours(hidden)[0]) == pytest.approx(float(expected[0]), rel=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [2, None])
 def test_no_label_at_all_is_a_loss_of_zero(chunk):
     hidden, head = torch.randn(6, WIDTH, requires_grad=True), nn.Linear(WIDTH, VOCAB)
-    loss, hits = chunked_cross_entropy(head, hidden, torch.full((6,), -100), VOCAB, chunk)
+    loss, hits = linear_cross_entropy(hidden, head.weight, torch.full((6,), -100), head.bias, chunk)
     loss.backward()
     assert float(loss.detach()) == int(hits) == 0
     assert torch.equal(hidden.grad, torch.zeros(6, WIDTH))
+    empty, _ = linear_cross_entropy(hidden[:0], head.weight, torch.full((0,), -100), head.bias, chunk)
+    empty.backward()
+    assert float(empty.detach()) == 0
 
 
 def test_half_precision_is_summed_in_float32():
     torch.manual_seed(0)
     hidden, labels = torch.randn(4096, WIDTH), torch.randint(VOCAB, (4096,))
-    head = nn.Linear(WIDTH, VOCAB, bias=False).bfloat16()
-    loss, _ = chunked_cross_entropy(head, hidden.bfloat16(), labels, VOCAB, 100)
-    exact = F.cross_entropy(head(hidden.bfloat16()).double(), labels, reduction="sum")
+    weight = torch.randn(VOCAB, WIDTH).bfloat16()
+    loss, _ = linear_cross_entropy(hidden.bfloat16(), weight, labels, chunk=100)
+    exact = F.cross_entropy((hidden.bfloat16() @ weight.T).double(), labels, reduction="sum")
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(float(exact), rel=1e-5)
+
+
+def test_under_autocast_the_gradients_are_those_of_half_precision():
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(300, 32, requires_grad=True), torch.randint(VOCAB, (300,))
+    weight = torch.randn(VOCAB, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear_cross_entropy(hidden, weight, labels, chunk=64)[0].backward()
+        ours = hidden.grad.clone(), weight.grad.clone()
+        hidden.grad = weight.grad = None
+        F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum").backward()
+    for got, wanted in zip(ours, (hidden.grad, weight.grad), strict=True):
+        assert got.dtype == torch.float32
+        assert float((got - wanted).norm() / wanted.norm()) < 1e-2

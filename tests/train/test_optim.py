@@ -88,3 +88,37 @@ def test_a_loaded_state_goes_on_alike(name):
         assert torch.equal(mine, theirs)
     if isinstance(resumed, MuonAdamW):
         assert "momentum_buffer" in resumed.state[other.inner.weight]
+
+
+def test_eight_bits(tmp_path):
+    """8-bit AdamW: about the same steps as AdamW, a state that survives a checkpoint bit for bit."""
+    from draftsmith.train import checkpoint
+
+    def module():
+        torch.manual_seed(0)
+        return torch.nn.Linear(96, 96)
+
+    def steps(model, optimizer, count):
+        for n in range(count):
+            torch.manual_seed(n)
+            model(torch.randn(8, 96)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    optim = Optim(lr=1e-2, eight_bit=True)
+    whole, full = module(), module()
+    eight = make_optimizer(whole, optim)
+    steps(whole, eight, 4)
+    steps(full, make_optimizer(full, Optim(lr=1e-2)), 4)
+    assert any(value.dtype == torch.uint8 for value in eight.state[whole.weight].values() if torch.is_tensor(value))
+    moved = (full.weight - module().weight).norm()
+    assert 0 < (whole.weight - full.weight).norm() < 0.2 * moved
+    folder = checkpoint.save(tmp_path, 4, whole, eight, {}, keep=1)
+    other = module()
+    resumed = make_optimizer(other, optim)
+    checkpoint.restore(folder, other, resumed)
+    steps(whole, eight, 2)
+    steps(other, resumed, 2)
+    assert torch.equal(whole.weight, other.weight)
+    with pytest.raises(ValueError, match="eight_bit is for adamw, not for muon"):
+        Optim(name="muon", lr=1e-2, eight_bit=True)

@@ -1,0 +1,102 @@
+"""Rows of a stream: the same rows as without, each epoch, from any place, after any restart."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from draftsmith.data import streaming
+from draftsmith.data.packing import Rows
+from draftsmith.data.streaming import StreamedRows
+from draftsmith.data.tokenized import tokenized
+from draftsmith.train.recipe import Data, Source
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def small_windows(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "WINDOW", 4)
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ROOT / "models/tiny-lm")
+
+
+def write(path, count):
+    path.write_text("".join(json.dumps({"text": f"line {n} " * (n % 3 + 1)}) + "\n" for n in range(count)))
+    return Source(source=str(path), streaming=True)
+
+
+def data(**fields):
+    return Data.model_validate(
+        {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib"}], "max_length": 48, **fields}
+    )
+
+
+def texts(rows, numbers, tokenizer):
+    batch = rows.batch(numbers)
+    return [tokenizer.decode(t[s].tolist()) for t, s in zip(batch["tokens"], batch["supervised"], strict=True)]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_every_sample_once_an_epoch(tmp_path, tokenizer, packing):
+    source, settings = write(tmp_path / "a.jsonl", 10), data(packing=packing)
+    rows = StreamedRows(source, settings, tokenizer, 3, tmp_path / "note.json", keep=True)
+    samples = tokenized(source.model_copy(update={"streaming": False}), settings, tokenizer)
+    whole = "".join(texts(Rows(samples, 48, share=packing), range(len(Rows(samples, 48, share=packing))), tokenizer))
+    rows.batch([40])  # reads on through several epochs
+    per_epoch = rows.ends[rows.per_epoch - 1]
+    assert rows.per_epoch == 3, "windows of 4, 4 and 2 samples"
+    epochs = [texts(rows, range(e * per_epoch, (e + 1) * per_epoch), tokenizer) for e in range(3)]
+    for epoch in epochs:
+        assert sorted("".join(epoch)) == sorted(whole) and len(epoch) == per_epoch
+    if not packing:
+        assert per_epoch == 10
+        assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]), "shuffled anew"
+        assert {t.split()[1] for t in epochs[0][:4]} == {"0", "1", "2", "3"}, "within windows"
+
+
+def test_a_resumed_run_sees_the_same_and_does_not_begin_anew(tmp_path, tokenizer, monkeypatch):
+    source = write(tmp_path / "a.jsonl", 30)
+    note = tmp_path / "streams/0.json"
+    rows = StreamedRows(source, data(), tokenizer, 3, note, keep=True)
+    expected = [texts(rows, [n], tokenizer) for n in range(70)]
+    read = []
+    original = streaming.rows
+    monkeypatch.setattr(streaming, "rows", lambda source, skip: read.append(skip) or original(source, skip))
+    again = StreamedRows(source, data(), tokenizer, 3, note, keep=True)
+    assert [texts(again, [n], tokenizer) for n in range(45, 70)] == expected[45:]
+    assert read == [0, 12, 0], "from the window of row 45 on (row 15 of the second epoch), and once around"
+    fresh = StreamedRows(source, data(), tokenizer, 3, tmp_path / "other.json", keep=False)
+    assert [texts(fresh, [n], tokenizer) for n in (66, 3, 20)] == [expected[66], expected[3], expected[20]]
+    assert not (tmp_path / "other.json").exists()
+    other = StreamedRows(source, data(), tokenizer, 4, note, keep=True)
+    assert [texts(other, [n], tokenizer) for n in range(30)] != expected[:30], "another seed, another order"
+
+
+def test_a_limit(tmp_path, tokenizer):
+    source = write(tmp_path / "a.jsonl", 30).model_copy(update={"limit": 6})
+    rows = StreamedRows(source, data(), tokenizer, 0, tmp_path / "note.json", keep=True)
+    assert {text.split()[1] for text in texts(rows, range(18), tokenizer)} == set("012345")
+
+
+def test_what_cannot_be_streamed(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": "fine"}) + "\n" for _ in range(5)) + '{"question": "?"}\n'
+    )
+    source = Source(source=str(tmp_path / "a.jsonl"), streaming=True)
+    with pytest.raises(ValueError, match=r"a\.jsonl', row 6: it has "):
+        StreamedRows(source, data(), tokenizer, 0, tmp_path / "note.json", keep=True).batch([5])
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match="empty.jsonl"):
+        StreamedRows(Source(source=str(tmp_path / "empty.jsonl"), streaming=True), data(), tokenizer, 0,
+                     tmp_path / "n.json", keep=True)  # fmt: skip
+    with pytest.raises(ValueError, match="'streaming' is for"):
+        Source(source="stdlib", streaming=True)
+    with pytest.raises(ValueError, match="say with 'limit' how many rows"):
+        data(validation=[{"source": "a/b", "streaming": True}])

@@ -1,0 +1,77 @@
+"""--dry-run: says sizes and costs, writes and decodes an untrained artifact, trains nothing. And the schemas."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from draftsmith.models.artifact import read_json
+from draftsmith.train import dry_run, lm, medusa, schema
+from draftsmith.train.recipe import Optim
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_medusa(run_main, tmp_path):
+    code, out, err = run_main(
+        medusa.main, ROOT / "recipes/tiny-medusa.yaml", "--dry-run", f"run.output_dir={tmp_path}",
+        "drafter.projection=own", "optim.lr=0.004",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "lr: 0.004" in out, "the resolved recipe"
+    target = json.loads((ROOT / "models/tiny-lm/config.json").read_text())
+    width, vocab_size = target["hidden_size"], target["vocab_size"]
+    trained = 4 * (2 * (width * width + width) + width * vocab_size)
+    assert f"{trained / 1e6:,.1f} M" in out
+    assert "identical to plain decoding" in out
+    assert not (tmp_path / "demo").exists()
+    folder = tmp_path / "demo-dry-run"
+    assert read_json(folder / "config.json")["num_draft_heads"] == 4
+    assert not (folder / "metrics.jsonl").exists()
+
+
+def test_a_target_that_is_not_here(run_main, tmp_path):
+    """Offline and never downloaded: no sizes, said so; the rest runs."""
+    code, out, err = run_main(
+        medusa.main, ROOT / "recipes/vicuna7b.yaml", "--dry-run", f"run.output_dir={tmp_path}"
+    )  # fmt: skip
+    assert code == 0, err
+    assert "no sizes: target 'lmsys/vicuna-7b-v1.5': its config is not to be had" in out
+    assert "untrained heads for a tiny llama" in out
+
+
+def test_lm(run_main, tmp_path):
+    code, out, err = run_main(lm.main, ROOT / "recipes/tiny-lm.yaml", "--dry-run", f"run.output_dir={tmp_path}")
+    assert code == 0, err
+    for stage in yaml.safe_load((ROOT / "recipes/tiny-lm.yaml").read_text())["stages"]:
+        assert stage["name"] in out
+    assert "decoded 8 tokens" in out or "decoded" in out
+
+
+def test_the_plan_is_arithmetic():
+    plan = dry_run.Plan("x", 7_000_000_000, 100_000_000, 2.0, Optim(lr=1e-3), 10, 4096)
+    assert plan.operations == 4096 * (2 * 7e9 + 6 * 1e8)
+    assert plan.memory == pytest.approx(14e9 + 1e8 * 16, rel=0.05)
+    eight = dry_run.Plan("x", 7_000_000_000, 100_000_000, 0.5, Optim(lr=1e-3, eight_bit=True), 10, 4096)
+    assert eight.memory == pytest.approx(3.5e9 + 1e8 * 10, rel=0.1)
+    assert dry_run.matmul_rate(torch.device("cpu"), torch.float32, 256) > 1e8
+
+
+@pytest.mark.parametrize("name", sorted(schema.RECIPES))
+def test_schemas_are_in_step(name):
+    assert read_json(ROOT / f"recipes/schema/{name}.json") == json.loads(json.dumps(schema.schemas()[name])), (
+        "run python train/schema.py"
+    )
+
+
+def test_recipes_name_their_schema():
+    for path in (ROOT / "recipes").glob("*.yaml"):
+        first, second = path.read_text().splitlines()[:2]
+        script = first.split("train/")[1].split(".py")[0]
+        assert second == f"# yaml-language-server: $schema=schema/{script}.json"
+        assert (ROOT / f"recipes/schema/{script}.json").exists()
+        given = yaml.safe_load(path.read_text())
+        known = read_json(ROOT / f"recipes/schema/{script}.json")
+        assert set(given) <= set(known["properties"]) and set(known["required"]) <= set(given)

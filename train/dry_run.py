@@ -1,0 +1,111 @@
+"""``--dry-run``: what a recipe would do, before it does it: the resolved recipe, sizes, memory, time per step. Then the
+same recipe's tiny form is exported untrained and decoded, so that nothing fails for the first time after a day."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import yaml
+from accelerate.utils import send_to_device
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftsmith.inference.engine import Drafter, SpeculativeDecoder
+from draftsmith.models.target import Target as LoadedTarget
+from draftsmith.models.target import resolve_folder
+from draftsmith.train.losses import LOGITS
+from draftsmith.train.recipe import Optim, Recipe, Target
+
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5}
+console = Console(highlight=False, soft_wrap=True)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
+    """Floating-point operations per second that a matrix product reaches on this device: the best of a few."""
+    a, b = send_to_device((torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)), device)
+    best = 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        float((a @ b)[0, 0])  # waits for the device
+        best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best
+
+
+def target_shape(target: Target) -> tuple[int, int, int]:
+    """(parameters, hidden width, vocabulary) of a recipe's target, from its config alone.
+
+    Raises:
+        ValueError: there is no config to be had.
+    """
+    try:
+        try:
+            where = str(resolve_folder(target.name)) if target.name.startswith((".", "/", "models/")) else target.name
+        except FileNotFoundError:
+            where = target.name
+        config = AutoConfig.from_pretrained(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=target.trust_remote_code)
+    except Exception as error:  # transformers and the Hub's client raise a dozen unrelated types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        raise ValueError(f"target '{target.name}': its config is not to be had ({reason})") from None
+    vocab_size, width = model.get_output_embeddings().weight.shape
+    return sum(p.numel() for p in model.parameters()), width, vocab_size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one stage costs. ``frozen`` and ``trained`` parameters, labels' ``positions`` per step."""
+
+    name: str
+    frozen: int
+    trained: int
+    frozen_bytes: float  # per parameter
+    optim: Optim
+    steps: int
+    positions: int
+
+    @property
+    def memory(self) -> float:
+        """Bytes: weights, gradients and moments, and the logits that are alive at a time; no activations."""
+        moments = 2.0 if self.optim.eight_bit else 4.0 if self.optim.name == "muon" else 8.0
+        return self.frozen * self.frozen_bytes + self.trained * (8 + moments) + 6.0 * LOGITS["cuda"]
+
+    @property
+    def operations(self) -> float:
+        """Floating-point operations of a step: a forward pass of what is frozen, forward and backward of the rest."""
+        return self.positions * (2.0 * self.frozen + 6.0 * self.trained)
+
+
+def show(recipe: Recipe, plans: list[Plan], device: torch.device) -> None:
+    """Print the resolved recipe and the table of its stages."""
+    console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True), markup=False)
+    half = recipe.precision.autocast == "bfloat16"
+    rate = matmul_rate(device, torch.bfloat16 if half else torch.float32)
+    table = Table("stage", "frozen", "trained", "memory", "tokens a step", "a step", "all steps")
+    for plan in plans:
+        seconds = plan.operations / rate
+        table.add_row(
+            plan.name, f"{plan.frozen / 1e6:,.1f} M", f"{plan.trained / 1e6:,.1f} M", f"{plan.memory / 1e9:,.1f} GB",
+            f"{plan.positions:,}", f"{seconds:,.2f} s", f"{seconds * plan.steps / 3600:,.1f} h",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        "Memory: weights, gradients, moments and logits; activations come on top. Time: at the "
+        f"{rate / 1e12:,.2f} TFLOP/s that a matrix product reaches on this device ({device}); no step is faster."
+    )
+
+
+def decode_a_little(target: LoadedTarget, drafter: Drafter | None = None) -> str:
+    """Eight tokens through the exported artifact; with a drafter, compared with plain decoding.
+
+    Raises:
+        ValueError: they differ.
+    """
+    assert target.tokenizer is not None
+    prompt = list(target.tokenizer("import os")["input_ids"])
+    (result,) = SpeculativeDecoder(target, drafter).generate([prompt], 8)
+    (plain,) = SpeculativeDecoder(target).generate([prompt], 8)
+    if result.tokens != plain.tokens:
+        raise ValueError("the exported drafter changed what the tiny target says; please report this")
+    return f"decoded {len(result.tokens)} tokens in {len(result.accepted)} steps, identical to plain decoding"
