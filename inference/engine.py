@@ -13,15 +13,16 @@ Shape letters: B rows, T prompt tokens, N nodes, d hidden width.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from draftsmith.inference.cache import KVCache
+from draftsmith.inference.sampling import Sampling, Settings, draw, law, uniforms
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology
-from draftsmith.inference.verify import Verdict, verify_greedy
+from draftsmith.inference.verify import Verdict, verify_greedy, verify_sample, verify_typical
 from draftsmith.kernels.tree_attention import (
     ancestor_mask,
     causal_bias,
@@ -31,6 +32,7 @@ from draftsmith.kernels.tree_attention import (
 )
 from draftsmith.models.target import Target
 
+Mode = Literal["greedy", "sample", "typical"]
 ATTENTION = "draftsmith_tree"
 PREFILL_CHUNK = 512
 PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
@@ -146,7 +148,8 @@ class Runner:
 
 
 class SpeculativeDecoder:
-    """Decodes prompts with a target and a drafter, exactly as the target alone would (mode greedy).
+    """Decodes prompts with a target and a drafter: exactly as the target alone would, greedily or by sampling (token by
+    token, or in law), or with Medusa's typical acceptance, which is lossy.
 
     Example:
         >>> decoder = SpeculativeDecoder(target, drafter)
@@ -164,6 +167,8 @@ class SpeculativeDecoder:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,
+        mode: Mode = "greedy",
+        sampling: Sampling | Sequence[Sampling] | None = None,
         stop_ids: frozenset[int] | None = None,
         instrument: bool = False,
         on_tokens: Callable[[int, list[int]], None] | None = None,
@@ -173,19 +178,30 @@ class SpeculativeDecoder:
         Args:
             prompts: token ids per row, each at least one.
             max_new_tokens: limit per row.
+            mode: ``greedy``, ``sample`` or ``typical`` (lossy).
+            sampling: of all rows, or of each; for the modes that are not greedy. A row's output depends on its own seed
+                and on no other row.
             stop_ids: ids that end a row; the target's own if left out.
             instrument: add each phase's time to ``seconds`` (synchronises between phases on a GPU).
             on_tokens: called with (row, its newly committed tokens) after each step.
 
         Raises:
-            ValueError: a prompt is empty or longer than the target's context.
+            ValueError: a prompt is empty or longer than the target's context, or it is not one sampling for each row.
         """
         if not prompts:
             return []
+        settings = None
+        if mode != "greedy":
+            sampling = sampling or Sampling()
+            each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+            if len(each) != len(prompts):
+                raise ValueError(f"{len(each)} samplings for {len(prompts)} prompts; give one, or one for each")
+            settings = Settings(each, self.target.device)
         stops = self.target.stop_ids if stop_ids is None else stop_ids
         limits = [self._limit(row, prompt, max_new_tokens) for row, prompt in enumerate(prompts)]
         with torch.inference_mode(), self.target.attention(ATTENTION):
-            return self._generate(prompts, limits, max_new_tokens, stops, instrument, on_tokens)
+            chooser = Chooser(mode, settings, prompts, self.target)
+            return self._generate(prompts, limits, max_new_tokens, stops, instrument, on_tokens, chooser)
 
     def _limit(self, row: int, prompt: Sequence[int], max_new_tokens: int) -> int:
         room = self.target.context - len(prompt)
@@ -200,7 +216,7 @@ class SpeculativeDecoder:
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], limits: list[int], wanted: int, stops: frozenset[int], instrument: bool,
-        on_tokens: Callable[[int, list[int]], None] | None,
+        on_tokens: Callable[[int, list[int]], None] | None, chooser: "Chooser",
     ) -> list[Generation]:  # fmt: skip
         clock = _Clock(self.seconds, self.target.device) if instrument else None
         drafter, rows, nodes = self.drafter, len(prompts), self.drafter.num_nodes
@@ -211,7 +227,7 @@ class SpeculativeDecoder:
         last_position = self.target.context - 1
         node_numbers = torch.arange(nodes, device=self.target.device)
 
-        state = self._prefill(runner, prompts)
+        state = self._prefill(runner, prompts, chooser)
         cached = [len(p) for p in prompts]  # cache.lengths, known to the host
         active = [
             self._take(result, [token], limit, wanted, stops, step=False)
@@ -246,11 +262,12 @@ class SpeculativeDecoder:
             logits = self.target.logits(hidden)
             if clock:
                 clock.lap("verify")
-            verdict = verify_greedy(tree, mask, logits, drafter.max_depth)
+            verdict = chooser.verify(tree, mask, logits, drafter.max_depth)
             step = verdict.length + 1 if rows == 1 else torch.where(running, verdict.length + 1, 0)
             tokens = torch.cat(
                 [tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1)), verdict.bonus[:, None]], 1
             )
+            chooser.saw(tokens, verdict.length)
             # The step's one read by the host: what was accepted, where it stood, and the bonus token.
             told = torch.cat([step[:, None], verdict.path, tokens], 1).tolist()
             if clock:
@@ -289,7 +306,7 @@ class SpeculativeDecoder:
             self._cache = KVCache(self.target, rows, capacity)
         return self._cache
 
-    def _prefill(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> State:
+    def _prefill(self, runner: Runner, prompts: Sequence[Sequence[int]], chooser: "Chooser") -> State:
         """Run the prompts, right-padded, in chunks; K/V of padding, behind a row's length, is overwritten later."""
         device, cache = self.target.device, runner.cache
         lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -310,7 +327,7 @@ class SpeculativeDecoder:
             ends = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
             feature = torch.where(here[:, None], ends, feature)
         cache.lengths.copy_(lengths)
-        return State(self.target.logits(feature).argmax(-1), cache.lengths, feature)
+        return State(chooser.first(self.target.logits(feature)), cache.lengths, feature)
 
     @staticmethod
     def _take(
@@ -329,6 +346,56 @@ class SpeculativeDecoder:
         if not result.finish_reason and len(result.tokens) >= limit:
             result.finish_reason = "length" if limit == wanted else "context"
         return not result.finish_reason
+
+
+class Chooser:
+    """What a mode decides: the first token, each step's verdict; with what that needs to remember of the texts."""
+
+    def __init__(self, mode: Mode, settings: Settings | None, prompts: Sequence[Sequence[int]], target: Target) -> None:
+        self.mode, self.settings = mode, settings
+        self.step = torch.zeros(len(prompts), dtype=torch.int64, device=target.device)
+        self.seen: Tensor | None = None  # [B, V] uint8, the tokens of each text, where a repetition penalty counts them
+        if settings is not None and settings.uses_penalty:
+            self.seen = torch.zeros(len(prompts), target.vocab_size, dtype=torch.uint8, device=target.device)
+            for row, prompt in enumerate(prompts):
+                self.seen[row, torch.tensor(list(prompt), device=target.device)] = 1
+
+    def first(self, logits: Tensor) -> Tensor:
+        """The prefill's token from ``logits [B, V]``: ``[B]``."""
+        if self.settings is None or self.mode == "typical":
+            return logits.argmax(-1)
+        seen = None if self.seen is None else self.seen[:, None].bool()
+        p = law(logits[:, None], self.settings, seen)[:, 0]
+        token = draw(p, uniforms(self.settings.seed, self.step, 1)[:, 0])
+        if self.seen is not None:
+            self.seen.scatter_(1, token[:, None], 1)
+        return token
+
+    def verify(self, tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int) -> Verdict:
+        """The step's verdict from ``logits [B, N, V]``."""
+        if self.settings is None:
+            return verify_greedy(tree, mask, logits, max_depth)
+        seen = None
+        if self.seen is not None:  # the text before, and the path to each node
+            seen = self.seen[:, None].repeat(1, mask.shape[1], 1)
+            tokens = tree.tokens[:, None].expand(-1, mask.shape[1], -1)
+            seen.scatter_reduce_(2, tokens, mask.expand(len(seen), -1, -1).to(torch.uint8), "amax")
+            seen = seen.bool()
+        p = law(logits, self.settings, seen)
+        if self.mode == "typical":
+            return verify_typical(tree, mask, p, max_depth)
+        rows, nodes = tree.tokens.shape
+        most = nodes - 1 if tree.draws is None else tree.draws.child.shape[2]
+        self.step += 1
+        coins = uniforms(self.settings.seed, self.step, nodes * most + 1)
+        return verify_sample(tree, p, coins[:, :-1].view(rows, nodes, most), coins[:, -1], max_depth)
+
+    def saw(self, tokens: Tensor, length: Tensor) -> None:
+        """A step's tokens ``[B, D + 1]``: the accepted ones of the first D, then the bonus token."""
+        if self.seen is not None:
+            place = torch.arange(tokens.shape[1], device=tokens.device)
+            used = torch.where(place < length[:, None], tokens, tokens[:, -1:])
+            self.seen.scatter_(1, used, 1)
 
 
 class _Clock:

@@ -18,6 +18,29 @@ from draftsmith.kernels.tree_attention import ancestor_mask
 Ranks = tuple[int, ...]
 
 
+ONE_HOT, IID, WITHOUT_REPLACEMENT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Which tokens were drawn at each node, in the order they are to be tested, and from which law (ALGORITHMS §2).
+
+    Several draws of a node may lead to one child: merged trees keep each source's draw. The order, and which draws of a
+    node are there, must not depend on the value of a draw that is tested later (C2).
+
+    child: ``[B, N, K]`` int64 the node a draw leads to; −1 behind a node's last draw.
+    kind: ``[B, N, K]`` int8 ``ONE_HOT`` (the drafter had no choice), ``IID``, or ``WITHOUT_REPLACEMENT`` of what
+        the node drew before from the same law.
+    law: ``[B, N, K]`` int64 row of ``q``; unused for one-hot draws.
+    q: ``[B, R, V]`` float32 the processed laws drawn from, over the target's vocabulary; None if all are one-hot.
+    """
+
+    child: Tensor
+    kind: Tensor
+    law: Tensor
+    q: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class TokenTree:
     """Drafted tokens behind each row's root. Parents come before their children; the root is node 0.
@@ -28,6 +51,8 @@ class TokenTree:
     ancestors: ``[B, N, W]`` int64 bitsets, a node itself included.
     valid: ``[B, N]`` bool, False at padding, which is never accepted whatever its token id.
     mask: ``[B, N, N]`` bool, ``ancestors`` unpacked, where the drafter has it at hand.
+    draws: how the tokens were chosen, for sampling; None if nothing was left to chance: every node is then a one-hot
+        draw of its parent's, in the order of the nodes.
     """
 
     tokens: Tensor
@@ -36,6 +61,27 @@ class TokenTree:
     ancestors: Tensor
     valid: Tensor
     mask: Tensor | None = None
+    draws: Draws | None = None
+
+
+def one_hot_draws(parent: Tensor, valid: Tensor, most: int) -> Draws:
+    """Every node as a one-hot draw of its parent's, in the order of the nodes.
+
+    Args:
+        parent: ``[B, N]`` int32, −1 at the root.
+        valid: ``[B, N]`` bool; padding is no draw.
+        most: children that a node has at most (K).
+    """
+    nodes = parent.shape[1]
+    numbers = torch.arange(nodes, device=parent.device)
+    above = torch.where(valid, parent.long(), -1)
+    siblings = (above[:, :, None] == above[:, None, :]) & (above >= 0)[:, :, None]
+    turn = (siblings & (numbers[None, :, None] > numbers[None, None, :])).sum(-1)  # how many came before
+    child = torch.full((*parent.shape, most + 1), -1, dtype=torch.int64, device=parent.device).flatten(1)
+    place = torch.where(above >= 0, above * (most + 1) + turn.clamp(max=most), nodes * (most + 1) - 1)
+    child.scatter_(1, place, torch.where(above >= 0, numbers, -1))
+    child = child.unflatten(1, (nodes, most + 1))[..., :most]
+    return Draws(child, torch.zeros_like(child, dtype=torch.int8), torch.zeros_like(child))
 
 
 def bitsets(parent: Sequence[int]) -> Tensor:
@@ -109,12 +155,17 @@ class StaticTree:
         self.ancestors = bitsets(parent).to(device)[None]
         self.valid = torch.ones(1, len(parent), dtype=torch.bool, device=device)
         self.mask = ancestor_mask(self.ancestors, len(parent))
+        most = max((parent.count(node) for node in range(len(parent))), default=0)
+        self.draws = one_hot_draws(self.parent, self.valid, most)
 
     def fill(self, tokens: Tensor) -> TokenTree:
         """The tree with these tokens ``[B, N]`` (views, nothing is copied)."""
         rows = tokens.shape[0]
         parts = (self.parent, self.depth, self.ancestors, self.valid, self.mask)
-        return TokenTree(tokens, *(part.expand(rows, *part.shape[1:]) for part in parts))
+        draws = self.draws
+        if rows > 1:
+            draws = Draws(*(part.expand(rows, -1, -1) for part in (draws.child, draws.kind, draws.law)))
+        return TokenTree(tokens, *(part.expand(rows, *part.shape[1:]) for part in parts), draws)
 
 
 def read_tree(path: Path) -> Topology:

@@ -1,6 +1,10 @@
 """Verification: which path of a token tree the target itself would have written.
 
-Shape letters: B batch, N nodes, V vocabulary, A depth of the deepest node + 1.
+    greedy    a child is accepted iff it is the target's argmax
+    sample    the rule of ALGORITHMS §2: what is committed has the law of plain sampling, whatever was drafted
+    typical   Medusa's criterion (arXiv 2401.10774 §2.3.1): lossy, and said to be
+
+Shape letters: B batch, N nodes, K draws of a node, V vocabulary, A depth of the deepest node + 1.
 """
 
 from dataclasses import dataclass
@@ -8,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.inference.tree import TokenTree
+from draftsmith.inference.sampling import draw
+from draftsmith.inference.tree import ONE_HOT, WITHOUT_REPLACEMENT, TokenTree, one_hot_draws
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,113 @@ def verify_greedy(tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int)
     accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)  # padding may have no bits at all
     depth = tree.depth.long()
     length, node = torch.where(accepted, depth, -1).max(-1)
+    return _verdict(mask, depth, node, length, choice, max_depth)
+
+
+def _verdict(mask: Tensor, depth: Tensor, node: Tensor, length: Tensor, choice: Tensor, max_depth: int) -> Verdict:
+    """The verdict of a deepest accepted node: its path, and the token that ``choice [B, N]`` puts behind it."""
     on_path = mask.gather(1, node[:, None, None].expand(-1, 1, mask.shape[2])).squeeze(1)  # [B, N]
     rows, nodes = on_path.shape
     numbers = torch.arange(max(nodes, max_depth + 2), device=node.device)
     path = numbers[: max_depth + 2].repeat(rows, 1)  # the last column collects the nodes off the path
     path.scatter_(1, torch.where(on_path, depth, max_depth + 1), numbers[:nodes].expand(rows, -1))
     return Verdict(path[:, :-1], length, node, choice.gather(1, node[:, None]).squeeze(1))
+
+
+def acceptances(tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Phase A of :func:`verify_sample`, all nodes at once: nothing here depends on a coin.
+
+    Args:
+        p: ``[B, N, V]`` the law behind each node.
+
+    Returns:
+        chance ``[B, N, K]`` that a draw is accepted if those before it were not (0 where there is none), rest
+        ``[B, N, V]`` the law of what is emitted if none is, child ``[B, N, K]`` where each draw leads.
+    """
+    draws = tree.draws or one_hot_draws(tree.parent, tree.valid, tree.tokens.shape[1] - 1)
+    r = p
+    chances: list[Tensor] = []
+    gone: list[tuple[Tensor, Tensor, Tensor]] = []  # (token, law, whether without replacement) of earlier turns
+    for turn in range(draws.child.shape[2]):
+        child, kind, source = draws.child[..., turn], draws.kind[..., turn], draws.law[..., turn]
+        there = child >= 0
+        token = tree.tokens.gather(1, child.clamp(min=0))[..., None]  # [B, N, 1]
+        if draws.q is None:
+            chance, left = r.gather(-1, token)[..., 0], r.scatter(-1, token, 0.0)
+        else:
+            one_hot = torch.zeros_like(p).scatter_(-1, token, 1.0)
+            q = draws.q.gather(1, source[..., None].expand(-1, -1, p.shape[-1]))
+            shrinks = there & (kind == WITHOUT_REPLACEMENT)
+            for before, its_law, drawn in gone:
+                taken = shrinks & drawn & (its_law == source)
+                q = torch.where(taken[..., None], q.scatter(-1, before, 0.0), q)
+            if gone:
+                q = torch.where(shrinks[..., None], q / q.sum(-1, keepdim=True), q)
+            gone.append((token, source, shrinks))
+            q = torch.where((kind == ONE_HOT)[..., None], one_hot, q)
+            chance = (r.gather(-1, token) / q.gather(-1, token))[..., 0].clamp(max=1)
+            left = (r - q).clamp(min=0)
+        mass = left.sum(-1, keepdim=True)
+        chance = torch.where(mass[..., 0] > 0, chance, 1.0)  # r is q: accept, whatever rounding says
+        chances.append(torch.where(there, chance, 0.0))
+        r = torch.where(there[..., None] & (mass > 0), left / mass, r)
+    return (torch.stack(chances, -1) if chances else p.new_zeros(*p.shape[:2], 0)), r, draws.child
+
+
+def verify_sample(tree: TokenTree, p: Tensor, coins: Tensor, last_coin: Tensor, max_depth: int) -> Verdict:
+    """Test each node's draws in order against the target's law, and draw the bonus token from what is left of it.
+
+        r ← p;  for each draw (x, q):  accept x iff u < r[x] / q[x],  else r ← norm((r − q)+);  bonus ~ r
+
+    What is committed has the law of plain sampling if the draws have the laws they say (ALGORITHMS §2).
+
+    Args:
+        tree: the drafted tree; without ``draws``, all one-hot.
+        p: ``[B, N, V]`` float32 the law behind each node.
+        coins: ``[B, N, K]`` float32 in [0, 1), fresh.
+        last_coin: ``[B]`` float32 in [0, 1), fresh.
+        max_depth: of the deepest node (A − 1).
+    """
+    chance, rest, child = acceptances(tree, p)
+    accepted = coins < chance
+    turn = accepted.int().argmax(-1, keepdim=True) if chance.shape[-1] else None  # the first
+    rows = p.shape[0]
+    node = torch.zeros(rows, dtype=torch.int64, device=p.device)
+    length = torch.zeros_like(node)
+    path = torch.arange(max_depth + 1, device=p.device).repeat(rows, 1)
+    if turn is not None:
+        first = torch.where(accepted.any(-1), child.gather(-1, turn)[..., 0], -1)
+        for depth in range(1, max_depth + 1):
+            below = first.gather(1, node[:, None])[:, 0]
+            goes_on = (below >= 0) & (length == depth - 1)
+            node, length = torch.where(goes_on, below, node), length + goes_on
+            path[:, depth] = torch.where(goes_on, node, depth)
+    emitted = rest.gather(1, node[:, None, None].expand(-1, 1, rest.shape[-1]))[:, 0]
+    return Verdict(path, length, node, draw(emitted, last_coin))
+
+
+def verify_typical(
+    tree: TokenTree, mask: Tensor, p: Tensor, max_depth: int, epsilon: float = 0.09, delta: float = 0.3
+) -> Verdict:
+    """Accept a node iff ``p(x) > min(ε, δ·exp(−H(p)))`` behind its parent, H in nats, and its parent is accepted; the
+    longest such path wins, ties by Σ log p. The bonus token is the argmax (arXiv 2401.10774 §2.3.1). **Lossy.**
+
+    Args:
+        mask: ``[B, N, N]`` bool, row i True at the ancestors of i and at i.
+        p: ``[B, N, V]`` float32, the law behind each node at the wanted temperature; its argmax is the bonus token.
+    """
+    choice = p.argmax(-1)
+    entropy = -torch.where(p > 0, p * p.clamp(min=1e-30).log(), 0.0).sum(-1)
+    bound = (delta * (-entropy).exp()).clamp(max=epsilon)
+    above = tree.parent.clamp(min=0).long()
+    behind = p.gather(1, above[..., None].expand(-1, -1, p.shape[-1]))
+    own = behind.gather(-1, tree.tokens[..., None])[..., 0]  # [B, N]
+    agrees = (own > bound.gather(1, above)) & tree.valid
+    agrees[:, 0] = True
+    own = torch.where(torch.arange(own.shape[1], device=own.device) == 0, 1.0, own)
+    accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)
+    score = (mask * own.clamp(min=1e-30).log()[:, None, :]).sum(-1)  # Σ log p along each path, above −70 a node
+    depth = tree.depth.long()
+    node = torch.where(accepted, depth.double() * 1e4 + score.double(), -torch.inf).argmax(-1)
+    length = depth.gather(1, node[:, None])[:, 0]
+    return _verdict(mask, depth, node, length, choice, max_depth)

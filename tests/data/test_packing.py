@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.data.packing import Rows, Sample, Tokenized, pack, schedule
+from draftsmith.data.packing import Rows, Sample, Tokenized, describe, pack, schedule
 
 
 def test_pack_joins_with_a_separator_and_drops_the_tail():
@@ -24,6 +24,16 @@ def test_schedule_is_a_pure_function():
     np.random.seed(1)
     assert (schedule(*arguments) == first).all()
     assert (schedule([7, 3], [1.0, 2.0], 50, 12) != first).any()
+
+
+def test_streamed_rows_come_as_they_are():
+    order = schedule([7, None], [1.0, 2.0], 60, 0)
+    streamed = order[order[:, 0] == 1]
+    assert streamed[:, 1].tolist() == list(range(len(streamed))) and 20 < len(streamed) < 60
+
+
+def test_samples_for_a_person():
+    assert describe(["a", "b.jsonl"], np.array([[1, 4], [0, 7], [1, 2]])) == "b.jsonl rows 4, 2; a row 7"
 
 
 def test_schedule_sees_each_row_once_per_epoch():

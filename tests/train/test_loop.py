@@ -242,8 +242,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
             batch["poison"] *= float("nan")
         return batch
 
-    with pytest.raises(FloatingPointError, match=r"toy: loss nan.* at step 5; no weights were changed .*optim\.lr"):
-        loop.fit(job(tmp_path), toy, poisoned, stage(), "toy")
+    with pytest.raises(FloatingPointError, match=r"toy: loss nan.* at step 5 on 16 to 19; no weights .*optim\.lr"):
+        loop.fit(job(tmp_path), toy, poisoned, stage(), "toy", lambda n: f"{n.start} to {n.stop - 1}")
     (last,) = checkpoint.checkpoints(tmp_path / "checkpoints")
     assert last.name == "step-4"
     saved = checkpoint.read_tensors(last)

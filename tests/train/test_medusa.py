@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from draftsmith.data import streaming
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
 from draftsmith.models.medusa import MedusaHeads
@@ -302,6 +304,48 @@ def test_a_process_killed_by_the_system_goes_on_bit_for_bit(recipe, whole):
     assert_same_weights(folder, whole)
 
 
+@pytest.mark.slow
+def test_fifty_kills_at_random_moments(recipe, run_main):
+    """Killed by the system at any moment of its life, and resumed, fifty times over one run: the same weights."""
+    options = [recipe, "steps=1500", "evaluate.every=100", "checkpoint.every=10", "optim.lr=1e-3"]
+    assert run_main(medusa.main, *options, "run.name=long")[0] == 0
+    command = [sys.executable, "train/medusa.py", *options, "run.name=kills"]
+    folder, chance, kills, lives = recipe.parent / "kills", random.Random(0), 0, 0
+
+    def newest():
+        return max((int(p.name[5:]) for p in (folder / "checkpoints").glob("step-*")), default=0)
+
+    while True:
+        lives += 1
+        assert lives < 200
+        begun = newest()
+        process = subprocess.Popen(
+            [*command, "--resume"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        if kills < 50:
+            if kills % 5 == 0:  # anywhere: while it loads, answers prompts, evaluates
+                time.sleep(chance.uniform(0, 8))
+            else:  # while it trains and saves
+                while newest() == begun and process.poll() is None:
+                    time.sleep(0.001)
+                time.sleep(chance.uniform(0, 0.2))
+            process.kill()
+        code = process.wait()
+        if code == -signal.SIGKILL:
+            kills += 1
+            continue
+        assert code == 0, process.stderr.read()
+        break
+    assert kills == 50, "the run has to be long enough for fifty"
+    for name in (
+        "model.safetensors",
+        "checkpoints/step-1500/optimizer.safetensors",
+        "checkpoints/best/model.safetensors",
+    ):
+        assert (folder / name).read_bytes() == (recipe.parent / "long" / name).read_bytes(), name
+    assert metrics(folder, "simulated_tau") == metrics(recipe.parent / "long", "simulated_tau")
+
+
 def test_answers_belong_to_what_was_asked(recipe, run_main, monkeypatch):
     """A run that failed before its first checkpoint leaves answers; a changed recipe does not train on them."""
     run = [recipe, "run.name=asked", "steps=2"]
@@ -317,17 +361,72 @@ def test_answers_belong_to_what_was_asked(recipe, run_main, monkeypatch):
     assert {path.parts[0] for path in before if before[path] != after[path]} == {"train-0"}
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
-def test_chats_from_a_file(recipe, run_main, tmp_path, monkeypatch, packing):
-    """Heads learn from other people's chats; a kept hidden state is the one that would be computed."""
+@pytest.fixture
+def chats(tmp_path, monkeypatch):
+    """A file of 40 chats."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    chats = [
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    turns = [
         [{"role": "user", "content": f"Count from {n}."}, {"role": "assistant", "content": f"{n} {n + 1} {n + 2} " * 3}]
         for n in range(40)
     ]
     path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    taus = []
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns))
+    return path
+
+
+def test_streamed_chats_go_on_bit_for_bit(recipe, run_main, chats, monkeypatch):
+    monkeypatch.setattr(streaming, "WINDOW", 16)
+    sources = [f"data.train=[{{source: {chats}, streaming: true}}]", f"data.validation=[{{source: {chats}, limit: 9}}]"]
+    options = [recipe, *sources, "data.max_length=100", "data.packing=true", "steps=30"]
+    assert run_main(medusa.main, *options, "run.name=stream")[0] == 0
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        stop_in_step(patch, 17, kill)
+        run_main(medusa.main, *options, "run.name=stream-killed")
+    assert run_main(medusa.main, *options, "run.name=stream-killed", "--resume")[0] == 0
+    whole, killed = recipe.parent / "stream", recipe.parent / "stream-killed"
+    assert_same_weights(killed, whole)
+    note = json.loads((whole / "streams/0.json").read_text())
+    assert note["per_epoch"] == 3 and len(note["ends"]) > 6, "many epochs of windows of 16, 16 and 8"
+
+
+def test_the_real_tau_while_training(recipe, run_main):
+    code, _, err = run_main(medusa.main, recipe, "run.name=tau", "evaluate.decode=20", "evaluate.prompts=3")
+    assert code == 0, err
+    tau = metrics(recipe.parent / "tau", "tau")
+    assert list(tau) == [20] and 1 <= tau[20] <= HEADS + 1
+    simulated = metrics(recipe.parent / "tau", "simulated_tau")[20]
+    assert abs(tau[20] - simulated) < 0.6, "of other prompts, but of the same kind"
+    code, _, err = run_main(medusa.main, recipe, "run.name=y", "evaluate.decode=15")
+    assert code == 2 and "decode=15 is not a multiple of every=10" in err
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_a_quantized_target(recipe, run_main, bits):
+    code, _, err = run_main(medusa.main, recipe, f"run.name={bits}", f"target.quantize={bits}", "steps=10")
+    assert code == 0, err
+    folder = recipe.parent / bits
+    losses, plain = metrics(folder, "head1_loss"), metrics(recipe.parent / "whole", "head1_loss")
+    assert losses[10] == pytest.approx(plain[10], rel=0.25) and losses != plain
+    config = json.loads((folder / "config.json").read_text())
+    original = json.loads((recipe.parent / "whole/config.json").read_text())
+    assert config["target"]["fingerprint"] == original["target"]["fingerprint"], "of what is stored"
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(recipe, whole):
+    """The loss curve, with prompts answered once and evaluation on each."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train/medusa.py", recipe]
+    done = subprocess.run([*command, "run.name=two"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for key in ("loss", "head1_loss", "head3_loss", "simulated_tau"):
+        assert metrics(recipe.parent / "two", key) == pytest.approx(metrics(whole, key), abs=1e-5), key
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_chats_from_a_file(recipe, run_main, chats, packing):
+    """Heads learn from other people's chats; a kept hidden state is the one that would be computed."""
+    path, taus = chats, []
     for cached in ("false", "true"):
         name = f"run.name=chats-{packing}-{cached}"
         sources = [f"data.train=[{{source: {path}}}]", f"data.validation=[{{source: {path}, limit: 9}}]"]

@@ -1,0 +1,132 @@
+"""Sampling settings, the law they make of the target's logits, and random numbers that depend on nothing but a request.
+
+Shape letters: B rows, N nodes, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request is sampled. Temperature 0 is greedy.
+
+    The order is that of ``transformers``: repetition penalty, temperature, top-k, top-p, min-p. Tokens that tie at a
+    cut all stay, so that the law does not depend on how a sort breaks ties.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, fine, wanted in (
+            ("temperature", self.temperature >= 0, "at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0 (0: off)"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1: off)"),
+            ("seed", 0 <= self.seed < 1 << 63, "a whole number of at most 63 bits"),
+        ):
+            if not fine:
+                raise ValueError(f"{name} {getattr(self, name)}: has to be {wanted}")
+
+
+class Settings:
+    """The samplings of a batch as tensors ``[B]`` on a device; the host knows which of them are in use at all."""
+
+    def __init__(self, samplings: Sequence[Sampling], device: torch.device) -> None:
+        def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor([getattr(s, name) for s in samplings], dtype=dtype, device=device)
+
+        self.temperature, self.top_p, self.min_p = column("temperature"), column("top_p"), column("min_p")
+        self.penalty, self.seed = column("repetition_penalty"), column("seed", torch.int64)
+        self.top_k = column("top_k", torch.int64)
+        self.uses_greedy = any(s.temperature == 0 for s in samplings)
+        self.uses_top = any(s.top_k or s.top_p < 1 for s in samplings)
+        self.uses_min_p = any(s.min_p for s in samplings)
+        self.uses_penalty = any(s.repetition_penalty != 1 for s in samplings)
+
+
+def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
+    """The law that plain decoding would draw from (ALGORITHMS §2, C4).
+
+    Args:
+        logits: ``[B, N, V]``.
+        seen: ``[B, N, V]`` bool, the tokens of the text before each node and of the path to it; needed where a
+            repetition penalty is in use.
+
+    Returns:
+        ``[B, N, V]`` float32, each row sums to 1.
+    """
+
+    def by_row(values: Tensor) -> Tensor:
+        return values[:, None, None]
+
+    x = logits.float()
+    if settings.uses_penalty:
+        assert seen is not None
+        penalty = by_row(settings.penalty)
+        x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
+    best = x.argmax(-1, keepdim=True) if settings.uses_greedy else None
+    x = x / by_row(torch.where(settings.temperature > 0, settings.temperature, 1.0))
+    if settings.uses_top:
+        ranked = x.sort(-1, descending=True).values
+        vocabulary = x.shape[-1]
+        last = torch.where(settings.top_k > 0, settings.top_k, vocabulary).clamp(max=vocabulary) - 1
+        floor = ranked.gather(-1, by_row(last).expand(-1, x.shape[1], 1))
+        share = torch.where(ranked >= floor, ranked, -torch.inf).softmax(-1)
+        before = share.cumsum(-1) - share  # the share of all that rank above
+        kept = (before < by_row(settings.top_p)) & (ranked >= floor)
+        kept[..., 0] = True
+        floor = torch.where(kept, ranked, torch.inf).amin(-1, keepdim=True)
+        x = torch.where(x >= floor, x, -torch.inf)
+    p = x.softmax(-1)
+    if settings.uses_min_p:
+        p = torch.where(p >= p.amax(-1, keepdim=True) * by_row(settings.min_p), p, 0.0)
+        p = p / p.sum(-1, keepdim=True)
+    if best is not None:
+        one = torch.zeros_like(p).scatter_(-1, best, 1.0)
+        p = torch.where(by_row(settings.temperature) == 0, one, p)
+    return p
+
+
+_LOW = 0xFFFFFFFF
+
+
+def uniforms(seed: Tensor, step: Tensor, count: int) -> Tensor:
+    """Philox 4×32-10 (Salmon et al., 2011): ``[B, count]`` float32 in [0, 1), a function of seed, step and place alone,
+    so that a request's numbers do not depend on its batch mates.
+
+    Args:
+        seed, step: ``[B]`` int64.
+    """
+    blocks = -(-count // 4)
+    place = torch.arange(blocks, device=seed.device)[None].expand(len(seed), -1)
+    c0, c1 = place & _LOW, step[:, None].expand(-1, blocks) & _LOW
+    c2, c3 = (step[:, None] >> 32).expand(-1, blocks) & _LOW, torch.zeros_like(place)
+    k0, k1 = (seed[:, None] & _LOW).expand(-1, blocks), (seed[:, None] >> 32).expand(-1, blocks) & _LOW
+    for _ in range(10):
+        low0, low2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64-bit products; the wrapped sign does not reach the parts
+        c0, c1, c2, c3 = (
+            ((low2 >> 32) & _LOW) ^ c1 ^ k0, low2 & _LOW, ((low0 >> 32) & _LOW) ^ c3 ^ k1, low0 & _LOW
+        )  # fmt: skip
+        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    words = torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :count]
+    return (words >> 8).float() * 2.0**-24
+
+
+def draw(weights: Tensor, coin: Tensor) -> Tensor:
+    """One index per row by inversion of the cumulative sum: ``[B, V]`` weights that need not sum to 1, ``[B]`` coins in
+    [0, 1) → ``[B]``. An index of weight 0 never comes, whatever the coin."""
+    sums = weights.double().cumsum(-1)
+    return (sums > coin.double()[:, None] * sums[:, -1:]).int().argmax(-1)

@@ -1,0 +1,448 @@
+"""Sampling: the law of the settings, random numbers, and the verifier's law against the target's (ALGORITHMS §11)."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from draftsmith.inference.sampling import Sampling, Settings, draw, law, uniforms
+from draftsmith.inference.tree import IID, ONE_HOT, WITHOUT_REPLACEMENT, Draws, StaticTree, TokenTree, Topology
+from draftsmith.inference.verify import acceptances, verify_sample, verify_typical
+from draftsmith.kernels.tree_attention import ancestor_mask
+
+CPU = torch.device("cpu")
+ALPHA = 1e-6
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.6),
+        Sampling(temperature=1.7, top_k=5),
+        Sampling(top_p=0.7),
+        Sampling(temperature=0.8, top_k=12, top_p=0.9),
+        Sampling(min_p=0.2),
+        Sampling(repetition_penalty=1.4, temperature=0.9, top_k=20, top_p=0.95, min_p=0.05),
+        Sampling(repetition_penalty=0.7),
+        Sampling(top_k=500, top_p=1e-9),
+    ],
+)
+def test_the_law_is_that_of_transformers(sampling):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 7, 60) * 3
+    texts = torch.randint(60, (7, 9))
+    seen = torch.zeros(1, 7, 60, dtype=torch.bool)
+    seen[0].scatter_(1, texts, True)
+    s = sampling
+    chain = LogitsProcessorList(
+        [RepetitionPenaltyLogitsProcessor(s.repetition_penalty), TemperatureLogitsWarper(s.temperature)]
+    )
+    if s.top_k:
+        chain.append(TopKLogitsWarper(s.top_k))
+    if s.top_p < 1:
+        chain.append(TopPLogitsWarper(s.top_p))
+    if s.min_p:
+        chain.append(MinPLogitsWarper(s.min_p))
+    theirs = chain(texts, logits[0].clone()).softmax(-1)
+    ours = law(logits, Settings([sampling], CPU), seen)[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    assert ((ours == 0) == (theirs == 0)).all()
+
+
+def test_each_row_its_own_settings():
+    torch.manual_seed(1)
+    logits = torch.randn(3, 2, 30)
+    each = [Sampling(temperature=0), Sampling(top_k=3), Sampling(temperature=2.0, min_p=0.1)]
+    together = law(logits, Settings(each, CPU))
+    for row, sampling in enumerate(each):
+        torch.testing.assert_close(together[row], law(logits[row : row + 1], Settings([sampling], CPU))[0])
+    assert (together[0].max(-1).values == 1).all() and (together[0].argmax(-1) == logits[0].argmax(-1)).all()
+    tied = law(torch.tensor([[[1.0, 2.0, 2.0, 0.0]]]), Settings([Sampling(top_k=1)], CPU))
+    assert tied[0, 0].tolist() == [0, 0.5, 0.5, 0], "what ties at the cut stays"
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("temperature", -1), ("top_k", -1), ("top_p", 0), ("top_p", 1.1), ("min_p", 1), ("repetition_penalty", 0),
+     ("seed", -1)],
+)  # fmt: skip
+def test_settings_out_of_range(field, value):
+    with pytest.raises(ValueError, match=f"{field} {value}: has to be"):
+        Sampling(**{field: value})
+
+
+def test_random_numbers():
+    """Philox's published test vectors; no row depends on another."""
+    zero, ones = torch.zeros(1, dtype=torch.int64), torch.full((1,), -1, dtype=torch.int64)
+    words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert uniforms(zero, zero, 4)[0].tolist() == [(w >> 8) * 2.0**-24 for w in words]
+    assert not torch.equal(uniforms(ones, zero, 4), uniforms(zero, zero, 4))
+    seeds, steps = torch.tensor([5, 1 << 40, 5]), torch.tensor([0, 3, 1])
+    many = uniforms(seeds, steps, 9)
+    for row in range(3):
+        assert torch.equal(many[row], uniforms(seeds[row : row + 1], steps[row : row + 1], 9)[0])
+    assert len({tuple(row) for row in many.tolist()}) == 3
+    sample = uniforms(torch.arange(2000), torch.zeros(2000, dtype=torch.int64), 50)
+    assert sample.min() >= 0 and sample.max() < 1
+    assert stats.kstest(sample.flatten().numpy(), "uniform").pvalue > ALPHA
+    assert abs(np.corrcoef(sample[:, 0], sample[:, 1])[0, 1]) < 0.1
+
+
+def test_a_weight_of_zero_never_comes():
+    weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]]).repeat(4, 1)
+    coins = torch.tensor([0.0, 0.3 - 1e-7, 0.3 + 1e-6, 1 - 2.0**-24])
+    assert draw(weights, coins).tolist() == [1, 1, 3, 3]
+    assert draw(weights * 1e-20, coins).tolist() == [1, 1, 3, 3]
+
+
+# ---- the verifier
+
+
+P = [0.42, 0.28, 0.16, 0.10, 0.04]
+Q = [0.60, 0.05, 0.20, 0.05, 0.10]
+Q2 = [0.10, 0.45, 0.05, 0.30, 0.10]
+
+
+def flat_tree(tokens, kind, q=None, law_rows=None, child=None):
+    """A root with one level of children: ``tokens [B, k]``, the same kind for all draws."""
+    rows, k = tokens.shape
+    shape = StaticTree(Topology(tuple((i,) for i in range(k))), CPU)
+    tree = shape.fill(torch.cat([torch.zeros(rows, 1, dtype=torch.int64), tokens], 1))
+    if child is None:
+        child = torch.arange(1, k + 1).expand(rows, k)
+    most = child.shape[1]
+    table = torch.full((rows, k + 1, most), -1)
+    table[:, 0] = child
+    kinds = torch.full_like(table, kind, dtype=torch.int8)
+    laws = torch.zeros_like(table)
+    if law_rows is not None:
+        laws[:, 0] = torch.tensor(law_rows)
+    return TokenTree(
+        tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid, tree.mask, Draws(table, kinds, laws, q)
+    )
+
+
+def output_law(tree, p):
+    """The law of the first emitted token by phase A alone, per row: no coin is thrown. Float64."""
+    chance, rest, child = acceptances(tree, p)
+    out = torch.zeros(p.shape[0], p.shape[2], dtype=torch.float64)
+    alive = torch.ones(p.shape[0], dtype=torch.float64)
+    for turn in range(chance.shape[2]):
+        token = tree.tokens.gather(1, child[:, :1, turn].clamp(min=0))
+        here = torch.where(child[:, 0, turn] >= 0, chance[:, 0, turn], 0.0)
+        out.scatter_add_(1, token, (alive * here)[:, None])
+        alive = alive * (1 - here)
+    return out + alive[:, None] * rest[:, 0]
+
+
+def sequences(q, k, replace):
+    """Every sequence of k draws with its probability."""
+    for tokens in itertools.product(range(len(q)), repeat=k):
+        if not replace and len(set(tokens)) < k:
+            continue
+        probability, left = 1.0, 1.0
+        for x in tokens:
+            probability *= q[x] / left
+            left -= 0.0 if replace else q[x]
+        yield tokens, probability
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("kind", [ONE_HOT, IID, WITHOUT_REPLACEMENT])
+@pytest.mark.parametrize("p, q", [(P, Q), (P, Q2), (Q, P), (P, P), ([0.5, 0.5, 0, 0, 0], Q), ([0, 0, 0, 0, 1.0], Q)])
+def test_the_exact_law(kind, k, p, q):
+    """Summed over all draws, what comes out has the law p to the last digit."""
+    if kind == ONE_HOT:  # any fixed choice
+        chosen = [(t, 1.0) for t in itertools.permutations(range(5), k)]
+        weights = None
+    else:
+        chosen = list(sequences(q, k, kind == IID))
+        weights = torch.tensor([w for _, w in chosen], dtype=torch.float64)
+    tokens = torch.tensor([t for t, _ in chosen])
+    laws = None if kind == ONE_HOT else torch.tensor(q, dtype=torch.float64).expand(len(tokens), 1, -1)
+    behind = torch.tensor(p, dtype=torch.float64).expand(len(tokens), k + 1, -1)
+    out = output_law(flat_tree(tokens, kind, laws), behind)
+    if weights is None:
+        assert (out - behind[:, 0]).abs().max() < 1e-12, "whatever was proposed"
+    else:
+        assert abs(weights.sum() - 1) < 1e-12
+        assert ((weights[:, None] * out).sum(0) - behind[0, 0]).abs().max() < 1e-12
+
+
+def test_the_exact_law_of_merged_trees():
+    """One draw from each of two drafters; where they agree, one child keeps both draws."""
+    out = torch.zeros(5, dtype=torch.float64)
+    laws = torch.tensor([[Q, Q2]], dtype=torch.float64)
+    behind = torch.tensor(P, dtype=torch.float64).expand(1, 3, -1)
+    for a, b in itertools.product(range(5), repeat=2):
+        child = torch.tensor([[1, 1 if a == b else 2]])
+        tree = flat_tree(torch.tensor([[a, b]]), IID, laws, [0, 1], child)
+        out += Q[a] * Q2[b] * output_law(tree, behind)[0]
+    assert (out - behind[0, 0]).abs().max() < 1e-12
+
+
+def test_the_exact_law_two_levels_down():
+    """Two draws at the root, two at each child: the joint law of two tokens."""
+    torch.manual_seed(0)
+    vocabulary = 3
+    p1, q1 = torch.rand(2, vocabulary, dtype=torch.float64).softmax(-1)
+    p2, q2 = torch.rand(2, vocabulary, vocabulary, dtype=torch.float64).softmax(-1)  # behind each first token
+    topology = Topology(((0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1)))
+    shape = StaticTree(topology, CPU)  # nodes: 1, 2, 3 below 1, 4, 5, 6 below 4
+    rows, weights = [], []
+    for tokens in itertools.product(range(vocabulary), repeat=6):
+        a, aa, ab, b, ba, bb = tokens
+        rows.append([0, *tokens])
+        weights.append(q1[a] * q1[b] * q2[a, aa] * q2[a, ab] * q2[b, ba] * q2[b, bb])
+    tokens, weights = torch.tensor(rows), torch.stack(weights)
+    behind = torch.zeros(len(rows), 7, vocabulary, dtype=torch.float64)
+    behind[:, 0] = p1
+    behind[:, 1], behind[:, 4] = p2[tokens[:, 1]], p2[tokens[:, 4]]
+    q = torch.stack([q1.expand(len(rows), -1), q2[tokens[:, 1]], q2[tokens[:, 4]]], 1)
+    base = shape.fill(tokens)
+    child = shape.draws.child.expand(len(rows), -1, -1)
+    assert child[0, 0].tolist() == [1, 4] and child[0, 1].tolist() == [2, 3] and child[0, 4].tolist() == [5, 6]
+    laws = torch.zeros_like(child)
+    laws[:, 1], laws[:, 4] = 1, 2
+    draws = Draws(child, torch.full_like(child, IID, dtype=torch.int8), laws, q)
+    tree = TokenTree(base.tokens, base.parent, base.depth, base.ancestors, base.valid, base.mask, draws)
+    chance, rest, _ = acceptances(tree, behind)
+    joint = torch.zeros(vocabulary, vocabulary, dtype=torch.float64)
+    for row in range(len(rows)):
+        alive = 1.0
+        for turn, node in enumerate((1, 4)):
+            taken, alive = alive * chance[row, 0, turn], alive * (1 - chance[row, 0, turn])
+            x = tokens[row, node]
+            left = taken
+            for inner in range(2):
+                joint[x, tokens[row, node + 1 + inner]] += weights[row] * left * chance[row, node, inner]
+                left = left * (1 - chance[row, node, inner])
+            joint[x] += weights[row] * left * rest[row, node]
+        joint += weights[row] * alive * rest[row, 0][:, None] * p2  # stopped: the next step draws from p anew
+    assert (joint - p1[:, None] * p2).abs().max() < 1e-12
+
+
+# ---- χ² of the sampled verdicts, and the variants that have to be rejected
+
+
+def p_value(tokens, p):
+    counts = torch.bincount(tokens, minlength=len(p)).double().numpy()
+    return stats.chisquare(counts, np.array(p) * counts.sum()).pvalue
+
+
+def sampled(p, tree, generator):
+    rows, nodes = tree.tokens.shape
+    behind = torch.tensor(p).expand(rows, nodes, -1)
+    coins = torch.rand(rows, nodes, tree.draws.child.shape[2], generator=generator)
+    verdict = verify_sample(tree, behind, coins, torch.rand(rows, generator=generator), 1)
+    first = tree.tokens.gather(1, verdict.path[:, 1:])[:, 0]
+    return torch.where(verdict.length > 0, first, verdict.bonus)
+
+
+def drawn(q, rows, k, replace, generator):
+    return torch.multinomial(torch.tensor(q).expand(rows, -1), k, replacement=replace, generator=generator)
+
+
+def iid(g, n, k=3):
+    tokens = drawn(Q, n, k, True, g)
+    return sampled(P, flat_tree(tokens, IID, torch.tensor(Q).expand(n, 1, -1)), g)
+
+
+def without_replacement(g, n, k=3):
+    tokens = drawn(Q, n, k, False, g)
+    return sampled(P, flat_tree(tokens, WITHOUT_REPLACEMENT, torch.tensor(Q).expand(n, 1, -1)), g)
+
+
+def one_hot(g, n, k=3):
+    return sampled(P, flat_tree(torch.tensor([0, 2, 4]).expand(n, 3), ONE_HOT), g)
+
+
+def merged(g, n):
+    tokens = torch.cat([drawn(Q, n, 1, True, g), drawn(Q2, n, 1, True, g)], 1)
+    same = tokens[:, 0] == tokens[:, 1]
+    child = torch.stack([torch.ones(n, dtype=torch.int64), torch.where(same, 1, 2)], 1)
+    return sampled(P, flat_tree(tokens, IID, torch.tensor([Q, Q2]).expand(n, -1, -1), [0, 1], child), g)
+
+
+@pytest.mark.parametrize("right", [iid, without_replacement, one_hot, merged])
+def test_sampled_verdicts_have_the_targets_law(right):
+    assert p_value(right(torch.Generator().manual_seed(7), 500_000), P) > ALPHA
+
+
+def wrong_deduplicated(g, n):
+    tokens = drawn(Q, n, 3, True, g)
+    child = torch.arange(1, 4).repeat(n, 1)
+    for later, earlier in ((1, 0), (2, 0), (2, 1)):
+        child[:, later] = torch.where(tokens[:, later] == tokens[:, earlier], -1, child[:, later])
+    return sampled(P, flat_tree(tokens, IID, torch.tensor(Q).expand(n, 1, -1), None, child), g)
+
+
+def wrong_merged_to_a_set(g, n):
+    tokens = torch.cat([drawn(Q, n, 1, True, g), drawn(Q2, n, 1, True, g)], 1)
+    same = tokens[:, 0] == tokens[:, 1]
+    child = torch.stack([torch.ones(n, dtype=torch.int64), torch.where(same, -1, 2)], 1)
+    return sampled(P, flat_tree(tokens, IID, torch.tensor([Q, Q2]).expand(n, -1, -1), [0, 1], child), g)
+
+
+def wrong_top_k_with_a_ratio(g, n):
+    tokens = torch.tensor(Q).topk(3).indices.expand(n, 3)
+    return sampled(P, flat_tree(tokens, IID, torch.tensor(Q).expand(n, 1, -1)), g)
+
+
+def wrong_without_replacement_as_iid(g, n):
+    return sampled(P, flat_tree(drawn(Q, n, 3, False, g), IID, torch.tensor(Q).expand(n, 1, -1)), g)
+
+
+def wrong_sorted_by_q(g, n):
+    tokens = drawn(Q, n, 3, True, g)
+    order = torch.tensor(Q)[tokens].argsort(stable=True, dim=-1, descending=True)
+    return sampled(P, flat_tree(tokens.gather(1, order), IID, torch.tensor(Q).expand(n, 1, -1)), g)
+
+
+def wrong_kept_the_best_two(g, n):
+    tokens = drawn(Q, n, 3, False, g)
+    keep = torch.tensor(Q)[tokens].topk(2).indices.sort(-1).values
+    return sampled(P, flat_tree(tokens.gather(1, keep), WITHOUT_REPLACEMENT, torch.tensor(Q).expand(n, 1, -1)), g)
+
+
+def wrong_temperature(g, n):
+    hot = torch.tensor(Q).log().div(0.7).softmax(-1).tolist()
+    return sampled(P, flat_tree(drawn(hot, n, 1, True, g), IID, torch.tensor(Q).expand(n, 1, -1)), g)
+
+
+def wrong_kept_if_likely(g, n):
+    tokens = drawn(Q, n, 1, True, g)
+    child = torch.where(torch.tensor(Q)[tokens] > 0.15, 1, -1)
+    return sampled(P, flat_tree(tokens, IID, torch.tensor(Q).expand(n, 1, -1), None, child), g)
+
+
+def wrong_shortlist_with_the_full_law(g, n):
+    short = torch.tensor(Q) * torch.tensor([1.0, 0, 1, 0, 1])
+    tokens = drawn((short / short.sum()).tolist(), n, 3, True, g)
+    return sampled(P, flat_tree(tokens, IID, torch.tensor(Q).expand(n, 1, -1)), g)
+
+
+def wrong_residual_not_renormalised(g, n):
+    """Written out: r ← (r − q)+, never divided by its sum."""
+    tokens = drawn(Q, n, 3, True, g)
+    q, r = torch.tensor(Q), torch.tensor(P).repeat(n, 1)
+    out = torch.full((n,), -1)
+    for turn in range(3):
+        x = tokens[:, turn]
+        accepted = (torch.rand(n, generator=g) * q[x] < r.gather(1, x[:, None])[:, 0]) & (out < 0)
+        out = torch.where(accepted, x, out)
+        r = (r - q).clamp(min=0)
+    return torch.where(out < 0, draw(r, torch.rand(n, generator=g)), out)
+
+
+def wrong_duplicates_counted_twice(g, n):
+    """A coin of the target's alone for each sibling: duplicates get two chances."""
+    tokens = drawn(Q, n, 3, True, g)
+    p = torch.tensor(P)
+    out = torch.full((n,), -1)
+    for turn in range(3):
+        accepted = (torch.rand(n, generator=g) < p[tokens[:, turn]]) & (out < 0)
+        out = torch.where(accepted, tokens[:, turn], out)
+    left = p.repeat(n, 1).scatter(1, tokens, 0.0)
+    return torch.where(out < 0, draw(left, torch.rand(n, generator=g)), out)
+
+
+def wrong_typical(g, n):
+    tokens = drawn(Q, n, 1, True, g)
+    tree = flat_tree(tokens, IID, torch.tensor(Q).expand(n, 1, -1))
+    verdict = verify_typical(tree, ancestor_mask(tree.ancestors, 2), torch.tensor(P).expand(n, 2, -1), 1)
+    return torch.where(verdict.length > 0, tokens[:, 0], verdict.bonus)
+
+
+# The total variation from p that ALGORITHMS §2 gives for these laws, where it says exactly what the variant does.
+WRONG = {
+    wrong_deduplicated: 0.010, wrong_merged_to_a_set: 0.0046, wrong_top_k_with_a_ratio: 0.28,
+    wrong_without_replacement_as_iid: 0.037, wrong_residual_not_renormalised: 0.036, wrong_sorted_by_q: 0.235,
+    wrong_kept_the_best_two: 0.10, wrong_temperature: 0.10, wrong_kept_if_likely: 0.12,
+    wrong_shortlist_with_the_full_law: 0.069, wrong_duplicates_counted_twice: None, wrong_typical: None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
+def test_wrong_variants_are_rejected(wrong):
+    tokens = wrong(torch.Generator().manual_seed(7), 500_000)
+    assert p_value(tokens, P) < ALPHA
+    share = torch.bincount(tokens, minlength=5) / len(tokens)
+    distance = float((share - torch.tensor(P)).abs().sum() / 2)
+    if WRONG[wrong]:
+        assert distance == pytest.approx(WRONG[wrong], abs=0.002, rel=0.06), "the variant is the one that was meant"
+
+
+# ---- what holds whatever the numbers
+
+
+def test_equal_laws_are_always_accepted():
+    n = 10_000
+    g = torch.Generator().manual_seed(0)
+    tokens = drawn(P, n, 1, True, g)
+    tree = flat_tree(tokens, IID, torch.tensor(P).expand(n, 1, -1))
+    coins = torch.full((n, 2, 1), 1 - 2.0**-24)
+    assert (verify_sample(tree, torch.tensor(P).expand(n, 2, -1), coins, torch.rand(n), 1).length == 1).all()
+
+
+@pytest.mark.parametrize("coin", [0.0, 1 - 2.0**-24])
+def test_a_token_of_probability_zero_never_comes(coin):
+    p = torch.tensor([0.5, 0.0, 0.5, 0.0, 0.0])
+    for a, b in itertools.product(range(5), repeat=2):
+        tree = flat_tree(torch.tensor([[a, b]]), IID, torch.tensor(Q).expand(1, 1, -1))
+        verdict = verify_sample(tree, p.expand(1, 3, -1), torch.full((1, 3, 2), coin), torch.tensor([coin]), 1)
+        emitted = tree.tokens[0, verdict.path[0, 1]] if verdict.length[0] else verdict.bonus[0]
+        assert p[emitted] > 0
+
+
+def test_greedy_is_temperature_zero():
+    torch.manual_seed(0)
+    logits = torch.randn(200, 4, 5)
+    p = law(logits, Settings([Sampling(temperature=0)] * 200, CPU))
+    tree = flat_tree(torch.randint(5, (200, 3)), ONE_HOT)
+    verdict = verify_sample(tree, p, torch.rand(200, 4, 3), torch.rand(200), 1)
+    choice = logits.argmax(-1)
+    right = (tree.tokens[:, 1:] == choice[:, :1]).any(-1)
+    assert torch.equal(verdict.length > 0, right) and 20 < int(right.sum()) < 180
+    assert torch.equal(verdict.bonus, choice.gather(1, verdict.node[:, None])[:, 0])
+
+
+def test_typical_acceptance_by_its_formula():
+    torch.manual_seed(0)
+    topology = Topology(((0,), (0, 0), (1,), (1, 0), (2,)))
+    shape = StaticTree(topology, CPU)
+    rows, vocabulary = 300, 6
+    tokens, p = torch.randint(vocabulary, (rows, 6)), (torch.randn(rows, 6, vocabulary) * 2).softmax(-1)
+    tree = shape.fill(tokens)
+    verdict = verify_typical(tree, tree.mask, p, 2, epsilon=0.2, delta=0.45)
+    parents, lengths = topology.parents, []
+    for row in range(rows):
+        best = (0, 0.0, 0)
+        for node in range(6):
+            score, at, fine = 0.0, node, True
+            while parents[at] >= 0:
+                above = p[row, parents[at]].double()
+                entropy = float(-(above * above.log()).sum())
+                chance = float(above[tokens[row, at]])
+                fine &= chance > min(0.2, 0.45 * np.exp(-entropy))
+                score, at = score + np.log(chance), parents[at]
+            depth = topology.depths[node]
+            if fine and (depth, score if depth else 0.0) > best[:2]:
+                best = (depth, score, node)
+        assert (int(verdict.length[row]), int(verdict.node[row])) == (best[0], best[2])
+        assert int(verdict.bonus[row]) == int(p[row, best[2]].argmax())
+        lengths.append(best[0])
+    assert set(lengths) == {0, 1, 2}
