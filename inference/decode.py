@@ -3,6 +3,7 @@
     python inference/decode.py runs/demo --prompt 'def read_config(path):'
     python inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --baseline all --check-lossless --report DIR
     python inference/decode.py none --target models/tiny-lm --interactive
+    python inference/decode.py runs/demo --prompt 'import ' --mode sample --temperature 0.8 --top-p 0.95 --seed 1
     python inference/decode.py runs/a runs/b --prompts P.jsonl --baseline engine        # two drafters, one table
 
 DRAFTER is a run folder, a Hub id, or `none` (plain decoding). Exit codes: 0 done, 1 failed (also: output that is not
@@ -17,8 +18,9 @@ import shlex
 import statistics
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ from rich.progress import track
 from draftsmith.inference import report as reporting
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import Drafter, Generation, SpeculativeDecoder
-from draftsmith.inference.lossless import check_greedy
+from draftsmith.inference.lossless import check_greedy, check_sample
+from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.tree import read_tree
 from draftsmith.models.artifact import check_target, device_name, read_drafter, versions, write_json
 from draftsmith.models.medusa import MedusaHeads
@@ -149,8 +152,8 @@ def transformers_method(target: Target, max_new_tokens: int, **options: Any) -> 
         stops = sorted(target.stop_ids) or None
         with torch.inference_mode():
             out = target.model.generate(
-                ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, eos_token_id=stops,
-                pad_token_id=pad, **options,
+                ids, attention_mask=mask, max_new_tokens=limit, eos_token_id=stops, pad_token_id=pad,
+                **{"do_sample": False, **options},
             )  # fmt: skip
         outputs: list[list[int]] = []
         for prompt, row in zip(prompts, out[:, longest:].tolist(), strict=True):
@@ -179,6 +182,36 @@ def run_rounds(methods: dict[str, Method], batches: list[list[list[int]]], round
     return timed
 
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """The command line's sampling.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+    return Sampling(**{name: value for name in SAMPLING if (value := getattr(args, name)) is not None})
+
+
+def choice(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """How the engine chooses tokens for these prompts, each with a seed of its own: of --seed and the prompt."""
+    if args.mode == "greedy":
+        return {}
+    sampling = sampling_of(args)
+    seeds = [sampling.seed + zlib.crc32(str(list(prompt)).encode()) for prompt in prompts]
+    return {"mode": args.mode, "sampling": [replace(sampling, seed=seed) for seed in seeds]}
+
+
+def theirs_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The same for ``transformers.generate``."""
+    s = sampling_of(args)
+    if args.mode != "sample" or s.temperature == 0:
+        return {}
+    options = {"do_sample": True, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
+    return {**options, "min_p": s.min_p or None, "repetition_penalty": s.repetition_penalty}
+
+
 def evaluate(
     names: Sequence[str], target: Target, drafters: Sequence[Drafter | None], prompts: list[list[int]],
     args: argparse.Namespace,
@@ -194,7 +227,7 @@ def evaluate(
 
     def engine_method(name: str, decoder: SpeculativeDecoder) -> Method:
         def run(batch: list[list[int]]) -> list[list[int]]:
-            results = decoder.generate(batch, args.max_new_tokens)
+            results = decoder.generate(batch, args.max_new_tokens, **choice(args, batch))
             kept.setdefault(name, []).extend(results)
             return [result.tokens for result in results]
 
@@ -205,10 +238,10 @@ def evaluate(
     if "engine" in wanted or args.check_lossless:
         methods["engine"] = engine_method("engine", SpeculativeDecoder(target))
     if "transformers" in wanted:
-        methods["transformers"] = transformers_method(target, args.max_new_tokens)
+        methods["transformers"] = transformers_method(target, args.max_new_tokens, **theirs_of(args))
     if "prompt_lookup" in wanted and args.batch_size == 1:
         methods["prompt_lookup"] = transformers_method(
-            target, args.max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS
+            target, args.max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **theirs_of(args)
         )
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
@@ -228,11 +261,14 @@ def evaluate(
         outputs.append(results)
         # Phases are read in a run of their own: reading clocks between them costs time.
         for batch in batches[: max(1, 16 // args.batch_size)]:
-            decoder.generate(batch, args.max_new_tokens, instrument=True)
+            decoder.generate(batch, args.max_new_tokens, instrument=True, **choice(args, batch))
         lossless = None
         if args.check_lossless:
             console.print(f"checking {name} against plain decoding …")
-            lossless = check_greedy(target, prompts, timed[name].outputs, timed["engine"].outputs).to_dict()
+            if args.mode == "sample":
+                lossless = check_sample(decoder, prompts, sampling_of(args))
+            else:
+                lossless = check_greedy(target, prompts, timed[name].outputs, timed["engine"].outputs)
         speed = timed[name].tokens_per_second
         counted = reporting.acceptance(results, decoder.drafter.max_depth, decoder.drafter.num_nodes)
         speedup = speed / plain if plain else None
@@ -243,7 +279,9 @@ def evaluate(
                 "target": target.name,
                 "device": device_name(target.device),
                 "dtype": str(target.dtype).removeprefix("torch."),
-                "mode": "greedy",
+                "mode": args.mode,
+                **({"lossy": True} if args.mode == "typical" else {}),
+                **({} if args.mode == "greedy" else {"sampling": asdict(sampling_of(args))}),
                 "prompts": len(prompts),
                 "max_new_tokens": args.max_new_tokens,
                 "batch_size": args.batch_size,
@@ -257,7 +295,7 @@ def evaluate(
                 "speedup_vs_transformers": round(speed / theirs, 4) if theirs else None,
                 "overhead": round(tau / speedup, 4) if speedup and tau else None,
                 "peak_memory_bytes": peak,
-                "lossless": lossless,
+                "lossless": lossless.to_dict() | {"passed": lossless.passed} if lossless else None,
                 "versions": versions(),
                 "command": "python inference/decode.py " + shlex.join(sys.argv[1:]),
             }
@@ -283,7 +321,7 @@ def stream(decoder: SpeculativeDecoder, prompt: list[int], args: argparse.Namesp
                 text = now
 
     began = time.perf_counter()
-    (result,) = decoder.generate([prompt], args.max_new_tokens, on_tokens=show)
+    (result,) = decoder.generate([prompt], args.max_new_tokens, on_tokens=show, **choice(args, [prompt]))
     seconds = time.perf_counter() - began
     rest = tokenizer.decode(shown)[len(text) :]  # type: ignore[union-attr]
     console.print(rest, end="", markup=False, soft_wrap=True)  # bytes that never became a character
@@ -317,7 +355,17 @@ def main() -> None:
         "--prompts", type=Path, metavar="FILE.jsonl", help='lines of {"prompt": …}, {"messages": …} or {"turns": …}'
     )
     what.add_argument("--interactive", action="store_true", help="prompts from the terminal")
-    parser.add_argument("--mode", choices=["greedy"], default="greedy", help="greedy: exactly the target's greedy text")
+    parser.add_argument(
+        "--mode", choices=["greedy", "sample", "typical"], default="greedy",
+        help="greedy: the target's greedy text, token by token; sample: the law of sampling from the target; "
+        "typical: Medusa's criterion, lossy",
+    )  # fmt: skip
+    parser.add_argument("--temperature", type=float, help="default 1; for --mode sample and typical, as the next ones")
+    parser.add_argument("--top-k", type=int, help="only the K most likely tokens (default: all)")
+    parser.add_argument("--top-p", type=float, help="only the most likely tokens that make up this share (default 1)")
+    parser.add_argument("--min-p", type=float, help="only tokens this likely beside the likeliest (default 0)")
+    parser.add_argument("--repetition-penalty", type=float, help="above 1: what the text holds becomes less likely")
+    parser.add_argument("--seed", type=int, help="the same seed, the same text (default 0)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument(
@@ -342,6 +390,12 @@ def main() -> None:
         raise ValueError(f"--threads {args.threads}: must be at least 1")
     if len({Path(name).name for name in args.drafters}) < len(args.drafters):
         raise ValueError("two of the drafters have the same name, and so would their reports")
+    given_sampling = [name for name in SAMPLING if getattr(args, name) is not None]
+    if args.mode == "greedy" and given_sampling:
+        raise ValueError(f"--{given_sampling[0].replace('_', '-')} needs --mode sample (or typical)")
+    if args.mode == "typical" and args.check_lossless:
+        raise ValueError("--mode typical is lossy by design, so there is nothing for --check-lossless to check")
+    sampling_of(args)  # its ranges, before anything is loaded
     torch.set_num_threads(args.threads or available_cores())
     if args.report:
         args.report.mkdir(parents=True, exist_ok=True)
@@ -390,7 +444,7 @@ def main() -> None:
             write_json(folder / "report.json", report)
             reporting.plot(report, folder / "report.png")
             console.print(f"wrote {folder / 'report.json'} and {folder / 'report.png'}")
-    if any(report["lossless"] and report["lossless"]["mismatches"] for report in reports):
+    if any(report["lossless"] and not report["lossless"]["passed"] for report in reports):
         raise SystemExit(1)
 
 

@@ -1,4 +1,5 @@
-"""Proof that greedy output is the target's own (ALGORITHMS §11.7).
+"""Proof that output is the target's own: token by token where it is greedy (ALGORITHMS §11.7), in law where it is
+sampled.
 
 A forward pass of one row and one of N rows round differently, so two tokens of nearly equal logit may swap. Where an
 output leaves plain decoding, it is fed through plain decoding token by token: each of its tokens must lie within a
@@ -6,13 +7,15 @@ tolerance of its row's maximum, the tolerance being what the two shapes of forwa
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.sampling import Sampling, Settings, law
 from draftsmith.models.target import Target
 
 
@@ -30,6 +33,75 @@ class GreedyCheck:
 
     def to_dict(self) -> dict[str, Any]:
         return {"mode": "greedy", **asdict(self), "p_value": None}
+
+    @property
+    def passed(self) -> bool:
+        return self.mismatches == 0
+
+
+SAMPLES, BINS, LEVEL = 256, 20, 1e-6  # samples of each prompt; bins of the χ² test; p-value below which it fails
+
+
+@dataclass
+class SampleCheck:
+    """``checked`` sampled tokens, ``mismatches`` of which the target gives no probability; ``p_value`` of the χ² test
+    that they have the target's law."""
+
+    checked: int = 0
+    mismatches: int = 0
+    p_value: float = 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"mode": "sample", **asdict(self), "identical": None, "near_ties": 0, "tolerance": None}
+
+    @property
+    def passed(self) -> bool:
+        return self.mismatches == 0 and self.p_value > LEVEL
+
+
+@torch.inference_mode()
+def check_sample(
+    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], sampling: Sampling, batch_size: int = 32
+) -> SampleCheck:
+    """Sample each prompt many times and test the law of the first two tokens behind the prefill's.
+
+    A token's place in its law, most likely first, drawn evenly within the token's own share, is uniform if the law is
+    right (the randomised probability integral transform), whatever came before: samples of all prompts make one test.
+    """
+    from scipy.stats import chisquare  # scikit-learn brings it; it takes half a second
+
+    target, result = decoder.target, SampleCheck()
+    places: list[list[float]] = [[], []]
+    noise = torch.Generator().manual_seed(sampling.seed)
+    for number, prompt in enumerate(prompts):
+        for first in range(0, SAMPLES, batch_size):
+            rows = range(first, min(first + batch_size, SAMPLES))
+            seeds = [
+                replace(sampling, seed=(sampling.seed + 1_000_003 * (number + 1) + row) % (1 << 63)) for row in rows
+            ]
+            outputs = decoder.generate(
+                [prompt] * len(rows), 3, mode="sample", sampling=seeds, stop_ids=frozenset()
+            )  # fmt: skip
+            texts = torch.tensor([[*prompt, *output.tokens] for output in outputs], device=target.device)
+            logits = target.logits(target.hidden(texts[:, :-1])[:, len(prompt) :])  # behind the prefill's token
+            for place in range(logits.shape[1]):
+                here = len(prompt) + 1 + place
+                seen = torch.zeros(len(rows), logits.shape[2], dtype=torch.bool, device=target.device)
+                seen.scatter_(1, texts[:, :here], True)
+                p = law(logits[:, place : place + 1], Settings(seeds, target.device), seen[:, None])[:, 0].double()
+                token = texts[:, here, None]
+                own = p.gather(1, token)
+                ranks_above = (p > own) | ((p == own) & (torch.arange(p.shape[1], device=p.device) < token))
+                above = torch.where(ranks_above, p, 0.0).sum(-1)
+                coin = torch.rand(len(rows), generator=noise, dtype=torch.float64).to(p.device)
+                places[place] += (above + coin * own[:, 0]).tolist()
+                result.checked += len(rows)
+                result.mismatches += int((own[:, 0] == 0).sum())
+    for found in places:
+        counts = torch.histc(torch.tensor(found).clamp(0, 1 - 1e-9), BINS, 0, 1).numpy()
+        p_value = float(chisquare(counts).pvalue) if found else 1.0
+        result.p_value = min(result.p_value, len(places) * p_value)
+    return result
 
 
 def _plain_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:

@@ -113,7 +113,16 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table)
     for report in reports:
         lossless = report["lossless"]
-        if lossless is None:
+        if report.get("lossy"):
+            verdict = "[yellow]typical acceptance: lossy, this is not the target's own law[/yellow]"
+        elif lossless is not None and lossless["mode"] == "sample":
+            colour = "green" if lossless["passed"] else "red"
+            verdict = (
+                f"[{colour}]sampled tokens {'have' if lossless['passed'] else 'do not have'} the target's law: "
+                f"χ² p = {lossless['p_value']:.2g}[/{colour}] ({lossless['checked']} tokens checked, "
+                f"{lossless['mismatches']} of probability 0)"
+            )
+        elif lossless is None:
             verdict = "[yellow]output not compared with plain decoding (--check-lossless does)[/yellow]"
         elif lossless["identical"]:
             verdict = f"[green]output identical to plain greedy decoding[/green] ({lossless['checked']} tokens checked)"

@@ -35,7 +35,7 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
             ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1: off)"),
-            ("seed", 0 <= self.seed < 1 << 63, "a whole number of at most 63 bits"),
+            ("seed", 0 <= self.seed < 1 << 62, "a whole number of at most 62 bits"),
         ):
             if not fine:
                 raise ValueError(f"{name} {getattr(self, name)}: has to be {wanted}")

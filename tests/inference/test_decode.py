@@ -125,7 +125,9 @@ def test_streamed_text_is_the_text(target, monkeypatch, cut):
 
     out = io.StringIO()
     monkeypatch.setattr(decode.console, "_file", out)
-    decode.stream(SimpleNamespace(target=target, generate=generate), [1], SimpleNamespace(max_new_tokens=9))
+    decode.stream(
+        SimpleNamespace(target=target, generate=generate), [1], SimpleNamespace(max_new_tokens=9, mode="greedy")
+    )
     assert out.getvalue().startswith(target.tokenizer.decode(tokens) + "\n")
     assert f"{len(tokens)} tokens in" in out.getvalue() and "ended by length" in out.getvalue()
 
@@ -325,3 +327,59 @@ def test_interrupted(drafter, prompts, tmp_path):
     assert (process.returncode, err) == (2, "error: interrupted; files already written are whole\n")
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "report.json"}
     assert report.read_text() == "from before"
+
+
+# ---- modes
+
+
+def test_sampling_by_command(drafter, prompts, tmp_path, run_main):
+    options = ["--mode", "sample", "--temperature", "0.8", "--top-p", "0.9", "--seed", "3", "--max-new-tokens", "12",
+               "--threads", "1", "--check-lossless", "--baseline", "all"]  # fmt: skip
+    reports = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        code, out, err = run_main(decode.main, drafter, "--prompts", prompts, *options, "--report", folder)
+        assert code == 0, err
+        reports.append(json.loads((folder / "report.json").read_text()))
+    report = reports[0]
+    assert "sampled tokens have the target's law" in out
+    assert report["mode"] == "sample" and report["lossless"]["mode"] == "sample" and "lossy" not in report
+    assert report["sampling"]["temperature"] == 0.8 and report["sampling"]["seed"] == 3
+    assert report["lossless"]["passed"] and report["lossless"]["p_value"] > 1e-6
+    assert report["lossless"]["checked"] == 2 * 2 * 256
+    assert report["accepted_length_histogram"] == reports[1]["accepted_length_histogram"], (
+        "the same seed, the same text"
+    )
+
+
+def test_typical_says_that_it_is_lossy(drafter, prompts, tmp_path, run_main):
+    code, out, err = run_main(
+        decode.main, drafter, "--prompts", prompts, "--mode", "typical", "--max-new-tokens", "12", "--report", tmp_path
+    )
+    assert code == 0, err
+    assert "lossy" in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["mode"] == "typical" and report["lossy"] is True and report["lossless"] is None
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--temperature", "0.5"], "--temperature needs --mode sample"),
+        (["--mode", "sample", "--top-p", "1.5"], "top_p 1.5: has to be above 0 and at most 1"),
+        (["--mode", "typical", "--check-lossless"], "--mode typical is lossy by design"),
+        (["--interactive", "--check-lossless"], "--interactive measures nothing"),
+    ],
+)
+def test_modes_that_cannot_be(drafter, run_main, options, message):
+    what = [] if "--interactive" in options else ["--prompt", "x"]
+    code, _, err = run_main(decode.main, drafter, *what, *options)
+    assert code == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_one_prompt_is_measured_when_asked(drafter, tmp_path, run_main):
+    code, out, err = run_main(
+        decode.main, drafter, "--prompt", "import os", "--max-new-tokens", "8", "--check-lossless", "--report", tmp_path
+    )
+    assert code == 0, err
+    assert "identical to plain greedy decoding" in out
+    assert json.loads((tmp_path / "report.json").read_text())["prompts"] == 1

@@ -1,0 +1,140 @@
+"""The engine in the modes that are not greedy: the law of what it writes, by enumeration over a small vocabulary."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from draftsmith.inference import engine
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.lossless import check_sample
+from draftsmith.inference.sampling import Sampling, Settings, law
+from draftsmith.inference.tree import Topology
+from draftsmith.inference.verify import Verdict
+from draftsmith.models.medusa import MedusaHeads
+
+VOCAB, PROMPT, ALPHA = 5, [3, 1, 4, 1], 1e-6
+SAMPLINGS = {
+    "plain": Sampling(),
+    "cut": Sampling(temperature=0.7, top_k=4, top_p=0.9),
+    "penalty": Sampling(temperature=1.2, repetition_penalty=1.8),
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(make_target):
+    """Heads of a perturbed LM head in a tree of three levels: drafts that are often right, and often wrong."""
+    target = make_target("llama", vocab_size=VOCAB)
+    with torch.no_grad():
+        target.lm_head.weight.mul_(0.25)  # softer laws
+    torch.manual_seed(1)
+    heads = MedusaHeads.for_target(target, 3, 1, "own")
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    topology = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0)))
+    return SpeculativeDecoder(target, MedusaDrafter(heads, topology, target))
+
+
+def sample(decoder, sampling, count, tokens=3, mode="sample"):
+    outputs = []
+    for first in range(0, count, 2000):
+        each = [Sampling(**{**vars(sampling), "seed": first + n}) for n in range(2000)]
+        results = decoder.generate([PROMPT] * 2000, tokens, mode=mode, sampling=each, stop_ids=frozenset())
+        outputs += [result.tokens for result in results]
+    return torch.tensor(outputs)
+
+
+def joint_law(target, sampling, tokens=3):
+    """The law of continuations, by plain forward passes over each of them."""
+    texts = torch.tensor([[*PROMPT, *rest] for rest in itertools.product(range(VOCAB), repeat=tokens)])
+    logits = target.logits(target.hidden(texts[:, :-1]))
+    chance = torch.ones(len(texts), dtype=torch.float64)
+    for place in range(tokens):
+        here = len(PROMPT) + place
+        seen = torch.zeros(len(texts), 1, VOCAB, dtype=torch.bool)
+        seen[:, 0].scatter_(1, texts[:, :here], True)
+        settings = Settings([sampling] * len(texts), torch.device("cpu"))
+        p = law(logits[:, here - 1 : here], settings, seen)[:, 0].double()
+        chance *= p.gather(1, texts[:, here, None])[:, 0]
+    return (chance / chance.sum()).numpy()
+
+
+def p_value(outputs, chance):
+    """Of χ² over all continuations; those rarer than five expected are counted together."""
+    index = (outputs * torch.tensor([VOCAB**2, VOCAB, 1])).sum(1)
+    counts = torch.bincount(index, minlength=VOCAB**3).double().numpy()
+    assert counts[chance == 0].sum() == 0, "nothing that the target never says"
+    expected = chance * len(outputs)
+    rare = expected < 5
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    kept = expected > 0
+    return stats.chisquare(counts[kept], expected[kept] * counts.sum() / expected.sum()).pvalue
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@torch.no_grad()
+def test_three_tokens_have_the_targets_law(decoder, name):
+    sampling = SAMPLINGS[name]
+    chance = joint_law(decoder.target, sampling)
+    assert np.sort(chance)[-1] < 0.5, "the law leaves something to chance"
+    assert p_value(sample(decoder, sampling, 30_000), chance) > ALPHA
+
+
+@torch.no_grad()
+def test_noise_used_twice_is_found(decoder, monkeypatch):
+    """The marginals stay right; the joint law of several tokens does not."""
+    uniforms = engine.uniforms
+    monkeypatch.setattr(engine, "uniforms", lambda seed, step, count: uniforms(seed, step * 0, count))
+    assert p_value(sample(decoder, Sampling(), 30_000), joint_law(decoder.target, Sampling())) < ALPHA
+
+
+def test_a_seed_is_a_text_whatever_else_is_in_the_batch(decoder):
+    prompts = [[3, 1, 4, 1], [2], [0, 0, 1], [4, 4, 4, 4, 4, 1, 2]]
+    each = [Sampling(seed=9, temperature=0.8), Sampling(seed=4, top_k=3), Sampling(seed=9), Sampling(temperature=0)]
+    together = decoder.generate(prompts, 20, mode="sample", sampling=each, stop_ids=frozenset())
+    alone = [
+        decoder.generate([prompt], 20, mode="sample", sampling=[sampling], stop_ids=frozenset())[0]
+        for prompt, sampling in zip(prompts, each, strict=True)
+    ]
+    assert [r.tokens for r in together] == [r.tokens for r in alone]
+    again = decoder.generate([prompts[0]], 20, mode="sample", sampling=Sampling(seed=10, temperature=0.8))
+    assert again[0].tokens != alone[0].tokens, "another seed"
+    greedy = decoder.generate([prompts[3]], 20, stop_ids=frozenset())[0]
+    assert alone[3].tokens == greedy.tokens, "temperature 0 is greedy"
+    with pytest.raises(ValueError, match="2 samplings for 1 prompts"):
+        decoder.generate([[1]], 3, mode="sample", sampling=each[:2])
+
+
+def test_drafts_are_accepted(decoder):
+    results = decoder.generate([PROMPT] * 50, 30, mode="sample", sampling=[Sampling(seed=n) for n in range(50)],
+                               stop_ids=frozenset())  # fmt: skip
+    lengths = {length for result in results for length in result.accepted}
+    assert lengths >= {1, 2, 3}, "the paths of every depth are walked"
+
+
+def test_the_check_on_the_users_machine(decoder, monkeypatch):
+    right = check_sample(decoder, [PROMPT, [2, 2]], Sampling(temperature=0.9), batch_size=256)
+    assert right.passed and right.checked == 2 * 256 * 2 and right.mismatches == 0 and right.p_value > ALPHA
+    verify = engine.verify_sample
+
+    def credulous(tree, p, coins, last_coin, max_depth) -> Verdict:
+        return verify(tree, p, coins * 0.1, last_coin, max_depth)  # accepts too much
+
+    monkeypatch.setattr(engine, "verify_sample", credulous)
+    wrong = check_sample(decoder, [PROMPT, [2, 2]], Sampling(temperature=0.9), batch_size=256)
+    assert not wrong.passed and wrong.p_value < ALPHA
+
+
+def test_typical_is_not_the_targets_law(decoder):
+    """It accepts more than sampling does, and is not exact."""
+    typical = sample(decoder, Sampling(), 2000, mode="typical")
+    assert len({tuple(row) for row in typical.tolist()}) == 1, "nothing in it is left to chance"
+    exact = decoder.generate([PROMPT] * 20, 40, mode="sample", stop_ids=frozenset(),
+                             sampling=[Sampling(seed=n) for n in range(20)])  # fmt: skip
+    lossy = decoder.generate([PROMPT], 40, mode="typical", stop_ids=frozenset())[0].accepted
+    assert sum(lossy) / len(lossy) > np.mean([n for result in exact for n in result.accepted])
