@@ -53,6 +53,8 @@ class TokenTree:
     mask: ``[B, N, N]`` bool, ``ancestors`` unpacked, where the drafter has it at hand.
     draws: how the tokens were chosen, for sampling; None if nothing was left to chance: every node is then a one-hot
         draw of its parent's, in the order of the nodes.
+    paths: ``[B, N, A]`` int64 the node numbers on the way to each node by depth, the root first; entry d behind a
+        node's depth is d. Where the drafter has it at hand.
     """
 
     tokens: Tensor
@@ -62,6 +64,7 @@ class TokenTree:
     valid: Tensor
     mask: Tensor | None = None
     draws: Draws | None = None
+    paths: Tensor | None = None
 
 
 def one_hot_draws(parent: Tensor, valid: Tensor, most: int) -> Draws:
@@ -157,6 +160,11 @@ class StaticTree:
         self.mask = ancestor_mask(self.ancestors, len(parent))
         most = max((parent.count(node) for node in range(len(parent))), default=0)
         self.draws = one_hot_draws(self.parent, self.valid, most)
+        paths: list[list[int]] = [[0]]
+        for node in range(1, len(parent)):
+            paths.append([*paths[parent[node]], node])
+        deepest = topology.max_depth + 1
+        self.paths = torch.tensor([path + list(range(len(path), deepest)) for path in paths], device=device)[None]
 
     def fill(self, tokens: Tensor) -> TokenTree:
         """The tree with these tokens ``[B, N]`` (views, nothing is copied)."""
@@ -165,7 +173,8 @@ class StaticTree:
         draws = self.draws
         if rows > 1:
             draws = Draws(*(part.expand(rows, -1, -1) for part in (draws.child, draws.kind, draws.law)))
-        return TokenTree(tokens, *(part.expand(rows, *part.shape[1:]) for part in parts), draws)
+        paths = self.paths.expand(rows, -1, -1)
+        return TokenTree(tokens, *(part.expand(rows, *part.shape[1:]) for part in parts), draws, paths)
 
 
 def read_tree(path: Path) -> Topology:

@@ -51,17 +51,21 @@ def verify_greedy(tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int)
     accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)  # padding may have no bits at all
     depth = tree.depth.long()
     length, node = torch.where(accepted, depth, -1).max(-1)
-    return _verdict(mask, depth, node, length, choice, max_depth)
+    return _verdict(tree, mask, node, length, choice, max_depth)
 
 
-def _verdict(mask: Tensor, depth: Tensor, node: Tensor, length: Tensor, choice: Tensor, max_depth: int) -> Verdict:
+def _verdict(tree: TokenTree, mask: Tensor, node: Tensor, length: Tensor, choice: Tensor, max_depth: int) -> Verdict:
     """The verdict of a deepest accepted node: its path, and the token that ``choice [B, N]`` puts behind it."""
+    bonus = choice.gather(1, node[:, None]).squeeze(1)
+    if tree.paths is not None:
+        path = tree.paths.gather(1, node[:, None, None].expand(-1, 1, tree.paths.shape[2]))[:, 0]
+        return Verdict(path, length, node, bonus)
     on_path = mask.gather(1, node[:, None, None].expand(-1, 1, mask.shape[2])).squeeze(1)  # [B, N]
     rows, nodes = on_path.shape
     numbers = torch.arange(max(nodes, max_depth + 2), device=node.device)
     path = numbers[: max_depth + 2].repeat(rows, 1)  # the last column collects the nodes off the path
-    path.scatter_(1, torch.where(on_path, depth, max_depth + 1), numbers[:nodes].expand(rows, -1))
-    return Verdict(path[:, :-1], length, node, choice.gather(1, node[:, None]).squeeze(1))
+    path.scatter_(1, torch.where(on_path, tree.depth.long(), max_depth + 1), numbers[:nodes].expand(rows, -1))
+    return Verdict(path[:, :-1], length, node, bonus)
 
 
 def acceptances(tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,4 +164,4 @@ def verify_typical(
     depth = tree.depth.long()
     node = torch.where(accepted, depth.double() * 1e4 + score.double(), -torch.inf).argmax(-1)
     length = depth.gather(1, node[:, None])[:, 0]
-    return _verdict(mask, depth, node, length, choice, max_depth)
+    return _verdict(tree, mask, node, length, choice, max_depth)

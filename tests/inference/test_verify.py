@@ -1,10 +1,12 @@
 """Greedy verification against a walk in plain Python, on random trees."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.inference.tree import TokenTree, bitsets
+from draftsmith.inference.tree import StaticTree, TokenTree, Topology, bitsets
 from draftsmith.inference.verify import verify_greedy
 from draftsmith.kernels.tree_attention import ancestor_mask
 
@@ -93,3 +95,14 @@ def test_every_length_is_accepted_and_rejected():
     assert verdict.length.tolist() == verdict.node.tolist() == [0, 1, 2, 3, 4]
     assert verdict.bonus.tolist() == [2, 0, 1, 3, 1]
     assert verdict.path.tolist() == [[0, 1, 2, 3, 4]] * 5
+
+
+def test_a_static_trees_paths_are_those_of_its_mask():
+    torch.manual_seed(0)
+    shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0))), torch.device("cpu"))
+    tree = shape.fill(torch.randint(VOCAB, (400, 8)))
+    logits = torch.randn(400, 8, VOCAB)
+    known, found = (verify_greedy(t, tree.mask, logits, 3) for t in (tree, replace(tree, paths=None)))
+    for name in ("path", "length", "node", "bonus"):
+        assert torch.equal(getattr(known, name), getattr(found, name)), name
+    assert set(known.length.tolist()) == {0, 1, 2, 3}
