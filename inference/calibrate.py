@@ -11,6 +11,7 @@ Shape letters: S sequences, T tokens, K draft heads.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from collections import Counter
@@ -136,23 +137,25 @@ class Choice:
 
 
 def step_seconds(decoders: Sequence[SpeculativeDecoder], prompts: Sequence[list[int]]) -> list[float]:
-    """Measured seconds per step of each decoder, the median over the prompts. The decoders take turns on each prompt,
-    so that whatever else the machine does meets all of them."""
+    """Measured seconds per step of each decoder, the median over all steps. The decoders take turns on each prompt, so
+    that whatever else the machine does meets all of them."""
     times: list[list[float]] = [[] for _ in decoders]
     for decoder in decoders:
         decoder.generate([prompts[0]], 4, stop_ids=frozenset())
     for prompt in prompts:
         for decoder, taken in zip(decoders, times, strict=True):
-            began = time.perf_counter()
-            decoder.generate([prompt], 1, stop_ids=frozenset())
-            middle = time.perf_counter()
-            (result,) = decoder.generate([prompt], TIMED_TOKENS, stop_ids=frozenset())
-            taken.append((time.perf_counter() - middle - (middle - began)) / max(1, len(result.accepted)))
+            ends: list[float] = []
+            decoder.generate(
+                [prompt], TIMED_TOKENS, stop_ids=frozenset(), on_tokens=lambda *_, e=ends: e.append(time.perf_counter())
+            )
+            taken += [end - begin for begin, end in itertools.pairwise(ends)]
     return [statistics.median(taken) for taken in times]
 
 
 def choose(target: Target, heads: MedusaHeads, ranks: Tensor, prompts: Sequence[list[int]]) -> list[Choice]:
     """Every size of :data:`SIZES` with its expected τ and its measured cost on this device."""
+    from sklearn.isotonic import isotonic_regression  # takes a second
+
     trees: list[Topology] = []
     for size in SIZES:
         topology = best_tree(ranks, size)
@@ -160,11 +163,13 @@ def choose(target: Target, heads: MedusaHeads, ranks: Tensor, prompts: Sequence[
             break  # the text holds no more paths
         trees.append(topology)
     drafted = [SpeculativeDecoder(target, MedusaDrafter(heads, topology, target)) for topology in trees]
-    plain, *seconds = step_seconds([SpeculativeDecoder(target), *drafted], prompts)
+    plain, *measured = step_seconds([SpeculativeDecoder(target), *drafted], prompts)
+    # A larger tree is never cheaper: where one was measured to be, the machine was busy; neighbours share the blame.
+    seconds = isotonic_regression(measured)
     choices: list[Choice] = []
     for topology, taken in zip(trees, seconds, strict=True):
         tau = simulate(topology, ranks)
-        choices.append(Choice(topology, tau, taken, tau * plain / taken))
+        choices.append(Choice(topology, tau, float(taken), tau * plain / float(taken)))
     return choices
 
 

@@ -106,7 +106,8 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
 def test_wheel_holds_every_file(wheel):
     wanted = {p.relative_to(ROOT).as_posix() for room in ROOMS for p in modules(room)}
     wanted |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "recipes").rglob("*.yaml")}
-    wanted |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "models/tiny-lm").glob("*")}
+    data = ["models/tiny-lm/*", "recipes/templates/*", "recipes/schema/*", "data/samples.jsonl"]
+    wanted |= {p.relative_to(ROOT).as_posix() for pattern in data for p in ROOT.glob(pattern)}
     packed = {n.removeprefix("draftsmith/") for n in wheel.namelist() if n.startswith("draftsmith/")}
     assert packed == wanted
 

@@ -271,7 +271,7 @@ def config_of(m: Model, end: int) -> LlamaConfig:
 
 def dry(recipe: LmRecipe) -> None:
     """Print what the recipe would do and cost, then write and decode its tiny form untrained."""
-    accelerator = loop.make_accelerator(recipe.precision)
+    accelerator = loop.make_accelerator(recipe.precision.model_copy(update={"autocast": "none"}))
     if not accelerator.is_main_process:
         return
     with torch.device("meta"):

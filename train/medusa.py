@@ -205,7 +205,7 @@ def decoded_tau(target: LoadedTarget, heads: MedusaHeads, tree: Topology, prompt
 
 def dry(recipe: MedusaRecipe, command: str) -> None:
     """Print what the recipe would do and cost, then export and decode untrained heads on its tiny form."""
-    accelerator = loop.make_accelerator(recipe.precision)
+    accelerator = loop.make_accelerator(recipe.precision.model_copy(update={"autocast": "none"}))
     if not accelerator.is_main_process:
         return
     t, d = recipe.target, recipe.drafter

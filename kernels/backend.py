@@ -1,0 +1,56 @@
+"""Where Triton is, and when its kernels run: the one place that decides.
+
+A kernel runs on CUDA tensors where triton is installed (it comes with a CUDA build of torch), and on CPU tensors under
+``TRITON_INTERPRET=1``, for tests; set it before anything imports triton. Everywhere else the public functions of this
+room take their plain PyTorch path. Kernels run on the current CUDA device, as PyTorch's own do not: their callers
+enter ``torch.cuda.device_of(tensor)``.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+try:  # Any: what a kernel says in Triton's language means nothing to a type checker
+    triton: Any = import_module("triton")
+    tl: Any = import_module("triton.language")
+except ImportError:  # a CPU build of torch
+    triton = tl = None
+
+if TYPE_CHECKING:
+    constexpr = Any
+else:  # what marks a kernel's compile-time constants
+    constexpr = int if triton is None else tl.constexpr
+
+INTERPRETING = triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def jit(kernel: Callable[..., Any]) -> Any:
+    """``triton.jit``, or the bare function, which then nobody launches."""
+    return kernel if triton is None else triton.jit(kernel)
+
+
+def traceable(kernel: Any) -> Any:
+    """A kernel as an operator's body launches it, so that torch.compile sees it; not for the interpreter's."""
+    return kernel if INTERPRETING else torch.library.wrap_triton(kernel)
+
+
+def why_not_triton(tensor: Tensor) -> str | None:
+    """Why an operation on this tensor takes the plain PyTorch path; None if it takes the Triton kernel."""
+    if triton is None:
+        return "triton is not installed"
+    if not tensor.is_cuda and not INTERPRETING:
+        return f"the tensors are on {tensor.device}, and Triton needs CUDA (or TRITON_INTERPRET=1)"
+    return None
+
+
+def next_power(number: int, least: int = 1) -> int:
+    """The smallest power of two that is at least ``number`` and ``least`` (itself a power of two)."""
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a made-up small number under the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,320 @@
+"""Measure the kernels on a GPU, each beside what PyTorch offers for the same result.
+
+    python kernels/bench.py                                          # every kernel, the whole grid of shapes
+    python kernels/bench.py attention --batches 1 8 --contexts 4096  # one kernel, some shapes
+    python kernels/bench.py --out kernels.json                       # the table as JSON too, with device and versions
+
+    attention   beside SDPA with an additive mask, flex_attention, and FlashInfer where it is installed (a batch of 1)
+    commit      beside gather + scatter
+    verify      beside the same phases in plain PyTorch, drafts one-hot or drawn without replacement
+    head_topk   beside F.linear + topk
+
+Calls are held in CUDA graphs, as the engine's are, over as many copies of the data as do not fit in the L2 cache
+together: a model's layers do not find their own cache there either. A row gives the median time of one call with its
+20 % and 80 % quantiles, and which share of the time is the least that this device could need: the bytes that have to
+move at its measured copy bandwidth, or the products at its measured matrix rate, whichever takes longer. Before it is
+timed every call's result is compared with the plain one's.
+"""
+
+import argparse
+import importlib.util
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftsmith.kernels.backend import triton
+from draftsmith.kernels.commit import commit
+from draftsmith.kernels.head_topk import head_topk
+from draftsmith.kernels.tree_attention import ancestor_mask, tree_attention, tree_attention_cached, tree_bias
+from draftsmith.kernels.verify import ONE_HOT, WITHOUT_REPLACEMENT, verify_sample, verify_sample_reference
+from draftsmith.train.command import run_command
+
+KERNELS = ("attention", "commit", "verify", "head_topk")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+COLD_BYTES = 256 << 20  # of data that a graph goes round, beyond any L2 cache
+
+
+@dataclass
+class Device:
+    """What this device was measured to do: bytes/s (read and written) and multiply-adds/s · 2."""
+
+    copy_bandwidth: float
+    matmul_rate: float
+
+
+@dataclass
+class Row:
+    """One way of doing one operation. Times in microseconds; ``of_bound``: the least time over the median."""
+
+    kernel: str
+    way: str
+    shape: dict[str, int]
+    median_us: float
+    low_us: float
+    high_us: float
+    of_bound: float
+    difference: float
+
+
+def seconds(calls: Sequence[Callable[[], Any]], repeats: int = 30) -> tuple[float, float, float]:
+    """Median, 20 % and 80 % quantile of the time of one call, all of them captured in one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compile and warm up outside the capture
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    rounds = max(1, 10 // len(calls))
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    times: list[float] = []
+    for _ in range(repeats + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / rounds / len(calls))
+    ordered = torch.tensor(times[3:], dtype=torch.float64)
+    median, low, high = ordered.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist()
+    return median, low, high
+
+
+def measure_device(dtype: torch.dtype) -> Device:
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = seconds([lambda: target.copy_(source)])[0]
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=dtype)
+    return Device(2 * source.numel() / copy, 2 * 8192**3 / seconds([lambda: a @ b])[0])
+
+
+class Table:
+    """Times what it is given, prints each row at once and keeps it."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.rows = device, list[Row]()
+
+    def try_to(self, bench: Callable[..., None], args: argparse.Namespace, *sizes: int) -> None:
+        try:
+            bench(args, self, *sizes)
+        except torch.cuda.OutOfMemoryError:
+            print(f"{bench.__name__}{sizes}: does not fit into this GPU's memory, left out", flush=True)
+
+    def add(
+        self, kernel: str, way: str, shape: dict[str, int], calls: Sequence[Callable[[], Any]], moved: float,
+        operations: float, difference: float,
+    ) -> None:  # fmt: skip
+        """``moved`` bytes and ``operations`` (multiply-adds · 2) are the least that one call needs."""
+        median, low, high = seconds(calls)
+        bound = max(moved / self.device.copy_bandwidth, operations / self.device.matmul_rate)
+        row = Row(kernel, way, shape, median * 1e6, low * 1e6, high * 1e6, bound / median, difference)
+        self.rows.append(row)
+        sizes = " ".join(f"{name}={size}" for name, size in shape.items())
+        print(
+            f"{kernel:10} {way:16} {sizes:34} {row.median_us:10.1f} {row.low_us:10.1f} {row.high_us:10.1f} "
+            f"{row.of_bound:9.1%} {row.difference:11.1e}",
+            flush=True,
+        )
+
+
+def copies(bytes_each: int) -> int:
+    return max(1, min(64, -(-COLD_BYTES // bytes_each)))
+
+
+def random_tree(nodes: int) -> tuple[Tensor, Tensor]:
+    """A tree as calibration makes them, a few levels deep: ancestors ``[1, N, W]``, depth ``[1, N]``."""
+    generator = torch.Generator().manual_seed(nodes)
+    mask, depth = torch.eye(nodes, dtype=torch.bool), torch.zeros(nodes, dtype=torch.int32)
+    for node in range(1, nodes):
+        above = int(torch.randint(node, (), generator=generator))
+        mask[node] |= mask[above]
+        depth[node] = depth[above] + 1
+    words = F.pad(mask, (0, -nodes % 64)).view(nodes, -1, 64).long()
+    return (words << torch.arange(64)).sum(-1)[None].cuda(), depth[None].cuda()
+
+
+def bench_attention(args: argparse.Namespace, table: Table, batch: int, context: int, nodes: int) -> None:
+    dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
+    slots, scale = context + nodes, width**-0.5
+    held = 2 * batch * kv_heads * slots * width * dtype.itemsize
+    caches = [torch.randn(2, batch, kv_heads, slots, width, device="cuda", dtype=dtype) for _ in range(copies(held))]
+    q = torch.randn(batch, nodes, heads, width, device="cuda", dtype=dtype).transpose(1, 2)
+    ancestors, depth = (part.expand(batch, *part.shape[1:]) for part in random_tree(nodes))
+    lengths = torch.full((batch,), context, device="cuda")
+    mask = ancestor_mask(ancestors, nodes)
+    bias = tree_bias(lengths, mask, depth, slots, 0, dtype)
+    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "SDPA": lambda k, v: tree_attention(q, k, v, bias, scale),
+        "triton": lambda k, v: tree_attention_cached(q, k, v, lengths, ancestors, nodes, scale),
+        "flex_attention": flex_attention_way(q, mask, context, slots, scale),
+    }
+    if batch == 1 and importlib.util.find_spec("flashinfer"):
+        flashinfer: Any = importlib.import_module("flashinfer")
+        seen = bias[0, 0] == 0
+        ways["flashinfer"] = lambda k, v: (
+            flashinfer.single_prefill_with_kv_cache(
+                q[0].transpose(0, 1).contiguous(), k[0].transpose(0, 1), v[0].transpose(0, 1),
+                custom_mask=seen, sm_scale=scale,
+            ).transpose(0, 1)[None]
+        )  # fmt: skip
+    wanted = ways["SDPA"](*caches[0])
+    shape = {"B": batch, "L": context, "N": nodes}
+    operations = 4.0 * batch * heads * nodes * slots * width
+    for name, way in ways.items():
+        difference = float((way(*caches[0]) - wanted).abs().max())
+        calls = [lambda k=k, v=v, way=way: way(k, v) for k, v in caches]
+        table.add("attention", name, shape, calls, held + 2 * q.numel() * dtype.itemsize, operations, difference)
+
+
+def flex_attention_way(
+    q: Tensor, mask: Tensor, context: int, slots: int, scale: float
+) -> Callable[[Tensor, Tensor], Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    nodes = mask.shape[1]
+
+    def seen(b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        return (slot < context) | mask[b, query, (slot - context).clamp(0, nodes - 1)]
+
+    blocks = create_block_mask(seen, q.shape[0], None, nodes, slots, device="cuda")
+    compiled = torch.compile(flex_attention)
+    return lambda k, v: compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True)
+
+
+def bench_commit(args: argparse.Namespace, table: Table, batch: int, nodes: int) -> None:
+    dtype, depth, context = DTYPES[args.dtype], 5, 256
+    storage = torch.randn(
+        args.layers, 2, batch, args.kv_heads, context + nodes, args.width, device="cuda", dtype=dtype
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(nodes)
+    drafted = [torch.randperm(nodes - 1, generator=generator)[:depth].sort().values + 1 for _ in range(batch)]
+    path = F.pad(torch.stack(drafted), (1, 0)).cuda()
+    lengths, length = torch.full((batch,), context, device="cuda"), torch.full((batch,), depth, device="cuda")
+
+    def gather_scatter(storage: Tensor) -> None:
+        numbers = torch.arange(depth + 1, device="cuda")
+        shape = (*storage.shape[:4], depth + 1, storage.shape[5])
+        source = (lengths[:, None] + path)[None, None, :, None, :, None].expand(shape)
+        target = (lengths[:, None] + numbers)[None, None, :, None, :, None].expand(shape)
+        storage.scatter_(4, target, storage.gather(4, source))
+
+    results: list[Tensor] = []
+    ways = {"gather + scatter": gather_scatter, "triton": lambda s: commit(s, lengths, path, length)}
+    for name, way in ways.items():
+        moved = storage.clone()
+        way(moved)
+        results.append(moved[..., : context + depth + 1, :])
+        difference = float((results[-1] - results[0]).abs().max())
+        size = 2 * depth * storage[..., 0, :].numel() * dtype.itemsize
+        call = lambda way=way, moved=moved: way(moved)  # noqa: E731
+        table.add("commit", name, {"layers": args.layers, "B": batch, "N": nodes}, [call], size, 0, difference)
+
+
+def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int) -> None:
+    vocabulary, most = args.vocabulary, 4
+    p = torch.randn(batch, nodes, vocabulary, device="cuda").mul(3).softmax(-1)
+    tokens = p.flatten(0, 1).multinomial(1).view(batch, nodes)
+    numbers = torch.arange(nodes * most, device="cuda").view(nodes, most) + 1  # node i's draws lead to 4i + 1 … 4i + 4
+    child = torch.where(numbers < nodes, numbers, -1).expand(batch, -1, -1)
+    law = torch.arange(nodes, device="cuda")[:, None].expand(nodes, most).expand(batch, -1, -1)
+    coins, last = torch.rand(batch, nodes, most, device="cuda"), torch.rand(batch, device="cuda")
+    for kind, q in ((ONE_HOT, None), (WITHOUT_REPLACEMENT, torch.randn_like(p).mul(3).add(p.log()).softmax(-1))):
+        shape = {"B": batch, "N": nodes, "V": vocabulary}
+        arguments = (p, tokens, child, torch.full_like(child, kind, dtype=torch.int8), law, q, coins, last, 4)
+        wanted = verify_sample_reference(*arguments)
+        inner = min(nodes, -(-(nodes - 1) // most))  # nodes that have draws: their laws have to be read once
+        size = 4.0 * batch * vocabulary * (inner * (1 if q is None else 2) + 1)
+        for way, function in (("plain PyTorch", verify_sample_reference), ("triton", verify_sample)):
+            got = function(*arguments)
+            # Rows that come out otherwise: a coin within rounding of a border.
+            differs = torch.stack([(a == b).view(batch, -1).all(1) for a, b in zip(got, wanted, strict=True)]).all(0)
+            name = f"{way}, {'one-hot' if q is None else 'drawn'}"
+            call = lambda function=function: function(*arguments)  # noqa: B023, E731
+            table.add("verify", name, shape, [call], size, 0, float((~differs).float().mean()))
+
+
+def bench_head_topk(args: argparse.Namespace, table: Table, batch: int) -> None:
+    dtype, rows, count = DTYPES[args.dtype], 5 * batch, 10  # five heads
+    features = torch.randn(rows, args.hidden, device="cuda", dtype=dtype)
+    size = args.vocabulary * args.hidden * dtype.itemsize
+    weights = [
+        torch.randn(args.vocabulary, args.hidden, device="cuda", dtype=dtype) * args.hidden**-0.5
+        for _ in range(copies(size))
+    ]
+    exact = F.linear(features.float(), weights[0].float()).topk(count).values
+    for name, way in (
+        ("F.linear + topk", lambda w: F.linear(features, w).float().topk(count)),
+        ("triton", lambda w: head_topk(features, w, count)),
+    ):
+        difference = float((way(weights[0])[0] - exact).abs().max())
+        calls = [lambda w=w, way=way: way(w) for w in weights]
+        shape = {"M": rows, "d": args.hidden, "V": args.vocabulary}
+        table.add("head_topk", name, shape, calls, size, 2.0 * rows * args.hidden * args.vocabulary, difference)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="*", metavar="KERNEL", help=f"some of: {', '.join(KERNELS)}; all if left out")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="rows (B)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="cached tokens (L)")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 128], help="nodes of the tree (N)")
+    parser.add_argument("--heads", type=int, default=32, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads")
+    parser.add_argument("--width", type=int, default=128, help="head width (D)")
+    parser.add_argument("--layers", type=int, default=32, help="layers that a commit moves")
+    parser.add_argument("--hidden", type=int, default=4096, help="hidden width (d) of head_topk")
+    parser.add_argument("--vocabulary", type=int, default=128256, help="V")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args()
+    wanted = args.kernels or list(KERNELS)
+    if unknown := set(wanted) - set(KERNELS):
+        raise ValueError(f"{', '.join(sorted(unknown))}: no such kernel; there are {', '.join(KERNELS)}")
+    if not torch.cuda.is_available():
+        raise ValueError("the kernels are measured on a CUDA GPU, and there is none here")
+    if triton is None:
+        raise ValueError("triton is not installed; it comes with a CUDA build of torch")
+    if min(args.nodes) < 8:
+        raise ValueError(f"--nodes {min(args.nodes)}: has to be at least 8")
+
+    with torch.inference_mode():
+        table = Table(measure_device(DTYPES[args.dtype]))
+        name = torch.cuda.get_device_name()
+        print(
+            f"{name}: copies {table.device.copy_bandwidth / 1e12:.2f} TB/s (read and written), multiplies "
+            f"{args.dtype} at {table.device.matmul_rate / 1e12:.0f} TFLOP/s\n"
+            f"{'kernel':10} {'way':16} {'shape':34} {'median µs':>10} {'20 %':>10} {'80 %':>10} {'of bound':>9} "
+            f"{'difference':>11}"
+        )
+        for batch in args.batches:
+            for nodes in args.nodes:
+                if "attention" in wanted:
+                    for context in args.contexts:
+                        table.try_to(bench_attention, args, batch, context, nodes)
+                if "commit" in wanted:
+                    table.try_to(bench_commit, args, batch, nodes)
+                if "verify" in wanted:
+                    table.try_to(bench_verify, args, batch, nodes)
+            if "head_topk" in wanted:
+                table.try_to(bench_head_topk, args, batch)
+    if args.out:
+        versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+        report = {
+            "device": name, **asdict(table.device), "dtype": args.dtype, "versions": versions,
+            "rows": [asdict(row) for row in table.rows],
+        }  # fmt: skip
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_command(main)

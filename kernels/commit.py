@@ -1,0 +1,75 @@
+"""Commit: the accepted nodes' K/V move next to the prefix, in every layer of a cache, in one launch.
+
+    slot L + path[d]  →  slot L + d        for d = 1 … length
+
+A path goes down a tree whose parents come first, so it increases and path[d] ≥ d: going up in d, no source has been
+written over by an earlier move. (A parallel gather and scatter in place would race.)
+
+Shape letters: B rows, Hkv key/value heads, S slots, D head width, A depth of the deepest node + 1, L a row's cached
+length.
+"""
+# ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
+
+import torch
+from torch import Tensor
+
+from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+
+
+def commit_reference(storage: Tensor, lengths: Tensor, path: Tensor, length: Tensor) -> None:
+    """The definition of :func:`commit`, one depth after the other."""
+    for depth in range(1, path.shape[1]):
+        rows = (length >= depth).nonzero()[:, 0]
+        source, target = lengths[rows] + path[rows, depth], lengths[rows] + depth
+        storage[:, :, rows, :, target] = storage[:, :, rows, :, source]
+
+
+@jit
+def _commit_kernel(
+    storage, lengths, path, length, heads, width, layer_stride, row_stride, head_stride, slot_stride, path_stride,
+    BLOCK_H: constexpr, BLOCK_D: constexpr,
+):  # fmt: skip
+    """One (layer, key or value), one row, a block of heads. An element is loaded and stored by the same thread at every
+    depth, so the program's order is the order of the moves; no barrier is needed."""
+    row = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    inside = (head < heads)[:, None] & (d < width)[None, :]
+    base = storage + tl.program_id(0).to(tl.int64) * layer_stride + row * row_stride
+    base += tl.load(lengths + row) * slot_stride
+    tile = base + head.to(tl.int64)[:, None] * head_stride + d[None, :]  # [BLOCK_H, BLOCK_D], of slot L
+    for depth in range(1, tl.load(length + row) + 1):
+        node = tl.load(path + row * path_stride + depth)
+        if node != depth:
+            values = tl.load(tile + node * slot_stride, mask=inside)
+            tl.store(tile + depth * slot_stride, values, mask=inside)
+
+
+def commit_tile(heads: int, width: int) -> dict[str, int]:
+    """The kernel's block sizes: about 1024 elements, so that each thread moves a few of one depth at once."""
+    block_d = next_power(width)
+    return {"BLOCK_H": min(next_power(heads), max(1, 1024 // block_d)), "BLOCK_D": block_d, "num_warps": 4}
+
+
+def commit(storage: Tensor, lengths: Tensor, path: Tensor, length: Tensor) -> None:
+    """Move the accepted nodes' K/V next to the prefix, in place; ``lengths`` stays as it is.
+
+    Args:
+        storage: ``[layers, 2, B, Hkv, S, D]``, contiguous; K and V of all layers of one shape.
+        lengths: ``[B]`` int64, cached tokens per row before the step (L).
+        path: ``[B, A]`` int64 node numbers by depth, the root (0) first; increasing, with path[d] ≥ d, up to the
+            accepted length. What stands behind that is not read.
+        length: ``[B]`` int64, drafted tokens accepted (the root does not count), < A.
+    """
+    if why_not_triton(storage):
+        commit_reference(storage, lengths, path, length)
+        return
+    assert storage.is_contiguous() and path.stride(1) == 1
+    layers, _, rows, heads, _, width = storage.shape
+    _, layer_stride, row_stride, head_stride, slot_stride, _ = storage.stride()
+    tile = commit_tile(heads, width)
+    with torch.cuda.device_of(storage):
+        _commit_kernel[(2 * layers, rows, -(-heads // tile["BLOCK_H"]))](
+            storage, lengths, path, length, heads, width, layer_stride, row_stride, head_stride, slot_stride,
+            path.stride(0), **tile,
+        )  # fmt: skip

@@ -1,0 +1,344 @@
+"""Sampling verification: which drafted tokens are accepted, and the token drawn from what is left of the target's law.
+
+    r ← p;  for each draw (x, q):  accept x iff u < r[x] / q[x],  else  r ← norm((r − q)+);  bonus ~ r
+
+SpecInfer's multi-step speculative sampling (arXiv 2305.09781 §4.3) over an ordered list of draws. Three phases:
+
+    A  the chance of every draw of every node, were it tested: nothing here depends on a coin, so all nodes at once
+    B  the walk down the tree with the coins
+    C  one draw from the residual of the node where the walk stopped, by inversion
+
+Phase A keeps of each node only scalars: each draw's chance, the mass (r − q)+ it leaves behind and, for draws without
+replacement, what of its law was still to be had. Any r(x) is p(x) and the laws of the earlier draws put together with
+them again, so nothing of size V is written. Where every draw is one-hot, what is left after some of them is p without
+their tokens, and one pass over V gives all chances.
+
+Draws are tested in their order, and uniforms are arguments, so that the kernel and the reference can be compared token
+for token. Sums are taken in another order than PyTorch's: a coin within rounding of a border may
+fall on the other side.
+
+Shape letters: B rows, N nodes, K draws of a node, V vocabulary, R laws, A depth of the deepest node + 1.
+"""
+# ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
+
+import torch
+from torch import Tensor
+
+from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+
+# A draw's kind, also spelled as numbers in the kernels: the drafter had no choice; independent; or what its node drew
+# before from the same law is out of the bag.
+ONE_HOT, IID, WITHOUT_REPLACEMENT = 0, 1, 2
+
+
+def acceptances_reference(
+    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, law: Tensor, q: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Phase A: chance ``[B, N, K]`` that a draw is accepted if those before it were not (0 where there is none), rest
+    ``[B, N, V]`` the law of what is emitted if none is. Arguments as in :func:`verify_sample`."""
+    r = p
+    chances: list[Tensor] = []
+    drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # (token, law, whether without replacement) of earlier draws
+    for turn in range(child.shape[2]):
+        there, its_kind, source = child[..., turn] >= 0, kind[..., turn], law[..., turn]
+        token = tokens.gather(1, child[..., turn].clamp(min=0))[..., None]  # [B, N, 1]
+        its_law = torch.zeros_like(p).scatter_(-1, token, 1.0)
+        if q is not None:
+            shrinks = there & (its_kind == WITHOUT_REPLACEMENT)
+            full = q.gather(1, source[..., None].expand(-1, -1, p.shape[-1]))
+            for before, from_law, also in drawn:
+                taken = shrinks & also & (from_law == source)
+                full = torch.where(taken[..., None], full.scatter(-1, before, 0.0), full)
+            if drawn:
+                full = torch.where(shrinks[..., None], full / full.sum(-1, keepdim=True), full)
+            drawn.append((token, source, shrinks))
+            its_law = torch.where((its_kind == ONE_HOT)[..., None], its_law, full)
+        chance = (r.gather(-1, token) / its_law.gather(-1, token))[..., 0].clamp(max=1)
+        left = (r - its_law).clamp(min=0)
+        mass = left.sum(-1, keepdim=True)
+        chance = torch.where(mass[..., 0] > 0, chance, 1.0)  # r is q: accept, whatever rounding says
+        chances.append(torch.where(there, chance, 0.0))
+        r = torch.where(there[..., None] & (mass > 0), left / mass, r)
+    return torch.stack(chances, -1) if chances else p.new_zeros(child.shape), r
+
+
+def verify_sample_reference(
+    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, law: Tensor, q: Tensor | None, coins: Tensor,
+    last_coin: Tensor, max_depth: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The definition of :func:`verify_sample`."""
+    chance, rest = acceptances_reference(p, tokens, child, kind, law, q)
+    accepted = coins < chance
+    node = torch.zeros(len(p), dtype=torch.int64, device=p.device)
+    length = torch.zeros_like(node)
+    path = torch.arange(max_depth + 1, device=p.device).repeat(len(p), 1)
+    if child.shape[2]:
+        turn = accepted.int().argmax(-1, keepdim=True)  # the first
+        first = torch.where(accepted.any(-1), child.gather(-1, turn)[..., 0], -1)
+        for depth in range(1, max_depth + 1):
+            below = first.gather(1, node[:, None])[:, 0]
+            goes_on = (below >= 0) & (length == depth - 1)
+            node, length = torch.where(goes_on, below, node), length + goes_on
+            path[:, depth] = torch.where(goes_on, node, depth)
+    sums = rest[torch.arange(len(p), device=p.device), node].double().cumsum(-1)
+    bonus = (sums > last_coin.double()[:, None] * sums[:, -1:]).int().argmax(-1)
+    return path, length, node, bonus
+
+
+@jit
+def _pick(values, turns, turn):
+    """Entry ``turn`` of a vector held in registers."""
+    return tl.sum(tl.where(turns == turn, values, 0), 0)
+
+
+@jit
+def _draws_of(tokens, child, kind, law, batch, node, N, K, turns):
+    """A node's draws as vectors over ``turns``: whether there is one, its token, kind and law."""
+    place = (batch * N + node) * K + turns
+    its_child = tl.load(child + place, mask=turns < K, other=-1)
+    there = its_child >= 0
+    token = tl.load(tokens + batch * N + its_child, mask=there, other=-1)
+    its_kind = tl.load(kind + place, mask=there, other=0).to(tl.int32)
+    its_law = tl.load(law + place, mask=there, other=-1)
+    return there, token, its_kind, its_law
+
+
+@jit
+def _still_to_be_had(q, x, token, kind, law, turns, turn, source, V):
+    """Row ``source`` of q at tokens x, without what the node drew from it before ``turn``."""
+    earlier = (turns < turn) & (kind == 2) & (law == source)
+    gone = tl.sum(((x[:, None] == token[None, :]) & earlier[None, :]).to(tl.int32), 1) > 0
+    return tl.load(q + source * V + x, mask=(x < V) & (gone == 0), other=0.0)
+
+
+@jit
+def _law_of(q, x, token, kind, law, scale, turns, turn, V):
+    """The law of draw ``turn`` at tokens x. Where an earlier draw is out of the bag it should be 0, and is not: r is 0
+    there, because that draw was rejected (r < q), so (r − q)+ is 0 with either."""
+    if _pick(kind, turns, turn) == 0:
+        values = (x == _pick(token, turns, turn)).to(tl.float32)
+    else:
+        values = tl.load(q + _pick(law, turns, turn) * V + x, mask=x < V, other=0.0) / _pick(scale, turns, turn)
+    return values
+
+
+@jit
+def _residual(p, q, x, token, kind, law, scale, mass, turns, last, V):
+    """r before draw ``last`` at tokens x. A mass of 0: no draw, or nothing to subtract it from."""
+    r = tl.load(p + x, mask=x < V, other=0.0)
+    for turn in range(last):
+        its_mass = _pick(mass, turns, turn)
+        if its_mass > 0:
+            r = tl.maximum(r - _law_of(q, x, token, kind, law, scale, turns, turn, V), 0.0) / its_mass
+    return r
+
+
+@jit
+def _acceptances_kernel(
+    p, tokens, child, kind, law, q, chance, mass_out, scale_out, N, K, R, V,
+    BLOCK_K: constexpr, BLOCK_V: constexpr,
+):  # fmt: skip
+    """Phase A, any draws: one node per program, a pass over V for every draw (and one before it for a draw without
+    replacement, for what its law has left)."""
+    node = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    turns = tl.arange(0, BLOCK_K)
+    there, token, its_kind, its_law = _draws_of(tokens, child, kind, law, batch, node, N, K, turns)
+    p += (batch * N + node) * V
+    q += batch * R * V
+    chances = tl.zeros([BLOCK_K], tl.float32)
+    mass = tl.zeros([BLOCK_K], tl.float32)
+    scale = tl.full([BLOCK_K], 1.0, tl.float32)
+    draws = tl.max(tl.where(there, turns + 1, 0), 0)
+    for turn in range(draws):
+        if _pick(there.to(tl.int32), turns, turn) != 0:
+            # The first of its law is not divided by a sum: it is drawn from the law as given.
+            source = _pick(its_law, turns, turn)
+            kin = (turns < turn) & there & (its_kind == 2) & (its_law == source)
+            if (_pick(its_kind, turns, turn) == 2) & (tl.sum(kin.to(tl.int32), 0) > 0):
+                had = tl.zeros([BLOCK_V], tl.float32)
+                for start in range(0, V, BLOCK_V):
+                    x = start + tl.arange(0, BLOCK_V)
+                    had += _still_to_be_had(q, x, token, its_kind, its_law, turns, turn, source, V)
+                scale = tl.where(turns == turn, tl.sum(had, 0), scale)
+            its_token = _pick(token, turns, turn)
+            left = tl.zeros([BLOCK_V], tl.float32)
+            r_there = tl.zeros([BLOCK_V], tl.float32)
+            q_there = tl.zeros([BLOCK_V], tl.float32)
+            for start in range(0, V, BLOCK_V):
+                x = start + tl.arange(0, BLOCK_V)
+                r = _residual(p, q, x, token, its_kind, its_law, scale, mass, turns, turn, V)
+                its_q = _law_of(q, x, token, its_kind, its_law, scale, turns, turn, V)
+                left += tl.maximum(r - its_q, 0.0)
+                r_there += tl.where(x == its_token, r, 0.0)
+                q_there += tl.where(x == its_token, its_q, 0.0)
+            total = tl.sum(left, 0)
+            r_x, q_x = tl.sum(r_there, 0), tl.sum(q_there, 0)
+            # r(x) < q(x) first: a draw of probability 0 divides by nothing.
+            ratio = tl.where(r_x < q_x, r_x / tl.where(q_x > 0, q_x, 1.0), tl.where(r_x > 0, 1.0, 0.0))
+            chances = tl.where(turns == turn, tl.where(total > 0, ratio, 1.0), chances)
+            mass = tl.where(turns == turn, total, mass)
+    place = (batch * N + node) * K + turns
+    tl.store(chance + place, chances, mask=turns < K)
+    tl.store(mass_out + place, mass, mask=turns < K)
+    tl.store(scale_out + place, scale, mask=turns < K)
+
+
+@jit
+def _one_hot_acceptances_kernel(
+    p, tokens, child, kind, law, chance, N, K, V, BLOCK_K: constexpr, BLOCK_V: constexpr
+):  # fmt: skip
+    """Phase A where all draws are one-hot: one node per program, one pass over V.
+
+    After the first k draws p is left without their tokens. Its mass is that of the tokens of no draw plus that of the
+    later draws', a sum without cancellation.
+    """
+    node = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    turns = tl.arange(0, BLOCK_K)
+    there, token, _, _ = _draws_of(tokens, child, kind, law, batch, node, N, K, turns)
+    if tl.max(there.to(tl.int32), 0) > 0:
+        p += (batch * N + node) * V
+        nobody = tl.zeros([BLOCK_V], tl.float32)
+        for start in range(0, V, BLOCK_V):
+            x = start + tl.arange(0, BLOCK_V)
+            drawn = tl.sum((x[:, None] == token[None, :]).to(tl.int32), 1) > 0  # no draw: token −1
+            nobody += tl.load(p + x, mask=(x < V) & (drawn == 0), other=0.0)
+        same = (token[:, None] == token[None, :]) & there[:, None]
+        again = tl.sum((same & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0  # a token tested before
+        own = tl.load(p + token, mask=there & (again == 0), other=0.0)
+        rest = tl.sum(nobody, 0)
+        behind = rest + tl.sum(tl.where(turns[None, :] > turns[:, None], own[None, :], 0.0), 1)  # [BLOCK_K]
+        before = tl.where(
+            tl.sum((there[None, :] & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0, own + behind, 1.0
+        )
+        chances = tl.where(behind > 0, tl.minimum(own / tl.where(before > 0, before, 1.0), 1.0), 1.0)
+        tl.store(chance + (batch * N + node) * K + turns, tl.where(there, chances, 0.0), mask=turns < K)
+    else:
+        tl.store(chance + (batch * N + node) * K + turns, tl.zeros([BLOCK_K], tl.float32), mask=turns < K)
+
+
+@jit
+def _weights(p, q, x, V, token, kind, law, scale, mass, turns, draws, HAS_Q: constexpr):
+    """What is left at tokens x once all draws of a node are rejected."""
+    if HAS_Q:
+        weights = _residual(p, q, x, token, kind, law, scale, mass, turns, draws, V)
+    else:
+        drawn = tl.sum((x[:, None] == token[None, :]).to(tl.int32), 1) > 0
+        weights = tl.load(p + x, mask=(x < V) & (drawn == 0), other=0.0)
+    return weights
+
+
+@jit
+def _walk_and_draw_kernel(
+    p, tokens, child, kind, law, q, chance, mass_in, scale_in, coins, last_coin, path, length_out, node_out, bonus,
+    N, K, R, V, max_depth, HAS_Q: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr,
+):  # fmt: skip
+    """Phases B and C: one row per program."""
+    batch = tl.program_id(0).to(tl.int64)
+    turns = tl.arange(0, BLOCK_K)
+    node = batch * 0
+    length = batch * 0
+    for depth in range(1, max_depth + 1):
+        place = (batch * N + node) * K + turns
+        its_chance = tl.load(chance + place, mask=turns < K, other=0.0)
+        coin = tl.load(coins + place, mask=turns < K, other=1.0)
+        first = tl.min(tl.where(coin < its_chance, turns, BLOCK_K), 0)
+        goes_on = (first < BLOCK_K) & (length == depth - 1)
+        below = tl.load(child + (batch * N + node) * K + first, mask=goes_on, other=0)
+        node = tl.where(goes_on, below, node)
+        length += goes_on.to(tl.int64)
+        tl.store(path + batch * (max_depth + 1) + depth, tl.where(goes_on, node, depth))
+    tl.store(path + batch * (max_depth + 1), batch * 0)
+    tl.store(length_out + batch, length)
+    tl.store(node_out + batch, node)
+
+    there, token, its_kind, its_law = _draws_of(tokens, child, kind, law, batch, node, N, K, turns)
+    mass = tl.zeros([BLOCK_K], tl.float32)
+    scale = mass
+    if HAS_Q:
+        place = (batch * N + node) * K + turns
+        mass = tl.load(mass_in + place, mask=turns < K, other=0.0)
+        scale = tl.load(scale_in + place, mask=turns < K, other=1.0)
+        q += batch * R * V
+    draws = tl.max(tl.where(there, turns + 1, 0), 0)
+    p += (batch * N + node) * V
+    total = tl.zeros([BLOCK_V], tl.float64)
+    for start in range(0, V, BLOCK_V):
+        x = start + tl.arange(0, BLOCK_V)
+        total += _weights(p, q, x, V, token, its_kind, its_law, scale, mass, turns, draws, HAS_Q).to(tl.float64)
+    border = tl.load(last_coin + batch).to(tl.float64) * tl.sum(total, 0)
+    before = tl.sum(total, 0) * 0  # the sum of the blocks before
+    found = V + tl.zeros([BLOCK_V], tl.int32)  # by lane, the first token whose sum is above the border
+    for start in range(0, V, BLOCK_V):
+        x = start + tl.arange(0, BLOCK_V)
+        w = _weights(p, q, x, V, token, its_kind, its_law, scale, mass, turns, draws, HAS_Q).to(tl.float64)
+        sums = before + tl.cumsum(w, 0)
+        found = tl.minimum(found, tl.where((sums > border) & (w > 0), x, V))
+        before += tl.sum(w, 0)
+    token_found = tl.min(found, 0)
+    tl.store(bonus + batch, tl.where(token_found < V, token_found, 0).to(tl.int64))
+
+
+def verify_tile(most: int, vocabulary: int) -> dict[str, int]:
+    """The kernels' block sizes for at most ``most`` draws of a node (K)."""
+    block_k = next_power(most)
+    # x × draws is compared at once: that tile has 8192 elements at most.
+    return {
+        "BLOCK_K": block_k,
+        "BLOCK_V": min(next_power(vocabulary), max(64, min(2048, 8192 // block_k))),
+        "num_warps": 8,
+    }
+
+
+def verify_sample(
+    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, law: Tensor, q: Tensor | None, coins: Tensor,
+    last_coin: Tensor, max_depth: int, block: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Test each node's draws in order against the target's law, and draw the bonus token from what is left of it.
+
+    Args:
+        p: ``[B, N, V]`` float32 the law behind each node.
+        tokens: ``[B, N]`` int64 of the nodes.
+        child: ``[B, N, K]`` int64 the node a draw leads to; −1 where there is none.
+        kind: ``[B, N, K]`` integers: 0 one-hot, 1 i.i.d., 2 without replacement of what the node drew before from the
+            same law.
+        law: ``[B, N, K]`` int64 row of ``q``; unused for one-hot draws.
+        q: ``[B, R, V]`` float32 the laws drawn from; None if all draws are one-hot.
+        coins: ``[B, N, K]`` float32 in [0, 1), fresh.
+        last_coin: ``[B]`` float32 in [0, 1), fresh.
+        max_depth: of the deepest node (A − 1).
+        block: how much of the vocabulary is looked at at once; 0 chooses.
+
+    Returns:
+        path ``[B, A]`` (node numbers by depth; entry d behind the accepted length is d), length ``[B]``, the last
+        accepted node ``[B]`` and the bonus token ``[B]``, all int64.
+    """
+    if why_not_triton(p):
+        return verify_sample_reference(p, tokens, child, kind, law, q, coins, last_coin, max_depth)
+    rows, nodes, vocabulary = p.shape
+    most = child.shape[2]
+    p, tokens, child, kind, law, coins = (part.contiguous() for part in (p, tokens, child, kind, law, coins))
+    tile = verify_tile(max(most, 1), vocabulary)
+    if block:
+        tile["BLOCK_V"] = block
+    has_q = q is not None
+    laws = p if q is None else q.contiguous()  # a pointer that nobody follows
+    chance = torch.empty(child.shape, dtype=torch.float32, device=p.device)
+    mass, scale = torch.empty_like(chance), torch.empty_like(chance)
+    path = torch.empty(rows, max_depth + 1, dtype=torch.int64, device=p.device)
+    length, node, bonus = torch.empty(3, rows, dtype=torch.int64, device=p.device)
+    with torch.cuda.device_of(p):
+        if most and has_q:
+            _acceptances_kernel[(nodes, rows)](
+                p, tokens, child, kind, law, laws, chance, mass, scale, nodes, most, laws.shape[1], vocabulary, **tile
+            )
+        elif most:
+            _one_hot_acceptances_kernel[(nodes, rows)](
+                p, tokens, child, kind, law, chance, nodes, most, vocabulary, **tile
+            )
+        _walk_and_draw_kernel[(rows,)](
+            p, tokens, child, kind, law, laws, chance, mass, scale, coins, last_coin, path, length, node, bonus,
+            nodes, most, laws.shape[1], vocabulary, max_depth, HAS_Q=has_q, **tile,
+        )  # fmt: skip
+    return path, length, node, bonus

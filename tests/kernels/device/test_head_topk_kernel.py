@@ -1,0 +1,60 @@
+"""The fused projection and top-R against float64, and its rule for ties."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from draftsmith.kernels.head_topk import head_topk, head_topk_reference
+
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "width", "vocabulary", "count"),
+    [(1, 64, 300, 10), (5, 40, 129, 4), (17, 8, 128, 1), (40, 72, 65, 16), (3, 16, 7, 7), (2, 130, 1000, 16)],
+)
+def test_topk(rows, width, vocabulary, count, dtype, device):
+    """Each value is its id's logit, no token is left out that is clearly better, and the order is the values'."""
+    torch.manual_seed(width)
+    padded = torch.full((rows, width + 3), float("nan"), dtype=dtype)  # rows behind one another, not touching
+    padded[:, :width] = torch.randn(rows, width).to(dtype)
+    features, weight = padded.to(device)[:, :width], torch.randn(vocabulary, width).to(device, dtype)
+    values, ids = head_topk(features, weight, count)
+    assert values.shape == ids.shape == (rows, count) and values.dtype == torch.float32 and ids.dtype == torch.int64
+    exact = features.double() @ weight.double().T
+    plain = F.linear(features.float(), weight.float()) if device.type == "cpu" else F.linear(features, weight)
+    tolerance = max(2 * float((plain.double() - exact).abs().max()), 1e-6)
+    assert tolerance < 0.01 * float(exact.abs().max())
+    assert float((values.double() - exact.gather(1, ids)).abs().max()) <= tolerance
+    assert all(len(set(row)) == count for row in ids.tolist())
+    best = exact.topk(count, -1).values
+    assert float((values.double() - best).abs().max()) <= tolerance
+    assert (values[:, :-1] >= values[:, 1:]).all()
+
+
+@pytest.mark.parametrize(("vocabulary", "count"), [(200, 16), (65, 3), (5, 5), (4200, 16)])
+def test_ties_go_to_the_lowest_id(vocabulary, count, device):
+    """Small whole numbers: logits are exact, and most of them tie, within blocks and across; more candidates than
+    the merging kernel looks at at once."""
+    torch.manual_seed(vocabulary)
+    features = torch.randint(-1, 2, (6, 16), device=device).float()
+    weight = torch.randint(-1, 2, (vocabulary, 16), device=device).float()
+    values, ids = head_topk(features, weight, count)
+    wanted_values, wanted = head_topk_reference(features, weight, count)
+    assert torch.equal(ids, wanted) and torch.equal(values, wanted_values)
+    features.zero_()
+    assert head_topk(features, weight, count)[1].tolist() == [list(range(count))] * 6
+
+
+def test_negative_logits_and_a_last_block_of_one(device):
+    """Masked columns must not win with their 0."""
+    features, weight = torch.ones(1, 16, device=device), -torch.arange(1.0, 130, device=device)[:, None].expand(-1, 16)
+    values, ids = head_topk(features, weight.contiguous(), 3)
+    assert ids.tolist() == [[0, 1, 2]] and values.tolist() == [[-16, -32, -48]]
+
+
+@pytest.mark.parametrize("count", [0, 17, 6])
+def test_too_many(count, device):
+    with pytest.raises(ValueError, match="1 to 5 can be had"):
+        head_topk(torch.zeros(1, 16, device=device), torch.zeros(5, 16, device=device), count)

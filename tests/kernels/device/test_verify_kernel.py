@@ -1,0 +1,160 @@
+"""Coupled replay: the same laws, draws and uniforms into the kernels and into inference/verify.py, token for token."""
+
+import random
+
+import pytest
+import torch
+
+from draftsmith.inference import verify
+from draftsmith.inference.tree import IID, ONE_HOT, WITHOUT_REPLACEMENT, Draws, TokenTree
+from draftsmith.kernels.verify import verify_sample, verify_sample_reference
+
+NEAR = 1e-5  # a coin so close to a border may fall on either side of it
+
+
+def random_law(rng, size, sharp):
+    """Some zeros, as top-p leaves them; ``sharp`` laws have most of their mass on one token."""
+    weights = [0.0 if rng.random() < 0.3 else rng.random() ** (6 if sharp else 1) for _ in range(size)]
+    weights[rng.randrange(size)] += 5 if sharp else 0.5
+    return torch.tensor(weights).double().div(sum(weights)).float()
+
+
+def random_rows(rng, rows, nodes, most, size, laws, kinds):
+    """``rows`` trees whose draws really come from the laws they name: p, tokens, child, kind, law, q, depth."""
+    p, q = torch.empty(rows, nodes, size), torch.empty(rows, max(laws, 1), size)
+    tokens = torch.zeros(rows, nodes, dtype=torch.int64)
+    child = torch.full((rows, nodes, most), -1)
+    kind, law = torch.zeros(rows, nodes, most, dtype=torch.int8), torch.zeros(rows, nodes, most, dtype=torch.int64)
+    deepest = 0
+    for row in range(rows):
+        base = random_law(rng, size, rng.random() < 0.5)
+        for node in range(nodes):  # near one another, so that something is accepted
+            mixed = 0.6 * base + 0.4 * random_law(rng, size, rng.random() < 0.5)
+            p[row, node] = mixed / mixed.sum()
+        for source in range(max(laws, 1)):
+            choice = rng.random()
+            q[row, source] = (
+                base if choice < 0.5 else p[row, rng.randrange(nodes)] if choice < 0.7 else random_law(rng, size, False)
+            )
+        depth, used = [0], 1
+        for node in range(nodes):
+            if node >= used:
+                p[row, node] = base  # no such node; nothing leads there
+                continue
+            below: dict[int, int] = {}
+            gone: dict[int, list[int]] = {}
+            for turn in range(rng.randint(0, most)):
+                its_kind, source = rng.choice(kinds), rng.randrange(max(laws, 1))
+                weights = (q[row, source] if laws else p[row, node]).clone()
+                if its_kind == ONE_HOT:
+                    weights = 0.5 * weights + 0.5 * p[row, node] + 1e-3
+                elif its_kind == WITHOUT_REPLACEMENT:
+                    weights[gone.get(source, [])] = 0
+                    if weights.sum() < 1e-3:
+                        break
+                token = rng.choices(range(size), weights.tolist())[0]
+                if its_kind == WITHOUT_REPLACEMENT:
+                    gone.setdefault(source, []).append(token)
+                if token not in below:
+                    if used == nodes:
+                        break
+                    below[token], used = used, used + 1
+                    depth.append(depth[node] + 1)
+                    tokens[row, below[token]] = token
+                child[row, node, turn], kind[row, node, turn], law[row, node, turn] = below[token], its_kind, source
+        deepest = max(deepest, *depth)
+    return p, tokens, child, kind, law, q if laws else None, deepest
+
+
+def explained(tree, p, coins, last_coin, row, path, length):
+    """Whether some coin of the walk, or the last one, lies at a border, computed in float64."""
+    draws = tree.draws
+    exact = TokenTree(
+        tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid,
+        draws=Draws(draws.child, draws.kind, draws.law, None if draws.q is None else draws.q.double()),
+    )  # fmt: skip
+    chance, rest, _ = verify.acceptances(exact, p.double())
+    nodes = path[row, : length[row] + 1]
+    if chance.shape[-1] and float((coins[row, nodes] - chance[row, nodes]).abs().min()) < NEAR:
+        return True
+    sums = rest[row, nodes[-1]].cumsum(-1)
+    return float((sums / sums[-1] - last_coin[row]).abs().min()) < NEAR
+
+
+def compare(device, rng, rows, nodes, most, size, laws, kinds, block, last_coin=None):
+    """Returns how many rows differed, each within rounding of a border, and the accepted lengths."""
+    p, tokens, child, kind, law, q, deepest = random_rows(rng, rows, nodes, most, size, laws, kinds)
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 32))
+    coins = torch.rand(rows, nodes, most, generator=generator)
+    if last_coin is None:
+        last_coin = torch.rand(rows, generator=generator)
+    none = torch.zeros(rows, nodes, dtype=torch.int32)
+    tree = TokenTree(tokens, none, none, none[..., None].long(), none == 0, draws=Draws(child, kind, law, q))
+    verdict = verify.verify_sample(tree, p, coins, last_coin, deepest)
+    wanted = (verdict.path, verdict.length, verdict.node, verdict.bonus)
+    plain = verify_sample_reference(p, tokens, child, kind, law, q, coins, last_coin, deepest)
+    assert all(torch.equal(a, b) for a, b in zip(plain, wanted, strict=True))
+    there = [x if x is None else x.to(device) for x in (p, tokens, child, kind, law, q, coins, last_coin)]
+    got = [x.cpu() for x in verify_sample(*there, deepest, block=block)]
+    assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(got, wanted, strict=True))
+    same = torch.stack([(a == b).reshape(rows, -1).all(1) for a, b in zip(got, wanted, strict=True)]).all(0)
+    for row in (~same).nonzero()[:, 0].tolist():
+        assert explained(tree, p, coins, last_coin, row, verdict.path, verdict.length), (row, got, wanted)
+    assert (p[torch.arange(rows), got[2], got[3]] > 0).all()  # what has probability 0 never comes
+    return int((~same).sum()), verdict.length.tolist()
+
+
+ANY = [ONE_HOT, IID, WITHOUT_REPLACEMENT]
+
+
+def test_replay(device):
+    """240 trees with draws of every kind; vocabularies below, at and above a block's size."""
+    rng = random.Random(0)
+    differed, lengths = 0, []
+    for rows, nodes, most, size, laws, kinds, block in [
+        (50, 4, 3, 7, 2, ANY, 8), (20, 6, 4, 33, 2, ANY, 16), (40, 4, 3, 64, 1, [WITHOUT_REPLACEMENT], 64),
+        (40, 4, 3, 70, 3, ANY, 0), (20, 5, 5, 20, 2, [IID], 32), (20, 5, 5, 13, 1, [WITHOUT_REPLACEMENT], 16),
+        (50, 4, 1, 16, 1, [IID, WITHOUT_REPLACEMENT], 16),
+    ]:  # fmt: skip
+        found = compare(device, rng, rows, nodes, most, size, laws, kinds, block)
+        differed, lengths = differed + found[0], lengths + found[1]
+    assert differed <= 3 and len(lengths) == 240
+    assert {0, 1, 2, 3} <= set(lengths)
+
+
+def test_replay_of_one_hot_draws(device):
+    """280 trees whose draws are all one-hot, two draws of a node often the same token."""
+    rng = random.Random(1)
+    differed, lengths = 0, []
+    for rows, nodes, most, size, block in [(100, 4, 3, 5, 4), (90, 5, 9, 40, 16), (90, 4, 4, 70, 0)]:
+        found = compare(device, rng, rows, nodes, most, size, 0, [ONE_HOT], block)
+        differed, lengths = differed + found[0], lengths + found[1]
+    assert differed <= 3 and len(lengths) == 280
+    assert {0, 1, 2} <= set(lengths)
+
+
+@pytest.mark.parametrize("last", [0.0, 1 - 2**-24])
+@pytest.mark.parametrize("laws", [0, 2])
+def test_the_ends_of_the_last_coin(device, last, laws):
+    kinds = ANY if laws else [ONE_HOT]
+    compare(device, random.Random(2), 12, 3, 2, 20, laws, kinds, 16, torch.full((12,), last))
+
+
+def test_no_draws(device):
+    """Plain decoding: a lone root, no draws at all."""
+    differed, lengths = compare(device, random.Random(3), 40, 1, 0, 70, 0, [ONE_HOT], 32)
+    assert differed <= 1 and set(lengths) == {0}
+
+
+def test_a_draft_from_the_target_law_is_always_accepted(device):
+    """(r − q)+ is empty: accepted whatever the coin, also where rounding leaves r a little below q."""
+    p = torch.stack([random_law(random.Random(row), 30, False) for row in range(20)])[:, None].repeat(1, 2, 1)
+    q = p[:, :1].clone()
+    tokens = torch.stack([torch.zeros(20), p[:, 0].argmax(-1)], 1).long()
+    child = torch.tensor([[[1], [-1]]]).expand(20, -1, -1)
+    kind, law = torch.full_like(child, IID), torch.zeros_like(child)
+    coins, last = torch.full((20, 2, 1), 1 - 2**-24), torch.rand(20)
+    p[10:] *= 1 - 2**-20
+    there = [x.to(device) for x in (p, tokens, child, kind, law, q, coins, last)]
+    path, length, node, _ = verify_sample(*there, 1, block=16)
+    assert length.tolist() == node.tolist() == [1] * 20 and path.tolist() == [[0, 1]] * 20
