@@ -9,7 +9,7 @@
     verify      beside the same phases in plain PyTorch, drafts one-hot or drawn without replacement
     head_topk   beside F.linear + topk
 
-Calls are held in CUDA graphs, as the engine's are, over as many copies of the data as do not fit in the L2 cache
+Calls are held in CUDA graphs, over as many copies of the data as do not fit in the L2 cache
 together: a model's layers do not find their own cache there either. A row gives the median time of one call with its
 20 % and 80 % quantiles, and which share of the time is the least that this device could need: the bytes that have to
 move at its measured copy bandwidth, or the products at its measured matrix rate, whichever takes longer. Before it is
