@@ -302,5 +302,11 @@ def load_target(
         model = AutoModelForCausalLM.from_pretrained(
             folder, **options, quantization_config=bits, device_map={"": device}
         )
+        widths = {m.in_features for m in model.modules() if type(m).__name__ == "Linear4bit"}
+        if torch.device(device).type == "cpu" and any(width % 64 for width in widths):
+            raise ValueError(
+                f"target '{name}': on a CPU 4-bit layers have to be a multiple of 64 wide, these are "
+                f"{', '.join(map(str, sorted(widths)))}; use target.quantize=8bit"
+            )
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return Target(model, tokenizer, name, fingerprint(folder), revision)

@@ -103,6 +103,19 @@ def test_load_target(folder, make_target):
     assert half.dtype == torch.bfloat16 and half.fingerprint == target.fingerprint, "stored, not loaded"
 
 
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+@torch.no_grad()
+def test_quantized(make_target, folder, bits):
+    """Close to the weights they were made from, and not the same; the fingerprint is that of what is stored."""
+    make_target("llama", hidden_size=64, intermediate_size=128).model.save_pretrained(folder)
+    tokens = torch.tensor(TOKENS)
+    plain, small = load_target(str(folder)), load_target(str(folder), quantize=bits)
+    expected, got = plain.logits(plain.hidden(tokens)), small.logits(small.hidden(tokens)).float()
+    error = float((got - expected).norm() / expected.norm())
+    assert 1e-4 < error < (0.5 if bits == "4bit" else 0.1)
+    assert small.fingerprint == plain.fingerprint
+
+
 def edit(path, change):
     config = json.loads((path / "config.json").read_text())
     change(config)

@@ -401,11 +401,15 @@ def test_the_real_tau_while_training(recipe, run_main):
     assert code == 2 and "decode=15 is not a multiple of every=10" in err
 
 
-@pytest.mark.parametrize("bits", ["4bit", "8bit"])
-def test_a_quantized_target(recipe, run_main, bits):
-    code, _, err = run_main(medusa.main, recipe, f"run.name={bits}", f"target.quantize={bits}", "steps=10")
+def test_a_target_too_narrow_for_four_bits(recipe, run_main):
+    code, _, err = run_main(medusa.main, recipe, "run.name=narrow", "target.quantize=4bit")
+    assert code == 2 and "have to be a multiple of 64 wide, these are 32, 48; use target.quantize=8bit" in err
+
+
+def test_a_quantized_target(recipe, whole, run_main):
+    code, _, err = run_main(medusa.main, recipe, "run.name=quantized", "target.quantize=8bit", "steps=10")
     assert code == 0, err
-    folder = recipe.parent / bits
+    folder = recipe.parent / "quantized"
     losses, plain = metrics(folder, "head1_loss"), metrics(recipe.parent / "whole", "head1_loss")
     assert losses[10] == pytest.approx(plain[10], rel=0.25) and losses != plain
     config = json.loads((folder / "config.json").read_text())
