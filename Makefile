@@ -20,7 +20,7 @@ help:
 	@echo 'make test       all tests but the slow ones'
 	@echo 'make test-full  all tests'
 	@echo 'make lint       ruff and pyright'
-	@echo 'make bench      measure decoding on this machine'
+	@echo 'make bench      measure training and decoding on this machine'
 
 install: .venv/installed
 
@@ -64,7 +64,9 @@ lint: install
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 
-# Against named peers in the same run: our engine without a drafter, transformers.generate, transformers prompt-lookup.
+# Training against a straightforward loop; then decoding against named peers in the same run: our engine without a
+# drafter, transformers.generate, transformers prompt-lookup.
 bench: install
+	time $(PY) train/bench.py --out runs/bench/train.json
 	@test -f runs/demo/tree.json || { echo 'error: runs/demo has no calibrated drafter yet; run make demo first'; exit 2; }
 	time $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --repeat 5 --report runs/bench

@@ -106,12 +106,13 @@ class MedusaHeads(nn.Module):
             x = x + F.silu(torch.baddbmm(bias[:heads], x, weight[:heads]))
         return x
 
-    def projection_of(self, head: int, lm_head: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """The matrix ``[V, d]`` and the bias ``[V]`` that one head's features are projected with."""
+    def projections(self, lm_head: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
+        """Each head's matrix ``[V, d]`` and bias ``[V]``. Taken apart at once, so that the gradients are put together
+        once too, not in a tensor of all heads per head."""
         if self.projection is None:
             linear = cast(nn.Linear, lm_head)
-            return linear.weight, linear.bias
-        return self.projection[head], None
+            return [(linear.weight, linear.bias)] * self.config.num_draft_heads
+        return [(matrix, None) for matrix in self.projection.unbind(0)]
 
     def head_logits(self, head: int, feature: Tensor, lm_head: nn.Module) -> Tensor:
         """The projection of one head: ``[P, d] → [P, V]``."""

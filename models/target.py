@@ -302,7 +302,7 @@ def load_target(
         model = AutoModelForCausalLM.from_pretrained(
             folder, **options, quantization_config=bits, device_map={"": device}
         )
-        widths = {m.in_features for m in model.modules() if type(m).__name__ == "Linear4bit"}
+        widths: set[int] = {getattr(m, "in_features", 0) for m in model.modules() if type(m).__name__ == "Linear4bit"}
         if torch.device(device).type == "cpu" and any(width % 64 for width in widths):
             raise ValueError(
                 f"target '{name}': on a CPU 4-bit layers have to be a multiple of 64 wide, these are "

@@ -91,8 +91,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        made = (
-            None if d is None else (d * d_loss).view(like[0]).to(like[1])
+        made = (  # in place: nobody else sees them, and a second backward pass has no graph
+            None if d is None else d.mul_(d_loss).view(like[0]).to(like[1])
             for d, like in zip(ctx.saved_tensors, ctx.like, strict=True)
         )
         return *made, None, None, None

@@ -108,9 +108,10 @@ class Medusa1(nn.Module):
                 hidden = self.target.hidden(batch["tokens"].long(), batch.get("positions"))
         labels = self.labels(batch)
         used = (torch.stack(labels) != -100).any(0)  # prompts and padding need no heads
+        projections = self.heads.projections(self.target.lm_head)
         loss, metrics = hidden.new_zeros(()), {}
         for k, features in enumerate(self.heads.features(hidden[used].float()), 1):
-            weight, bias = self.heads.projection_of(k - 1, self.target.lm_head)
+            weight, bias = projections[k - 1]
             total, hits = linear_cross_entropy(features, weight, labels[k - 1][used], bias)
             mean = total / counts[k - 1].clamp(min=1)
             loss = loss + HEAD_DECAY**k * mean
