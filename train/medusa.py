@@ -33,7 +33,15 @@ from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.tree import Topology, chain
-from draftsmith.models.artifact import provenance, push, read_json, write_drafter, write_json
+from draftsmith.models.artifact import (
+    check_target,
+    provenance,
+    push,
+    read_drafter,
+    read_json,
+    write_drafter,
+    write_json,
+)
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target as LoadedTarget
 from draftsmith.models.target import load_target
@@ -58,6 +66,7 @@ class Heads(Section):
 class MedusaRecipe(Recipe, Stage):
     target: Target
     drafter: Heads
+    init_from: str | None = Field(default=None, description="a drafter of the same target whose heads to begin with")
     cache_hidden: bool = Field(
         default=False, description="run the frozen target once and keep its hidden states in memory: small targets only"
     )
@@ -195,6 +204,20 @@ def hidden_states(target: LoadedTarget, rows: Rows, dtype: torch.dtype, batch_si
     return kept
 
 
+def begin_with(heads: MedusaHeads, name: str, target: LoadedTarget) -> None:
+    """Copy a stored drafter's heads.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or it has another target or shape.
+    """
+    folder, config, weights = read_drafter(name)
+    check_target(folder, config, target)
+    stored = MedusaHeads.from_artifact(config, weights, str(folder))
+    if stored.config != heads.config:
+        raise ValueError(f"init_from={name}: its heads are {stored.config}, the recipe's {heads.config}")
+    heads.load_state_dict(stored.state_dict())
+
+
 def decoded_tau(target: LoadedTarget, heads: MedusaHeads, tree: Topology, prompts: Sequence[list[int]]) -> float:
     """The real τ: what the engine accepts per step when it decodes with the heads as they are."""
     drafter = MedusaDrafter(copy.deepcopy(heads), tree, target)  # it casts its heads to the target's dtype
@@ -287,6 +310,8 @@ def main() -> None:
     torch.manual_seed(recipe.run.seed)
     d = recipe.drafter
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
+    if recipe.init_from and not resume:
+        begin_with(heads, recipe.init_from, target)
     module = Medusa1(target, heads)
     loop.console.print(
         f"{d.num_draft_heads} heads, {sum(p.numel() for p in heads.parameters()) / 1e6:.2f} M parameters to train "
@@ -341,6 +366,7 @@ def main() -> None:
         "command": command,
         "simulated_tau": job.best,
         "steps": recipe.steps,
+        "init_from": recipe.init_from,
         "data_sha256": [rows.samples.sha256() if isinstance(rows, Rows) else "streamed" for rows in train],
         "target_fingerprint": target.fingerprint,
     }

@@ -29,7 +29,7 @@ def tiny(recipe: R, suffix: str = "tiny") -> R:
     """
     small: dict[str, Any] = recipe.model_dump()
     small["run"]["name"] += f"-{suffix}"
-    small["track"], small["export"] = {}, {}
+    small["track"], small["export"], small["init_from"] = {}, {}, None
     folder = Path(small["run"]["output_dir"]) / small["run"]["name"]
     small["data"]["max_length"] = LENGTH
     for source in (*small["data"]["train"], *small["data"]["validation"]):
@@ -50,7 +50,6 @@ def tiny(recipe: R, suffix: str = "tiny") -> R:
     if "model" in small:
         small["model"] |= {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
         small["model"] |= {"intermediate_size": 48, "max_position_embeddings": 512, "vocab_size": 512}
-        small["init_from"] = None
     if "target" in small:
         small["target"] |= {"model_type": _model_type(small["target"]), "revision": None, "trust_remote_code": False}
         small["target"]["quantize"] = "none"

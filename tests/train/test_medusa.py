@@ -401,6 +401,17 @@ def test_the_real_tau_while_training(recipe, run_main):
     assert code == 2 and "decode=15 is not a multiple of every=10" in err
 
 
+def test_begin_with_other_heads(recipe, whole, run_main):
+    options = [recipe, "run.name=further", f"init_from={whole}", "steps=1", "optim.lr=1e-9"]
+    code, _, err = run_main(medusa.main, *options)
+    assert code == 0, err
+    before, after = (load_file(folder / "model.safetensors") for folder in (whole, recipe.parent / "further"))
+    for name in before:
+        torch.testing.assert_close(after[name], before[name], atol=1e-6, rtol=0)
+    code, _, err = run_main(medusa.main, *options, "run.name=z", "drafter.num_layers=2")
+    assert code == 2 and err.startswith(f"error: init_from={whole}: its heads are ") and err.count("\n") == 1
+
+
 def test_a_target_too_narrow_for_four_bits(recipe, run_main):
     code, _, err = run_main(medusa.main, recipe, "run.name=narrow", "target.quantize=4bit")
     assert code == 2 and "have to be a multiple of 64 wide, these are 32, 48; use target.quantize=8bit" in err
