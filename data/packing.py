@@ -135,8 +135,7 @@ def schedule(sizes: Sequence[int | None], weights: Sequence[float], samples: int
     """Which row of which source each sample is: ``[samples, 2]`` int64 of (source, row).
 
     A source is drawn by weight; its rows are walked in a fresh permutation per epoch, those of a streamed one (its size
-    is None) as they come. A pure function of its
-    arguments, so that a resumed run needs only the step it had reached.
+    is None) as they come. A pure function of its arguments, so that a resumed run needs only the step it had reached.
     """
     share = np.asarray(weights, dtype=np.float64)
     rng = np.random.default_rng(seed)

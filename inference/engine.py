@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from draftsmith.inference.cache import KVCache
-from draftsmith.inference.sampling import Sampling, Settings, draw, law, uniforms
+from draftsmith.inference.sampling import Sampling, Settings, law, uniforms
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology
 from draftsmith.inference.verify import Verdict, verify_greedy, verify_sample, verify_typical
 from draftsmith.kernels.tree_attention import (
@@ -30,6 +30,7 @@ from draftsmith.kernels.tree_attention import (
     tree_bias,
     tree_bias_one_row,
 )
+from draftsmith.kernels.verify import draw
 from draftsmith.models.target import Target
 
 Mode = Literal["greedy", "sample", "typical"]

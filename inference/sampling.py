@@ -123,10 +123,3 @@ def uniforms(seed: Tensor, step: Tensor, count: int) -> Tensor:
         k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
     words = torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :count]
     return (words >> 8).float() * 2.0**-24
-
-
-def draw(weights: Tensor, coin: Tensor) -> Tensor:
-    """One index per row by inversion of the cumulative sum: ``[B, V]`` weights that need not sum to 1, ``[B]`` coins in
-    [0, 1) → ``[B]``. An index of weight 0 never comes, whatever the coin."""
-    sums = weights.double().cumsum(-1)
-    return (sums > coin.double()[:, None] * sums[:, -1:]).int().argmax(-1)

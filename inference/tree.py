@@ -18,9 +18,6 @@ from draftsmith.kernels.tree_attention import ancestor_mask
 Ranks = tuple[int, ...]
 
 
-ONE_HOT, IID, WITHOUT_REPLACEMENT = 0, 1, 2
-
-
 @dataclass(frozen=True)
 class Draws:
     """Which tokens were drawn at each node, in the order they are to be tested, and from which law (ALGORITHMS §2).
@@ -29,8 +26,8 @@ class Draws:
     node are there, must not depend on the value of a draw that is tested later (C2).
 
     child: ``[B, N, K]`` int64 the node a draw leads to; −1 behind a node's last draw.
-    kind: ``[B, N, K]`` int8 ``ONE_HOT`` (the drafter had no choice), ``IID``, or ``WITHOUT_REPLACEMENT`` of what
-        the node drew before from the same law.
+    kind: ``[B, N, K]`` int8, as :mod:`draftsmith.kernels.verify` names them: ``ONE_HOT`` (the drafter had no choice),
+        ``IID``, or ``WITHOUT_REPLACEMENT`` of what the node drew before from the same law.
     law: ``[B, N, K]`` int64 row of ``q``; unused for one-hot draws.
     q: ``[B, R, V]`` float32 the processed laws drawn from, over the target's vocabulary; None if all are one-hot.
     """

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.inference.sampling import draw
-from draftsmith.inference.tree import ONE_HOT, WITHOUT_REPLACEMENT, TokenTree, one_hot_draws
+from draftsmith.inference.tree import TokenTree, one_hot_draws
+from draftsmith.kernels.verify import verify_sample_reference
 
 
 @dataclass(frozen=True)
@@ -68,46 +68,6 @@ def _verdict(tree: TokenTree, mask: Tensor, node: Tensor, length: Tensor, choice
     return Verdict(path[:, :-1], length, node, bonus)
 
 
-def acceptances(tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Phase A of :func:`verify_sample`, all nodes at once: nothing here depends on a coin.
-
-    Args:
-        p: ``[B, N, V]`` the law behind each node.
-
-    Returns:
-        chance ``[B, N, K]`` that a draw is accepted if those before it were not (0 where there is none), rest
-        ``[B, N, V]`` the law of what is emitted if none is, child ``[B, N, K]`` where each draw leads.
-    """
-    draws = tree.draws or one_hot_draws(tree.parent, tree.valid, tree.tokens.shape[1] - 1)
-    r = p
-    chances: list[Tensor] = []
-    gone: list[tuple[Tensor, Tensor, Tensor]] = []  # (token, law, whether without replacement) of earlier turns
-    for turn in range(draws.child.shape[2]):
-        child, kind, source = draws.child[..., turn], draws.kind[..., turn], draws.law[..., turn]
-        there = child >= 0
-        token = tree.tokens.gather(1, child.clamp(min=0))[..., None]  # [B, N, 1]
-        if draws.q is None:
-            chance, left = r.gather(-1, token)[..., 0], r.scatter(-1, token, 0.0)
-        else:
-            one_hot = torch.zeros_like(p).scatter_(-1, token, 1.0)
-            q = draws.q.gather(1, source[..., None].expand(-1, -1, p.shape[-1]))
-            shrinks = there & (kind == WITHOUT_REPLACEMENT)
-            for before, its_law, drawn in gone:
-                taken = shrinks & drawn & (its_law == source)
-                q = torch.where(taken[..., None], q.scatter(-1, before, 0.0), q)
-            if gone:
-                q = torch.where(shrinks[..., None], q / q.sum(-1, keepdim=True), q)
-            gone.append((token, source, shrinks))
-            q = torch.where((kind == ONE_HOT)[..., None], one_hot, q)
-            chance = (r.gather(-1, token) / q.gather(-1, token))[..., 0].clamp(max=1)
-            left = (r - q).clamp(min=0)
-        mass = left.sum(-1, keepdim=True)
-        chance = torch.where(mass[..., 0] > 0, chance, 1.0)  # r is q: accept, whatever rounding says
-        chances.append(torch.where(there, chance, 0.0))
-        r = torch.where(there[..., None] & (mass > 0), left / mass, r)
-    return (torch.stack(chances, -1) if chances else p.new_zeros(*p.shape[:2], 0)), r, draws.child
-
-
 def verify_sample(tree: TokenTree, p: Tensor, coins: Tensor, last_coin: Tensor, max_depth: int) -> Verdict:
     """Test each node's draws in order against the target's law, and draw the bonus token from what is left of it.
 
@@ -122,22 +82,8 @@ def verify_sample(tree: TokenTree, p: Tensor, coins: Tensor, last_coin: Tensor, 
         last_coin: ``[B]`` float32 in [0, 1), fresh.
         max_depth: of the deepest node (A − 1).
     """
-    chance, rest, child = acceptances(tree, p)
-    accepted = coins < chance
-    turn = accepted.int().argmax(-1, keepdim=True) if chance.shape[-1] else None  # the first
-    rows = p.shape[0]
-    node = torch.zeros(rows, dtype=torch.int64, device=p.device)
-    length = torch.zeros_like(node)
-    path = torch.arange(max_depth + 1, device=p.device).repeat(rows, 1)
-    if turn is not None:
-        first = torch.where(accepted.any(-1), child.gather(-1, turn)[..., 0], -1)
-        for depth in range(1, max_depth + 1):
-            below = first.gather(1, node[:, None])[:, 0]
-            goes_on = (below >= 0) & (length == depth - 1)
-            node, length = torch.where(goes_on, below, node), length + goes_on
-            path[:, depth] = torch.where(goes_on, node, depth)
-    emitted = rest.gather(1, node[:, None, None].expand(-1, 1, rest.shape[-1]))[:, 0]
-    return Verdict(path, length, node, draw(emitted, last_coin))
+    d = tree.draws or one_hot_draws(tree.parent, tree.valid, tree.tokens.shape[1] - 1)
+    return Verdict(*verify_sample_reference(p, tree.tokens, d.child, d.kind, d.law, d.q, coins, last_coin, max_depth))
 
 
 def verify_typical(

@@ -31,6 +31,13 @@ from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_t
 ONE_HOT, IID, WITHOUT_REPLACEMENT = 0, 1, 2
 
 
+def draw(weights: Tensor, coin: Tensor) -> Tensor:
+    """One index per row by inversion of the cumulative sum: ``[B, V]`` weights that need not sum to 1, ``[B]`` coins in
+    [0, 1) → ``[B]``. An index of weight 0 never comes, whatever the coin."""
+    sums = weights.double().cumsum(-1)
+    return (sums > coin.double()[:, None] * sums[:, -1:]).int().argmax(-1)
+
+
 def acceptances_reference(
     p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, law: Tensor, q: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -42,19 +49,21 @@ def acceptances_reference(
     for turn in range(child.shape[2]):
         there, its_kind, source = child[..., turn] >= 0, kind[..., turn], law[..., turn]
         token = tokens.gather(1, child[..., turn].clamp(min=0))[..., None]  # [B, N, 1]
-        its_law = torch.zeros_like(p).scatter_(-1, token, 1.0)
-        if q is not None:
+        if q is None:
+            chance, left = r.gather(-1, token)[..., 0], r.scatter(-1, token, 0.0)
+        else:
+            one_hot = torch.zeros_like(p).scatter_(-1, token, 1.0)
+            its_law = q.gather(1, source[..., None].expand(-1, -1, p.shape[-1]))
             shrinks = there & (its_kind == WITHOUT_REPLACEMENT)
-            full = q.gather(1, source[..., None].expand(-1, -1, p.shape[-1]))
             for before, from_law, also in drawn:
                 taken = shrinks & also & (from_law == source)
-                full = torch.where(taken[..., None], full.scatter(-1, before, 0.0), full)
+                its_law = torch.where(taken[..., None], its_law.scatter(-1, before, 0.0), its_law)
             if drawn:
-                full = torch.where(shrinks[..., None], full / full.sum(-1, keepdim=True), full)
+                its_law = torch.where(shrinks[..., None], its_law / its_law.sum(-1, keepdim=True), its_law)
             drawn.append((token, source, shrinks))
-            its_law = torch.where((its_kind == ONE_HOT)[..., None], its_law, full)
-        chance = (r.gather(-1, token) / its_law.gather(-1, token))[..., 0].clamp(max=1)
-        left = (r - its_law).clamp(min=0)
+            its_law = torch.where((its_kind == ONE_HOT)[..., None], one_hot, its_law)
+            chance = (r.gather(-1, token) / its_law.gather(-1, token))[..., 0].clamp(max=1)
+            left = (r - its_law).clamp(min=0)
         mass = left.sum(-1, keepdim=True)
         chance = torch.where(mass[..., 0] > 0, chance, 1.0)  # r is q: accept, whatever rounding says
         chances.append(torch.where(there, chance, 0.0))
@@ -80,8 +89,7 @@ def verify_sample_reference(
             goes_on = (below >= 0) & (length == depth - 1)
             node, length = torch.where(goes_on, below, node), length + goes_on
             path[:, depth] = torch.where(goes_on, node, depth)
-    sums = rest[torch.arange(len(p), device=p.device), node].double().cumsum(-1)
-    bonus = (sums > last_coin.double()[:, None] * sums[:, -1:]).int().argmax(-1)
+    bonus = draw(rest[torch.arange(len(p), device=p.device), node], last_coin)
     return path, length, node, bonus
 
 

@@ -31,15 +31,20 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _UNSUPPORTED = "this family is not supported yet"
 
 
+def local_folder(name: str) -> Path | None:
+    """A model's or drafter's folder on this machine: a path, or a path inside this project."""
+    return next((folder for folder in (Path(name), _ROOT / name) if folder.is_dir()), None)
+
+
 def resolve_folder(name: str, revision: str | None = None) -> Path:
-    """The local folder of a model or drafter: a path, a path inside this project, or a Hub id (downloaded).
+    """:func:`local_folder`, or a Hub id (downloaded).
 
     Raises:
         FileNotFoundError: none of these.
     """
-    for folder in (Path(name), _ROOT / name):
-        if folder.is_dir():
-            return folder
+    folder = local_folder(name)
+    if folder is not None:
+        return folder
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise FileNotFoundError(f"'{name}': there is no such folder, and a Hub id would be USER/NAME")
     from huggingface_hub import snapshot_download  # only where a download may be needed

@@ -1,4 +1,4 @@
-"""Time the Medusa-1 training step against the straightforward loop, which materialises every head's logits.
+"""Time the Medusa-1 training step on the CPU against the straightforward loop, which materialises every head's logits.
 
     python train/bench.py                                   # 5 heads, a vocabulary of 32,000, width 512
     python train/bench.py --supervised 1.0 --width 1024     # every token is a label
@@ -11,7 +11,6 @@ with it. Memory is what the process holds at its peak beyond weights, gradients 
 """
 
 import argparse
-import json
 import multiprocessing
 import resource
 import statistics
@@ -185,7 +184,7 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         shape = {k: v for k, v in vars(args).items() if k != "out"}
         facts = {"shape": shape, "results": results, **ratios, "device": device_name("cpu"), "versions": versions()}
-        write_json(args.out, json.loads(json.dumps(facts)))
+        write_json(args.out, facts)
         console.print(f"wrote {args.out}")
 
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import torch
 import yaml
-from accelerate.utils import send_to_device
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.inference.engine import Drafter, SpeculativeDecoder
 from draftsmith.models.target import Target as LoadedTarget
-from draftsmith.models.target import resolve_folder
+from draftsmith.models.target import local_folder
 from draftsmith.train.losses import LOGITS
 from draftsmith.train.recipe import Optim, Recipe, Target
 
@@ -23,7 +22,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
     """Floating-point operations per second that a matrix product reaches on this device: the best of a few."""
-    a, b = send_to_device((torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)), device)
+    a, b = torch.randn(2, size, size, dtype=dtype, device=device)
     best = 0.0
     for _ in range(5):
         began = time.perf_counter()
@@ -39,10 +38,7 @@ def target_shape(target: Target) -> tuple[int, int, int]:
         ValueError: there is no config to be had.
     """
     try:
-        try:
-            where = str(resolve_folder(target.name)) if target.name.startswith((".", "/", "models/")) else target.name
-        except FileNotFoundError:
-            where = target.name
+        where = local_folder(target.name) or target.name  # of a Hub id only the config comes
         config = AutoConfig.from_pretrained(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=target.trust_remote_code)
@@ -105,7 +101,10 @@ def decode_a_little(target: LoadedTarget, drafter: Drafter | None = None) -> str
     assert target.tokenizer is not None
     prompt = list(target.tokenizer("import os")["input_ids"])
     (result,) = SpeculativeDecoder(target, drafter).generate([prompt], 8)
+    said = f"decoded {len(result.tokens)} tokens in {len(result.accepted)} steps"
+    if drafter is None:
+        return said
     (plain,) = SpeculativeDecoder(target).generate([prompt], 8)
     if result.tokens != plain.tokens:
         raise ValueError("the exported drafter changed what the tiny target says; please report this")
-    return f"decoded {len(result.tokens)} tokens in {len(result.accepted)} steps, identical to plain decoding"
+    return f"{said}, identical to plain decoding"

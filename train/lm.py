@@ -290,7 +290,7 @@ def dry(recipe: LmRecipe) -> None:
     write_model(folder, LlamaForCausalLM(config), tokenizer, provenance(command="--dry-run"))
     target = load_target(str(folder))
     said = dry_run.decode_a_little(target)
-    loop.console.print(f"an untrained tiny model written to {folder}: {said}")
+    loop.console.print(f"an untrained tiny model written to {folder}: {said}", soft_wrap=True)
 
 
 def main() -> None:

@@ -255,7 +255,9 @@ def dry(recipe: MedusaRecipe, command: str) -> None:
     write_drafter(folder, "medusa", untrained.config.to_dict(), untrained.state_dict(), target, provenance(**facts))
     drafter = MedusaDrafter(untrained, chain(d.num_draft_heads), target)
     said = dry_run.decode_a_little(target, drafter)
-    loop.console.print(f"untrained heads for a tiny {target.config.model_type} written to {folder}: {said}")
+    loop.console.print(
+        f"untrained heads for a tiny {target.config.model_type} written to {folder}: {said}", soft_wrap=True
+    )
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.models.artifact import provenance, read_json, write_model
-from draftsmith.models.target import resolve_folder
+from draftsmith.models.target import local_folder, resolve_folder
 from draftsmith.train.recipe import R, Target
 
 STEPS, LENGTH = 2, 96
@@ -60,12 +60,12 @@ def tiny(recipe: R, suffix: str = "tiny") -> R:
 def _model_type(target: dict[str, Any]) -> str:
     if target["model_type"]:
         return str(target["model_type"])
-    try:
-        return str(read_json(resolve_folder(target["name"]) / "config.json")["model_type"])
-    except (FileNotFoundError, KeyError):
+    folder = local_folder(target["name"])  # nothing is downloaded for this
+    if folder is None or not (folder / "config.json").exists():
         raise ValueError(
             f"--tiny has to know the family of target '{target['name']}'; set target.model_type (llama, qwen3, …)"
-        ) from None
+        )
+    return str(read_json(folder / "config.json")["model_type"])
 
 
 def write_target(target: Target) -> None:

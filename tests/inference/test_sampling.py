@@ -15,10 +15,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftsmith.inference.sampling import Sampling, Settings, draw, law, uniforms
-from draftsmith.inference.tree import IID, ONE_HOT, WITHOUT_REPLACEMENT, Draws, StaticTree, TokenTree, Topology
-from draftsmith.inference.verify import acceptances, verify_sample, verify_typical
+from draftsmith.inference.sampling import Sampling, Settings, law, uniforms
+from draftsmith.inference.tree import Draws, StaticTree, TokenTree, Topology
+from draftsmith.inference.verify import verify_sample, verify_typical
 from draftsmith.kernels.tree_attention import ancestor_mask
+from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, acceptances_reference, draw
 
 CPU = torch.device("cpu")
 ALPHA = 1e-6
@@ -137,7 +138,9 @@ def flat_tree(tokens, kind, q=None, law_rows=None, child=None):
 
 def output_law(tree, p):
     """The law of the first emitted token by phase A alone, per row: no coin is thrown. Float64."""
-    chance, rest, child = acceptances(tree, p)
+    d = tree.draws
+    child = d.child
+    chance, rest = acceptances_reference(p, tree.tokens, child, d.kind, d.law, d.q)
     out = torch.zeros(p.shape[0], p.shape[2], dtype=torch.float64)
     alive = torch.ones(p.shape[0], dtype=torch.float64)
     for turn in range(chance.shape[2]):
@@ -219,7 +222,7 @@ def test_the_exact_law_two_levels_down():
     laws[:, 1], laws[:, 4] = 1, 2
     draws = Draws(child, torch.full_like(child, IID, dtype=torch.int8), laws, q)
     tree = TokenTree(base.tokens, base.parent, base.depth, base.ancestors, base.valid, base.mask, draws)
-    chance, rest, _ = acceptances(tree, behind)
+    chance, rest = acceptances_reference(behind, tree.tokens, child, draws.kind, draws.law, q)
     joint = torch.zeros(vocabulary, vocabulary, dtype=torch.float64)
     for row in range(len(rows)):
         alive = 1.0

@@ -1,6 +1,7 @@
 """--dry-run: says sizes and costs, writes and decodes an untrained artifact, trains nothing. And the schemas."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_lm(run_main, tmp_path):
     assert code == 0, err
     for stage in yaml.safe_load((ROOT / "recipes/tiny-lm.yaml").read_text())["stages"]:
         assert stage["name"] in out
-    assert "decoded 8 tokens" in out or "decoded" in out
+    assert re.search(r"decoded [1-8] tokens in \d+ steps", out), "an untrained model may end early"
 
 
 def test_the_plan_is_arithmetic():

@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from draftsmith.inference import verify
-from draftsmith.inference.tree import IID, ONE_HOT, WITHOUT_REPLACEMENT, Draws, TokenTree
-from draftsmith.kernels.verify import verify_sample, verify_sample_reference
+from draftsmith.inference.tree import Draws, TokenTree
+from draftsmith.kernels.verify import (
+    IID,
+    ONE_HOT,
+    WITHOUT_REPLACEMENT,
+    acceptances_reference,
+    verify_sample,
+    verify_sample_reference,
+)
 
 NEAR = 1e-5  # a coin so close to a border may fall on either side of it
 
@@ -68,12 +75,9 @@ def random_rows(rng, rows, nodes, most, size, laws, kinds):
 
 def explained(tree, p, coins, last_coin, row, path, length):
     """Whether some coin of the walk, or the last one, lies at a border, computed in float64."""
-    draws = tree.draws
-    exact = TokenTree(
-        tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid,
-        draws=Draws(draws.child, draws.kind, draws.law, None if draws.q is None else draws.q.double()),
-    )  # fmt: skip
-    chance, rest, _ = verify.acceptances(exact, p.double())
+    d = tree.draws
+    q = None if d.q is None else d.q.double()
+    chance, rest = acceptances_reference(p.double(), tree.tokens, d.child, d.kind, d.law, q)
     nodes = path[row, : length[row] + 1]
     if chance.shape[-1] and float((coins[row, nodes] - chance[row, nodes]).abs().min()) < NEAR:
         return True
