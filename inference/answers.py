@@ -3,12 +3,13 @@
 Shape letters: S sequences, T tokens.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.models.target import Target
 
 
@@ -17,12 +18,13 @@ def answer(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     batch_size: int,
-    on_batch: Callable[[int], None] | None = None,
+    on_done: Callable[[int], None] | None = None,
 ) -> dict[str, Tensor]:
     """Greedy continuations by the engine, padded to one length.
 
     Args:
-        on_batch: called with the number of prompts done so far.
+        batch_size: how many are decoded at once.
+        on_done: called with the number of prompts done so far.
 
     Returns:
         ``tokens [S, T]`` int32 (prompt, answer, padding 0), ``supervised [S, T]`` bool, True at the answer's tokens.
@@ -31,15 +33,17 @@ def answer(
     length = max(map(len, prompts)) + new_tokens
     tokens = torch.zeros(len(prompts), length, dtype=torch.int32)
     supervised = torch.zeros(len(prompts), length, dtype=torch.bool)
-    # Prompts of like length run together, so that little of a batch is padding.
+    # Prompts of like length run together, so that little of what is looked at is padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), batch_size):
-        numbers = order[start : start + batch_size]
-        for number, result in zip(numbers, decoder.generate([prompts[i] for i in numbers], new_tokens), strict=True):
-            prompt = prompts[number]
-            row = torch.tensor([*prompt, *result.tokens], dtype=torch.int32)
-            tokens[number, : len(row)] = row
-            supervised[number, len(prompt) : len(row)] = True
-        if on_batch:
-            on_batch(start + len(numbers))
+    done = itertools.count(1)
+
+    def end(place: int, result: Generation) -> None:
+        number = order[place]
+        row = torch.tensor([*prompts[number], *result.tokens], dtype=torch.int32)
+        tokens[number, : len(row)] = row
+        supervised[number, len(prompts[number]) : len(row)] = True
+        if on_done:
+            on_done(next(done))
+
+    decoder.generate([prompts[i] for i in order], new_tokens, batch_size=batch_size, on_end=end)
     return {"tokens": tokens, "supervised": supervised}

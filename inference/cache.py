@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.commit import commit
 from draftsmith.models.target import Target
 
 
@@ -26,15 +28,19 @@ class _Layer(CacheLayerMixin):
         """Nothing to do: the storage was allocated beforehand."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None and self.values is not None
-        slots = self.owner.slots
+        keys, values, slots = self.keys, self.values, self.owner.slots
+        assert keys is not None and values is not None
+        if self.owner.window is not None:
+            keys, values = keys[self.owner.window], values[self.owner.window]
+        if slots.device != keys.device:  # a target spread over several devices
+            slots = slots.to(keys.device)
         if slots.shape[0] == 1:  # one row, or every row at the same place
-            self.keys.index_copy_(2, slots[0], key_states)
-            self.values.index_copy_(2, slots[0], value_states)
+            keys.index_copy_(2, slots[0], key_states)
+            values.index_copy_(2, slots[0], value_states)
         else:
-            self.keys.scatter_(2, slots[:, None, :, None].expand_as(key_states), key_states)
-            self.values.scatter_(2, slots[:, None, :, None].expand_as(value_states), value_states)
-        return self.keys[:, :, : self.owner.seen], self.values[:, :, : self.owner.seen]
+            keys.scatter_(2, slots[:, None, :, None].expand_as(key_states), key_states)
+            values.scatter_(2, slots[:, None, :, None].expand_as(value_states), value_states)
+        return keys[:, :, : self.owner.seen], values[:, :, : self.owner.seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.seen, 0
@@ -55,33 +61,47 @@ class KVCache(Cache):
     lengths: ``[B]`` int64 on the device: committed tokens per row.
     slots: ``[B or 1, N]`` int64: where the next forward pass writes; set by the engine before it.
     seen: how many slots, from the first, the next forward pass looks at.
+    window: the rows that the next forward pass is about; all if None.
     """
 
     def __init__(self, target: Target, rows: int, capacity: int) -> None:
-        shapes, device, dtype = target.kv_shapes, target.device, target.dtype
-        super().__init__(layers=[_Layer(self) for _ in shapes])
+        places, device, dtype = list(zip(target.kv_shapes, target.kv_devices, strict=True)), target.device, target.dtype
+        super().__init__(layers=[_Layer(self) for _ in places])
         self.rows, self.capacity, self.seen = rows, capacity, 0
+        self.window: slice | None = None
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        # Layers of one shape share one storage, so that a commit moves all of them at once.
+        # Layers of one shape (on one device) share one storage, so that a commit moves all of them at once.
         self._storages: list[Tensor] = []
-        for heads, width in sorted(set(shapes)):
-            mine = [layer for layer, shape in zip(self.layers, shapes, strict=True) if shape == (heads, width)]
-            storage = torch.zeros(len(mine), 2, rows, heads, capacity, width, dtype=dtype, device=device)
+        for place in sorted(set(places), key=str):
+            mine = [layer for layer, its in zip(self.layers, places, strict=True) if its == place]
+            (heads, width), where = place
+            storage = torch.zeros(len(mine), 2, rows, heads, capacity, width, dtype=dtype, device=where)
             self._storages.append(storage)
             for layer, (keys, values) in zip(mine, storage, strict=True):
                 layer.keys, layer.values = keys, values
 
-    def commit(self, path: Tensor) -> None:
+    def commit(self, path: Tensor, length: Tensor) -> None:
         """Move the accepted nodes' K/V next to the prefix, in every layer: slot L + path[d] → L + d.
 
         Args:
             path: ``[B, A]`` int64 node numbers by depth, the root's (0) first; entries behind the accepted length
-                should be the identity (d), which moves nothing that counts.
+                are the identity (d), which moves nothing.
+            length: ``[B]`` int64 drafted tokens accepted.
         """
+        if path.shape[1] == 1:  # the root alone stays where it is
+            return
+        if why_not_triton(path) is None:
+            for storage in self._storages:
+                parts = (part.to(storage.device) for part in (self.lengths, path, length))
+                commit(storage, *parts)
+            return
         depth = torch.arange(path.shape[1], device=path.device)
+        if path.device.type == "cpu" and bool((path == depth).all()):
+            return
         source, target = self.lengths[:, None] + path, self.lengths[:, None] + depth
         for storage in self._storages:
+            source, target = source.to(storage.device), target.to(storage.device)
             if self.rows == 1:
                 storage.index_copy_(4, target[0], storage.index_select(4, source[0]))  # gathered before it is written
             else:

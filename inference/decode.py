@@ -30,9 +30,10 @@ from rich.progress import track
 
 from draftsmith.inference import report as reporting
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine import Drafter, Generation, SpeculativeDecoder
+from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.lossless import check_greedy, check_sample
 from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.step import Drafter
 from draftsmith.inference.tree import read_tree
 from draftsmith.models.artifact import check_target, device_name, read_drafter, versions, write_json
 from draftsmith.models.medusa import MedusaHeads
@@ -140,10 +141,14 @@ class Timed:
 Method = Callable[[list[list[int]]], list[list[int]]]
 
 
-def transformers_method(target: Target, max_new_tokens: int, **options: Any) -> Method:
+def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1, **options: Any) -> Method:
     """``transformers.generate`` on the same weights, greedy, with its own attention; trimmed as ours is."""
 
     def run(prompts: list[list[int]]) -> list[list[int]]:
+        starts = range(0, len(prompts), batch_size)
+        return [row for start in starts for row in run_batch(prompts[start : start + batch_size])]
+
+    def run_batch(prompts: list[list[int]]) -> list[list[int]]:
         longest = max(map(len, prompts))
         limit = min(max_new_tokens, target.context - min(map(len, prompts)))
         pad = min(target.stop_ids, default=0)
@@ -165,17 +170,19 @@ def transformers_method(target: Target, max_new_tokens: int, **options: Any) -> 
     return run
 
 
-def run_rounds(methods: dict[str, Method], batches: list[list[list[int]]], rounds: int) -> dict[str, Timed]:
-    """Run every method over all batches ``rounds`` times; they take turns, so that noise falls on all alike."""
+def run_rounds(
+    methods: dict[str, Method], prompts: list[list[int]], rounds: int, warm_up: list[list[int]]
+) -> dict[str, Timed]:
+    """Run every method over all prompts ``rounds`` times; they take turns, so that noise falls on all alike."""
     for method in methods.values():
-        method([prompt[:8] for prompt in batches[0][:1]])  # first calls allocate and tune
+        method(warm_up)  # first calls allocate and tune
     timed = {name: Timed([], [], []) for name in methods}
     work = [(r, name) for r in range(rounds) for name in methods]
     for _, name in track(work, "decoding", console=console, transient=True, disable=not console.is_terminal):
         if not console.is_terminal:
             console.print(f"  decoding: {name}")
         began, cpu = time.perf_counter(), time.process_time()
-        outputs = [row for batch in batches for row in methods[name](batch)]
+        outputs = methods[name](prompts)
         timed[name].seconds.append(time.perf_counter() - began)
         timed[name].cpu_seconds.append(time.process_time() - cpu)
         timed[name].outputs = outputs
@@ -217,7 +224,6 @@ def evaluate(
     args: argparse.Namespace,
 ) -> tuple[list[dict[str, Any]], list[list[Generation]]]:  # fmt: skip
     """Decode all prompts with each drafter and the baselines; returns the reports and the outputs per drafter."""
-    batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
     decoders = [SpeculativeDecoder(target, drafter) for drafter in drafters]
     wanted = {"none": [], "engine": ["engine"], "transformers": ["transformers"]}.get(args.baseline)
     if wanted is None:
@@ -226,10 +232,11 @@ def evaluate(
     kept: dict[str, list[Generation]] = {}
 
     def engine_method(name: str, decoder: SpeculativeDecoder) -> Method:
-        def run(batch: list[list[int]]) -> list[list[int]]:
-            results = decoder.generate(batch, args.max_new_tokens, **choice(args, batch))
-            kept.setdefault(name, []).extend(results)
-            return [result.tokens for result in results]
+        def run(prompts: list[list[int]]) -> list[list[int]]:
+            kept[name] = decoder.generate(
+                prompts, args.max_new_tokens, batch_size=args.batch_size, **choice(args, prompts)
+            )
+            return [result.tokens for result in kept[name]]
 
         return run
 
@@ -238,14 +245,18 @@ def evaluate(
     if "engine" in wanted or args.check_lossless:
         methods["engine"] = engine_method("engine", SpeculativeDecoder(target))
     if "transformers" in wanted:
-        methods["transformers"] = transformers_method(target, args.max_new_tokens, **theirs_of(args))
+        methods["transformers"] = transformers_method(target, args.max_new_tokens, args.batch_size, **theirs_of(args))
     if "prompt_lookup" in wanted and args.batch_size == 1:
         methods["prompt_lookup"] = transformers_method(
             target, args.max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **theirs_of(args)
         )
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
-    timed = run_rounds(methods, batches, args.repeat)
+    # A CUDA graph is made for as many rows, and a cache as long, as will be used.
+    warm_up = [prompts[0][:8]]
+    if target.device.type == "cuda":
+        warm_up = sorted(prompts, key=len)[-args.batch_size :]
+    timed = run_rounds(methods, prompts, args.repeat, warm_up)
     baselines = {name: timed[name].summary() for name in wanted if name in timed}
     plain = baselines.get("engine", {}).get("tokens_per_second")
     theirs = baselines.get("transformers", {}).get("tokens_per_second")
@@ -257,11 +268,13 @@ def evaluate(
     reports: list[dict[str, Any]] = []
     outputs: list[list[Generation]] = []
     for name, decoder in zip(names, decoders, strict=True):
-        results = kept[name][-len(prompts) :]
+        results = kept[name]
         outputs.append(results)
         # Phases are read in a run of their own: reading clocks between them costs time.
-        for batch in batches[: max(1, 16 // args.batch_size)]:
-            decoder.generate(batch, args.max_new_tokens, instrument=True, **choice(args, batch))
+        how, some = decoder.how, prompts[: max(16, args.batch_size)]
+        decoder.generate(
+            some, args.max_new_tokens, batch_size=args.batch_size, instrument=True, **choice(args, some)
+        )  # fmt: skip
         lossless = None
         if args.check_lossless:
             console.print(f"checking {name} against plain decoding …")
@@ -286,6 +299,7 @@ def evaluate(
                 "max_new_tokens": args.max_new_tokens,
                 "batch_size": args.batch_size,
                 "tree_nodes": decoder.drafter.num_nodes,
+                "execution": how,
                 **counted,
                 **timed[name].summary(),
                 "seconds": {k: round(v, 4) for k, v in decoder.seconds.items()},

@@ -1,118 +1,46 @@
-"""The engine: prefill → draft → verify → commit, for any ``transformers`` decoder and any drafter.
+"""The engine: decodes requests with any ``transformers`` decoder and any drafter, many at a time.
 
-    step:  tree    = drafter.propose(state)                # root + drafted nodes
-           hidden  = target(tree behind the cached prefix) # one forward pass of N tokens
-           verdict = verify(tree, logits(hidden))          # the longest path the target agrees with, + a bonus token
-           cache.commit(verdict.path)                      # keep that path's K/V, drop the rest
-
-Plain decoding is the same loop with a tree of one node.
-
-Shape letters: B rows, T prompt tokens, N nodes, d hidden width.
+The requests stand in a queue; a batch has as many rows as are decoded at once, and a row whose text has ended is given
+the next request at once (continuous batching). What a step does is in :mod:`draftsmith.inference.step`. Plain decoding
+is the same loop with a tree of one node.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
-from draftsmith.inference.cache import KVCache
-from draftsmith.inference.sampling import Sampling, Settings, law, uniforms
-from draftsmith.inference.tree import StaticTree, TokenTree, Topology
-from draftsmith.inference.verify import Verdict, verify_greedy, verify_sample, verify_typical
-from draftsmith.kernels.tree_attention import (
-    ancestor_mask,
-    causal_bias,
-    tree_attention,
-    tree_bias,
-    tree_bias_one_row,
-)
-from draftsmith.kernels.verify import draw
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.step import ATTENTION, PHASES, Clock, Drafter, Mode, PlainDrafter, Step, Told
 from draftsmith.models.target import Target
 
-Mode = Literal["greedy", "sample", "typical"]
-ATTENTION = "draftsmith_tree"
-PREFILL_CHUNK = 512
-PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 
+@dataclass(frozen=True)
+class Request:
+    """One text to be decoded.
 
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    softcap: float | None = None, tree_biases: dict[int, Tensor | None] | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """What ``transformers`` calls in every layer; ``tree_biases`` holds the mask for each window size."""
-    if kwargs.get("s_aux") is not None:
-        raise ValueError("this target's attention has learned sinks (GPT-OSS), which the engine does not support yet")
-    assert tree_biases is not None, "the engine's attention needs the engine's mask"
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = tree_attention(query, key, value, tree_biases[sliding_window or 0], scale, softcap)
-    return out.transpose(1, 2), None
-
-
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)  # else padding masks would be made up
-
-
-@dataclass
-class State:
-    """Device buffers per row that a drafter reads.
-
-    root: ``[B]`` int64, the committed token whose K/V is not cached yet.
-    length: ``[B]`` int64, cached tokens.
-    feature: ``[B, d]``, the target's last hidden state that predicted the root.
+    prompt: token ids, at least one.
+    max_new_tokens: the limit.
+    sampling: for the modes that are not greedy; temperature 1 if left out.
+    stop_ids: ids that end the text; the target's own if None.
+    stop_strings: texts that end it; the token that completes one is the last. Needs the target's tokenizer.
     """
 
-    root: Tensor
-    length: Tensor
-    feature: Tensor
-
-
-class Drafter(Protocol):
-    """What the engine asks of a drafter. ``num_nodes`` and ``max_depth`` bound every tree it proposes."""
-
-    num_nodes: int
-    max_depth: int
-
-    def prefill(self, hidden: Tensor, tokens: Tensor, start: int) -> None:
-        """A chunk of the prompts: hidden states ``[B, T, d]`` of tokens ``[B, T]`` at positions ``start``…"""
-        ...
-
-    def propose(self, state: State) -> TokenTree: ...
-
-    def absorb(self, verdict: Verdict, tree: TokenTree, hidden: Tensor) -> None:
-        """After each step: what was accepted, and the target's hidden states ``[B, N, d]``."""
-        ...
-
-
-class PlainDrafter:
-    """Proposes nothing: the root alone. Plain decoding by the same engine, the baseline of every speed-up."""
-
-    num_nodes, max_depth = 1, 0
-
-    def __init__(self, device: torch.device) -> None:
-        self.tree = StaticTree(Topology(()), device)
-
-    def prefill(self, hidden: Tensor, tokens: Tensor, start: int) -> None:
-        pass
-
-    def propose(self, state: State) -> TokenTree:
-        return self.tree.fill(state.root[:, None])
-
-    def absorb(self, verdict: Verdict, tree: TokenTree, hidden: Tensor) -> None:
-        pass
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_ids: frozenset[int] | None = None
+    stop_strings: tuple[str, ...] = ()
 
 
 @dataclass
 class Generation:
-    """One row's output.
+    """What a request came to.
 
     tokens: new tokens, up to and including the first stop id; nothing after it.
     accepted: committed tokens of each step, bonus included and after trimming; the prefill's token is not in it.
-    finish_reason: ``stop`` (a stop id), ``length`` (the limit) or ``context`` (the target's last position).
+    finish_reason: ``stop`` (a stop id or string), ``length`` (the limit) or ``context`` (the target's last position).
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -120,48 +48,34 @@ class Generation:
     finish_reason: str = ""
 
 
-class Runner:
-    """A causal LM on a cache: one forward pass of tree nodes or of a prompt's chunk. ``logits`` is the target's own."""
-
-    def __init__(self, target: Target, cache: KVCache) -> None:
-        self.target, self.cache = target, cache
-        config = target.config
-        layers = getattr(config, "layer_types", None) or []
-        sliding = getattr(config, "sliding_window", None) or 0
-        # Every window some layer may ask for; 0 is full attention.
-        self.windows = {0, sliding} if sliding or "sliding_attention" in layers else {0}
-
-    def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: int, biases: dict[int, Tensor | None]
-    ) -> Tensor:
-        """Run ``tokens [B, N]`` at ``positions`` into ``slots``, looking at the first ``seen`` slots.
-
-        Args:
-            biases: the additive mask ``[B or 1, 1, N, seen]`` for each of ``windows``; None where all is seen.
-
-        Returns:
-            Hidden states ``[B, N, d]`` after the final norm.
-        """
-        self.cache.slots, self.cache.seen = slots, seen
-        return self.target.decoder(
-            input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, tree_biases=biases
-        ).last_hidden_state
-
-
 class SpeculativeDecoder:
     """Decodes prompts with a target and a drafter: exactly as the target alone would, greedily or by sampling (token by
     token, or in law), or with Medusa's typical acceptance, which is lossy.
+
+    Args:
+        static: run steps of one shape, launched before the last one's result is known; on a GPU in a CUDA graph.
+            Left out: on a GPU that holds the whole target.
+        compiled: the target's forward pass of a step by ``torch.compile``; minutes at first, then faster.
 
     Example:
         >>> decoder = SpeculativeDecoder(target, drafter)
         >>> decoder.generate([[5, 7, 11]], max_new_tokens=32)[0].tokens
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, *, static: bool | None = None, compiled: bool = False
+    ) -> None:
         self.target = target
         self.drafter: Drafter = PlainDrafter(target.device) if drafter is None else drafter
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self._cache: KVCache | None = None
+        self.static = (target.device.type == "cuda" and not target.spread) if static is None else static
+        self.compiled = compiled
+        self._step: Step | None = None
+
+    @property
+    def how(self) -> str:
+        """How the last call's steps ran: in a CUDA graph, or eagerly."""
+        return (self._step.eagerly or "cuda graph") if self._step else "not yet"
 
     def generate(
         self,
@@ -171,243 +85,213 @@ class SpeculativeDecoder:
         mode: Mode = "greedy",
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop_ids: frozenset[int] | None = None,
+        stop_strings: Sequence[str] = (),
+        batch_size: int | None = None,
         instrument: bool = False,
         on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
-        """Decode a batch of prompts, ragged in length and in what is accepted.
+        """Decode prompts that are all wanted alike. See :meth:`serve`.
 
         Args:
-            prompts: token ids per row, each at least one.
-            max_new_tokens: limit per row.
-            mode: ``greedy``, ``sample`` or ``typical`` (lossy).
-            sampling: of all rows, or of each; for the modes that are not greedy. A row's output depends on its own seed
-                and on no other row.
-            stop_ids: ids that end a row; the target's own if left out.
-            instrument: add each phase's time to ``seconds`` (synchronises between phases on a GPU).
-            on_tokens: called with (row, its newly committed tokens) after each step.
+            max_new_tokens: limit per prompt.
+            sampling: of all prompts, or of each.
+            batch_size: how many are decoded at once; all if left out.
 
         Raises:
-            ValueError: a prompt is empty or longer than the target's context, or it is not one sampling for each row.
+            ValueError: a prompt is empty or longer than the target's context, or it is not one sampling for each.
         """
-        if not prompts:
-            return []
-        settings = None
-        if mode != "greedy":
-            sampling = sampling or Sampling()
-            each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-            if len(each) != len(prompts):
-                raise ValueError(f"{len(each)} samplings for {len(prompts)} prompts; give one, or one for each")
-            settings = Settings(each, self.target.device)
-        stops = self.target.stop_ids if stop_ids is None else stop_ids
-        limits = [self._limit(row, prompt, max_new_tokens) for row, prompt in enumerate(prompts)]
-        with torch.inference_mode(), self.target.attention(ATTENTION):
-            chooser = Chooser(mode, settings, prompts, self.target)
-            return self._generate(prompts, limits, max_new_tokens, stops, instrument, on_tokens, chooser)
-
-    def _limit(self, row: int, prompt: Sequence[int], max_new_tokens: int) -> int:
-        room = self.target.context - len(prompt)
-        if not prompt:
-            raise ValueError(f"prompt {row + 1} is empty; give it at least one token")
-        if room < 1:
-            raise ValueError(
-                f"prompt {row + 1} has {len(prompt)} tokens; the target's context holds {self.target.context} with the "
-                "answer: shorten it"
-            )
-        return min(max_new_tokens, room)
-
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], limits: list[int], wanted: int, stops: frozenset[int], instrument: bool,
-        on_tokens: Callable[[int, list[int]], None] | None, chooser: "Chooser",
-    ) -> list[Generation]:  # fmt: skip
-        clock = _Clock(self.seconds, self.target.device) if instrument else None
-        drafter, rows, nodes = self.drafter, len(prompts), self.drafter.num_nodes
-        longest = max(len(p) + limit for p, limit in zip(prompts, limits, strict=True))
-        runner = Runner(self.target, self._make_cache(rows, longest + nodes + drafter.max_depth + 2))
-        cache, dtype = runner.cache, self.target.dtype
-        results = [Generation() for _ in prompts]
-        last_position = self.target.context - 1
-        node_numbers = torch.arange(nodes, device=self.target.device)
-
-        state = self._prefill(runner, prompts, chooser)
-        cached = [len(p) for p in prompts]  # cache.lengths, known to the host
-        active = [
-            self._take(result, [token], limit, wanted, stops, step=False)
-            for result, token, limit in zip(results, state.root.tolist(), limits, strict=True)
+        sampling = sampling or Sampling()
+        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} samplings for {len(prompts)} prompts; give one, or one for each")
+        requests = [
+            Request(prompt, max_new_tokens, its, stop_ids, tuple(stop_strings))
+            for prompt, its in zip(prompts, each, strict=True)
         ]
-        if on_tokens:
-            for row, result in enumerate(results):
-                on_tokens(row, list(result.tokens))
-        running = torch.tensor(active, device=self.target.device)
-        if clock:
-            clock.lap("prefill")
-        while any(active):
-            tree = drafter.propose(state)
-            if clock:
-                clock.lap("draft")
-            count = tree.tokens.shape[1]
-            seen = max(cached) + count
-            mask = ancestor_mask(tree.ancestors, count) if tree.mask is None else tree.mask
-            biases: dict[int, Tensor | None] = {}
-            for window in runner.windows:
-                if rows > 1 or window:
-                    biases[window] = tree_bias(cache.lengths, mask, tree.depth, seen, window, dtype)
-                else:  # a lone root sees every slot
-                    biases[window] = None if count == 1 else tree_bias_one_row(mask, seen, dtype)
-            hidden = runner.forward(
-                tree.tokens,
-                (cache.lengths[:, None] + tree.depth).clamp(max=last_position),
-                cache.lengths[:, None] + node_numbers[:count],
-                seen,
-                biases,
-            )
-            logits = self.target.logits(hidden)
-            if clock:
-                clock.lap("verify")
-            verdict = chooser.verify(tree, mask, logits, drafter.max_depth)
-            step = verdict.length + 1 if rows == 1 else torch.where(running, verdict.length + 1, 0)
-            tokens = torch.cat(
-                [tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1)), verdict.bonus[:, None]], 1
-            )
-            chooser.saw(tokens, verdict.length)
-            # The step's one read by the host: what was accepted, where it stood, and the bonus token.
-            told = torch.cat([step[:, None], verdict.path, tokens], 1).tolist()
-            if clock:
-                clock.lap("accept")
-            depth = drafter.max_depth
-            paths = [row[1 : depth + 2] for row in told]
-            lengths = [row[0] for row in told]
-            if any(path[d] != d for path, length in zip(paths, lengths, strict=True) for d in range(length)):
-                cache.commit(verdict.path)
-            drafter.absorb(verdict, tree, hidden)
-            cache.lengths += step
-            state.root = verdict.bonus
-            state.feature = hidden.gather(1, verdict.node[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
-            cached = [before + new for before, new in zip(cached, lengths, strict=True)]
-            if clock:
-                clock.lap("commit")
-            before_step = list(active)
-            for row, (result, length) in enumerate(zip(results, lengths, strict=True)):
-                if not active[row]:
-                    continue
-                drafted = told[row][depth + 2 :]
-                new = drafted[: length - 1] + drafted[-1:]
-                before = len(result.tokens)
-                active[row] = self._take(result, new, limits[row], wanted, stops, step=True)
-                if on_tokens:
-                    on_tokens(row, result.tokens[before:])
-            if rows > 1 and active != before_step:  # a row has ended
-                running = torch.tensor(active, device=self.target.device)
-            if clock:
-                clock.lap("other")
+        return self.serve(
+            requests, batch_size or max(1, len(requests)), mode=mode, instrument=instrument, on_tokens=on_tokens,
+            on_end=on_end,
+        )  # fmt: skip
+
+    def serve(
+        self,
+        requests: Iterable[Request],
+        batch_size: int,
+        *,
+        mode: Mode = "greedy",
+        longest: int | None = None,
+        instrument: bool = False,
+        on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_end: Callable[[int, Generation], None] | None = None,
+    ) -> list[Generation]:
+        """Decode a queue of requests, ``batch_size`` at a time. What comes of a request does not depend on the others.
+
+        Args:
+            requests: taken one by one as rows get free; their order is that of their numbers, from 0.
+            mode: ``greedy``, ``sample`` or ``typical`` (lossy).
+            longest: tokens that any prompt has together with its answer. Left out, all requests are read at once to
+                know it.
+            instrument: add each phase's time to ``seconds`` (the device is waited for between phases).
+            on_tokens: called with (request's number, its newly committed tokens) after each step.
+            on_end: called with (request's number, what it came to) when it has ended.
+
+        Raises:
+            ValueError: a prompt is empty, or longer than the target's context or than ``longest`` allows.
+        """
+        if longest is None:
+            requests = list(requests)
+            batch_size = min(batch_size, len(requests))
+            longest = max((self._length(n, request) for n, request in enumerate(requests)), default=0)
+        if batch_size < 1:
+            return []
+        depth = self.drafter.max_depth
+        # A row runs on for a step while the host learns that it has ended.
+        capacity = longest + self.drafter.num_nodes + 2 * (depth + 1)
+        clock = Clock(self.seconds, self.target.device) if instrument else None
+        results: list[Generation] = []
+        with torch.inference_mode(), self.target.attention(ATTENTION):
+            step = self._make_step(mode, batch_size, capacity)
+            queue = _Queue(self, step, iter(requests), longest, results, on_tokens, on_end)
+            launched: deque[tuple[Told, list[_Text | None]]] = deque()
+            queue.fill(clock)
+            while queue.busy:
+                launched.append((step.launch(clock), list(queue.texts)))
+                if len(launched) > step.static:  # a static step is read while the next one runs
+                    told, texts = launched.popleft()
+                    queue.take(told(), texts)
+                    queue.fill(clock)
+                if clock:
+                    clock.lap("other")
         return results
 
-    def _make_cache(self, rows: int, capacity: int) -> KVCache:
-        """The cache of the call before, if it is large enough."""
-        if self._cache is None or self._cache.rows != rows or self._cache.capacity < capacity:
-            self._cache = KVCache(self.target, rows, capacity)
-        return self._cache
+    def _length(self, number: int, request: Request) -> int:
+        """Tokens of a request's prompt and answer."""
+        prompt, context = len(request.prompt), self.target.context
+        if not prompt:
+            raise ValueError(f"prompt {number + 1} is empty; give it at least one token")
+        if prompt >= context:
+            raise ValueError(
+                f"prompt {number + 1} has {prompt} tokens; the target's context holds {context} with the answer: "
+                "shorten it"
+            )
+        if request.stop_strings and self.target.tokenizer is None:
+            raise ValueError(f"prompt {number + 1}: stop strings need a target with a tokenizer")
+        return min(prompt + request.max_new_tokens, context)
 
-    def _prefill(self, runner: Runner, prompts: Sequence[Sequence[int]], chooser: "Chooser") -> State:
-        """Run the prompts, right-padded, in chunks; K/V of padding, behind a row's length, is overwritten later."""
-        device, cache = self.target.device, runner.cache
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
-        longest = max(map(len, prompts))
-        padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
-        feature = torch.empty(len(prompts), self.target.hidden_size, dtype=self.target.dtype, device=device)
-        for start in range(0, longest, PREFILL_CHUNK):
-            tokens = padded[:, start : start + PREFILL_CHUNK]
-            positions = torch.arange(start, start + tokens.shape[1], device=device)[None]
-            count, seen = tokens.shape[1], start + tokens.shape[1]
-            biases: dict[int, Tensor | None] = {
-                w: causal_bias(start, count, w, self.target.dtype, device) for w in runner.windows
-            }
-            hidden = runner.forward(tokens, positions.expand(len(prompts), -1), positions, seen, biases)
-            self.drafter.prefill(hidden, tokens, start)
-            last = (lengths - 1 - start).clamp(0, tokens.shape[1] - 1)
-            here = (lengths - 1 >= start) & (lengths - 1 < start + tokens.shape[1])
-            ends = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
-            feature = torch.where(here[:, None], ends, feature)
-        cache.lengths.copy_(lengths)
-        return State(chooser.first(self.target.logits(feature)), cache.lengths, feature)
+    def _make_step(self, mode: Mode, rows: int, capacity: int) -> Step:
+        """The step of the call before, if its cache is large enough; else a larger one in its place."""
+        step = self._step
+        if step is None or (step.mode, step.rows, step.static) != (mode, rows, self.static) or step.capacity < capacity:
+            self._step = None  # its memory is free before the next one's is taken
+            self._step = step = Step(
+                self.target, self.drafter, mode, rows, capacity, static=self.static, compiled=self.compiled
+            )
+        return step
 
-    @staticmethod
-    def _take(
-        result: Generation, new: list[int], limit: int, wanted: int, stops: frozenset[int], *, step: bool
-    ) -> bool:
-        """Append a step's tokens, trimmed at a stop id or the limit; returns whether the row goes on."""
-        new = new[: limit - len(result.tokens)]
+
+@dataclass
+class _Text:
+    """A request under way."""
+
+    number: int
+    request: Request
+    limit: int
+    result: Generation = field(default_factory=Generation)
+
+
+class _Queue:
+    """The requests that wait, and the texts in the rows of a batch."""
+
+    def __init__(
+        self, decoder: SpeculativeDecoder, step: Step, waiting: Iterable[Request], longest: int,
+        results: list[Generation], on_tokens: Callable[[int, list[int]], None] | None,
+        on_end: Callable[[int, Generation], None] | None,
+    ) -> None:  # fmt: skip
+        self.decoder, self.step, self.waiting, self.longest = decoder, step, iter(waiting), longest
+        self.results, self.on_tokens, self.on_end = results, on_tokens, on_end
+        self.texts: list[_Text | None] = [None] * step.rows
+        step.reset()
+
+    @property
+    def busy(self) -> bool:
+        return any(self.texts)
+
+    def fill(self, clock: Clock | None) -> None:
+        """Begin requests in the rows that are free, until none is or nothing waits."""
+        while new := self._next():
+            begin = new[0][0]
+            texts = [text for _, text in new]
+            requests = [text.request for text in texts]
+            rows = slice(begin, begin + len(new))
+            first = self.step.begin(rows, [r.prompt for r in requests], [r.sampling for r in requests], clock)
+            for row, text, token in zip(range(rows.start, rows.stop), texts, first, strict=True):
+                self.texts[row] = text
+                self._add(row, text, [token], step=False)
+
+    def _next(self) -> list[tuple[int, _Text]]:
+        """Requests for the first free rows that stand side by side."""
+        new: list[tuple[int, _Text]] = []
+        for row, text in enumerate(self.texts):
+            if text is not None:
+                if new:
+                    break
+                continue
+            request = next(self.waiting, None)
+            if request is None:
+                break
+            number = len(self.results)
+            length = self.decoder._length(number, request)
+            if length > self.longest:
+                raise ValueError(f"prompt {number + 1} needs {length} tokens with its answer, beyond {self.longest}")
+            text = _Text(number, request, length - len(request.prompt))
+            self.results.append(text.result)
+            new.append((row, text))
+        return new
+
+    def take(self, told: list[list[int]], texts: list[_Text | None]) -> None:
+        """What a step committed to the texts that stood in its rows; some may have ended in the step before."""
+        for row, (said, text) in enumerate(zip(told, texts, strict=True)):
+            if text is not None and not text.result.finish_reason:
+                self._add(row, text, said[1 : said[0]] + said[-1:], step=True)
+
+    def _add(self, row: int, text: _Text, new: list[int], *, step: bool) -> None:
+        """Append tokens, trimmed where the text ends."""
+        result, request = text.result, text.request
+        stops = self.decoder.target.stop_ids if request.stop_ids is None else request.stop_ids
+        new = new[: text.limit - len(result.tokens)]
         for place, token in enumerate(new):
             if token in stops:
                 new = new[: place + 1]
                 result.finish_reason = "stop"
                 break
+        before = len(result.tokens)
         result.tokens += new
+        if request.stop_strings:
+            end = self._stop_string(result.tokens, before, request.stop_strings)
+            if end:
+                del result.tokens[end:]
+                new = result.tokens[before:]
+                result.finish_reason = "stop"
         if step:
             result.accepted.append(len(new))
-        if not result.finish_reason and len(result.tokens) >= limit:
-            result.finish_reason = "length" if limit == wanted else "context"
-        return not result.finish_reason
+        if not result.finish_reason and len(result.tokens) >= text.limit:
+            result.finish_reason = "length" if text.limit == request.max_new_tokens else "context"
+        if self.on_tokens:
+            self.on_tokens(text.number, list(new))
+        if result.finish_reason:
+            self.texts[row] = None
+            self.step.end(row)
+            if self.on_end:
+                self.on_end(text.number, result)
 
-
-class Chooser:
-    """What a mode decides: the first token, each step's verdict; with what that needs to remember of the texts."""
-
-    def __init__(self, mode: Mode, settings: Settings | None, prompts: Sequence[Sequence[int]], target: Target) -> None:
-        self.mode, self.settings = mode, settings
-        self.step = torch.zeros(len(prompts), dtype=torch.int64, device=target.device)
-        self.seen: Tensor | None = None  # [B, V] uint8, the tokens of each text, where a repetition penalty counts them
-        if settings is not None and settings.uses_penalty:
-            self.seen = torch.zeros(len(prompts), target.vocab_size, dtype=torch.uint8, device=target.device)
-            for row, prompt in enumerate(prompts):
-                self.seen[row, torch.tensor(list(prompt), device=target.device)] = 1
-
-    def first(self, logits: Tensor) -> Tensor:
-        """The prefill's token from ``logits [B, V]``: ``[B]``."""
-        if self.settings is None or self.mode == "typical":
-            return logits.argmax(-1)
-        seen = None if self.seen is None else self.seen[:, None].bool()
-        p = law(logits[:, None], self.settings, seen)[:, 0]
-        token = draw(p, uniforms(self.settings.seed, self.step, 1)[:, 0])
-        if self.seen is not None:
-            self.seen.scatter_(1, token[:, None], 1)
-        return token
-
-    def verify(self, tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int) -> Verdict:
-        """The step's verdict from ``logits [B, N, V]``."""
-        if self.settings is None:
-            return verify_greedy(tree, mask, logits, max_depth)
-        seen = None
-        if self.seen is not None:  # the text before, and the path to each node
-            seen = self.seen[:, None].repeat(1, mask.shape[1], 1)
-            tokens = tree.tokens[:, None].expand(-1, mask.shape[1], -1)
-            seen.scatter_reduce_(2, tokens, mask.expand(len(seen), -1, -1).to(torch.uint8), "amax")
-            seen = seen.bool()
-        p = law(logits, self.settings, seen)
-        if self.mode == "typical":
-            return verify_typical(tree, mask, p, max_depth)
-        rows, nodes = tree.tokens.shape
-        most = nodes - 1 if tree.draws is None else tree.draws.child.shape[2]
-        self.step += 1
-        coins = uniforms(self.settings.seed, self.step, nodes * most + 1)
-        return verify_sample(tree, p, coins[:, :-1].view(rows, nodes, most), coins[:, -1], max_depth)
-
-    def saw(self, tokens: Tensor, length: Tensor) -> None:
-        """A step's tokens ``[B, D + 1]``: the accepted ones of the first D, then the bonus token."""
-        if self.seen is not None:
-            place = torch.arange(tokens.shape[1], device=tokens.device)
-            used = torch.where(place < length[:, None], tokens, tokens[:, -1:])
-            self.seen.scatter_(1, used, 1)
-
-
-class _Clock:
-    """Adds the time since the last lap to a phase."""
-
-    def __init__(self, seconds: dict[str, float], device: torch.device) -> None:
-        self.seconds, self.device, self.since = seconds, device, time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        self.seconds[phase] += now - self.since
-        self.since = now
+    def _stop_string(self, tokens: list[int], before: int, strings: tuple[str, ...]) -> int:
+        """How many tokens it takes until one of the strings stands in the text, no earlier than ``before``; or 0."""
+        tokenizer = self.decoder.target.tokenizer
+        assert tokenizer is not None
+        longest = max(len(string.encode()) for string in strings)  # a token is at least a byte
+        for end in range(before + 1, len(tokens) + 1):
+            tail = str(tokenizer.decode(tokens[max(0, end - longest - 8) : end]))
+            if any(string in tail for string in strings):
+                return end
+        return 0

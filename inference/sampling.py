@@ -4,6 +4,7 @@ Shape letters: B rows, N nodes, V vocabulary.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +52,33 @@ class Settings:
         self.temperature, self.top_p, self.min_p = column("temperature"), column("top_p"), column("min_p")
         self.penalty, self.seed = column("repetition_penalty"), column("seed", torch.int64)
         self.top_k = column("top_k", torch.int64)
-        self.uses_greedy = any(s.temperature == 0 for s in samplings)
-        self.uses_top = any(s.top_k or s.top_p < 1 for s in samplings)
-        self.uses_min_p = any(s.min_p for s in samplings)
-        self.uses_penalty = any(s.repetition_penalty != 1 for s in samplings)
+        self.uses_greedy = self.uses_top = self.uses_min_p = self.uses_penalty = False
+        for sampling in samplings:
+            self._note(sampling)
+
+    def _note(self, s: Sampling) -> None:
+        self.uses_greedy |= s.temperature == 0
+        self.uses_top |= s.top_k > 0 or s.top_p < 1
+        self.uses_min_p |= s.min_p > 0
+        self.uses_penalty |= s.repetition_penalty != 1
+
+    @property
+    def uses(self) -> tuple[bool, ...]:
+        """Which settings have been in use since these were made: the operations of :func:`law`."""
+        return self.uses_greedy, self.uses_top, self.uses_min_p, self.uses_penalty
+
+    def put(self, row: int, s: Sampling) -> None:
+        """Another request's sampling in a row, in place."""
+        self._note(s)
+        self.temperature[row], self.top_p[row], self.min_p[row] = s.temperature, s.top_p, s.min_p
+        self.penalty[row], self.seed[row], self.top_k[row] = s.repetition_penalty, s.seed, s.top_k
+
+    def __getitem__(self, rows: slice) -> "Settings":
+        """The same settings for some of the rows (views)."""
+        part = copy(self)
+        for name in ("temperature", "top_p", "min_p", "penalty", "seed", "top_k"):
+            setattr(part, name, getattr(self, name)[rows])
+        return part
 
 
 def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
@@ -86,7 +110,10 @@ def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tenso
         floor = ranked.gather(-1, by_row(last).expand(-1, x.shape[1], 1))
         share = torch.where(ranked >= floor, ranked, -torch.inf).softmax(-1)
         before = share.cumsum(-1) - share  # the share of all that rank above
-        kept = (before < by_row(settings.top_p)) & (ranked >= floor)
+        top_p = by_row(settings.top_p)
+        kept = ((before < top_p) | (top_p == 1)) & (
+            ranked >= floor
+        )  # a row that cuts nothing loses nothing to rounding
         kept[..., 0] = True
         floor = torch.where(kept, ranked, torch.inf).amin(-1, keepdim=True)
         x = torch.where(x >= floor, x, -torch.inf)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.tree import TokenTree, one_hot_draws
-from draftsmith.kernels.verify import verify_sample_reference
+from draftsmith.kernels import verify as kernels
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def verify_sample(tree: TokenTree, p: Tensor, coins: Tensor, last_coin: Tensor, 
         max_depth: of the deepest node (A − 1).
     """
     d = tree.draws or one_hot_draws(tree.parent, tree.valid, tree.tokens.shape[1] - 1)
-    return Verdict(*verify_sample_reference(p, tree.tokens, d.child, d.kind, d.law, d.q, coins, last_coin, max_depth))
+    return Verdict(*kernels.verify_sample(p, tree.tokens, d.child, d.kind, d.law, d.q, coins, last_coin, max_depth))
 
 
 def verify_typical(

@@ -326,7 +326,9 @@ def verify_sample(
         return verify_sample_reference(p, tokens, child, kind, law, q, coins, last_coin, max_depth)
     rows, nodes, vocabulary = p.shape
     most = child.shape[2]
-    p, tokens, child, kind, law, coins = (part.contiguous() for part in (p, tokens, child, kind, law, coins))
+    p, tokens, child, kind, law, coins, last_coin = (
+        part.contiguous() for part in (p, tokens, child, kind, law, coins, last_coin)
+    )
     tile = verify_tile(max(most, 1), vocabulary)
     if block:
         tile["BLOCK_V"] = block

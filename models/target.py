@@ -162,6 +162,11 @@ class Target:
         return self.model.dtype
 
     @property
+    def spread(self) -> bool:
+        """Whether its layers are on several devices, or wait in other memory until they are used."""
+        return len(set(map(str, getattr(self.model, "hf_device_map", {}).values()))) > 1
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """The ids that end a text, from the generation config."""
         generation = getattr(self.model, "generation_config", None)
@@ -251,6 +256,7 @@ class Target:
             )
         # (key/value heads, head width) of every layer: families name these in a dozen ways, some vary them by layer.
         self.kv_shapes = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in cache.layers]
+        self.kv_devices = [layer.keys.device for layer in cache.layers]
         if own.shape != theirs.shape or not torch.allclose(own.float(), theirs.float(), rtol=1e-2, atol=1e-3):
             raise ValueError(
                 f"{self._named()}: its logits are not its LM head's output on its last hidden state; {_UNSUPPORTED}"

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.inference.engine import Drafter, SpeculativeDecoder
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.step import Drafter
 from draftsmith.models.target import Target as LoadedTarget
 from draftsmith.models.target import local_folder
 from draftsmith.train.losses import LOGITS

@@ -3,12 +3,16 @@
 Shape letters: B rows, K heads, R ranks kept per head, N nodes, d hidden width, V vocabulary.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from draftsmith.inference.engine import State
+from draftsmith.inference.step import State
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology
 from draftsmith.inference.verify import Verdict
+from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.head_topk import MOST, head_topk
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 
@@ -36,14 +40,27 @@ class MedusaDrafter:
         # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
         flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
         self.choice = torch.tensor(flat, dtype=torch.int64, device=target.device)
+        # Where all heads share a plain matrix, a kernel finds their best tokens without writing their logits.
+        self.one_matrix: Tensor | None = None
+        lm_head = target.lm_head
+        plain = type(lm_head) is torch.nn.Linear and lm_head.bias is None and not target.spread
+        if plain and heads.projection is None and 0 < self.ranks <= MOST and why_not_triton(self.choice) is None:
+            self.one_matrix = cast(Tensor, lm_head.weight)
 
-    def prefill(self, hidden: Tensor, tokens: Tensor, start: int) -> None:
+    def prefill(self, hidden: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
         """Heads keep nothing of the prompt."""
 
     def propose(self, state: State) -> TokenTree:
-        logits = self.heads.logits(state.feature, self.lm_head, self.max_depth)  # [K, B, V]
-        best = logits.topk(self.ranks, -1).indices.transpose(0, 1).flatten(1)  # [B, K·R]
+        best = self._best(state.feature).transpose(0, 1).flatten(1)  # [B, K·R]
         return self.tree.fill(torch.cat([state.root[:, None], best.index_select(1, self.choice)], 1))
+
+    def _best(self, feature: Tensor) -> Tensor:
+        """The R most likely tokens of each head: ``[B, d] → [K, B, R]``."""
+        if self.one_matrix is None:
+            return self.heads.logits(feature, self.lm_head, self.max_depth).topk(self.ranks, -1).indices
+        features = self.heads.features(feature, self.max_depth)
+        ids = head_topk(features.flatten(0, 1), self.one_matrix, self.ranks)[1]
+        return ids.unflatten(0, features.shape[:2])
 
     def absorb(self, verdict: Verdict, tree: TokenTree, hidden: Tensor) -> None:
         """Heads keep nothing of what was accepted; the engine hands them its last hidden state."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference.engine import State
+from draftsmith.inference.step import State
 from draftsmith.inference.tree import TokenTree, bitsets
 from draftsmith.inference.verify import Verdict
 
@@ -37,31 +37,38 @@ class ScriptedDrafter:
         self.random = random.Random(seed)
         self.rows = [_Row(self.random.sample(range(max_depth + 1), max_depth + 1)) for _ in prompts]
         self.prefilled: list[tuple[int, Tensor]] = []
+        self.at: list[int] = []  # which prompt each row of the batch is given to
         self.sizes = [num_nodes]  # of the trees, in turn
         self.steps = 0
         self.moves = 0  # steps whose accepted path is not 0, 1, 2, …
 
-    def prefill(self, hidden: Tensor, tokens: Tensor, start: int) -> None:
+    def prefill(self, hidden: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
         assert hidden.shape == (*tokens.shape, self.target.hidden_size)
         self.prefilled.append((start, tokens.clone()))
+        if start == 0:
+            begun = 1 + max(self.at, default=-1)
+            self.at += [-1] * (rows.stop - len(self.at))
+            self.at[rows] = range(begun, begun + len(tokens))
 
     def propose(self, state: State) -> TokenTree:
         trees = []
         size = self.sizes[self.steps % len(self.sizes)]
         self.steps += 1
-        for number, (prompt, truth, row) in enumerate(zip(self.prompts, self.truth, self.rows, strict=True)):
-            done = int(state.length[number]) - len(prompt)  # the root is the row's new token number `done`
-            row.active = done + 1 < self.wanted[number]
+        assert len(self.at) == len(state.root)
+        for place, number in enumerate(self.at):
+            truth, row = self.truth[number], self.rows[number]
+            done = int(state.length[place]) - len(self.prompts[number])  # the root is the new token number `done`
+            row.active = done >= 0 and done + 1 < self.wanted[number]  # an ended row has no prefix
             if row.active:
-                assert int(state.root[number]) == truth[done], f"row {number}: root of new token {done}"
-                assert int(self.target.logits(state.feature[number]).argmax()) == truth[done], "its feature"
-            nodes = size if number % 2 == 0 or size < 3 else self.random.randint(2, size)
-            trees.append(self._tree(row, int(state.root[number]), truth[done + 1 :], nodes, size - nodes))
+                assert int(state.root[place]) == truth[done], f"row {place}: root of new token {done}"
+                assert int(self.target.logits(state.feature[place]).argmax()) == truth[done], "its feature"
+            nodes = size if place % 2 == 0 or size < 3 else self.random.randint(2, size)
+            trees.append(self._tree(row, int(state.root[place]), truth[max(done, -1) + 1 :], nodes, size - nodes))
         tokens, parents, depths, valid = (torch.tensor(part) for part in zip(*trees, strict=True))
         ancestors = torch.stack([bitsets(parent) for parent in parents.tolist()])
-        for number, row in enumerate(self.rows):
+        for place, row in enumerate(self.rows[number] for number in self.at):
             if row.bare_padding:
-                ancestors[number][~valid[number]] = 0
+                ancestors[place][~valid[place]] = 0
         return TokenTree(tokens, parents.int(), depths.int(), ancestors, valid)
 
     def _tree(
@@ -100,17 +107,18 @@ class ScriptedDrafter:
         return tokens + [0] * padding, parents + [above] * padding, depths + [at] * padding, valid
 
     def absorb(self, verdict: Verdict, tree: TokenTree, hidden: Tensor) -> None:
-        for number, row in enumerate(self.rows):
+        for place, number in enumerate(self.at):
+            row = self.rows[number]
             if not row.active:
                 continue
-            length = int(verdict.length[number])
+            length = int(verdict.length[place])
             row.lengths.append(length)
             fits = self.wanted[number] - sum(row.accepted) - 1  # what lies behind it was not written by the teacher
             assert length == row.length or min(length, row.length) + 1 >= fits
             if length == row.length:
                 expected = row.path[: length + 1] + list(range(length + 1, self.max_depth + 1))
-                assert verdict.path[number].tolist() == expected
-                assert int(verdict.node[number]) == row.path[length]
+                assert verdict.path[place].tolist() == expected
+                assert int(verdict.node[place]) == row.path[length]
                 self.moves += expected != list(range(self.max_depth + 1))
             row.accepted.append(min(row.length + 1, fits))
 

@@ -8,11 +8,12 @@ import torch
 
 from draftsmith.inference.cache import KVCache
 
+CPU = torch.device("cpu")
 SHAPES = [(2, 4), (1, 6), (2, 4)]  # two layers of one shape around one of another
 
 
 def filled(rows: int, capacity: int, lengths: list[int]) -> KVCache:
-    target = SimpleNamespace(kv_shapes=SHAPES, device=torch.device("cpu"), dtype=torch.float32)
+    target = SimpleNamespace(kv_shapes=SHAPES, kv_devices=[CPU] * 3, device=CPU, dtype=torch.float32)
     cache = KVCache(target, rows, capacity)
     torch.manual_seed(0)
     for layer, (heads, width) in zip(cache.layers, SHAPES, strict=True):
@@ -29,15 +30,16 @@ def test_commit(lengths):
     nodes, depth = 12, 5
     for seed in range(20):
         rng = random.Random(seed)
-        paths = []
+        paths, taken = [], []
         for _ in lengths:
-            taken = rng.randint(0, depth)
-            path = [0, *sorted(rng.sample(range(1, nodes), taken))]
+            taken.append(rng.randint(0, depth))
+            path = [0, *sorted(rng.sample(range(1, nodes), taken[-1]))]
             paths.append(path + list(range(len(path), depth + 1)))
-        paths[0] = [0, 2, 3, 4, 5, 6] if seed == 0 else paths[0]
+        if seed == 0:
+            paths[0], taken[0] = [0, 2, 3, 4, 5, 6], depth
         cache = filled(len(lengths), max(lengths) + nodes, lengths)
         before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-        cache.commit(torch.tensor(paths))
+        cache.commit(torch.tensor(paths), torch.tensor(taken))
         for layer, old in zip(cache.layers, before, strict=True):
             for new, kept in zip((layer.keys, layer.values), old, strict=True):
                 expected = kept.clone()

@@ -97,11 +97,11 @@ def test_transformers_ends_where_the_engine_does(target):
 def test_methods_take_turns():
     calls = []
     methods = {name: lambda batch, name=name: calls.append((name, batch)) or batch for name in "ab"}
-    batches = [[[*range(20)]], [[3, 4]]]
-    timed = decode.run_rounds(methods, batches, 2)
+    prompts, short = [[*range(20)], [3, 4]], [[1]]
+    timed = decode.run_rounds(methods, prompts, 2, short)
     warm_up, rest = calls[:2], calls[2:]
-    assert warm_up == [(name, [[*range(8)]]) for name in "ab"]
-    assert rest == [(name, batch) for _ in range(2) for name in "ab" for batch in batches]
+    assert warm_up == [(name, short) for name in "ab"]
+    assert rest == [(name, prompts) for _ in range(2) for name in "ab"]
     assert timed["a"].outputs == [[*range(20)], [3, 4]]
     assert len(timed["a"].seconds) == len(timed["a"].cpu_seconds) == 2
     timed["a"].seconds = [2.0, 1.0, 44.0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.inference import engine
+from draftsmith.inference import step as stepping
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.target import Target
 
@@ -106,7 +106,7 @@ def test_decoder_can_be_used_again(lesson):
 def test_prefill_in_chunks(lesson, scripted, monkeypatch, family, chunk):
     """Prompts that end in different chunks; one of 4 tokens and one of 11 on a chunk's last token."""
     target, truth = lesson(family)
-    monkeypatch.setattr(engine, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(stepping, "PREFILL_CHUNK", chunk)
     drafter = scripted(target, PROMPTS, truth, [14] * 4, 33, 5)
     results = decode(target, drafter, PROMPTS, 14)
     assert [r.tokens for r in results] == [t[:14] for t in truth]

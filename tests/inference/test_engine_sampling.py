@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from draftsmith.inference import engine
+from draftsmith.inference import step as stepping
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.lossless import check_sample
@@ -88,8 +88,8 @@ def test_three_tokens_have_the_targets_law(decoder, name):
 @torch.no_grad()
 def test_noise_used_twice_is_found(decoder, monkeypatch):
     """The marginals stay right; the joint law of several tokens does not."""
-    uniforms = engine.uniforms
-    monkeypatch.setattr(engine, "uniforms", lambda seed, step, count: uniforms(seed, step * 0, count))
+    uniforms = stepping.uniforms
+    monkeypatch.setattr(stepping, "uniforms", lambda seed, step, count: uniforms(seed, step * 0, count))
     assert p_value(sample(decoder, Sampling(), 30_000), joint_law(decoder.target, Sampling())) < ALPHA
 
 
@@ -120,12 +120,12 @@ def test_drafts_are_accepted(decoder):
 def test_the_check_on_the_users_machine(decoder, monkeypatch):
     right = check_sample(decoder, [PROMPT, [2, 2]], Sampling(temperature=0.9), batch_size=256)
     assert right.passed and right.checked == 2 * 256 * 2 and right.mismatches == 0 and right.p_value > ALPHA
-    verify = engine.verify_sample
+    verify = stepping.verify_sample
 
     def credulous(tree, p, coins, last_coin, max_depth) -> Verdict:
         return verify(tree, p, coins * 0.1, last_coin, max_depth)  # accepts too much
 
-    monkeypatch.setattr(engine, "verify_sample", credulous)
+    monkeypatch.setattr(stepping, "verify_sample", credulous)
     wrong = check_sample(decoder, [PROMPT, [2, 2]], Sampling(temperature=0.9), batch_size=256)
     assert not wrong.passed and wrong.p_value < ALPHA
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.inference.cache import KVCache
-from draftsmith.inference.engine import ATTENTION, Runner
+from draftsmith.inference.step import ATTENTION, Runner
 from draftsmith.inference.tree import bitsets
 from draftsmith.kernels.tree_attention import ancestor_mask, causal_bias, tree_bias
 
@@ -40,8 +40,8 @@ def test_tree_logits_equal_each_path_run_alone(make_target, family, rows):
     causal = {w: causal_bias(0, longest, w, torch.float32, target.device) for w in runner.windows}
     biases = {w: tree_bias(cache.lengths, mask, depth, seen, w, torch.float32) for w in runner.windows}
     with target.attention(ATTENTION):
-        runner.forward(padded, at.expand(rows, -1), at, longest, causal)
-        ours = target.logits(runner.forward(tokens, positions, slots, seen, biases))
+        runner.forward(padded, at.expand(rows, -1), at, longest, biases=causal)
+        ours = target.logits(runner.forward(tokens, positions, slots, seen, biases=biases))
     for row, prefix in enumerate(prefixes):
         for node, path in enumerate(paths):
             alone = torch.tensor([prefix + [int(tokens[row, above]) for above in path]])

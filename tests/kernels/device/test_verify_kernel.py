@@ -91,7 +91,7 @@ def compare(device, rng, rows, nodes, most, size, laws, kinds, block, last_coin=
     generator = torch.Generator().manual_seed(rng.randrange(1 << 32))
     coins = torch.rand(rows, nodes, most, generator=generator)
     if last_coin is None:
-        last_coin = torch.rand(rows, generator=generator)
+        last_coin = torch.rand(rows, 3, generator=generator)[:, -1]  # a column, as the engine's is
     none = torch.zeros(rows, nodes, dtype=torch.int32)
     tree = TokenTree(tokens, none, none, none[..., None].long(), none == 0, draws=Draws(child, kind, law, q))
     verdict = verify.verify_sample(tree, p, coins, last_coin, deepest)

@@ -1,0 +1,431 @@
+"""One step of a batch, on buffers that are allocated once: draft → target's forward pass → verify → commit.
+
+    step:  tree    = drafter.propose(state)                # root + drafted nodes
+           hidden  = target(tree behind the cached prefix) # one forward pass of N tokens
+           verdict = verify(tree, logits(hidden))          # the longest path the target agrees with, + a bonus token
+           cache.commit(verdict.path)                      # keep that path's K/V, drop the rest
+
+A *static* step has the same shapes every time and asks the device for nothing: it looks at the whole cache, of which
+each row's own length, on the device, says what counts. On a GPU such a step is held in a CUDA graph; the host launches
+the next one before it reads what the last one committed. Elsewhere a step looks at the slots in use only.
+
+Shape letters: B rows, T prompt tokens, N nodes, D depth of the deepest node, d hidden width, V vocabulary.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from draftsmith.inference.cache import KVCache
+from draftsmith.inference.sampling import Sampling, Settings, law, uniforms
+from draftsmith.inference.tree import StaticTree, TokenTree, Topology
+from draftsmith.inference.verify import Verdict, verify_greedy, verify_sample, verify_typical
+from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.tree_attention import (
+    ancestor_mask,
+    causal_bias,
+    tree_attention,
+    tree_attention_cached,
+    tree_bias,
+    tree_bias_one_row,
+)
+from draftsmith.kernels.verify import draw
+from draftsmith.models.target import Target
+
+Mode = Literal["greedy", "sample", "typical"]
+ATTENTION = "draftsmith_tree"
+PREFILL_CHUNK = 512
+PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    softcap: float | None = None, biases: dict[int, Tensor | None] | None = None,
+    behind: tuple[Tensor, Tensor, Tensor] | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What ``transformers`` calls in every layer; the engine hands over ``biases`` or ``behind`` (see ``Runner``)."""
+    if kwargs.get("s_aux") is not None:
+        raise ValueError("this target's attention has learned sinks (GPT-OSS), which the engine does not support yet")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window or 0
+    if behind is not None:
+        lengths, ancestors, depth = behind
+        count = query.shape[2]
+        out = tree_attention_cached(
+            query, key, value, lengths, ancestors, count, scale, depth, depth, window, softcap
+        )  # fmt: skip
+    else:
+        assert biases is not None, "the engine's attention needs the engine's mask"
+        out = tree_attention(query, key, value, biases[window], scale, softcap)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)  # else padding masks would be made up
+
+
+@dataclass
+class State:
+    """Device buffers per row that a drafter reads.
+
+    root: ``[B]`` int64, the committed token whose K/V is not cached yet.
+    length: ``[B]`` int64, cached tokens.
+    feature: ``[B, d]``, the target's last hidden state that predicted the root.
+    """
+
+    root: Tensor
+    length: Tensor
+    feature: Tensor
+
+
+class Drafter(Protocol):
+    """What the engine asks of a drafter. ``num_nodes`` and ``max_depth`` bound every tree it proposes.
+
+    For a static step ``propose`` and ``absorb`` must make the same shapes every time and not ask the device for
+    anything.
+    """
+
+    num_nodes: int
+    max_depth: int
+
+    def prefill(self, hidden: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+        """A chunk of the prompts that begin in ``rows``: hidden states ``[b, T, d]`` of tokens ``[b, T]`` at positions
+        ``start``…; a chunk that starts at 0 puts an end to what the rows held before."""
+        ...
+
+    def propose(self, state: State) -> TokenTree: ...
+
+    def absorb(self, verdict: Verdict, tree: TokenTree, hidden: Tensor) -> None:
+        """After each step: what was accepted, and the target's hidden states ``[B, N, d]``."""
+        ...
+
+
+class PlainDrafter:
+    """Proposes nothing: the root alone. Plain decoding by the same engine, the baseline of every speed-up."""
+
+    num_nodes, max_depth = 1, 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.tree = StaticTree(Topology(()), device)
+
+    def prefill(self, hidden: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+        pass
+
+    def propose(self, state: State) -> TokenTree:
+        return self.tree.fill(state.root[:, None])
+
+    def absorb(self, verdict: Verdict, tree: TokenTree, hidden: Tensor) -> None:
+        pass
+
+
+class Runner:
+    """A causal LM on a cache: one forward pass of tree nodes or of a prompt's chunk. ``logits`` is the target's own."""
+
+    def __init__(self, target: Target, cache: KVCache, compiled: bool = False) -> None:
+        self.target, self.cache = target, cache
+        self.compiled: Callable[..., Any] = target.decoder
+        if compiled:
+            self.compiled = torch.compile(target.decoder, dynamic=False)
+        config = target.config
+        layers = getattr(config, "layer_types", None) or []
+        sliding = getattr(config, "sliding_window", None) or 0
+        # Every window some layer may ask for; 0 is full attention.
+        self.windows = {0, sliding} if sliding or "sliding_attention" in layers else {0}
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: int, *,
+        biases: dict[int, Tensor | None] | None = None, behind: tuple[Tensor, Tensor, Tensor] | None = None,
+        compiled: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Run ``tokens [B, N]`` at ``positions`` into ``slots``, looking at the first ``seen`` slots.
+
+        Args:
+            biases: the additive mask ``[B or 1, 1, N, seen]`` for each of ``windows``; None where all is seen.
+            behind: or, for the Triton kernel, lengths ``[B]``, ancestor bitsets ``[B, N, W]`` and depths ``[B, N]`` of
+                a tree behind each row's prefix.
+            compiled: by ``torch.compile``, if the runner was made for it: for shapes that stay the same.
+
+        Returns:
+            Hidden states ``[B, N, d]`` after the final norm.
+        """
+        self.cache.slots, self.cache.seen = slots, seen
+        decoder = self.compiled if compiled else self.target.decoder
+        return decoder(
+            input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, biases=biases,
+            behind=behind,
+        ).last_hidden_state  # fmt: skip
+
+
+class Chooser:
+    """What a mode decides: a row's first token and each step's verdict, with what that remembers of each row's text."""
+
+    def __init__(self, mode: Mode, rows: int, target: Target) -> None:
+        self.mode, self.target = mode, target
+        self.settings = Settings([Sampling()] * rows, target.device)
+        self.step = torch.zeros(rows, dtype=torch.int64, device=target.device)
+        self.seen: Tensor | None = None  # [B, V] uint8, the tokens of each text, once a repetition penalty counts them
+
+    def begin(self, rows: slice, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> None:
+        """New texts begin in these rows."""
+        if self.mode == "greedy":
+            return
+        self.step[rows] = 0
+        for row, sampling in enumerate(samplings, rows.start):
+            self.settings.put(row, sampling)
+        if self.settings.uses_penalty:
+            if self.seen is None:  # no penalty before: what ran then needs no memory of it
+                self.seen = torch.zeros(
+                    len(self.step), self.target.vocab_size, dtype=torch.uint8, device=self.target.device
+                )
+            self.seen[rows] = 0
+            for row, prompt in enumerate(prompts, rows.start):
+                self.seen[row, torch.tensor(list(prompt), device=self.target.device)] = 1
+
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """What a CUDA graph of a step depends on."""
+        return () if self.mode == "greedy" else self.settings.uses
+
+    def first(self, logits: Tensor, rows: slice) -> Tensor:
+        """The prefill's tokens ``[b]`` from ``logits [b, V]``."""
+        if self.mode != "sample":
+            return logits.argmax(-1)
+        seen = None if self.seen is None else self.seen[rows, None].bool()
+        settings = self.settings[rows]
+        p = law(logits[:, None], settings, seen)[:, 0]
+        token = draw(p, uniforms(settings.seed, self.step[rows], 1)[:, 0])
+        if self.seen is not None:
+            self.seen[rows] = self.seen[rows].scatter(1, token[:, None], 1)
+        return token
+
+    def verify(self, tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int) -> Verdict:
+        """The step's verdict from ``logits [B, N, V]``."""
+        if self.mode == "greedy":
+            return verify_greedy(tree, mask, logits, max_depth)
+        seen = None
+        if self.seen is not None:  # the text before, and the path to each node
+            seen = self.seen[:, None].repeat(1, mask.shape[1], 1)
+            tokens = tree.tokens[:, None].expand(-1, mask.shape[1], -1)
+            seen.scatter_reduce_(2, tokens, mask.expand(len(seen), -1, -1).to(torch.uint8), "amax")
+            seen = seen.bool()
+        p = law(logits, self.settings, seen)
+        if self.mode == "typical":
+            return verify_typical(tree, mask, p, max_depth)
+        rows, nodes = tree.tokens.shape
+        most = nodes - 1 if tree.draws is None else tree.draws.child.shape[2]
+        self.step += 1
+        coins = uniforms(self.settings.seed, self.step, nodes * most + 1)
+        return verify_sample(tree, p, coins[:, :-1].view(rows, nodes, most), coins[:, -1], max_depth)
+
+    def saw(self, tokens: Tensor, length: Tensor) -> None:
+        """A step's tokens ``[B, D + 1]``: the accepted ones of the first D, then the bonus token."""
+        if self.seen is not None:
+            place = torch.arange(tokens.shape[1], device=tokens.device)
+            used = torch.where(place < length[:, None], tokens, tokens[:, -1:])
+            self.seen.scatter_(1, used, 1)
+
+
+class Clock:
+    """Adds the time since the last lap to a phase; on a GPU it waits for the device first."""
+
+    def __init__(self, seconds: dict[str, float], device: torch.device) -> None:
+        self.seconds, self.device, self.since = seconds, device, time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.seconds[phase] += now - self.since
+        self.since = now
+
+
+Told = Callable[[], list[list[int]]]
+
+
+class Step:
+    """A batch of B rows: their state on the device, what begins in them, and the step that takes all of them on.
+
+    Args:
+        capacity: slots of the cache; the longest text with its answer, and N + 2 (D + 1) more, because a row that has
+            reached its end runs on until the host has read so.
+        static: the same shapes at every step, and on a GPU a CUDA graph.
+        compiled: the target's forward pass of a step by ``torch.compile``.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter, mode: Mode, rows: int, capacity: int, *, static: bool = False,
+        compiled: bool = False,
+    ) -> None:  # fmt: skip
+        device = target.device
+        self.target, self.drafter, self.mode = target, drafter, mode
+        self.rows, self.capacity, self.static = rows, capacity, static
+        self.cache = KVCache(target, rows, capacity)
+        self.runner = Runner(target, self.cache, compiled)
+        feature = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=device)
+        self.state = State(torch.zeros(rows, dtype=torch.int64, device=device), self.cache.lengths, feature)
+        self.running = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.chooser = Chooser(mode, rows, target)
+        # By row: how many tokens the step commits, the drafted ones on the accepted path, the bonus token.
+        self.told = torch.zeros(rows, drafter.max_depth + 2, dtype=torch.int64, device=device)
+        self.last_position = target.context - 1
+        self.node_numbers = torch.arange(drafter.num_nodes, device=device)
+        self.eagerly = "" if static and device.type == "cuda" else "eager"  # "": in a CUDA graph; or why not
+        self._graphs: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
+        if device.type == "cuda":
+            self._host = [torch.empty(self.told.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+
+    def begin(
+        self, rows: slice, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], clock: Clock | None = None
+    ) -> list[int]:
+        """Prefill new texts into neighbouring rows, in chunks, right-padded; K/V of padding, behind a row's length, is
+        overwritten later.
+
+        Returns:
+            Each row's first token.
+        """
+        device, cache = self.target.device, self.cache
+        self.chooser.begin(rows, prompts, samplings)
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        longest = max(map(len, prompts))
+        padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
+        feature = self.state.feature[rows]
+        cache.window = None if len(prompts) == self.rows else rows
+        for start in range(0, longest, PREFILL_CHUNK):
+            tokens = padded[:, start : start + PREFILL_CHUNK]
+            count, seen = tokens.shape[1], min(start + PREFILL_CHUNK, longest)
+            positions = torch.arange(start, seen, device=device)[None]
+            biases: dict[int, Tensor | None] = {
+                w: causal_bias(start, count, w, self.target.dtype, device) for w in self.runner.windows
+            }
+            hidden = self.runner.forward(tokens, positions.expand(len(prompts), -1), positions, seen, biases=biases)
+            self.drafter.prefill(hidden, tokens, start, rows)
+            last = (lengths - 1 - start).clamp(0, count - 1)
+            here = (lengths - 1 >= start) & (lengths - 1 < seen)
+            ends = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
+            feature.copy_(torch.where(here[:, None], ends, feature))
+        cache.window = None
+        cache.lengths[rows] = lengths
+        self.state.root[rows] = self.chooser.first(self.target.logits(feature), rows)
+        self.running[rows] = True
+        first = self.state.root[rows].tolist()
+        if clock:
+            clock.lap("prefill")
+        return first
+
+    def reset(self) -> None:
+        """Nothing is wanted in any row."""
+        self.running.zero_()
+        self.cache.lengths.zero_()
+
+    def end(self, row: int) -> None:
+        """Nothing more is wanted in this row until another text begins there; it runs on with an empty prefix."""
+        self.running[row] = False
+        self.cache.lengths[row] = 0
+
+    def run(self, clock: Clock | None = None) -> None:
+        """Take all rows on by one step; what it committed stands in ``told``."""
+        cache, state = self.cache, self.state
+        tree = self.drafter.propose(state)
+        if clock:
+            clock.lap("draft")
+        count = tree.tokens.shape[1]
+        kernel = why_not_triton(tree.tokens) is None
+        seen = self.capacity if kernel or self.static else int(cache.lengths.max()) + count
+        mask = ancestor_mask(tree.ancestors, count) if tree.mask is None else tree.mask
+        biases = None if kernel else {w: self._bias(tree, mask, seen, w) for w in self.runner.windows}
+        behind = (cache.lengths, tree.ancestors, tree.depth) if kernel else None
+        hidden = self.runner.forward(
+            tree.tokens,
+            (cache.lengths[:, None] + tree.depth).clamp(max=self.last_position),
+            cache.lengths[:, None] + self.node_numbers[:count],
+            seen,
+            biases=biases,
+            behind=behind,
+            compiled=True,
+        )
+        logits = self.target.logits(hidden)
+        if clock:
+            clock.lap("verify")
+        verdict = self.chooser.verify(tree, mask, logits, self.drafter.max_depth)
+        drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
+        self.told[:, 0] = torch.where(self.running, verdict.length + 1, 0)
+        self.told[:, 1:-1] = drafted
+        self.told[:, -1] = verdict.bonus
+        self.chooser.saw(self.told[:, 1:], verdict.length)
+        if clock:
+            clock.lap("accept")
+        cache.commit(verdict.path, verdict.length)
+        self.drafter.absorb(verdict, tree, hidden)
+        cache.lengths += self.told[:, 0]
+        state.root.copy_(verdict.bonus)
+        state.feature.copy_(hidden.gather(1, verdict.node[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1))
+        if clock:
+            clock.lap("commit")
+
+    def _bias(self, tree: TokenTree, mask: Tensor, seen: int, window: int) -> Tensor | None:
+        if self.static or self.rows > 1 or window:
+            return tree_bias(self.cache.lengths, mask, tree.depth, seen, window, self.target.dtype)
+        return None if mask.shape[1] == 1 else tree_bias_one_row(mask, seen, self.target.dtype)  # a lone root sees all
+
+    def launch(self, clock: Clock | None = None) -> Told:
+        """Run a step; the function returned gives what it committed by row, waiting for the device if need be.
+
+        Only the last two steps can be read.
+        """
+        if clock or self.eagerly:
+            self.run(clock)
+        else:
+            self._replay()
+        if self.target.device.type != "cuda":
+            told = self.told.tolist()
+            return lambda: told
+        self._host.reverse()
+        host, done = self._host[0], torch.cuda.Event()
+        host.copy_(self.told, non_blocking=True)
+        done.record()
+
+        def read() -> list[list[int]]:
+            done.synchronize()
+            return host.tolist()
+
+        return read
+
+    def _replay(self) -> None:
+        graph = self._graphs.get(self.chooser.kind)
+        if graph is None:
+            graph = self._capture()
+        if graph is None:
+            self.run()
+        else:
+            graph.replay()
+
+    def _capture(self) -> torch.cuda.CUDAGraph | None:
+        """Hold a step in a CUDA graph. The steps that warm it up run on the present state, which is put back after."""
+        buffers = [self.state.root, self.state.feature, self.cache.lengths, self.chooser.step, self.told]
+        buffers += [] if self.chooser.seen is None else [self.chooser.seen]
+        kept = [buffer.clone() for buffer in buffers]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            stream = torch.cuda.Stream(self.target.device)
+            stream.wait_stream(torch.cuda.current_stream(self.target.device))
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    self.run()
+                    self.cache.lengths.copy_(kept[2])  # nothing may run beyond the cache
+            torch.cuda.current_stream(self.target.device).wait_stream(stream)
+            with torch.cuda.graph(graph):
+                self.run()
+        except RuntimeError as error:  # a target that asks the device for numbers (some mixtures of experts)
+            self.eagerly = f"eager: {str(error).strip().splitlines()[0]}"
+            return None
+        finally:
+            for buffer, before in zip(buffers, kept, strict=True):
+                buffer.copy_(before)
+        self._graphs[self.chooser.kind] = graph
+        return graph

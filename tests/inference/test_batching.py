@@ -1,0 +1,144 @@
+"""Continuous batching: a queue of requests of different lengths, limits, temperatures and ends, a few rows at a time;
+steps that look at what is in the cache, and static ones, which are read one step late."""
+
+import itertools
+
+import pytest
+import torch
+
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import Request, SpeculativeDecoder
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.tree import Topology
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import load_target
+
+NONE = frozenset()
+PROMPTS = [
+    [7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12],
+    [21, 6, 17, 40, 8, 8, 14, 25, 39, 60, 4, 10, 31, 52, 16, 47, 23], [44, 2, 6], [12, 12, 9, 1], [33, 5, 20, 8, 51],
+]  # fmt: skip
+LIMITS = [25, 3, 0, 12, 30, 1, 17]
+
+
+@pytest.fixture(scope="module")
+def lesson(make_target, teach):
+    known = {}
+
+    def get(family):
+        if family not in known:
+            target = make_target(family)
+            known[family] = target, teach(target, PROMPTS, max(LIMITS) + 8)
+        return known[family]
+
+    return get
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 20])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+def test_a_queue(lesson, scripted, family, rows, static):
+    """Rows end at different steps; what takes their place writes what it would write alone."""
+    target, truth = lesson(family)
+    drafter = scripted(target, PROMPTS, truth, LIMITS, 33, 5)
+    told, ended = [[] for _ in PROMPTS], []
+    decoder = SpeculativeDecoder(target, drafter, static=static)
+    requests = [Request(prompt, limit, stop_ids=NONE) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
+    results = decoder.serve(
+        requests, rows, on_tokens=lambda number, new: told[number].extend(new),
+        on_end=lambda number, result: ended.append((number, result.finish_reason)),
+    )  # fmt: skip
+    assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)] == told
+    assert [r.accepted for r in results] == drafter.accepted
+    assert sorted(ended) == [(number, "length") for number in range(7)]
+    assert decoder.how == "eager"
+
+
+def test_rows_are_refilled_at_once(lesson):
+    """Plain decoding of 7 texts in 3 rows: as many steps as the fullest schedule has."""
+    target, _ = lesson("llama")
+    decoder = SpeculativeDecoder(target)
+    steps = 0
+
+    class Counting:
+        num_nodes, max_depth = 1, 0
+        prefill, absorb = decoder.drafter.prefill, decoder.drafter.absorb
+
+        def propose(self, state):
+            nonlocal steps
+            steps += 1
+            return decoder.drafter.propose(state)
+
+    requests = [Request(prompt, limit, stop_ids=NONE) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
+    SpeculativeDecoder(target, Counting()).serve(requests, 3)
+    free = [0, 0, 0]  # when each row is
+    for limit in LIMITS:
+        free[free.index(min(free))] += max(0, limit - 1)  # the prefill gives the first token
+    assert steps == max(free)
+
+
+def test_requests_are_taken_as_rows_get_free(lesson):
+    target, truth = lesson("llama")
+    taken, ended = [], []
+
+    def coming():
+        for number, prompt in enumerate(PROMPTS):
+            taken.append((number, len(ended)))
+            yield Request(prompt, 6, stop_ids=NONE)
+
+    decoder = SpeculativeDecoder(target)
+    results = decoder.serve(coming(), 2, longest=30, on_end=lambda number, result: ended.append(number))
+    assert [r.tokens for r in results] == [row[:6] for row in truth]
+    assert all(number - before <= 1 for number, before in taken), "no more than two under way"
+    with pytest.raises(ValueError, match="prompt 4 needs 23 tokens with its answer, beyond 20"):
+        decoder.serve(coming(), 2, longest=20)
+    assert decoder.serve([], 4) == []
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_seeds_and_temperatures_in_one_batch(make_target, static):
+    """Each request has its own; a row that held a text with a penalty holds another one later."""
+    target = make_target("llama")
+    torch.manual_seed(1)
+    heads = MedusaHeads.for_target(target, 3, 1, "own")
+    drafter = MedusaDrafter(heads, Topology(((0,), (0, 0), (0, 1), (1,))), target)
+    samplings = [
+        Sampling(seed=3), Sampling(temperature=0), Sampling(seed=3, top_p=0.8), Sampling(seed=6, min_p=0.1),
+        Sampling(seed=5, repetition_penalty=1.5, temperature=2.0), Sampling(seed=7, top_k=4), Sampling(seed=8),
+    ]  # fmt: skip
+    requests = [
+        Request(prompt, limit + 4, sampling, NONE)
+        for prompt, limit, sampling in zip(PROMPTS, LIMITS, samplings, strict=True)
+    ]
+    alone = [SpeculativeDecoder(target, drafter).serve([request], 1, mode="sample")[0] for request in requests]
+    decoder = SpeculativeDecoder(target, drafter, static=static)
+    for order in (range(7), [6, 3, 0, 5, 1, 4, 2]):
+        together = decoder.serve([requests[n] for n in order], 3, mode="sample")
+        assert [r.tokens for r in together] == [alone[n].tokens for n in order]
+    greedy = SpeculativeDecoder(target).generate([PROMPTS[1]], LIMITS[1] + 4, stop_ids=NONE)
+    assert alone[1].tokens == greedy[0].tokens
+    assert len({tuple(result.tokens) for result in alone}) == 7
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_stop_strings(tiny_lm, rows):
+    target = load_target(str(tiny_lm))
+    prompts = [list(target.tokenizer(text)["input_ids"]) for text in ("import os", "def f(x):", "class A")]
+    full = SpeculativeDecoder(target).generate(prompts, 40, stop_ids=NONE)
+    texts = [target.tokenizer.decode(result.tokens) for result in full]
+    for length, at in itertools.product((1, 2, 5), (3, 17)):
+        stop = texts[0][at : at + length]
+        results = SpeculativeDecoder(target).generate(
+            prompts, 40, stop_ids=NONE, stop_strings=["nowhere", stop], batch_size=rows
+        )
+        for result, text, whole in zip(results, texts, full, strict=True):
+            own = target.tokenizer.decode(result.tokens)
+            assert whole.tokens[: len(result.tokens)] == result.tokens and text.startswith(own)
+            if stop not in text:
+                assert result == whole
+                continue
+            assert stop in own and stop not in target.tokenizer.decode(result.tokens[:-1])
+            assert result.finish_reason == "stop" and sum(result.accepted) == len(result.tokens) - 1
+    with pytest.raises(ValueError, match="stop strings need a target with a tokenizer"):
+        target.tokenizer = None
+        SpeculativeDecoder(target).generate(prompts, 4, stop_strings=["x"])

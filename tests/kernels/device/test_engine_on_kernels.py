@@ -1,0 +1,66 @@
+"""The whole engine on the kernels: tree attention behind the prefix, commit, verification, the heads' best tokens. On a
+GPU its steps run in CUDA graphs."""
+
+import copy
+
+import pytest
+import torch
+
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import Request, SpeculativeDecoder
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.tree import Topology
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import Target
+
+PROMPTS = [[7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12], [21, 6, 17, 40, 8]]
+LIMITS = [10, 3, 7, 6]
+TREE = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (2,)))
+
+
+def on(device, target):
+    model = copy.deepcopy(target.model).to(device)
+    return Target(model, None, target.name, "")
+
+
+def drafter_of(target, kind):
+    """Heads near the LM head, which the random target's own text agrees with now and then."""
+    torch.manual_seed(2)
+    heads = MedusaHeads.for_target(target, 3, 1, kind)
+    with torch.no_grad():
+        heads.weight.copy_((torch.randn(heads.weight.shape) * 0.1).to(heads.weight))
+    return MedusaDrafter(heads, TREE, target)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_greedy(make_target, teach, device, family):
+    target = make_target(family)
+    truth = teach(target, PROMPTS, max(LIMITS))
+    mine = on(device, target)
+    drafter = drafter_of(mine, "shared")
+    assert drafter.one_matrix is not None, "the kernel is in use"
+    decoder = SpeculativeDecoder(mine, drafter, static=True)
+    requests = [Request(prompt, limit, stop_ids=frozenset()) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
+    for _ in range(1 + (device.type == "cuda")):  # the second time by the graph of the first
+        results = decoder.serve(requests, 2)
+        assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)]
+    assert decoder.how == ("cuda graph" if device.type == "cuda" else "eager")
+
+
+def test_sampled_texts_are_those_of_plain_pytorch(make_target, device, monkeypatch):
+    """The same seeds, the same texts; a coin within rounding of a border would be one text of many."""
+    target = on(device, make_target("llama"))
+    drafter = drafter_of(target, "own")
+    samplings = [
+        Sampling(temperature=0.7, seed=1), Sampling(top_p=0.8, seed=2), Sampling(repetition_penalty=1.3, seed=3),
+        Sampling(temperature=0),
+    ]  # fmt: skip
+    requests = [Request(p, 8, s, frozenset()) for p, s in zip(PROMPTS, samplings, strict=True)]
+    ours = SpeculativeDecoder(target, drafter, static=True).serve(requests, 3, mode="sample")
+    with monkeypatch.context() as patch:
+        for module in ("step", "cache"):
+            patch.setattr(f"draftsmith.inference.{module}.why_not_triton", lambda tensor: "left out")
+        patch.setattr("draftsmith.kernels.verify.why_not_triton", lambda tensor: "left out")
+        plain = SpeculativeDecoder(target, drafter_of(target, "own")).serve(requests, 3, mode="sample")
+    assert [r.tokens for r in ours] == [r.tokens for r in plain]
+    assert any(count > 1 for result in ours for count in result.accepted), "paths are committed"
