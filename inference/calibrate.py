@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -29,7 +30,7 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.tree import Topology, chain
 from draftsmith.models.artifact import check_target, device_name, read_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.target import Target, check_safetensors, load_target
+from draftsmith.models.target import Target, check_safetensors, load_target, target_arguments, target_options
 from draftsmith.train.command import run_command
 
 MAX_RANK = 10  # ranks per head that a tree may use
@@ -173,12 +174,12 @@ def choose(target: Target, heads: MedusaHeads, ranks: Tensor, prompts: Sequence[
     return choices
 
 
-def load_heads(name: str, target_name: str | None, device: str, dtype: str) -> tuple[Path, Target, MedusaHeads]:
+def load_heads(name: str, target_name: str | None, options: dict[str, Any]) -> tuple[Path, Target, MedusaHeads]:
     """A Medusa drafter folder and its target, checked against each other."""
     folder, config, weights = read_drafter(name)
     if config["drafter_type"] != "medusa":
         raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}' has no heads to calibrate")
-    target = load_target(target_name or config["target"]["name_or_path"], device=device, dtype=dtype)
+    target = load_target(target_name or config["target"]["name_or_path"], **options)
     check_target(folder, config, target)
     return folder, target, MedusaHeads.from_artifact(config, weights, str(folder)).to(target.device)
 
@@ -195,13 +196,11 @@ def main() -> None:
         help='JSONL of {"prompt": …} to calibrate on; the run\'s own held-out answers if left out',
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="answer length with --prompts")
-    parser.add_argument("--target", help="the target, if it is not where the drafter's config says")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    target_options(parser)
     args = parser.parse_args()
     if args.nodes is not None and args.nodes < 2:
         raise ValueError(f"--nodes {args.nodes}: a tree has at least 2 nodes, the root and one draft")
-    folder, target, heads = load_heads(args.drafter, args.target, args.device, args.dtype)
+    folder, target, heads = load_heads(args.drafter, args.target, target_arguments(args))
     stored = folder / "held_out" / "model.safetensors"
     if args.prompts:
         from draftsmith.inference.decode import read_prompts

@@ -15,6 +15,7 @@ import json
 import os
 import resource
 import shlex
+import shutil
 import statistics
 import sys
 import time
@@ -37,7 +38,7 @@ from draftsmith.inference.step import Drafter
 from draftsmith.inference.tree import read_tree
 from draftsmith.models.artifact import check_target, device_name, read_drafter, versions, write_json
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.target import Target, load_target, target_arguments, target_options
 from draftsmith.train.command import available_cores, run_command
 
 PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses
@@ -99,7 +100,7 @@ def load_drafter(name: str, target: Target | None, args: argparse.Namespace) -> 
     """A drafter by name and the target it belongs to (loaded here unless given)."""
 
     def load(target_name: str) -> Target:
-        return load_target(target_name, device=args.device, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+        return load_target(target_name, **target_arguments(args))
 
     if name == "none":
         if target is None and not args.target:
@@ -189,7 +190,7 @@ def run_rounds(
     return timed
 
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "epsilon")
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
@@ -224,7 +225,7 @@ def evaluate(
     args: argparse.Namespace,
 ) -> tuple[list[dict[str, Any]], list[list[Generation]]]:  # fmt: skip
     """Decode all prompts with each drafter and the baselines; returns the reports and the outputs per drafter."""
-    decoders = [SpeculativeDecoder(target, drafter) for drafter in drafters]
+    decoders = [SpeculativeDecoder(target, drafter, compiled=args.compile) for drafter in drafters]
     wanted = {"none": [], "engine": ["engine"], "transformers": ["transformers"]}.get(args.baseline)
     if wanted is None:
         wanted = ["engine", "transformers", "prompt_lookup"]
@@ -243,7 +244,7 @@ def evaluate(
     for name, decoder in zip(names, decoders, strict=True):
         methods[name] = engine_method(name, decoder)
     if "engine" in wanted or args.check_lossless:
-        methods["engine"] = engine_method("engine", SpeculativeDecoder(target))
+        methods["engine"] = engine_method("engine", SpeculativeDecoder(target, compiled=args.compile))
     if "transformers" in wanted:
         methods["transformers"] = transformers_method(target, args.max_new_tokens, args.batch_size, **theirs_of(args))
     if "prompt_lookup" in wanted and args.batch_size == 1:
@@ -252,9 +253,9 @@ def evaluate(
         )
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
-    # A CUDA graph is made for as many rows, and a cache as long, as will be used.
+    # What is captured or compiled is made for as many rows, and a cache as long, as will be used.
     warm_up = [prompts[0][:8]]
-    if target.device.type == "cuda":
+    if target.device.type == "cuda" or args.compile:
         warm_up = sorted(prompts, key=len)[-args.batch_size :]
     timed = run_rounds(methods, prompts, args.repeat, warm_up)
     baselines = {name: timed[name].summary() for name in wanted if name in timed}
@@ -362,7 +363,6 @@ def interact(decoder: SpeculativeDecoder, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="a run folder, a Hub id, or 'none'")
-    parser.add_argument("--target", help="the target, if it is not where the drafter's config says")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="one prompt; the text is printed as it is decoded")
     what.add_argument(
@@ -379,6 +379,7 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, help="only the most likely tokens that make up this share (default 1)")
     parser.add_argument("--min-p", type=float, help="only tokens this likely beside the likeliest (default 0)")
     parser.add_argument("--repetition-penalty", type=float, help="above 1: what the text holds becomes less likely")
+    parser.add_argument("--epsilon", type=float, help="threshold of --mode typical: higher accepts less (default 0.09)")
     parser.add_argument("--seed", type=int, help="the same seed, the same text (default 0)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=1)
@@ -392,14 +393,21 @@ def main() -> None:
         "--show", type=int, default=0, metavar="N", help="print N of the texts, drafted tokens coloured"
     )
     parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.png there")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    target_options(parser)
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="torch.compile the target: slow to begin, then faster (also plain decoding)",
+    )
     parser.add_argument("--threads", type=int, help="CPU threads; all cores if left out")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
     args = parser.parse_args()
     for option in ("max_new_tokens", "batch_size", "repeat"):
         if getattr(args, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least 1")
+    if args.compile and args.device == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
+        raise ValueError("--compile on a CPU needs a C++ compiler (g++ or clang++), and there is none on the path")
+    if args.compile and args.device_map != "none":
+        raise ValueError("--compile needs the whole target on one device; leave out --device-map")
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads {args.threads}: must be at least 1")
     if len({Path(name).name for name in args.drafters}) < len(args.drafters):
@@ -407,6 +415,8 @@ def main() -> None:
     given_sampling = [name for name in SAMPLING if getattr(args, name) is not None]
     if args.mode == "greedy" and given_sampling:
         raise ValueError(f"--{given_sampling[0].replace('_', '-')} needs --mode sample (or typical)")
+    if args.mode != "typical" and args.epsilon is not None:
+        raise ValueError("--epsilon is the threshold of --mode typical")
     if args.mode == "typical" and args.check_lossless:
         raise ValueError("--mode typical is lossy by design, so there is nothing for --check-lossless to check")
     sampling_of(args)  # its ranges, before anything is loaded
@@ -430,7 +440,7 @@ def main() -> None:
     if not given:
         if len(drafters) > 1:
             raise ValueError("--prompt and --interactive take one DRAFTER; compare several with --prompts")
-        decoder = SpeculativeDecoder(target, drafters[0])
+        decoder = SpeculativeDecoder(target, drafters[0], compiled=args.compile)
         if args.interactive:
             interact(decoder, args)
         else:

@@ -55,7 +55,8 @@ class SpeculativeDecoder:
     Args:
         static: run steps of one shape, launched before the last one's result is known; on a GPU in a CUDA graph.
             Left out: on a GPU that holds the whole target.
-        compiled: the target's forward pass of a step by ``torch.compile``; minutes at first, then faster.
+        compiled: the target's forward pass of a step by ``torch.compile``, which is static then; slow to begin, faster
+            afterwards.
 
     Example:
         >>> decoder = SpeculativeDecoder(target, drafter)
@@ -68,7 +69,8 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter: Drafter = PlainDrafter(target.device) if drafter is None else drafter
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self.static = (target.device.type == "cuda" and not target.spread) if static is None else static
+        here = target.device.type == "cuda" and not target.spread
+        self.static = compiled or (here if static is None else static)
         self.compiled = compiled
         self._step: Step | None = None
 

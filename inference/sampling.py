@@ -16,7 +16,8 @@ class Sampling:
     """How one request is sampled. Temperature 0 is greedy.
 
     The order is that of ``transformers``: repetition penalty, temperature, top-k, top-p, min-p. Tokens that tie at a
-    cut all stay, so that the law does not depend on how a sort breaks ties.
+    cut all stay, so that the law does not depend on how a sort breaks ties. ``epsilon`` is for typical acceptance only:
+    its threshold, of which the paper's δ is the root (arXiv 2401.10774 §2.3.1).
 
     Raises:
         ValueError: a value outside its range.
@@ -28,6 +29,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    epsilon: float = 0.09
 
     def __post_init__(self) -> None:
         for name, fine, wanted in (
@@ -36,6 +38,7 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
             ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1: off)"),
+            ("epsilon", 0 < self.epsilon <= 1, "above 0 and at most 1"),
             ("seed", 0 <= self.seed < 1 << 62, "a whole number of at most 62 bits"),
         ):
             if not fine:
@@ -52,6 +55,8 @@ class Settings:
         self.temperature, self.top_p, self.min_p = column("temperature"), column("top_p"), column("min_p")
         self.penalty, self.seed = column("repetition_penalty"), column("seed", torch.int64)
         self.top_k = column("top_k", torch.int64)
+        self.epsilon = column("epsilon")
+        self.delta = self.epsilon.sqrt()
         self.uses_greedy = self.uses_top = self.uses_min_p = self.uses_penalty = False
         for sampling in samplings:
             self._note(sampling)
@@ -72,11 +77,12 @@ class Settings:
         self._note(s)
         self.temperature[row], self.top_p[row], self.min_p[row] = s.temperature, s.top_p, s.min_p
         self.penalty[row], self.seed[row], self.top_k[row] = s.repetition_penalty, s.seed, s.top_k
+        self.epsilon[row], self.delta[row] = s.epsilon, s.epsilon**0.5
 
     def __getitem__(self, rows: slice) -> "Settings":
         """The same settings for some of the rows (views)."""
         part = copy(self)
-        for name in ("temperature", "top_p", "min_p", "penalty", "seed", "top_k"):
+        for name in ("temperature", "top_p", "min_p", "penalty", "seed", "top_k", "epsilon", "delta"):
             setattr(part, name, getattr(self, name)[rows])
         return part
 

@@ -85,14 +85,16 @@ class State:
 
 
 class Drafter(Protocol):
-    """What the engine asks of a drafter. ``num_nodes`` and ``max_depth`` bound every tree it proposes.
+    """What the engine asks of a drafter.
 
-    For a static step ``propose`` and ``absorb`` must make the same shapes every time and not ask the device for
-    anything.
+    num_nodes, max_depth: bound every tree it proposes.
+    static: ``propose`` and ``absorb`` make the same shapes every time and ask the device for nothing, so that a CUDA
+        graph can hold them.
     """
 
     num_nodes: int
     max_depth: int
+    static: bool
 
     def prefill(self, hidden: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
         """A chunk of the prompts that begin in ``rows``: hidden states ``[b, T, d]`` of tokens ``[b, T]`` at positions
@@ -109,7 +111,7 @@ class Drafter(Protocol):
 class PlainDrafter:
     """Proposes nothing: the root alone. Plain decoding by the same engine, the baseline of every speed-up."""
 
-    num_nodes, max_depth = 1, 0
+    num_nodes, max_depth, static = 1, 0, True
 
     def __init__(self, device: torch.device) -> None:
         self.tree = StaticTree(Topology(()), device)
@@ -159,7 +161,7 @@ class Runner:
         return decoder(
             input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, biases=biases,
             behind=behind,
-        ).last_hidden_state  # fmt: skip
+        ).last_hidden_state.to(tokens.device)  # fmt: skip
 
 
 class Chooser:
@@ -216,7 +218,8 @@ class Chooser:
             seen = seen.bool()
         p = law(logits, self.settings, seen)
         if self.mode == "typical":
-            return verify_typical(tree, mask, p, max_depth)
+            s = self.settings
+            return verify_typical(tree, mask, p, max_depth, s.epsilon[:, None], s.delta[:, None])
         rows, nodes = tree.tokens.shape
         most = nodes - 1 if tree.draws is None else tree.draws.child.shape[2]
         self.step += 1
@@ -275,7 +278,8 @@ class Step:
         self.told = torch.zeros(rows, drafter.max_depth + 2, dtype=torch.int64, device=device)
         self.last_position = target.context - 1
         self.node_numbers = torch.arange(drafter.num_nodes, device=device)
-        self.eagerly = "" if static and device.type == "cuda" else "eager"  # "": in a CUDA graph; or why not
+        graph = static and device.type == "cuda" and drafter.static
+        self.eagerly = "" if graph else "eager"  # how steps run, if not in a CUDA graph
         self._graphs: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
         if device.type == "cuda":
             self._host = [torch.empty(self.told.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]

@@ -87,7 +87,7 @@ def verify_sample(tree: TokenTree, p: Tensor, coins: Tensor, last_coin: Tensor, 
 
 
 def verify_typical(
-    tree: TokenTree, mask: Tensor, p: Tensor, max_depth: int, epsilon: float = 0.09, delta: float = 0.3
+    tree: TokenTree, mask: Tensor, p: Tensor, max_depth: int, epsilon: Tensor | float, delta: Tensor | float
 ) -> Verdict:
     """Accept a node iff ``p(x) > min(ε, δ·exp(−H(p)))`` behind its parent, H in nats, and its parent is accepted; the
     longest such path wins, ties by Σ log p. The bonus token is the argmax (arXiv 2401.10774 §2.3.1). **Lossy.**
@@ -95,10 +95,11 @@ def verify_typical(
     Args:
         mask: ``[B, N, N]`` bool, row i True at the ancestors of i and at i.
         p: ``[B, N, V]`` float32, the law behind each node at the wanted temperature; its argmax is the bonus token.
+        epsilon, delta: ``[B, 1]``, or the same for all rows.
     """
     choice = p.argmax(-1)
     entropy = -torch.where(p > 0, p * p.clamp(min=1e-30).log(), 0.0).sum(-1)
-    bound = (delta * (-entropy).exp()).clamp(max=epsilon)
+    bound = torch.minimum(delta * (-entropy).exp(), torch.as_tensor(epsilon, dtype=p.dtype, device=p.device))
     above = tree.parent.clamp(min=0).long()
     behind = p.gather(1, above[..., None].expand(-1, -1, p.shape[-1]))
     own = behind.gather(-1, tree.tokens[..., None])[..., 0]  # [B, N]

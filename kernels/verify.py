@@ -148,8 +148,8 @@ def _acceptances_kernel(
 ):  # fmt: skip
     """Phase A, any draws: one node per program, a pass over V for every draw (and one before it for a draw without
     replacement, for what its law has left)."""
-    node = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    node = tl.program_id(1)
+    batch = tl.program_id(0).to(tl.int64)  # the axis that may be long
     turns = tl.arange(0, BLOCK_K)
     there, token, its_kind, its_law = _draws_of(tokens, child, kind, law, batch, node, N, K, turns)
     p += (batch * N + node) * V
@@ -201,8 +201,8 @@ def _one_hot_acceptances_kernel(
     After the first k draws p is left without their tokens. Its mass is that of the tokens of no draw plus that of the
     later draws', a sum without cancellation.
     """
-    node = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    node = tl.program_id(1)
+    batch = tl.program_id(0).to(tl.int64)  # the axis that may be long
     turns = tl.arange(0, BLOCK_K)
     there, token, _, _ = _draws_of(tokens, child, kind, law, batch, node, N, K, turns)
     if tl.max(there.to(tl.int32), 0) > 0:
@@ -340,11 +340,11 @@ def verify_sample(
     length, node, bonus = torch.empty(3, rows, dtype=torch.int64, device=p.device)
     with torch.cuda.device_of(p):
         if most and has_q:
-            _acceptances_kernel[(nodes, rows)](
+            _acceptances_kernel[(rows, nodes)](
                 p, tokens, child, kind, law, laws, chance, mass, scale, nodes, most, laws.shape[1], vocabulary, **tile
             )
         elif most:
-            _one_hot_acceptances_kernel[(nodes, rows)](
+            _one_hot_acceptances_kernel[(rows, nodes)](
                 p, tokens, child, kind, law, chance, nodes, most, vocabulary, **tile
             )
         _walk_and_draw_kernel[(rows,)](

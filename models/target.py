@@ -3,9 +3,13 @@
 Shape letters: B batch, T tokens, d hidden width, V vocabulary.
 """
 
+import argparse
+import atexit
 import hashlib
 import importlib.util
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -180,11 +185,12 @@ class Target:
         Args:
             positions: ``[B, T]``; where they begin at 0 again, another sample begins, which does not see what precedes.
         """
-        return self.decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
+        hidden = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
+        return hidden.to(tokens.device)  # it may come from another of a spread target's devices
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The LM head with what some families do after it: ``[..., d] → [..., V]``."""
-        logits = self.lm_head(hidden)
+        logits = self.lm_head(hidden).to(hidden.device)
         cap = getattr(self.config, "final_logit_softcapping", None)
         if cap:
             logits = torch.tanh(logits / cap) * cap
@@ -263,6 +269,22 @@ class Target:
             )
 
 
+def _layers_elsewhere(folder: Path, where: str, device: str, trust_remote_code: bool) -> dict[str, str]:
+    """Accelerate's device map: every decoder layer waits ``where``, all else is on the device."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    prefix, layers = max(lists, key=lambda item: len(item[1]))
+    places = {f"{prefix}.{number}": where for number in range(len(layers))}
+    for name, module in model.named_modules():
+        above = name.rpartition(".")[0]
+        beside = not above or prefix.startswith(above + ".")  # a sibling of the layers, or of what holds them
+        if name and beside and module is not layers and not prefix.startswith(name + "."):
+            places[name] = device
+    return places
+
+
 def load_target(
     name: str,
     *,
@@ -270,6 +292,7 @@ def load_target(
     dtype: str = "float32",
     device: str = "cpu",
     quantize: str = "none",
+    device_map: str = "none",
     trust_remote_code: bool = False,
 ) -> Target:
     """Load a target and its tokenizer.
@@ -278,10 +301,14 @@ def load_target(
         name: a folder or a Hub id.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         quantize: ``none``, ``8bit`` or ``4bit`` (NF4): the linear layers but for the LM head, by bitsandbytes.
+        device_map: ``none``: all of it on the device; ``cpu`` or ``disk``: its layers wait there and are fetched one
+            after the other at each forward pass; ``auto``: spread over GPUs, CPU memory and disk, in this order, as
+            far as each has room (accelerate does it).
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: its files are damaged, its family is not supported, or bitsandbytes is missing.
+        ValueError: its files are damaged, its family is not supported, bitsandbytes is missing, or a quantised model is
+            to wait elsewhere.
     """
     folder = resolve_folder(name, revision)
     if not (folder / "config.json").exists():
@@ -300,9 +327,23 @@ def load_target(
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device '{device}': this torch sees no GPU; use --device cpu, or install a CUDA build")
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
+    if device_map == "cpu" and torch.device(device).type == "cpu":
+        raise ValueError("device map 'cpu': the device is the CPU itself; layers can wait on 'disk' there")
+    if device_map in ("cpu", "disk"):
+        if quantize != "none":
+            raise ValueError(
+                f"device map '{device_map}': a quantised target cannot wait elsewhere; take one of the two"
+            )
+        options["device_map"] = _layers_elsewhere(folder, device_map, device, trust_remote_code)
+    elif device_map == "auto":
+        options["device_map"] = "auto"
+    if device_map != "none":
+        options["offload_folder"] = tempfile.mkdtemp(prefix="draftsmith-")  # for layers stored in another dtype
+        atexit.register(shutil.rmtree, options["offload_folder"], ignore_errors=True)
     if quantize == "none":
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **options)
-        model.to(device)  # type: ignore[arg-type]
+        if device_map == "none":
+            model.to(device)  # type: ignore[arg-type]
     else:
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError(f"target.quantize={quantize} needs bitsandbytes: pip install bitsandbytes")
@@ -310,9 +351,8 @@ def load_target(
             load_in_8bit=quantize == "8bit", load_in_4bit=quantize == "4bit", bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=options["dtype"],
         )  # fmt: skip
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, **options, quantization_config=bits, device_map={"": device}
-        )
+        options.setdefault("device_map", {"": device})
+        model = AutoModelForCausalLM.from_pretrained(folder, **options, quantization_config=bits)
         widths: set[int] = {getattr(m, "in_features", 0) for m in model.modules() if type(m).__name__ == "Linear4bit"}
         if torch.device(device).type == "cpu" and any(width % 64 for width in widths):
             raise ValueError(
@@ -321,3 +361,25 @@ def load_target(
             )
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return Target(model, tokenizer, name, fingerprint(folder), revision)
+
+
+def target_options(parser: argparse.ArgumentParser) -> None:
+    """What every command that loads a target for a drafter lets its user say of it."""
+    parser.add_argument("--target", help="the target, if it is not where the drafter's config says")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--quantize", default="none", choices=["none", "8bit", "4bit"], help="the target's linear layers (bitsandbytes)"
+    )
+    parser.add_argument(
+        "--device-map", default="none", choices=["none", "auto", "cpu", "disk"],
+        help="a target larger than the device's memory: its layers wait in CPU memory or on disk until they are used; "
+        "auto: spread over GPUs, CPU memory and disk",
+    )  # fmt: skip
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
+
+
+def target_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The same for ``load_target``."""
+    names = ("device", "dtype", "quantize", "device_map", "trust_remote_code")
+    return {name: getattr(args, name) for name in names}

@@ -51,9 +51,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
 }  # fmt: skip
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where verification and the engine run in tests/inference: cuda")
+
+
 @pytest.fixture(scope="session")
-def make_target() -> Callable[..., Any]:
-    """``make_target(family, **fields)`` → a :class:`Target` with a tiny random model in float32.
+def device(request: pytest.FixtureRequest) -> Any:
+    """--device. On a GPU the tests of verification and of the engine run on the Triton kernels."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = False  # exact tests
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def make_target(device: Any) -> Callable[..., Any]:
+    """``make_target(family, **fields)`` → a :class:`Target` with a tiny random model in float32 on ``device``.
 
     The weights are far larger than a real initialisation's, so that its greedy text is not one token repeated.
     """
@@ -73,7 +86,7 @@ def make_target() -> Callable[..., Any]:
             for name, weight in model.named_parameters():
                 if weight.dim() >= 2 or name.endswith("bias"):
                     weight.normal_(std=std)
-        return Target(model, None, f"tiny-{family}", "")
+        return Target(model.to(device), None, f"tiny-{family}", "")
 
     return make
 
@@ -93,7 +106,7 @@ def teach() -> Callable[..., list[list[int]]]:
         rows = [list(prompt) for prompt in prompts]
         for _ in range(count):
             longest = max(map(len, rows))
-            padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+            padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=target.device)
             logits = target.model(padded, use_cache=False).logits
             for row, row_logits in zip(rows, logits, strict=True):
                 best = row_logits[len(row) - 1].topk(2)
@@ -113,7 +126,7 @@ def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from draftsmith.train import lm
 
-    text = [Path(__file__).read_text(encoding="utf-8")]
+    text = [(Path(__file__).parent.parent / "LICENSE").read_text(encoding="utf-8")]  # a text that stays as it is
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lm, "texts", lambda source, tokenizer: text)
         tokenizer = lm.train_tokenizer([None], 300, _LLAMA_LIKE["max_position_embeddings"])  # type: ignore[list-item]

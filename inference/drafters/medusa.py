@@ -24,6 +24,8 @@ class MedusaDrafter:
         ValueError: the tree is deeper than there are heads, or asks for a rank beyond the vocabulary.
     """
 
+    static = True
+
     def __init__(self, heads: MedusaHeads, topology: Topology, target: Target) -> None:
         config = heads.config
         if topology.max_depth > config.num_draft_heads:

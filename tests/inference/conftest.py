@@ -33,7 +33,7 @@ class ScriptedDrafter:
         num_nodes: int, max_depth: int, seed: int = 0,
     ) -> None:  # fmt: skip
         self.target, self.prompts, self.truth, self.wanted = target, prompts, truth, wanted
-        self.num_nodes, self.max_depth = num_nodes, max_depth
+        self.num_nodes, self.max_depth, self.static = num_nodes, max_depth, False
         self.random = random.Random(seed)
         self.rows = [_Row(self.random.sample(range(max_depth + 1), max_depth + 1)) for _ in prompts]
         self.prefilled: list[tuple[int, Tensor]] = []
@@ -69,7 +69,8 @@ class ScriptedDrafter:
         for place, row in enumerate(self.rows[number] for number in self.at):
             if row.bare_padding:
                 ancestors[place][~valid[place]] = 0
-        return TokenTree(tokens, parents.int(), depths.int(), ancestors, valid)
+        parts = (tokens, parents.int(), depths.int(), ancestors, valid)
+        return TokenTree(*(part.to(self.target.device) for part in parts))
 
     def _tree(
         self, row: "_Row", root: int, future: Sequence[int], nodes: int, padding: int

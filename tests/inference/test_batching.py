@@ -2,9 +2,11 @@
 steps that look at what is in the cache, and static ones, which are read one step late."""
 
 import itertools
+import shutil
 
 import pytest
 import torch
+import torch._dynamo.utils
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
@@ -61,7 +63,7 @@ def test_rows_are_refilled_at_once(lesson):
     steps = 0
 
     class Counting:
-        num_nodes, max_depth = 1, 0
+        num_nodes, max_depth, static = 1, 0, False
         prefill, absorb = decoder.drafter.prefill, decoder.drafter.absorb
 
         def propose(self, state):
@@ -118,6 +120,20 @@ def test_seeds_and_temperatures_in_one_batch(make_target, static):
     greedy = SpeculativeDecoder(target).generate([PROMPTS[1]], LIMITS[1] + 4, stop_ids=NONE)
     assert alone[1].tokens == greedy[0].tokens
     assert len({tuple(result.tokens) for result in alone}) == 7
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler")
+def test_compiled(lesson, scripted):
+    """One graph for all steps, none of it run by Python."""
+    target, truth = lesson("llama")
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    drafter = scripted(target, PROMPTS, truth, LIMITS, 33, 5)
+    requests = [Request(prompt, limit, stop_ids=NONE) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
+    results = SpeculativeDecoder(target, drafter, compiled=True).serve(requests, 3)
+    assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)]
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 @pytest.mark.parametrize("rows", [1, 3])

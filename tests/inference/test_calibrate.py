@@ -185,7 +185,7 @@ def test_calibrate_on_prompts(run_main, tiny_lm, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "import os"}\n{"messages": [{"role": "user", "content": "Write it."}]}\n')
     code, out, err = run_main(
-        calibrate.main, tmp_path, "--prompts", prompts, "--max-new-tokens", 24, "--nodes", 5, "--device", "cpu"
+        calibrate.main, tmp_path, "--prompts", prompts, "--max-new-tokens", 100, "--nodes", 5, "--device", "cpu"
     )
     assert (code, err) == (0, "")
     tree = json.loads((tmp_path / "tree.json").read_text())
@@ -193,4 +193,4 @@ def test_calibrate_on_prompts(run_main, tiny_lm, tmp_path, monkeypatch):
     known = tree["calibration"]
     assert known["positions"] > 10
     assert known["expected_mean_accepted_length"] >= known["chain_mean_accepted_length"] >= 1
-    assert [size["nodes"] for size in known["sizes"]] == [2, 5], "so short a text holds four paths that came true"
+    assert [size["nodes"] for size in known["sizes"]] == [2, 6]

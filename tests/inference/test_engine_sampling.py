@@ -51,7 +51,7 @@ def sample(decoder, sampling, count, tokens=3, mode="sample"):
 def joint_law(target, sampling, tokens=3):
     """The law of continuations, by plain forward passes over each of them."""
     texts = torch.tensor([[*PROMPT, *rest] for rest in itertools.product(range(VOCAB), repeat=tokens)])
-    logits = target.logits(target.hidden(texts[:, :-1]))
+    logits = target.logits(target.hidden(texts[:, :-1].to(target.device))).cpu()
     chance = torch.ones(len(texts), dtype=torch.float64)
     for place in range(tokens):
         here = len(PROMPT) + place

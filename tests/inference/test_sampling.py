@@ -1,4 +1,28 @@
-"""Sampling: the law of the settings, random numbers, and the verifier's law against the target's (ALGORITHMS §11)."""
+"""Sampling: the law of the settings, random numbers, and the verifier's law against the target's.
+
+Which test rejects which wrong variant (all in ``test_wrong_variants_are_rejected``, by χ² with n = 500 000, α = 1e-6;
+TV is the total variation between the variant's law and the target's):
+
+    siblings of i.i.d. draws de-duplicated to a set                          wrong_deduplicated                  .010
+    one draw from each of two drafters merged to a set, the first q kept     wrong_merged_to_a_set               .0046
+    deterministic top-3 verified with p/q                                    wrong_top_k_with_a_ratio            .28
+    drawn without replacement, verified as i.i.d.                            wrong_without_replacement_as_iid    .037
+    the residual not renormalised                                            wrong_residual_not_renormalised     .036
+    i.i.d. siblings visited by descending q                                  wrong_sorted_by_q                   .235
+    three drawn without replacement, the best two by q kept                  wrong_kept_the_best_two             .10
+    drawn at temperature .7, ratio at 1                                      wrong_temperature                   .10
+    a draft kept only if its own q > .15                                     wrong_kept_if_likely                .12
+    draws of a shortlist verified with the full vocabulary's q               wrong_shortlist_with_the_full_law   .069
+    duplicate siblings counted twice by a target-only coin                   wrong_duplicates_counted_twice      (.153)
+    typical acceptance                                                       wrong_typical
+
+and in test_engine_sampling.py, on the whole engine:
+
+    the same noise at every step (marginals right, joint law wrong)          test_noise_used_twice_is_found
+    a verifier that accepts too much, seen by --check-lossless               test_the_check_on_the_users_machine
+
+On a GPU, ``pytest --device cuda tests/inference`` holds the kernels to the same.
+"""
 
 import itertools
 
@@ -15,14 +39,33 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from draftsmith.inference import verify
 from draftsmith.inference.sampling import Sampling, Settings, law, uniforms
 from draftsmith.inference.tree import Draws, StaticTree, TokenTree, Topology
-from draftsmith.inference.verify import verify_sample, verify_typical
+from draftsmith.inference.verify import Verdict, verify_typical
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, acceptances_reference, draw
 
 CPU = torch.device("cpu")
 ALPHA = 1e-6
+WHERE = {"verifier": CPU}
+
+
+@pytest.fixture(autouse=True)
+def on_the_device(device):
+    WHERE["verifier"] = device
+
+
+def verify_sample(tree, p, coins, last_coin, max_depth):
+    """The verifier under test, on --device: on a GPU, its kernels."""
+    there = WHERE["verifier"]
+    d = tree.draws
+    draws = Draws(*(None if part is None else part.to(there) for part in (d.child, d.kind, d.law, d.q)))
+    parts = (tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid)
+    moved = TokenTree(*(part.to(there) for part in parts), draws=draws)
+    verdict = verify.verify_sample(moved, p.to(there), coins.to(there), last_coin.to(there), max_depth)
+    return Verdict(*(part.cpu() for part in (verdict.path, verdict.length, verdict.node, verdict.bonus)))
+
 
 # ---- settings
 
@@ -366,7 +409,7 @@ def wrong_duplicates_counted_twice(g, n):
 def wrong_typical(g, n):
     tokens = drawn(Q, n, 1, True, g)
     tree = flat_tree(tokens, IID, torch.tensor(Q).expand(n, 1, -1))
-    verdict = verify_typical(tree, ancestor_mask(tree.ancestors, 2), torch.tensor(P).expand(n, 2, -1), 1)
+    verdict = verify_typical(tree, ancestor_mask(tree.ancestors, 2), torch.tensor(P).expand(n, 2, -1), 1, 0.09, 0.3)
     return torch.where(verdict.length > 0, tokens[:, 0], verdict.bonus)
 
 

@@ -116,6 +116,26 @@ def test_quantized(make_target, folder, bits):
     assert small.fingerprint == plain.fingerprint
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@torch.no_grad()
+def test_layers_that_wait_on_disk(folder, dtype):
+    plain, far = load_target(str(folder), dtype=dtype), load_target(str(folder), dtype=dtype, device_map="disk")
+    layers = far.decoder.layers
+    assert far.spread and not plain.spread and far.device == plain.device
+    assert {p.device.type for p in layers.parameters()} == {"meta"}, "they are not in memory"
+    assert {p.device.type for p in far.lm_head.parameters()} == {"cpu"}
+    tokens = torch.tensor(TOKENS)
+    assert torch.equal(far.logits(far.hidden(tokens)), plain.logits(plain.hidden(tokens)))
+    assert far.kv_shapes == plain.kv_shapes and far.fingerprint == plain.fingerprint
+
+
+def test_device_maps_that_make_no_sense(folder):
+    with pytest.raises(ValueError, match="the device is the CPU itself"):
+        load_target(str(folder), device_map="cpu")
+    with pytest.raises(ValueError, match="a quantised target cannot wait elsewhere"):
+        load_target(str(folder), device_map="disk", quantize="8bit")
+
+
 def edit(path, change):
     config = json.loads((path / "config.json").read_text())
     change(config)
