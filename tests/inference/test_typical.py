@@ -1,0 +1,72 @@
+"""The sweep of typical acceptance: quality by the target's own law, and the command."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from draftsmith.inference import typical
+from draftsmith.inference.engine import Generation
+from draftsmith.models.artifact import write_drafter, write_json
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import load_target
+
+
+@pytest.fixture(scope="module")
+def target(tiny_lm):
+    return load_target(str(tiny_lm))
+
+
+@pytest.fixture(scope="module")
+def drafter(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drafters") / "heads"
+    torch.manual_seed(0)
+    heads = MedusaHeads.for_target(target, 3, 1, "shared")
+    with torch.no_grad():
+        heads.weight.normal_(std=0.1)
+    write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
+    write_json(folder / "tree.json", {"paths": [[0], [0, 0], [0, 0, 0], [0, 1], [1]]})
+    return folder
+
+
+def test_nats_per_token(target):
+    """Token by token, through the model alone."""
+    prompts, results = [[5, 9, 30], [7]], [Generation([4, 60]), Generation([8, 8, 21])]
+    expected = []
+    for prompt, result in zip(prompts, results, strict=True):
+        for at, token in enumerate(result.tokens):
+            logits = target.model(torch.tensor([[*prompt, *result.tokens[:at]]])).logits[0, -1] / 0.7
+            expected.append(-math.log(float(logits.softmax(-1)[token])))
+    found = typical.nats_per_token(target, prompts, results, 0.7)
+    assert found == pytest.approx(sum(expected) / 5, rel=1e-4)
+
+
+def test_the_command(run_main, drafter, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
+    code, out, err = run_main(
+        typical.main, drafter, "--prompts", prompts, "--epsilons", 0.001, 0.9, "--temperature", 1.5,
+        "--max-new-tokens", 30, "--batch-size", 2, "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert (code, err) == (0, "") and "(lossy)" in out
+    found = json.loads((tmp_path / "out" / "typical.json").read_text())
+    by_name = {row["name"]: row for row in found["methods"]}
+    assert list(by_name) == ["plain sampling", "greedy", "sampling", "typical ε = 0.001", "typical ε = 0.9"]
+    assert [row["lossy"] for row in found["methods"]] == [False, False, False, True, True]
+    low, high = by_name["typical ε = 0.001"], by_name["typical ε = 0.9"]
+    assert low["mean_accepted_length"] > high["mean_accepted_length"] >= 1, "a lower threshold accepts more"
+    assert by_name["greedy"]["nats_per_token"] <= high["nats_per_token"] + 1e-6 < by_name["sampling"]["nats_per_token"]
+    assert by_name["plain sampling"]["speedup"] == 1
+    assert (tmp_path / "out" / "typical.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--temperature", 0], "--temperature 0.0: must be above 0; at 0 every mode is greedy"),
+     (["--epsilons", 2], "epsilon 2.0: has to be above 0 and at most 1"),
+     (["--repeat", 0], "--repeat 0: must be at least 1")],
+)  # fmt: skip
+def test_bad_input(run_main, options, message):
+    code, _, err = run_main(typical.main, "x", "--prompts", "p.jsonl", *options)
+    assert (code, err) == (2, f"error: {message}\n")
