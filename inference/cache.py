@@ -89,16 +89,12 @@ class KVCache(Cache):
                 are the identity (d), which moves nothing.
             length: ``[B]`` int64 drafted tokens accepted.
         """
-        if path.shape[1] == 1:  # the root alone stays where it is
-            return
         if why_not_triton(path) is None:
             for storage in self._storages:
                 parts = (part.to(storage.device) for part in (self.lengths, path, length))
                 commit(storage, *parts)
             return
         depth = torch.arange(path.shape[1], device=path.device)
-        if path.device.type == "cpu" and bool((path == depth).all()):
-            return
         source, target = self.lengths[:, None] + path, self.lengths[:, None] + depth
         for storage in self._storages:
             source, target = source.to(storage.device), target.to(storage.device)

@@ -120,7 +120,7 @@ def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tenso
         kept = ((before < top_p) | (top_p == 1)) & (
             ranked >= floor
         )  # a row that cuts nothing loses nothing to rounding
-        kept[..., 0] = True
+        kept[..., 0].fill_(True)
         floor = torch.where(kept, ranked, torch.inf).amin(-1, keepdim=True)
         x = torch.where(x >= floor, x, -torch.inf)
     p = x.softmax(-1)

@@ -278,6 +278,7 @@ class Step:
         self.told = torch.zeros(rows, drafter.max_depth + 2, dtype=torch.int64, device=device)
         self.last_position = target.context - 1
         self.node_numbers = torch.arange(drafter.num_nodes, device=device)
+        self.depths = torch.arange(drafter.max_depth + 1, device=device)
         graph = static and device.type == "cuda" and drafter.static
         self.eagerly = "" if graph else "eager"  # how steps run, if not in a CUDA graph
         self._graphs: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
@@ -364,7 +365,8 @@ class Step:
         self.chooser.saw(self.told[:, 1:], verdict.length)
         if clock:
             clock.lap("accept")
-        cache.commit(verdict.path, verdict.length)
+        if self.static or bool((verdict.path != self.depths).any()):  # often the nodes stand where they should
+            cache.commit(verdict.path, verdict.length)
         self.drafter.absorb(verdict, tree, hidden)
         cache.lengths += self.told[:, 0]
         state.root.copy_(verdict.bonus)

@@ -47,7 +47,7 @@ def verify_greedy(tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int)
         return Verdict(none[:, None], none, none, choice[:, 0])
     agrees = tree.tokens == choice.gather(1, tree.parent.clamp(min=0).long())
     agrees = agrees & tree.valid
-    agrees[:, 0] = True
+    agrees[:, 0].fill_(True)
     accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)  # padding may have no bits at all
     depth = tree.depth.long()
     length, node = torch.where(accepted, depth, -1).max(-1)
@@ -104,7 +104,7 @@ def verify_typical(
     behind = p.gather(1, above[..., None].expand(-1, -1, p.shape[-1]))
     own = behind.gather(-1, tree.tokens[..., None])[..., 0]  # [B, N]
     agrees = (own > bound.gather(1, above)) & tree.valid
-    agrees[:, 0] = True
+    agrees[:, 0].fill_(True)
     own = torch.where(torch.arange(own.shape[1], device=own.device) == 0, 1.0, own)
     accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)
     score = (mask * own.clamp(min=1e-30).log()[:, None, :]).sum(-1)  # Σ log p along each path, above −70 a node

@@ -7,10 +7,12 @@ import shutil
 import pytest
 import torch
 import torch._dynamo.utils
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.step import ATTENTION, Step
 from draftsmith.inference.tree import Topology
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
@@ -120,6 +122,37 @@ def test_seeds_and_temperatures_in_one_batch(make_target, static):
     greedy = SpeculativeDecoder(target).generate([PROMPTS[1]], LIMITS[1] + 4, stop_ids=NONE)
     assert alone[1].tokens == greedy[0].tokens
     assert len({tuple(result.tokens) for result in alone}) == 7
+
+
+class Watch(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: a number read by the host, a shape that depends on one, a new constant."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "lift_fresh", "equal", "is_nonzero")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in self.REFUSED, f"{name} in a static step"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample", "typical"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+def test_a_static_step_asks_the_device_for_nothing(make_target, family, mode):
+    target = make_target(family)
+    heads = MedusaHeads.for_target(target, 3, 1, "shared")
+    drafter = MedusaDrafter(heads, Topology(((0,), (0, 0), (0, 1), (1,))), target)
+    sampling = Sampling(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=4)
+    for static in (True, False):
+        step = Step(target, drafter, mode, 2, 64, static=static)
+        with torch.inference_mode(), target.attention(ATTENTION):
+            step.begin(slice(0, 2), PROMPTS[:2], [sampling, Sampling(temperature=0)])
+            step.run()
+            if static:
+                with Watch():
+                    step.run()
+            else:
+                with pytest.raises(AssertionError, match="(_local_scalar_dense|is_nonzero) in a static step"), Watch():
+                    step.run()
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler")
