@@ -5,6 +5,7 @@ the next request at once (continuous batching). What a step does is in :mod:`dra
 is the same loop with a tree of one node.
 """
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ import torch
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.step import ATTENTION, PHASES, Clock, Drafter, Mode, PlainDrafter, Step, Told
 from draftsmith.models.target import Target
+
+ROUND = 256  # slots that the cache of static steps grows by
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,11 @@ class SpeculativeDecoder:
         """The step of the call before, if its cache is large enough; else a larger one in its place."""
         step = self._step
         if step is None or (step.mode, step.rows, step.static) != (mode, rows, self.static) or step.capacity < capacity:
-            self._step = None  # its memory is free before the next one's is taken
+            if step is not None:
+                self._step = step = None
+                gc.collect()  # a cache and its layers know each other: only so is its memory free for the next one
+            if self.static:
+                capacity = -(-capacity // ROUND) * ROUND  # what is captured or compiled should serve the next call, too
             self._step = step = Step(
                 self.target, self.drafter, mode, rows, capacity, static=self.static, compiled=self.compiled
             )

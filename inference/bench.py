@@ -1,0 +1,442 @@
+"""Measure what a decoding step costs for the shape of a target, with trees of several sizes.
+
+    python inference/bench.py --shape tiny-lm --device cpu --contexts 128 --nodes 1 4 12 16 --threads 1
+    python inference/bench.py --shape llama3-8b --batches 1 8 --contexts 1024 16384 --nodes 1 4 16 64
+    python inference/bench.py --shape llama2-7b --projection shared own --compile --out runs/bench/step.json
+    python inference/bench.py --target models/tiny-lm --nodes 1 16
+
+A shape gets random weights, the drafter is a set of random Medusa heads, and the cache is filled with random numbers:
+nothing is downloaded or prefilled. Before each timed step the state is put back, so that each sees the same context.
+
+steps    the median of a whole step as the engine launches it (on a GPU in a CUDA graph), its 20 % and 80 % quantiles,
+         and how many times the plain step it takes, the step of one node, which is always measured. «of bound»: the
+         share of the time that this device needs at least: the weights of the target, its LM head and the draft heads
+         read once and the prefix's K/V, at the bandwidth that copying reaches, or the products at the rate that a large
+         one reaches, whichever takes longer.
+phases   medians of instrumented steps. On a GPU these are eager: what the host takes to launch them counts. «outside»:
+         the share that is not the target's forward pass and LM head (CPU). Random heads are never right, so that a
+         commit which moves nodes is timed by itself: «moving».
+
+Shape letters: B rows, L cached tokens of each, N nodes, A depth of the deepest node + 1, d hidden width.
+"""
+
+import argparse
+import functools
+import gc
+import heapq
+import itertools
+import os
+import re
+import shlex
+import sys
+import timeit
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.step import ATTENTION, Clock, PlainDrafter, Step
+from draftsmith.inference.tree import Ranks, StaticTree, Topology
+from draftsmith.kernels import bench as kernel_bench
+from draftsmith.kernels.bench import DTYPES, Device
+from draftsmith.models.artifact import device_name, versions, write_json
+from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.target import Target, load_target, local_folder
+from draftsmith.train.command import available_cores, run_command
+
+Projection = Literal["own", "shared"]
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any] | None] = {
+    "llama2-7b": {**_LLAMA, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
+    "llama3-8b": {
+        **_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+    "tiny-lm": None,  # what the bundled model's own config says
+}  # fmt: skip
+RIGHT = 0.55  # how often a head's best token is right in the trees grown here
+MAX_RANK = 10  # ranks per head, as many as calibration looks at
+PHASES = ("draft", "verify", "accept", "commit", "other")
+TURN = 5  # steps in a row before the next tree has its turn
+console = Console(highlight=False)
+
+
+def release() -> None:
+    """Memory that nothing uses any more is free again."""
+    gc.collect()  # a cache and its layers refer to each other
+    torch.cuda.empty_cache()  # does nothing without a GPU
+
+
+def check_fits(needed: int, device: torch.device) -> None:
+    """Raises: MemoryError: so many bytes are not free."""
+    cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    if needed > free:
+        raise MemoryError(f"needs {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free")
+
+
+def random_target(name: str, positions: int, dtype: torch.dtype, device: torch.device) -> Target:
+    """A target of a shape of :data:`SHAPES` with random weights, made on the device, for so many positions."""
+    shape = SHAPES[name]
+    bundled = local_folder("models/tiny-lm")
+    assert shape is not None or bundled is not None, "the bundled model is missing"
+    config = LlamaConfig(**shape) if shape else LlamaConfig.from_pretrained(str(bundled))
+    config.max_position_embeddings = positions
+    with torch.device("meta"):
+        size = AutoModelForCausalLM.from_config(config).num_parameters()
+    check_fits(size * dtype.itemsize, device)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return Target(model, None, name, "")
+
+
+def random_heads(target: Target, count: int, projection: Projection) -> MedusaHeads:
+    """Medusa heads of one layer with random weights in the target's dtype."""
+    own = target.vocab_size if projection == "own" else 0
+    check_fits(count * target.hidden_size * (target.hidden_size + own) * target.dtype.itemsize, target.device)
+    with target.device:
+        config = MedusaConfig(count, 1, projection, target.hidden_size, target.vocab_size)
+        heads = MedusaHeads(config, target.dtype).requires_grad_(False)
+    for weight in heads.parameters():
+        weight.normal_(std=0.02)
+    return heads
+
+
+def grow_tree(nodes: int, heads: int) -> Topology:
+    """The best tree of ``nodes`` nodes, root included, if each head's token of rank r were right with the probability
+    p · (1 − p)^r, whatever the others are: much like the trees that calibration finds.
+
+    Raises:
+        ValueError: there are not so many paths.
+    """
+    paths: list[Ranks] = []
+    waiting: list[tuple[float, Ranks]] = [(-RIGHT, (0,))]  # a path comes after its parent, which is likelier
+    while len(paths) < nodes - 1:
+        if not waiting:
+            raise ValueError(f"--nodes {nodes}: {heads} heads make no more than {len(paths) + 1}; raise --heads")
+        chance, path = heapq.heappop(waiting)
+        paths.append(path)
+        if len(path) < heads:
+            heapq.heappush(waiting, (chance * RIGHT, (*path, 0)))
+        if path[-1] + 1 < MAX_RANK:
+            heapq.heappush(waiting, (chance * (1 - RIGHT), (*path[:-1], path[-1] + 1)))
+    return Topology(tuple(paths))
+
+
+def least(target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int) -> tuple[int, int]:
+    """The bytes that a step has to read at least, and its multiply-adds · 2; for dense targets.
+
+    Every weight counts once, a tied or shared LM head too, an embedding table not at all. The matrices of the target
+    meet every node, those of the heads one hidden state of each row; nodes attend to the prefix and their ancestors.
+    """
+    tables = {id(module.weight) for module in target.decoder.modules() if isinstance(module, nn.Embedding)}
+    weights = [w for w in target.decoder.parameters() if id(w) not in tables] + list(target.lm_head.parameters())
+    read = sum(w.numel() for w in weights)
+    products = sum(w.numel() for w in weights if w.dim() > 1) * batch * topology.num_nodes
+    # Where some layers have a window, all are counted as if they had.
+    seen = min(context, getattr(target.config, "sliding_window", None) or context)
+    keys = topology.num_nodes * seen + sum(depth + 1 for depth in topology.depths)
+    for kv_heads, width in target.kv_shapes:
+        read += 2 * batch * seen * kv_heads * width
+        products += 2 * batch * keys * target.config.num_attention_heads * width
+    used = topology.max_depth  # the other heads are not run
+    if heads is not None:
+        blocks, projections = heads.weight[:, :used].numel(), used * target.vocab_size * target.hidden_size
+        read += blocks + heads.bias[:, :used].numel() + (0 if heads.projection is None else projections)
+        products += batch * (blocks + projections)
+    return read * target.dtype.itemsize, 2 * products
+
+
+def measure_device(device: torch.device, dtype: torch.dtype, touched: int) -> Device:
+    """What this device can do. A CPU copies as many bytes as a step touches: caches hold some from step to step."""
+    if device.type == "cuda":
+        return kernel_bench.measure_device(dtype)
+    source = torch.ones(min(max(touched // 2, 1 << 16), 1 << 28), dtype=torch.uint8)
+    into = torch.empty_like(source)
+    a, b = torch.randn(2, 1024, 1024).to(dtype)
+    copy = min(timeit.repeat(lambda: into.copy_(source), number=1, repeat=30))
+    product = min(timeit.repeat(lambda: a @ b, number=1, repeat=10))
+    return Device(2 * source.numel() / copy, 2 * 1024**3 / product)
+
+
+def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 20 % and 80 % quantile."""
+    at = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+    median, low, high = torch.tensor(times, dtype=torch.float64).quantile(at).tolist()
+    return median, low, high
+
+
+class Case:
+    """A step that can be taken again and again from the same state: ``batch`` rows of ``context`` cached tokens each.
+
+    Raises:
+        MemoryError: the cache does not fit.
+    """
+
+    def __init__(
+        self, target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int, compiled: bool
+    ) -> None:
+        self.heads, self.topology, self.batch, self.context = heads, topology, batch, context
+        self.device = target.device
+        drafter = PlainDrafter(self.device) if heads is None else MedusaDrafter(heads, topology, target)
+        capacity = context + topology.num_nodes + 2 * (topology.max_depth + 1)  # as the engine has it
+        slot = sum(2 * kv_heads * width for kv_heads, width in target.kv_shapes) * target.dtype.itemsize
+        check_fits(batch * capacity * slot, self.device)
+        static = self.device.type == "cuda" and not target.spread
+        self.step = step = Step(target, drafter, "greedy", batch, capacity, static=static, compiled=compiled)
+        for layer in step.cache.layers:
+            for part in (layer.keys, layer.values):
+                assert part is not None
+                part.normal_()
+        self.root = torch.randint(target.vocab_size, (batch,), device=self.device)
+        self.feature = torch.randn_like(step.state.feature)  # [B, d]
+        step.running.fill_(True)
+
+    def reset(self) -> None:
+        """The state before the first step; of the cache a step changes only what lies behind the context."""
+        self.step.cache.lengths.fill_(self.context)
+        self.step.state.root.copy_(self.root)
+        self.step.state.feature.copy_(self.feature)
+
+    def take(self, count: int) -> list[float]:
+        """Seconds of each of ``count`` steps. On a GPU the host launches ahead, as the engine does."""
+        if self.device.type != "cuda":
+            return timeit.repeat(lambda: self.step.launch()(), self.reset, number=1, repeat=count)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for start, end in events:
+            self.reset()
+            start.record()
+            self.step.launch()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(end) / 1e3 for start, end in events]
+
+    def phases(self, count: int) -> dict[str, float]:
+        """The median seconds of each phase."""
+        steps: list[dict[str, float]] = []
+        for _ in range(count + 1):
+            self.reset()
+            clock = Clock(dict.fromkeys(PHASES, 0.0), self.device)
+            self.step.launch(clock)()
+            clock.lap("other")
+            steps.append(clock.seconds)
+        return {phase: quantiles([each[phase] for each in steps[1:]])[0] for phase in PHASES}
+
+    def moving_commit(self, count: int) -> tuple[int, float | None]:
+        """The most nodes that the commit of a path of this tree moves, and its median seconds."""
+        paths = StaticTree(self.topology, self.device).paths[0]  # [N, A]
+        moves = (paths != torch.arange(paths.shape[1], device=self.device)).sum(-1).tolist()
+        node = moves.index(max(moves))
+        if not moves[node]:  # a chain stays where it is
+            return 0, None
+        path = paths[node].repeat(self.batch, 1)  # [B, A]
+        length = torch.full((self.batch,), self.topology.depths[node], device=self.device)
+        self.reset()
+        call = functools.partial(self.step.cache.commit, path, length)
+        if self.device.type == "cuda":
+            return moves[node], kernel_bench.seconds([call])[0]
+        return moves[node], quantiles(timeit.repeat(call, number=1, repeat=count))[0]
+
+
+def take_turns(cases: Sequence[Case], repeat: int) -> list[list[float]]:
+    """Seconds of ``repeat`` steps of each case. What else the machine does meanwhile meets all of them."""
+    times: list[list[float]] = [[] for _ in cases]
+    for case in cases:
+        case.take(3)  # compiles, captures and allocates
+    turn = TURN if len(cases) > 1 else repeat
+    for done in range(0, repeat, turn):
+        for case, taken in zip(cases, times, strict=True):
+            taken += case.take(min(turn, repeat - done))
+    return times
+
+
+def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -> dict[str, Any]:
+    """What was measured of a case, by the names that bench.json has; all times in seconds."""
+    median, low, high = quantiles(times)
+    moved_bytes, flops = least(target, case.heads, case.topology, case.batch, case.context)
+    by_bytes, by_flops = moved_bytes / best.copy_bandwidth, flops / best.matmul_rate
+    bound, phases = max(by_bytes, by_flops), case.phases(len(times))
+    moved, commit = case.moving_commit(len(times))
+    # The phases of a GPU's eager steps are not those of a CUDA graph.
+    outside = 1 - phases["verify"] / sum(phases.values()) if case.device.type == "cpu" else None
+    return {
+        "shape": target.name,
+        "projection": None if case.heads is None else case.heads.config.projection,
+        "batch": case.batch, "context": case.context, "nodes": case.topology.num_nodes,
+        "depth": case.topology.max_depth, "execution": case.step.eagerly or "cuda graph",
+        "median": median, "low": low, "high": high, "ratio": None,
+        "bytes": moved_bytes, "flops": flops, "bound": bound, "bound_by": "bytes" if by_bytes > by_flops else "flops",
+        "of_bound": bound / median, "bytes_per_second": moved_bytes / median, "flops_per_second": flops / median,
+        "seconds": phases, "outside_target": outside, "moving_commit": {"nodes": moved, "seconds": commit},
+    }  # fmt: skip
+
+
+def bench_target(target: Target, best: Device, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of every combination on a target; what does not fit into memory is left out with one line."""
+    heads = functools.cache(lambda projection: projection and random_heads(target, args.heads, projection))
+    trees = [(None, 1), *((p, n) for p in args.projection for n in sorted(set(args.nodes)) if n > 1)]
+    # One by one on a GPU, whose memory is dear and whose times are steady, and where each tree is compiled.
+    groups = [[tree] for tree in trees] if target.device.type == "cuda" or args.compile else [trees]
+
+    def measure(group: Sequence[tuple[Projection | None, int]], batch: int, context: int) -> list[dict[str, Any]]:
+        cases = [Case(target, heads(p), grow_tree(n, args.heads), batch, context, args.compile) for p, n in group]
+        times = take_turns(cases, args.repeat)
+        return [make_row(target, case, taken, best) for case, taken in zip(cases, times, strict=True)]
+
+    rows: list[dict[str, Any]] = []
+    for batch, context in itertools.product(args.batches, args.contexts):
+        found: list[dict[str, Any]] = []
+        for group in groups:
+            what = f"{target.name}, batch {batch}, context {context}, {' '.join(str(n) for _, n in group)} nodes"
+            release()
+            try:
+                with console.status(f"measuring {what}"):
+                    found += measure(group, batch, context)
+                console.print(f"  measured {what}", soft_wrap=True)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                left_out(what, error)
+            if args.compile:
+                torch.compiler.reset()  # it gives up after a few shapes
+        plain = next((row["median"] for row in found if row["nodes"] == 1), None)
+        rows += [{**row, "ratio": row["median"] / plain if plain else None} for row in found]
+    return rows
+
+
+def left_out(what: str, error: Exception) -> None:
+    console.print(f"left out: {what}: {str(error).splitlines()[0]}", soft_wrap=True)
+
+
+def print_tables(rows: Sequence[dict[str, Any]]) -> None:
+    """Steps, then phases; times in milliseconds."""
+    ms = lambda seconds: "–" if seconds is None else f"{seconds * 1e3:.2f}"  # noqa: E731
+    share = lambda part: "–" if part is None else f"{part:.0%}"  # noqa: E731
+    columns = {
+        "steps": ["ms", "20–80 %", "× plain", "of bound", "GB/s", "GFLOP/s"],
+        "phases": [*PHASES, "outside", "moving"],
+    }
+    for name, more in columns.items():
+        table = Table(title=f"{rows[0]['shape']}: {name}, ms", title_justify="left", box=None, padding=(0, 1, 0, 0))
+        for column in ("heads", "B", "L", "N", *more):
+            table.add_column(column, justify="right", no_wrap=True)
+        for r in rows:
+            cells = [ms(r["median"]), f"{ms(r['low'])}–{ms(r['high'])}", f"{r['ratio']:.2f}" if r["ratio"] else "–"]
+            cells += [share(r["of_bound"]), *(f"{r[f'{each}_per_second'] / 1e9:,.1f}" for each in ("bytes", "flops"))]
+            if name == "phases":
+                cells = [ms(r["seconds"][phase]) for phase in PHASES]
+                cells += [share(r["outside_target"]), ms(r["moving_commit"]["seconds"])]
+            table.add_row(r["projection"] or "–", *(str(r[key]) for key in ("batch", "context", "nodes")), *cells)
+        console.print(table)
+
+
+def plot(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Over the size of the tree: the step beside the plain one, and the share of it that the device needs at least."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    trees = [row for row in rows if row["projection"]] or rows
+    for key in dict.fromkeys((r["shape"], r["batch"], r["context"], r["projection"]) for r in trees):
+        mine = [r for r in rows if (r["shape"], r["batch"], r["context"]) == key[:3]]
+        mine = [r for r in mine if r["projection"] in (None, key[3])]
+        for axis, value in zip(axes, ("ratio", "of_bound"), strict=True):
+            label = "{}, batch {}, context {}, {}".format(*key)
+            axis.plot([r["nodes"] for r in mine], [r[value] for r in mine], marker="o", label=label)
+    for axis, name in zip(axes, ("time of a step over the plain step's", "of bound"), strict=True):
+        axis.set(xlabel="nodes of the tree", title=name, ylim=(0, None))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(fontsize=8)
+    fig.suptitle(title, fontsize=10)
+    temporary = path.with_name(path.name + ".tmp")
+    fig.savefig(temporary, format="png", dpi=120)
+    plt.close(fig)
+    temporary.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--shape", nargs="+", metavar="NAME", help=f"some of: {', '.join(SHAPES)}; random weights")
+    what.add_argument("--target", metavar="FOLDER", help="a stored model instead")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 16, 64], help="of the tree, root included (N)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1], help="rows (B)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024], help="cached tokens of each row (L)")
+    parser.add_argument("--projection", nargs="+", choices=["shared", "own"], default=["shared"], help="of the heads")
+    parser.add_argument("--heads", type=int, default=5, help="draft heads; no tree is deeper (default 5)")
+    parser.add_argument("--repeat", type=int, default=50, help="timed steps (default 50)")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
+    parser.add_argument("--compile", action="store_true", help="the target's forward pass by torch.compile")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there, and a plot beside it")
+    args = parser.parse_args()
+    for option in ("nodes", "batches", "contexts", "heads", "repeat", "threads"):
+        given = getattr(args, option)
+        if (lowest := min(given) if isinstance(given, list) else given) < 1:
+            raise ValueError(f"--{option} {lowest}: must be at least 1")
+    for unknown in [name for name in args.shape or [] if name not in SHAPES]:
+        raise ValueError(f"--shape {unknown}: no such shape; there are {', '.join(SHAPES)}")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
+        raise ValueError(f"--device {args.device}: cpu, cuda or cuda:N")
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device}: this torch sees no GPU; use --device cpu, or install a CUDA build")
+    # Trees that cannot be are refused before anything is loaded.
+    positions = max(args.contexts) + max(grow_tree(nodes, args.heads).max_depth for nodes in args.nodes) + 1
+    if args.out:
+        if args.out.suffix != ".json":
+            raise ValueError(f"--out {args.out}: name a .json file; the plot gets the same name with .png")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(args.out.parent, os.W_OK):
+            raise ValueError(f"--out {args.out}: cannot write here; choose another folder")
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    name = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    facts: dict[str, Any] = {"dtype": name, "draft_heads": args.heads, "repeat": args.repeat, "compiled": args.compile}
+    facts |= {"device": device_name(device), "limits": {}, "rows": []}
+    for shape in args.shape or [args.target]:
+        release()
+        try:
+            if args.shape:
+                target = random_target(shape, positions, DTYPES[name], device)
+            else:
+                target = load_target(shape, dtype=name, device=args.device)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            left_out(shape, error)
+            continue
+        if positions > target.context:
+            raise ValueError(f"--contexts {max(args.contexts)}: with the tree beyond the target's {target.context}")
+        with torch.inference_mode(), target.attention(ATTENTION), torch.cuda.device_of(target.lm_head.weight):
+            touched = least(target, None, Topology(()), 1, min(args.contexts))[0]
+            best = measure_device(device, DTYPES[name], touched)
+            rows = bench_target(target, best, args)
+        facts["limits"][target.name] = asdict(best)
+        facts["rows"] += rows
+        del target  # its memory is the next one's
+        if rows:
+            rates = f"copies {best.copy_bandwidth / 1e9:,.1f} GB/s, multiplies {best.matmul_rate / 1e9:,.1f} GFLOP/s"
+            ways = ", ".join(sorted({row["execution"] for row in rows}))
+            console.print(f"{facts['device']}, {name}: {rates}; steps: {ways}", soft_wrap=True)
+            print_tables(rows)
+    if not facts["rows"]:
+        raise ValueError("nothing fits into memory; take smaller --batches, --contexts or another --dtype")
+    if args.out:
+        facts |= {"versions": versions(), "command": "python inference/bench.py " + shlex.join(sys.argv[1:])}
+        write_json(args.out, facts)
+        plot(facts["rows"], f"{facts['device']}, {name}", args.out.with_suffix(".png"))
+        console.print(f"wrote {args.out} and {args.out.with_suffix('.png')}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_command(main)
