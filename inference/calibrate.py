@@ -28,7 +28,8 @@ from draftsmith.inference.answers import answer
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.tree import Topology, chain
-from draftsmith.models.artifact import check_target, device_name, read_drafter, write_json
+from draftsmith.models.adapter import target_of
+from draftsmith.models.artifact import device_name, read_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, check_safetensors, load_target, target_arguments, target_options
 from draftsmith.train.command import run_command
@@ -180,7 +181,7 @@ def load_heads(name: str, target_name: str | None, options: dict[str, Any]) -> t
     if config["drafter_type"] != "medusa":
         raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}' has no heads to calibrate")
     target = load_target(target_name or config["target"]["name_or_path"], **options)
-    check_target(folder, config, target)
+    target = target_of(folder, config, target)
     return folder, target, MedusaHeads.from_artifact(config, weights, str(folder)).to(target.device)
 
 

@@ -36,7 +36,8 @@ from draftsmith.inference.lossless import check_greedy, check_sample
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.step import Drafter
 from draftsmith.inference.tree import read_tree
-from draftsmith.models.artifact import check_target, device_name, read_drafter, versions, write_json
+from draftsmith.models.adapter import target_of
+from draftsmith.models.artifact import device_name, read_drafter, versions, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, load_target, target_arguments, target_options
 from draftsmith.train.command import available_cores, run_command
@@ -111,8 +112,7 @@ def load_drafter(name: str, target: Target | None, args: argparse.Namespace) -> 
         raise ValueError(
             f"{folder}: drafter_type '{config['drafter_type']}' is not known to this version; known: medusa"
         )
-    target = target or load(args.target or config["target"]["name_or_path"])
-    check_target(folder, config, target)
+    target = target_of(folder, config, target or load(args.target or config["target"]["name_or_path"]))
     tree = folder / "tree.json" if args.tree == "auto" else Path(args.tree)
     if args.tree == "auto" and not tree.exists():
         raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {name}")

@@ -160,7 +160,7 @@ def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
 
 _PUBLISHED = [
     "config.json", "model.safetensors", "tree.json", "README.md", "recipe.yaml", "provenance.json", "metrics.jsonl",
-    "report.json", "report.png",
+    "report.json", "report.png", "adapter/*", "target/*",
 ]  # fmt: skip
 
 
@@ -200,8 +200,8 @@ def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> Non
             raise ValueError(
                 f"{wrong}: {field} {config.get(field)} ≠ {own}; train one for it, or pass --target {trained_for}"
             )
-    stored = config.get("target", {}).get("fingerprint")
-    if stored != target.fingerprint:
+    stored, merged = (config.get("target", {}).get(name) for name in ("fingerprint", "merged_fingerprint"))
+    if target.fingerprint not in (stored, merged):
         raise ValueError(
             f"{wrong}: same shape, other weights (fingerprint {str(stored)[:12]}… ≠ {target.fingerprint[:12]}…); "
             f"train one for it, or pass --target {trained_for}"

@@ -126,7 +126,8 @@ def check_safetensors(folder: Path) -> None:
 class Target:
     """A loaded causal LM with what the rest of the project asks of it.
 
-    ``fingerprint`` is empty for a model that was never stored (tests).
+    ``fingerprint`` is empty for a model that was never stored (tests). With a trained adapter it covers both;
+    ``adapter`` is then its folder inside the drafter's, ``merged_fingerprint`` that of the two stored as one model.
     """
 
     model: PreTrainedModel
@@ -134,6 +135,8 @@ class Target:
     name: str
     fingerprint: str
     revision: str | None = None
+    adapter: str | None = None
+    merged_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
@@ -229,12 +232,15 @@ class Target:
 
     def describe(self) -> dict[str, str | None]:
         """What a drafter's config says of its target (FORMATS: ``target``)."""
-        return {
+        said: dict[str, str | None] = {
             "name_or_path": self.name,
             "revision": self.revision,
             "model_type": str(self.config.model_type),
             "fingerprint": self.fingerprint,
         }
+        if self.adapter:
+            said |= {"adapter": self.adapter, "merged_fingerprint": self.merged_fingerprint}
+        return said
 
     def _named(self) -> str:
         return f"target '{self.name}' ({self.config.model_type})"

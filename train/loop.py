@@ -249,7 +249,7 @@ def fit(
         for step in range(start, stage.steps):
             rate = learning_rate(stage, step)
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group.get("lr_factor", 1.0)
             numbers = range(step * per_step, (step + 1) * per_step)
             mine = numbers[accelerator.process_index * micro * stage.batch.accumulate :]
             batches = [samples(mine[i * micro : (i + 1) * micro]) for i in range(stage.batch.accumulate)]

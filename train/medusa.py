@@ -1,8 +1,10 @@
-"""Train Medusa heads on a frozen target (Medusa-1, arXiv 2401.10774 §2.2.1).
+"""Train Medusa heads on a target (arXiv 2401.10774 §2.2).
 
     accelerate launch train/medusa.py recipes/tiny-medusa.yaml [section.field=value ...] [--tiny] [--resume | --restart]
+    accelerate launch train/medusa.py recipes/tiny-medusa2.yaml
 
-    loss = Σ_k 0.8^k · CE(head_k(h_t), x_{t+k+1}),   h_t the target's last hidden state
+    Medusa-1   the target is frozen:     L_heads = Σ_k 0.8^k · CE(head_k(h_t), x_{t+k+1}),  h_t its last hidden state
+    Medusa-2   then both train together: L_LM + λ0 · L_heads, the target by LoRA (the recipe's ``joint``)
 
 The heads train on the target's own continuations, and the checkpoint with the highest simulated τ on held-out ones
 is exported. Then: inference/calibrate.py, inference/decode.py.
@@ -10,6 +12,7 @@ is exported. Then: inference/calibrate.py, inference/decode.py.
 
 import argparse
 import copy
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -33,6 +36,8 @@ from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.tree import Topology, chain
+from draftsmith.models.adapter import FOLDER as ADAPTER
+from draftsmith.models.adapter import add_lora, merge_adapter, write_adapter
 from draftsmith.models.artifact import (
     check_target,
     provenance,
@@ -41,13 +46,14 @@ from draftsmith.models.artifact import (
     read_json,
     write_drafter,
     write_json,
+    write_model,
 )
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target as LoadedTarget
-from draftsmith.models.target import load_target
+from draftsmith.models.target import fingerprint, load_target
 from draftsmith.train import checkpoint, dry_run, loop
 from draftsmith.train.command import run_command
-from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
+from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
 from draftsmith.train.recipe import Positive, Recipe, Section, Source, Stage, Target, read_recipe, write_recipe
 from draftsmith.train.tiny import tiny, write_target
 from draftsmith.train.track import Trackers
@@ -67,14 +73,19 @@ class MedusaRecipe(Recipe, Stage):
     target: Target
     drafter: Heads
     init_from: str | None = Field(default=None, description="a drafter of the same target whose heads to begin with")
+    joint: Joint | None = Field(default=None, description="Medusa-2: a second stage in which the target trains too")
     cache_hidden: bool = Field(
         default=False, description="run the frozen target once and keep its hidden states in memory: small targets only"
     )
 
     @model_validator(mode="after")
     def _answers(self) -> "MedusaRecipe":
-        if self.precision.gradient_checkpointing:
+        if self.precision.gradient_checkpointing and not self.joint:
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
+        if self.joint and self.target.quantize != "none":
+            raise ValueError(f"target.quantize={self.target.quantize}: joint training changes the weights; use none")
+        if self.export.merged and not self.joint:
+            raise ValueError("export.merged: there is nothing to merge without a joint stage")
         if self.cache_hidden and any(source.streaming for source in self.data.train):
             raise ValueError("cache_hidden keeps every row's hidden states, and a streamed source has no end; drop one")
         for source in [*self.data.train, *self.data.validation]:
@@ -89,43 +100,6 @@ class MedusaRecipe(Recipe, Stage):
                     f"{answers.new_tokens} tokens of a prompt and its answer"
                 )
         return self
-
-
-class Medusa1(nn.Module):
-    """A frozen target and the heads that train on its last hidden state."""
-
-    def __init__(self, target: LoadedTarget, heads: MedusaHeads) -> None:
-        super().__init__()
-        self.target, self.heads = target, heads
-        self.model = target.model  # registered, frozen: moves with the module, is in no optimizer
-
-    def labels(self, batch: loop.Batch) -> list[Tensor]:
-        """Per head ``[B, T]``: head k reads position t and predicts x_{t+k+1}."""
-        tokens, supervised, segment = batch["tokens"], batch["supervised"], batch.get("segment")
-        heads = self.heads.config.num_draft_heads
-        return [shifted_labels(tokens, supervised, k + 1, segment) for k in range(1, heads + 1)]
-
-    def count(self, batch: loop.Batch) -> Tensor:
-        return torch.stack([(labels != -100).sum() for labels in self.labels(batch)])
-
-    def forward(self, batch: loop.Batch, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        if "hidden" in batch:
-            hidden = batch["hidden"]
-        else:
-            with torch.no_grad():
-                # Padding is behind every label, and attention is causal.
-                hidden = self.target.hidden(batch["tokens"].long(), batch.get("positions"))
-        labels = self.labels(batch)
-        used = (torch.stack(labels) != -100).any(0)  # prompts and padding need no heads
-        projections = self.heads.projections(self.target.lm_head)
-        loss, metrics = hidden.new_zeros(()), {}
-        for k, features in enumerate(self.heads.features(hidden[used].float()), 1):
-            weight, bias = projections[k - 1]
-            total, hits = linear_cross_entropy(features, weight, labels[k - 1][used], bias)
-            mean = total / counts[k - 1].clamp(min=1)
-            loss = loss + HEAD_DECAY**k * mean
-            metrics |= {f"head{k}_loss": mean.detach(), f"head{k}_top1": hits / counts[k - 1].clamp(min=1)}
-        return loss, metrics
 
 
 def answered(source: Source, target: LoadedTarget, seed: int, folder: Path) -> Tokenized:
@@ -227,6 +201,32 @@ def decoded_tau(target: LoadedTarget, heads: MedusaHeads, tree: Topology, prompt
     return sum(accepted) / len(accepted) if accepted else 1.0
 
 
+def guarded(trained: Medusa2, tau: float, drift: dict[str, float]) -> dict[str, float]:
+    """What the joint stage is judged by: τ while the target has moved no further than it may, else how far it has.
+
+    Raises:
+        FloatingPointError: it has moved further, and the recipe says to stop then.
+    """
+    bound, kl = trained.joint.max_kl, drift["kl"]
+    if kl > bound:
+        said = f"the target has moved by {kl:.4f} nats per token, beyond joint.max_kl={bound:g}"
+        if trained.joint.on_drift == "stop":
+            raise FloatingPointError(f"{said}; lower joint.optim.lr or joint.head_weight, then --resume or --restart")
+        loop.console.print(f"  [yellow]{said}; weights that moved less go before these[/yellow]")
+    return {**drift, "guarded_tau": tau if kl <= bound else -kl}
+
+
+def write_merged(folder: Path, wanted: Target, target: LoadedTarget) -> None:
+    """The target with its adapter merged in, as a model folder of its own, for servers that take no adapter."""
+    base = load_target(
+        wanted.name, revision=wanted.revision, dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code
+    )
+    merged = merge_adapter(base, folder / ADAPTER)
+    (folder / "target").mkdir(exist_ok=True)
+    write_model(folder / "target", merged.model, merged.tokenizer, provenance(merged_from=wanted.name))
+    target.merged_fingerprint = fingerprint(folder / "target")
+
+
 def dry(recipe: MedusaRecipe, command: str) -> None:
     """Print what the recipe would do and cost, then export and decode untrained heads on its tiny form."""
     accelerator = loop.make_accelerator(recipe.precision.model_copy(update={"autocast": "none"}))
@@ -314,7 +314,7 @@ def main() -> None:
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
     if recipe.init_from and not resume:
         begin_with(heads, recipe.init_from, target)
-    module = Medusa1(target, heads)
+    module: Medusa1 = Medusa1(target, heads)
     loop.console.print(
         f"{d.num_draft_heads} heads, {sum(p.numel() for p in heads.parameters()) / 1e6:.2f} M parameters to train "
         f"beside a frozen target of {sum(p.numel() for p in target.model.parameters()) / 1e6:.2f} M"
@@ -326,7 +326,7 @@ def main() -> None:
         if not marks[0] and any(marks)
     ]
 
-    def evaluate(_: nn.Module) -> dict[str, float]:
+    def evaluate(trained: nn.Module) -> dict[str, float]:
         ranks = head_ranks(target, heads, held_out["tokens"], held_out["supervised"])
         labelled = ranks >= 0
         metrics = {"simulated_tau": simulate(best_tree(ranks, SIMULATED_NODES), ranks)}
@@ -337,24 +337,31 @@ def main() -> None:
         e = recipe.evaluate
         if e.decode and job.step % e.decode == 0 and asked:
             metrics["tau"] = decoded_tau(target, heads, best_tree(ranks, SIMULATED_NODES), asked[: e.prompts])
+        if isinstance(trained, Medusa2):
+            drift = trained.drift(held_out["tokens"], held_out["supervised"])
+            metrics |= guarded(trained, metrics["simulated_tau"], drift)
         return metrics
 
     job = loop.Job(
         folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "simulated_tau",
-        ["medusa-1"], recipe.precision.compile,
+        ["medusa-1", "medusa-2"] if recipe.joint else ["medusa-1"], recipe.precision.compile,
         Trackers(recipe.track, folder, recipe.model_dump(mode="json")) if accelerator.is_main_process else None,
     )  # fmt: skip
     weights = [source.weight for source in recipe.data.train]
-    samples_needed = recipe.steps * recipe.batch.sequences
     sizes = [len(rows) if isinstance(rows, Rows) else None for rows in train]
-    order = packing.schedule(sizes, weights, samples_needed, recipe.run.seed)
+    plan: list[tuple[str, Stage]] = [("medusa-1", recipe)] if not recipe.joint or recipe.joint.heads_first else []
+    plan += [("medusa-2", recipe.joint)] if recipe.joint else []
+    needed = sum(stage.steps * stage.batch.sequences for _, stage in plan)
+    whole_order = packing.schedule(sizes, weights, needed, recipe.run.seed)  # a stage goes on where the last one ended
+
+    order = whole_order
 
     def samples(numbers: range) -> loop.Batch:
         chosen = order[numbers.start : numbers.stop].tolist()
         longest = max(train[source].length for source, _ in chosen)
         parts = [train[source].batch([row], longest) for source, row in chosen]
         batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-        if hidden:
+        if hidden and not isinstance(module, Medusa2):
             kept = [hidden[source][row] for source, row in chosen]
             batch["hidden"] = torch.stack([nn.functional.pad(h, (0, 0, 0, longest - len(h))) for h in kept])
         return batch
@@ -362,17 +369,37 @@ def main() -> None:
     def describe(numbers: range) -> str:
         return packing.describe([source.source for source in recipe.data.train], order[numbers.start : numbers.stop])
 
-    loop.fit(job, module, samples, recipe, "medusa-1", describe)
-    module.load_state_dict(loop.best_weights(job), strict=False)
+    for name, stage in plan:
+        begun = job.step
+        if recipe.joint and name == "medusa-2":
+            torch.manual_seed(recipe.run.seed + 1)  # for the adapters, however the run came here
+            lora = recipe.joint.lora
+            add_lora(target, lora.r, lora.alpha, lora.dropout, lora.modules)
+            if recipe.precision.gradient_checkpointing:
+                target.model.gradient_checkpointing_enable({"use_reentrant": False})
+            module = Medusa2(target, heads, recipe.joint, lambda begun=begun: job.step - begun)
+            job.best, job.best_on = -math.inf, "guarded_tau"
+        needed = stage.steps * stage.batch.sequences
+        order, whole_order = whole_order[:needed], whole_order[needed:]
+        loop.fit(job, module, samples, stage, name, describe)
+        module.load_state_dict(loop.best_weights(job), strict=False)
     facts = {
         "command": command,
         "simulated_tau": job.best,
-        "steps": recipe.steps,
+        "steps": sum(stage.steps for _, stage in plan),
         "init_from": recipe.init_from,
         "data_sha256": [rows.samples.sha256() if isinstance(rows, Rows) else "streamed" for rows in train],
         "target_fingerprint": target.fingerprint,
     }
+    if isinstance(module, Medusa2):
+        module.eval()
+        with torch.no_grad(), accelerator.autocast():
+            facts |= module.drift(held_out["tokens"], held_out["supervised"])
     if accelerator.is_main_process:
+        if isinstance(module, Medusa2):
+            write_adapter(folder, target)
+            if recipe.export.merged:
+                write_merged(folder, t, target)
         write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, provenance(**facts))
         if job.trackers:
             job.trackers.close()

@@ -208,6 +208,9 @@ class Export(Section):
         description="upload the run folder, without checkpoints, as USER/NAME",
     )
     private: bool = True
+    merged: bool = Field(
+        default=False, description="after joint training: write the target with its adapter merged in, too (target/)"
+    )
 
 
 class Stage(Section):

@@ -1,0 +1,121 @@
+"""LoRA adapters on a target (by peft): put on for joint training, switched off for the teacher, stored, merged in."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftsmith.models.artifact import check_target
+from draftsmith.models.target import Target, check_safetensors
+
+FOLDER = "adapter"  # of a drafter folder that comes with one
+
+
+def untie(target: Target) -> None:
+    """Give the LM head a matrix of its own: an adapter on a tied one would change the embeddings when it is merged."""
+    embeddings = target.model.get_input_embeddings()
+    if target.lm_head.weight is embeddings.weight:
+        target.lm_head.weight = nn.Parameter(target.lm_head.weight.detach().clone(), requires_grad=False)
+        for config in (target.model.config, target.config):
+            config.tie_word_embeddings = False
+
+
+def add_lora(target: Target, r: int, alpha: float, dropout: float, modules: Sequence[str]) -> None:
+    """Put LoRA adapters (arXiv 2106.09685) on the target's layers of these names; B is zero, so nothing changes yet.
+    They alone train. A tied ``lm_head`` is untied first.
+
+    Raises:
+        ValueError: the target has no layer of a name.
+    """
+    from peft import LoraConfig  # seconds to import, and only joint training needs it
+
+    names = {name.rpartition(".")[2] for name, module in target.model.named_modules() if isinstance(module, nn.Linear)}
+    unknown = [name for name in modules if name not in names]
+    if unknown:
+        known = ", ".join(sorted(names))
+        raise ValueError(f"lora.modules: target '{target.name}' has no linear layer '{unknown[0]}'; it has: {known}")
+    if "lm_head" in modules:
+        untie(target)
+    target.model.add_adapter(
+        LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(modules))  # type: ignore[arg-type]
+    )
+    target.lm_head = target.model.get_output_embeddings()  # wrapped, if it has one
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is what it was without its adapters: the teacher, without a second copy of the weights."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True  # peft's own switch also toggles requires_grad, under a running backward's feet
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def write_adapter(folder: Path, target: Target) -> None:
+    """``folder/adapter`` in peft's format, each file whole or not at all. The target's fingerprint covers it from then
+    on."""
+    temporary = folder / f".{FOLDER}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    target.model.save_pretrained(temporary)  # with adapters on it, a model saves these alone
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    for file in temporary.iterdir():
+        os.replace(file, folder / FOLDER / file.name)
+    temporary.rmdir()
+    target.fingerprint, target.adapter = _fingerprint(target, folder / FOLDER), FOLDER
+
+
+def _fingerprint(target: Target, folder: Path) -> str:
+    """Of a target, as it was stored, and an adapter."""
+    digest = hashlib.sha256(target.fingerprint.encode())
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
+
+
+def merge_adapter(target: Target, folder: Path) -> Target:
+    """The target with a stored adapter merged into its weights. Its fingerprint covers both.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no adapter, it is damaged, or it does not fit.
+    """
+    from peft import PeftModel
+
+    if not (folder / "adapter_model.safetensors").exists():
+        raise FileNotFoundError(f"{folder}: no adapter_model.safetensors here; fetch or train the drafter again")
+    check_safetensors(folder)
+    together = _fingerprint(target, folder)
+    if "lm_head" in (folder / "adapter_config.json").read_text(encoding="utf-8"):
+        untie(target)
+    try:
+        with torch.no_grad():
+            merged = PeftModel.from_pretrained(target.model, str(folder)).merge_and_unload()  # type: ignore[operator]
+    except (RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"{folder}: this adapter does not fit target '{target.name}' ({first})") from None
+    return Target(merged, target.tokenizer, target.name, together, target.revision, FOLDER)
+
+
+def target_of(folder: Path, config: Mapping[str, Any], target: Target) -> Target:
+    """The target a drafter belongs to: the one given, with the drafter's adapter merged in if it has one.
+
+    Raises:
+        FileNotFoundError, ValueError: the drafter is not for this target, or its adapter is missing or damaged.
+    """
+    wanted = config.get("target", {})
+    trained = (wanted.get("fingerprint"), wanted.get("merged_fingerprint"))
+    if wanted.get("adapter") and target.fingerprint not in trained:
+        target = merge_adapter(target, folder / str(wanted["adapter"]))
+    check_target(folder, config, target)
+    return target
