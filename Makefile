@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full lint bench
+.PHONY: help install demo test test-full lint bench bench-medusa
 
 PYTHON ?= python3
 # The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
@@ -21,6 +21,7 @@ help:
 	@echo 'make test-full  all tests'
 	@echo 'make lint       ruff and pyright'
 	@echo 'make bench      measure training and decoding on this machine'
+	@echo 'make bench-medusa  four ways to train Medusa heads, compared (most of an hour on two cores)'
 
 install: .venv/installed
 
@@ -68,5 +69,11 @@ lint: install
 # drafter, transformers.generate, transformers prompt-lookup.
 bench: install
 	time $(PY) train/bench.py --out runs/bench/train.json
+	time $(PY) inference/bench.py --shape tiny-lm --device cpu --contexts 128 --nodes 1 4 12 16 --out runs/bench/step.json
 	@test -f runs/demo/tree.json || { echo 'error: runs/demo has no calibrated drafter yet; run make demo first'; exit 2; }
 	time $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --repeat 5 --report runs/bench
+
+# Medusa-1, direct joint training, two stages, self-distilled: the same prompts, equally many steps of the heads.
+bench-medusa: install
+	@test -f runs/demo/prompts.jsonl || { echo 'error: there are no prompts in runs/demo yet; run make demo first'; exit 2; }
+	time $(PY) train/bench_medusa.py --prompts runs/demo/prompts.jsonl --out runs/bench-medusa

@@ -86,9 +86,14 @@ def read_row(row: Mapping[str, Any]) -> str | list[Message] | Completion:
 
 
 def encode(
-    content: str | list[Message] | Completion, tokenizer: PreTrainedTokenizerBase, template: str | None, max_length: int
-) -> Sample:
+    content: str | list[Message] | Completion, tokenizer: PreTrainedTokenizerBase, template: str | None,
+    max_length: int, finish_reasons: Sequence[str] = (),
+) -> Sample:  # fmt: skip
     """Token ids with the mask, cut at ``max_length`` (never dropped).
+
+    Args:
+        finish_reasons: why each of the assistant's turns ended, where that is known: one that was cut ("length") has
+            not said the end token that a template puts behind it.
 
     Raises:
         ValueError: the template does not let the assistant's part be told from the rest, or refuses the chat.
@@ -103,7 +108,21 @@ def encode(
         sample = Sample(before + behind, [False] * len(before) + [True] * len(behind))
     else:
         sample = _encode_chat(content, tokenizer, template)
+        _unmark_ends(sample, finish_reasons, tokenizer)
     return Sample(sample.ids[:max_length], sample.supervised[:max_length])
+
+
+def _unmark_ends(sample: Sample, finish_reasons: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    marks = [False, *sample.supervised, False]
+    ends = [at for at in range(len(sample.ids)) if marks[at + 1] and not marks[at + 2]]  # of the assistant's turns
+    known = (
+        finish_reasons[-len(ends) :] if 0 < len(ends) <= len(finish_reasons) else ()
+    )  # of the last turns, if not all
+    for end, reason in zip(ends, known, strict=False):
+        while reason == "length" and end >= 0 and sample.supervised[end] and sample.ids[end] in special:
+            sample.supervised[end] = False
+            end -= 1
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -1,5 +1,6 @@
 """A recipe's sources as token ids with masks: read, encoded, kept on disk by what they were made of."""
 
+import glob
 import hashlib
 import itertools
 import json
@@ -18,7 +19,7 @@ from draftsmith.data.chat import encode, read_row
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.train.recipe import Data, Source
 
-_VERSION = "1"  # of the encoding; a change of data/chat.py's results has to change it
+_VERSION = "2"  # of the encoding; a change of data/chat.py's results has to change it
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -55,19 +56,23 @@ def rows(source: Source, skip: int = 0) -> tuple[Iterator[dict[str, Any]], str]:
             return ({"messages": chat} for chat in sources.dialogues(source.source, split)), known
         return ({"text": document.text} for document in sources.documents(source.source, split)), known
     if source.is_file:
-        path = Path(source.source)
-        if not path.is_file():
+        given = Path(source.source)
+        files = [given] if given.is_file() else sorted(map(Path, glob.glob(source.source)))
+        if not files:
             raise FileNotFoundError(f"data source '{source.source}': there is no such file")
-        known = str(path.stat().st_size) if source.streaming else hashlib.sha256(path.read_bytes()).hexdigest()
-        if path.suffix == ".txt":
-            return iter([{"text": path.read_text(encoding="utf-8")}]), known
+        if source.streaming:
+            known = " ".join(str(path.stat().st_size) for path in files)
+        else:
+            known = hashlib.sha256(b"".join(hashlib.sha256(p.read_bytes()).digest() for p in files)).hexdigest()
+        if files[0].suffix == ".txt":
+            return ({"text": path.read_text(encoding="utf-8")} for path in files), known
     import datasets  # takes a second, and only files and the Hub need it
 
     datasets.disable_progress_bars()
     try:
         if source.is_file:
             builder, split = _BUILDERS[Path(source.source).suffix], "train"
-            name: dict[str, Any] = {"path": builder, "data_files": source.source}
+            name: dict[str, Any] = {"path": builder, "data_files": list(map(str, files))}
         else:
             name, split = {"path": source.source, "name": source.subset}, source.split
         found = datasets.load_dataset(**name, split=split, streaming=source.streaming)
@@ -140,7 +145,7 @@ def encoded(
     """
     for number, row in enumerate(found, first + 1):
         try:
-            yield encode(read_row(row), tokenizer, template, max_length)
+            yield encode(read_row(row), tokenizer, template, max_length, row.get("finish_reason") or ())
         except ValueError as error:
             raise ValueError(f"data source '{source.source}', row {number}: {error}") from None
 

@@ -133,7 +133,8 @@ class SpeculativeDecoder:
         """Decode a queue of requests, ``batch_size`` at a time. What comes of a request does not depend on the others.
 
         Args:
-            requests: taken one by one as rows get free; their order is that of their numbers, from 0.
+            requests: taken one by one as rows get free; their order is that of their numbers, from 0. An iterator that
+                had nothing to give is asked again after each step, until no text is under way.
             mode: ``greedy``, ``sample`` or ``typical`` (lossy).
             longest: tokens that any prompt has together with its answer. Left out, all requests are read at once to
                 know it.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.models.target import load_target
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -65,6 +67,14 @@ def test_command(where, line):
     for argument in arguments:
         if argument.startswith("recipes/"):
             assert (ROOT / argument).is_file()
+
+
+def test_the_python_example(tiny_lm, capsys):
+    (example,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    example = example.replace("longest=2048", "longest=20").replace("Request(prompt, 256", "Request(prompt, 8")
+    exec(example, {"target": load_target(str(tiny_lm)), "drafter": None, "prompts": [[5, 6], [7]] * 9})
+    told = {int(line.split()[0]) for line in capsys.readouterr().out.splitlines()}
+    assert told == set(range(18)), "tokens of every request are printed as they come"
 
 
 def test_links_lead_somewhere():

@@ -2,6 +2,7 @@
 same recipe's tiny form is exported untrained and decoded, so that nothing fails for the first time after a day."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +33,9 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 2048) -> f
     return best
 
 
-def target_shape(target: Target) -> tuple[int, int, int]:
-    """(parameters, hidden width, vocabulary) of a recipe's target, from its config alone.
+def target_shape(target: Target, adapted: Sequence[str] = ()) -> tuple[int, int, int, int]:
+    """(parameters, hidden width, vocabulary) of a recipe's target, from its config alone; and how many parameters an
+    adapter of rank 1 on the layers named has.
 
     Raises:
         ValueError: there is no config to be had.
@@ -47,7 +49,9 @@ def target_shape(target: Target) -> tuple[int, int, int]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         raise ValueError(f"target '{target.name}': its config is not to be had ({reason})") from None
     vocab_size, width = model.get_output_embeddings().weight.shape
-    return sum(p.numel() for p in model.parameters()), width, vocab_size
+    layers = [layer for name, layer in model.named_modules() if name.rpartition(".")[2] in adapted]
+    rank = sum(sum(layer.weight.shape) for layer in layers if isinstance(layer, torch.nn.Linear))
+    return sum(p.numel() for p in model.parameters()), width, vocab_size, rank
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Plan:
     optim: Optim
     steps: int
     positions: int
+    passes: int = 1  # through what is frozen: forward, the teacher's, backward to the adapters
 
     @property
     def memory(self) -> float:
@@ -70,8 +75,8 @@ class Plan:
 
     @property
     def operations(self) -> float:
-        """Floating-point operations of a step: a forward pass of what is frozen, forward and backward of the rest."""
-        return self.positions * (2.0 * self.frozen + 6.0 * self.trained)
+        """Floating-point operations of a step: passes through what is frozen, forward and backward of the rest."""
+        return self.positions * (2.0 * self.frozen * self.passes + 6.0 * self.trained)
 
 
 def show(recipe: Recipe, plans: list[Plan], device: torch.device) -> None:

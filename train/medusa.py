@@ -227,6 +227,16 @@ def write_merged(folder: Path, wanted: Target, target: LoadedTarget) -> None:
     target.merged_fingerprint = fingerprint(folder / "target")
 
 
+def stages_of(recipe: MedusaRecipe) -> list[tuple[str, Stage]]:
+    """The stages in order: the heads alone, then both together."""
+    stages: list[tuple[str, Stage]] = []
+    if not recipe.joint or recipe.joint.heads_first:
+        stages.append(("medusa-1", recipe))
+    if recipe.joint:
+        stages.append(("medusa-2", recipe.joint))
+    return stages
+
+
 def dry(recipe: MedusaRecipe, command: str) -> None:
     """Print what the recipe would do and cost, then export and decode untrained heads on its tiny form."""
     accelerator = loop.make_accelerator(recipe.precision.model_copy(update={"autocast": "none"}))
@@ -234,7 +244,7 @@ def dry(recipe: MedusaRecipe, command: str) -> None:
         return
     t, d = recipe.target, recipe.drafter
     try:
-        parameters, width, vocab_size = dry_run.target_shape(t)
+        parameters, width, vocab_size, rank = dry_run.target_shape(t, recipe.joint.lora.modules if recipe.joint else ())
     except ValueError as error:
         loop.console.print(f"no sizes: {error}", soft_wrap=True)
     else:
@@ -242,11 +252,17 @@ def dry(recipe: MedusaRecipe, command: str) -> None:
             heads = MedusaHeads(MedusaConfig(d.num_draft_heads, d.num_layers, d.projection, width, vocab_size))
         own = sum(p.numel() for p in heads.parameters())
         used = d.num_draft_heads * width * vocab_size if d.projection == "shared" else 0  # multiplied with, not trained
-        plan = dry_run.Plan(
-            "medusa-1", parameters + used, own, dry_run.BYTES[t.dtype if t.quantize == "none" else t.quantize],
-            recipe.optim, recipe.steps, recipe.batch.sequences * recipe.data.max_length,
-        )  # fmt: skip
-        dry_run.show(recipe, [plan], accelerator.device)
+        held = dry_run.BYTES[t.dtype if t.quantize == "none" else t.quantize]
+        plans: list[dry_run.Plan] = []
+        for name, stage in stages_of(recipe):
+            positions = stage.batch.sequences * recipe.data.max_length
+            trained, passes = own, 1
+            if isinstance(stage, Joint):
+                trained, passes = own + rank * stage.lora.r, 3 if stage.loss == "kl" else 2
+            plans.append(
+                dry_run.Plan(name, parameters + used, trained, held, stage.optim, stage.steps, positions, passes)
+            )
+        dry_run.show(recipe, plans, accelerator.device)
     small = tiny(recipe, "dry-run")
     write_target(small.target)
     target = load_target(small.target.name)
@@ -304,7 +320,7 @@ def main() -> None:
         checkpoint.write_tensors(folder / "held_out", held_out)  # what calibrate.py counts on
     held_out = {key: value[: recipe.evaluate.sequences] for key, value in held_out.items()}
     hidden: list[Tensor] = []
-    if recipe.cache_hidden:
+    if recipe.cache_hidden and (not recipe.joint or recipe.joint.heads_first):
         dtype = torch.bfloat16 if recipe.precision.autocast == "bfloat16" else target.dtype
         with accelerator.autocast():
             hidden = [hidden_states(target, rows, dtype) for rows in train if isinstance(rows, Rows)]
@@ -342,19 +358,16 @@ def main() -> None:
             metrics |= guarded(trained, metrics["simulated_tau"], drift)
         return metrics
 
+    plan = stages_of(recipe)
     job = loop.Job(
         folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "simulated_tau",
-        ["medusa-1", "medusa-2"] if recipe.joint else ["medusa-1"], recipe.precision.compile,
+        [name for name, _ in plan], recipe.precision.compile,
         Trackers(recipe.track, folder, recipe.model_dump(mode="json")) if accelerator.is_main_process else None,
     )  # fmt: skip
     weights = [source.weight for source in recipe.data.train]
     sizes = [len(rows) if isinstance(rows, Rows) else None for rows in train]
-    plan: list[tuple[str, Stage]] = [("medusa-1", recipe)] if not recipe.joint or recipe.joint.heads_first else []
-    plan += [("medusa-2", recipe.joint)] if recipe.joint else []
     needed = sum(stage.steps * stage.batch.sequences for _, stage in plan)
-    whole_order = packing.schedule(sizes, weights, needed, recipe.run.seed)  # a stage goes on where the last one ended
-
-    order = whole_order
+    order = whole_order = packing.schedule(sizes, weights, needed, recipe.run.seed)  # one stage after the other
 
     def samples(numbers: range) -> loop.Batch:
         chosen = order[numbers.start : numbers.stop].tolist()
@@ -371,13 +384,13 @@ def main() -> None:
 
     for name, stage in plan:
         begun = job.step
-        if recipe.joint and name == "medusa-2":
+        if isinstance(stage, Joint):
             torch.manual_seed(recipe.run.seed + 1)  # for the adapters, however the run came here
-            lora = recipe.joint.lora
+            lora = stage.lora
             add_lora(target, lora.r, lora.alpha, lora.dropout, lora.modules)
             if recipe.precision.gradient_checkpointing:
                 target.model.gradient_checkpointing_enable({"use_reentrant": False})
-            module = Medusa2(target, heads, recipe.joint, lambda begun=begun: job.step - begun)
+            module = Medusa2(target, heads, stage, lambda begun=begun: job.step - begun)
             job.best, job.best_on = -math.inf, "guarded_tau"
         needed = stage.steps * stage.batch.sequences
         order, whole_order = whole_order[:needed], whole_order[needed:]
@@ -394,7 +407,9 @@ def main() -> None:
     if isinstance(module, Medusa2):
         module.eval()
         with torch.no_grad(), accelerator.autocast():
-            facts |= module.drift(held_out["tokens"], held_out["supervised"])
+            found = evaluate(module)
+        kept = ("simulated_tau", "kl", "perplexity", "original_perplexity", "perplexity_ratio")
+        facts |= {name: found[name] for name in kept}
     if accelerator.is_main_process:
         if isinstance(module, Medusa2):
             write_adapter(folder, target)
@@ -406,7 +421,8 @@ def main() -> None:
         if recipe.export.push_to_hub:
             loop.console.print(f"uploading to {recipe.export.push_to_hub} …")
             push(folder, recipe.export.push_to_hub, recipe.export.private)
-        loop.console.print(f"done: {folder}, simulated τ {job.best:.2f}; next: python inference/calibrate.py {folder}")
+        tau = facts["simulated_tau"]
+        loop.console.print(f"done: {folder}, simulated τ {tau:.2f}; next: python inference/calibrate.py {folder}")
 
 
 if __name__ == "__main__":

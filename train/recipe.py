@@ -62,7 +62,8 @@ class Source(Section):
 
     source: str = Field(
         description="stdlib or package:NAME (text from this machine), a .json, .jsonl, .parquet or .txt file (one "
-        "document), or the Hub id of a data set; rows hold messages, conversations, prompt and completion, or text"
+        "document) or several (runs/x/shard-*.jsonl), or the Hub id of a data set; rows hold messages, conversations, "
+        "prompt and completion, or text"
     )
     subset: str | None = Field(default=None, description="a Hub data set's configuration")
     split: str = Field(default="train", description="stdlib and packages: train, validation or test, by module path")

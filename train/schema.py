@@ -1,6 +1,6 @@
 """Write the JSON Schema of each script's recipe, which editors read for completion and warnings.
 
-    python train/schema.py            # recipes/schema/medusa.json, recipes/schema/lm.json
+    python train/schema.py            # recipes/schema/medusa.json, recipes/schema/lm.json, …
 
 A recipe names its schema in its second line: ``# yaml-language-server: $schema=schema/medusa.json``.
 """
@@ -11,11 +11,12 @@ from typing import Any
 
 from draftsmith.models.artifact import write_json
 from draftsmith.train.command import run_command
+from draftsmith.train.distill import DistillRecipe
 from draftsmith.train.lm import LmRecipe
 from draftsmith.train.medusa import MedusaRecipe
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "schema"
-RECIPES = {"lm": LmRecipe, "medusa": MedusaRecipe}
+RECIPES = {"distill": DistillRecipe, "lm": LmRecipe, "medusa": MedusaRecipe}
 
 
 def schemas() -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from draftsmith.train.recipe import R, Target
 
 STEPS, LENGTH = 2, 96
 _BUNDLED = "models/tiny-lm"  # its tokenizer serves every tiny target
-_SAMPLES = Path(__file__).resolve().parent.parent / "data" / "samples.jsonl"
+SAMPLES = Path(__file__).resolve().parent.parent / "data" / "samples.jsonl"
 _SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
@@ -36,7 +36,7 @@ def tiny(recipe: R, suffix: str = "tiny") -> R:
         if source["answers"]:
             source["answers"] |= {"prompts": 8, "prompt_tokens": 16, "new_tokens": 16, "batch_size": 8}
         else:
-            source |= {"source": str(_SAMPLES), "split": "train", "subset": None, "form": "text", "limit": None}
+            source |= {"source": str(SAMPLES), "split": "train", "subset": None, "form": "text", "limit": None}
             source["streaming"] = False
     small["checkpoint"] |= {"every": 1}
     small["evaluate"] |= {"every": STEPS, "sequences": 4, "decode": STEPS, "prompts": 2}
@@ -47,14 +47,25 @@ def tiny(recipe: R, suffix: str = "tiny") -> R:
             stage["max_length"] = LENGTH
         if stage.get("unlikelihood"):
             stage["unlikelihood"]["source"]["answers"] |= {"prompts": 8, "prompt_tokens": 16, "new_tokens": 16}
+    if small.get("joint"):
+        small["joint"] |= {"steps": STEPS, "batch": {"sequences": 4, "accumulate": 1}}
     if "model" in small:
         small["model"] |= {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
         small["model"] |= {"intermediate_size": 48, "max_position_embeddings": 512, "vocab_size": 512}
     if "target" in small:
-        small["target"] |= {"model_type": _model_type(small["target"]), "revision": None, "trust_remote_code": False}
-        small["target"]["quantize"] = "none"
-        small["target"]["name"] = str(folder / "tiny-target")
+        small["target"] = tiny_target(small["target"], folder)
     return type(recipe).model_validate(small)
+
+
+def tiny_target(target: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A recipe's target section, with the small model of the same family that :func:`write_target` puts into a run's
+    folder.
+
+    Raises:
+        ValueError: the target's family is not known.
+    """
+    small = {"name": str(folder / "tiny-target"), "model_type": _model_type(target), "quantize": "none"}
+    return {**target, **small, "revision": None, "trust_remote_code": False}
 
 
 def _model_type(target: dict[str, Any]) -> str:

@@ -113,6 +113,24 @@ def test_cut_not_dropped():
         assert sum(cut.supervised) == length - first
 
 
+@pytest.mark.parametrize("name", SPECIAL)
+def test_a_cut_answer_did_not_end(name):
+    """Its end token stands in the text, for the next turn; the assistant has not said it."""
+    tokenizer = tokenizer_of(name)
+    whole = marked(encode(CHAT, tokenizer, None, 999), tokenizer)
+    for reasons in (["stop", "length"], ["length", "stop"], ["length", "length"], ["stop", "stop"], []):
+        expected = whole
+        for answer, reason in zip(("3, I think.", "Yes: naïve 日本."), reasons, strict=False):
+            begin = expected.index(answer)
+            end = expected.find("⟧", begin)
+            if reason == "length" and expected.rfind("⟦", 0, begin) > expected.rfind("⟧", 0, begin):  # it is marked
+                said = expected[begin:end]
+                cut = said.removesuffix(ENDS[name])
+                assert cut != said
+                expected = expected[:begin] + cut + "⟧" + ENDS[name] + expected[end + 1 :]
+        assert marked(encode(CHAT, tokenizer, None, 999, reasons), tokenizer) == expected
+
+
 def test_documents_and_completions():
     tokenizer = tokenizer_of("chatml", template=False)
     document = encode("import os\n", tokenizer, None, 100)

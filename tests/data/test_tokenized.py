@@ -66,6 +66,21 @@ def test_files_of_every_kind(tmp_path, tokenizer):
     assert parts(tokenized(limited, data(), tokenizer), tokenizer) == expected[:2]
 
 
+def test_several_files(tmp_path, tokenizer):
+    """In the order of their names; a file more is other data. What their rows know of why an answer ended counts."""
+    rows = [{"messages": chat, "finish_reason": ["length" if n == 3 else "stop"]} for n, chat in enumerate(CHATS)]
+    write(tmp_path / "shard-1.jsonl", rows[3:])
+    write(tmp_path / "shard-0.jsonl", rows[:2])
+    for streaming in (False, True):
+        source = Source(source=str(tmp_path / "shard-*.jsonl"), streaming=streaming, limit=9 if streaming else None)
+        said = [mine for _, mine in parts(tokenized(source, data(), tokenizer), tokenizer)]
+        assert said == ["It is 0.<|end|>", "It is 1.<|end|>", "It is 3.", "It is 4.<|end|>"]
+    write(tmp_path / "shard-2.jsonl", rows[2:3])
+    assert len(tokenized(Source(source=str(tmp_path / "shard-*.jsonl")), data(), tokenizer)) == 5
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        tokenized(Source(source=str(tmp_path / "nothing-*.jsonl")), data(), tokenizer)
+
+
 def test_made_once_and_anew_when_something_changes(tmp_path, tokenizer, cache, monkeypatch):
     source = write(tmp_path / "a.jsonl", [{"messages": chat} for chat in CHATS])
     made = []

@@ -10,9 +10,15 @@ from draftsmith.train.recipe import Batch, Optim, Recipe, Stage, read_recipe, wr
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = {
+    "tiny-distill.yaml": ("train/distill.py", "DistillRecipe"),
     "tiny-lm.yaml": ("train/lm.py", "LmRecipe"),
     "tiny-medusa.yaml": ("train/medusa.py", "MedusaRecipe"),
+    "tiny-medusa2.yaml": ("train/medusa.py", "MedusaRecipe"),
     "vicuna7b.yaml": ("train/medusa.py", "MedusaRecipe"),
+    "vicuna33b-distill.yaml": ("train/distill.py", "DistillRecipe"),
+    "vicuna33b-self-distill.yaml": ("train/medusa.py", "MedusaRecipe"),
+    "zephyr7b-distill.yaml": ("train/distill.py", "DistillRecipe"),
+    "zephyr7b-self-distill.yaml": ("train/medusa.py", "MedusaRecipe"),
     "llama3-8b.yaml": ("train/medusa.py", "MedusaRecipe"),
     "qwen3-8b.yaml": ("train/medusa.py", "MedusaRecipe"),
 }
@@ -181,7 +187,8 @@ def test_every_shipped_recipe_is_known():
 def test_shipped_recipes_parse(name):
     script, recipe = SHIPPED[name]
     path = ROOT / "recipes" / name
-    assert path.read_text().startswith(f"# accelerate launch {script} recipes/{name}\n")
+    launcher = "python" if script == "train/distill.py" else "accelerate launch"
+    assert path.read_text().startswith(f"# {launcher} {script} recipes/{name}\n")
     module = importlib.import_module(f"draftsmith.{script.removesuffix('.py').replace('/', '.')}")
     assert read_recipe(path, getattr(module, recipe)).run.name
 

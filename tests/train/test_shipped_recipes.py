@@ -15,14 +15,20 @@ BIN = Path(sys.executable).parent
 
 
 def test_how_many_there_are():
-    assert [path.stem for path in RECIPES] == ["llama3-8b", "qwen3-8b", "tiny-lm", "tiny-medusa", "vicuna7b"]
+    assert [path.stem for path in RECIPES] == [
+        "llama3-8b", "qwen3-8b", "tiny-distill", "tiny-lm", "tiny-medusa", "tiny-medusa2", "vicuna33b-distill",
+        "vicuna33b-self-distill", "vicuna7b", "zephyr7b-distill", "zephyr7b-self-distill",
+    ]  # fmt: skip
 
 
 def run(command, **options):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+TRAINING = [path for path in RECIPES if not path.stem.endswith("-distill") or path.stem.endswith("self-distill")]
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
 def test_tiny(path, tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))

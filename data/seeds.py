@@ -1,0 +1,164 @@
+"""Seed prompts, the chats of any source without what the assistant wrote, and the conversations that grow from them.
+
+A row holds ``messages`` or ``conversations`` as in data/chat.py, ``turns`` (a list of the user's texts: Spec-Bench,
+MT-Bench), or ``prompt`` (a text, or a list of messages; a ``completion`` beside it is left out).
+"""
+
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftsmith.data.chat import Message, read_row
+from draftsmith.data.tokenized import rows
+from draftsmith.train.recipe import Source
+
+TOO_LONG = "too long"
+OTHER_SIDE = (
+    "Below is a conversation between a user and an assistant. Write the user's next message, and nothing else.\n\n"
+)
+
+
+@dataclass(frozen=True)
+class Seed:
+    """What is asked in one conversation.
+
+    id: of the source's name and the content (and, of equal ones, the how-manieth it is): the same on every machine,
+        whatever its neighbours, and however many rows were added to the source since.
+    messages: the user's turns and what the system says before them, nothing of the assistant; the last is the user's.
+    """
+
+    id: str
+    source: str
+    messages: tuple[Message, ...]
+
+    @property
+    def turns(self) -> int:
+        """How many answers it asks for."""
+        return sum(message["role"] == "user" for message in self.messages)
+
+
+def read_seed(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """What a row asks; nothing, if the user says nothing in it. It ends before the first result of a tool, which
+    belongs to a call that the target has not made.
+
+    Raises:
+        ValueError: it has none of the known formats, or is malformed.
+    """
+    prompt, turns = row.get("prompt"), row.get("turns")
+    if row.get("messages") is not None or row.get("conversations") is not None:
+        chat = read_row(row)
+    elif turns is not None:
+        if isinstance(turns, str) or not isinstance(turns, Sequence) or not all(isinstance(t, str) for t in turns):
+            raise ValueError("its 'turns' are no list of texts")
+        chat = [{"role": "user", "content": turn} for turn in turns]
+    elif isinstance(prompt, str):
+        chat = [{"role": "user", "content": prompt}]
+    elif prompt is not None:
+        chat = read_row({"messages": prompt})
+    else:
+        fields = ", ".join(map(str, row)) or "nothing"
+        raise ValueError(f"it has {fields}; a seed needs one of messages, conversations, turns or prompt")
+    assert isinstance(chat, list)
+    asked = [m for m in itertools.takewhile(lambda m: m["role"] != "tool", chat) if m["role"] != "assistant"]
+    while asked and asked[-1]["role"] != "user":
+        asked.pop()
+    return tuple(asked)
+
+
+def read_seeds(sources: Sequence[Source]) -> tuple[list[Seed], int]:
+    """The seeds of all sources in their order, and the number of rows that ask nothing.
+
+    Raises:
+        FileNotFoundError, ValueError: a source cannot be read, a row is malformed (its number is said), or no row asks
+            anything.
+    """
+    found: list[Seed] = []
+    seen: Counter[str] = Counter()
+    empty = 0
+    for source in sources:
+        for number, row in enumerate(itertools.islice(rows(source)[0], source.limit), 1):
+            try:
+                messages = read_seed(row)
+            except ValueError as error:
+                raise ValueError(f"data source '{source.source}', row {number}: {error}") from None
+            if not messages:
+                empty += 1
+                continue
+            digest = hashlib.sha256(json.dumps([source.source, messages]).encode()).hexdigest()[:20]
+            found.append(Seed(f"{digest}-{seen[digest]}" if seen[digest] else digest, source.source, messages))
+            seen[digest] += 1
+    if not found:
+        raise ValueError(f"data.seeds: no row of {', '.join(s.source for s in sources)} asks anything")
+    return found, empty
+
+
+class Unanswered(Exception):
+    """Why there is no answer.
+
+    reason: ``timeout``, ``connection``, ``http 429``, ``malformed answer``, ``too long`` …
+    detail: what the server said.
+    again: whether asking again may help; ``after`` so many seconds, if the server said.
+    """
+
+    def __init__(self, reason: str, detail: str = "", again: bool = False, after: float | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.detail, self.again, self.after = reason, detail, again, after
+
+
+@dataclass
+class Talk:
+    """A conversation under way.
+
+    ask: the messages that wait for an answer; None when it is over. ``turn`` counts the questions.
+    failure: why it came to nothing.
+    """
+
+    seed: Seed
+    self_talk: int
+    messages: list[Message] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+    turn: int = 0
+    failure: Unanswered | None = None
+
+    def __post_init__(self) -> None:
+        self._course = self._converse()
+        self.ask: list[Message] | None = next(self._course)
+
+    def _converse(self) -> Generator[list[Message], tuple[str, str], None]:
+        """The whole algorithm: yields what to ask and is sent (text, finish reason)."""
+        for message in self.seed.messages:
+            self.messages.append(message)
+            if message["role"] == "user":
+                yield from self._answered()
+        for _ in range(self.self_talk):
+            said = [f"{m['role'].capitalize()}: {m['content']}\n" for m in self.messages if m["role"] != "system"]
+            text, _ = yield [{"role": "user", "content": f"{OTHER_SIDE}{''.join(said)}User:"}]
+            if not text.strip():
+                return  # the user has nothing more to say
+            self.messages.append({"role": "user", "content": text.strip()})
+            yield from self._answered()
+
+    def _answered(self) -> Generator[list[Message], tuple[str, str], None]:
+        text, finish_reason = yield self.messages
+        self.messages.append({"role": "assistant", "content": text})
+        self.finish_reasons.append(finish_reason)
+
+    def hear(self, text: str, finish_reason: str) -> None:
+        try:
+            self.ask = self._course.send((text, finish_reason))
+        except StopIteration:
+            self.ask = None
+        self.turn += 1
+
+    def fail(self, why: Unanswered) -> None:
+        """It ends here. Where only the next turn is too long, what was answered stands."""
+        self.ask = None
+        if why.reason != TOO_LONG or not self.finish_reasons:
+            self.failure = why
+            return
+        while self.messages[-1]["role"] != "assistant":
+            self.messages.pop()

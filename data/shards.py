@@ -1,0 +1,157 @@
+"""Finished conversations in append-only files: a kill at any moment costs no more than the line being written.
+
+shard-00000.jsonl, …   {"id", "messages", "finish_reason": [one per answer], "source"}, LINES of them in each
+failures.jsonl         {"id", "source", "reason", "detail"}: what has no answer yet
+manifest.json          what decides the answers, and the counts
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.chat import Message
+
+LINES = 1000  # of a shard
+_OWN = re.compile(r"shard-\d{5}\.jsonl|(failures\.jsonl|manifest\.json|recipe\.yaml)(\.tmp)?")
+
+
+def remove_own(folder: Path) -> None:
+    """Delete what a distillation wrote into its folder, nothing else."""
+    for path in list(folder.iterdir()):
+        if _OWN.fullmatch(path.name):
+            path.unlink()
+
+
+def open_shards(folder: Path, decides: Mapping[str, Any], restart: bool) -> "Shards":
+    """A run's folder with what is in it already.
+
+    Args:
+        decides: all that decides what is answered, by the recipe's fields.
+        restart: delete what is in it.
+
+    Raises:
+        ValueError: it holds another kind of run, or answers that another recipe asked for.
+    """
+    manifest = folder / "manifest.json"
+    if not manifest.exists():
+        if (folder / "recipe.yaml").exists() or any(folder.glob("shard-*.jsonl")):
+            raise ValueError(f"{folder}: holds another run, or a distillation without its manifest; set run.name")
+        return Shards(folder)
+    try:
+        before = json.loads(manifest.read_text(encoding="utf-8"))["decides"]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{manifest}: damaged, or of another program; set run.name") from None
+    if restart:
+        remove_own(folder)
+        return Shards(folder)
+    changed = [name for name in {**before, **decides} if before.get(name) != decides.get(name)]
+    if changed:
+        values = (json.dumps(d.get(changed[0]), ensure_ascii=False)[:100] for d in (before, decides))
+        raise ValueError(
+            f"{folder}: its answers were asked for by another recipe ({changed[0]}: {' → '.join(values)}); set "
+            "run.name, or pass --restart to begin anew and delete them"
+        )
+    return Shards(folder)
+
+
+class Shards:
+    """The conversations of a folder, by the id of their seed.
+
+    Opening it cuts off a line that a kill left torn; its prompt counts as not answered.
+
+    Attributes:
+        answers: id → number of answers of each finished conversation.
+        finish_reasons: of all answers.
+        failures: id → the line of each prompt that has failed and has no conversation.
+
+    Raises:
+        ValueError: a whole line is not one of ours.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.answers: dict[str, int] = {}
+        self.finish_reasons: Counter[str] = Counter()
+        self.failures: dict[str, dict[str, str]] = {}
+        for path in sorted(folder.glob("shard-" + "[0-9]" * 5 + ".jsonl")):
+            for line in _whole_lines(path):
+                self._count(line["id"], line["finish_reason"])
+        for line in _whole_lines(folder / "failures.jsonl"):
+            if line["id"] not in self.answers:
+                self.failures[line["id"]] = line
+
+    def _count(self, seed: str, finish_reasons: Sequence[str]) -> None:
+        self.answers[seed] = len(finish_reasons)
+        self.finish_reasons.update(finish_reasons)
+
+    def add(self, seed: str, messages: Sequence[Message], finish_reasons: Sequence[str], source: str) -> None:
+        """Append a finished conversation; it is on the disk when this returns."""
+        line = {"id": seed, "messages": messages, "finish_reason": finish_reasons, "source": source}
+        _append(self.folder / f"shard-{len(self.answers) // LINES:05}.jsonl", line)
+        self._count(seed, finish_reasons)
+        self.failures.pop(seed, None)
+
+    def fail(self, seed: str, source: str, reason: str, detail: str) -> None:
+        """Note that a prompt was asked in vain; in the file the last line of an id counts."""
+        self.failures[seed] = {"id": seed, "source": source, "reason": reason, "detail": detail}
+        _append(self.folder / "failures.jsonl", self.failures[seed])
+
+    def counts(self, wanted: Mapping[str, int]) -> dict[str, Any]:
+        """What became of the prompts ``wanted``: id → number of answers asked for."""
+        done = [seed for seed in wanted if seed in self.answers]
+        failed = Counter(line["reason"] for seed, line in self.failures.items() if seed in wanted)
+        return {
+            "prompts": len(wanted),
+            "done": len(done),
+            "failed": dict(failed.most_common()),
+            "not_asked": len(wanted) - len(done) - sum(failed.values()),
+            "ended_early": sum(self.answers[seed] < wanted[seed] for seed in done),  # of those done
+        }
+
+    def tidy(self) -> None:
+        """Rewrite the failures, whole or not at all: one line for each prompt that still has no answer."""
+        path = self.folder / "failures.jsonl"
+        if not self.failures:
+            path.unlink(missing_ok=True)
+            return
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_bytes(b"".join(map(_encoded, self.failures.values())))
+        os.replace(temporary, path)
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    return (json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8", "replace")  # half a surrogate pair is no text
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    rest = memoryview(_encoded(line))
+    with path.open("ab", buffering=0) as file:
+        while rest:  # a write may take less than it was given
+            rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(content[:end].split(b"\n")[:-1], 1):
+        try:
+            line = json.loads(text)
+            if not isinstance(line["id"], str) or not ("reason" in line or isinstance(line["finish_reason"], list)):
+                raise TypeError
+        except (ValueError, LookupError, TypeError):
+            raise ValueError(
+                f"{path}:{number}: damaged, or no line of a distillation; delete the line (its prompt is asked again), "
+                "or begin anew with --restart"
+            ) from None
+        lines.append(line)
+    return lines

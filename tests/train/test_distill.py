@@ -1,0 +1,698 @@
+"""Self-distillation: the target's own answers, turn by turn, whole after kills, every prompt accounted for."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith.data import endpoint, seeds, shards
+from draftsmith.data.seeds import Seed, Talk, Unanswered, read_seed, read_seeds
+from draftsmith.data.shards import Shards
+from draftsmith.data.tokenized import tokenized
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.models.artifact import write_drafter, write_json
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import load_target
+from draftsmith.train import distill, medusa
+from draftsmith.train.recipe import Data, Source
+
+ROOT = Path(__file__).parents[2]
+NEW = 12  # tokens of an answer
+WORDS = "import os def read config path return value for line in file print".split()
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", endpoint.KEY):
+        monkeypatch.delenv(name, raising=False)
+
+
+def make_seeds(path, count):
+    """Chats of one to three turns of the user, the second of every fifth behind a word of the system."""
+    chance = random.Random(1)
+    rows = []
+    for number in range(count):
+        chat = [{"role": "system", "content": "Be brief."}] if number % 5 == 0 else []
+        for _ in range(1 + number % 3):
+            chat.append({"role": "user", "content": " ".join(chance.choices(WORDS, k=chance.randint(1, 6)))})
+            chat.append({"role": "assistant", "content": "SEED ANSWER"})
+        rows.append({"messages": chat})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+@pytest.fixture
+def recipe(tiny_lm, tmp_path):
+    make_seeds(tmp_path / "seeds.jsonl", 20)
+    content = {
+        "run": {"name": "whole", "output_dir": str(tmp_path)},
+        "target": {"name": str(tiny_lm)},
+        "data": {"seeds": [{"source": str(tmp_path / "seeds.jsonl")}]},
+        "engine": {"batch_size": 4, "max_length": 250, "threads": 1},
+        "decoding": {"mode": "greedy", "max_new_tokens": NEW},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def lines_of(folder):
+    """id → line, of all shards; no id twice."""
+    lines = [line for path in sorted(folder.glob("shard-*.jsonl")) for line in path.read_text().split("\n")[:-1]]
+    found = {json.loads(line)["id"]: line for line in lines}
+    assert len(found) == len(lines), "a prompt is answered twice"
+    return found
+
+
+def counts_of(folder):
+    counts = json.loads((folder / "manifest.json").read_text())["counts"]
+    assert counts["prompts"] == counts["done"] + sum(counts["failed"].values()) + counts["not_asked"]
+    assert counts["done"] == len(lines_of(folder))
+    path = folder / "failures.jsonl"
+    failed = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    assert Counter(line["reason"] for line in failed) == counts["failed"]
+    return counts
+
+
+# ---- seeds
+
+
+def test_seeds_of_every_format():
+    user = {"role": "user", "content": "a"}
+    system = {"role": "system", "content": "s"}
+    said = {"role": "assistant", "content": "x"}
+    assert read_seed({"messages": [system, user, said, user, said], "turns": None}) == (system, user, user)
+    sharegpt = [{"from": "gpt", "value": "x"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "y"}]
+    assert read_seed({"conversations": sharegpt}) == (user,)
+    assert read_seed({"turns": ["a", "a"], "question_id": 3}) == (user, user)
+    assert read_seed({"prompt": "a", "completion": "b"}) == (user,)
+    assert read_seed({"prompt": [system, user], "completion": [said]}) == (system, user)
+    assert read_seed({"messages": [user, said, {"role": "tool", "content": "3"}, user]}) == (user,)
+    assert read_seed({"messages": [user, said, system]}) == (user,)
+    assert read_seed({"messages": [system, said]}) == ()
+    for wrong, message in (({"text": "a"}, "it has text; a seed needs"), ({"turns": "a"}, "no list of texts")):
+        with pytest.raises(ValueError, match=message):
+            read_seed(wrong)
+
+
+def test_ids_are_of_the_content_not_of_the_place(tmp_path):
+    def ids(rows):
+        path = tmp_path / "seeds.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found, empty = read_seeds([Source(source=str(path))])
+        return [seed.id for seed in found], empty
+
+    a, b = {"prompt": "a", "completion": "1"}, {"prompt": "b", "completion": "2"}
+    (first, second, again), empty = ids([a, b, a])
+    assert empty == 0 and len({first, second, again}) == 3, "equal prompts are two prompts"
+    assert ids([b, a])[0] == [second, first]
+    assert ids([a | {"completion": "else"}])[0] == [first]
+    chat = {"messages": [{"role": "assistant", "content": "x"}]}
+    with pytest.raises(ValueError, match="asks anything"):
+        ids([chat])
+    with pytest.raises(ValueError, match=r"seeds\.jsonl', row 2: its turns are no list"):
+        ids([{"messages": [{"role": "user", "content": "a"}]}, {"messages": None, "conversations": "x"}])
+
+
+def test_self_talk_shows_the_model_both_sides():
+    talk = Talk(Seed("i", "s", ({"role": "user", "content": "hi"},)), 2)
+    assert talk.ask == [{"role": "user", "content": "hi"}]
+    talk.hear("hello", "stop")
+    (asked,) = talk.ask
+    assert asked["content"] == f"{seeds.OTHER_SIDE}User: hi\nAssistant: hello\nUser:"
+    talk.hear(" and you?\n", "stop")
+    assert [m["content"] for m in talk.ask] == ["hi", "hello", "and you?"]
+    talk.hear("fine", "length")
+    talk.hear("  ", "stop")  # the user has nothing to say
+    assert talk.ask is None and talk.failure is None
+    assert talk.finish_reasons == ["stop", "length"] and talk.turn == 4
+    assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
+
+
+def test_what_was_answered_before_a_turn_that_is_too_long_stands():
+    asked = ({"role": "user", "content": "a"}, {"role": "system", "content": "s"}, {"role": "user", "content": "b"})
+    talk = Talk(Seed("i", "s", asked), 0)
+    talk.hear("x", "stop")
+    talk.fail(Unanswered("too long"))
+    assert talk.failure is None and talk.ask is None and [m["content"] for m in talk.messages] == ["a", "x"]
+    for reason, heard in (("too long", 0), ("http 500", 1)):
+        talk = Talk(Seed("i", "s", asked), 0)
+        for _ in range(heard):
+            talk.hear("x", "stop")
+        talk.fail(Unanswered(reason))
+        assert talk.failure is not None and talk.failure.reason == reason
+
+
+# ---- shards
+
+
+def test_shards_after_a_kill(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "LINES", 3)
+    made = Shards(tmp_path)
+    for number in range(8):
+        made.add(f"id{number}", [{"role": "user", "content": "ä\u2028"}], ["stop"], "s")
+    made.fail("id9", "s", "timeout", "")
+    assert [len((tmp_path / f"shard-0000{n}.jsonl").read_text().split("\n")) - 1 for n in range(3)] == [3, 3, 2]
+    whole = (tmp_path / "shard-00002.jsonl").read_bytes()
+    (tmp_path / "shard-00002.jsonl").write_bytes(whole + whole[:30])
+    with (tmp_path / "failures.jsonl").open("a") as file:
+        file.write('{"id": "torn')
+    opened = Shards(tmp_path)
+    assert set(opened.answers) == {f"id{n}" for n in range(8)} and opened.finish_reasons == {"stop": 8}
+    assert (tmp_path / "shard-00002.jsonl").read_bytes() == whole
+    assert set(opened.failures) == {"id9"}
+    opened.add("id9", [], ["stop"], "s")
+    assert not Shards(tmp_path).failures, "killed before it was tidied"
+    opened.tidy()
+    assert not (tmp_path / "failures.jsonl").exists() and set(lines_of(tmp_path)) == {f"id{n}" for n in range(8)} | {
+        "id9"
+    }
+    (tmp_path / "shard-00001.jsonl").write_text('{"id": 3}\n')
+    with pytest.raises(ValueError, match=r"shard-00001\.jsonl:1: damaged"):
+        Shards(tmp_path)
+
+
+# ---- the engine
+
+
+def test_answers_are_the_targets_own_turn_by_turn(recipe, run_main, tiny_lm, teach, tmp_path):
+    assert run_main(distill.main, recipe)[0] == 0
+    target = load_target(str(tiny_lm))
+    tokenizer = target.tokenizer
+    found = {seed.id: seed for seed in read_seeds([Source(source=str(tmp_path / "seeds.jsonl"))])[0]}
+    lines = {seed: json.loads(line) for seed, line in lines_of(tmp_path / "whole").items()}
+    assert set(lines) == set(found) and len(found) == 20
+    reasons = Counter()
+    for seed, line in lines.items():
+        assert line["source"] == str(tmp_path / "seeds.jsonl")
+        messages, finish_reasons = [], []
+        for asked in found[seed].messages:
+            messages.append(asked)
+            if asked["role"] == "system":
+                continue
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            (said,) = teach(target, [tokenizer(text, add_special_tokens=False)["input_ids"]], NEW)
+            stop = next((place for place, token in enumerate(said) if token in target.stop_ids), None)
+            finish_reasons.append("length" if stop is None else "stop")
+            messages.append({"role": "assistant", "content": tokenizer.decode(said[:stop], skip_special_tokens=True)})
+        assert line["messages"] == messages and line["finish_reason"] == finish_reasons
+        reasons.update(finish_reasons)
+    assert {len(line["finish_reason"]) for line in lines.values()} == {1, 2, 3}
+    manifest = json.loads((tmp_path / "whole/manifest.json").read_text())
+    assert manifest["finish_reasons"] == reasons
+    assert manifest["decides"]["target.fingerprint"] == target.fingerprint
+    assert {"versions", "command", "recipe", "date"} <= set(manifest)
+    assert counts_of(tmp_path / "whole") == {"prompts": 20, "done": 20, "failed": {}, "not_asked": 0, "ended_early": 0}
+
+
+def test_sampled_answers_do_not_depend_on_the_batch(recipe, run_main, tmp_path):
+    def answers(name, *options):
+        sampled = ["decoding.mode=sample", "decoding.temperature=2.0", f"run.name={name}", *options]
+        code, _, err = run_main(distill.main, recipe, *sampled)
+        assert code == 0, err
+        return lines_of(tmp_path / name)
+
+    alone = answers("one", "engine.batch_size=1", "self_talk=1")
+    assert answers("many", "engine.batch_size=7", "self_talk=1") == alone
+    other = answers("other", "engine.batch_size=7", "self_talk=1", "run.seed=1")
+    assert sum(alone[seed] != other[seed] for seed in alone) > 15
+    roles = [[m["role"] for m in json.loads(line)["messages"] if m["role"] != "system"] for line in alone.values()]
+    assert all(turns == ["user", "assistant"] * (len(turns) // 2) for turns in roles)
+    assert max(map(len, roles)) == 8, "three turns of the seed, and one of self-talk"
+
+
+def test_a_drafter_changes_nothing(recipe, run_main, tiny_lm, tmp_path, monkeypatch):
+    target = load_target(str(tiny_lm))
+    heads = MedusaHeads.for_target(target, 2, 1, "shared")
+    write_drafter(tmp_path / "drafter", "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
+    write_json(tmp_path / "drafter/tree.json", {"paths": [[0], [1], [0, 0]]})
+    used = []
+
+    def decoder(target, drafter):
+        used.append(drafter)
+        return SpeculativeDecoder(target, drafter)
+
+    monkeypatch.setattr(distill, "SpeculativeDecoder", decoder)
+    assert run_main(distill.main, recipe)[0] == 0
+    code, _, err = run_main(distill.main, recipe, "run.name=drafted", f"engine.drafter={tmp_path / 'drafter'}")
+    assert code == 0, err
+    assert used[0] is None and used[1].num_nodes == 4
+    assert lines_of(tmp_path / "drafted") == lines_of(tmp_path / "whole")
+
+
+class Killed(BaseException):
+    """Ends a run at once: nobody catches it, nothing is saved."""
+
+
+def test_a_killed_run_goes_on(recipe, run_main, tmp_path, monkeypatch):
+    assert run_main(distill.main, recipe)[0] == 0
+    monkeypatch.setattr(shards, "LINES", 6)
+    append = shards._append
+    for kill in range(4):
+        left = 2 + kill
+
+        def torn(path, line):
+            nonlocal left
+            left -= 1
+            if not left:
+                with path.open("ab") as file:
+                    file.write(shards._encoded(line)[:-7])
+                raise Killed
+            append(path, line)
+
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(shards, "_append", torn)
+            run_main(distill.main, recipe, "run.name=killed", f"engine.batch_size={3 + kill}")
+    code, out, _ = run_main(distill.main, recipe, "run.name=killed", "--resume")
+    assert code == 0 and f"{20 - (1 + 2 + 3 + 4)} of 20 prompts to answer" in out
+    assert lines_of(tmp_path / "killed") == lines_of(tmp_path / "whole")
+    assert len(list((tmp_path / "killed").glob("shard-*.jsonl"))) == 4
+    assert counts_of(tmp_path / "killed")["done"] == 20
+    before = {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("shard-*")}
+    monkeypatch.setattr(distill, "load_target", None)  # nothing to ask: nothing to load
+    assert run_main(distill.main, recipe, "run.name=killed")[0] == 0
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("shard-*")}
+
+
+@pytest.mark.slow
+def test_a_process_killed_by_the_system_five_times(recipe, run_main, tmp_path):
+    rows = make_seeds(tmp_path / "seeds.jsonl", 400)
+    assert run_main(distill.main, recipe)[0] == 0
+    command = [sys.executable, "train/distill.py", recipe, "run.name=sigkill"]
+    folder, chance, kills = tmp_path / "sigkill", random.Random(0), 0
+
+    def size():
+        return sum(path.stat().st_size for path in folder.glob("shard-*")) if folder.exists() else 0
+
+    while True:
+        before = size()
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if kills < 5:
+            while size() == before and process.poll() is None:
+                time.sleep(0.001)
+            time.sleep(chance.uniform(0, 0.3))
+            process.kill()
+        if process.wait() == -signal.SIGKILL:
+            kills += 1
+            continue
+        assert process.returncode == 0, process.stderr.read()
+        break
+    assert kills == 5, "the run has to be long enough for five"
+    assert len(rows) == len(lines_of(folder)) and lines_of(folder) == lines_of(tmp_path / "whole")
+    assert counts_of(folder)["done"] == 400
+
+
+def test_too_long_for_the_target(recipe, run_main, tmp_path):
+    """A first turn that is too long fails; a later one ends its conversation."""
+    long = " ".join(WORDS * 8)
+    rows = [["short"], [long], ["short", long, "short"]]
+    (tmp_path / "seeds.jsonl").write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in rows))
+    code, out, err = run_main(distill.main, recipe, "engine.max_length=80")
+    assert code == 0, err
+    assert "too long 1 times" in out
+    counts = counts_of(tmp_path / "whole")
+    assert (counts["done"], counts["failed"], counts["ended_early"]) == (2, {"too long": 1}, 1)
+    (tmp_path / "seeds.jsonl").write_text(json.dumps({"turns": [long]}) + "\n")
+    code, _, err = run_main(distill.main, recipe, "engine.max_length=80", "run.name=none")
+    assert code == 1 and err.startswith("error: nobody answers: 0 of 1 prompts are answered") and err.count("\n") == 1
+
+
+def test_another_recipe_is_refused(recipe, run_main, tmp_path):
+    assert run_main(distill.main, recipe, "data.seeds.0.limit=3")[0] == 0
+    folder = tmp_path / "whole"
+    (folder / "mine.txt").write_text("a file of somebody else's")
+    before = lines_of(folder)
+    code, _, err = run_main(distill.main, recipe, "data.seeds.0.limit=3", f"decoding.max_new_tokens={NEW - 1}")
+    assert code == 2 and err == (
+        f"error: {folder}: its answers were asked for by another recipe (decoding.max_new_tokens: {NEW} → {NEW - 1}); "
+        "set run.name, or pass --restart to begin anew and delete them\n"
+    )
+    assert lines_of(folder) == before
+    assert run_main(distill.main, recipe, "data.seeds.0.limit=3", "engine.batch_size=2")[0] == 0, "only how fast"
+    code, _, err = run_main(distill.main, recipe, "decoding.max_new_tokens=3", "--restart")
+    assert code == 0, err
+    assert len(lines_of(folder)) == 20 and (folder / "mine.txt").exists()
+    code, _, err = run_main(distill.main, recipe, "--restart", "--resume")
+    assert code == 2 and "exclude each other" in err
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter/recipe.yaml").touch()
+    for option in ([], ["--restart"]):
+        code, _, err = run_main(distill.main, recipe, "run.name=drafter", *option)
+        assert code == 2 and "holds another run" in err
+    assert set(os.listdir(tmp_path / "drafter")) <= {"recipe.yaml", ".lock"}
+
+
+def test_one_process_at_a_time(recipe, run_main, tmp_path):
+    (tmp_path / "whole").mkdir()
+    with distill.FileLock(tmp_path / "whole/.lock"):
+        code, _, err = run_main(distill.main, recipe)
+    assert code == 2 and "another process is answering into this folder" in err and err.count("\n") == 1
+
+
+def test_dry_run_writes_nothing(recipe, run_main, tmp_path):
+    code, out, _ = run_main(distill.main, recipe, "--dry-run", "self_talk=2")
+    turns = sum(1 + n % 3 for n in range(20))
+    texts = turns + 2 * 2 * 20
+    assert code == 0 and not (tmp_path / "whole").exists()
+    assert f"20 prompts with {turns} turns" in out and f"{texts * NEW:,} in all" in out
+    assert "<|system|>\nBe brief.<|end|>\n<|user|>\n" in out and out.rstrip().endswith("<|assistant|>")
+    server = ["backend=endpoint", "endpoint={url: 'http://localhost:1', model: m}"]
+    code, out, _ = run_main(distill.main, recipe, "--dry-run", *server)
+    assert code == 0 and '"content": "Be brief."' in out and not (tmp_path / "whole").exists()
+
+
+WRONG = {
+    "engine.drafer=x": "unknown key 'engine.drafer'; nearest valid key: engine.drafter",
+    "data.seeds=[{source: stdlib}]": "seed source 'stdlib' has to be asked something: set form: chat",
+    "backend=endpoint": "backend endpoint needs the section 'endpoint'; add it",
+    "target=null": "backend engine needs the section 'target'; add it",
+    "engine.max_length=12": "decoding.max_new_tokens=12 leaves no room for a prompt within engine.max_length=12",
+    "endpoint={url: 'http://key@x/v1', model: m}": "'endpoint.url': string should match",
+    "data.seeds=[{source: /nowhere.jsonl}]": "there is no such file",
+    "engine.drafter=/nowhere": "no such folder",
+    "data.template=nowhere.jinja": "neither a Jinja template nor a file",
+}
+
+
+@pytest.mark.parametrize("override, message", WRONG.items())
+def test_bad_input_is_one_line(recipe, run_main, override, message):
+    code, _, err = run_main(distill.main, recipe, override)
+    assert code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_template_that_refuses(recipe, run_main, tmp_path):
+    refuses = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[-1].content }}"
+    )
+    code, out, _ = run_main(distill.main, recipe, f"data.template={json.dumps(refuses)}")
+    assert code == 0 and "chat template 4 times" in out
+    assert counts_of(tmp_path / "whole")["failed"] == {"chat template": 4}
+
+
+def test_shards_are_training_data(recipe, run_main, tiny_lm, tmp_path):
+    assert run_main(distill.main, recipe)[0] == 0
+    source = {"source": str(tmp_path / "whole/shard-00000.jsonl")}
+    data = Data.model_validate({"train": [source], "validation": [source], "max_length": 250})
+    tokenizer = load_target(str(tiny_lm)).tokenizer
+    samples = tokenized(data.train[0], data, tokenizer)
+    lines = [json.loads(line) for line in lines_of(tmp_path / "whole").values()]
+    answers = ""
+    for line in lines:
+        said = [m["content"] for m in line["messages"] if m["role"] == "assistant"]
+        for answer, reason in zip(said, line["finish_reason"], strict=True):
+            answers += answer + ("" if reason == "length" else "<|end|>")  # what was cut did not end
+    assert tokenizer.decode(samples.tokens[samples.supervised].tolist()) == answers
+    content = {
+        "run": {"name": "drafter", "output_dir": str(tmp_path)}, "target": {"name": str(tiny_lm)},
+        "drafter": {"num_draft_heads": 2}, "data": data.model_dump(mode="json"), "batch": {"sequences": 2},
+        "steps": 1, "optim": {"lr": 1e-3}, "precision": {"threads": 1},
+    }  # fmt: skip
+    (tmp_path / "medusa.yaml").write_text(yaml.safe_dump(content))
+    code, _, err = run_main(medusa.main, tmp_path / "medusa.yaml")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("name", ["tiny-distill", "vicuna33b-distill", "zephyr7b-distill"])
+def test_shipped_recipes_by_their_own_commands(tmp_path, name):
+    command = (ROOT / f"recipes/{name}.yaml").read_text().splitlines()[0].split()[1:]
+    assert command == ["python", "train/distill.py", f"recipes/{name}.yaml"]
+    command = [sys.executable, *command[1:], "--tiny", f"run.output_dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert counts_of(tmp_path / f"{name}-tiny")["done"] == 8
+
+
+# ---- the endpoint
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Answers a chat with what depends on it alone, after as many failures as the server's ``plan`` has for it."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        asked, server = json.loads(body), self.server
+        with server.lock:
+            server.requests.append((self.path, asked, dict(self.headers), time.monotonic()))
+            what = server.plan(asked)
+        if what == "hang":
+            server.released.wait(20)
+            self.close_connection = True
+        elif what == "cut":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b'{"choices": [{"mess')
+            self.wfile.flush()
+            self.close_connection = True
+        elif what == "drop":
+            self.close_connection = True
+        elif what == "garbage":
+            self.answer(200, b'{"choices": [{"message"')
+        elif what == "no choices":
+            self.answer(200, b'{"error": "overloaded"}')
+        elif isinstance(what, tuple):
+            self.answer(*what)
+        else:
+            said = f"{len(asked['messages'])}: {asked['messages'][-1]['content'][::-1]} \ud83d"
+            choice = {"message": {"content": said}, "finish_reason": "stop"}
+            self.answer(200, json.dumps({"choices": [choice]}).encode())
+
+    def answer(self, code, body, headers=()):
+        self.send_response(code)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+class Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_):
+        """A client that has gone away."""
+
+
+@pytest.fixture
+def server():
+    made = Quiet(("127.0.0.1", 0), Answering)
+    made.lock, made.released, made.requests, made.plan = threading.Lock(), threading.Event(), [], lambda asked: "fine"
+    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
+    yield made
+    made.released.set()
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def ask(recipe, run_main, server, tmp_path):
+    """ask(*overrides) → exit code, stdout, stderr of a run against the server."""
+    content = yaml.safe_load(recipe.read_text()) | {"backend": "endpoint", "target": None}
+    url = f"http://127.0.0.1:{server.server_port}/v1/"
+    content["endpoint"] = {"url": url, "model": "m", "concurrency": 8, "retries": 2, "timeout": 0.3, "backoff": 0.01}
+    recipe.write_text(yaml.safe_dump(content))
+    return lambda *overrides: run_main(distill.main, recipe, *overrides)
+
+
+FAULTS = {
+    "hang": "timeout",
+    (429, b"slow down", (("Retry-After", "0"),)): "http 429",
+    (500, b"oops"): "http 500",
+    "cut": "connection",
+    "drop": "connection",
+    "garbage": "malformed answer",
+    "no choices": "malformed answer",
+}
+
+
+def test_an_unreliable_server(ask, server, tmp_path, monkeypatch):
+    make_seeds(tmp_path / "seeds.jsonl", 60)
+    chance, given = random.Random(2), Counter()
+
+    def plan(asked):
+        fault = chance.choice(list(FAULTS)) if chance.random() < 0.6 else "fine"
+        given[fault] += 1
+        return fault
+
+    server.plan = plan
+    folder = tmp_path / "whole"
+    code, out, err = ask()
+    assert code == 0, err
+    counts = counts_of(folder)
+    assert all(given[fault] for fault in FAULTS), "every fault has come up"
+    assert counts["not_asked"] == 0 and 5 < counts["done"] < 55
+    assert set(counts["failed"]) == set(FAULTS.values()) and "failed: " in out
+    failed = {json.loads(line)["id"] for line in (folder / "failures.jsonl").read_text().splitlines()}
+    assert failed.isdisjoint(lines_of(folder)) and len(failed) + counts["done"] == 60
+    first = lines_of(folder)
+
+    server.plan, server.requests = lambda asked: "fine", []
+    code, _, err = ask()
+    assert code == 0, err
+    assert counts_of(folder) == {"prompts": 60, "done": 60, "failed": {}, "not_asked": 0, "ended_early": 0}
+    assert not (folder / "failures.jsonl").exists()
+    lines = lines_of(folder)
+    assert {seed: lines[seed] for seed in first} == first, "what was answered is not asked again"
+    by_id = {seed.id: seed for seed in read_seeds([Source(source=str(tmp_path / "seeds.jsonl"))])[0]}
+    assert len(server.requests) == sum(by_id[seed].turns for seed in failed)
+    for seed, line in lines.items():
+        messages = []
+        for message in by_id[seed].messages:
+            messages.append(message)
+            if message["role"] == "user":
+                said = f"{len(messages)}: {message['content'][::-1]} ?"  # half a surrogate pair is no text
+                messages.append({"role": "assistant", "content": said})
+        assert json.loads(line)["messages"] == messages
+    path, asked, _, _ = server.requests[0]
+    assert path == "/v1/chat/completions"
+    assert (asked["model"], asked["max_tokens"], asked["temperature"]) == ("m", NEW, 0)
+
+
+def test_nobody_answers_what_is_left(ask, server, tmp_path):
+    """Done before or not: a run that gets no answer fails, also if one prompt has only itself to blame."""
+    plan = {"1": "fine", "2": (400, b"context length"), "3": (500, b"gone")}
+    (tmp_path / "seeds.jsonl").write_text("".join(json.dumps({"prompt": name}) + "\n" for name in plan))
+    server.plan = lambda asked: plan[asked["messages"][0]["content"]]
+    code, _, err = ask("endpoint.retries=0")
+    assert code == 0, err
+    code, _, err = ask("endpoint.retries=0")
+    assert code == 1 and "nobody answers: 1 of 3" in err and "http 500 1 times" in err and "too long 1 times" in err
+    plan["3"] = "fine"
+    assert ask()[0] == 0
+    code, out, _ = ask()
+    assert code == 0 and "2 of 3 prompts are answered" in out and "too long 1 times" in out
+
+
+def test_tiny_asks_no_server(ask, server, tmp_path):
+    code, _, err = ask("--tiny")
+    assert code == 0, err
+    assert counts_of(tmp_path / "whole-tiny")["done"] == 8 and not server.requests
+
+
+def test_sampled_requests_carry_their_own_seeds(ask, server):
+    options = ["decoding.mode=sample", "decoding.top_p=0.9"]
+
+    def seeds_of(*more):
+        server.requests = []
+        assert ask(*options, *more)[0] == 0
+        assert all((a["temperature"], a["top_p"]) == (0.3, 0.9) for _, a, _, _ in server.requests)
+        return {json.dumps(a["messages"]): a["seed"] for _, a, _, _ in server.requests}
+
+    one = seeds_of("run.name=a", "endpoint.concurrency=1")
+    assert seeds_of("run.name=b") == one and len(set(one.values())) == len(one)
+    assert seeds_of("run.name=c", "run.seed=1") != one
+
+
+@pytest.mark.parametrize(
+    "what, requests, reason",
+    [
+        ((404, b"no model m"), 1, "http 404"), ((401, b"bad key"), 1, "http 401"), ((408, b""), 3, "http 408"),
+        ((503, b""), 3, "http 503"), ((307, b"", (("Location", "/else"),)), 1, "http 307"),
+        ((302, b"", (("Location", "/else"),)), 1, "http 302"),
+        ((400, b"the maximum context length is 9"), 1, "too long"), ((400, b"bad temperature"), 1, "http 400"),
+    ],
+)  # fmt: skip
+def test_what_is_asked_again(ask, server, tmp_path, what, requests, reason):
+    server.plan = lambda asked: what
+    code, _, err = ask("data.seeds.0.limit=1")
+    assert code == 1 and len(server.requests) == requests
+    assert err.startswith("error: nobody answers: 0 of 1 prompts are answered") and err.count("\n") == 1
+    assert f"{reason} 1 times" in err and what[1].decode() in err
+    assert counts_of(tmp_path / "whole")["failed"] == {reason: 1}
+
+
+def test_retry_after_is_waited_for(ask, server):
+    answers = iter([(429, b"", (("Retry-After", "0.4"),)), "fine"])
+    server.plan = lambda asked: next(answers)
+    assert ask("data.seeds.0.limit=1")[0] == 0
+    first, second = (moment for *_, moment in server.requests)
+    assert 0.4 <= second - first < 2
+    assert endpoint._seconds("3") == 3 and endpoint._seconds("-3") == 0 and endpoint._seconds("soon") is None
+    assert endpoint._seconds("Fri, 01 Jan 2100 00:00:00 GMT") > 1e6
+    assert endpoint._seconds("Fri, 01 Jan 2010 00:00:00 GMT") == 0
+
+
+def test_backoff_doubles(monkeypatch):
+    pauses = []
+    asked = endpoint.Server("http://127.0.0.1:9", "m", 1.0, 4, 2.0)
+    monkeypatch.setattr(asked.stopped, "wait", pauses.append)
+    with pytest.raises(Unanswered) as error:
+        asked.answer([])
+    assert error.value.reason == "connection" and len(pauses) == 4
+    assert all(0.5 * 2 * 2**n <= pause <= 1.5 * 2 * 2**n for n, pause in enumerate(pauses))
+    assert pauses != [2 * 2**n for n in range(4)], "with jitter"
+
+
+def test_a_server_that_is_down(ask, server, tmp_path):
+    """The run ends, though not every prompt was asked; what was not is not a failure."""
+    folder = tmp_path / "whole"
+    code, _, err = ask("endpoint.url='http://127.0.0.1:9/v1'", "endpoint.give_up=5", "endpoint.concurrency=2")
+    assert code == 1 and err.startswith("error: nobody answers: 0 of 20 prompts") and err.count("\n") == 1
+    counts = counts_of(folder)
+    assert counts["failed"] == {"connection": 5} and counts["not_asked"] == 15
+    assert ask()[0] == 0 and counts_of(folder)["done"] == 20, "another address of the same model is no other recipe"
+
+
+def test_it_breaks_down_on_the_way(ask, server, tmp_path):
+    answers = iter(["fine"] * 9)
+    server.plan = lambda asked: next(answers, (500, b"gone"))
+    code, _, err = ask("endpoint.give_up=6", "endpoint.retries=0", "endpoint.concurrency=1")
+    counts = counts_of(tmp_path / "whole")
+    assert code == 1 and "http 500 6 times" in err and counts["done"] > 0 and counts["not_asked"] > 0
+
+
+def test_the_key_is_sent_and_kept_nowhere(ask, server, tmp_path, monkeypatch):
+    key = "sk-SECRET-123"
+    monkeypatch.setenv(endpoint.KEY, key + "\n")
+    chance = iter([(401, f"wrong key {key}".encode())])
+    server.plan = lambda asked: next(chance, "fine")
+    code, out, err = ask()
+    assert code == 0, err
+    assert all(headers["Authorization"] == f"Bearer {key}" for _, _, headers, _ in server.requests)
+    written = b"".join(path.read_bytes() for path in (tmp_path / "whole").rglob("*") if path.is_file())
+    assert b"wrong key ***" in written
+    assert "SECRET" not in out + err and b"SECRET" not in written
+    monkeypatch.setenv(endpoint.KEY, "sk-SECRET\nX: y")
+    code, out, err = ask("run.name=other")
+    assert code == 2 and err.startswith("error: OPENAI_API_KEY: holds a line break") and "SECRET" not in out + err
+    monkeypatch.delenv(endpoint.KEY)
+    server.requests = []
+    assert ask("run.name=third")[0] == 0
+    assert not any("Authorization" in headers for _, _, headers, _ in server.requests)
+
+
+def test_ctrl_c_keeps_what_is_answered(ask, server, tmp_path):
+    asked = iter(range(100))
+
+    def plan(_):
+        if next(asked) == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+        return "fine"
+
+    server.plan = plan
+    code, _, err = ask("endpoint.concurrency=1")
+    done = counts_of(tmp_path / "whole")["done"]
+    assert code == 2 and 0 < done < 20
+    assert (
+        err == f"error: stopped: {done} of 20 prompts are answered in {tmp_path / 'whole'}; the same command goes on\n"
+    )
+    assert ask()[0] == 0 and counts_of(tmp_path / "whole")["done"] == 20
+    shutil.rmtree(tmp_path / "whole")

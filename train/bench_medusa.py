@@ -1,0 +1,168 @@
+"""Four ways to train Medusa heads, with equally many head-training steps: τ, speed-up, how far the target has moved.
+
+    python train/bench_medusa.py --prompts runs/demo/prompts.jsonl --out runs/bench-medusa
+    python train/bench_medusa.py --prompts runs/demo/prompts.jsonl --out runs/bench-medusa --steps 200   # quick, rough
+
+    medusa-1         the target frozen
+    joint, direct    heads and target together from the start, cross-entropy (arXiv 2401.10774 §2.2.2 says: it harms)
+    joint, 2 stages  the heads alone for half of the steps, then together, cross-entropy
+    self-distilled   the same, but the target is held to what it said before, by KL
+
+All train on the same answers of the target, by recipes/tiny-medusa2.yaml (--recipe for another). Finished runs are
+kept: the command goes on where it was stopped. τ is given twice: on what the trained target now writes (real, by the
+engine), and on what the original target wrote (simulated). A target made dull would win the first and lose the second.
+"""
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+
+from draftsmith.inference import report as reporting
+from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
+from draftsmith.inference.decode import load_drafter, read_prompts, run_rounds
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.lossless import check_greedy
+from draftsmith.models.artifact import device_name, read_json, versions, write_json
+from draftsmith.train.command import available_cores, run_command
+from draftsmith.train.medusa import SIMULATED_NODES
+
+console = Console(highlight=False)
+
+
+def ways(steps: int) -> dict[str, list[str]]:
+    """The overrides of each way, by name; the heads train for ``steps`` steps in all of them."""
+    half = [f"steps={steps // 2}", f"joint.steps={steps - steps // 2}"]
+    cross_entropy = ["joint.loss=ce", "joint.head_weight=0.2", "joint.ramp=constant"]
+    return {
+        "medusa-1": ["joint=null", f"steps={steps}"],
+        "joint, direct": [*cross_entropy, "joint.heads_first=false", f"joint.steps={steps}"],
+        "joint, 2 stages": [*cross_entropy, *half],
+        "self-distilled": half,
+    }
+
+
+def train(recipe: str, out: Path, name: str, overrides: list[str]) -> Path:
+    """A finished run's folder; trained, or trained on, unless it is there."""
+    folder = out / name.replace(", ", "-").replace(" ", "-")
+    if (folder / "config.json").exists():
+        return folder
+    if not (folder / "answers").exists():  # the same for all, and made by the first
+        for other in sorted(out.glob("*/answers")):
+            shutil.copytree(other, folder / "answers")
+            break
+    where = [f"run.name={folder.name}", f"run.output_dir={out}"]
+    command = [sys.executable, "train/medusa.py", recipe, *where, *overrides, "--resume"]
+    console.print(f"[bold]{name}[/bold]: {shlex.join(command[1:])}")
+    done = subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, check=False)
+    if done.returncode:
+        raise ValueError(f"training '{name}' failed (exit code {done.returncode}); mend it and run this again")
+    return folder
+
+
+def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> dict[str, Any]:
+    """τ, speed-up over plain decoding of the same target, losslessness, and drift of one finished run."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = SimpleNamespace(
+        target=None, device=device, dtype="float32", quantize="none", device_map="none", trust_remote_code=False,
+        tree="auto",
+    )  # fmt: skip
+    config = read_json(folder / "config.json")
+    kept = load_file(folder / "held_out" / "model.safetensors")
+    (folder / "tree.json").unlink(missing_ok=True)
+    write_json(folder / "tree.json", {"paths": [[0]]})  # until the heads are loaded and theirs is known
+    target, drafter = load_drafter(str(folder), None, options)  # type: ignore[arg-type]
+    assert isinstance(drafter, MedusaDrafter)
+    ranks = head_ranks(target, drafter.heads, kept["tokens"], kept["supervised"])
+    tree = best_tree(ranks, SIMULATED_NODES)
+    write_json(folder / "tree.json", {"paths": [list(path) for path in tree.paths]})
+    drafted = SpeculativeDecoder(target, MedusaDrafter(drafter.heads, tree, target))
+    plain = SpeculativeDecoder(target)
+    texts = [prompt.encode(target) for prompt in read_prompts(prompts)]
+    results: dict[str, list[Generation]] = {}
+
+    def method(name: str, decoder: SpeculativeDecoder) -> Any:
+        def run(some: list[list[int]]) -> list[list[int]]:
+            results[name] = decoder.generate(some, max_new_tokens, batch_size=1)
+            return [result.tokens for result in results[name]]
+
+        return run
+
+    timed = run_rounds(
+        {"drafted": method("drafted", drafted), "plain": method("plain", plain)}, texts, rounds, texts[:1]
+    )  # fmt: skip
+    checked = check_greedy(target, texts, timed["drafted"].outputs, timed["plain"].outputs)
+    counted = reporting.acceptance(results["drafted"], tree.max_depth, tree.num_nodes)
+    facts = read_json(folder / "provenance.json")
+    return {
+        "steps": facts["steps"],
+        "projection": config["projection"],
+        "mean_accepted_length": counted["mean_accepted_length"],
+        "mean_accepted_length_before_first_loop": counted["repetition"]["mean_accepted_length_before_first_loop"],
+        "simulated_on_the_originals_text": round(simulate(tree, ranks), 4),
+        "speedup": round(timed["drafted"].tokens_per_second / timed["plain"].tokens_per_second, 4),
+        "tokens_per_second": round(timed["drafted"].tokens_per_second, 2),
+        "repeated_4gram_rate": counted["repetition"]["repeated_4gram_rate"],
+        "kl": facts.get("kl", 0.0),
+        "perplexity_ratio": facts.get("perplexity_ratio", 1.0),
+        "lossless": checked.to_dict(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="recipes/tiny-medusa2.yaml")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="held-out prompts")
+    parser.add_argument("--steps", type=int, default=800, help="head-training steps of each way")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--repeat", type=int, default=3, help="rounds over all prompts; the median counts")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-medusa"), metavar="DIR")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for every run")
+    args = parser.parse_intermixed_args()
+    if args.steps < 2:
+        raise ValueError(f"--steps {args.steps}: at least 2, one for each stage")
+    read_prompts(args.prompts)
+    torch.set_num_threads(available_cores())
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, own in ways(args.steps).items():
+        folder = train(args.recipe, args.out, name, [*own, *args.overrides])
+        rows[name] = measure(folder, args.prompts, args.max_new_tokens, args.repeat)
+    device = device_name("cuda" if torch.cuda.is_available() else "cpu")
+    table = Table(title=f"{args.recipe} · {args.steps} steps of the heads · {device}", title_justify="left")
+    table.add_column("way", no_wrap=True)
+    what = [
+        "τ",
+        "τ before\nloops",
+        "τ on the\noriginal's text",
+        "× plain",
+        "KL per\ntoken",
+        "perplexity\nratio",
+        "exact",
+    ]
+    for column in what:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        table.add_row(
+            name, f"{row['mean_accepted_length']:.2f}", f"{row['mean_accepted_length_before_first_loop'] or 1:.2f}",
+            f"{row['simulated_on_the_originals_text']:.2f}", f"{row['speedup']:.2f}", f"{row['kl']:.4f}",
+            f"{row['perplexity_ratio']:.4f}", "yes" if not row["lossless"]["mismatches"] else "NO",
+        )  # fmt: skip
+    console.print(table)
+    command = "python train/bench_medusa.py " + shlex.join(sys.argv[1:])
+    write_json(args.out / "bench.json", {"ways": rows, "device": device, "versions": versions(), "command": command})
+    console.print(f"wrote {args.out / 'bench.json'}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,374 @@
+"""Self-distillation data: the target itself answers seed prompts (arXiv 2401.10774 §2.3.2), to train a drafter on.
+
+    python train/distill.py recipes/tiny-distill.yaml [section.field=value ...] [--dry-run] [--tiny] [--restart]
+
+Of each seed the user's turns are asked one by one: what its assistant said is dropped, what the target says is kept.
+The run's folder gets shard-00000.jsonl, …, which a training recipe names as a source, failures.jsonl and manifest.json.
+The same command, after a kill too, goes on where it stopped and asks again what failed.
+
+Exit codes: 0 done, 1 nobody answers, 2 wrong usage or bad input, or interrupted.
+"""
+
+import argparse
+import hashlib
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from filelock import FileLock, Timeout
+from jinja2 import TemplateError
+from pydantic import Field, model_validator
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from draftsmith.data.chat import Message
+from draftsmith.data.endpoint import Server, in_threads
+from draftsmith.data.seeds import TOO_LONG, Seed, Talk, Unanswered, read_seeds
+from draftsmith.data.shards import Shards, open_shards
+from draftsmith.data.tokenized import read_template
+from draftsmith.inference.decode import load_drafter
+from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.turns import serve_turns
+from draftsmith.models.artifact import provenance, write_json
+from draftsmith.models.target import fingerprint, load_target, local_folder, resolve_folder
+from draftsmith.train.command import available_cores, run_command
+from draftsmith.train.loop import Note, console
+from draftsmith.train.recipe import Positive, Run, Section, Source, Target, read_recipe, write_recipe
+from draftsmith.train.tiny import SAMPLES, tiny_target, write_target
+
+NO_TEMPLATE = "chat template"  # why a prompt failed, beside the reasons of data/endpoint.py
+OWN_FAULT = (TOO_LONG, NO_TEMPLATE)  # the prompt's own: says nothing about whoever was asked
+NOTE_EVERY = 30.0  # seconds between two manifests of a run
+
+Backend = Callable[["DistillRecipe", Iterator[Talk], Callable[[Talk], None]], None]
+
+
+class NobodyError(Exception):
+    """Whoever is asked has stopped answering."""
+
+
+class Seeds(Section):
+    seeds: list[Source] = Field(min_length=1, description="whose user turns are asked; the assistant's are dropped")
+    template: str | None = Field(
+        default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
+    )
+
+    @model_validator(mode="after")
+    def _chats(self) -> "Seeds":
+        for source in self.seeds:
+            if source.installed and source.form != "chat":
+                raise ValueError(f"seed source {source.source!r} has to be asked something: set form: chat")
+            if source.answers is not None or source.weight != 1.0:
+                raise ValueError(f"seed source {source.source!r}: 'answers' and 'weight' are for training data")
+        return self
+
+
+class Decoding(Section):
+    mode: Literal["greedy", "sample"] = "sample"
+    temperature: float = Field(default=0.3, gt=0, description="for mode sample")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="for mode sample")
+    max_new_tokens: Positive = Field(default=2048, description="of an answer; one cut there is kept and marked")
+
+
+class Engine(Section):
+    """Our own engine. None of it changes what is answered, except that ``max_length`` may end a conversation early."""
+
+    drafter: str = Field(default="none", description="a drafter's folder or Hub id; or none")
+    batch_size: Positive = Field(default=32, description="conversations decoded at once")
+    max_length: Positive = Field(
+        default=4096, description="tokens of a conversation; memory for so many is taken for each of the batch"
+    )
+    threads: int | None = Field(default=None, gt=0, description="CPU threads; all cores if left out")
+
+
+class Endpoint(Section):
+    """Any server with OpenAI's protocol; a key comes from the environment variable OPENAI_API_KEY alone."""
+
+    url: str = Field(pattern=r"^https?://[^\s@?#]+$", description="without /chat/completions: http://localhost:8000/v1")
+    model: str = Field(min_length=1, description="the name it is served by")
+    concurrency: Positive = Field(default=32, description="conversations at once")
+    retries: int = Field(default=5, ge=0, description="after a timeout, 408, 429, 5xx, a cut or malformed answer")
+    timeout: float = Field(default=600.0, gt=0, description="seconds without a byte from the server")
+    backoff: float = Field(default=1.0, ge=0, description="seconds before the first retry; doubled before each other")
+    give_up: Positive = Field(default=200, description="end the run after so many prompts in a row without an answer")
+
+
+class DistillRecipe(Section):
+    run: Run
+    target: Target | None = Field(default=None, description="for backend engine")
+    data: Seeds
+    backend: Literal["engine", "endpoint"] = "engine"
+    engine: Engine = Engine()
+    endpoint: Endpoint | None = None
+    decoding: Decoding = Decoding()
+    self_talk: int = Field(default=0, ge=0, description="turns that the model writes both sides of, after the seed's")
+
+    @model_validator(mode="after")
+    def _whole(self) -> "DistillRecipe":
+        needed = "target" if self.backend == "engine" else "endpoint"
+        if getattr(self, needed) is None:
+            raise ValueError(f"backend {self.backend} needs the section '{needed}'; add it")
+        if self.backend == "endpoint" and self.data.template is not None:
+            raise ValueError("data.template is for backend engine; a server uses its own")
+        if self.backend == "engine" and self.decoding.max_new_tokens >= self.engine.max_length:
+            raise ValueError(
+                f"decoding.max_new_tokens={self.decoding.max_new_tokens} leaves no room for a prompt within "
+                f"engine.max_length={self.engine.max_length}"
+            )
+        return self
+
+    def sampling(self, talk: "Talk") -> Sampling:
+        """Of the next answer: its random numbers depend on the prompt and the turn, not on what is decoded with it."""
+        digest = hashlib.sha256(f"{self.run.seed} {talk.seed.id} {talk.turn}".encode()).digest()
+        d = self.decoding
+        return Sampling(d.temperature, top_p=d.top_p, seed=int.from_bytes(digest[:8], "big") >> 2)
+
+    def decides(self) -> dict[str, Any]:
+        """All that decides what is answered, by field. What only decides how fast, or where the server is, may change
+        while a folder is being filled."""
+        fields = {f"decoding.{name}": value for name, value in self.decoding.model_dump(mode="json").items()}
+        fields |= {"run.seed": self.run.seed, "backend": self.backend, "self_talk": self.self_talk}
+        fields |= {"data.seeds": self.data.model_dump(mode="json")["seeds"]}
+        if self.backend == "endpoint":
+            assert self.endpoint is not None
+            return {**fields, "endpoint.model": self.endpoint.model}
+        assert self.target is not None
+        fields |= {f"target.{name}": value for name, value in self.target.model_dump(mode="json").items()}
+        fields["target.fingerprint"] = fingerprint(resolve_folder(self.target.name, self.target.revision))
+        fields |= {"data.template": read_template(self.data.template), "engine.max_length": self.engine.max_length}
+        return fields
+
+
+def encode(messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str | None) -> list[int]:
+    """A prompt by the chat template, up to where the assistant begins to speak.
+
+    Raises:
+        Unanswered: the template refuses it.
+        ValueError: there is none.
+    """
+    if not (template or tokenizer.chat_template):
+        raise ValueError("the target's tokenizer has no chat template; set data.template, for example to "
+                         "recipes/templates/vicuna.jinja")  # fmt: skip
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, chat_template=template, add_generation_prompt=True, tokenize=False
+        )  # fmt: skip
+    except TemplateError as error:
+        raise Unanswered(NO_TEMPLATE, str(error)) from None
+    return list(cast(list[int], tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]))
+
+
+def by_engine(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk], None]) -> None:
+    """Our own engine answers, ``engine.batch_size`` conversations at a time.
+
+    Raises:
+        FileNotFoundError, ValueError: target or drafter cannot be used.
+    """
+    t, e, d = recipe.target, recipe.engine, recipe.decoding
+    assert t is not None
+    torch.set_num_threads(e.threads or available_cores())
+    target = load_target(
+        t.name, revision=t.revision, dtype=t.dtype, device="cuda" if torch.cuda.is_available() else "cpu",
+        quantize=t.quantize, trust_remote_code=t.trust_remote_code,
+    )  # fmt: skip
+    drafter = None
+    if e.drafter != "none":
+        _, drafter = load_drafter(e.drafter, target, argparse.Namespace(target=None, tree="auto"))
+    tokenizer, template = target.tokenizer, read_template(recipe.data.template)
+    assert tokenizer is not None
+    longest = min(target.context, e.max_length)
+
+    def request(talk: Talk) -> Request | None:
+        assert talk.ask is not None
+        try:
+            prompt = encode(talk.ask, tokenizer, template)
+            if len(prompt) >= longest:
+                raise Unanswered(TOO_LONG, f"{len(prompt)} tokens before the answer; {longest} are allowed with it")
+        except Unanswered as error:
+            talk.fail(error)
+            end(talk)
+            return None
+        return Request(prompt, min(d.max_new_tokens, longest - len(prompt)), recipe.sampling(talk))
+
+    def hear(talk: Talk, result: Generation) -> bool:
+        tokens = result.tokens[:-1] if result.tokens[-1] in target.stop_ids else result.tokens
+        text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        talk.hear(str(text), result.finish_reason)
+        if talk.ask is None:
+            end(talk)
+        return talk.ask is not None
+
+    serve_turns(SpeculativeDecoder(target, drafter), talks, request, hear, e.batch_size, mode=d.mode, longest=longest)
+
+
+def by_endpoint(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk], None]) -> None:
+    """A server answers, ``endpoint.concurrency`` conversations at a time; ``end`` is called in this thread."""
+    e, d = recipe.endpoint, recipe.decoding
+    assert e is not None
+    server = Server(e.url, e.model, e.timeout, e.retries, e.backoff)
+
+    def converse(talk: Talk) -> None:
+        while talk.ask is not None:
+            options: dict[str, Any] = {"max_tokens": d.max_new_tokens, "temperature": 0}
+            if d.mode == "sample":
+                seed = recipe.sampling(talk).seed % (1 << 31)  # what every server takes
+                options |= {"temperature": d.temperature, "top_p": d.top_p, "seed": seed}
+            try:
+                talk.hear(*server.answer(talk.ask, **options))
+            except Unanswered as error:
+                talk.fail(error)
+
+    with closing(in_threads(converse, talks, e.concurrency, server.stopped)) as finished:
+        for talk in finished:
+            end(talk)
+
+
+def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
+    """Print what would be asked."""
+    d, turns = recipe.decoding, sum(seed.turns for seed in seeds)
+    texts = turns + 2 * recipe.self_talk * len(seeds)
+    console.print(
+        f"{len(seeds):,} prompts with {turns:,} turns of the user, {recipe.self_talk} more of self-talk each: at most "
+        f"{texts:,} texts of {d.max_new_tokens:,} tokens, {texts * d.max_new_tokens:,} in all, {d.mode}, by "
+        f"{recipe.backend}. The first prompt:",
+        soft_wrap=True,
+    )
+    first = Talk(seeds[0], 0).ask or []
+    if recipe.target is None or recipe.backend == "endpoint":
+        console.print_json(json.dumps(first))
+        return
+    t = recipe.target
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            local_folder(t.name) or t.name, revision=t.revision, trust_remote_code=t.trust_remote_code
+        )
+    except Exception as error:  # transformers and the Hub's client raise a dozen unrelated types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        console.print(f"not rendered: target '{t.name}' has no tokenizer here ({reason})", soft_wrap=True)
+        return
+    try:
+        ids = encode(first, tokenizer, read_template(recipe.data.template))
+    except Unanswered as error:
+        raise ValueError(f"the chat template refuses the first prompt: {error.detail}") from None
+    console.print(tokenizer.decode(ids), markup=False, soft_wrap=True)
+
+
+def small(recipe: DistillRecipe) -> DistillRecipe:
+    """``--tiny``: eight bundled chats, sixteen tokens an answer, by a small random target of the same family."""
+    content: dict[str, Any] = recipe.model_dump()
+    content["run"]["name"] += "-tiny"
+    folder = Path(recipe.run.output_dir) / content["run"]["name"]
+    target = content["target"] or {"name": "", "model_type": "llama"}
+    content |= {"backend": "engine", "endpoint": None, "target": tiny_target(target, folder)}
+    content["engine"] |= {"drafter": "none", "batch_size": 4, "max_length": 512}
+    content["data"]["seeds"] = [{"source": str(SAMPLES), "limit": 8}]
+    content["decoding"]["max_new_tokens"] = 16
+    return DistillRecipe.model_validate(content)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="a YAML file, for example recipes/tiny-distill.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example self_talk=1")
+    parser.add_argument("--resume", action="store_true", help="go on where it stopped; it does so anyway")
+    parser.add_argument("--restart", action="store_true", help="begin anew, deleting this run's answers")
+    parser.add_argument("--tiny", action="store_true", help="a few answers of a small random target")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be asked; ask and write nothing")
+    args = parser.parse_intermixed_args()
+    if args.resume and args.restart:
+        raise ValueError("--resume and --restart exclude each other; pass one")
+    command = "python train/distill.py " + shlex.join(sys.argv[1:])
+    recipe = cast(DistillRecipe, read_recipe(args.recipe, cast(Any, DistillRecipe), args.overrides))
+    recipe = small(recipe) if args.tiny else recipe
+    seeds, empty = read_seeds(recipe.data.seeds)
+    if args.dry_run:
+        return dry(recipe, seeds)
+    folder = recipe.run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        held = FileLock(folder / ".lock").acquire(blocking=False)
+    except Timeout:
+        raise ValueError(f"{folder}: another process is answering into this folder; wait, or set run.name") from None
+    with held:
+        if args.tiny and recipe.target:
+            write_target(recipe.target)
+        decides = recipe.decides()
+        shards = open_shards(folder, decides, args.restart or args.tiny)
+        facts = {"rows_without_prompt": empty, "decides": decides, **provenance(command=command, recipe=args.recipe)}
+        write_json(folder / "manifest.json", facts)  # first of all: it says whose folder this is
+        write_recipe(cast(Any, recipe), folder / "recipe.yaml", command)
+        distill(recipe, seeds, shards, facts, by_engine if recipe.backend == "engine" else by_endpoint)
+
+
+def distill(
+    recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dict[str, Any], backend: Backend
+) -> None:  # fmt: skip
+    """Ask what has no answer yet, and keep the manifest with its ``facts``.
+
+    Raises:
+        SystemExit: nobody answers (code 1).
+        KeyboardInterrupt: the user stopped it; what was answered is kept.
+    """
+    todo = [seed for seed in seeds if seed.id not in shards.answers]
+    wanted = {seed.id: seed.turns + recipe.self_talk for seed in seeds}
+
+    def note_down() -> dict[str, Any]:
+        counts = shards.counts(wanted)
+        content = {"counts": counts, "finish_reasons": dict(shards.finish_reasons), **facts}
+        write_json(shards.folder / "manifest.json", content)
+        return counts
+
+    note_down()
+    note = Note(f"{len(todo):,} of {len(seeds):,} prompts to answer, by {recipe.backend}", len(todo))
+    asked, answered, in_vain, noted = 0, 0, 0, time.monotonic()  # in_vain: how many since the last answer
+
+    def end(talk: Talk) -> None:
+        nonlocal asked, answered, in_vain, noted
+        seed, why = talk.seed, talk.failure
+        if why is None:
+            shards.add(seed.id, talk.messages, talk.finish_reasons, seed.source)
+            answered, in_vain = answered + 1, 0
+        else:
+            shards.fail(seed.id, seed.source, why.reason, why.detail)
+            in_vain += why.reason not in OWN_FAULT
+        asked += 1
+        note.done(asked)
+        if time.monotonic() - noted > NOTE_EVERY:
+            note_down()
+            noted = time.monotonic()
+        if recipe.endpoint and in_vain >= recipe.endpoint.give_up:
+            raise NobodyError
+
+    stopped: BaseException | None = None
+    try:
+        if todo:
+            backend(recipe, (Talk(seed, recipe.self_talk) for seed in todo), end)
+    except (NobodyError, KeyboardInterrupt) as error:
+        stopped = error
+    finally:
+        note.close()
+    if isinstance(stopped, KeyboardInterrupt):
+        shards = Shards(shards.folder)  # it may have come between a line and its counting
+    shards.tidy()
+    counts = note_down()
+    said = f"{counts['done']:,} of {len(seeds):,} prompts are answered in {shards.folder}"
+    if isinstance(stopped, KeyboardInterrupt):
+        raise KeyboardInterrupt(f"stopped: {said}; the same command goes on")
+    if counts["failed"]:
+        reasons = ", ".join(f"{reason} {count:,} times" for reason, count in counts["failed"].items())
+        said += f"; failed: {reasons} (see failures.jsonl; the same command asks these again)"
+    if stopped or (in_vain and not answered) or not counts["done"]:
+        detail = list(shards.failures.values())[-1]["detail"]
+        print(f"error: nobody answers: {said}{f': {detail}' if detail else ''}", file=sys.stderr, flush=True)
+        raise SystemExit(1)
+    console.print(f"done: {said}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_command(main)
