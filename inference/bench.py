@@ -43,7 +43,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.step import ATTENTION, Clock, PlainDrafter, Step
+from draftsmith.inference.step import ATTENTION, Clock, PlainDrafter, Step, capacity_for
 from draftsmith.inference.tree import Ranks, StaticTree, Topology
 from draftsmith.kernels import bench as kernel_bench
 from draftsmith.kernels.bench import DTYPES, Device
@@ -189,7 +189,7 @@ class Case:
         self.heads, self.topology, self.batch, self.context = heads, topology, batch, context
         self.device = target.device
         drafter = PlainDrafter(self.device) if heads is None else MedusaDrafter(heads, topology, target)
-        capacity = context + topology.num_nodes + 2 * (topology.max_depth + 1)  # as the engine has it
+        capacity = capacity_for(context, drafter)
         slot = sum(2 * kv_heads * width for kv_heads, width in target.kv_shapes) * target.dtype.itemsize
         check_fits(batch * capacity * slot, self.device)
         static = self.device.type == "cuda" and not target.spread

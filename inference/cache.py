@@ -38,8 +38,10 @@ class _Layer(CacheLayerMixin):
             keys.index_copy_(2, slots[0], key_states)
             values.index_copy_(2, slots[0], value_states)
         else:
-            keys.scatter_(2, slots[:, None, :, None].expand_as(key_states), key_states)
-            values.scatter_(2, slots[:, None, :, None].expand_as(value_states), value_states)
+            # Not scatter_: torch.compile would copy the whole cache for it.
+            place = (torch.arange(len(slots), device=slots.device)[:, None], slots)
+            keys.transpose(1, 2).index_put_(place, key_states.transpose(1, 2))
+            values.transpose(1, 2).index_put_(place, value_states.transpose(1, 2))
         return keys[:, :, : self.owner.seen], values[:, :, : self.owner.seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -207,7 +207,7 @@ def choice(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[s
     if args.mode == "greedy":
         return {}
     sampling = sampling_of(args)
-    seeds = [sampling.seed + zlib.crc32(str(list(prompt)).encode()) for prompt in prompts]
+    seeds = [(sampling.seed + zlib.crc32(str(list(prompt)).encode())) % (1 << 62) for prompt in prompts]
     return {"mode": args.mode, "sampling": [replace(sampling, seed=seed) for seed in seeds]}
 
 

@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 import torch
 
 from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.step import ATTENTION, PHASES, Clock, Drafter, Mode, PlainDrafter, Step, Told
+from draftsmith.inference.step import (
+    ATTENTION,
+    PHASES,
+    Clock,
+    Drafter,
+    Mode,
+    PlainDrafter,
+    Step,
+    Told,
+    capacity_for,
+    on_device,
+)
 from draftsmith.models.target import Target
 
 ROUND = 256  # slots that the cache of static steps grows by
@@ -80,7 +91,8 @@ class SpeculativeDecoder:
     @property
     def how(self) -> str:
         """How the last call's steps ran: in a CUDA graph, or eagerly."""
-        return (self._step.eagerly or "cuda graph") if self._step else "not yet"
+        how = (self._step.eagerly or "cuda graph") if self._step else "not yet"
+        return f"{how}, compiled" if self.compiled else how
 
     def generate(
         self,
@@ -114,10 +126,8 @@ class SpeculativeDecoder:
             Request(prompt, max_new_tokens, its, stop_ids, tuple(stop_strings))
             for prompt, its in zip(prompts, each, strict=True)
         ]
-        return self.serve(
-            requests, batch_size or max(1, len(requests)), mode=mode, instrument=instrument, on_tokens=on_tokens,
-            on_end=on_end,
-        )  # fmt: skip
+        rows = max(1, len(requests)) if batch_size is None else batch_size
+        return self.serve(requests, rows, mode=mode, instrument=instrument, on_tokens=on_tokens, on_end=on_end)
 
     def serve(
         self,
@@ -145,18 +155,18 @@ class SpeculativeDecoder:
         Raises:
             ValueError: a prompt is empty, or longer than the target's context or than ``longest`` allows.
         """
+        if batch_size < 1:
+            raise ValueError(f"batch_size {batch_size}: must be at least 1")
         if longest is None:
             requests = list(requests)
             batch_size = min(batch_size, len(requests))
             longest = max((self._length(n, request) for n, request in enumerate(requests)), default=0)
-        if batch_size < 1:
+        if not batch_size:
             return []
-        depth = self.drafter.max_depth
-        # A row runs on for a step while the host learns that it has ended.
-        capacity = longest + self.drafter.num_nodes + 2 * (depth + 1)
+        capacity = capacity_for(longest, self.drafter)
         clock = Clock(self.seconds, self.target.device) if instrument else None
         results: list[Generation] = []
-        with torch.inference_mode(), self.target.attention(ATTENTION):
+        with torch.inference_mode(), self.target.attention(ATTENTION), on_device(self.target.device):
             step = self._make_step(mode, batch_size, capacity)
             queue = _Queue(self, step, iter(requests), longest, results, on_tokens, on_end)
             launched: deque[tuple[Told, list[_Text | None]]] = deque()
@@ -181,6 +191,10 @@ class SpeculativeDecoder:
                 f"prompt {number + 1} has {prompt} tokens; the target's context holds {context} with the answer: "
                 "shorten it"
             )
+        if request.max_new_tokens < 0:
+            raise ValueError(f"prompt {number + 1}: max_new_tokens {request.max_new_tokens}: must be at least 0")
+        if "" in request.stop_strings:
+            raise ValueError(f"prompt {number + 1}: an empty stop string would end every text; leave it out")
         if request.stop_strings and self.target.tokenizer is None:
             raise ValueError(f"prompt {number + 1}: stop strings need a target with a tokenizer")
         return min(prompt + request.max_new_tokens, context)

@@ -77,7 +77,7 @@ def check_sample(
         for first in range(0, SAMPLES, batch_size):
             rows = range(first, min(first + batch_size, SAMPLES))
             seeds = [
-                replace(sampling, seed=(sampling.seed + 1_000_003 * (number + 1) + row) % (1 << 63)) for row in rows
+                replace(sampling, seed=(sampling.seed + 1_000_003 * (number + 1) + row) % (1 << 62)) for row in rows
             ]
             outputs = decoder.generate(
                 [prompt] * len(rows), 3, mode="sample", sampling=seeds, stop_ids=frozenset()

@@ -67,9 +67,13 @@ class Settings:
         self.uses_min_p |= s.min_p > 0
         self.uses_penalty |= s.repetition_penalty != 1
 
+    def forget(self) -> None:
+        """Nothing is in use until it is put in again."""
+        self.uses_greedy = self.uses_top = self.uses_min_p = self.uses_penalty = False
+
     @property
     def uses(self) -> tuple[bool, ...]:
-        """Which settings have been in use since these were made: the operations of :func:`law`."""
+        """Which settings are in use: the operations of :func:`law`."""
         return self.uses_greedy, self.uses_top, self.uses_min_p, self.uses_penalty
 
     def put(self, row: int, s: Sampling) -> None:
@@ -126,7 +130,7 @@ def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tenso
     p = x.softmax(-1)
     if settings.uses_min_p:
         p = torch.where(p >= p.amax(-1, keepdim=True) * by_row(settings.min_p), p, 0.0)
-        p = p / p.sum(-1, keepdim=True)
+        p = torch.where(by_row(settings.min_p) > 0, p / p.sum(-1, keepdim=True), p)
     if best is not None:
         one = torch.zeros_like(p).scatter_(-1, best, 1.0)
         p = torch.where(by_row(settings.temperature) == 0, one, p)

@@ -14,6 +14,7 @@ Shape letters: B rows, T prompt tokens, N nodes, D depth of the deepest node, d 
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -189,6 +190,10 @@ class Chooser:
             for row, prompt in enumerate(prompts, rows.start):
                 self.seen[row, torch.tensor(list(prompt), device=self.target.device)] = 1
 
+    def reset(self) -> None:
+        """No text is left, so nothing of what their samplings asked for has to be done any more."""
+        self.settings.forget()
+
     @property
     def kind(self) -> tuple[bool, ...]:
         """What a CUDA graph of a step depends on."""
@@ -196,12 +201,13 @@ class Chooser:
 
     def first(self, logits: Tensor, rows: slice) -> Tensor:
         """The prefill's tokens ``[b]`` from ``logits [b, V]``."""
-        if self.mode != "sample":
+        if self.mode == "greedy":
             return logits.argmax(-1)
         seen = None if self.seen is None else self.seen[rows, None].bool()
         settings = self.settings[rows]
         p = law(logits[:, None], settings, seen)[:, 0]
-        token = draw(p, uniforms(settings.seed, self.step[rows], 1)[:, 0])
+        typical = self.mode == "typical"
+        token = p.argmax(-1) if typical else draw(p, uniforms(settings.seed, self.step[rows], 1)[:, 0])
         if self.seen is not None:
             self.seen[rows] = self.seen[rows].scatter(1, token[:, None], 1)
         return token
@@ -211,7 +217,7 @@ class Chooser:
         if self.mode == "greedy":
             return verify_greedy(tree, mask, logits, max_depth)
         seen = None
-        if self.seen is not None:  # the text before, and the path to each node
+        if self.seen is not None and self.settings.uses_penalty:  # the text before, and the path to each node
             seen = self.seen[:, None].repeat(1, mask.shape[1], 1)
             tokens = tree.tokens[:, None].expand(-1, mask.shape[1], -1)
             seen.scatter_reduce_(2, tokens, mask.expand(len(seen), -1, -1).to(torch.uint8), "amax")
@@ -228,7 +234,7 @@ class Chooser:
 
     def saw(self, tokens: Tensor, length: Tensor) -> None:
         """A step's tokens ``[B, D + 1]``: the accepted ones of the first D, then the bonus token."""
-        if self.seen is not None:
+        if self.seen is not None and self.settings.uses_penalty:
             place = torch.arange(tokens.shape[1], device=tokens.device)
             used = torch.where(place < length[:, None], tokens, tokens[:, -1:])
             self.seen.scatter_(1, used, 1)
@@ -248,6 +254,17 @@ class Clock:
         self.since = now
 
 
+def capacity_for(longest: int, drafter: Drafter) -> int:
+    """Slots of a cache for texts of so many tokens, answers included: a row that has ended runs on for a step while the
+    host learns of it."""
+    return longest + drafter.num_nodes + 2 * (drafter.max_depth + 1)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, a GPU is the current one: graphs, streams and kernels are of that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 Told = Callable[[], list[list[int]]]
 
 
@@ -255,8 +272,7 @@ class Step:
     """A batch of B rows: their state on the device, what begins in them, and the step that takes all of them on.
 
     Args:
-        capacity: slots of the cache; the longest text with its answer, and N + 2 (D + 1) more, because a row that has
-            reached its end runs on until the host has read so.
+        capacity: slots of the cache, see :func:`capacity_for`.
         static: the same shapes at every step, and on a GPU a CUDA graph.
         compiled: the target's forward pass of a step by ``torch.compile``.
     """
@@ -277,6 +293,8 @@ class Step:
         # By row: how many tokens the step commits, the drafted ones on the accepted path, the bonus token.
         self.told = torch.zeros(rows, drafter.max_depth + 2, dtype=torch.int64, device=device)
         self.last_position = target.context - 1
+        # The attention kernel, where Triton is; for wider heads its tiles do not fit.
+        self.kernel = why_not_triton(self.told) is None and max(width for _, width in target.kv_shapes) <= 256
         self.node_numbers = torch.arange(drafter.num_nodes, device=device)
         self.depths = torch.arange(drafter.max_depth + 1, device=device)
         graph = static and device.type == "cuda" and drafter.static
@@ -327,6 +345,7 @@ class Step:
         """Nothing is wanted in any row."""
         self.running.zero_()
         self.cache.lengths.zero_()
+        self.chooser.reset()
 
     def end(self, row: int) -> None:
         """Nothing more is wanted in this row until another text begins there; it runs on with an empty prefix."""
@@ -340,7 +359,7 @@ class Step:
         if clock:
             clock.lap("draft")
         count = tree.tokens.shape[1]
-        kernel = why_not_triton(tree.tokens) is None
+        kernel = self.kernel
         seen = self.capacity if kernel or self.static else int(cache.lengths.max()) + count
         mask = ancestor_mask(tree.ancestors, count) if tree.mask is None else tree.mask
         biases = None if kernel else {w: self._bias(tree, mask, seen, w) for w in self.runner.windows}
@@ -394,7 +413,7 @@ class Step:
         self._host.reverse()
         host, done = self._host[0], torch.cuda.Event()
         host.copy_(self.told, non_blocking=True)
-        done.record()
+        done.record(torch.cuda.current_stream(self.target.device))
 
         def read() -> list[list[int]]:
             done.synchronize()
@@ -416,21 +435,31 @@ class Step:
         buffers = [self.state.root, self.state.feature, self.cache.lengths, self.chooser.step, self.told]
         buffers += [] if self.chooser.seen is None else [self.chooser.seen]
         kept = [buffer.clone() for buffer in buffers]
-        graph = torch.cuda.CUDAGraph()
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(here)
         try:
-            stream = torch.cuda.Stream(self.target.device)
-            stream.wait_stream(torch.cuda.current_stream(self.target.device))
             with torch.cuda.stream(stream):
                 for _ in range(3):
                     self.run()
                     self.cache.lengths.copy_(kept[2])  # nothing may run beyond the cache
-            torch.cuda.current_stream(self.target.device).wait_stream(stream)
-            with torch.cuda.graph(graph):
-                self.run()
-        except RuntimeError as error:  # a target that asks the device for numbers (some mixtures of experts)
+                # A target that asks the device for numbers (some mixtures of experts) is found out here: a capture that
+                # fails half-way leaves its marks on the process.
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    self.run()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                self.cache.lengths.copy_(kept[2])
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    self.run()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
             self.eagerly = f"eager: {str(error).strip().splitlines()[0]}"
             return None
         finally:
+            here.wait_stream(stream)
             for buffer, before in zip(buffers, kept, strict=True):
                 buffer.copy_(before)
         self._graphs[self.chooser.kind] = graph

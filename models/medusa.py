@@ -41,7 +41,8 @@ class MedusaConfig:
 
 
 def _project(features: Tensor, lm_head: nn.Module) -> Tensor:
-    return lm_head(features.to(next(lm_head.parameters()).dtype))  # heads train in float32 beside a bfloat16 target
+    # Heads train in float32 beside a bfloat16 target; the LM head of a spread one may be on another device.
+    return lm_head(features.to(next(lm_head.parameters()).dtype)).to(features.device)
 
 
 class MedusaHeads(nn.Module):

@@ -158,8 +158,19 @@ class Target:
 
     @property
     def context(self) -> int:
-        """The number of positions the model was made for."""
-        return int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
+        """The number of positions the model was made for. Where rotary frequencies change with the length of what is
+        run (longrope, dynamic), as far as they stay the same: beyond, a tree or a batch would change the text."""
+        positions = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
+        rope = getattr(self.config, "rope_parameters", None) or getattr(self.config, "rope_scaling", None) or {}
+        for one in (
+            rope,
+            *(part for part in rope.values() if isinstance(part, dict)),
+        ):  # some have one per kind of layer
+            if one.get("rope_type", one.get("type")) in ("longrope", "dynamic"):
+                own = one.get("original_max_position_embeddings")
+                own = own or getattr(self.config, "original_max_position_embeddings", None)
+                positions = min(positions, int(own or positions))
+        return positions
 
     @property
     def device(self) -> torch.device:

@@ -122,6 +122,43 @@ def test_seeds_and_temperatures_in_one_batch(make_target, static):
     greedy = SpeculativeDecoder(target).generate([PROMPTS[1]], LIMITS[1] + 4, stop_ids=NONE)
     assert alone[1].tokens == greedy[0].tokens
     assert len({tuple(result.tokens) for result in alone}) == 7
+    assert max(max(result.accepted) for result in alone) > 1, "paths are walked"
+    assert decoder._step is not None and decoder._step.chooser.kind == (True,) * 4
+    decoder.serve([Request(PROMPTS[0], 3, Sampling(), NONE)] * 3, 3, mode="sample")
+    assert decoder._step.chooser.kind == (False,) * 4, "what no request asks for is not done"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_typical_with_a_penalty(make_target, rows):
+    """Every token is the likeliest under the penalised law, the first one too, and it counts as seen."""
+    target = make_target("llama")
+    sampling = Sampling(repetition_penalty=3.0)
+    results = SpeculativeDecoder(target).generate(PROMPTS[:rows], 25, mode="typical", sampling=sampling, stop_ids=NONE)
+    for prompt, result in zip(PROMPTS, results, strict=False):
+        text = list(prompt)
+        for token in result.tokens:
+            logits = target.model(torch.tensor([text])).logits[0, -1]
+            seen = torch.zeros(61, dtype=torch.bool).scatter(0, torch.tensor(text), True)
+            logits = torch.where(seen, torch.where(logits > 0, logits / 3, logits * 3), logits)
+            assert token == int(logits.argmax())
+            text.append(token)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "options", "message"),
+    [
+        (0, {}, "batch_size 0: must be at least 1"),
+        (-1, {}, "batch_size -1: must be at least 1"),
+        (2, {"max_new_tokens": -1}, "prompt 1: max_new_tokens -1: must be at least 0"),
+        (2, {"stop_strings": ("x", "")}, "prompt 1: an empty stop string would end every text; leave it out"),
+    ],
+)
+def test_requests_that_make_no_sense(make_target, batch_size, options, message):
+    with pytest.raises(ValueError) as error:
+        SpeculativeDecoder(make_target("llama")).serve(
+            [Request(**{"prompt": [1], "max_new_tokens": 3} | options)], batch_size
+        )
+    assert str(error.value) == message
 
 
 class Watch(TorchDispatchMode):

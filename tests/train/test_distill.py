@@ -507,7 +507,7 @@ def ask(recipe, run_main, server, tmp_path):
     """ask(*overrides) → exit code, stdout, stderr of a run against the server."""
     content = yaml.safe_load(recipe.read_text()) | {"backend": "endpoint", "target": None}
     url = f"http://127.0.0.1:{server.server_port}/v1/"
-    content["endpoint"] = {"url": url, "model": "m", "concurrency": 8, "retries": 2, "timeout": 0.3, "backoff": 0.01}
+    content["endpoint"] = {"url": url, "model": "m", "concurrency": 8, "retries": 2, "timeout": 1.0, "backoff": 0.01}
     recipe.write_text(yaml.safe_dump(content))
     return lambda *overrides: run_main(distill.main, recipe, *overrides)
 
@@ -525,9 +525,13 @@ FAULTS = {
 
 def test_an_unreliable_server(ask, server, tmp_path, monkeypatch):
     make_seeds(tmp_path / "seeds.jsonl", 60)
-    chance, given = random.Random(2), Counter()
+    given, times = Counter(), Counter()
 
     def plan(asked):
+        """By the chat and how often it was asked, whatever the threads' order."""
+        chat = json.dumps(asked["messages"])
+        times[chat] += 1
+        chance = random.Random(f"{chat}{times[chat]}")
         fault = chance.choice(list(FAULTS)) if chance.random() < 0.6 else "fine"
         given[fault] += 1
         return fault
@@ -545,7 +549,7 @@ def test_an_unreliable_server(ask, server, tmp_path, monkeypatch):
     first = lines_of(folder)
 
     server.plan, server.requests = lambda asked: "fine", []
-    code, _, err = ask()
+    code, _, err = ask("endpoint.timeout=20.0")
     assert code == 0, err
     assert counts_of(folder) == {"prompts": 60, "done": 60, "failed": {}, "not_asked": 0, "ended_early": 0}
     assert not (folder / "failures.jsonl").exists()
@@ -683,16 +687,20 @@ def test_ctrl_c_keeps_what_is_answered(ask, server, tmp_path):
     asked = iter(range(100))
 
     def plan(_):
-        if next(asked) == 7:
+        number = next(asked)
+        if number == 7:
             os.kill(os.getpid(), signal.SIGINT)
+        elif number > 7:
+            time.sleep(0.5)  # the main thread hears of it in the meantime
         return "fine"
 
     server.plan = plan
-    code, _, err = ask("endpoint.concurrency=1")
+    code, _, err = ask("endpoint.concurrency=1", "endpoint.timeout=20.0")
     done = counts_of(tmp_path / "whole")["done"]
     assert code == 2 and 0 < done < 20
     assert (
         err == f"error: stopped: {done} of 20 prompts are answered in {tmp_path / 'whole'}; the same command goes on\n"
     )
-    assert ask()[0] == 0 and counts_of(tmp_path / "whole")["done"] == 20
+    server.plan = lambda asked: "fine"
+    assert ask("endpoint.timeout=20.0")[0] == 0 and counts_of(tmp_path / "whole")["done"] == 20
     shutil.rmtree(tmp_path / "whole")
