@@ -33,11 +33,13 @@ def _sync(path: Path) -> None:
 
 
 def save(
-    folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
-) -> Path:
+    folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any],
+    keep: int,
+) -> Path:  # fmt: skip
     """Write ``folder/step-N`` and delete all but the newest ``keep``.
 
     Args:
+        optimizer: None where its state is kept elsewhere (:mod:`draftsmith.train.sharded`).
         state: whatever JSON the caller wants back (stage, best metric, …).
 
     Raises:
@@ -49,7 +51,7 @@ def save(
     temporary.mkdir(parents=True)
     try:
         save_file(trainable_state(module), temporary / "model.safetensors")
-        save_file(_optimizer_tensors(module, optimizer), temporary / "optimizer.safetensors")
+        save_file(_optimizer_tensors(module, optimizer) if optimizer else {}, temporary / "optimizer.safetensors")
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
@@ -94,7 +96,7 @@ def _damaged(path: Path, error: Exception) -> ValueError:
     return ValueError(f"{path}: damaged checkpoint ({error}); {_ADVICE}")
 
 
-def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Load a checkpoint in place; returns the state given to :func:`save`, with ``step``.
 
     Raises:
@@ -113,7 +115,8 @@ def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> 
     with torch.no_grad():
         for name, weight in weights.items():
             own[name].copy_(weight)
-    for key, value in moments.items():
+    for key, value in moments.items() if optimizer else ():
+        assert optimizer is not None
         name, field = key.rsplit("|", 1)
         kept = value.to(own[name].device) if field != "step" else value
         optimizer.state[own[name]][field] = int(value) if value.dtype == torch.int64 else kept

@@ -271,7 +271,7 @@ def config_of(m: Model, end: int) -> LlamaConfig:
 
 def dry(recipe: LmRecipe) -> None:
     """Print what the recipe would do and cost, then write and decode its tiny form untrained."""
-    accelerator = loop.make_accelerator(recipe.precision.model_copy(update={"autocast": "none"}))
+    accelerator = loop.make_accelerator(recipe.precision)
     if not accelerator.is_main_process:
         return
     with torch.device("meta"):
@@ -356,7 +356,7 @@ def main() -> None:
 
     job = loop.Job(
         folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "-validation_loss",
-        [stage.name for stage in recipe.stages], recipe.precision.compile,
+        [stage.name for stage in recipe.stages], recipe.precision,
         Trackers(recipe.track, folder, recipe.model_dump(mode="json")) if accelerator.is_main_process else None,
     )  # fmt: skip
     weights = [source.weight for source in recipe.data.train]

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from draftsmith.train import checkpoint
+from draftsmith.train import checkpoint, sharded
 from draftsmith.train.command import available_cores, interruptible
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.recipe import Checkpoint, Evaluate, Precision, Stage
@@ -73,8 +73,11 @@ def make_accelerator(precision: Precision) -> Accelerator:
     cpu = not torch.cuda.is_available()
     if cpu and "LOCAL_RANK" in os.environ:
         PartialState(cpu=True)  # without this, accelerate on CPU silently runs independent copies
-    mixed = "bf16" if precision.autocast == "bfloat16" else "no"
-    accelerator = Accelerator(mixed_precision=mixed, cpu=cpu)
+        if sharded.wanted():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Precision is the recipe's (autocast below); DeepSpeed's own would make bfloat16 of the weights that train.
+    # With cpu=True accelerate would leave DeepSpeed out; the processes are on the CPU already.
+    accelerator = Accelerator(mixed_precision="no", cpu=cpu and not sharded.wanted())
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise ValueError(
@@ -82,6 +85,11 @@ def make_accelerator(precision: Precision) -> Accelerator:
             "--multi_gpu --num_processes N (sic) or torchrun, not --cpu"
         )
     return accelerator
+
+
+def autocast(accelerator: Accelerator, precision: Precision) -> torch.autocast:
+    """The recipe's precision, for forward passes."""
+    return torch.autocast(accelerator.device.type, torch.bfloat16, enabled=precision.autocast == "bfloat16")
 
 
 @dataclass
@@ -100,7 +108,7 @@ class Job:
     evaluate: Callable[[nn.Module], dict[str, float]]
     best_on: str
     stages: list[str]
-    compile: bool = False
+    precision: Precision = field(default_factory=Precision)
     trackers: Trackers | None = None
     best: float = -math.inf
     step: int = 0  # over all stages
@@ -193,15 +201,12 @@ def fit(
         if state["stage"] != name:
             job.step = first + stage.steps  # the run was already past this stage
             return
-        checkpoint.restore(last, module, optimizer)
+        checkpoint.restore(last, module, None if sharded.active(accelerator) else optimizer)
         job.best, job.step, job._resumed = state["best"], state["step"], True
         start = job.step - first
         _forget_after(job.folder / "metrics.jsonl", job.step)
         if accelerator.is_main_process:
             console.print(f"resuming {name} at step {start} of {stage.steps}")
-    original = module
-    module, optimizer = accelerator.prepare(module, optimizer)
-    stepped: Any = torch.compile(module) if job.compile else module
     per_step = stage.batch.sequences
     processes = accelerator.num_processes
     if per_step % (processes * stage.batch.accumulate):
@@ -210,17 +215,28 @@ def fit(
             f"({processes} × {stage.batch.accumulate})"
         )
     micro = per_step // processes // stage.batch.accumulate
+    original = module
+    spread = sharded.active(accelerator)
+    if spread:
+        sharded.configure(accelerator, micro, stage.optim.clip)
+    module, optimizer = accelerator.prepare(module, optimizer)
+    if spread and start:
+        sharded.load(module, job.checkpoints, job.step, processes)
+    stepped: Any = torch.compile(module) if job.precision.compile else module
 
     def save() -> None:
+        if spread:
+            sharded.save(module, job.checkpoints, job.step, job.checkpoint.keep)
         if accelerator.is_main_process:
             keep = job.checkpoint.keep
             state = {"stage": name, "best": job.best}
-            checkpoint.save(job.checkpoints, job.step, original, optimizer.optimizer, state, keep)
+            own = None if spread else optimizer.optimizer
+            checkpoint.save(job.checkpoints, job.step, original, own, state, keep)
         accelerator.wait_for_everyone()
 
     def evaluate() -> None:
         original.eval()
-        with torch.no_grad(), accelerator.autocast():
+        with torch.no_grad(), autocast(accelerator, job.precision):
             metrics = job.evaluate(original)
         original.train()
         sign, metric = (-1, job.best_on[1:]) if job.best_on.startswith("-") else (1, job.best_on)
@@ -257,8 +273,11 @@ def fit(
             counts = accelerator.reduce(torch.stack([original.count(b) for b in batches]).sum(0).float(), "sum")
             totals: dict[str, Tensor] = {}
             for i, batch in enumerate(batches):
-                synchronise = nullcontext() if i == len(batches) - 1 else accelerator.no_sync(module)
-                with synchronise, accelerator.autocast():
+                last = i == len(batches) - 1
+                if spread:
+                    accelerator.gradient_state.sync_gradients = last  # DeepSpeed steps behind the last backward pass
+                synchronise = nullcontext() if last else accelerator.no_sync(module)
+                with synchronise, autocast(accelerator, job.precision):
                     loss, metrics = stepped(batch, counts)
                 # DDP averages gradients over processes; the counts already are over all of them.
                 accelerator.backward(loss * processes)

@@ -239,7 +239,7 @@ def stages_of(recipe: MedusaRecipe) -> list[tuple[str, Stage]]:
 
 def dry(recipe: MedusaRecipe, command: str) -> None:
     """Print what the recipe would do and cost, then export and decode untrained heads on its tiny form."""
-    accelerator = loop.make_accelerator(recipe.precision.model_copy(update={"autocast": "none"}))
+    accelerator = loop.make_accelerator(recipe.precision)
     if not accelerator.is_main_process:
         return
     t, d = recipe.target, recipe.drafter
@@ -322,7 +322,7 @@ def main() -> None:
     hidden: list[Tensor] = []
     if recipe.cache_hidden and (not recipe.joint or recipe.joint.heads_first):
         dtype = torch.bfloat16 if recipe.precision.autocast == "bfloat16" else target.dtype
-        with accelerator.autocast():
+        with loop.autocast(accelerator, recipe.precision):
             hidden = [hidden_states(target, rows, dtype) for rows in train if isinstance(rows, Rows)]
 
     torch.manual_seed(recipe.run.seed)
@@ -361,7 +361,7 @@ def main() -> None:
     plan = stages_of(recipe)
     job = loop.Job(
         folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "simulated_tau",
-        [name for name, _ in plan], recipe.precision.compile,
+        [name for name, _ in plan], recipe.precision,
         Trackers(recipe.track, folder, recipe.model_dump(mode="json")) if accelerator.is_main_process else None,
     )  # fmt: skip
     weights = [source.weight for source in recipe.data.train]
@@ -406,7 +406,7 @@ def main() -> None:
     }
     if isinstance(module, Medusa2):
         module.eval()
-        with torch.no_grad(), accelerator.autocast():
+        with torch.no_grad(), loop.autocast(accelerator, recipe.precision):
             found = evaluate(module)
         kept = ("simulated_tau", "kl", "perplexity", "original_perplexity", "perplexity_ratio")
         facts |= {name: found[name] for name in kept}
