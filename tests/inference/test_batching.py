@@ -137,7 +137,7 @@ def test_typical_with_a_penalty(make_target, rows):
     for prompt, result in zip(PROMPTS, results, strict=False):
         text = list(prompt)
         for token in result.tokens:
-            logits = target.model(torch.tensor([text])).logits[0, -1]
+            logits = target.model(torch.tensor([text], device=target.device)).logits[0, -1].cpu()
             seen = torch.zeros(61, dtype=torch.bool).scatter(0, torch.tensor(text), True)
             logits = torch.where(seen, torch.where(logits > 0, logits / 3, logits * 3), logits)
             assert token == int(logits.argmax())

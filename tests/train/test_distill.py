@@ -683,7 +683,15 @@ def test_the_key_is_sent_and_kept_nowhere(ask, server, tmp_path, monkeypatch):
     assert not any("Authorization" in headers for _, _, headers, _ in server.requests)
 
 
-def test_ctrl_c_keeps_what_is_answered(ask, server, tmp_path):
+@pytest.fixture
+def interruptible():
+    """A job in the background has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_keeps_what_is_answered(ask, server, tmp_path, interruptible):
     asked = iter(range(100))
 
     def plan(_):
