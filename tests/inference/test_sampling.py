@@ -21,8 +21,8 @@ and in test_engine_sampling.py, on the whole engine:
     the same noise at every step (marginals right, joint law wrong)          test_noise_used_twice_is_found
     a verifier that accepts too much, seen by --check-lossless               test_the_check_on_the_users_machine
 
-On a GPU, ``pytest --device cuda`` with this file and test_engine*.py, test_batching.py and test_tree_logits.py holds the
-kernels to the same.
+On a GPU, ``pytest --device cuda`` with this file and test_engine*.py, test_batching.py and test_tree_logits.py holds
+the kernels to the same.
 """
 
 import itertools
