@@ -21,7 +21,7 @@ help:
 	@echo 'make test-full  all tests'
 	@echo 'make lint       ruff and pyright'
 	@echo 'make bench      measure training and decoding on this machine'
-	@echo 'make bench-medusa  four ways to train Medusa heads, compared (most of an hour on two cores)'
+	@echo 'make bench-medusa  four ways to train Medusa heads, compared'
 
 install: .venv/installed
 

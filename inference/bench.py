@@ -43,6 +43,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.report import write_figure
 from draftsmith.inference.step import ATTENTION, Clock, PlainDrafter, Step, capacity_for
 from draftsmith.inference.tree import Ranks, StaticTree, Topology
 from draftsmith.kernels import bench as kernel_bench
@@ -358,10 +359,7 @@ def plot(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(fontsize=8)
     fig.suptitle(title, fontsize=10)
-    temporary = path.with_name(path.name + ".tmp")
-    fig.savefig(temporary, format="png", dpi=120)
-    plt.close(fig)
-    temporary.replace(path)
+    write_figure(fig, path)
 
 
 def main() -> None:

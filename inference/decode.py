@@ -97,26 +97,34 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def load_drafter(name: str, target: Target | None, args: argparse.Namespace) -> tuple[Target, Drafter | None]:
-    """A drafter by name and the target it belongs to (loaded here unless given)."""
+def load_drafter(
+    name: str, target: Target | None = None, *, target_name: str | None = None, tree: str = "auto", **options: Any
+) -> tuple[Target, Drafter | None]:
+    """A drafter by name and the target it belongs to, loaded here unless given.
 
-    def load(target_name: str) -> Target:
-        return load_target(target_name, **target_arguments(args))
+    Args:
+        target_name: of the target, if it is not where the drafter's config says.
+        tree: a file, or ``auto``: the drafter's own.
+        options: of :func:`load_target`.
 
+    Raises:
+        FileNotFoundError, ValueError: one of them is missing, damaged, or not for the other.
+    """
     if name == "none":
-        if target is None and not args.target:
+        if target is None and not target_name:
             raise ValueError("'none' is no drafter and knows no target: pass --target")
-        return target or load(args.target), None
+        return target or load_target(str(target_name), **options), None
     folder, config, weights = read_drafter(name)
     if config["drafter_type"] != "medusa":
         raise ValueError(
             f"{folder}: drafter_type '{config['drafter_type']}' is not known to this version; known: medusa"
         )
-    target = target_of(folder, config, target or load(args.target or config["target"]["name_or_path"]))
-    tree = folder / "tree.json" if args.tree == "auto" else Path(args.tree)
-    if args.tree == "auto" and not tree.exists():
+    target = target or load_target(target_name or config["target"]["name_or_path"], **options)
+    target = target_of(folder, config, target)
+    path = folder / "tree.json" if tree == "auto" else Path(tree)
+    if tree == "auto" and not path.exists():
         raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {name}")
-    return target, MedusaDrafter(MedusaHeads.from_artifact(config, weights, str(folder)), read_tree(tree), target)
+    return target, MedusaDrafter(MedusaHeads.from_artifact(config, weights, str(folder)), read_tree(path), target)
 
 
 @dataclass
@@ -434,7 +442,7 @@ def main() -> None:
     target: Target | None = None
     drafters: list[Drafter | None] = []
     for name in args.drafters:
-        target, drafter = load_drafter(name, target, args)
+        target, drafter = load_drafter(name, target, target_name=args.target, tree=args.tree, **target_arguments(args))
         drafters.append(drafter)
     assert target is not None
     if not given:

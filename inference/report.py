@@ -198,7 +198,14 @@ def plot(report: dict[str, Any], path: Path) -> None:
         f"{report['device']}",
         fontsize=10,
     )
+    write_figure(fig, path)
+
+
+def write_figure(figure: Any, path: Path) -> None:
+    """A matplotlib figure as PNG, written whole or not at all, and closed."""
+    from matplotlib import pyplot as plt  # takes a second
+
     temporary = path.with_name(path.name + ".tmp")
-    fig.savefig(temporary, format="png", dpi=120)
-    plt.close(fig)
+    figure.savefig(temporary, format="png", dpi=120)
+    plt.close(figure)
     temporary.replace(path)

@@ -33,7 +33,7 @@ from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.step import Mode
 from draftsmith.models.artifact import device_name, versions, write_json
-from draftsmith.models.target import Target, target_options
+from draftsmith.models.target import Target, target_arguments, target_options
 from draftsmith.train.command import available_cores, run_command
 
 EPSILONS = (0.01, 0.03, 0.06, 0.09, 0.13, 0.17, 0.21, 0.25)
@@ -127,8 +127,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_ylabel("mean accepted length τ")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    reporting.write_figure(figure, path)
 
 
 def main() -> None:
@@ -154,7 +153,7 @@ def main() -> None:
         Sampling(epsilon=epsilon)
     torch.set_num_threads(available_cores())
     given = read_prompts(args.prompts)
-    target, drafter = load_drafter(args.drafter, None, args)
+    target, drafter = load_drafter(args.drafter, target_name=args.target, tree=args.tree, **target_arguments(args))
     if drafter is None:
         raise ValueError("'none' drafts nothing that could be accepted; give a drafter")
     prompts = [prompt.encode(target) for prompt in given]

@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from draftsmith.inference import report as reporting
-from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
-from draftsmith.inference.decode import load_drafter, read_prompts, run_rounds
+from draftsmith.inference.calibrate import best_tree, head_ranks, load_heads, simulate
+from draftsmith.inference.decode import read_prompts, run_rounds
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.lossless import check_greedy
@@ -73,20 +72,12 @@ def train(recipe: str, out: Path, name: str, overrides: list[str]) -> Path:
 def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> dict[str, Any]:
     """τ, speed-up over plain decoding of the same target, losslessness, and drift of one finished run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = SimpleNamespace(
-        target=None, device=device, dtype="float32", quantize="none", device_map="none", trust_remote_code=False,
-        tree="auto",
-    )  # fmt: skip
-    config = read_json(folder / "config.json")
+    _, target, heads = load_heads(str(folder), None, {"device": device})
     kept = load_file(folder / "held_out" / "model.safetensors")
-    (folder / "tree.json").unlink(missing_ok=True)
-    write_json(folder / "tree.json", {"paths": [[0]]})  # until the heads are loaded and theirs is known
-    target, drafter = load_drafter(str(folder), None, options)  # type: ignore[arg-type]
-    assert isinstance(drafter, MedusaDrafter)
-    ranks = head_ranks(target, drafter.heads, kept["tokens"], kept["supervised"])
+    ranks = head_ranks(target, heads, kept["tokens"], kept["supervised"])
     tree = best_tree(ranks, SIMULATED_NODES)
     write_json(folder / "tree.json", {"paths": [list(path) for path in tree.paths]})
-    drafted = SpeculativeDecoder(target, MedusaDrafter(drafter.heads, tree, target))
+    drafted = SpeculativeDecoder(target, MedusaDrafter(heads, tree, target))
     plain = SpeculativeDecoder(target)
     texts = [prompt.encode(target) for prompt in read_prompts(prompts)]
     results: dict[str, list[Generation]] = {}
@@ -106,7 +97,7 @@ def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> di
     facts = read_json(folder / "provenance.json")
     return {
         "steps": facts["steps"],
-        "projection": config["projection"],
+        "projection": heads.config.projection,
         "mean_accepted_length": counted["mean_accepted_length"],
         "mean_accepted_length_before_first_loop": counted["repetition"]["mean_accepted_length_before_first_loop"],
         "simulated_on_the_originals_text": round(simulate(tree, ranks), 4),

@@ -179,7 +179,7 @@ def by_engine(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk]
     )  # fmt: skip
     drafter = None
     if e.drafter != "none":
-        _, drafter = load_drafter(e.drafter, target, argparse.Namespace(target=None, tree="auto"))
+        _, drafter = load_drafter(e.drafter, target)
     tokenizer, template = target.tokenizer, read_template(recipe.data.template)
     assert tokenizer is not None
     longest = min(target.context, e.max_length)
@@ -284,7 +284,7 @@ def main() -> None:
     if args.resume and args.restart:
         raise ValueError("--resume and --restart exclude each other; pass one")
     command = "python train/distill.py " + shlex.join(sys.argv[1:])
-    recipe = cast(DistillRecipe, read_recipe(args.recipe, cast(Any, DistillRecipe), args.overrides))
+    recipe = read_recipe(args.recipe, DistillRecipe, args.overrides)
     recipe = small(recipe) if args.tiny else recipe
     seeds, empty = read_seeds(recipe.data.seeds)
     if args.dry_run:
@@ -302,7 +302,7 @@ def main() -> None:
         shards = open_shards(folder, decides, args.restart or args.tiny)
         facts = {"rows_without_prompt": empty, "decides": decides, **provenance(command=command, recipe=args.recipe)}
         write_json(folder / "manifest.json", facts)  # first of all: it says whose folder this is
-        write_recipe(cast(Any, recipe), folder / "recipe.yaml", command)
+        write_recipe(recipe, folder / "recipe.yaml", command)
         distill(recipe, seeds, shards, facts, by_engine if recipe.backend == "engine" else by_endpoint)
 
 

@@ -288,9 +288,9 @@ def fit(
             if not torch.isfinite(norm) or not torch.isfinite(totals["loss"]):
                 raise FloatingPointError(
                     f"{name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step "
-                    f"{job.step + 1}{f' on {describe(numbers)}' if describe else ''}; no weights were changed by this "
-                    f"step. Lower optim.lr ({stage.optim.lr:g}) or "
-                    "optim.clip, then --resume from the last checkpoint"
+                    f"{job.step + 1}{f' on {describe(numbers)}' if describe else ''}; "
+                    f"{'' if spread else 'no weights were changed by this step. '}Lower optim.lr ({stage.optim.lr:g}) "
+                    "or optim.clip, then --resume from the last checkpoint"
                 )
             optimizer.step()
             optimizer.zero_grad()

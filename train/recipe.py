@@ -235,6 +235,7 @@ class Recipe(Section):
 
 
 R = TypeVar("R", bound=Recipe)
+S = TypeVar("S", bound=Section)
 
 
 class _Loader(yaml.SafeLoader):
@@ -328,7 +329,7 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str, overrid
     return f"{where}: '{field}': {message[0].lower() + message[1:]}{shown}{tail}"
 
 
-def read_recipe(path: str | Path, recipe: type[R], overrides: typing.Sequence[str] = ()) -> R:
+def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[str] = ()) -> S:
     """Read ``path`` as a ``recipe``; ``overrides`` are ``section.field=value`` (the value is YAML; ``a.0.b`` reaches
     into lists).
 
@@ -380,7 +381,7 @@ def read_recipe(path: str | Path, recipe: type[R], overrides: typing.Sequence[st
         raise ValueError(_explain(error, recipe, str(path), overrides)) from None
 
 
-def write_recipe(recipe: Recipe, path: Path, command: str) -> None:
+def write_recipe(recipe: Section, path: Path, command: str) -> None:
     """Save the resolved recipe, atomically, headed by the command that ran it."""
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     temporary = path.with_name(path.name + ".tmp")

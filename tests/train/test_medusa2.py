@@ -19,7 +19,7 @@ from draftsmith.inference.decode import load_drafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.adapter import add_lora, merge_adapter, switched_off, untie, write_adapter
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.target import load_target, target_arguments
+from draftsmith.models.target import load_target
 from draftsmith.train import medusa, medusa_loss
 from draftsmith.train.medusa_loss import Joint, Medusa2
 from draftsmith.train.optim import make_optimizer
@@ -290,13 +290,7 @@ def test_the_engine_loads_either_form(whole, run_main, tmp_path, tiny_lm):
         outputs.append(json.loads((tmp_path / name / "report.json").read_text())["accepted_length_histogram"])
     assert outputs[0] == outputs[1] == outputs[2]
 
-    class Args:
-        target, device, dtype, quantize, device_map, trust_remote_code, tree = (
-            None, "cpu", "float32", "none", "none", False, "auto"
-        )  # fmt: skip
-
-    assert target_arguments(Args)["device"] == "cpu"
-    adapted, drafter = load_drafter(str(whole), None, Args)
+    adapted, drafter = load_drafter(str(whole))
     merged = load_target(str(whole / "target"))
     ids = torch.arange(5, 60)[None]
     torch.testing.assert_close(adapted.hidden(ids), merged.hidden(ids), rtol=1e-4, atol=1e-4)
