@@ -10,7 +10,7 @@ import importlib.util
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,6 +311,7 @@ def load_target(
     quantize: str = "none",
     device_map: str = "none",
     trust_remote_code: bool = False,
+    place: Callable[[PreTrainedModel], None] | None = None,
 ) -> Target:
     """Load a target and its tokenizer.
 
@@ -321,6 +322,8 @@ def load_target(
         device_map: ``none``: all of it on the device; ``cpu`` or ``disk``: its layers wait there and are fetched one
             after the other at each forward pass; ``auto``: spread over GPUs, CPU memory and disk, in this order, as
             far as each has room (accelerate does it).
+        place: puts the model where it is to run, instead of ``device``, before anything is asked of it (training puts
+            parts of it on each of several processes).
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -359,7 +362,9 @@ def load_target(
         atexit.register(shutil.rmtree, options["offload_folder"], ignore_errors=True)
     if quantize == "none":
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **options)
-        if device_map == "none":
+        if place:
+            place(model)
+        elif device_map == "none":
             model.to(device)  # type: ignore[arg-type]
     else:
         if importlib.util.find_spec("bitsandbytes") is None:

@@ -30,7 +30,7 @@ from draftsmith.inference.answers import answer
 from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target, load_target, resolve_folder
-from draftsmith.train import checkpoint, dry_run, loop
+from draftsmith.train import checkpoint, dry_run, loop, sharded
 from draftsmith.train.command import run_command
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
 from draftsmith.train.recipe import Positive, Recipe, Section, Share, Source, Stage, read_recipe, write_recipe
@@ -310,6 +310,11 @@ def main() -> None:
         recipe = tiny(recipe)
     folder = recipe.run.folder
     accelerator = loop.make_accelerator(recipe.precision)
+    if sharded.spreads():
+        raise ValueError(
+            "this command trains every weight, and ZeRO-3 and FSDP spread frozen ones; launch it with "
+            "recipes/accelerate/zero2.yaml"
+        )
     with accelerator.main_process_first():
         resume = loop.open_run(folder, args.resume, args.restart or args.tiny)
     if accelerator.is_main_process:

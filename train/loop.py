@@ -73,11 +73,11 @@ def make_accelerator(precision: Precision) -> Accelerator:
     cpu = not torch.cuda.is_available()
     if cpu and "LOCAL_RANK" in os.environ:
         PartialState(cpu=True)  # without this, accelerate on CPU silently runs independent copies
-        if sharded.wanted():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Precision is the recipe's (autocast below); DeepSpeed's own would make bfloat16 of the weights that train.
     # With cpu=True accelerate would leave DeepSpeed out; the processes are on the CPU already.
-    accelerator = Accelerator(mixed_precision="no", cpu=cpu and not sharded.wanted())
+    with sharded.hidden_from_accelerate():
+        accelerator = Accelerator(mixed_precision="no", cpu=cpu and sharded.strategy() != "zero2")
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise ValueError(
@@ -154,7 +154,11 @@ def open_run(folder: Path, resume: bool, restart: bool) -> bool:
         finished_files = ("metrics.jsonl", "model.safetensors", "config.json", "tree.json")
         for name in (*finished_files, "checkpoints/best/model.safetensors"):
             (folder / name).unlink(missing_ok=True)
-        for made in (*folder.glob("answers/*/model.safetensors"), *folder.glob("streams/*.json")):
+        for made in (
+            *folder.glob("answers/*/model.safetensors"),
+            *folder.glob("streams/*.json"),
+            *folder.glob("features/*.*"),
+        ):
             made.unlink()
         return False
     return bool(there)
@@ -190,6 +194,7 @@ def fit(
     optimizer = make_optimizer(module, stage.optim)
     first = job.step  # the global step at which this stage begins
     start = 0
+    zero_2 = sharded.strategy() == "zero2"  # DeepSpeed then has the optimizer
     if job.resume and not job._resumed:
         last = checkpoint.checkpoints(job.checkpoints)[-1]
         state = checkpoint.read_state(last)
@@ -201,7 +206,7 @@ def fit(
         if state["stage"] != name:
             job.step = first + stage.steps  # the run was already past this stage
             return
-        checkpoint.restore(last, module, None if sharded.active(accelerator) else optimizer)
+        checkpoint.restore(last, module, None if zero_2 else optimizer)
         job.best, job.step, job._resumed = state["best"], state["step"], True
         start = job.step - first
         _forget_after(job.folder / "metrics.jsonl", job.step)
@@ -216,21 +221,20 @@ def fit(
         )
     micro = per_step // processes // stage.batch.accumulate
     original = module
-    spread = sharded.active(accelerator)
-    if spread:
-        sharded.configure(accelerator, micro, stage.optim.clip)
-    module, optimizer = accelerator.prepare(module, optimizer)
-    if spread and start:
-        sharded.load(module, job.checkpoints, job.step, processes)
+    module, optimizer = sharded.prepare(accelerator, module, optimizer, micro, stage.optim.clip)
+    if start:
+        kept = sharded.load(module, job.checkpoints, job.step, processes) if zero_2 else bool(optimizer.state)
+        if not kept and accelerator.is_main_process:
+            console.print("  [yellow]the checkpoint has no optimizer state for this launch; it begins anew[/yellow]")
     stepped: Any = torch.compile(module) if job.precision.compile else module
 
     def save() -> None:
-        if spread:
+        if zero_2:
             sharded.save(module, job.checkpoints, job.step, job.checkpoint.keep)
         if accelerator.is_main_process:
             keep = job.checkpoint.keep
             state = {"stage": name, "best": job.best}
-            own = None if spread else optimizer.optimizer
+            own = None if zero_2 else optimizer.optimizer
             checkpoint.save(job.checkpoints, job.step, original, own, state, keep)
         accelerator.wait_for_everyone()
 
@@ -274,7 +278,7 @@ def fit(
             totals: dict[str, Tensor] = {}
             for i, batch in enumerate(batches):
                 last = i == len(batches) - 1
-                if spread:
+                if zero_2:
                     accelerator.gradient_state.sync_gradients = last  # DeepSpeed steps behind the last backward pass
                 synchronise = nullcontext() if last else accelerator.no_sync(module)
                 with synchronise, autocast(accelerator, job.precision):
@@ -289,7 +293,7 @@ def fit(
                 raise FloatingPointError(
                     f"{name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step "
                     f"{job.step + 1}{f' on {describe(numbers)}' if describe else ''}; "
-                    f"{'' if spread else 'no weights were changed by this step. '}Lower optim.lr ({stage.optim.lr:g}) "
+                    f"{'' if zero_2 else 'no weights were changed by this step. '}Lower optim.lr ({stage.optim.lr:g}) "
                     "or optim.clip, then --resume from the last checkpoint"
                 )
             optimizer.step()

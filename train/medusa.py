@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
-import psutil
 import torch
 from accelerate import PartialState
 from filelock import FileLock
@@ -51,8 +50,9 @@ from draftsmith.models.artifact import (
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target as LoadedTarget
 from draftsmith.models.target import fingerprint, load_target
-from draftsmith.train import checkpoint, dry_run, loop
+from draftsmith.train import checkpoint, dry_run, loop, sharded
 from draftsmith.train.command import run_command
+from draftsmith.train.features import hidden_states
 from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
 from draftsmith.train.recipe import Positive, Recipe, Section, Source, Stage, Target, read_recipe, write_recipe
 from draftsmith.train.tiny import tiny, write_target
@@ -74,8 +74,10 @@ class MedusaRecipe(Recipe, Stage):
     drafter: Heads
     init_from: str | None = Field(default=None, description="a drafter of the same target whose heads to begin with")
     joint: Joint | None = Field(default=None, description="Medusa-2: a second stage in which the target trains too")
-    cache_hidden: bool = Field(
-        default=False, description="run the frozen target once and keep its hidden states in memory: small targets only"
+    cache_hidden: Literal["none", "memory", "disk"] = Field(
+        default="none",
+        description="run the frozen target once over the rows and keep its hidden states, in memory or in the run's "
+        "folder; how much room that takes is said before",
     )
 
     @model_validator(mode="after")
@@ -86,7 +88,7 @@ class MedusaRecipe(Recipe, Stage):
             raise ValueError(f"target.quantize={self.target.quantize}: joint training changes the weights; use none")
         if self.export.merged and not self.joint:
             raise ValueError("export.merged: there is nothing to merge without a joint stage")
-        if self.cache_hidden and any(source.streaming for source in self.data.train):
+        if self.cache_hidden != "none" and any(source.streaming for source in self.data.train):
             raise ValueError("cache_hidden keeps every row's hidden states, and a streamed source has no end; drop one")
         for source in [*self.data.train, *self.data.validation]:
             answers, heads = source.answers, self.drafter.num_draft_heads
@@ -113,6 +115,11 @@ def answered(source: Source, target: LoadedTarget, seed: int, folder: Path) -> T
     with FileLock(folder / "lock"):
         if (folder / "model.safetensors").exists() and note_of_it.exists() and read_json(note_of_it) == asked:
             made = checkpoint.read_tensors(folder)
+        elif sharded.spreads():
+            raise ValueError(
+                f"data source '{source.source}': a target that is spread over processes answers no prompts; let it "
+                "answer before, with train/distill.py, and name the shards as the source"
+            )
         else:
             note_of_it.unlink(missing_ok=True)
             split = cast(sources.Split, source.split)
@@ -154,28 +161,6 @@ def rows_of(
         )
         found.append(Rows(samples, recipe.data.max_length, share=recipe.data.packing and which == "train"))
     return found
-
-
-@torch.no_grad()
-def hidden_states(target: LoadedTarget, rows: Rows, dtype: torch.dtype, batch_size: int = 16) -> Tensor:
-    """The target's last hidden states of all rows, on the CPU: ``[S, T, d]``.
-
-    Raises:
-        ValueError: they would not fit into this machine's free memory.
-    """
-    wanted = len(rows) * rows.length * target.hidden_size * dtype.itemsize
-    free = psutil.virtual_memory().available
-    if wanted > 0.8 * free:
-        raise ValueError(
-            f"cache_hidden: the hidden states of {len(rows)} rows take {wanted / 1e9:.1f} GB, and "
-            f"{free / 1e9:.1f} GB of memory are free; leave cache_hidden off"
-        )
-    kept = torch.empty(len(rows), rows.length, target.hidden_size, dtype=dtype)
-    for start in range(0, len(rows), batch_size):
-        batch = rows.batch(range(start, min(start + batch_size, len(rows))))
-        batch = {key: value.to(target.device) for key, value in batch.items()}
-        kept[start : start + batch_size] = target.hidden(batch["tokens"].long(), batch.get("positions"))
-    return kept
 
 
 def begin_with(heads: MedusaHeads, name: str, target: LoadedTarget) -> None:
@@ -294,15 +279,21 @@ def main() -> None:
     folder = recipe.run.folder
     t = recipe.target
     accelerator = loop.make_accelerator(recipe.precision)
+    if sharded.spreads() and (t.quantize != "none" or recipe.precision.compile):
+        raise ValueError(
+            "a target that is spread over processes is not quantised or compiled: target.quantize=none, "
+            "precision.compile=false"
+        )
     with accelerator.main_process_first():
         resume = loop.open_run(folder, args.resume, args.restart or args.tiny)
         if args.tiny and accelerator.is_main_process:
             write_target(t)
     device = str(accelerator.device)
-    target = load_target(
-        t.name, revision=t.revision, dtype=t.dtype, device=device, quantize=t.quantize,
-        trust_remote_code=t.trust_remote_code,
-    )  # fmt: skip
+    with sharded.placing(accelerator, t.dtype) as place:
+        target = load_target(
+            t.name, revision=t.revision, dtype=t.dtype, device=device, quantize=t.quantize,
+            trust_remote_code=t.trust_remote_code, place=place,
+        )  # fmt: skip
     if accelerator.is_main_process:
         write_recipe(recipe, folder / "recipe.yaml", command)
 
@@ -320,10 +311,13 @@ def main() -> None:
         checkpoint.write_tensors(folder / "held_out", held_out)  # what calibrate.py counts on
     held_out = {key: value[: recipe.evaluate.sequences] for key, value in held_out.items()}
     hidden: list[Tensor] = []
-    if recipe.cache_hidden and (not recipe.joint or recipe.joint.heads_first):
+    if recipe.cache_hidden != "none" and (not recipe.joint or recipe.joint.heads_first):
         dtype = torch.bfloat16 if recipe.precision.autocast == "bfloat16" else target.dtype
-        with loop.autocast(accelerator, recipe.precision):
-            hidden = [hidden_states(target, rows, dtype) for rows in train if isinstance(rows, Rows)]
+        for number, rows in enumerate(train):
+            assert isinstance(rows, Rows)
+            stored = folder / "features" / f"{number}.bin" if recipe.cache_hidden == "disk" else None
+            with torch.no_grad(), loop.autocast(accelerator, recipe.precision):
+                hidden.append(hidden_states(target, rows, dtype, accelerator, stored))
 
     torch.manual_seed(recipe.run.seed)
     d = recipe.drafter
@@ -333,7 +327,7 @@ def main() -> None:
     module: Medusa1 = Medusa1(target, heads)
     loop.console.print(
         f"{d.num_draft_heads} heads, {sum(p.numel() for p in heads.parameters()) / 1e6:.2f} M parameters to train "
-        f"beside a frozen target of {sum(p.numel() for p in target.model.parameters()) / 1e6:.2f} M"
+        f"beside a frozen target of {sum(map(sharded.size, target.model.parameters())) / 1e6:.2f} M"
     )
 
     asked = [  # what comes before each sample's first label
@@ -351,7 +345,7 @@ def main() -> None:
                 right = ((ranks[..., k] < top) & labelled[..., k]).sum() / labelled[..., k].sum()
                 metrics[f"head{k + 1}_held_out_top{top}"] = float(right)
         e = recipe.evaluate
-        if e.decode and job.step % e.decode == 0 and asked:
+        if e.decode and job.step % e.decode == 0 and asked and not sharded.spreads():
             metrics["tau"] = decoded_tau(target, heads, best_tree(ranks, SIMULATED_NODES), asked[: e.prompts])
         if isinstance(trained, Medusa2):
             drift = trained.drift(held_out["tokens"], held_out["supervised"])

@@ -1,43 +1,179 @@
-"""DeepSpeed ZeRO: what it changes about the training loop. Gradients and moments are spread over the processes; the
-weights stay whole on each (ZeRO-2), so that evaluation and export are those of any other run.
+"""More devices than plain data parallelism needs: what the launch configuration asks for, and what it changes.
 
-The launcher says so: ``accelerate launch --config_file recipes/accelerate/zero2.yaml …``. DeepSpeed's optimizer state
-goes into a folder of its own beside a checkpoint; it can be read again under the same number of processes only.
+    ZeRO-2        DeepSpeed runs the optimizer: gradients and moments of what trains are spread over the processes.
+    ZeRO-3, FSDP  The frozen target is spread: each process holds a part of every layer, and a layer is whole only while
+                  it runs. Heads and adapters are small beside it; they are whole on every process and train as under
+                  plain data parallelism, so a checkpoint is the same under any number of processes and any strategy.
+
+The launcher says which: ``accelerate launch --config_file recipes/accelerate/zero3.yaml …``. Under ZeRO-2 the
+optimizer's state goes into a folder of its own beside a checkpoint; another strategy, or another number of processes,
+goes on from the weights and begins it anew.
 """
 
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DeepSpeedPlugin
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+_LAUNCHED = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+_engines: list[Any] = []  # DeepSpeed's: at their end they would take their hooks off the target
 
 
-def wanted() -> bool:
-    """Whether the launcher asked for DeepSpeed."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
+def _asked(name: str) -> bool:
+    return os.environ.get(name, "false").lower() == "true"
 
 
-def active(accelerator: Accelerator) -> bool:
-    return accelerator.distributed_type == DistributedType.DEEPSPEED
+@cache
+def _plugin() -> DeepSpeedPlugin:
+    return DeepSpeedPlugin()  # it reads what the launcher left in the environment
 
 
-def configure(accelerator: Accelerator, micro: int, clip: float) -> None:
-    """Tell DeepSpeed what the recipe says; before anything is prepared.
+def strategy() -> Literal["none", "zero2", "zero3", "fsdp"]:
+    """What the launcher asked for.
 
     Raises:
-        ValueError: a stage of ZeRO that is not supported.
+        ValueError: something that is not supported.
     """
-    plugin: Any = accelerator.state.deepspeed_plugin
-    if plugin.zero_stage not in (1, 2):
-        raise ValueError(f"ZeRO stage {plugin.zero_stage}: this version trains with stages 1 and 2")
-    plugin.deepspeed_config |= {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": 1,  # the loop says when a step is whole
-        "gradient_clipping": clip,
-        "zero_allow_untested_optimizer": True,  # torch's own, by the recipe
-    }
+    if _asked("ACCELERATE_USE_FSDP"):
+        if os.environ.get("FSDP_VERSION", "1") != "2" or _asked("FSDP_OFFLOAD_PARAMS"):
+            raise ValueError(
+                "the launch configuration asks for FSDP 1 or for offloading; set fsdp_version: 2 and "
+                "fsdp_offload_params: false (offloading: recipes/accelerate/zero3.yaml)"
+            )
+        return "fsdp"
+    if not _asked("ACCELERATE_USE_DEEPSPEED"):
+        return "none"
+    stage = _plugin().zero_stage
+    if stage not in (1, 2, 3):
+        raise ValueError(f"ZeRO stage {stage}: use 1, 2 or 3")
+    return "zero3" if stage == 3 else "zero2"
+
+
+def spreads() -> bool:
+    """Whether the target is spread over the processes."""
+    return strategy() in ("zero3", "fsdp")
+
+
+@contextmanager
+def hidden_from_accelerate() -> Iterator[None]:
+    """Inside, accelerate takes a launch that spreads the target for plain data parallelism."""
+    kept = {name: os.environ.pop(name) for name in _LAUNCHED if spreads() and name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ |= kept
+
+
+# ---- ZeRO-3 and FSDP: a frozen target in parts
+
+
+@contextmanager
+def placing(accelerator: Accelerator, dtype: str) -> Iterator[Callable[[PreTrainedModel], None] | None]:
+    """Inside, a target is loaded in parts if it is to be spread; yields what :func:`load_target` takes as ``place``
+    (None: nothing is spread).
+
+    Args:
+        dtype: of the target's weights, ``float32``, ``bfloat16`` or ``float16``.
+    """
+    found = strategy()
+    if found == "fsdp":
+        yield lambda model: _fully_shard(model, accelerator.device)
+    elif found == "zero3":
+        from transformers.integrations import HfDeepSpeedConfig
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "steps_per_print": float("inf"),
+            "zero_optimization": {
+                key: value for key, value in _plugin().deepspeed_config["zero_optimization"].items() if value != "auto"
+            },
+            "bf16": {"enabled": dtype == "bfloat16"},
+            "fp16": {"enabled": dtype == "float16"},
+        }
+        alive = HfDeepSpeedConfig(config)  # while it lives, transformers loads each weight in parts
+        yield lambda model: _zero_3(model, config)
+        del alive
+    else:
+        yield None
+
+
+def _fully_shard(model: PreTrainedModel, device: torch.device) -> None:
+    """The decoder layers in parts; embeddings, the last norm and the LM head whole on every process."""
+    from torch.distributed import get_world_size, init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (get_world_size(),))
+    model.eval().requires_grad_(False)
+    decoder: nn.Module = model.get_decoder()
+    layers = [module for module in decoder.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    if not layers:
+        raise ValueError(f"FSDP: transformers does not say what the layers of a {type(model).__name__} are; use ZeRO-3")
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    inside = {module for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if module not in inside:
+            module._apply(lambda tensor: tensor.to(device), recurse=False)
+    parts = {parameter for layer in layers for parameter in layer.parameters()}
+    # The decoder as their root lets one layer's gathering overlap the work of the one before.
+    fully_shard(decoder, mesh=mesh, ignored_params={p for p in decoder.parameters() if p not in parts})
+
+
+def _zero_3(model: PreTrainedModel, config: dict[str, Any]) -> None:
+    """The decoder in parts; the LM head whole on every process, because heads are made from it and run through it."""
+    import deepspeed
+
+    model.eval().requires_grad_(False)
+    lm_head = model.get_output_embeddings()
+    for name, parameter in list(lm_head.named_parameters(recurse=False)):
+        with deepspeed.zero.GatheredParameters([parameter]):
+            setattr(lm_head, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+    engine, *_ = deepspeed.initialize(model=model.get_decoder(), config=config)
+    _engines.append(engine)
+
+
+def size(parameter: nn.Parameter) -> int:
+    """The number of a parameter's elements, all processes' parts together."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+# ---- the training loop
+
+
+def prepare(
+    accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer, micro: int, clip: float
+) -> tuple[Any, Any]:
+    """Module and optimizer as they train under the launcher's strategy."""
+    found = strategy()
+    if found == "zero2":
+        plugin: Any = accelerator.state.deepspeed_plugin
+        plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": 1,  # the loop says when a step is whole
+            "gradient_clipping": clip,
+            "zero_allow_untested_optimizer": True,  # torch's own, by the recipe
+        }
+    if not spreads():
+        return accelerator.prepare(module, optimizer)
+    if accelerator.num_processes == 1:
+        return module, accelerator.prepare(optimizer)
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    frozen = [name for name, tensor in named if not tensor.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, frozen)
+    return DistributedDataParallel(module), accelerator.prepare(optimizer)
+
+
+# ---- ZeRO-2: the optimizer's state
 
 
 def _folder(checkpoints: Path) -> Path:
@@ -54,18 +190,10 @@ def save(engine: Any, checkpoints: Path, step: int, keep: int) -> None:
             shutil.rmtree(old)
 
 
-def load(engine: Any, checkpoints: Path, step: int, processes: int) -> None:
-    """The optimizer state of a step.
-
-    Raises:
-        ValueError: there is none, or it was written by another number of processes.
-    """
+def load(engine: Any, checkpoints: Path, step: int, processes: int) -> bool:
+    """The optimizer's state of a step; False if there is none, or it is of another number of processes."""
     folder = _folder(checkpoints) / f"step-{step}"
-    parts = len(list(folder.glob("*optim_states.pt")))
-    if parts != processes:
-        found = f"has optimizer states of {parts} processes, not of {processes}" if parts else "is missing"
-        raise ValueError(
-            f"{folder} {found}; resume with the launch configuration the run was begun with, or begin another run with "
-            "init_from=this one's folder"
-        )
+    if len(list(folder.glob("*optim_states.pt"))) != processes:
+        return False
     engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=False)
+    return True

@@ -3,9 +3,6 @@
 import itertools
 import json
 import math
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -296,44 +293,6 @@ def test_the_engine_loads_either_form(whole, run_main, tmp_path, tiny_lm):
     torch.testing.assert_close(adapted.hidden(ids), merged.hidden(ids), rtol=1e-4, atol=1e-4)
     assert (adapted.hidden(ids) - load_target(str(tiny_lm)).hidden(ids)).abs().max() > 1e-4
     assert SpeculativeDecoder(adapted, drafter).generate([[5, 6]], 5)[0].tokens
-
-
-def zero2(recipe, *overrides):
-    launch = [Path(sys.executable).parent / "accelerate", "launch", "--quiet", "--num_processes", "2"]
-    command = [*launch, "--config_file", "recipes/accelerate/zero2.yaml", "train/medusa.py", recipe, *overrides]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def test_zero_2(recipe, whole):
-    """Two processes by DeepSpeed: the loss curve of one, an artifact like any other."""
-    process = zero2(recipe, "run.name=zero")
-    _, err = process.communicate()
-    assert process.returncode == 0, err[-3000:]
-    folder = recipe.parent / "zero"
-    for key, near in (("loss", 1e-3), ("lm_loss", 1e-4), ("kl", 1e-4), ("simulated_tau", 0.05)):
-        assert metrics(folder, key) == pytest.approx(metrics(whole, key), abs=near), key
-    ours, theirs = (load_file(run / "model.safetensors") for run in (folder, whole))
-    for name, weight in ours.items():
-        assert weight.dtype == torch.float32 and (weight - theirs[name]).abs().max() < 1e-3
-    assert (folder / "checkpoints/deepspeed/step-20").is_dir()
-
-
-@pytest.mark.slow
-def test_zero_2_resumes(recipe, whole, run_main):
-    """In the second stage; with as many processes as before, which is said if they are others."""
-    folder = recipe.parent / "zero-killed"
-    process = zero2(recipe, "run.name=zero-killed")
-    while not (folder / "checkpoints/step-15").exists():
-        time.sleep(0.05)
-        assert process.poll() is None
-    process.terminate()
-    process.communicate()
-    if not (folder / "checkpoints/step-20").exists():
-        again = zero2(recipe, "run.name=zero-killed", "--resume")
-        _, err = again.communicate()
-        assert again.returncode == 0, err[-3000:]
-    assert metrics(folder, "kl") == pytest.approx(metrics(whole, "kl"), abs=1e-4)
-    assert json.loads((folder / "provenance.json").read_text())["steps"] == 20
 
 
 def test_together_from_the_start(recipe, run_main):

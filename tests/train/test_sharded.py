@@ -1,0 +1,200 @@
+"""Strategies for many devices, with two processes on the CPU: the loss curve of one process, artifacts like any other,
+checkpoints that each of them can go on from."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from draftsmith.inference.decode import load_drafter
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.models.artifact import write_json
+from draftsmith.models.target import load_target
+from draftsmith.train import medusa, sharded
+
+ROOT = Path(__file__).parents[2]
+SPREAD = ["fsdp", "zero3"]
+KEYS = ("loss", "lm_loss", "kl", "simulated_tau", "perplexity")
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_lm, tmp_path_factory):
+    """Two stages of ten steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    ask = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 24, "batch_size": 12}
+    stage = {"batch": {"sequences": 8, "accumulate": 2}, "steps": 10}
+    content = {
+        "run": {"name": "whole", "output_dir": str(folder), "seed": 3},
+        "target": {"name": str(tiny_lm)},
+        "drafter": {"num_draft_heads": 3, "projection": "shared"},
+        "data": {
+            "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
+            "validation": [{"source": "stdlib", "split": "test", "answers": ask | {"prompts": 8}}],
+        },
+        **stage,
+        "optim": {"lr": 1e-2, "schedule": "constant"},
+        "joint": {
+            **stage, "optim": {"lr": 1e-3, "schedule": "constant"}, "lora": {"r": 4, "dropout": 0.0},
+            "head_weight": 0.1, "ramp": "constant",
+        },
+        "precision": {"threads": 1, "gradient_checkpointing": True},
+        "checkpoint": {"every": 5, "keep": 1},
+        "evaluate": {"every": 5},
+    }  # fmt: skip
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, run_main):
+    """What one process makes of it."""
+    code, _, err = run_main(medusa.main, recipe)
+    assert (code, err) == (0, "")
+    return recipe.parent / "whole"
+
+
+def launch(strategy, recipe, *overrides, prepared=None):
+    """The command with two processes. ``prepared``: a run whose answers are used, for a spread target makes none."""
+    name = next(word.removeprefix("run.name=") for word in overrides if word.startswith("run.name="))
+    if prepared and not (recipe.parent / name).exists():
+        shutil.copytree(prepared / "answers", recipe.parent / name / "answers")
+    command = [Path(sys.executable).parent / "accelerate", "launch", "--quiet", "--num_processes", "2"]
+    command += ["--config_file", f"recipes/accelerate/{strategy}.yaml"] if strategy != "ddp" else ["--multi_gpu"]
+    command += ["train/medusa.py", recipe, *overrides]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def finish(process):
+    out, err = process.communicate()
+    assert process.returncode == 0, err[-3000:]
+    return out
+
+
+def metrics(folder, key):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_two_processes_train_as_one(recipe, whole, strategy):
+    """Every figure of the whole run within a thousandth."""
+    finish(launch(strategy, recipe, f"run.name={strategy}", prepared=whole))
+    folder = recipe.parent / strategy
+    for key in KEYS:
+        assert metrics(folder, key) == pytest.approx(metrics(whole, key), rel=1e-3, abs=1e-5), key
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors", "checkpoints/step-20/model.safetensors"):
+        ours, theirs = load_file(folder / name), load_file(whole / name)
+        assert ours.keys() == theirs.keys()
+        for key, weight in ours.items():
+            assert weight.dtype == torch.float32 and weight.shape == theirs[key].shape
+            assert (weight - theirs[key]).abs().max() < 1e-3, key  # after 20 steps of up to 0.01
+    for run in (folder, whole):
+        write_json(run / "tree.json", {"paths": [[0], [0, 0]]})
+    (target, drafter), (like, _) = load_drafter(str(folder)), load_drafter(str(whole))
+    ids = torch.arange(5, 60)[None]
+    torch.testing.assert_close(target.hidden(ids), like.hidden(ids), rtol=1e-2, atol=1e-2)
+    assert SpeculativeDecoder(target, drafter).generate([[5, 6]], 5)[0].tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("zero2", "zero2"), ("zero3", "zero3"), ("fsdp", "fsdp"), ("zero3", "fsdp"), ("fsdp", None), ("ddp", "zero3"),
+        ("zero2", "fsdp"), ("fsdp", "zero2"),
+    ],
+)  # fmt: skip
+def test_another_strategy_goes_on(recipe, whole, run_main, first, then):
+    """A run is killed in its second stage and goes on under another strategy (None: one process)."""
+    name = f"run.name={first}-{then}"
+    folder = recipe.parent / f"{first}-{then}"
+    process = launch(first, recipe, name, prepared=whole)
+    while not (folder / "checkpoints/step-15").exists():
+        time.sleep(0.02)
+        assert process.poll() is None, process.communicate()[1][-3000:]
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    if then:
+        out = finish(launch(then, recipe, name, "--resume"))
+    else:
+        code, out, err = run_main(medusa.main, recipe, name, "--resume")
+        assert (code, err) == (0, "")
+    anew = first != then and "zero2" in (first, then)
+    assert ("has no optimizer state for this launch; it begins anew" in out) == anew
+    for key in KEYS:
+        near = 0.1 if anew else 1e-3
+        assert metrics(folder, key) == pytest.approx(metrics(whole, key), rel=near, abs=near), key
+    assert json.loads((folder / "provenance.json").read_text())["steps"] == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", SPREAD)
+def test_a_process_holds_its_part(strategy, tiny_lm, tmp_path):
+    """Half of the layers' weights, and nothing that asks for a whole target goes unsaid."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from draftsmith.models.target import load_target\n"
+        "from draftsmith.train import loop, sharded\n"
+        "from draftsmith.train.recipe import Precision\n"
+        "accelerator = loop.make_accelerator(Precision(threads=1))\n"
+        "with sharded.placing(accelerator, 'float32') as place:\n"
+        "    target = load_target(sys.argv[1], place=place)\n"
+        "here = lambda p: p.ds_tensor.numel() if hasattr(p, 'ds_tensor') else getattr(p, '_local_tensor', p).numel()\n"
+        "layers = [p for n, p in target.model.named_parameters() if 'layers' in n]\n"
+        "print('held', sum(map(here, layers)), 'of', sum(map(sharded.size, layers)), flush=True)\n"
+    )
+    command = [Path(sys.executable).parent / "accelerate", "launch", "--quiet", "--num_processes", "2"]
+    done = subprocess.run(
+        [*command, "--config_file", ROOT / f"recipes/accelerate/{strategy}.yaml", script, tiny_lm],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    held = [list(map(int, line.split()[1::2])) for line in done.stdout.splitlines() if line.startswith("held")]
+    parameters = sum(p.numel() for n, p in load_target(str(tiny_lm)).model.named_parameters() if "layers" in n)
+    assert len(held) == 2 and all(whole == parameters for _, whole in held)
+    assert all(abs(part - parameters / 2) <= 0.01 * parameters for part, _ in held)
+
+
+@pytest.mark.parametrize(
+    ("environment", "overrides", "message"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, [], "asks for FSDP 1 or for offloading; set fsdp"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, ["precision.compile=true"], "not quantised or compiled"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_one_line(recipe, run_main, monkeypatch, environment, overrides, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = run_main(medusa.main, recipe, "run.name=refused", *overrides)
+    assert code == 2 and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.slow
+def test_a_spread_target_answers_nothing(recipe, run_main):
+    process = launch("fsdp", recipe, "run.name=asks")
+    _, err = process.communicate()
+    assert process.returncode == 1 and "error: data source 'stdlib': a target that is spread" in err
+    assert 'Traceback (most recent call last):\n  File "train' not in err
+
+
+def test_strategies_are_what_the_launcher_says(monkeypatch):
+    assert sharded.strategy() == "none" and not sharded.spreads()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert sharded.strategy() == "fsdp" and sharded.spreads()
+    with sharded.hidden_from_accelerate():
+        assert "ACCELERATE_USE_FSDP" not in os.environ
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"

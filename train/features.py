@@ -1,0 +1,98 @@
+"""The frozen target's last hidden states, made once and kept: in memory, or in a file of the run's folder that training
+reads as if it were memory. Stage 1 then runs no target at all."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from draftsmith.data.packing import Rows
+from draftsmith.models.artifact import write_json
+from draftsmith.models.target import Target
+from draftsmith.train import loop, sharded
+
+
+def hidden_states(
+    target: Target, rows: Rows, dtype: torch.dtype, accelerator: Accelerator, stored: Path | None = None,
+    batch_size: int = 16,
+) -> Tensor:  # fmt: skip
+    """The hidden states of all rows, on the CPU: ``[S, T, d]``.
+
+    Args:
+        stored: a file to keep them in (with ``.json`` and ``.done`` beside it), None for memory. The processes share
+            the work and the file; what a killed run had made is not made again.
+
+    Raises:
+        ValueError: there is no room for them. Nothing was written then.
+    """
+    shape = (len(rows), rows.length, target.hidden_size)
+    wanted, free = math.prod(shape) * dtype.itemsize, _free(stored)
+    what = f"{shape[0]:,} rows × {shape[1]:,} tokens × {shape[2]:,} = {wanted / 1e9:.2f} GB"
+    where = f"on disk in {stored.parent}" if stored else "of memory in each process"
+    done = torch.zeros(-(-shape[0] // batch_size), dtype=torch.uint8)  # by batch
+    if stored:
+        asked = {
+            "target": target.fingerprint, "rows": rows.samples.sha256(), "share": rows.share, "dtype": str(dtype),
+            "shape": list(shape), "batch_size": batch_size,
+        }  # fmt: skip
+        with accelerator.main_process_first():
+            there = stored.exists() and _read(stored.with_suffix(".json")) == asked
+            if not there:
+                _check(what, wanted, free, where)
+                if accelerator.is_main_process:
+                    stored.parent.mkdir(parents=True, exist_ok=True)
+                    for old in (stored, stored.with_suffix(".done")):
+                        old.unlink(missing_ok=True)
+                    write_json(stored.with_suffix(".json"), asked)
+            kept = torch.from_file(str(stored), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+            done = torch.from_file(str(stored.with_suffix(".done")), shared=True, size=len(done), dtype=torch.uint8)
+    else:
+        _check(what, wanted, free, where)
+        kept = torch.empty(shape, dtype=dtype)
+    accelerator.wait_for_everyone()
+    missing = (done == 0).nonzero()[:, 0].tolist()
+    accelerator.wait_for_everyone()  # everyone has looked before anyone writes
+    alone = stored is None or sharded.spreads()  # the same batches by all: each keeps its own, or a part of every layer
+    mine = missing if alone else missing[accelerator.process_index :: accelerator.num_processes]
+    if not mine:
+        accelerator.wait_for_everyone()
+        return kept
+    loop.console.print(f"  cache_hidden: {what} {where}, {free / 1e9:.1f} GB are free", soft_wrap=True)
+    note = loop.Note("the target's hidden states", len(mine))
+    for count, number in enumerate(mine, 1):
+        place = range(number * batch_size, min((number + 1) * batch_size, len(rows)))
+        batch = {key: value.to(target.device) for key, value in rows.batch(place).items()}
+        made = target.hidden(batch["tokens"].long(), batch.get("positions"))
+        if stored is None or not sharded.spreads() or accelerator.is_main_process:
+            kept[place.start : place.stop] = made
+            done[number] = 1
+        note.done(count)
+    note.close()
+    accelerator.wait_for_everyone()
+    return kept
+
+
+def _free(stored: Path | None) -> int:
+    if stored is None:
+        return psutil.virtual_memory().available
+    return shutil.disk_usage(next(folder for folder in stored.parents if folder.exists())).free
+
+
+def _check(what: str, wanted: int, free: int, where: str) -> None:
+    if wanted > 0.8 * free:
+        raise ValueError(
+            f"cache_hidden: {what} {where}, and {free / 1e9:.1f} GB are free; set cache_hidden=none, or fewer rows "
+            "(data.train.0.limit)"
+        )
+
+
+def _read(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
