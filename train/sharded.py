@@ -89,7 +89,7 @@ def placing(accelerator: Accelerator, dtype: str) -> Iterator[Callable[[PreTrain
     if found == "fsdp":
         yield lambda model: _fully_shard(model, accelerator.device)
     elif found == "zero3":
-        from transformers.integrations import HfDeepSpeedConfig
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -109,7 +109,8 @@ def placing(accelerator: Accelerator, dtype: str) -> Iterator[Callable[[PreTrain
 
 def _fully_shard(model: PreTrainedModel, device: torch.device) -> None:
     """The decoder layers in parts; embeddings, the last norm and the LM head whole on every process."""
-    from torch.distributed import get_world_size, init_device_mesh
+    from torch.distributed import get_world_size
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (get_world_size(),))

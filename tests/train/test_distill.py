@@ -425,7 +425,7 @@ def test_shards_are_training_data(recipe, run_main, tiny_lm, tmp_path):
     assert code == 0, err
 
 
-@pytest.mark.parametrize("name", ["tiny-distill", "vicuna33b-distill", "zephyr7b-distill"])
+@pytest.mark.parametrize("name", ["llama3-70b-distill", "tiny-distill", "vicuna33b-distill", "zephyr7b-distill"])
 def test_shipped_recipes_by_their_own_commands(tmp_path, name):
     command = (ROOT / f"recipes/{name}.yaml").read_text().splitlines()[0].split()[1:]
     assert command == ["python", "train/distill.py", f"recipes/{name}.yaml"]

@@ -140,6 +140,20 @@ def test_another_strategy_goes_on(recipe, whole, run_main, first, then):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_hidden_states_on_disk(recipe, whole, strategy):
+    """Made by two processes, each a share, or together where the target is spread."""
+    name = f"{strategy}-disk"
+    overrides = ["cache_hidden=disk", "joint=null", "precision.gradient_checkpointing=false"]
+    out = finish(launch(strategy, recipe, f"run.name={name}", *overrides, prepared=whole))
+    folder = recipe.parent / name
+    assert "on disk in" in out and (folder / "features/0.done").read_bytes() == b"\1"
+    for key in ("loss", "head1_loss"):
+        wanted = {step: value for step, value in metrics(whole, key).items() if step <= 10}
+        assert metrics(folder, key) == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", SPREAD)
 def test_a_process_holds_its_part(strategy, tiny_lm, tmp_path):
     """Half of the layers' weights, and nothing that asks for a whole target goes unsaid."""

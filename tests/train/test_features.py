@@ -1,0 +1,82 @@
+"""Hidden states that are kept: the ones the target makes, in memory or on disk, and no room for them said before."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from draftsmith.data.packing import Rows, Sample, Tokenized
+from draftsmith.models.target import Target
+from draftsmith.train import features, loop
+from draftsmith.train.features import hidden_states
+from draftsmith.train.recipe import Precision
+
+
+@pytest.fixture(scope="module")
+def rows():
+    torch.manual_seed(0)
+    sizes = [9, 5, 7, 3, 9, 8, 2, 6, 4, 5]
+    samples = [Sample(torch.randint(61, (size,)).tolist(), [True] * size) for size in sizes]
+    return Rows(Tokenized.of(samples), 12, share=True)
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return loop.make_accelerator(Precision(threads=1))
+
+
+@torch.no_grad()
+def test_they_are_the_targets(make_target, rows, accelerator, tmp_path):
+    target = make_target("llama")
+    batch = rows.batch(range(len(rows)))
+    wanted = target.hidden(batch["tokens"].long(), batch["positions"])
+    for stored in (None, tmp_path / "a" / "0.bin"):
+        kept = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=2)
+        torch.testing.assert_close(kept, wanted, rtol=1e-5, atol=1e-5)
+        half = hidden_states(target, rows, torch.bfloat16, accelerator, stored, batch_size=2)
+        torch.testing.assert_close(half.float(), wanted, rtol=1e-2, atol=1e-2)
+
+
+@torch.no_grad()
+def test_a_killed_run_makes_only_the_rest(make_target, rows, accelerator, tmp_path, monkeypatch):
+    target, stored, calls = make_target("llama"), tmp_path / "0.bin", []
+    hidden = Target.hidden
+
+    def counted(self, tokens, positions=None):
+        calls.append(len(tokens))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return hidden(self, tokens, positions)
+
+    monkeypatch.setattr(Target, "hidden", counted)
+    with pytest.raises(KeyboardInterrupt):
+        hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
+    kept = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
+    assert len(calls) == 1 + len(rows), "two were kept, the third was asked for twice"
+    again = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
+    assert len(calls) == 1 + len(rows) and torch.equal(again, kept)
+    monkeypatch.undo()
+    assert torch.equal(kept, hidden_states(target, rows, torch.float32, accelerator, None, batch_size=1))
+    other = make_target("qwen3")
+    other.fingerprint = "another"
+    moved = hidden_states(other, rows, torch.float32, accelerator, stored, batch_size=1)
+    assert not torch.equal(moved, kept), "another target's are made anew"
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_no_room(make_target, rows, accelerator, tmp_path, monkeypatch, where):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    monkeypatch.setattr(features.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    stored = tmp_path / "new" / "0.bin" if where == "disk" else None
+    with pytest.raises(ValueError, match=r"cache_hidden: 5 rows × 12 tokens × 32 = 0.00 GB .*; set cache_hidden=none"):
+        hidden_states(make_target("llama"), rows, torch.float32, accelerator, stored)
+    assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_the_estimate_is_said_before(make_target, rows, accelerator, tmp_path, capsys):
+    hidden_states(make_target("llama"), rows, torch.float32, accelerator, tmp_path / "0.bin")
+    out = capsys.readouterr().out
+    assert "cache_hidden: 5 rows × 12 tokens × 32 = 0.00 GB on disk in" in out and "are free" in out
+    assert (tmp_path / "0.bin").stat().st_size == 5 * 12 * 32 * 4
