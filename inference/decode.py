@@ -65,8 +65,8 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts from JSONL: ``{"prompt": text}``, ``{"messages": […]}`` or Spec-Bench's ``{"turns": [text, …]}``, of
-    which the first turn is taken.
+    """Prompts from JSONL: ``{"prompt": text}``, ``{"messages": […]}`` without the assistant's last words if it had them
+    (they are what is asked for), or Spec-Bench's ``{"turns": [text, …]}``, of which the first turn is taken.
 
     Raises:
         FileNotFoundError, ValueError: no such file, a line that is none of these (its number is named), or no line.
@@ -87,7 +87,10 @@ def read_prompts(path: Path) -> list[Prompt]:
                 prompts.append(Prompt(str(entry["prompt"])))
             elif "messages" in entry:
                 chat = [{"role": str(m["role"]), "content": str(m["content"])} for m in entry["messages"]]
-                prompts.append(Prompt("", chat))
+                asked = chat[:-1] if chat[-1]["role"] == "assistant" else chat
+                if not asked:
+                    raise ValueError("nobody asks")
+                prompts.append(Prompt("", asked))
             else:
                 prompts.append(Prompt("", [{"role": "user", "content": str(entry["turns"][0])}]))
         except (ValueError, KeyError, IndexError, TypeError):

@@ -28,6 +28,7 @@ from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 from draftsmith.train.command import available_cores, run_command
 from draftsmith.train.dry_run import matmul_rate
+from draftsmith.train.loop import checkpoint_activations
 from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.recipe import Batch, Optim
@@ -62,7 +63,7 @@ def measure(target: Target, stage: str, args: argparse.Namespace) -> dict[str, A
         lora = joint.lora
         add_lora(target, lora.r, lora.alpha, lora.dropout, lora.modules)
         if args.gradient_checkpointing:
-            target.model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(target.model)
         module: Medusa1 = Medusa2(target, heads, joint, lambda: 50)
     else:
         module = Medusa1(target, heads)

@@ -343,7 +343,7 @@ def main() -> None:
     if recipe.init_from and not resume:
         begin_with(model, resolve_folder(recipe.init_from))
     if recipe.precision.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        loop.checkpoint_activations(model)
     module = LanguageModel(model, recipe.lookahead)
     parameters = sum(p.numel() for p in module.model.parameters())
     loop.console.print(f"{parameters / 1e6:.2f} M parameters, {accelerator.num_processes} process(es)")

@@ -20,6 +20,7 @@ from accelerate import Accelerator, PartialState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.command import available_cores, interruptible
@@ -90,6 +91,14 @@ def make_accelerator(precision: Precision) -> Accelerator:
 def autocast(accelerator: Accelerator, precision: Precision) -> torch.autocast:
     """The recipe's precision, for forward passes."""
     return torch.autocast(accelerator.device.type, torch.bfloat16, enabled=precision.autocast == "bfloat16")
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Keep no activations of the layers: the backward pass makes them again."""
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    )  # older name
+    enable({"use_reentrant": False})
 
 
 @dataclass

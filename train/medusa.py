@@ -383,7 +383,7 @@ def main() -> None:
             lora = stage.lora
             add_lora(target, lora.r, lora.alpha, lora.dropout, lora.modules)
             if recipe.precision.gradient_checkpointing:
-                target.model.gradient_checkpointing_enable({"use_reentrant": False})
+                loop.checkpoint_activations(target.model)
             module = Medusa2(target, heads, stage, lambda begun=begun: job.step - begun)
             job.best, job.best_on = -math.inf, "guarded_tau"
         needed = stage.steps * stage.batch.sequences

@@ -38,13 +38,15 @@ def test_read_prompts(tmp_path):
     lines = [
         '{"prompt": "a\u2028b\x85c\u2029 \\n d", "source": "x"}',  # line breaks to Python, but not to JSON Lines
         "",
-        json.dumps({"messages": chat}),
+        json.dumps({"messages": [*chat, {"role": "user", "content": "Bye"}]}),
+        json.dumps({"id": "7", "messages": chat, "finish_reason": ["stop"]}),  # what distill.py writes
         '{"turns": ["first", "second"]}\r',
     ]
     path.write_bytes("\n".join(lines).encode())
     assert read_prompts(path) == [
         Prompt("a\u2028b\x85c\u2029 \n d"),
-        Prompt("", chat),
+        Prompt("", [*chat, {"role": "user", "content": "Bye"}]),
+        Prompt("", chat[:1]),
         Prompt("", [{"role": "user", "content": "first"}]),
     ]
 
@@ -183,6 +185,7 @@ def one_line(result, *parts):
         ('{"text": "a"}\n', "prompts.jsonl:1: not a prompt"),
         ('{"messages": "hello"}\n', "prompts.jsonl:1: not a prompt"),
         ('{"messages": [{"role": "user"}]}\n', "prompts.jsonl:1: not a prompt"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "prompts.jsonl:1: not a prompt"),
         ('{"turns": []}\n', "prompts.jsonl:1: not a prompt"),
         (b"\xff\xfe\x00", "prompts.jsonl: not a text file"),
         ('{"prompt": "a"}\n{"prompt": ""}\n', "prompts.jsonl: prompt 2 has 0 tokens; give it at least one"),

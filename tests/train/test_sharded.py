@@ -23,6 +23,7 @@ from draftsmith.train import medusa, sharded
 
 ROOT = Path(__file__).parents[2]
 SPREAD = ["fsdp", "zero3"]
+ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # two processes cannot share the one GPU there may be
 KEYS = ("loss", "lm_loss", "kl", "simulated_tau", "perplexity")
 
 
@@ -72,7 +73,13 @@ def launch(strategy, recipe, *overrides, prepared=None):
     command += ["--config_file", f"recipes/accelerate/{strategy}.yaml"] if strategy != "ddp" else ["--multi_gpu"]
     command += ["train/medusa.py", recipe, *overrides]
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -173,7 +180,7 @@ def test_a_process_holds_its_part(strategy, tiny_lm, tmp_path):
     command = [Path(sys.executable).parent / "accelerate", "launch", "--quiet", "--num_processes", "2"]
     done = subprocess.run(
         [*command, "--config_file", ROOT / f"recipes/accelerate/{strategy}.yaml", script, tiny_lm],
-        capture_output=True, text=True, cwd=ROOT,
+        capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     held = [list(map(int, line.split()[1::2])) for line in done.stdout.splitlines() if line.startswith("held")]
