@@ -79,14 +79,14 @@ class Plan:
         return self.positions * (2.0 * self.frozen * self.passes + 6.0 * self.trained)
 
 
-def show(recipe: Recipe, plans: list[Plan], device: torch.device) -> None:
-    """Print the resolved recipe and the table of its stages."""
+def show(recipe: Recipe, plans: list[Plan], device: torch.device, processes: int) -> None:
+    """Print the resolved recipe and the table of its stages, for each of so many processes."""
     console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True), markup=False)
     half = recipe.precision.autocast == "bfloat16"
     rate = matmul_rate(device, torch.bfloat16 if half else torch.float32)
     table = Table("stage", "frozen", "trained", "memory", "tokens a step", "a step", "all steps")
     for plan in plans:
-        seconds = plan.operations / rate
+        seconds = plan.operations / rate / processes
         table.add_row(
             plan.name, f"{plan.frozen / 1e6:,.1f} M", f"{plan.trained / 1e6:,.1f} M", f"{plan.memory / 1e9:,.1f} GB",
             f"{plan.positions:,}", f"{seconds:,.2f} s", f"{seconds * plan.steps / 3600:,.1f} h",
@@ -95,6 +95,7 @@ def show(recipe: Recipe, plans: list[Plan], device: torch.device) -> None:
     console.print(
         "Memory: weights, gradients, moments and logits; activations come on top. Time: at the "
         f"{rate / 1e12:,.2f} TFLOP/s that a matrix product reaches on this device ({device}); no step is faster."
+        + (f" {processes} processes share the work; the memory is each one's." if processes > 1 else "")
     )
 
 

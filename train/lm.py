@@ -280,7 +280,7 @@ def dry(recipe: LmRecipe) -> None:
         dry_run.Plan(s.name, 0, parameters, 0.0, s.optim, s.steps, s.batch.sequences * s.max_length)
         for s in recipe.stages
     ]
-    dry_run.show(recipe, plans, accelerator.device)
+    dry_run.show(recipe, plans, accelerator.device, accelerator.num_processes)
     small = tiny(recipe, "dry-run")
     folder = small.run.folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -238,6 +238,7 @@ def dry(recipe: MedusaRecipe, command: str) -> None:
         own = sum(p.numel() for p in heads.parameters())
         used = d.num_draft_heads * width * vocab_size if d.projection == "shared" else 0  # multiplied with, not trained
         held = dry_run.BYTES[t.dtype if t.quantize == "none" else t.quantize]
+        held /= accelerator.num_processes if sharded.spreads() else 1
         plans: list[dry_run.Plan] = []
         for name, stage in stages_of(recipe):
             positions = stage.batch.sequences * recipe.data.max_length
@@ -247,7 +248,7 @@ def dry(recipe: MedusaRecipe, command: str) -> None:
             plans.append(
                 dry_run.Plan(name, parameters + used, trained, held, stage.optim, stage.steps, positions, passes)
             )
-        dry_run.show(recipe, plans, accelerator.device)
+        dry_run.show(recipe, plans, accelerator.device, accelerator.num_processes)
     small = tiny(recipe, "dry-run")
     write_target(small.target)
     target = load_target(small.target.name)
