@@ -1,20 +1,38 @@
 """LoRA adapters on a target (by peft): put on for joint training, switched off for the teacher, stored, merged in."""
 
+import copy
 import hashlib
+import logging
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from draftsmith.models.artifact import check_target
 from draftsmith.models.target import Target, check_safetensors
 
 FOLDER = "adapter"  # of a drafter folder that comes with one
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """peft asks its neighbours for what they warn of: names that grow old, kernels nobody needs here."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def untie(target: Target) -> None:
@@ -33,7 +51,8 @@ def add_lora(target: Target, r: int, alpha: float, dropout: float, modules: Sequ
     Raises:
         ValueError: the target has no layer of a name.
     """
-    from peft import LoraConfig  # seconds to import, and only joint training needs it
+    with _quietly():
+        from peft import LoraConfig  # seconds to import, and only joint training needs it
 
     names = {name.rpartition(".")[2] for name, module in target.model.named_modules() if isinstance(module, nn.Linear)}
     unknown = [name for name in modules if name not in names]
@@ -42,9 +61,10 @@ def add_lora(target: Target, r: int, alpha: float, dropout: float, modules: Sequ
         raise ValueError(f"lora.modules: target '{target.name}' has no linear layer '{unknown[0]}'; it has: {known}")
     if "lm_head" in modules:
         untie(target)
-    target.model.add_adapter(
-        LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(modules))  # type: ignore[arg-type]
-    )
+    with _quietly():
+        target.model.add_adapter(
+            LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(modules))  # type: ignore[arg-type]
+        )
     target.lm_head = target.model.get_output_embeddings()  # wrapped, if it has one
 
 
@@ -66,9 +86,18 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 def write_adapter(folder: Path, target: Target) -> None:
     """``folder/adapter`` in peft's format, each file whole or not at all. The target's fingerprint covers it from then
     on."""
+    from peft import get_peft_model_state_dict
+
     temporary = folder / f".{FOLDER}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    target.model.save_pretrained(temporary)  # with adapters on it, a model saves these alone
+    temporary.mkdir(parents=True)
+    # Beside an adapter on the LM head peft would store the embeddings too, which have not changed.
+    trained = get_peft_model_state_dict(target.model, save_embedding_layers=False)
+    weights = {f"base_model.model.{name}": weight.detach().cpu().contiguous() for name, weight in trained.items()}
+    save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = copy.copy(target.model.peft_config["default"])
+    config.base_model_name_or_path, config.inference_mode = target.name, True
+    config.save_pretrained(temporary)
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     for file in temporary.iterdir():
         os.replace(file, folder / FOLDER / file.name)
@@ -90,7 +119,8 @@ def merge_adapter(target: Target, folder: Path) -> Target:
     Raises:
         FileNotFoundError, ValueError: there is no adapter, it is damaged, or it does not fit.
     """
-    from peft import PeftModel
+    with _quietly():
+        from peft import PeftModel
 
     if not (folder / "adapter_model.safetensors").exists():
         raise FileNotFoundError(f"{folder}: no adapter_model.safetensors here; fetch or train the drafter again")
@@ -99,7 +129,7 @@ def merge_adapter(target: Target, folder: Path) -> Target:
     if "lm_head" in (folder / "adapter_config.json").read_text(encoding="utf-8"):
         untie(target)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _quietly():
             merged = PeftModel.from_pretrained(target.model, str(folder)).merge_and_unload()  # type: ignore[operator]
     except (RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]

@@ -72,9 +72,10 @@ def make_accelerator(precision: Precision) -> Accelerator:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(precision.threads or max(1, available_cores() // local))
     cpu = not torch.cuda.is_available()
+    if cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which others import, would look for one and warn
     if cpu and "LOCAL_RANK" in os.environ:
         PartialState(cpu=True)  # without this, accelerate on CPU silently runs independent copies
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Precision is the recipe's (autocast below); DeepSpeed's own would make bfloat16 of the weights that train.
     # With cpu=True accelerate would leave DeepSpeed out; the processes are on the CPU already.
     with sharded.hidden_from_accelerate():

@@ -175,6 +175,10 @@ def test_a_stored_adapter_merged_is_the_trained_target(make_target, tmp_path, ti
     trained = target.logits(target.hidden(tokens))
     embeddings = base.model.get_input_embeddings().weight.clone()
     write_adapter(tmp_path, target)
+    stored = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert all("lora_" in name for name in stored) and len(stored) == 2 * (14 + ("lm_head" in modules))
+    told = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert told["base_model_name_or_path"] == target.name and told["inference_mode"]
     merged = merge_adapter(base, tmp_path / "adapter")
     torch.testing.assert_close(merged.logits(merged.hidden(tokens)), trained, rtol=1e-4, atol=1e-4)
     assert torch.equal(merged.model.get_input_embeddings().weight, embeddings)
