@@ -75,5 +75,5 @@ bench: install
 
 # Medusa-1, direct joint training, two stages, self-distilled: the same prompts, equally many steps of the heads.
 bench-medusa: install
-	@test -f runs/demo/prompts.jsonl || { echo 'error: there are no prompts in runs/demo yet; run make demo first'; exit 2; }
-	time $(PY) train/bench_medusa.py --prompts runs/demo/prompts.jsonl --out runs/bench-medusa
+	$(PY) data/prompts.py stdlib --split test --count 200 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/bench-medusa/prompts.jsonl
+	time $(PY) train/bench_medusa.py --prompts runs/bench-medusa/prompts.jsonl --out runs/bench-medusa
