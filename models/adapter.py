@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from draftsmith.models.artifact import check_target
+from draftsmith.models.artifact import check_target, save_tensors
 from draftsmith.models.target import Target, check_safetensors
 
 FOLDER = "adapter"  # of a drafter folder that comes with one
@@ -53,6 +52,7 @@ def add_lora(target: Target, r: int, alpha: float, dropout: float, modules: Sequ
     """
     with _quietly():
         from peft import LoraConfig  # seconds to import, and only joint training needs it
+        from peft.tuners.tuners_utils import cast_adapter_dtype
 
     names = {name.rpartition(".")[2] for name, module in target.model.named_modules() if isinstance(module, nn.Linear)}
     unknown = [name for name in modules if name not in names]
@@ -65,6 +65,8 @@ def add_lora(target: Target, r: int, alpha: float, dropout: float, modules: Sequ
         target.model.add_adapter(
             LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(modules))  # type: ignore[arg-type]
         )
+    # They train in float32 whatever the target is in: half of AdamW's small updates would be rounded away.
+    cast_adapter_dtype(target.model, "default")
     target.lm_head = target.model.get_output_embeddings()  # wrapped, if it has one
 
 
@@ -94,7 +96,7 @@ def write_adapter(folder: Path, target: Target) -> None:
     # Beside an adapter on the LM head peft would store the embeddings too, which have not changed.
     trained = get_peft_model_state_dict(target.model, save_embedding_layers=False)
     weights = {f"base_model.model.{name}": weight.detach().cpu().contiguous() for name, weight in trained.items()}
-    save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(weights, temporary / "adapter_model.safetensors")
     config = copy.copy(target.model.peft_config["default"])
     config.base_model_name_or_path, config.inference_mode = target.name, True
     config.save_pretrained(temporary)

@@ -5,6 +5,7 @@
 """
 
 import datetime
+import errno
 import importlib.metadata
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -84,6 +86,18 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path}: not valid JSON ({error}); write or fetch it again") from None
 
 
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """A safetensors file, from wherever the tensors are.
+
+    Raises:
+        OSError: the disk is full, or it cannot be written.
+    """
+    try:
+        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # it wraps the system's error in text of its own
+        raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error), str(path)) from None
+
+
 def write_model(folder: Path, model: Any, tokenizer: Any, facts: Mapping[str, Any]) -> None:
     """A ``transformers`` model folder with its provenance; each file is written elsewhere and renamed."""
     temporary = folder / ".model.tmp"
@@ -103,7 +117,7 @@ def write_drafter(
     """Write a drafter's ``model.safetensors``, ``config.json`` and ``provenance.json``, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / "model.safetensors.tmp"
-    save_file({name: w.detach().cpu().contiguous() for name, w in weights.items()}, temporary)
+    save_tensors(weights, temporary)
     os.replace(temporary, folder / "model.safetensors")
     config = {"draftsmith_version": version(), "drafter_type": drafter_type, **shape, "target": target.describe()}
     write_json(folder / "config.json", config)

@@ -361,6 +361,8 @@ def load_target(
         options["offload_folder"] = tempfile.mkdtemp(prefix="draftsmith-")  # for layers stored in another dtype
         atexit.register(shutil.rmtree, options["offload_folder"], ignore_errors=True)
     if quantize == "none":
+        if device_map == "none" and not place and torch.device(device).type == "cuda":
+            options["device_map"] = {"": device}  # straight there, not by way of the CPU's memory
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **options)
         if place:
             place(model)

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from draftsmith.models.artifact import save_tensors
 
 _ADVICE = "delete that folder to fall back on the checkpoint before it, or pass --restart"
 
@@ -50,21 +52,19 @@ def save(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        save_file(trainable_state(module), temporary / "model.safetensors")
-        save_file(_optimizer_tensors(module, optimizer) if optimizer else {}, temporary / "optimizer.safetensors")
+        save_tensors(trainable_state(module), temporary / "model.safetensors")
+        save_tensors(_optimizer_tensors(module, optimizer) if optimizer else {}, temporary / "optimizer.safetensors")
         rng = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             rng["cuda"] = torch.cuda.get_rng_state()
-        save_file(rng, temporary / "rng.safetensors")
+        save_tensors(rng, temporary / "rng.safetensors")
         (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
         for file in temporary.iterdir():
             _sync(file)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-    except (OSError, SafetensorError) as error:
+    except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # safetensors wraps the system's error in text of its own
-            raise OSError(28 if "No space" in str(error) else 5, str(error), str(final)) from None
         raise
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
@@ -140,7 +140,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write ``folder/model.safetensors`` whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / "model.safetensors.tmp"
-    save_file(tensors, temporary)
+    save_tensors(tensors, temporary)
     os.replace(temporary, folder / "model.safetensors")
 
 

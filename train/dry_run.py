@@ -56,7 +56,8 @@ def target_shape(target: Target, adapted: Sequence[str] = ()) -> tuple[int, int,
 
 @dataclass(frozen=True)
 class Plan:
-    """What one stage costs. ``frozen`` and ``trained`` parameters, labels' ``positions`` per step."""
+    """What one stage costs. ``frozen`` and ``trained`` parameters, labels' ``positions`` per step; ``projected``: how
+    many of the frozen ones heads multiply with once more (a shared projection), in all."""
 
     name: str
     frozen: int
@@ -65,6 +66,7 @@ class Plan:
     optim: Optim
     steps: int
     positions: int
+    projected: int = 0
     passes: int = 1  # through what is frozen: forward, the teacher's, backward to the adapters
 
     @property
@@ -76,7 +78,8 @@ class Plan:
     @property
     def operations(self) -> float:
         """Floating-point operations of a step: passes through what is frozen, forward and backward of the rest."""
-        return self.positions * (2.0 * self.frozen * self.passes + 6.0 * self.trained)
+        frozen = self.frozen * self.passes + 2 * self.projected  # forward, and backward to the heads
+        return self.positions * (2.0 * frozen + 6.0 * self.trained)
 
 
 def show(recipe: Recipe, plans: list[Plan], device: torch.device, processes: int) -> None:

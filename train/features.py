@@ -3,6 +3,7 @@ reads as if it were memory. Stage 1 then runs no target at all."""
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -32,13 +33,17 @@ def hidden_states(
     """
     shape = (len(rows), rows.length, target.hidden_size)
     wanted, free = math.prod(shape) * dtype.itemsize, _free(stored)
-    what = f"{shape[0]:,} rows × {shape[1]:,} tokens × {shape[2]:,} = {wanted / 1e9:.2f} GB"
-    where = f"on disk in {stored.parent}" if stored else "of memory in each process"
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    wanted *= 1 if stored else processes
+    what = f"{shape[0]:,} rows × {shape[1]:,} tokens × {shape[2]:,} take {wanted / 1e9:.2f} GB"
+    where = f"on disk in {stored.parent}" if stored else f"of memory for {processes} process(es)"
     done = torch.zeros(-(-shape[0] // batch_size), dtype=torch.uint8)  # by batch
     if stored:
         asked = {
-            "target": target.fingerprint, "rows": rows.samples.sha256(), "share": rows.share, "dtype": str(dtype),
-            "shape": list(shape), "batch_size": batch_size,
+            "target": target.fingerprint, "made_in": [str(target.dtype), torch.is_autocast_enabled(target.device.type)],
+            "quantized": str(getattr(target.model.config, "quantization_config", None)),
+            "rows": rows.samples.sha256(), "share": rows.share, "dtype": str(dtype), "shape": list(shape),
+            "batch_size": batch_size,
         }  # fmt: skip
         with accelerator.main_process_first():
             there = stored.exists() and _read(stored.with_suffix(".json")) == asked
@@ -48,6 +53,8 @@ def hidden_states(
                     stored.parent.mkdir(parents=True, exist_ok=True)
                     for old in (stored, stored.with_suffix(".done")):
                         old.unlink(missing_ok=True)
+                    with stored.open("wb") as file:  # a mapped file that fills the disk later would end the process
+                        os.posix_fallocate(file.fileno(), 0, wanted)
                     write_json(stored.with_suffix(".json"), asked)
             kept = torch.from_file(str(stored), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
             done = torch.from_file(str(stored.with_suffix(".done")), shared=True, size=len(done), dtype=torch.uint8)
@@ -57,23 +64,25 @@ def hidden_states(
     accelerator.wait_for_everyone()
     missing = (done == 0).nonzero()[:, 0].tolist()
     accelerator.wait_for_everyone()  # everyone has looked before anyone writes
-    alone = stored is None or sharded.spreads()  # the same batches by all: each keeps its own, or a part of every layer
-    mine = missing if alone else missing[accelerator.process_index :: accelerator.num_processes]
-    if not mine:
-        accelerator.wait_for_everyone()
-        return kept
+    together = stored is None or sharded.spreads()  # each keeps its own, or runs its part of every layer
+    mine = missing if together else missing[accelerator.process_index :: accelerator.num_processes]
+    writes = stored is None or not sharded.spreads() or accelerator.is_main_process
     loop.console.print(f"  cache_hidden: {what} {where}, {free / 1e9:.1f} GB are free", soft_wrap=True)
     note = loop.Note("the target's hidden states", len(mine))
     for count, number in enumerate(mine, 1):
         place = range(number * batch_size, min((number + 1) * batch_size, len(rows)))
         batch = {key: value.to(target.device) for key, value in rows.batch(place).items()}
         made = target.hidden(batch["tokens"].long(), batch.get("positions"))
-        if stored is None or not sharded.spreads() or accelerator.is_main_process:
+        if writes:
             kept[place.start : place.stop] = made
             done[number] = 1
         note.done(count)
     note.close()
     accelerator.wait_for_everyone()
+    if stored and not done.all():
+        raise ValueError(
+            f"{stored}: some rows are missing; on several machines the run's folder has to be shared storage"
+        )
     return kept
 
 

@@ -316,7 +316,7 @@ def main() -> None:
             "recipes/accelerate/zero2.yaml"
         )
     with accelerator.main_process_first():
-        resume = loop.open_run(folder, args.resume, args.restart or args.tiny)
+        resume = loop.open_run(folder, args.resume, args.restart or args.tiny, accelerator.is_main_process)
     if accelerator.is_main_process:
         write_recipe(recipe, folder / "recipe.yaml", command)
 

@@ -8,6 +8,7 @@ forward pass, so that each term is a mean over all valid tokens of the step, how
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -107,7 +108,8 @@ class Job:
     """What stays the same over the stages of a run.
 
     ``evaluate(module) → metrics`` runs every ``evaluation.every`` steps; ``best_on`` names the metric by which the
-    weights kept in ``checkpoints/best`` are chosen (``"-x"`` where less is better). ``stages`` names them in order.
+    weights kept in ``checkpoints/best/STAGE`` are chosen (``"-x"`` where less is better). ``stages``: their names, in
+    order.
     """
 
     folder: Path
@@ -136,8 +138,11 @@ class Job:
             self.trackers.log(line)
 
 
-def open_run(folder: Path, resume: bool, restart: bool) -> bool:
+def open_run(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:
     """Prepare a run's folder; returns whether there is a checkpoint to go on from.
+
+    Args:
+        main: this is the process that changes the folder; the others come after it, and only look.
 
     Raises:
         ValueError: the folder holds a run and neither ``--resume`` nor ``--restart`` was given.
@@ -145,6 +150,8 @@ def open_run(folder: Path, resume: bool, restart: bool) -> bool:
     """
     if resume and restart:
         raise ValueError("--resume and --restart exclude each other; pass one")
+    if not main:
+        return resume and bool(checkpoint.checkpoints(folder / "checkpoints"))
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / ".writable"
     probe.touch()
@@ -161,15 +168,14 @@ def open_run(folder: Path, resume: bool, restart: bool) -> bool:
             for file in old.iterdir():
                 file.unlink()
             old.rmdir()
-        finished_files = ("metrics.jsonl", "model.safetensors", "config.json", "tree.json")
-        for name in (*finished_files, "checkpoints/best/model.safetensors"):
+        for name in ("metrics.jsonl", "model.safetensors", "config.json", "tree.json"):
             (folder / name).unlink(missing_ok=True)
-        for made in (
-            *folder.glob("answers/*/model.safetensors"),
-            *folder.glob("streams/*.json"),
-            *folder.glob("features/*.*"),
-        ):
-            made.unlink()
+        for made in ("checkpoints/best", "adapter", "target", "features", "streams"):
+            shutil.rmtree(folder / made, ignore_errors=True)
+        sharded.forget(folder / "checkpoints")
+        for answers in folder.glob("answers/*/model.safetensors"):
+            if not sharded.spreads():  # a spread target could not give them again
+                answers.unlink()
         return False
     return bool(there)
 
@@ -185,6 +191,21 @@ def learning_rate(stage: Stage, step: int) -> float:
         return o.lr
     decay = 1 - done if o.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return o.lr * (o.final_lr + (1 - o.final_lr) * decay)
+
+
+def micro_batch(stage: Stage, name: str, processes: int) -> int:
+    """How many sequences a process runs at once.
+
+    Raises:
+        ValueError: the stage's sequences cannot be shared out evenly.
+    """
+    sequences, accumulate = stage.batch.sequences, stage.batch.accumulate
+    if sequences % (processes * accumulate):
+        raise ValueError(
+            f"{name}: batch.sequences={sequences} is not a multiple of processes × accumulate "
+            f"({processes} × {accumulate}); lower accumulate, or raise sequences"
+        )
+    return sequences // processes // accumulate
 
 
 def fit(
@@ -216,20 +237,19 @@ def fit(
         if state["stage"] != name:
             job.step = first + stage.steps  # the run was already past this stage
             return
+        if state.get("stage_step", state["step"] - first) != state["step"] - first:
+            raise ValueError(
+                f"{last}: it was written at step {state['stage_step']} of stage '{name}', which begins elsewhere now: "
+                "the steps of a stage before it have changed; set them back, or --restart"
+            )
         checkpoint.restore(last, module, None if zero_2 else optimizer)
         job.best, job.step, job._resumed = state["best"], state["step"], True
         start = job.step - first
-        _forget_after(job.folder / "metrics.jsonl", job.step)
         if accelerator.is_main_process:
+            _forget_after(job.folder / "metrics.jsonl", job.step)
             console.print(f"resuming {name} at step {start} of {stage.steps}")
-    per_step = stage.batch.sequences
-    processes = accelerator.num_processes
-    if per_step % (processes * stage.batch.accumulate):
-        raise ValueError(
-            f"batch.sequences={per_step} is not a multiple of processes × accumulate "
-            f"({processes} × {stage.batch.accumulate})"
-        )
-    micro = per_step // processes // stage.batch.accumulate
+    per_step, processes = stage.batch.sequences, accelerator.num_processes
+    micro = micro_batch(stage, name, processes)
     original = module
     module, optimizer = sharded.prepare(accelerator, module, optimizer, micro, stage.optim.clip)
     if start:
@@ -243,8 +263,10 @@ def fit(
             sharded.save(module, job.checkpoints, job.step, job.checkpoint.keep)
         if accelerator.is_main_process:
             keep = job.checkpoint.keep
-            state = {"stage": name, "best": job.best}
+            state = {"stage": name, "best": job.best, "stage_step": job.step - first}
             own = None if zero_2 else optimizer.optimizer
+            if not zero_2:
+                sharded.forget(job.checkpoints)
             checkpoint.save(job.checkpoints, job.step, original, own, state, keep)
         accelerator.wait_for_everyone()
 
@@ -262,7 +284,7 @@ def fit(
             shown = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
             progress.console.print(f"  step {job.step}: {shown}{' (best so far)' if better else ''}")
             if better:
-                checkpoint.write_tensors(job.checkpoints / "best", checkpoint.trainable_state(original))
+                checkpoint.write_tensors(job.checkpoints / "best" / name, checkpoint.trainable_state(original))
 
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
@@ -284,7 +306,11 @@ def fit(
             mine = numbers[accelerator.process_index * micro * stage.batch.accumulate :]
             batches = [samples(mine[i * micro : (i + 1) * micro]) for i in range(stage.batch.accumulate)]
             batches = [{k: v.to(accelerator.device) for k, v in batch.items()} for batch in batches]
-            counts = accelerator.reduce(torch.stack([original.count(b) for b in batches]).sum(0).float(), "sum")
+            counts = torch.stack([original.count(b) for b in batches]).sum(0).float()
+            # A signal does not reach all processes at the same moment; they have to stop at the same step.
+            asked = counts.new_tensor([float(asked_to_stop())])
+            reduced: Any = accelerator.reduce(torch.cat([counts, asked]), "sum")
+            counts, asked = reduced[:-1], reduced[-1]
             totals: dict[str, Tensor] = {}
             for i, batch in enumerate(batches):
                 last = i == len(batches) - 1
@@ -315,7 +341,7 @@ def fit(
             if job.step % LOG_EVERY == 0 or step == stage.steps - 1:
                 ran = job.step % LOG_EVERY or LOG_EVERY
                 ran = min(ran, step + 1 - start)
-                reduced: Any = {k: accelerator.reduce(v.float(), "sum") for k, v in sums.items()}
+                reduced = {k: accelerator.reduce(v.float(), "sum") for k, v in sums.items()}
                 means = {k: round(float(v) / ran, 5) for k, v in reduced.items()}
                 speed = tokens / (now - since)
                 line = {"step": job.step, "stage": name, **means, "lr": rate, "tokens_per_second": round(speed)}
@@ -333,7 +359,7 @@ def fit(
             if ends or (step + 1) % job.evaluation.every == 0:
                 evaluate()
                 since = time.monotonic()
-            stop = asked_to_stop()
+            stop = asked_to_stop() if processes == 1 else bool(asked)
             if ends or stop or (step + 1) % job.checkpoint.every == 0:
                 save()
                 since = time.monotonic()
@@ -342,9 +368,9 @@ def fit(
     accelerator.free_memory()
 
 
-def best_weights(job: Job) -> dict[str, Tensor]:
-    """The trainable weights of the best evaluation so far."""
-    return checkpoint.read_tensors(job.checkpoints / "best")
+def best_weights(job: Job, stage: str) -> dict[str, Tensor]:
+    """The trainable weights of a stage's best evaluation so far."""
+    return checkpoint.read_tensors(job.checkpoints / "best" / stage)
 
 
 def _forget_after(path: Path, step: int) -> None:

@@ -86,6 +86,13 @@ class MedusaRecipe(Recipe, Stage):
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
         if self.joint and self.target.quantize != "none":
             raise ValueError(f"target.quantize={self.target.quantize}: joint training changes the weights; use none")
+        if self.joint and "lm_head" in self.joint.lora.modules and self.drafter.projection == "shared":
+            raise ValueError(
+                "joint.lora.modules: lm_head would move the matrix that all heads share; drop it, or use "
+                "drafter.projection=own"
+            )
+        if self.joint and self.precision.compile:
+            raise ValueError("precision.compile: joint training changes its loss at every step; leave it off")
         if self.export.merged and not self.joint:
             raise ValueError("export.merged: there is nothing to merge without a joint stage")
         if self.cache_hidden != "none" and any(source.streaming for source in self.data.train):
@@ -193,12 +200,12 @@ def guarded(trained: Medusa2, tau: float, drift: dict[str, float]) -> dict[str, 
         FloatingPointError: it has moved further, and the recipe says to stop then.
     """
     bound, kl = trained.joint.max_kl, drift["kl"]
-    if kl > bound:
+    if not kl <= bound:  # nor if it is no number
         said = f"the target has moved by {kl:.4f} nats per token, beyond joint.max_kl={bound:g}"
         if trained.joint.on_drift == "stop":
             raise FloatingPointError(f"{said}; lower joint.optim.lr or joint.head_weight, then --resume or --restart")
         loop.console.print(f"  [yellow]{said}; weights that moved less go before these[/yellow]")
-    return {**drift, "guarded_tau": tau if kl <= bound else -kl}
+    return {**drift, "guarded_tau": tau if kl <= bound else -kl if kl == kl else -math.inf}
 
 
 def write_merged(folder: Path, wanted: Target, target: LoadedTarget) -> None:
@@ -236,9 +243,11 @@ def dry(recipe: MedusaRecipe, command: str) -> None:
         with torch.device("meta"):
             heads = MedusaHeads(MedusaConfig(d.num_draft_heads, d.num_layers, d.projection, width, vocab_size))
         own = sum(p.numel() for p in heads.parameters())
-        used = d.num_draft_heads * width * vocab_size if d.projection == "shared" else 0  # multiplied with, not trained
+        used = d.num_draft_heads * width * vocab_size if d.projection == "shared" else 0
         held = dry_run.BYTES[t.dtype if t.quantize == "none" else t.quantize]
-        held /= accelerator.num_processes if sharded.spreads() else 1
+        if sharded.spreads():  # all but the LM head
+            whole = width * vocab_size / parameters
+            held *= whole + (1 - whole) / accelerator.num_processes
         plans: list[dry_run.Plan] = []
         for name, stage in stages_of(recipe):
             positions = stage.batch.sequences * recipe.data.max_length
@@ -246,7 +255,7 @@ def dry(recipe: MedusaRecipe, command: str) -> None:
             if isinstance(stage, Joint):
                 trained, passes = own + rank * stage.lora.r, 3 if stage.loss == "kl" else 2
             plans.append(
-                dry_run.Plan(name, parameters + used, trained, held, stage.optim, stage.steps, positions, passes)
+                dry_run.Plan(name, parameters, trained, held, stage.optim, stage.steps, positions, used, passes)
             )
         dry_run.show(recipe, plans, accelerator.device, accelerator.num_processes)
     small = tiny(recipe, "dry-run")
@@ -280,13 +289,15 @@ def main() -> None:
     folder = recipe.run.folder
     t = recipe.target
     accelerator = loop.make_accelerator(recipe.precision)
+    for name, stage in stages_of(recipe):
+        loop.micro_batch(stage, name, accelerator.num_processes)
     if sharded.spreads() and (t.quantize != "none" or recipe.precision.compile):
         raise ValueError(
             "a target that is spread over processes is not quantised or compiled: target.quantize=none, "
             "precision.compile=false"
         )
     with accelerator.main_process_first():
-        resume = loop.open_run(folder, args.resume, args.restart or args.tiny)
+        resume = loop.open_run(folder, args.resume, args.restart or args.tiny, accelerator.is_main_process)
         if args.tiny and accelerator.is_main_process:
             write_target(t)
     device = str(accelerator.device)
@@ -312,7 +323,10 @@ def main() -> None:
         checkpoint.write_tensors(folder / "held_out", held_out)  # what calibrate.py counts on
     held_out = {key: value[: recipe.evaluate.sequences] for key, value in held_out.items()}
     hidden: list[Tensor] = []
-    if recipe.cache_hidden != "none" and (not recipe.joint or recipe.joint.heads_first):
+    plan = stages_of(recipe)
+    newest = checkpoint.checkpoints(folder / "checkpoints")
+    begins = checkpoint.read_state(newest[-1])["stage"] if resume else plan[0][0]
+    if recipe.cache_hidden != "none" and begins == "medusa-1":
         dtype = torch.bfloat16 if recipe.precision.autocast == "bfloat16" else target.dtype
         for number, rows in enumerate(train):
             assert isinstance(rows, Rows)
@@ -353,7 +367,6 @@ def main() -> None:
             metrics |= guarded(trained, metrics["simulated_tau"], drift)
         return metrics
 
-    plan = stages_of(recipe)
     job = loop.Job(
         folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "simulated_tau",
         [name for name, _ in plan], recipe.precision,
@@ -385,12 +398,13 @@ def main() -> None:
             add_lora(target, lora.r, lora.alpha, lora.dropout, lora.modules)
             if recipe.precision.gradient_checkpointing:
                 loop.checkpoint_activations(target.model)
+            hidden.clear()
             module = Medusa2(target, heads, stage, lambda begun=begun: job.step - begun)
             job.best, job.best_on = -math.inf, "guarded_tau"
         needed = stage.steps * stage.batch.sequences
         order, whole_order = whole_order[:needed], whole_order[needed:]
         loop.fit(job, module, samples, stage, name, describe)
-        module.load_state_dict(loop.best_weights(job), strict=False)
+        module.load_state_dict(loop.best_weights(job, name), strict=False)
     facts = {
         "command": command,
         "simulated_tau": job.best,

@@ -11,6 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaHeads
@@ -45,7 +46,9 @@ class Joint(Stage):
         description="λ0: 0.2 with ce, 0.01 with kl if left out; with kl it is divided by the supervised share of the "
         "positions, because the published 0.01 goes with a sum over all of them",
     )  # fmt: skip
-    ramp: Literal["constant", "linear", "sine"] = Field(default="sine", description="how λ0 is reached")
+    ramp: Literal["constant", "linear", "sine"] | None = Field(
+        default=None, description="how λ0 is reached; if left out, constant with ce and along a sine with kl"
+    )
     ramp_steps: int | None = Field(default=None, gt=0, description="in so many steps; all of the stage's if left out")
     heads_lr: float = Field(default=4.0, gt=0, description="the heads' learning rate, as a multiple of the adapters'")
     heads_first: bool = Field(
@@ -65,7 +68,8 @@ class Joint(Stage):
         """λ0 at a step of the stage, from 0."""
         whole = self.head_weight or (0.2 if self.loss == "ce" else 0.01)
         share = min(1.0, (step + 1) / (self.ramp_steps or self.steps))
-        return whole * {"constant": 1.0, "linear": share, "sine": math.sin(math.pi / 2 * share)}[self.ramp]
+        ramp = self.ramp or ("constant" if self.loss == "ce" else "sine")
+        return whole * {"constant": 1.0, "linear": share, "sine": math.sin(math.pi / 2 * share)}[ramp]
 
 
 class Medusa1(nn.Module):
@@ -75,6 +79,12 @@ class Medusa1(nn.Module):
         super().__init__()
         self.target, self.heads = target, heads
         self.model = target.model  # registered, frozen: moves with the module, is in no optimizer
+
+    def train(self, mode: bool = True) -> "Medusa1":
+        """The heads'; the target stays as it decodes, without the dropout that some families train with."""
+        super().train(mode)
+        self.model.eval()
+        return self
 
     def labels(self, batch: loop.Batch) -> list[Tensor]:
         """Per head ``[B, T]``: head k reads position t and predicts x_{t+k+1}."""
@@ -120,6 +130,16 @@ class Medusa2(Medusa1):
         super().__init__(target, heads)
         self.joint, self.step = joint, step
         self.lr_factors = {"heads.": joint.heads_lr}
+
+    def train(self, mode: bool = True) -> "Medusa2":
+        """Heads and adapters; of the target only what makes its layers keep no activations."""
+        super().train(mode)
+        for module in self.model.modules():
+            if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+                module.training = mode  # of the layer alone: the modules inside stay as they are
+            if isinstance(dropout := getattr(module, "lora_dropout", None), nn.Module):
+                dropout.train(mode)
+        return self
 
     def next_labels(self, batch: loop.Batch) -> Tensor:
         """``[B, T]``, what the LM head should say."""

@@ -210,7 +210,9 @@ class Export(Section):
     )
     private: bool = True
     merged: bool = Field(
-        default=False, description="after joint training: write the target with its adapter merged in, too (target/)"
+        default=False,
+        description="after joint training: write the target with its adapter merged in, too (target/); all of it has "
+        "to fit into CPU memory",
     )
 
 
@@ -348,7 +350,7 @@ def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[st
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{where}: not a text file; a recipe is YAML in UTF-8") from None
-    content = _yaml(text, where)
+    content = _unshared(_yaml(text, where))
     if not isinstance(content, dict):
         raise ValueError(
             f"{where}: a recipe is a mapping of sections (run, data, optim, …), got {type(content).__name__}"
@@ -379,6 +381,13 @@ def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[st
         return recipe.model_validate(content)
     except ValidationError as error:
         raise ValueError(_explain(error, recipe, str(path), overrides)) from None
+
+
+def _unshared(node: Any) -> Any:
+    """A copy in which what a YAML anchor names stands in each place by itself, so that an override changes one."""
+    if isinstance(node, dict):
+        return {key: _unshared(value) for key, value in node.items()}
+    return [_unshared(value) for value in node] if isinstance(node, list) else node
 
 
 def write_recipe(recipe: Section, path: Path, command: str) -> None:

@@ -10,6 +10,7 @@ optimizer's state goes into a folder of its own beside a checkpoint; another str
 goes on from the weights and begins it anew.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -36,6 +37,11 @@ def _asked(name: str) -> bool:
 @cache
 def _plugin() -> DeepSpeedPlugin:
     return DeepSpeedPlugin()  # it reads what the launcher left in the environment
+
+
+def _zero(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    """The configuration's section, without what another trainer would have filled in."""
+    return {key: value for key, value in plugin.deepspeed_config["zero_optimization"].items() if value != "auto"}
 
 
 def strategy() -> Literal["none", "zero2", "zero3", "fsdp"]:
@@ -94,9 +100,7 @@ def placing(accelerator: Accelerator, dtype: str) -> Iterator[Callable[[PreTrain
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "steps_per_print": float("inf"),
-            "zero_optimization": {
-                key: value for key, value in _plugin().deepspeed_config["zero_optimization"].items() if value != "auto"
-            },
+            "zero_optimization": _zero(_plugin()),
             "bf16": {"enabled": dtype == "bfloat16"},
             "fp16": {"enabled": dtype == "float16"},
         }
@@ -163,6 +167,9 @@ def prepare(
             "gradient_accumulation_steps": 1,  # the loop says when a step is whole
             "gradient_clipping": clip,
             "zero_allow_untested_optimizer": True,  # torch's own, by the recipe
+            "bf16": {"enabled": False},  # precision is the recipe's too
+            "fp16": {"enabled": False},
+            "zero_optimization": _zero(plugin),
         }
     if not spreads():
         return accelerator.prepare(module, optimizer)
@@ -184,11 +191,21 @@ def _folder(checkpoints: Path) -> Path:
 def save(engine: Any, checkpoints: Path, step: int, keep: int) -> None:
     """``checkpoints/deepspeed/step-N``, by all processes, before the checkpoint of that step."""
     folder = _folder(checkpoints)
-    engine.save_checkpoint(str(folder), tag=f"step-{step}", save_latest=False, exclude_frozen_parameters=True)
     if engine.global_rank == 0:
-        there = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-        for old in there[: -keep - 1]:
-            shutil.rmtree(old)
+        there = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")}
+        before = sorted(number for number in there if number < step)
+        for number in set(there) - set(before[-keep:]):  # also what another run, or a killed one, left
+            shutil.rmtree(there[number])
+    torch.distributed.barrier()
+    try:
+        engine.save_checkpoint(str(folder), tag=f"step-{step}", save_latest=False, exclude_frozen_parameters=True)
+    except RuntimeError as error:
+        raise OSError(errno.EIO, f"DeepSpeed could not write its checkpoint ({error})", str(folder)) from None
+
+
+def forget(checkpoints: Path) -> None:
+    """Delete the optimizer's states: they are of a run, or a strategy, that has ended."""
+    shutil.rmtree(_folder(checkpoints), ignore_errors=True)
 
 
 def load(engine: Any, checkpoints: Path, step: int, processes: int) -> bool:

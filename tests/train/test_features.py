@@ -69,7 +69,9 @@ def test_no_room(make_target, rows, accelerator, tmp_path, monkeypatch, where):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     monkeypatch.setattr(features.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     stored = tmp_path / "new" / "0.bin" if where == "disk" else None
-    with pytest.raises(ValueError, match=r"cache_hidden: 5 rows × 12 tokens × 32 = 0.00 GB .*; set cache_hidden=none"):
+    with pytest.raises(
+        ValueError, match=r"cache_hidden: 5 rows × 12 tokens × 32 take 0.00 GB .*; set cache_hidden=none"
+    ):
         hidden_states(make_target("llama"), rows, torch.float32, accelerator, stored)
     assert not list(tmp_path.iterdir())
 
@@ -78,5 +80,5 @@ def test_no_room(make_target, rows, accelerator, tmp_path, monkeypatch, where):
 def test_the_estimate_is_said_before(make_target, rows, accelerator, tmp_path, capsys):
     hidden_states(make_target("llama"), rows, torch.float32, accelerator, tmp_path / "0.bin")
     out = capsys.readouterr().out
-    assert "cache_hidden: 5 rows × 12 tokens × 32 = 0.00 GB on disk in" in out and "are free" in out
+    assert "cache_hidden: 5 rows × 12 tokens × 32 take 0.00 GB on disk in" in out and "are free" in out
     assert (tmp_path / "0.bin").stat().st_size == 5 * 12 * 32 * 4

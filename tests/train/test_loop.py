@@ -154,7 +154,7 @@ def test_the_best_weights_are_kept(tmp_path):
     loop.fit(run, Toy(), samples, stage(steps=4), "toy")
     assert run.best == -1.0
     seen[1].pop("frozen")
-    assert same(loop.best_weights(run), seen[1])
+    assert same(loop.best_weights(run, "toy"), seen[1])
 
 
 # ---- stopping and going on

@@ -250,7 +250,11 @@ def kill():
 
 
 def assert_same_weights(folder, whole):
-    for name in ("model.safetensors", "checkpoints/step-30/model.safetensors", "checkpoints/best/model.safetensors"):
+    for name in (
+        "model.safetensors",
+        "checkpoints/step-30/model.safetensors",
+        "checkpoints/best/medusa-1/model.safetensors",
+    ):
         assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
     assert metrics(folder, "simulated_tau") == metrics(whole, "simulated_tau")
 
@@ -340,7 +344,7 @@ def test_fifty_kills_at_random_moments(recipe, run_main):
     for name in (
         "model.safetensors",
         "checkpoints/step-1500/optimizer.safetensors",
-        "checkpoints/best/model.safetensors",
+        "checkpoints/best/medusa-1/model.safetensors",
     ):
         assert (folder / name).read_bytes() == (recipe.parent / "long" / name).read_bytes(), name
     assert metrics(folder, "simulated_tau") == metrics(recipe.parent / "long", "simulated_tau")

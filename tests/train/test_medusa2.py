@@ -17,8 +17,8 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.adapter import add_lora, merge_adapter, switched_off, untie, write_adapter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
-from draftsmith.train import medusa, medusa_loss
-from draftsmith.train.medusa_loss import Joint, Medusa2
+from draftsmith.train import loop, medusa, medusa_loss
+from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
 from draftsmith.train.optim import make_optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +86,43 @@ def test_loss_is_its_definition(make_target, monkeypatch, kind, modules):
     weight = 0.2 if kind == "ce" else 0.01 * 56 / labels
     assert float(loss.detach()) == pytest.approx(wanted + weight * heads, rel=1e-4)
     assert counts[-2:].tolist() == [labels, 56]
+
+
+def test_adapters_train_in_float32(make_target):
+    """Beside a target in bfloat16 too: an update of 1e-4 of a weight is none in bfloat16."""
+    target = make_target("llama")
+    target.model.to(torch.bfloat16)
+    add_lora(target, 4, 8, 0.0, ALL)
+    kinds = {("lora_" in name, p.dtype) for name, p in target.model.named_parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    hidden = target.hidden(torch.arange(1, 9)[None])
+    assert hidden.dtype == torch.bfloat16 and bool(hidden.isfinite().all())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_only_what_trains_drops_out(make_target, checkpointing):
+    """A target's own dropout stays off, of the teacher above all; the adapters' is on."""
+    target = make_target("llama", attention_dropout=0.5)
+    torch.manual_seed(3)
+    heads = MedusaHeads.for_target(target, HEADS, 1, "shared")
+    tokens = make_batch(61)["tokens"].long()
+    still = target.hidden(tokens)
+    Medusa1(target, heads).train()
+    assert torch.equal(target.hidden(tokens), still)
+    add_lora(target, 4, 8, 0.5, ALL)
+    with torch.no_grad():
+        for name, parameter in target.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    if checkpointing:
+        loop.checkpoint_activations(target.model)
+    module = Medusa2(target, heads, joint(), lambda: 0)
+    module.train()
+    with switched_off(target.model):
+        assert torch.equal(target.hidden(tokens), still)
+    assert not torch.equal(target.hidden(tokens), target.hidden(tokens))
+    module.eval()
+    assert torch.equal(target.hidden(tokens), target.hidden(tokens))
 
 
 def test_gradients_reach_adapters_and_heads_alone(make_target):
@@ -246,7 +283,7 @@ def test_both_stages_run(whole, tiny_lm):
     told = json.loads((whole / "config.json").read_text())["target"]
     assert told["name_or_path"] == str(tiny_lm) and told["adapter"] == "adapter"
     assert told["fingerprint"] not in (load_target(str(tiny_lm)).fingerprint, told["merged_fingerprint"])
-    best = load_file(whole / "checkpoints/best/model.safetensors")
+    best = load_file(whole / "checkpoints/best/medusa-2/model.safetensors")
     stored = load_file(whole / "adapter/adapter_model.safetensors")
     assert len(stored) == 2 * 14 and sum("lora" in name for name in best) == 28
     assert "| kl |" in (whole / "README.md").read_text()
@@ -274,6 +311,27 @@ def test_a_killed_run_goes_on_bit_for_bit(recipe, whole, run_main, monkeypatch, 
     for name in ("model.safetensors", "adapter/adapter_model.safetensors", "checkpoints/step-20/model.safetensors"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
     assert metrics(folder, "kl") == metrics(whole, "kl")
+
+
+def test_a_run_killed_before_its_stage_was_saved(recipe, run_main, monkeypatch):
+    """The second stage begins again, with the heads that the first ended with, whatever was evaluated since."""
+    rarely = ["evaluate.every=3", "checkpoint.every=10", "export.merged=false"]
+    assert run_main(medusa.main, recipe, "run.name=rarely", *rarely)[0] == 0
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        count, calls = medusa.Medusa1.count, itertools.count()
+
+        def counted(self, batch):
+            if next(calls) == 2 * 15:
+                raise Killed
+            return count(self, batch)
+
+        patch.setattr(medusa.Medusa1, "count", counted)
+        run_main(medusa.main, recipe, "run.name=rarely-killed", *rarely)
+    assert run_main(medusa.main, recipe, "run.name=rarely-killed", *rarely, "--resume")[0] == 0
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (recipe.parent / "rarely-killed" / name).read_bytes() == (recipe.parent / "rarely" / name).read_bytes()
+    code, _, err = run_main(medusa.main, recipe, "run.name=rarely-killed", *rarely, "--resume", "steps=12")
+    assert code == 2 and "the steps of a stage before it have changed" in err and err.count("\n") == 1
 
 
 def test_the_engine_loads_either_form(whole, run_main, tmp_path, tiny_lm):
@@ -323,6 +381,11 @@ def test_too_much_drift(recipe, run_main):
         (["joint.head_wieght=1"], "unknown key 'joint.head_wieght'; nearest valid key: joint.head_weight"),
         (["joint=null"], "export.merged: there is nothing to merge without a joint stage"),
         (["joint.optim.name=muon"], "adapters train with adamw"),
+        (
+            ["joint.lora.modules=[q_proj, lm_head]"],
+            "lm_head would move the matrix that all heads share; drop it, or use",
+        ),
+        (["precision.compile=true"], "precision.compile: joint training changes its loss at every step"),
     ],
 )
 def test_bad_input_is_one_line(recipe, tiny_lm, run_main, overrides, message):

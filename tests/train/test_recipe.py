@@ -19,6 +19,8 @@ SHIPPED = {
     "vicuna33b-self-distill.yaml": ("train/medusa.py", "MedusaRecipe"),
     "zephyr7b-distill.yaml": ("train/distill.py", "DistillRecipe"),
     "zephyr7b-self-distill.yaml": ("train/medusa.py", "MedusaRecipe"),
+    "llama3-70b-distill.yaml": ("train/distill.py", "DistillRecipe"),
+    "llama3-70b-zero3.yaml": ("train/medusa.py", "MedusaRecipe"),
     "llama3-8b.yaml": ("train/medusa.py", "MedusaRecipe"),
     "qwen3-8b.yaml": ("train/medusa.py", "MedusaRecipe"),
 }
@@ -80,6 +82,15 @@ def test_overrides(read):
     assert recipe.precision.compile is True
     assert recipe.data.train[0].answers is not None and recipe.data.train[0].answers.prompts == 9
     assert len(read("data.train=[{source: stdlib}]").data.train) == 1
+
+
+def test_an_override_changes_one_of_what_an_anchor_names(read):
+    """YAML hands the same mapping to both places."""
+    ask = "{prompts: 4, prompt_tokens: 8, new_tokens: 8}"
+    sources = f"[{{source: stdlib, answers: &ask {ask}}}, {{source: stdlib, answers: *ask}}]"
+    data = f"data: {{train: {sources}, validation: [{{source: stdlib}}]}}"
+    recipe = read("data.train.0.answers.prompts=9", text=GOOD.replace(GOOD.splitlines()[1], data))
+    assert [source.answers.prompts for source in recipe.data.train] == [9, 4]
 
 
 WRONG = {

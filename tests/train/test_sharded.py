@@ -133,11 +133,15 @@ def test_another_strategy_goes_on(recipe, whole, run_main, first, then):
         assert process.poll() is None, process.communicate()[1][-3000:]
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+    stale = folder / "checkpoints/deepspeed/step-99"
+    (stale if first == "zero2" else folder).mkdir(parents=True, exist_ok=True)
     if then:
         out = finish(launch(then, recipe, name, "--resume"))
     else:
         code, out, err = run_main(medusa.main, recipe, name, "--resume")
         assert (code, err) == (0, "")
+    assert not stale.exists(), "what another run left would be deleted last, and the new states first"
+    assert len(list(folder.glob("checkpoints/deepspeed/step-20/*optim_states.pt"))) == (2 if then == "zero2" else 0)
     anew = first != then and "zero2" in (first, then)
     assert ("has no optimizer state for this launch; it begins anew" in out) == anew
     for key in KEYS:
