@@ -90,11 +90,12 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """A safetensors file, from wherever the tensors are.
 
     Raises:
-        OSError: the disk is full, or it cannot be written.
+        OSError: the disk is full, or it cannot be written; half a file is not left.
     """
     try:
         save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:  # it wraps the system's error in text of its own
+        path.unlink(missing_ok=True)
         raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error), str(path)) from None
 
 

@@ -6,6 +6,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from draftsmith.models import artifact
 from draftsmith.train import checkpoint
 
 
@@ -75,15 +76,18 @@ def test_another_model_is_refused(trained, tmp_path):
 def test_a_failing_write_leaves_what_stood_before(trained, tmp_path, monkeypatch, text, code):
     checkpoint.save(tmp_path, 7, *trained, {}, keep=1)
 
-    def full(tensors, path):
+    def full(tensors, path, metadata):
         path.write_bytes(b"half")
         raise SafetensorError(text)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(artifact, "save_file", full)
     for step in (7, 8):  # the same step again must not lose it either
         with pytest.raises(OSError) as caught:
             checkpoint.save(tmp_path, step, *trained, {}, keep=1)
         assert caught.value.errno == code
+    with pytest.raises(OSError) as caught:
+        checkpoint.write_tensors(tmp_path, {"a": torch.zeros(1)})
+    assert caught.value.errno == code
     assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
     assert checkpoint.restore(tmp_path / "step-7", *fresh())["step"] == 7
 

@@ -224,7 +224,7 @@ def test_best_weights_are_exported(recipe, run_main, monkeypatch):
     assert run_main(medusa.main, recipe, "run.name=best", "steps=4", "evaluate.every=2")[0] == 0
     folder = recipe.parent / "best"
     exported = load_file(folder / "model.safetensors")
-    best, last = (load_file(folder / f"checkpoints/{name}/model.safetensors") for name in ("best", "step-4"))
+    best, last = (load_file(folder / f"checkpoints/{name}/model.safetensors") for name in ("best/medusa-1", "step-4"))
     for name, weight in exported.items():
         assert torch.equal(weight, best[f"heads.{name}"]) and not torch.equal(weight, last[f"heads.{name}"])
     assert json.loads((folder / "provenance.json").read_text())["simulated_tau"] == 2.0
