@@ -142,7 +142,7 @@ def test_recipes_begin_with_their_command():
     assert recipes
     for recipe in recipes:
         first = recipe.read_text().splitlines()[0]
-        match = re.fullmatch(r"# (?:accelerate launch|python) (\S+\.py) (\S+)", first)
+        match = re.fullmatch(r"# (?:accelerate launch(?: --\w+ \S+)*|python) (\S+\.py) (\S+)", first)
         assert match, f"{recipe}: begin with `# accelerate launch train/X.py recipes/{recipe.name}`"
         assert (ROOT / match[1]).is_file()
         assert ROOT / match[2] == recipe
