@@ -121,9 +121,8 @@ def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tenso
         share = torch.where(ranked >= floor, ranked, -torch.inf).softmax(-1)
         before = share.cumsum(-1) - share  # the share of all that rank above
         top_p = by_row(settings.top_p)
-        cuts = (before >= top_p) & (
-            top_p < 1
-        )  # rounding may bring a sum to 1 early; a row that cuts nothing loses nothing
+        # Rounding may bring a sum to 1 early; a row that cuts nothing loses nothing.
+        cuts = (before >= top_p) & (top_p < 1)
         kept = ~cuts & (ranked >= floor)
         kept[..., 0].fill_(True)
         floor = torch.where(kept, ranked, torch.inf).amin(-1, keepdim=True)

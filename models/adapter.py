@@ -65,7 +65,7 @@ def add_lora(target: Target, r: int, alpha: float, dropout: float, modules: Sequ
         target.model.add_adapter(
             LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(modules))  # type: ignore[arg-type]
         )
-    # They train in float32 whatever the target is in: half of AdamW's small updates would be rounded away.
+    # They train in float32 whatever the target is in: bfloat16 would round AdamW's small updates away.
     cast_adapter_dtype(target.model, "default")
     target.lm_head = target.model.get_output_embeddings()  # wrapped, if it has one
 
@@ -95,7 +95,7 @@ def write_adapter(folder: Path, target: Target) -> None:
     temporary.mkdir(parents=True)
     # Beside an adapter on the LM head peft would store the embeddings too, which have not changed.
     trained = get_peft_model_state_dict(target.model, save_embedding_layers=False)
-    weights = {f"base_model.model.{name}": weight.detach().cpu().contiguous() for name, weight in trained.items()}
+    weights = {f"base_model.model.{name}": weight for name, weight in trained.items()}
     save_tensors(weights, temporary / "adapter_model.safetensors")
     config = copy.copy(target.model.peft_config["default"])
     config.base_model_name_or_path, config.inference_mode = target.name, True

@@ -97,9 +97,8 @@ def autocast(accelerator: Accelerator, precision: Precision) -> torch.autocast:
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep no activations of the layers: the backward pass makes them again."""
-    enable = (
-        getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    )  # older name
+    # The second is the first's older name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
