@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent / "hub"))  # server.py, the miniature Hub
+
 VOCAB = 61
 _LLAMA_LIKE: dict[str, Any] = {
     "hidden_size": 32,
