@@ -3,7 +3,6 @@
 Shape letters: B batch, T tokens, d hidden width, V vocabulary.
 """
 
-import argparse
 import atexit
 import hashlib
 import importlib.util
@@ -28,6 +27,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
+
+from draftsmith.models.options import choose_device
+from draftsmith.models.options import target_arguments as target_arguments
+from draftsmith.models.options import target_options as target_options
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SMALL = 1 << 30  # bytes of weights that load at once
@@ -344,8 +347,7 @@ def load_target(
         raise ValueError(f"{folder}: this is a drafter, not a target; pass it as DRAFTER")
     if sum(file.stat().st_size for file in folder.glob("*.safetensors")) < _SMALL:
         logging.disable_progress_bar()  # a bar that flashes by is noise
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device '{device}': this torch sees no GPU; use --device cpu, or install a CUDA build")
+    choose_device(device)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     if device_map == "cpu" and torch.device(device).type == "cpu":
         raise ValueError("device map 'cpu': the device is the CPU itself; layers can wait on 'disk' there")
@@ -385,25 +387,3 @@ def load_target(
             )
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return Target(model, tokenizer, name, fingerprint(folder), revision)
-
-
-def target_options(parser: argparse.ArgumentParser) -> None:
-    """What every command that loads a target for a drafter lets its user say of it."""
-    parser.add_argument("--target", help="the target, if it is not where the drafter's config says")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument(
-        "--quantize", default="none", choices=["none", "8bit", "4bit"], help="the target's linear layers (bitsandbytes)"
-    )
-    parser.add_argument(
-        "--device-map", default="none", choices=["none", "auto", "cpu", "disk"],
-        help="a target larger than the device's memory: its layers wait in CPU memory or on disk until they are used; "
-        "auto: spread over GPUs, CPU memory and disk",
-    )  # fmt: skip
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
-
-
-def target_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The same for ``load_target``."""
-    names = ("device", "dtype", "quantize", "device_map", "trust_remote_code")
-    return {name: getattr(args, name) for name in names}

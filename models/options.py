@@ -1,0 +1,61 @@
+"""Command-line options of a target; checks of device and dtype. Light to import: torch comes when it is needed."""
+
+import argparse
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZE = ("none", "8bit", "4bit")
+DEVICE_MAPS = ("none", "auto", "cpu", "disk")
+
+
+def target_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every command that loads a target for a drafter."""
+    parser.add_argument("--target", help="the target, if it is not where the drafter's config says")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument(
+        "--quantize", default="none", choices=QUANTIZE, help="the target's linear layers (bitsandbytes)"
+    )
+    parser.add_argument(
+        "--device-map", default="none", choices=DEVICE_MAPS,
+        help="a target larger than the device's memory: its layers wait in CPU memory or on disk until they are used; "
+        "auto: spread over GPUs, CPU memory and disk",
+    )  # fmt: skip
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
+
+
+def target_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The same as keyword arguments of ``load_target``; the device is chosen and checked.
+
+    Raises:
+        ValueError: the device is unknown, or not there.
+    """
+    names = ("dtype", "quantize", "device_map", "trust_remote_code")
+    return {"device": choose_device(args.device), **{name: getattr(args, name) for name in names}}
+
+
+def choose_device(device: str | None) -> str:
+    """The device asked for, or the best there is.
+
+    Raises:
+        ValueError: it is unknown, or not there.
+    """
+    import torch  # a second or two
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device '{device}': unknown; use cpu, cuda or cuda:N") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device '{device}': this torch sees no GPU; use --device cpu, or install a CUDA build")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device '{device}': there are {torch.cuda.device_count()} GPUs, counted from cuda:0")
+    try:
+        if found.type == "meta":
+            raise RuntimeError
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):
+        raise ValueError(f"device '{device}': not available on this machine; use cpu, cuda or cuda:N") from None
+    return device
