@@ -1,0 +1,81 @@
+"""Tokens to text, piece by piece: what a streamed answer shows is the text that the tokenizer makes of all its tokens."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_KEPT = 8  # tokens that stay in the window when older ones leave it
+_WINDOW = 24  # tokens in the window beyond which they do
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte-fallback token
+
+
+def decode_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of a whole answer: without special tokens, spaces as they were written."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class TextStream:
+    """The text of a growing answer. What :meth:`add` and :meth:`end` return is, joined, :func:`decode_text` of all tokens.
+
+    Only a window of the last tokens is decoded again, so that a token costs the same wherever it stands. Held back is
+    what later tokens may change:
+
+    - the last character if it is U+FFFD: it may be the beginning of a character of several bytes;
+    - a run of byte-fallback tokens: its bytes become characters together, or none of them does.
+
+    Text that has left the window needs no more than its last tokens: whatever begins in the middle of a character is in
+    step again after four bytes, and a leading space is dropped from the window's first token, which was returned before.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._returned = 0  # characters of the window's text
+        self._in_bytes = False  # the last token belongs to a run of byte-fallback tokens
+        self._kinds: dict[int, str] = {}
+
+    def _kind(self, token: int) -> str:
+        """``byte``, ``text``, or ``none``: special, or an id that the tokenizer does not know."""
+        if token not in self._kinds:
+            name = self._tokenizer.convert_ids_to_tokens(token)
+            whole = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            if name is None or (whole and not decode_text(self._tokenizer, [token])):
+                self._kinds[token] = "none"
+            else:
+                self._kinds[token] = "byte" if _BYTE.fullmatch(str(name)) else "text"
+        return self._kinds[token]
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that these further tokens settle; empty if none."""
+        for token in tokens:
+            kind = self._kind(token)
+            if kind != "none":  # special tokens leave no trace, also not between the bytes of a run
+                self._window.append(token)
+                self._in_bytes = kind == "byte"
+        if self._in_bytes or not self._window:
+            return ""
+        text = decode_text(self._tokenizer, self._window)
+        new = text[self._returned : len(text) - text.endswith("\ufffd")]
+        self._returned += len(new)
+        if len(self._window) > _WINDOW:
+            held = len(text) - self._returned
+            self._window = self._window[-_KEPT:]
+            self._returned = len(decode_text(self._tokenizer, self._window)) - held
+        return new
+
+    def end(self) -> str:
+        """The rest, which was held back: the answer has no more tokens."""
+        text = decode_text(self._tokenizer, self._window)
+        new = text[self._returned :]
+        self._returned = len(text)
+        return new
+
+
+def visible(text: str) -> str:
+    """Control characters but line feed and tab as symbols, so that a text cannot drive the terminal: ESC as ``␛``, the
+    C1 characters as ``\\x9b``."""
+    return text.translate(_VISIBLE)
+
+
+_VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
+_VISIBLE |= {0x7F: "\u2421"} | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
