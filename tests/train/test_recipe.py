@@ -1,5 +1,5 @@
 import importlib
-import re
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -104,10 +104,13 @@ WRONG = {
     "steps='10'": "'steps': input should be a valid integer, got '10'",
     "steps=1.5": "'steps': input should be a valid integer, got 1.5",
     "precision.compile=1": "'precision.compile': input should be a valid boolean, got 1",
-    "optim.lr=-1.0": "'optim.lr': input should be greater than 0, got -1.0",
+    "optim.lr=-1.0": "'optim.lr': input should be greater than or equal to 0.000000000001, got -1.0",
     "optim.schedule=sine": "'optim.schedule': input should be 'constant', 'linear' or 'cosine', got 'sine'",
     "data.train=[]": "'data.train': list should have at least 1 item",
-    "data=3": "'data': ",
+    "data=3": "'data': this is a section; write its fields below it, got 3",
+    "data=": "'data': this is a section; write its fields below it, got None",
+    "data=[1]": "'data': this is a section; write its fields below it, got a list",
+    "data.train=3": "'data.train': input should be a valid list, got 3",
     # combinations
     "batch.accumulate=3": "'batch': sequences=8 is not a multiple of accumulate=3",
     "data.train.0.source=wikipedia": "source 'wikipedia' is neither 'stdlib', 'package:NAME', a file",
@@ -117,8 +120,115 @@ WRONG = {
     "steps.more=1": "'steps.more': 'steps' is a value, not a section",
     "steps": "'steps' is no override; write section.field=value",
     "=3": "'=3' is no override",
+    "a..b=1": "'a..b=1' is no override",
+    "a.=1": "'a.=1' is no override",
+    ".a=1": "'.a=1' is no override",
+    ".=1": "'.=1' is no override",
+    "data.train.-1.source=x": "the list has 2 entries, counted from 0",
+    "data.train.².source=x": "the list has 2 entries, counted from 0",
+    f"data.train.{'9' * 60}=x": "the list has 2 entries, counted from 0",
+    "data.train.0=3": "'data.train.0': this is a section",
+    # what is no YAML, or YAML that recipes do without
     "run.name={": "not valid YAML",
-}
+    "run.name=*a": "not valid YAML: there is no anchor &a before this alias",
+    "run.name=&a [*a]": "there is no anchor &a before this alias",
+    "run=<<: {name: x}": "merge keys (<<) are not supported; write the keys out",
+    "run={? [a] : 1}": "a key is a word; a list, mapping, alias or tag cannot be one",
+    "run={[a]: 1}": "a key is a word",
+    "run={{a: 1}: 1}": "a key is a word",
+    "run.name=!!python/name:os.system x": "tags (!!python/name:os.system) are not supported; leave it out",
+    "run.name=!!binary aGk=": "tags (!!binary) are not supported",
+    "run=!!set {a, b}": "tags (!!set) are not supported",
+    "run=!!omap [a: 1]": "tags (!!omap) are not supported",
+    "run.name=! x": "tags (!) are not supported",
+    "run.name=!own x": "tags (!own) are not supported",
+    "steps=!!int '3'": "tags (!!int) are not supported",
+    "run.name=--- a\n--- b": "a second document begins here; a recipe is one",
+    'run.name="\\0"': "text cannot hold a null character or half of a surrogate pair",
+    'run.name="\\ud800"': "text cannot hold a null character or half of a surrogate pair",
+    'run={"\\udfff": 1}': "text cannot hold a null character or half of a surrogate pair",
+    'run.name="\\UFFFFFFFF"': "an escape in quotes stands for no character",
+    'run.name="\\U00110000"': "an escape in quotes stands for no character",
+    "run.name=a\udcffb": "special characters are not allowed",
+    "run.name=\x1b[0m": "special characters are not allowed",
+    "run.name=\t@": "cannot start any token",
+    # words and numbers are those of YAML 1.2, and decimal
+    "precision.compile=yes": "input should be a valid boolean, got 'yes'",
+    "steps=017": "'steps': input should be a valid integer, got '017'",
+    "steps=0o17": "'steps': input should be a valid integer, got '0o17'",
+    "steps=0x1F": "'steps': input should be a valid integer, got '0x1F'",
+    "steps=1:30": "'steps': input should be a valid integer, got '1:30'",
+    "steps=1_000": "'steps': input should be a valid integer, got '1_000'",
+    "steps=2024-01-01": "'steps': input should be a valid integer, got '2024-01-01'",
+    "steps=": "'steps': input should be a valid integer, got None",
+    # not finite, and out of every range
+    "optim.lr=.nan": "'optim.lr': input should be a finite number, got nan",
+    "optim.lr=.inf": "'optim.lr': input should be a finite number, got inf",
+    "optim.lr=1e400": "'optim.lr': input should be a finite number, got inf",
+    f"optim.lr={'9' * 5000}": "'optim.lr': input should be a finite number, got inf",
+    "optim.lr=1e-300": "'optim.lr': input should be greater than or equal to",
+    "optim.lr=1e3": "'optim.lr': input should be less than or equal to 100, got 1000.0",
+    "optim.betas=[0.9, 1.0]": "'optim.betas.1': input should be less than 1, got 1.0",
+    "optim.betas=[-0.1, 0.9]": "'optim.betas.0': input should be greater than or equal to 0, got -0.1",
+    "optim.betas=[0.9, .nan]": "'optim.betas.1': input should be a finite number, got nan",
+    "optim.betas=[0.9]": "'optim.betas.1' is missing",
+    "optim.weight_decay=.inf": "'optim.weight_decay': input should be a finite number",
+    "optim.clip=1e-300": "'optim.clip': input should be greater than or equal to",
+    "optim.warmup_steps=-1": "'optim.warmup_steps': input should be greater than or equal to 0, got -1",
+    "optim.warmup_steps=1000000000000": "'optim.warmup_steps': input should be less than or equal to",
+    "data.train.0.weight=1e-300": "'data.train.0.weight': input should be greater than or equal to",
+    "data.train.0.weight=0": "'data.train.0.weight': input should be greater than or equal to",
+    "data.train.0.limit=0": "'data.train.0.limit': input should be greater than 0",
+    "data.train.0.limit=1000000000000000000": "'data.train.0.limit': input should be less than or equal to 1000000000",
+    "data.train.0.answers.prompts=1000000000": "'data.train.0.answers.prompts': input should be less than or equal to",
+    "data.train.0.answers={prompts: 1, new_tokens: 1000000000}": "'data.train.0.answers.new_tokens': input should be l",
+    "data.max_length=1000000000": "'data.max_length': input should be less than or equal to 1048576",
+    "data.max_unsupervised=1.5": "'data.max_unsupervised': input should be less than or equal to 1, got 1.5",
+    "batch.sequences=1000000000": "'batch.sequences': input should be less than or equal to 65536, got 1000000000",
+    "batch.accumulate=1000000000": "'batch': sequences=8 is not a multiple of accumulate=1000000000",
+    "stages=[{steps: 100000000, batch: {sequences: 2}, optim: {lr: 1}}]":
+        "'stages.0': steps=100000000 × batch.sequences=2 are more than the 100,000,000 sequences that a stage may have",
+    "stages=[{steps: 1000000000000000000, batch: {sequences: 1}, optim: {lr: 1}}]":
+        "'stages.0.steps': input should be less than or equal to 1000000000, got 1000000000000000000",
+    "precision.threads=0": "'precision.threads': input should be greater than 0",
+    "precision.threads=100000": "'precision.threads': input should be less than or equal to 1024, got 100000",
+    "checkpoint.keep=-1": "'checkpoint.keep': input should be greater than 0, got -1",
+    "checkpoint.every=1000000000000": "'checkpoint.every': input should be less than or equal to 1000000000",
+    "evaluate.prompts=0": "'evaluate.prompts': input should be greater than 0",
+    "run.seed=-1": "'run.seed': input should be greater than or equal to 0, got -1",
+    "run.seed=9223372036854775808": "'run.seed': input should be less than 9223372036854775808",
+    # names
+    "run.name=..": "'run.name': the run's folder has to be inside of output_dir",
+    "run.name=.": "'run.name': the run's folder has to be inside of output_dir",
+    "run.name=../../x": "'run.name': the run's folder has to be inside of output_dir",
+    "run.name=a/../../x": "'run.name': the run's folder has to be inside of output_dir",
+    "run.name=/tmp/x": "'run.name': the run's folder has to be inside of output_dir",
+    "run.name=a/": "'run.name': the run's folder has to be inside of output_dir",
+    'run.name="a\\nb"': "'run.name': a name has at most 200 bytes, no control characters and no spaces around it",
+    'run.name="a "': "'run.name': a name has at most 200 bytes, no control characters and no spaces around it",
+    f"run.name={'ä' * 101}": "'run.name': a name has at most 200 bytes",
+    "run.name=''": "'run.name': string should have at least 1 character, got ''",
+    "run.output_dir=''": "'run.output_dir': string should have at least 1 character, got ''",
+    "data.template=''": "'data.template': string should have at least 1 character, got ''",
+    "data.train.0.split=''": "'data.train.0.split': string should have at least 1 character",
+    "data.train.0.source=../..": "source '../..' is neither 'stdlib', 'package:NAME', a file",
+    "data.train.0.source=a/..": "source 'a/..' is neither",
+    "data.train.0.source=package:../x": "source 'package:../x': after 'package:' comes the name it is imported by",
+    "export.push_to_hub=../..": "'export.push_to_hub': a Hub id is USER/NAME; both are letters",
+    "export.push_to_hub=me/a..b": "'export.push_to_hub': a Hub id is USER/NAME",
+    "export.push_to_hub=me/a--b": "'export.push_to_hub': a Hub id is USER/NAME",
+    "export.push_to_hub=me/x.git": "'export.push_to_hub': a Hub id is USER/NAME",
+    "export.push_to_hub=me/-x": "'export.push_to_hub': a Hub id is USER/NAME",
+    "export.push_to_hub=x": "'export.push_to_hub': a Hub id is USER/NAME",
+    "export.push_to_hub=me/x/y": "'export.push_to_hub': a Hub id is USER/NAME",
+    f"export.push_to_hub=me/{'x' * 97}": "'export.push_to_hub': a Hub id is USER/NAME",
+}  # fmt: skip
+
+
+def shown(override):
+    """An override as errors print it: on one line, and not all of a long one."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in override)
+    return text if len(text) <= 100 else text[:90]
 
 
 @pytest.mark.parametrize("override, message", WRONG.items())
@@ -128,7 +238,56 @@ def test_wrong_values_are_one_clear_line(read, override, message):
     text = str(caught.value)
     assert message in text
     assert "\n" not in text
-    assert override in text and (text.startswith("'") or "toy.yaml" in text)
+    assert shown(override) in text and (text.startswith("'") or "toy.yaml" in text)
+    assert len(text) < 1000 and text.isprintable()
+
+
+@pytest.mark.parametrize(
+    "override, field, value",
+    [
+        ("run.seed=9223372036854775807", "seed", 2**63 - 1),
+        ("run.name=no", "name", "no"),
+        ("run.name=2024-01-01", "name", "2024-01-01"),
+        ("run.name=017", "name", "017"),
+        ("run.name='1e2'", "name", "1e2"),
+        ("run.name='!!x'", "name", "!!x"),
+        ("run.name='<<'", "name", "<<"),
+        ("run.name=&a b", "name", "b"),
+        ("run.name=sweep/lr-1", "name", "sweep/lr-1"),
+        (r'run.name="\U0001F600 é"', "name", "😀 é"),
+        (f"run.name={'x' * 200}", "name", "x" * 200),
+        ("run.output_dir=../elsewhere", "output_dir", "../elsewhere"),
+    ],
+)
+def test_what_is_meant_is_taken_and_reads_back(read, tmp_path, override, field, value):
+    recipe = read(override)
+    assert getattr(recipe.run, field) == value
+    write_recipe(recipe, tmp_path / "resolved.yaml", "command\nrun.name=\x1b")
+    assert read_recipe(tmp_path / "resolved.yaml", Toy) == recipe
+
+
+def test_hub_ids(read):
+    for name in ("me/x", "Me_1/x.y-z_", "a/" + "x" * 96):
+        assert read(f"export.push_to_hub={name}").export.push_to_hub == name
+        assert read(f"data.train.0.source={name}").data.train[0].source == name
+
+
+def test_long_overrides_are_cut(read):
+    long = "x" * 100_000
+    for override in (f"run.{long}=1", f"{long}=1", f"run.name={long}", f"steps={long}", f"run.name=!{long} x",
+                     f"run={{? {long} : 1}}", f"data.train.0.source={long}", "a." * 10_000 + "b=1", long):  # fmt: skip
+        with pytest.raises(ValueError) as caught:
+            read(override)
+        assert len(str(caught.value)) < 1000 and "…" in str(caught.value)
+
+
+def test_a_template_may_hold_what_a_name_may_not(read):
+    assert read(r'data.template="{{ a }}\n\t"').data.template == "{{ a }}\n\t"
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + before] * 10)}]\n" for before, name in itertools.pairwise("abcdefghij")
+)
 
 
 def test_an_innocent_override_is_not_blamed(read):
@@ -160,18 +319,68 @@ def test_several_errors_are_counted(read):
         (GOOD.replace("{lr: 2e-3,", "{lr: 2e-3, lr: 1e-3,"), "key 'lr' is given twice"),
         ("run: {name: [\n", "not valid YAML"),
         ("- a\n", "a recipe is a mapping of sections (run, data, optim, …), got list"),
-        ("", "a recipe is a mapping of sections (run, data, optim, …), got NoneType"),
+        ("", "a recipe is a mapping of sections (run, data, optim, …), got nothing"),
+        ("# only a comment\n", "got nothing"),
+        ("some text\n", "a recipe is a mapping of sections (run, data, optim, …), got str"),
+        ("3\n", "got int"),
+        (GOOD + "---\n" + GOOD, "toy.yaml:6: not valid YAML: a second document begins here; a recipe is one"),
+        (GOOD + "...\n", "ok"),
+        ("---\n" + GOOD, "ok"),
+        ("\ufeff" + GOOD, "ok"),
+        (GOOD.replace("\n", "\r\n"), "ok"),
+        (GOOD + "precision:\n\tcompile: true\n", "toy.yaml:7: not valid YAML: found character '\\t'"),
+        (GOOD + "track: \0\n", "toy.yaml:6: not valid YAML: unacceptable character #x0000"),
+        (GOOD + "? [a]\n: 1\n", "toy.yaml:6: not valid YAML: a key is a word"),
+        (GOOD + "*a : 1\n", "toy.yaml:6: not valid YAML: a key is a word"),
+        (GOOD + "<<: {track: {}}\n", "toy.yaml:6: not valid YAML: merge keys (<<) are not supported"),
+        (GOOD + "track: !!python/object/apply:os.system [ls]\n", "toy.yaml:6: not valid YAML: tags (!!python/object"),
+        ("!!map\n" + GOOD, "toy.yaml:1: not valid YAML: tags (!!map)"),
+        ("%TAG ! tag:x,2000:\n---\n!y {}\n", "not valid YAML: tags (tag:x,2000:y) are not supported"),
+        ("[" * 100_000, "toy.yaml: not valid YAML: nested too deeply"),
+        ("{a: " * 100_000, "toy.yaml: not valid YAML: nested too deeply"),
+        ("- " * 100_000, "toy.yaml: not valid YAML: nested too deeply"),
+        ("a: &a [*a]\n", "toy.yaml:1: not valid YAML: there is no anchor &a before this alias"),
+        ("a: &a {b: *a}\n", "toy.yaml:1: not valid YAML: there is no anchor &a before this alias"),
+        (BOMB, "toy.yaml:4: not valid YAML: more than 10,000 values; no recipe is so long"),
+        ("- x\n" * 20_000, "toy.yaml:10000: not valid YAML: more than 10,000 values"),
+        ("? " + "k" * 5000 + "\n: 1\n" + GOOD, "unknown key 'kkkkkkkkkk"),
+        ("k" * 5000 + ": 1\n" + GOOD, "not valid YAML: "),
+        (GOOD + "#" + " " * 1_000_000, "1,000,"),
     ],
+    ids=lambda value: value[:30].encode("unicode_escape").decode(),
 )
 def test_damaged_files(read, text, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    if message == "ok":
+        assert read(text=text) == read()
+        return
+    with pytest.raises(ValueError) as caught:
+        read(text=text)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 500 and str(caught.value).isprintable() and "toy.yaml" in str(caught.value)
+
+
+def test_an_alias_chain_that_is_too_deep(read):
+    """Each line is shallow; what the last alias stands for is not."""
+    text = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} {'[' * 50}*a{n - 1}{']' * 50}\n" for n in range(1, 30))
+    with pytest.raises(ValueError, match=r"not valid YAML: (nested too deeply|more than 10,000 values)"):
         read(text=text)
 
 
-def test_binary_file(tmp_path):
-    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not a text file"):
-        read_recipe(tmp_path / "x.yaml", Toy)
+def test_what_is_no_text_file(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"x\.yaml: not UTF-8 text \(byte 0\); a recipe is needed$"):
+        read_recipe(path, Toy)
+    with pytest.raises(ValueError, match="this is a folder; a recipe is needed$"):
+        read_recipe(tmp_path, Toy)
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    (tmp_path / "broken.yaml").symlink_to("nowhere.yaml")
+    for name in (tmp_path / "loop.yaml", tmp_path / "broken.yaml", "/dev/zero"):
+        with pytest.raises(ValueError, match="not a file .*; a recipe is needed$"):
+            read_recipe(name, Toy)
+    for name in ("x" * 5000, "a\0b", f"{path}/more.yaml"):
+        with pytest.raises(FileNotFoundError, match="there is no such recipe"):
+            read_recipe(name, Toy)
 
 
 def test_missing_file_names_the_nearest(tmp_path):
