@@ -61,7 +61,11 @@ class SampleCheck:
 
 @torch.inference_mode()
 def check_sample(
-    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], sampling: Sampling, batch_size: int = 32
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    batch_size: int = 32,
+    on_prompt: Callable[[int], None] | None = None,
 ) -> SampleCheck:
     """Sample each prompt many times and test the law of the first two tokens behind the prefill's.
 
@@ -97,6 +101,8 @@ def check_sample(
                 places[place] += (above + coin * own[:, 0]).tolist()
                 result.checked += len(rows)
                 result.mismatches += int((own[:, 0] == 0).sum())
+        if on_prompt:
+            on_prompt(number + 1)
     for found in places:
         counts = torch.histc(torch.tensor(found).clamp(0, 1 - 1e-9), BINS, 0, 1).numpy()
         p_value = float(chisquare(counts).pvalue) if found else 1.0
