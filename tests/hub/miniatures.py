@@ -1,4 +1,4 @@
-"""Small repositories of the real layouts: a manifest says which files there are and what they hold, the widths are tiny.
+"""Small repositories of real layouts: a manifest says which files there are and what they hold; the widths are tiny.
 
 The weights are random and large, so that greedy text does not repeat itself at once; the tokenizers are trained on the
 project's own text and have the real special tokens in the real order behind a small vocabulary; the chats are made up.
@@ -183,7 +183,10 @@ def write_weights(root: Path, manifest: dict[str, Any], ids: dict[int, int]) -> 
 # ---- data
 
 CHATS = 640  # of the ShareGPT file: recipes take 500 of them for validation
-ODD = {7: "bard", 150: "empty", 290: "gpt first", 400: "system", 503: "bing", 530: "empty", 560: "gpt first", 600: "user, chatgpt"}  # row → what is odd  # fmt: skip
+ODD = {  # row → what is odd about it; both splits have each kind
+    7: "bard", 150: "empty", 290: "gpt first", 400: "system", 503: "bing", 530: "empty", 560: "gpt first",
+    600: "user, chatgpt",
+}  # fmt: skip
 
 
 def _sentence(chance: random.Random, low: int, high: int) -> str:

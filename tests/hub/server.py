@@ -3,8 +3,8 @@
     with Hub(folder) as hub:
         environment["HF_ENDPOINT"] = hub.endpoint
 
-``folder/models/USER/NAME`` and ``folder/datasets/USER/NAME`` are the repositories, one revision (``main``) each. What is
-uploaded is written there; what is asked for is kept in ``hub.requests``.
+``folder/models/USER/NAME`` and ``folder/datasets/USER/NAME`` are the repositories, one revision (``main``) each.
+What is uploaded is written there; what is asked for is kept in ``hub.requests``.
 """
 
 import base64
