@@ -102,6 +102,9 @@ class Source(Section):
         "prompt and completion, or text"
     )
     subset: Name | None = Field(default=None, description="a Hub data set's configuration")
+    files: Name | None = Field(
+        default=None, description="which of a Hub data set's files: a name or a pattern; all if left out"
+    )
     split: Name = Field(default="train", description="stdlib and packages: train, validation or test, by module path")
     limit: Positive | None = Field(default=None, description="only the first so many rows")
     weight: Factor = Field(default=1.0, description="relative share of the samples")
@@ -124,6 +127,8 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _known(self) -> "Source":
+        if self.files is not None and (self.installed or self.is_file):
+            raise ValueError(f"source {self.source!r}: 'files' is for a Hub data set, whose files it names")
         if self.streaming and (self.installed or self.source.endswith(".txt")):
             raise ValueError(f"source {self.source!r}: 'streaming' is for .json, .jsonl, .parquet and Hub data sets")
         if self.installed:
@@ -155,6 +160,9 @@ class Data(Section):
     packing: bool = Field(default=False, description="several samples to a row; they do not see each other")
     template: Name | None = Field(
         default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
+    )
+    max_skipped: Share = Field(
+        default=0.1, description="share of rows that cannot be used (unknown speaker, empty chat, …) that is an error"
     )
     max_unsupervised: Share = Field(
         default=0.1, description="share of samples without a label (cut before the assistant speaks) that is an error"
