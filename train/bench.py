@@ -20,6 +20,23 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from draftsmith.train.command import available_cores, before_imports, run_command
+
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("--heads", type=int, default=5)
+PARSER.add_argument("--vocab", type=int, default=32000)
+PARSER.add_argument("--width", type=int, default=512, help="of the hidden states; a multiple of 64")
+PARSER.add_argument("--layers", type=int, default=4, help="of the frozen target")
+PARSER.add_argument("--rows", type=int, default=2)
+PARSER.add_argument("--length", type=int, default=512)
+PARSER.add_argument("--supervised", type=float, default=0.5, help="share of the tokens that are labels")
+PARSER.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="bfloat16: autocast")
+PARSER.add_argument("--repeat", type=int, default=5, help="timed steps after one to warm up; the median counts")
+PARSER.add_argument("--threads", type=int, default=available_cores())
+PARSER.add_argument("--out", type=Path, metavar="FILE.json")
+if __name__ == "__main__":
+    before_imports(PARSER)
+
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +47,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.models.artifact import device_name, versions, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
-from draftsmith.train.command import available_cores, run_command
 from draftsmith.train.losses import HEAD_DECAY
 from draftsmith.train.medusa import Medusa1
 
@@ -143,19 +159,7 @@ def alone(args: argparse.Namespace, ours: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=5)
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--width", type=int, default=512, help="of the hidden states; a multiple of 64")
-    parser.add_argument("--layers", type=int, default=4, help="of the frozen target")
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--supervised", type=float, default=0.5, help="share of the tokens that are labels")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="bfloat16: autocast")
-    parser.add_argument("--repeat", type=int, default=5, help="timed steps after one to warm up; the median counts")
-    parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
-    args = parser.parse_args()
+    args = PARSER.parse_intermixed_args()
     results = {}
     for name, ours in (("straightforward", False), ("draftsmith", True)):
         console.print(f"{name} …")

@@ -21,19 +21,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from draftsmith.train.command import available_cores, before_imports, run_command
+
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("--recipe", default="recipes/tiny-medusa2.yaml")
+PARSER.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="held-out prompts")
+PARSER.add_argument("--steps", type=int, default=400, help="head-training steps of each way")
+PARSER.add_argument("--max-new-tokens", type=int, default=128)
+PARSER.add_argument("--repeat", type=int, default=1, help="rounds over all prompts; the median counts")
+PARSER.add_argument("--out", type=Path, default=Path("runs/bench-medusa"), metavar="DIR")
+PARSER.add_argument("overrides", nargs="*", metavar="section.field=value", help="for every run")
+if __name__ == "__main__":
+    before_imports(PARSER)
+
 import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
 from draftsmith.inference import report as reporting
-from draftsmith.inference.calibrate import best_tree, head_ranks, load_heads, simulate
-from draftsmith.inference.decode import read_prompts, run_rounds
+from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
+from draftsmith.inference.drafters.load import load_heads
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.lossless import check_greedy
+from draftsmith.inference.prompts import read_prompts
+from draftsmith.inference.timing import run_rounds
 from draftsmith.models.artifact import device_name, read_json, versions, write_json
-from draftsmith.train.command import available_cores, run_command
+from draftsmith.train import run
 from draftsmith.train.medusa import SIMULATED_NODES
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)  # the table is wider than 80
@@ -59,6 +74,7 @@ def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -
         return folder
     if not (folder / "answers").exists():  # the same for all, and made by the first
         for other in sorted(out.glob("*/answers")):
+            run.mark(folder, "medusa")
             shutil.copytree(other, folder / "answers")
             break
     where = [f"run.name={folder.name}", f"run.output_dir={out}"]
@@ -112,15 +128,7 @@ def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="recipes/tiny-medusa2.yaml")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="held-out prompts")
-    parser.add_argument("--steps", type=int, default=400, help="head-training steps of each way")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--repeat", type=int, default=1, help="rounds over all prompts; the median counts")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-medusa"), metavar="DIR")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for every run")
-    args = parser.parse_intermixed_args()
+    args = PARSER.parse_intermixed_args()
     if args.steps < 2:
         raise ValueError(f"--steps {args.steps}: at least 2, one for each stage")
     read_prompts(args.prompts)

@@ -16,6 +16,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+from draftsmith.models import options
+from draftsmith.train.command import available_cores, before_imports, run_command
+
+STAGES = ("medusa-1", "medusa-2")
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("--shape", default="llama2-7b", help="llama2-7b, llama3-8b, tiny-lm")
+PARSER.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+PARSER.add_argument("--sequences", type=int, default=4, help="of a step, at once")
+PARSER.add_argument("--tokens", type=int, default=2048, help="of a sequence")
+PARSER.add_argument("--heads", type=int, default=5)
+PARSER.add_argument("--projection", choices=["own", "shared"], default="own")
+PARSER.add_argument("--gradient-checkpointing", action="store_true", help="of the second stage")
+PARSER.add_argument("--repeat", type=int, default=5)
+PARSER.add_argument("--dtype", choices=options.DTYPES, default="float32", help="of the target; what trains is float32")
+PARSER.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
+PARSER.add_argument("--out", type=Path, metavar="FILE.json")
+if __name__ == "__main__":
+    before_imports(PARSER)
+
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -26,14 +45,12 @@ from draftsmith.models.adapter import add_lora
 from draftsmith.models.artifact import device_name, versions, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
-from draftsmith.train.command import available_cores, run_command
 from draftsmith.train.dry_run import matmul_rate
 from draftsmith.train.loop import checkpoint_activations
 from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.recipe import Batch, Optim
 
-STAGES = ("medusa-1", "medusa-2")
 console = Console(highlight=False)
 
 
@@ -106,28 +123,14 @@ def measure(target: Target, stage: str, args: argparse.Namespace) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama2-7b")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--sequences", type=int, default=4, help="of a step, at once")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
-    parser.add_argument("--heads", type=int, default=5)
-    parser.add_argument("--projection", choices=["own", "shared"], default="own")
-    parser.add_argument("--gradient-checkpointing", action="store_true", help="of the second stage")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument(
-        "--dtype", choices=list(DTYPES), default="float32", help="of the target; what trains is float32"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
-    args = parser.parse_args()
+    args = PARSER.parse_intermixed_args()
     for option in ("sequences", "tokens", "heads", "repeat"):
         if getattr(args, option) < 1:
             raise ValueError(f"--{option} {getattr(args, option)}: must be at least 1")
     torch.set_num_threads(available_cores())
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device '{args.device}': this torch sees no GPU; use --device cpu, or install a CUDA build")
+    if args.shape not in SHAPES:
+        raise ValueError(f"--shape {args.shape}: no such shape; there are {', '.join(SHAPES)}")
+    device = torch.device(options.choose_device(args.device))
     results: list[dict[str, Any]] = []
     for stage in args.stages:  # each on a target of its own: the second one puts adapters on it
         try:

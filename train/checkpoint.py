@@ -4,6 +4,7 @@ A checkpoint is a folder ``checkpoints/step-N``; it is filled under a temporary 
 name is always complete.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from draftsmith.models.artifact import save_tensors
+from draftsmith.train.files import json_object, replacing
 
 _ADVICE = "delete that folder to fall back on the checkpoint before it, or pass --restart"
 
@@ -42,16 +44,19 @@ def save(
 
     Args:
         optimizer: None where its state is kept elsewhere (:mod:`draftsmith.train.sharded`).
-        state: whatever JSON the caller wants back (stage, best metric, …).
+        state: ``stage`` (its name), ``best`` (the selection metric's highest value so far), and whatever other JSON the
+            caller wants back.
 
     Raises:
         OSError: the folder cannot be written or the disk is full; nothing that stood before is touched.
     """
     final = folder / f"step-{step}"
     temporary = folder / f".step-{step}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".step-*.tmp"):  # by a killed process
+        shutil.rmtree(left)
     try:
+        temporary.mkdir()
         save_tensors(trainable_state(module), temporary / "model.safetensors")
         save_tensors(_optimizer_tensors(module, optimizer) if optimizer else {}, temporary / "optimizer.safetensors")
         rng = {"cpu": torch.get_rng_state()}
@@ -63,18 +68,52 @@ def save(
             _sync(file)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-    except OSError:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror or str(error), str(final)) from None
         raise
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        _remove(old)
     return final
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in ``folder``, oldest first."""
-    found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
+    """The complete checkpoints in ``folder``, oldest first.
+
+    Raises:
+        OSError: it is no folder, or cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    found = [folder / name for name in names if re.fullmatch(r"step-[0-9]{1,18}", name)]
     return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint; killed half-way through, none of that name is left."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    path.rename(temporary)
+    shutil.rmtree(temporary)
+
+
+def clear(folder: Path) -> None:
+    """Delete all that a run writes into its ``checkpoints``, and nothing else."""
+    for path in checkpoints(folder):
+        _remove(path)
+    for path in [*folder.glob(".step-*.tmp"), folder / "best", folder / "deepspeed"]:
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
+    with contextlib.suppress(OSError):  # there is none, or it holds something of somebody else's
+        folder.rmdir()
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -84,12 +123,16 @@ def read_state(path: Path) -> dict[str, Any]:
         ValueError: the checkpoint is damaged.
     """
     try:
-        state = json.loads((path / "state.json").read_text())
-        if not isinstance(state.get("step"), int):
-            raise ValueError("state.json has no step")
-        return state
-    except (OSError, ValueError, AttributeError) as error:
+        state = json_object(path / "state.json")
+    except (OSError, ValueError) as error:
         raise _damaged(path, error) from None
+    odd = [] if f"step-{state.get('step')}" == path.name else ["step"]
+    odd += [] if isinstance(state.get("stage"), str) else ["stage"]
+    odd += [] if isinstance(state.get("best"), float | int) else ["best"]
+    odd += [] if isinstance(state.get("stage_step", 0), int) else ["stage_step"]  # older ones have none
+    if odd:
+        raise _damaged(path, ValueError(f"state.json: '{odd[0]}' is {json.dumps(state.get(odd[0]))[:60]}"))
+    return state
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:
@@ -115,6 +158,8 @@ def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | No
     with torch.no_grad():
         for name, weight in weights.items():
             own[name].copy_(weight)
+    if any(key.rpartition("|")[0] not in own for key in moments) or "cpu" not in rng:
+        raise _damaged(path, ValueError("its files are not of one checkpoint"))
     for key, value in moments.items() if optimizer else ():
         assert optimizer is not None
         name, field = key.rsplit("|", 1)
@@ -139,9 +184,8 @@ def _optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> d
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write ``folder/model.safetensors`` whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / "model.safetensors.tmp"
-    save_tensors(tensors, temporary)
-    os.replace(temporary, folder / "model.safetensors")
+    with replacing(folder / "model.safetensors") as temporary:
+        save_tensors(tensors, temporary)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

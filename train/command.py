@@ -18,7 +18,11 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 # A place that cannot be used; reported by whoever reads or writes, ours or a library.
-_UNUSABLE = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
+_UNUSABLE = (
+    errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
+)  # fmt: skip
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the largest file it takes
+_INTERRUPTED = "interrupted; files already written are whole"
 
 
 def _raised_by_us(traceback: TracebackType | None) -> bool:
@@ -31,8 +35,9 @@ def _raised_by_us(traceback: TracebackType | None) -> bool:
 
 def _describe_os_error(error: OSError) -> str:
     place = f"{error.filename}: " if error.filename else ""
-    if error.errno == errno.ENOSPC:
-        return f"{place}the disk is full; free some space and run again with --resume (finished files are intact)"
+    if error.errno in _FULL:
+        what = "the disk is full" if error.errno == errno.ENOSPC else f"nothing more can be written ({error.strerror})"
+        return f"{place}{what}; free some space and run again with --resume (finished files are intact)"
     if error.errno in _UNUSABLE:
         return f"{place}cannot write or read here ({error.strerror}); choose another folder"
     return str(error)
@@ -95,35 +100,45 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         interrupted = True
         raise KeyboardInterrupt
 
-    before = signal.getsignal(signal.SIGINT)
+    def lost(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            ignored(unraisable)
+        elif interrupted:  # raised in a finaliser or a callback, where Python only prints it: once more, a little later
+            again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+            again.daemon = True
+            again.start()
+
+    before, ignored = signal.getsignal(signal.SIGINT), sys.unraisablehook
     heeds = _heeds_interrupts()
     if heeds:
         signal.signal(signal.SIGINT, interrupt)
+        sys.unraisablehook = lost
     try:
         try:
             main()
             _flush()
         finally:
             if heeds:  # what is left to do takes a moment, and Ctrl-C must not make a traceback of it
+                sys.unraisablehook = ignored
                 signal.signal(signal.SIGINT, signal.SIG_IGN if main.__module__ == "__main__" else before)
     except KeyboardInterrupt as interruption:
-        _stop(str(interruption) or "interrupted; files already written are whole", 2)
+        _stop(str(interruption) or _INTERRUPTED, 2)
     except FloatingPointError as error:  # a NaN or infinite loss
         _stop(str(error), 1)
     except BrokenPipeError:
         _drop_output()
         sys.exit(1)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, *_UNUSABLE) and not _raised_by_us(error.__traceback__):
+        if error.errno not in (*_FULL, *_UNUSABLE) and not _raised_by_us(error.__traceback__):
+            if interrupted:
+                _stop(_INTERRUPTED, 2)
             raise
-        _stop(_describe_os_error(error), 1 if error.errno == errno.ENOSPC else 2)
-    except ValueError as error:
-        if not _raised_by_us(error.__traceback__):
-            raise
-        _stop(str(error), 2)
-    except (MemoryError, RuntimeError) as error:
+        _stop(_describe_os_error(error), 1 if error.errno in _FULL else 2)
+    except Exception as error:
+        if isinstance(error, ValueError) and _raised_by_us(error.__traceback__):
+            _stop(str(error), 2)
         if interrupted:  # a library made another exception of Ctrl-C
-            _stop("interrupted; files already written are whole", 2)
+            _stop(_INTERRUPTED, 2)
         if not _out_of_memory(error):
             raise
         said = (str(error).strip().splitlines() or ["MemoryError"])[0][:160]
@@ -135,6 +150,23 @@ def _out_of_memory(error: Exception) -> bool:
     """On the CPU torch raises a RuntimeError of no class of its own."""
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return known or "can't allocate memory" in str(error)
+
+
+def training_parser(description: str | None, recipe: str, override: str, tiny: str) -> argparse.ArgumentParser:
+    """The command line of the training scripts.
+
+    Args:
+        recipe, override: examples.
+        tiny: what --tiny does.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help=f"a YAML file, for example {recipe}")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help=f"for example {override}")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--restart", action="store_true", help="begin anew, deleting earlier checkpoints of this run")
+    parser.add_argument("--tiny", action="store_true", help=tiny)
+    parser.add_argument("--dry-run", action="store_true", help="say what it would cost; train nothing")
+    return parser
 
 
 def available_cores() -> int:
@@ -157,9 +189,11 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt("interrupted twice; the last checkpoint stands")
         asked = True
-        print("\ninterrupted: finishing this step, then saving (again to stop at once)", file=sys.stderr, flush=True)
+        # Not print(): the signal may have come in the middle of one, which takes no second one.
+        os.write(2, b"\ninterrupted: finishing this step, then saving (again to stop at once)\n")
 
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    signals = (signal.SIGINT, signal.SIGTERM) if _heeds_interrupts() else (signal.SIGTERM,)
+    before = {s: signal.signal(s, ask) for s in signals}
     try:
         yield lambda: asked
     finally:

@@ -20,8 +20,19 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from draftsmith.train.command import available_cores, before_imports, run_command
+
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("recipe", help="a YAML file, for example recipes/tiny-distill.yaml")
+PARSER.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example self_talk=1")
+PARSER.add_argument("--resume", action="store_true", help="go on where it stopped; it does so anyway")
+PARSER.add_argument("--restart", action="store_true", help="begin anew, deleting this run's answers")
+PARSER.add_argument("--tiny", action="store_true", help="a few answers of a small random target")
+PARSER.add_argument("--dry-run", action="store_true", help="say what would be asked; ask and write nothing")
+if __name__ == "__main__":
+    before_imports(PARSER)
+
 import torch
-from filelock import FileLock, Timeout
 from jinja2 import TemplateError
 from pydantic import Field, model_validator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -31,15 +42,17 @@ from draftsmith.data.endpoint import Server, in_threads
 from draftsmith.data.seeds import TOO_LONG, Seed, Talk, Unanswered, read_seeds
 from draftsmith.data.shards import Shards, open_shards
 from draftsmith.data.tokenized import read_template
-from draftsmith.inference.decode import load_drafter
+from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.turns import serve_turns
 from draftsmith.models.artifact import provenance, write_json
 from draftsmith.models.target import fingerprint, load_target, local_folder, resolve_folder
-from draftsmith.train.command import available_cores, run_command
+from draftsmith.train import run
 from draftsmith.train.loop import Note, console
-from draftsmith.train.recipe import Positive, Run, Section, Source, Target, read_recipe, write_recipe
+from draftsmith.train.recipe import (
+    Name, Positive, Run, Section, Sequences, Source, Target, Threads, Tokens, read_recipe, write_recipe,
+)  # fmt: skip
 from draftsmith.train.tiny import SAMPLES, tiny_target, write_target
 
 NO_TEMPLATE = "chat template"  # why a prompt failed, beside the reasons of data/endpoint.py
@@ -55,7 +68,7 @@ class NobodyError(Exception):
 
 class Seeds(Section):
     seeds: list[Source] = Field(min_length=1, description="whose user turns are asked; the assistant's are dropped")
-    template: str | None = Field(
+    template: Name | None = Field(
         default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
     )
 
@@ -71,20 +84,20 @@ class Seeds(Section):
 
 class Decoding(Section):
     mode: Literal["greedy", "sample"] = "sample"
-    temperature: float = Field(default=0.3, gt=0, description="for mode sample")
+    temperature: float = Field(default=0.3, ge=1e-3, le=1e3, description="for mode sample")
     top_p: float = Field(default=1.0, gt=0, le=1, description="for mode sample")
-    max_new_tokens: Positive = Field(default=2048, description="of an answer; one cut there is kept and marked")
+    max_new_tokens: Tokens = Field(default=2048, description="of an answer; one cut there is kept and marked")
 
 
 class Engine(Section):
     """Our own engine. None of it changes what is answered, except that ``max_length`` may end a conversation early."""
 
-    drafter: str = Field(default="none", description="a drafter's folder or Hub id; or none")
-    batch_size: Positive = Field(default=32, description="conversations decoded at once")
-    max_length: Positive = Field(
+    drafter: Name = Field(default="none", description="a drafter's folder or Hub id; or none")
+    batch_size: Sequences = Field(default=32, description="conversations decoded at once")
+    max_length: Tokens = Field(
         default=4096, description="tokens of a conversation; memory for so many is taken for each of the batch"
     )
-    threads: int | None = Field(default=None, gt=0, description="CPU threads; all cores if left out")
+    threads: Threads | None = Field(default=None, description="CPU threads; all cores if left out")
 
 
 class Endpoint(Section):
@@ -92,10 +105,14 @@ class Endpoint(Section):
 
     url: str = Field(pattern=r"^https?://[^\s@?#]+$", description="without /chat/completions: http://localhost:8000/v1")
     model: str = Field(min_length=1, description="the name it is served by")
-    concurrency: Positive = Field(default=32, description="conversations at once")
-    retries: int = Field(default=5, ge=0, description="after a timeout, 408, 429, 5xx, a cut or malformed answer")
-    timeout: float = Field(default=600.0, gt=0, description="seconds without a byte from the server")
-    backoff: float = Field(default=1.0, ge=0, description="seconds before the first retry; doubled before each other")
+    concurrency: Threads = Field(default=32, description="conversations at once")
+    retries: int = Field(
+        default=5, ge=0, le=30, description="after a timeout, 408, 429, 5xx, a cut or malformed answer"
+    )
+    timeout: float = Field(default=600.0, ge=0.001, le=86400, description="seconds without a byte from the server")
+    backoff: float = Field(
+        default=1.0, ge=0, le=3600, description="seconds before the first retry; doubled before each other"
+    )
     give_up: Positive = Field(default=200, description="end the run after so many prompts in a row without an answer")
 
 
@@ -107,7 +124,9 @@ class DistillRecipe(Section):
     engine: Engine = Engine()
     endpoint: Endpoint | None = None
     decoding: Decoding = Decoding()
-    self_talk: int = Field(default=0, ge=0, description="turns that the model writes both sides of, after the seed's")
+    self_talk: int = Field(
+        default=0, ge=0, le=1000, description="turns that the model writes both sides of, after the seed's"
+    )
 
     @model_validator(mode="after")
     def _whole(self) -> "DistillRecipe":
@@ -273,14 +292,7 @@ def small(recipe: DistillRecipe) -> DistillRecipe:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="a YAML file, for example recipes/tiny-distill.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example self_talk=1")
-    parser.add_argument("--resume", action="store_true", help="go on where it stopped; it does so anyway")
-    parser.add_argument("--restart", action="store_true", help="begin anew, deleting this run's answers")
-    parser.add_argument("--tiny", action="store_true", help="a few answers of a small random target")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be asked; ask and write nothing")
-    args = parser.parse_intermixed_args()
+    args = PARSER.parse_intermixed_args()
     if args.resume and args.restart:
         raise ValueError("--resume and --restart exclude each other; pass one")
     command = "python train/distill.py " + shlex.join(sys.argv[1:])
@@ -290,12 +302,7 @@ def main() -> None:
     if args.dry_run:
         return dry(recipe, seeds)
     folder = recipe.run.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        held = FileLock(folder / ".lock").acquire(blocking=False)
-    except Timeout:
-        raise ValueError(f"{folder}: another process is answering into this folder; wait, or set run.name") from None
-    with held:
+    with run.held(folder, "distill"):
         if args.tiny and recipe.target:
             write_target(recipe.target)
         decides = recipe.decides()

@@ -5,6 +5,7 @@ Read: UTF-8 text with or without a byte order mark, JSON, JSON lines; what is wr
 """
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+def _of(path: Path, error: BaseException) -> BaseException:
+    """A failed write's error, naming the file as the user knows it."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, error.strerror or str(error), str(path))
+    if isinstance(error, Exception) and "No space left on device" in str(error):  # from a library that is not Python
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    return error
 
 
 @contextmanager
@@ -28,9 +38,9 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename in (None, str(temporary), temporary):
-            raise OSError(error.errno, error.strerror or str(error), str(path)) from None
-        raise
+        if isinstance(error, OSError) and error.filename not in (None, str(temporary), temporary):
+            raise  # of another file, which the block read
+        raise _of(path, error) from None
 
 
 @contextmanager
@@ -49,11 +59,34 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         yield temporary
         for file in temporary.iterdir():
             os.replace(file, folder / file.name)
-    except OSError as error:
-        place = folder if not error.filename else folder / Path(error.filename).name
-        raise OSError(error.errno, error.strerror or str(error), str(place)) from None
+    except Exception as error:
+        name = getattr(error, "filename", None)
+        if name and Path(name) != temporary and temporary not in Path(name).parents:
+            raise  # of another file, which the block read
+        raise _of(folder / Path(name).relative_to(temporary) if name else folder, error) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def append(path: Path, line: str) -> None:
+    """Append a line of UTF-8 text; a write that fails leaves the file as it was.
+
+    Raises:
+        OSError: it cannot be written, or the disk is full; its ``filename`` is ``path``.
+    """
+    rest = memoryview((line + "\n").encode("utf-8", "replace"))
+    try:
+        with path.open("ab", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
+            try:
+                while rest:  # a write may take less than it was given
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(before)
+                raise
+    except OSError as error:
+        raise _of(path, error) from None
 
 
 def write_text(path: Path, text: str) -> None:

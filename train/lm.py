@@ -6,7 +6,6 @@ Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing len
 ``AutoModelForCausalLM`` and ``AutoTokenizer``.
 """
 
-import argparse
 import copy
 import hashlib
 import itertools
@@ -16,7 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, cast
 
+from draftsmith.train.command import before_imports, run_command, training_parser
+
+PARSER = training_parser(
+    __doc__, "recipes/tiny-lm.yaml", "stages.0.steps=20", "two steps of every stage with a far smaller model"
+)
+if __name__ == "__main__":
+    before_imports(PARSER)
+
 import torch
+from accelerate import Accelerator
 from pydantic import Field, model_validator
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -30,10 +38,12 @@ from draftsmith.inference.answers import answer
 from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target, load_target, resolve_folder
-from draftsmith.train import checkpoint, dry_run, loop, sharded
-from draftsmith.train.command import run_command
+from draftsmith.train import checkpoint, dry_run, loop, run, sharded
+from draftsmith.train.files import replacing_folder
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
-from draftsmith.train.recipe import Positive, Recipe, Section, Share, Source, Stage, read_recipe, write_recipe
+from draftsmith.train.recipe import (
+    Factor, Layers, Name, Recipe, Section, Share, Source, Stage, Tokens, read_recipe, write_recipe,
+)  # fmt: skip
 from draftsmith.train.tiny import tiny
 from draftsmith.train.track import Trackers
 
@@ -47,16 +57,21 @@ TEMPLATE = (
 )
 
 
+Width = Annotated[int, Field(gt=0, le=1 << 18)]
+
+
 class Model(Section):
-    vocab_size: int = Field(default=4096, ge=256 + 2 + len(ROLES), description="at least the bytes and special tokens")
-    hidden_size: Positive
-    num_layers: Positive
-    num_heads: Positive
-    num_kv_heads: Positive
-    head_dim: Positive = 32
-    intermediate_size: Positive
-    max_position_embeddings: Positive = 4096
-    rope_theta: float = 100000.0
+    vocab_size: int = Field(
+        default=4096, ge=256 + 2 + len(ROLES), le=1 << 20, description="at least the bytes and special tokens"
+    )
+    hidden_size: Width
+    num_layers: int = Field(gt=0, le=1024)
+    num_heads: int = Field(gt=0, le=1024)
+    num_kv_heads: int = Field(gt=0, le=1024)
+    head_dim: int = Field(default=32, gt=0, le=4096, multiple_of=2, description="rotary embeddings turn pairs")
+    intermediate_size: Width
+    max_position_embeddings: Tokens = 4096
+    rope_theta: float = Field(default=100000.0, ge=1, le=1e12)
 
     @model_validator(mode="after")
     def _grouped(self) -> "Model":
@@ -69,8 +84,8 @@ class Lookahead(Section):
     """Extra heads that predict tokens further ahead from the same hidden state while the LM trains, and are then thrown
     away (multi-token prediction, arXiv 2404.19737): they leave a hidden state that drafter heads can read more from."""
 
-    num_heads: Positive
-    weight: float = Field(default=0.3, gt=0, description="of head k's loss: weight × 0.8^k")
+    num_heads: Layers
+    weight: Factor = Field(default=0.3, description="of head k's loss: weight × 0.8^k")
     share: Share = Field(default=0.25, gt=0, description="share of the rows they are trained on")
 
 
@@ -80,8 +95,8 @@ class Unlikelihood(Section):
     greedily fall into loops; this gets them out."""
 
     source: Source = Field(description="what to continue, with 'answers'; one continuation accompanies each row")
-    ngram: Positive = 6
-    weight: float = Field(default=1.0, gt=0)
+    ngram: Tokens = 6
+    weight: Factor = 1.0
 
     @model_validator(mode="after")
     def _answers(self) -> "Unlikelihood":
@@ -90,15 +105,19 @@ class Unlikelihood(Section):
         return self
 
 
+# A folder is named by it.
+StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
+
+
 class LmStage(Stage):
-    name: str
-    max_length: Positive
+    name: StageName
+    max_length: Tokens
     unlikelihood: Unlikelihood | None = None
 
 
 class LmRecipe(Recipe):
     model: Model
-    init_from: str | None = Field(default=None, description="a folder whose weights and tokenizer to begin with")
+    init_from: Name | None = Field(default=None, description="a folder whose weights and tokenizer to begin with")
     lookahead: Lookahead | None = None
     stages: Annotated[list[LmStage], Field(min_length=1)]
 
@@ -283,40 +302,46 @@ def dry(recipe: LmRecipe) -> None:
     dry_run.show(recipe, plans, accelerator.device, accelerator.num_processes)
     small = tiny(recipe, "dry-run")
     folder = small.run.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(small.data.train[:1], small.model.vocab_size, small.model.max_position_embeddings)
-    config = config_of(small.model, 0)
-    config.vocab_size = len(tokenizer)
-    write_model(folder, LlamaForCausalLM(config), tokenizer, provenance(command="--dry-run"))
-    target = load_target(str(folder))
-    said = dry_run.decode_a_little(target)
+    with run.held(folder, "lm"):
+        tokenizer = train_tokenizer(small.data.train[:1], small.model.vocab_size, small.model.max_position_embeddings)
+        config = config_of(small.model, 0)
+        config.vocab_size = len(tokenizer)
+        write_model(folder, LlamaForCausalLM(config), tokenizer, provenance(command="--dry-run"))
+        target = load_target(str(folder))
+        said = dry_run.decode_a_little(target)
     loop.console.print(f"an untrained tiny model written to {folder}: {said}", soft_wrap=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="a YAML file, for example recipes/tiny-lm.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example stages.0.steps=20")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    parser.add_argument("--restart", action="store_true", help="begin anew, deleting earlier checkpoints of this run")
-    parser.add_argument("--tiny", action="store_true", help="two steps of every stage with a far smaller model")
-    parser.add_argument("--dry-run", action="store_true", help="say what it would cost; train nothing")
-    args = parser.parse_intermixed_args()
+    args = PARSER.parse_intermixed_args()
     command = "accelerate launch train/lm.py " + shlex.join(sys.argv[1:])
     recipe = read_recipe(args.recipe, LmRecipe, args.overrides)
     if args.dry_run:
         return dry(recipe)
     if args.tiny:
         recipe = tiny(recipe)
-    folder = recipe.run.folder
     accelerator = loop.make_accelerator(recipe.precision)
     if sharded.spreads():
         raise ValueError(
             "this command trains every weight, and ZeRO-3 and FSDP spread frozen ones; launch it with "
             "recipes/accelerate/zero2.yaml"
         )
-    with accelerator.main_process_first():
-        resume = loop.open_run(folder, args.resume, args.restart or args.tiny, accelerator.is_main_process)
+    for stage in recipe.stages:
+        loop.micro_batch(stage, stage.name, accelerator.num_processes)
+    run.check_data(recipe.data)
+    with run.held(recipe.run.folder, "lm", accelerator.is_main_process):
+        with accelerator.main_process_first():
+            resume = run.begin(recipe.run.folder, args.resume, args.restart or args.tiny, accelerator.is_main_process)
+        train(recipe, accelerator, resume, command)
+
+
+def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str) -> None:
+    """From the tokenizer to the exported model.
+
+    Args:
+        resume: there is a checkpoint to go on from.
+    """
+    folder = recipe.run.folder
     if accelerator.is_main_process:
         write_recipe(recipe, folder / "recipe.yaml", command)
 
@@ -326,11 +351,12 @@ def main() -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     elif recipe.init_from:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve_folder(recipe.init_from))
-        tokenizer.save_pretrained(folder)
     else:
         loop.console.print("training the tokenizer …")
         tokenizer = train_tokenizer(recipe.data.train, m.vocab_size, m.max_position_embeddings)
-        tokenizer.save_pretrained(folder)
+    if accelerator.is_main_process and not (resume and pretokenized.exists()):
+        with replacing_folder(folder) as temporary:
+            tokenizer.save_pretrained(temporary)
     loop.console.print("tokenizing …")
     corpora = [encode(source, tokenizer) for source in recipe.data.train]
     held_out = [ids for source in recipe.data.validation for ids in encode(source, tokenizer)]

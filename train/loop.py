@@ -8,7 +8,6 @@ forward pass, so that each term is a mean over all valid tokens of the step, how
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.command import available_cores, interruptible
+from draftsmith.train.files import append, parse_json, write_text
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.recipe import Checkpoint, Evaluate, Precision, Stage
 from draftsmith.train.track import Trackers
@@ -131,52 +131,9 @@ class Job:
 
     def record(self, line: dict[str, Any]) -> None:
         """A line of ``metrics.jsonl``, for the trackers too."""
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append(self.folder / "metrics.jsonl", json.dumps(line))
         if self.trackers:
             self.trackers.log(line)
-
-
-def open_run(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:
-    """Prepare a run's folder; returns whether there is a checkpoint to go on from.
-
-    Args:
-        main: this is the process that changes the folder; the others come after it, and only look.
-
-    Raises:
-        ValueError: the folder holds a run and neither ``--resume`` nor ``--restart`` was given.
-        OSError: the folder cannot be written.
-    """
-    if resume and restart:
-        raise ValueError("--resume and --restart exclude each other; pass one")
-    if not main:
-        return resume and bool(checkpoint.checkpoints(folder / "checkpoints"))
-    folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / ".writable"
-    probe.touch()
-    probe.unlink()
-    there = checkpoint.checkpoints(folder / "checkpoints")
-    finished = (folder / "model.safetensors").exists()
-    if (there or finished) and not (resume or restart):
-        what = f"an unfinished run at {there[-1].name}" if there and not finished else "a finished run"
-        raise ValueError(f"{folder}: holds {what}; pass --resume to go on, --restart to begin anew, or set run.name")
-    if resume and finished and not there:
-        raise ValueError(f"{folder}: holds a finished run without checkpoints; pass --restart to begin anew")
-    if restart:
-        for old in there:
-            for file in old.iterdir():
-                file.unlink()
-            old.rmdir()
-        for name in ("metrics.jsonl", "model.safetensors", "config.json", "tree.json"):
-            (folder / name).unlink(missing_ok=True)
-        for made in ("checkpoints/best", "adapter", "target", "features", "streams"):
-            shutil.rmtree(folder / made, ignore_errors=True)
-        sharded.forget(folder / "checkpoints")
-        for answers in folder.glob("answers/*/model.safetensors"):
-            if not sharded.spreads():  # a spread target could not give them again
-                answers.unlink()
-        return False
-    return bool(there)
 
 
 def learning_rate(stage: Stage, step: int) -> float:
@@ -377,12 +334,10 @@ def _forget_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().split(b"\n"):
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
+            if parse_json(line, str(path))["step"] <= step:
+                kept.append(line.decode() + "\n")
+        except (ValueError, LookupError, TypeError):
             continue
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    os.replace(temporary, path)
+    write_text(path, "".join(kept))

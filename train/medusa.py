@@ -10,7 +10,6 @@ The heads train on the target's own continuations, and the checkpoint with the h
 is exported. Then: inference/calibrate.py, inference/decode.py.
 """
 
-import argparse
 import copy
 import math
 import shlex
@@ -19,8 +18,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
+from draftsmith.train.command import before_imports, run_command, training_parser
+
+PARSER = training_parser(
+    __doc__, "recipes/tiny-medusa.yaml", "optim.lr=1e-3", "two steps on a small random target and bundled samples"
+)
+if __name__ == "__main__":
+    before_imports(PARSER)
+
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from filelock import FileLock
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -49,12 +56,12 @@ from draftsmith.models.artifact import (
 )
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target as LoadedTarget
-from draftsmith.models.target import fingerprint, load_target
-from draftsmith.train import checkpoint, dry_run, loop, sharded
-from draftsmith.train.command import run_command
+from draftsmith.models.target import fingerprint, load_target, resolve_folder
+from draftsmith.train import checkpoint, dry_run, loop, run, sharded
 from draftsmith.train.features import hidden_states
+from draftsmith.train.files import json_object
 from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
-from draftsmith.train.recipe import Positive, Recipe, Section, Source, Stage, Target, read_recipe, write_recipe
+from draftsmith.train.recipe import Layers, Name, Recipe, Section, Source, Stage, Target, read_recipe, write_recipe
 from draftsmith.train.tiny import tiny, write_target
 from draftsmith.train.track import Trackers
 
@@ -64,15 +71,15 @@ DECODED_TOKENS = 64  # for each prompt of evaluate.decode
 
 
 class Heads(Section):
-    num_draft_heads: Positive = 5
-    num_layers: Positive = 1
+    num_draft_heads: Layers = 5
+    num_layers: Layers = 1
     projection: Literal["own", "shared"] = "own"
 
 
 class MedusaRecipe(Recipe, Stage):
     target: Target
     drafter: Heads
-    init_from: str | None = Field(default=None, description="a drafter of the same target whose heads to begin with")
+    init_from: Name | None = Field(default=None, description="a drafter of the same target whose heads to begin with")
     joint: Joint | None = Field(default=None, description="Medusa-2: a second stage in which the target trains too")
     cache_hidden: Literal["none", "memory", "disk"] = Field(
         default="none",
@@ -82,6 +89,10 @@ class MedusaRecipe(Recipe, Stage):
 
     @model_validator(mode="after")
     def _answers(self) -> "MedusaRecipe":
+        if self.optim.name != "adamw":
+            raise ValueError(
+                f"optim.name={self.optim.name}: Muon is for matrices, and the heads are stacks of them; use adamw"
+            )
         if self.precision.gradient_checkpointing and not self.joint:
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
         if self.joint and self.target.quantize != "none":
@@ -168,6 +179,27 @@ def rows_of(
         )
         found.append(Rows(samples, recipe.data.max_length, share=recipe.data.packing and which == "train"))
     return found
+
+
+def check_beginning(recipe: MedusaRecipe) -> None:
+    """Refuse a drafter to begin with by its config alone, before the target is loaded; its weights are checked later.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or it has another shape.
+    """
+    assert recipe.init_from is not None
+    folder = resolve_folder(recipe.init_from)
+    where = f"init_from={recipe.init_from}"
+    if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
+        raise FileNotFoundError(f"{where}: no drafter there (config.json and model.safetensors)")
+    config = json_object(folder / "config.json")
+    if config.get("drafter_type") != "medusa":
+        raise ValueError(f"{where}: its drafter_type is {config.get('drafter_type')!r}; Medusa heads are needed")
+    for name, wanted in recipe.drafter.model_dump().items():
+        if config.get(name) != wanted:
+            raise ValueError(
+                f"{where}: its {name} is {config.get(name)!r}, the recipe's {wanted!r}; set drafter.{name}"
+            )
 
 
 def begin_with(heads: MedusaHeads, name: str, target: LoadedTarget) -> None:
@@ -259,47 +291,53 @@ def dry(recipe: MedusaRecipe, command: str) -> None:
             )
         dry_run.show(recipe, plans, accelerator.device, accelerator.num_processes)
     small = tiny(recipe, "dry-run")
-    write_target(small.target)
-    target = load_target(small.target.name)
-    untrained = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
     folder, facts = small.run.folder, {"command": command, "steps": 0}
-    write_drafter(folder, "medusa", untrained.config.to_dict(), untrained.state_dict(), target, provenance(**facts))
-    drafter = MedusaDrafter(untrained, chain(d.num_draft_heads), target)
-    said = dry_run.decode_a_little(target, drafter)
+    with run.held(folder, "medusa"):
+        write_target(small.target)
+        target = load_target(small.target.name)
+        untrained = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
+        write_drafter(folder, "medusa", untrained.config.to_dict(), untrained.state_dict(), target, provenance(**facts))
+        drafter = MedusaDrafter(untrained, chain(d.num_draft_heads), target)
+        said = dry_run.decode_a_little(target, drafter)
     loop.console.print(
         f"untrained heads for a tiny {target.config.model_type} written to {folder}: {said}", soft_wrap=True
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="a YAML file, for example recipes/tiny-medusa.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example optim.lr=1e-3")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    parser.add_argument("--restart", action="store_true", help="begin anew, deleting earlier checkpoints of this run")
-    parser.add_argument("--tiny", action="store_true", help="two steps on a small random target and bundled samples")
-    parser.add_argument("--dry-run", action="store_true", help="say what it would cost; train nothing")
-    args = parser.parse_intermixed_args()
+    args = PARSER.parse_intermixed_args()
     command = "accelerate launch train/medusa.py " + shlex.join(sys.argv[1:])
     recipe = read_recipe(args.recipe, MedusaRecipe, args.overrides)
     if args.dry_run:
         return dry(recipe, command)
     if args.tiny:
         recipe = tiny(recipe)
-    folder = recipe.run.folder
-    t = recipe.target
     accelerator = loop.make_accelerator(recipe.precision)
     for name, stage in stages_of(recipe):
         loop.micro_batch(stage, name, accelerator.num_processes)
-    if sharded.spreads() and (t.quantize != "none" or recipe.precision.compile):
+    if sharded.spreads() and (recipe.target.quantize != "none" or recipe.precision.compile):
         raise ValueError(
             "a target that is spread over processes is not quantised or compiled: target.quantize=none, "
             "precision.compile=false"
         )
-    with accelerator.main_process_first():
-        resume = loop.open_run(folder, args.resume, args.restart or args.tiny, accelerator.is_main_process)
-        if args.tiny and accelerator.is_main_process:
-            write_target(t)
+    run.check_data(recipe.data)
+    with run.held(recipe.run.folder, "medusa", accelerator.is_main_process):
+        with accelerator.main_process_first():
+            resume = run.begin(recipe.run.folder, args.resume, args.restart or args.tiny, accelerator.is_main_process)
+            if args.tiny and accelerator.is_main_process:
+                write_target(recipe.target)
+        train(recipe, accelerator, resume, command)
+
+
+def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command: str) -> None:
+    """From the target to the exported drafter.
+
+    Args:
+        resume: there is a checkpoint to go on from.
+    """
+    folder, t = recipe.run.folder, recipe.target
+    if recipe.init_from and not resume:
+        check_beginning(recipe)
     device = str(accelerator.device)
     with sharded.placing(accelerator, t.dtype) as place:
         target = load_target(
@@ -311,7 +349,7 @@ def main() -> None:
 
     if recipe.data.packing:
         target.check_packing()
-    train = rows_of(recipe, "train", target)
+    rows_by_source = rows_of(recipe, "train", target)
     held_out_rows = [rows for rows in rows_of(recipe, "validation", target) if isinstance(rows, Rows)]
     longest = max(rows.length for rows in held_out_rows)
     parts = [rows.batch(range(min(len(rows), HELD_OUT))) for rows in held_out_rows]
@@ -328,7 +366,7 @@ def main() -> None:
     begins = checkpoint.read_state(newest[-1])["stage"] if resume else plan[0][0]
     if recipe.cache_hidden != "none" and begins == "medusa-1":
         dtype = torch.bfloat16 if recipe.precision.autocast == "bfloat16" else target.dtype
-        for number, rows in enumerate(train):
+        for number, rows in enumerate(rows_by_source):
             assert isinstance(rows, Rows)
             stored = folder / "features" / f"{number}.bin" if recipe.cache_hidden == "disk" else None
             with torch.no_grad(), loop.autocast(accelerator, recipe.precision):
@@ -373,14 +411,14 @@ def main() -> None:
         Trackers(recipe.track, folder, recipe.model_dump(mode="json")) if accelerator.is_main_process else None,
     )  # fmt: skip
     weights = [source.weight for source in recipe.data.train]
-    sizes = [len(rows) if isinstance(rows, Rows) else None for rows in train]
+    sizes = [len(rows) if isinstance(rows, Rows) else None for rows in rows_by_source]
     needed = sum(stage.steps * stage.batch.sequences for _, stage in plan)
     order = whole_order = packing.schedule(sizes, weights, needed, recipe.run.seed)  # one stage after the other
 
     def samples(numbers: range) -> loop.Batch:
         chosen = order[numbers.start : numbers.stop].tolist()
-        longest = max(train[source].length for source, _ in chosen)
-        parts = [train[source].batch([row], longest) for source, row in chosen]
+        longest = max(rows_by_source[source].length for source, _ in chosen)
+        parts = [rows_by_source[source].batch([row], longest) for source, row in chosen]
         batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         if hidden and not isinstance(module, Medusa2):
             kept = [hidden[source][row] for source, row in chosen]
@@ -410,7 +448,7 @@ def main() -> None:
         "simulated_tau": job.best,
         "steps": sum(stage.steps for _, stage in plan),
         "init_from": recipe.init_from,
-        "data_sha256": [rows.samples.sha256() if isinstance(rows, Rows) else "streamed" for rows in train],
+        "data_sha256": [rows.samples.sha256() if isinstance(rows, Rows) else "streamed" for rows in rows_by_source],
         "target_fingerprint": target.fingerprint,
     }
     if isinstance(module, Medusa2):

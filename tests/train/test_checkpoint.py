@@ -9,6 +9,8 @@ from torch import nn
 from draftsmith.models import artifact
 from draftsmith.train import checkpoint
 
+STATE = {"stage": "a", "best": -1.5}
+
 
 @pytest.fixture
 def trained():
@@ -29,11 +31,11 @@ def fresh():
 
 
 def test_everything_comes_back(trained, tmp_path):
-    path = checkpoint.save(tmp_path, 7, *trained, {"stage": "a", "best": -1.5}, keep=2)
+    path = checkpoint.save(tmp_path, 7, *trained, STATE, keep=2)
     expected = torch.rand(3)
     torch.manual_seed(99)
     module, optimizer = fresh()
-    assert checkpoint.restore(path, module, optimizer) == {"step": 7, "stage": "a", "best": -1.5}
+    assert checkpoint.restore(path, module, optimizer) == {"step": 7, **STATE}
     assert torch.equal(torch.rand(3), expected)
     for restored, p in zip(module.parameters(), trained[0].parameters(), strict=True):
         if p.requires_grad:
@@ -44,7 +46,7 @@ def test_everything_comes_back(trained, tmp_path):
 
 def test_the_newest_are_kept(trained, tmp_path):
     for step in (8, 9, 10, 11):
-        checkpoint.save(tmp_path, step, *trained, {}, keep=2)
+        checkpoint.save(tmp_path, step, *trained, STATE, keep=2)
     (tmp_path / "step-x").mkdir()
     (tmp_path / ".step-12.tmp").mkdir()
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-10", "step-11"]
@@ -53,7 +55,7 @@ def test_the_newest_are_kept(trained, tmp_path):
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["truncated", "empty", "missing"])
 def test_a_damaged_checkpoint_is_one_clear_line(trained, tmp_path, file, damage):
-    path = checkpoint.save(tmp_path, 7, *trained, {}, keep=2)
+    path = checkpoint.save(tmp_path, 7, *trained, STATE, keep=2)
     content = (path / file).read_bytes()
     (path / file).unlink()
     if damage != "missing":
@@ -66,7 +68,7 @@ def test_a_damaged_checkpoint_is_one_clear_line(trained, tmp_path, file, damage)
 
 
 def test_another_model_is_refused(trained, tmp_path):
-    path = checkpoint.save(tmp_path, 7, *trained, {}, keep=2)
+    path = checkpoint.save(tmp_path, 7, *trained, STATE, keep=2)
     module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
     with pytest.raises(ValueError, match="of a model of another shape; delete that folder"):
         checkpoint.restore(path, module, torch.optim.AdamW(module.parameters()))
@@ -74,7 +76,7 @@ def test_another_model_is_refused(trained, tmp_path):
 
 @pytest.mark.parametrize("text, code", [("No space left on device (os error 28)", errno.ENOSPC), ("?", errno.EIO)])
 def test_a_failing_write_leaves_what_stood_before(trained, tmp_path, monkeypatch, text, code):
-    checkpoint.save(tmp_path, 7, *trained, {}, keep=1)
+    checkpoint.save(tmp_path, 7, *trained, STATE, keep=1)
 
     def full(tensors, path, metadata):
         path.write_bytes(b"half")
@@ -83,7 +85,7 @@ def test_a_failing_write_leaves_what_stood_before(trained, tmp_path, monkeypatch
     monkeypatch.setattr(artifact, "save_file", full)
     for step in (7, 8):  # the same step again must not lose it either
         with pytest.raises(OSError) as caught:
-            checkpoint.save(tmp_path, step, *trained, {}, keep=1)
+            checkpoint.save(tmp_path, step, *trained, STATE, keep=1)
         assert caught.value.errno == code
     with pytest.raises(OSError) as caught:
         checkpoint.write_tensors(tmp_path, {"a": torch.zeros(1)})

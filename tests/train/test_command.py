@@ -55,7 +55,7 @@ def test_a_defect_keeps_its_traceback(main, monkeypatch):
         run_command(main)
 
 
-def test_the_first_interrupt_asks_and_the_second_stops(capsys):
+def test_the_first_interrupt_asks_and_the_second_stops(capfd):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt, match="twice"), interruptible() as asked:
         assert not asked()
@@ -63,7 +63,7 @@ def test_the_first_interrupt_asks_and_the_second_stops(capsys):
         assert asked()
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
-    assert capsys.readouterr().err.count("interrupted") == 1
+    assert capfd.readouterr().err.count("interrupted") == 1
 
 
 def test_a_file_where_a_folder_should_be(tmp_path, capsys):

@@ -26,6 +26,7 @@ from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import distill, medusa
 from draftsmith.train.recipe import Data, Source
+from draftsmith.train.run import held
 
 ROOT = Path(__file__).parents[2]
 NEW = 12  # tokens of an answer
@@ -351,15 +352,14 @@ def test_another_recipe_is_refused(recipe, run_main, tmp_path):
     (tmp_path / "drafter/recipe.yaml").touch()
     for option in ([], ["--restart"]):
         code, _, err = run_main(distill.main, recipe, "run.name=drafter", *option)
-        assert code == 2 and "holds another run" in err
-    assert set(os.listdir(tmp_path / "drafter")) <= {"recipe.yaml", ".lock"}
+        assert code == 2 and "is no run but holds other things (recipe.yaml)" in err
+    assert os.listdir(tmp_path / "drafter") == ["recipe.yaml"]
 
 
 def test_one_process_at_a_time(recipe, run_main, tmp_path):
-    (tmp_path / "whole").mkdir()
-    with distill.FileLock(tmp_path / "whole/.lock"):
+    with held(tmp_path / "whole", "distill"):
         code, _, err = run_main(distill.main, recipe)
-    assert code == 2 and "another process is answering into this folder" in err and err.count("\n") == 1
+    assert code == 2 and "another command is working in this run" in err and err.count("\n") == 1
 
 
 def test_dry_run_writes_nothing(recipe, run_main, tmp_path):

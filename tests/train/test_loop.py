@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from draftsmith.train import checkpoint, loop
 from draftsmith.train.recipe import Batch, Checkpoint, Evaluate, Optim, Precision, Stage
+from draftsmith.train.run import begin
 
 VOCAB, WIDTH, LENGTH = 13, 8, 6
 
@@ -162,7 +163,7 @@ def test_the_best_weights_are_kept(tmp_path):
 
 def train(folder: Path, resume: bool, kill_at: int | None = None, how: int = signal.SIGKILL) -> Toy:
     """Two stages of 6 and 8 steps of 4 samples, a checkpoint every 4 steps of a stage and at its end."""
-    run = job(folder, loop.open_run(folder, resume, False), stages=("first", "second"))
+    run = job(folder, begin(folder, resume, False), stages=("first", "second"))
     toy = Toy(dropout=0.3)
     torch.manual_seed(5)
     seen = 0
@@ -249,30 +250,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     saved = checkpoint.read_tensors(last)
     assert saved.keys() == {"embed.weight", "out.weight", "out.bias"}
     assert all(torch.equal(saved[name], weights(toy)[name]) for name in saved)
-
-
-# ---- the run's folder
-
-
-def test_open_run(tmp_path):
-    assert loop.open_run(tmp_path / "a/b", False, False) is False
-    assert loop.open_run(tmp_path / "a/b", True, False) is False  # nothing there: begins
-    folder = tmp_path / "run"
-    loop.open_run(folder, False, False)
-    loop.fit(job(folder), Toy(), samples, stage(steps=4), "toy")
-    with pytest.raises(ValueError, match=r"holds an unfinished run at step-4; pass --resume .* --restart .*run\.name"):
-        loop.open_run(folder, False, False)
-    with pytest.raises(ValueError, match="--resume and --restart exclude each other"):
-        loop.open_run(folder, True, True)
-    assert loop.open_run(folder, True, False) is True
-    (folder / "model.safetensors").touch()
-    (folder / "prompts.jsonl").touch()
-    with pytest.raises(ValueError, match="holds a finished run; pass"):
-        loop.open_run(folder, False, False)
-    assert loop.open_run(folder, False, True) is False
-    assert not checkpoint.checkpoints(folder / "checkpoints")
-    assert not (folder / "metrics.jsonl").exists()
-    assert (folder / "prompts.jsonl").exists(), "what is no part of the run stays"
 
 
 def test_batch_must_divide_over_processes(tmp_path, monkeypatch):

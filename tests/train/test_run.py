@@ -1,0 +1,246 @@
+"""The folder of a run: whose it is, that one command at a time works in it, what --restart deletes."""
+
+import json
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.train import checkpoint
+from draftsmith.train.run import begin, held
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_checkpoint(folder: Path, step: int) -> None:
+    place = folder / "checkpoints" / f"step-{step}"
+    place.mkdir(parents=True)
+    (place / "state.json").write_text("{}")
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_new_run(tmp_path):
+    folder = tmp_path / "a/b"
+    with held(folder, "medusa"):
+        assert begin(folder, False, False) is False
+        assert begin(folder, True, False) is False, "nothing there: it begins"
+    assert json.loads((folder / ".run").read_text()) == {"kind": "medusa"}
+    with held(folder, "medusa"):
+        pass
+
+
+def test_a_run_is_resumed_or_restarted_or_refused(tmp_path):
+    make_checkpoint(tmp_path, 4)
+    with pytest.raises(ValueError, match=r"holds an unfinished run at step-4; pass --resume .* --restart .*run\.name"):
+        begin(tmp_path, False, False)
+    with pytest.raises(ValueError, match="--resume and --restart exclude each other"):
+        begin(tmp_path, True, True)
+    assert begin(tmp_path, True, False) is True
+    assert begin(tmp_path, True, False, main=False) is True
+    for name in ("model.safetensors", "metrics.jsonl", "prompts.jsonl", "checkpoints/notes"):
+        (tmp_path / name).touch()
+    (tmp_path / "checkpoints/.step-5.tmp").mkdir()
+    with pytest.raises(ValueError, match="holds a finished run; pass"):
+        begin(tmp_path, False, False)
+    assert begin(tmp_path, False, True) is False
+    assert names(tmp_path) == {"prompts.jsonl", "checkpoints"}, "what is no part of the run stays"
+    assert names(tmp_path / "checkpoints") == {"notes"}
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="a finished run without checkpoints; pass --restart"):
+        begin(tmp_path, True, False)
+
+
+def old_run(folder: Path, script: str) -> None:
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(f"# accelerate launch train/{script}.py x.yaml\nrun: {{}}\n")
+
+
+def test_runs_from_before_the_mark(tmp_path):
+    for script in ("medusa", "lm"):
+        old_run(tmp_path / script, script)
+        make_checkpoint(tmp_path / script, 1)
+    (tmp_path / "distill").mkdir()
+    (tmp_path / "distill/manifest.json").write_text('{"decides": {}}')
+    for kind in ("medusa", "lm", "distill"):
+        for other in {"medusa", "lm", "distill"} - {kind}:
+            with (
+                pytest.raises(ValueError, match=rf"is a run of train/{kind}\.py; train/{other}\.py writes only"),
+                held(tmp_path / kind, other),
+            ):
+                pass
+        assert ".run" not in names(tmp_path / kind)
+        with held(tmp_path / kind, kind):
+            pass
+        with pytest.raises(ValueError, match=f"is a run of train/{kind}"), held(tmp_path / kind, "x"):
+            pass
+
+
+def test_anything_else_is_refused_and_not_touched(tmp_path):
+    old_run(tmp_path / "model", "lm")  # as models/tiny-lm: a model folder with its recipe, no checkpoints
+    (tmp_path / "project").mkdir()
+    for name in ("README.md", "a", "b", "manifest.json"):
+        (tmp_path / "project" / name).write_text("[]")
+    before = sorted(tmp_path.rglob("*"))
+    for folder, files in (("project", r"README\.md, a, b, …"), ("model", r"recipe\.yaml"), (".", "model, project")):
+        with (
+            pytest.raises(ValueError, match=rf"is no run but holds other things \({files}\); train/lm\.py .*run\.name"),
+            held(tmp_path / folder, "lm"),
+        ):
+            pass
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_and_loops_are_not_folders(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("file", "loop"):
+        with pytest.raises(OSError), held(tmp_path / name, "lm"):
+            pass
+        (tmp_path / f"run-{name}").mkdir()
+        (tmp_path / f"run-{name}/checkpoints").symlink_to(tmp_path / name)
+        for options in ((True, False), (False, False)):
+            with pytest.raises(OSError):
+                begin(tmp_path / f"run-{name}", *options)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "answers", "adapter", "target", "features", "streams"])
+def test_restart_follows_no_links(tmp_path, name):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"
+    make_checkpoint(elsewhere, 3)
+    (elsewhere / "x").mkdir()
+    (elsewhere / "x/model.safetensors").touch()
+    folder.mkdir()
+    (folder / name).symlink_to(elsewhere)
+    (folder / "model.safetensors").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=f"{name}: a link; --restart deletes nothing outside"):
+        begin(folder, False, True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_restart_follows_no_links_further_inside(tmp_path):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir()
+    (elsewhere / "model.safetensors").touch()
+    for place in ("checkpoints", "answers"):
+        (folder / place).mkdir(parents=True)
+    for link in ("checkpoints/step-3", "checkpoints/best", "answers/train-0", "metrics.jsonl"):
+        (folder / link).symlink_to(elsewhere if "." not in link else elsewhere / "model.safetensors")
+    assert begin(folder, False, True) is False
+    assert names(elsewhere) == {"model.safetensors"}
+    assert names(folder) == {"answers"}
+
+
+def _hold(folder, entered, leave):
+    with held(folder, "lm"):
+        entered.set()
+        leave.wait(60)
+
+
+def test_one_at_a_time(tmp_path):
+    context = multiprocessing.get_context("fork")
+    folder, entered, leave = tmp_path / "run", context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(folder, entered, leave))
+    other.start()
+    assert entered.wait(60)
+    try:
+        with (
+            pytest.raises(ValueError, match="another command is working in this run; wait"),
+            held(folder, "lm"),
+        ):
+            pass
+        with held(folder, "lm", main=False):  # a further process of the same command
+            pass
+    finally:
+        other.kill()  # a killed one's lock is free again
+        other.join()
+    with held(folder, "lm"):
+        pass
+
+
+def test_a_killed_removal_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    for step in (1, 2):
+        make_checkpoint(tmp_path, step)
+
+    def killed(path, **options):
+        if Path(path).exists():
+            raise SystemExit
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
+    with pytest.raises(SystemExit):
+        begin(tmp_path, False, True)
+    monkeypatch.undo()
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-2"]
+    assert begin(tmp_path, False, True) is False
+    assert names(tmp_path) == set()
+
+
+# ---- the real commands
+
+
+SCRIPTS = ("medusa", "lm", "distill")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("restart", [[], ["--restart"], ["--tiny"]])
+def test_commands_leave_other_folders_alone(tmp_path, run_main, script, restart):
+    module = __import__(f"draftsmith.train.{script}", fromlist=["main"])
+    recipe = ROOT / f"recipes/tiny-{script}.yaml"
+    folder = tmp_path / ("model-tiny" if restart == ["--tiny"] else "model")
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("weights")
+    (folder / "recipe.yaml").write_text("# accelerate launch train/lm.py recipes/tiny-lm.yaml\n")
+    options = [recipe, f"run.output_dir={tmp_path}", "run.name=model", *restart]
+    code, _, err = run_main(module.main, *options)
+    assert (code, err) == (
+        2,
+        f"error: {folder}: is no run but holds other things (model.safetensors, recipe.yaml); train/{script}.py writes "
+        "only into an empty folder or a run of its own: set run.name\n",
+    )
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "model.safetensors": "weights", "recipe.yaml": "# accelerate launch train/lm.py recipes/tiny-lm.yaml\n"
+    }  # fmt: skip
+
+
+def test_two_commands_on_one_run(tmp_path, run_main, tiny_lm):
+    from draftsmith.train import medusa
+
+    options = [ROOT / "recipes/tiny-medusa.yaml", f"run.output_dir={tmp_path}", "run.name=x"]
+    with held(tmp_path / "x", "medusa"):
+        before = names(tmp_path / "x")
+        command = [sys.executable, "train/medusa.py", *options, "--resume"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        said = f"error: {tmp_path / 'x'}: another command is working in this run; wait for it, or set run.name\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+        assert run_main(medusa.main, *options, "--restart")[::2] == (2, said)
+        assert names(tmp_path / "x") == before
+
+
+BLOCKED = """
+import runpy, sys
+
+class Block:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("torch", "transformers", "accelerate", "datasets", "numpy", "rich", "pydantic"):
+            raise SystemExit(f"{name} is imported for --help")
+
+sys.meta_path.insert(0, Block())
+sys.argv = sys.argv[1:]
+sys.path.insert(0, "train")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("script", ["medusa", "lm", "distill", "bench", "bench_step", "bench_medusa"])
+@pytest.mark.parametrize("argument, code", [("--help", 0), ("--no-such-option", 2)])
+def test_help_imports_nothing_slow(script, argument, code):
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, f"train/{script}.py", argument], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr
+    assert "usage:" in (done.stderr if code else done.stdout)

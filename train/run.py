@@ -1,0 +1,159 @@
+"""The folder of a run: one command at a time works in it, and only in one of its own kind, or an empty one.
+
+``.run`` says which command's run it is; ``.lock`` is held by the command that works in it.
+"""
+
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock, Timeout
+
+from draftsmith.data.tokenized import read_template
+from draftsmith.train import checkpoint, sharded
+from draftsmith.train.files import json_object, read_text, write_json
+from draftsmith.train.recipe import Data
+
+Kind = Literal["distill", "lm", "medusa"]  # the script's name
+_MARK, _LOCK = ".run", ".lock"
+_NOTHING = {_LOCK, _MARK, _MARK + ".tmp"}  # a folder that holds no more is empty
+_FILES = ("metrics.jsonl", "model.safetensors", "config.json", "tree.json")  # what --restart deletes
+_FOLDERS = ("adapter", "target", "features", "streams")
+
+
+@contextmanager
+def held(folder: Path, kind: Kind, main: bool = True) -> Iterator[None]:
+    """Inside, no other command works in this run's folder; it is made and marked if need be.
+
+    Args:
+        main: this is the process that changes the folder; the others look at nothing.
+
+    Raises:
+        ValueError: it holds something else than a run of this kind, or another command works in it.
+        OSError: it cannot be read or written.
+    """
+    if not main:
+        yield
+        return
+    _check(folder, kind)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / _LOCK)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(f"{folder}: another command is working in this run; wait for it, or set run.name") from None
+    with lock:
+        lock.release()  # one of the two times that it is held now
+        _check(folder, kind)  # what came in between
+        if not (folder / _MARK).exists():
+            write_json(folder / _MARK, {"kind": kind})
+        yield
+
+
+def mark(folder: Path, kind: Kind) -> None:
+    """Make a folder a run of this kind before its command comes, so that it may find something there.
+
+    Raises:
+        ValueError, OSError: as :func:`held`.
+    """
+    with held(folder, kind):
+        pass
+
+
+def _check(folder: Path, kind: Kind) -> None:
+    try:
+        there = sorted(set(os.listdir(folder)) - _NOTHING)
+    except FileNotFoundError:
+        return
+    found = _kind(folder)
+    if found == kind or (not there and found is None):
+        return
+    if found is None:
+        files = ", ".join(there[:3]) + (", …" if len(there) > 3 else "")
+        what = f"is no run but holds other things ({files})"
+    else:
+        what = f"is a run of train/{found}.py"
+    raise ValueError(
+        f"{folder}: {what}; train/{kind}.py writes only into an empty folder or a run of its own: set run.name"
+    )
+
+
+def _kind(folder: Path) -> str | None:
+    """The script whose run a folder is; None if it is no run."""
+    if (folder / _MARK).exists():
+        return str(json_object(folder / _MARK, "run's mark").get("kind"))
+    # Runs from before there was a mark.
+    if (folder / "manifest.json").is_file():
+        try:
+            return "distill" if "decides" in json_object(folder / "manifest.json") else None
+        except (OSError, ValueError):
+            return None
+    if not (folder / "checkpoints").is_dir() or not (folder / "recipe.yaml").is_file():
+        return None
+    command = read_text(folder / "recipe.yaml", "recipe").partition("\n")[0]
+    return next((script for script in ("lm", "medusa") if f"train/{script}.py" in command), None)
+
+
+def check_data(data: Data) -> None:
+    """Find out before anything slow what is wrong with a recipe's data without reading it.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, or the chat template is none.
+    """
+    for source in (*data.train, *data.validation):
+        if source.is_file and not Path(source.source).is_file() and not glob.glob(source.source):
+            raise FileNotFoundError(f"data source '{source.source}': there is no such file")
+    read_template(data.template)
+
+
+def begin(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:
+    """Whether there is a checkpoint to go on from, in a folder that :func:`held` holds.
+
+    Args:
+        restart: delete the run in it.
+        main: as for :func:`held`.
+
+    Raises:
+        ValueError: the folder holds a run and neither ``--resume`` nor ``--restart`` was given, or both were; or there
+            is a link where the run has a folder.
+        OSError: the folder cannot be read or written.
+    """
+    if resume and restart:
+        raise ValueError("--resume and --restart exclude each other; pass one")
+    there = checkpoint.checkpoints(folder / "checkpoints")
+    if not main:
+        return resume and bool(there)
+    finished = (folder / "model.safetensors").exists()
+    if (there or finished) and not (resume or restart):
+        what = f"an unfinished run at {there[-1].name}" if there and not finished else "a finished run"
+        raise ValueError(f"{folder}: holds {what}; pass --resume to go on, --restart to begin anew, or set run.name")
+    if resume and finished and not there:
+        raise ValueError(f"{folder}: holds a finished run without checkpoints; pass --restart to begin anew")
+    if restart:
+        _forget(folder)
+        return False
+    return bool(there)
+
+
+def _forget(folder: Path) -> None:
+    """Delete what a run writes into its folder, nothing else, and nothing that is elsewhere."""
+    for name in ("checkpoints", "answers", *_FOLDERS):
+        if (folder / name).is_symlink():
+            raise ValueError(
+                f"{folder / name}: a link; --restart deletes nothing outside of the run's folder. Remove the link, or "
+                "set run.name"
+            )
+    for name in _FILES:
+        (folder / name).unlink(missing_ok=True)
+    checkpoint.clear(folder / "checkpoints")
+    for name in _FOLDERS:
+        if (folder / name).exists():
+            shutil.rmtree(folder / name)
+    if not sharded.spreads():  # a spread target could not give the answers again
+        for answers in folder.glob("answers/*"):
+            if not answers.is_symlink():
+                (answers / "model.safetensors").unlink(missing_ok=True)
