@@ -4,12 +4,12 @@ Shape letters: B batch, T tokens, d hidden width, V vocabulary.
 """
 
 import atexit
-import hashlib
 import importlib.util
-import json
+import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,111 +18,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     DynamicCache,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
-from draftsmith.models.options import choose_device
+from draftsmith.models.options import DEVICE_MAPS, DTYPES, QUANTIZE, choose_device
 from draftsmith.models.options import target_arguments as target_arguments
 from draftsmith.models.options import target_options as target_options
+from draftsmith.models.stored import (
+    check_safetensors,
+    config_of,
+    fingerprint,
+    resolve_folder,
+    with_safetensors,
+)
+from draftsmith.models.stored import local_folder as local_folder
+from draftsmith.models.tokenizer import load_tokenizer
 
-_ROOT = Path(__file__).resolve().parent.parent
 _SMALL = 1 << 30  # bytes of weights that load at once
-_SLICE = 1024  # bytes of each stored tensor that enter the fingerprint
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _UNSUPPORTED = "this family is not supported yet"
-
-
-def local_folder(name: str) -> Path | None:
-    """A model's or drafter's folder on this machine: a path, or a path inside this project."""
-    return next((folder for folder in (Path(name), _ROOT / name) if folder.is_dir()), None)
-
-
-def resolve_folder(name: str, revision: str | None = None) -> Path:
-    """:func:`local_folder`, or a Hub id (downloaded).
-
-    Raises:
-        FileNotFoundError: none of these.
-    """
-    folder = local_folder(name)
-    if folder is not None:
-        return folder
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise FileNotFoundError(f"'{name}': there is no such folder, and a Hub id would be USER/NAME")
-    from huggingface_hub import snapshot_download  # only where a download may be needed
-
-    try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.pt", "*.bin", "*.pth", "*.msgpack"]))
-    except Exception as error:  # the Hub's client raises a dozen unrelated types
-        reason = str(error).strip().splitlines()[0][:200]
-        raise FileNotFoundError(f"'{name}': no such folder here, and not to be had from the Hub ({reason})") from None
-
-
-def fingerprint(folder: Path) -> str:
-    """SHA-256 over a stored model: its config, its tokenizer file and the first bytes of every stored tensor.
-
-    Stored, not loaded: loaded weights change with dtype, quantisation and sharding. The order and number of files do
-    not matter.
-
-    Raises:
-        ValueError: a safetensors file is damaged.
-    """
-    digest = hashlib.sha256()
-    config = json.loads((folder / "config.json").read_text())
-    for volatile in ("transformers_version", "_name_or_path"):
-        config.pop(volatile, None)
-    digest.update(json.dumps(config, sort_keys=True).encode())
-    for name in _TOKENIZER_FILES:
-        if (folder / name).exists():
-            digest.update((folder / name).read_bytes())
-            break
-    tensors: dict[str, bytes] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            try:
-                header_size = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(header_size))
-            except (ValueError, MemoryError, OverflowError):
-                raise ValueError(f"{file}: damaged or truncated safetensors file; fetch or write it again") from None
-            header.pop("__metadata__", None)
-            for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                stream.seek(8 + header_size + begin)
-                tensors[name] = f"{name}{entry['dtype']}{entry['shape']}".encode() + stream.read(
-                    min(_SLICE, end - begin)
-                )
-    for name in sorted(tensors):
-        digest.update(tensors[name])
-    return digest.hexdigest()
-
-
-def check_safetensors(folder: Path) -> None:
-    """Compare each safetensors file's size with what its header promises, before a library trips over it.
-
-    Raises:
-        ValueError: a file is truncated or damaged.
-    """
-    for file in folder.glob("*.safetensors"):
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header_size = int.from_bytes(stream.read(8), "little")
-            try:
-                if header_size > size:
-                    raise ValueError
-                header = json.loads(stream.read(header_size))
-                header.pop("__metadata__", None)
-                ends = [entry["data_offsets"][1] for entry in header.values()]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError(f"{file}: not a safetensors file, or truncated; fetch or write it again") from None
-        promised = 8 + header_size + max(ends, default=0)
-        if size < promised:
-            raise ValueError(f"{file}: truncated ({size:,} of {promised:,} bytes); fetch or write it again")
 
 
 @dataclass
@@ -271,9 +194,16 @@ class Target:
         if kinds:
             raise ValueError(f"{self._named()}: it has layers of the kind {', '.join(sorted(kinds))}; {_UNSUPPORTED}")
         tokens = torch.tensor([[1, 2]], device=self.device)
-        own = self.logits(self.hidden(tokens))
         cache = DynamicCache()  # made without the config, so that sliding layers keep every key
-        theirs = self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+        try:
+            own = self.logits(self.hidden(tokens))
+            theirs = self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+        except (RuntimeError, IndexError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                raise
+            raise ValueError(
+                f"{self._named()}: it cannot run ({_reason(error)}); check the shapes in its config.json"
+            ) from None
         if len(cache.layers) != self.config.num_hidden_layers or any(
             layer.keys.shape != layer.values.shape for layer in cache.layers
         ):
@@ -283,10 +213,124 @@ class Target:
         # (key/value heads, head width) of every layer: families name these in a dozen ways, some vary them by layer.
         self.kv_shapes = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in cache.layers]
         self.kv_devices = [layer.keys.device for layer in cache.layers]
+        if not theirs.isfinite().all():
+            raise ValueError(
+                f"{self._named()}: its logits are not finite in {self.dtype}; its weights are damaged, or it needs "
+                "bfloat16 or float32"
+            )
         if own.shape != theirs.shape or not torch.allclose(own.float(), theirs.float(), rtol=1e-2, atol=1e-3):
             raise ValueError(
                 f"{self._named()}: its logits are not its LM head's output on its last hidden state; {_UNSUPPORTED}"
             )
+
+
+def _reason(error: BaseException) -> str:
+    """The last line of an error of transformers says what its first ones lead to."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    """A target's config.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is a drafter's, no JSON object, or transformers does not know its family or refuses a field.
+    """
+    stored, file = config_of(folder), folder / "config.json"
+    if "drafter_type" in stored:
+        raise ValueError(f"{folder}: this is a drafter, not a target; pass it as DRAFTER")
+    if not isinstance(stored.get("model_type"), str):
+        raise ValueError(f"{file}: no model_type here, so its family is unknown; fetch it again")
+    if "auto_map" in stored and not trust_remote_code and stored["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(f"{folder}: it needs code that comes with it; read it, then allow it: trust_remote_code")
+    if "auto_map" not in stored and stored["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(f"{file}: transformers {transformers_version} knows no model_type '{stored['model_type']}'")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a field makes it stumble over
+        raise ValueError(f"{file}: transformers refuses it ({_reason(error)})") from None
+
+
+def _check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> None:
+    """What the config promises is what the files hold, as far as names tell, before any memory is taken.
+
+    Raises:
+        ValueError: the config makes no model, or one of other shapes, or a far larger one.
+    """
+    file = folder / "config.json"
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if layers > len(shapes):
+        raise ValueError(f"{file}: num_hidden_layers is {layers:,}, but the weights are {len(shapes):,} tensors in all")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "quantization_config", None):
+        return  # a model with code of its own, or one stored in a packed form
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Its class by name: the Auto class would spread it where DeepSpeed's ZeRO-3 is at work.
+            promised = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    except Exception as error:  # heads of no width, sizes beyond any memory
+        raise ValueError(f"{file}: no model can be made of it ({_reason(error)})") from None
+    parameters = dict(promised.named_parameters())
+    wrong = [
+        f"{name} {list(shapes[name])} instead of {list(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name in shapes and list(shapes[name]) != list(parameter.shape)
+    ]
+    if wrong:
+        raise ValueError(f"{folder}: {_some('weights of another shape than config.json promises', wrong)}")
+    stored = sum(math.prod(shape) for shape in shapes.values())
+    wanted = sum(parameter.numel() for parameter in parameters.values())
+    if wanted > 4 * stored:  # exact names and shapes are checked when it is loaded
+        raise ValueError(f"{file}: promises {wanted:,} parameters, but the files hold {stored:,}")
+
+
+def _some(what: str, found: Sequence[str]) -> str:
+    rest = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"{len(found)} {what}: {', '.join(found[:3])}{rest}; fetch it again, or mend its config.json"
+
+
+def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
+    """The model with every weight from its files: none missing, none left over.
+
+    Raises:
+        ValueError: weights are missing, unexpected or of another shape, or transformers cannot load the model.
+    """
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # it only warns, in a table
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, ArithmeticError) as error:
+        raise ValueError(f"{folder}: transformers cannot load it ({_reason(error)})") from None
+    finally:
+        logging.set_verbosity(level)
+    model, found = loaded
+    for kind, what in (
+        ("missing_keys", "missing weights"),
+        ("unexpected_keys", "unexpected weights"),
+        ("mismatched_keys", "weights of another shape than config.json promises"),
+    ):
+        names = sorted(name if isinstance(name, str) else str(name[0]) for name in found.get(kind) or ())
+        if names:
+            raise ValueError(f"{folder}: {_some(what, names)}")
+    return model
+
+
+def _check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Every token has an embedding; only the padding token, which no text holds, may lie behind the last one.
+
+    Raises:
+        ValueError: the vocabulary of the model is smaller.
+    """
+    vocabulary = tokenizer.get_vocab()
+    largest = max((number for number in vocabulary.values() if number != tokenizer.pad_token_id), default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{folder}: its tokenizer has ids up to {largest:,}, its vocabulary ends at {vocab_size - 1:,}; they are "
+            "not of one model"
+        )
 
 
 def _layers_elsewhere(folder: Path, where: str, device: str, trust_remote_code: bool) -> dict[str, str]:
@@ -329,25 +373,24 @@ def load_target(
             parts of it on each of several processes).
 
     Raises:
-        FileNotFoundError: there is no such model.
-        ValueError: its files are damaged, its family is not supported, bitsandbytes is missing, or a quantised model is
-            to wait elsewhere.
+        FileNotFoundError: there is no such model, or it has no config, weights or tokenizer.
+        ValueError: its files are damaged or do not belong together, its family is not supported, an argument is
+            unknown, bitsandbytes is missing, or a quantised model is to wait elsewhere.
     """
+    for what, value, known in (
+        ("dtype", dtype, DTYPES), ("quantize", quantize, QUANTIZE), ("device_map", device_map, DEVICE_MAPS),
+    ):  # fmt: skip
+        if value not in known:
+            raise ValueError(f"{what} '{value}': unknown; use {', '.join(known)}")
+    choose_device(device)
     folder = resolve_folder(name, revision)
-    if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder}: no config.json here, so this is no model folder")
-    check_safetensors(folder)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: not valid JSON ({error}); fetch it again") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{folder / 'config.json'}: a JSON object is needed, this is none; fetch it again")
-    if "drafter_type" in config:
-        raise ValueError(f"{folder}: this is a drafter, not a target; pass it as DRAFTER")
+    config = _read_config(folder, trust_remote_code)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    folder = with_safetensors(folder)
+    shapes = check_safetensors(folder)
+    _check_shapes(folder, config, shapes)
     if sum(file.stat().st_size for file in folder.glob("*.safetensors")) < _SMALL:
         logging.disable_progress_bar()  # a bar that flashes by is noise
-    choose_device(device)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     if device_map == "cpu" and torch.device(device).type == "cpu":
         raise ValueError("device map 'cpu': the device is the CPU itself; layers can wait on 'disk' there")
@@ -365,7 +408,7 @@ def load_target(
     if quantize == "none":
         if device_map == "none" and not place and torch.device(device).type == "cuda":
             options["device_map"] = {"": device}  # straight there, not by way of the CPU's memory
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model = _from_pretrained(folder, options)
         if place:
             place(model)
         elif device_map == "none":
@@ -378,12 +421,13 @@ def load_target(
             bnb_4bit_compute_dtype=options["dtype"],
         )  # fmt: skip
         options.setdefault("device_map", {"": device})
-        model = AutoModelForCausalLM.from_pretrained(folder, **options, quantization_config=bits)
+        model = _from_pretrained(folder, options | {"quantization_config": bits})
         widths: set[int] = {getattr(m, "in_features", 0) for m in model.modules() if type(m).__name__ == "Linear4bit"}
         if torch.device(device).type == "cpu" and any(width % 64 for width in widths):
             raise ValueError(
                 f"target '{name}': on a CPU 4-bit layers have to be a multiple of 64 wide, these are "
                 f"{', '.join(map(str, sorted(widths)))}; use target.quantize=8bit"
             )
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return Target(model, tokenizer, name, fingerprint(folder), revision)
+    target = Target(model, tokenizer, name, fingerprint(folder), revision)
+    _check_tokenizer(folder, tokenizer, target.vocab_size)
+    return target

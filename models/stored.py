@@ -1,0 +1,397 @@
+"""A model on disk: where it is, what its files hold, and a safetensors copy of pickled weights. Imports no torch.
+
+A model folder is a path, a path inside this project, or a Hub id, which is downloaded. Weights are safetensors, single
+or sharded. Pickled weights (``pytorch_model*.bin``) are never loaded as a model: they are converted once into a cached
+folder, which is then what is loaded and fingerprinted.
+"""
+
+import contextlib
+import errno
+import filecmp
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from draftsmith.train.files import json_object, parse_json, replacing, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ROOT = Path(__file__).resolve().parent.parent
+_SLICE = 1024  # bytes of each stored tensor that enter the fingerprint
+_HEADER = 100 << 20  # bytes; the safetensors format allows no more
+_MARGIN = 64 << 20  # bytes of the disk that a conversion leaves free
+# What a download leaves out at first: pickles and other frameworks' files. Pickled weights come if there are no others.
+_NEVER = [
+    "original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle",
+    "*.msgpack", "*.h5", "*.ot", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.tflite", "*.mlmodel", "*.nemo",
+    "*.npz", "*.zip", "*.tar", "*.tar.gz",
+]  # fmt: skip
+_PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
+_SINGLE, _PICKLE = "model.safetensors", "pytorch_model.bin"
+_BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")  # what is copied with converted weights
+_STAMP = "converted_from.json"
+
+
+# ---- where it is
+
+
+def local_folder(name: str) -> Path | None:
+    """A model's or drafter's folder on this machine: a path, or a path inside this project."""
+    with contextlib.suppress(OSError, ValueError):  # a name too long, a NUL in it
+        return next((folder for folder in (Path(name), _ROOT / name) if name and folder.is_dir()), None)
+    return None
+
+
+def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """:func:`local_folder`, or a Hub id (downloaded; with a line on stderr where there is something to fetch).
+
+    Args:
+        weights: whether its weights are needed; without, a download leaves them out.
+
+    Raises:
+        FileNotFoundError: none of these, or the Hub does not give it.
+        OSError: the cache cannot be written, or the disk is full.
+    """
+    folder = local_folder(name)
+    if folder is not None:
+        return folder
+    if os.path.lexists(name):
+        kind = "a file" if Path(name).is_file() else "a symbolic link that leads to no folder"
+        raise FileNotFoundError(f"'{name}': this is {kind}; a model's or drafter's folder is needed")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "-")):
+        raise FileNotFoundError(f"'{name}': there is no such folder, and a Hub id would be USER/NAME")
+    folder = _download(name, revision, ignore_patterns=[*_NEVER, "*.bin", *([] if weights else ["*.safetensors"])])
+    if weights and not any(folder.glob("*.safetensors")):
+        folder = _download(name, revision, ": its pickled weights, there are no others", allow_patterns=_PICKLED)
+    return folder
+
+
+def _download(name: str, revision: str | None, what: str = "", **patterns: list[str]) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download
+
+    hub, offline = constants.ENDPOINT, constants.HF_HUB_OFFLINE
+    kwargs: dict[str, Any] = {"revision": revision, **patterns}
+    try:
+        try:
+            snapshot_download(name, local_files_only=True, **kwargs)
+        except Exception:  # it is not, or not all of it, in the cache
+            if not offline:
+                print(f"fetching '{name}' from {hub}{what}", file=sys.stderr, flush=True)
+        with _bars_on_a_terminal():
+            return Path(snapshot_download(name, **kwargs))
+    except errors.GatedRepoError:
+        why = f"it is gated: accept its licence at {hub}/{name}, then log in with hf auth login"
+    except errors.RepositoryNotFoundError:
+        why = f"{hub} has no such repository, or it is private: check the name, or log in with hf auth login"
+    except errors.RevisionNotFoundError:
+        why = f"it has no revision '{revision}' at {hub}"
+    except errors.LocalEntryNotFoundError as error:
+        silent = f"{hub} does not answer ({_reason(error.__cause__ or error)})"
+        why = f"it is not in the cache, or not whole, and {'HF_HUB_OFFLINE forbids a download' if offline else silent}"
+    except Exception as error:  # the Hub's client raises a dozen unrelated types
+        if isinstance(error, OSError) and error.errno is not None:
+            place = str(error.filename or constants.HF_HUB_CACHE)
+            if error.errno == errno.ENOSPC:
+                raise OSError(error.errno, error.strerror, place) from None
+            raise ValueError(
+                f"{place}: the download cache cannot be used ({error.strerror}); set HF_HOME to another folder"
+            ) from None
+        why = f"it cannot be fetched from {hub} ({_reason(error)})"
+    raise FileNotFoundError(f"'{name}': no such folder here; {why}")
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+@contextlib.contextmanager
+def _bars_on_a_terminal() -> Iterator[None]:
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    quiet = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if quiet:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if quiet:
+            enable_progress_bars()
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """A folder's ``config.json``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no JSON object.
+    """
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder}: no config.json here, so this is no model folder")
+    return json_object(folder / "config.json", "config")
+
+
+# ---- weights
+
+
+def with_safetensors(folder: Path) -> Path:
+    """The folder itself, or the cached safetensors copy of its pickled weights, made now if need be.
+
+    Raises:
+        FileNotFoundError: there are no weights, or some are missing.
+        ValueError: a file is damaged, or a pickle holds more than tensors.
+        OSError: the cache cannot be written, or the disk is full.
+    """
+    files = _weight_files(folder)
+    return folder if files[0].suffix == ".safetensors" else _converted(folder, files)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """In the order in which ``transformers`` looks for them."""
+    for single in (_SINGLE, _PICKLE):
+        if (folder / single).exists():
+            return [folder / single]
+        index = folder / f"{single}.index.json"
+        if index.exists():
+            listed = json_object(index, "index of weights").get("weight_map")
+            if not isinstance(listed, dict) or not listed or not all(isinstance(f, str) for f in listed.values()):
+                raise ValueError(f"{index}: no weight_map of tensors and files; fetch it again")
+            names = sorted(set(cast(dict[str, str], listed).values()))
+            for name in names:
+                if Path(name).name != name or not (folder / name).exists():
+                    raise FileNotFoundError(f"{folder / name}: missing, but {index.name} lists it; fetch it again")
+            return [folder / name for name in names]
+    stray = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    if (folder / "adapter_config.json").exists():
+        raise FileNotFoundError(f"{folder}: this is an adapter without its model; merge it into its base model first")
+    if stray:
+        raise FileNotFoundError(f"{folder}: {stray[0].name} is here, but no *.index.json that lists it; fetch it again")
+    raise FileNotFoundError(f"{folder}: no weights here (model.safetensors, pytorch_model.bin or their shards)")
+
+
+def safetensors_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Where a safetensors file's data begins, and of each tensor ``dtype``, ``shape`` and ``data_offsets``.
+
+    Raises:
+        ValueError: the file is damaged or truncated.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_size = int.from_bytes(stream.read(8), "little")
+        try:
+            if header_size > min(size, _HEADER):
+                raise ValueError
+            header = parse_json(stream.read(header_size), str(file))
+            header.pop("__metadata__", None)
+            for entry in header.values():
+                begin, end = entry["data_offsets"]
+                whole = all(type(n) is int and n >= 0 for n in (*entry["shape"], begin, end))
+                if not whole or begin > end or type(entry["dtype"]) is not str:
+                    raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{file}: not a safetensors file, or truncated; fetch or write it again") from None
+    promised = 8 + header_size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size < promised:
+        raise ValueError(f"{file}: truncated ({size:,} of {promised:,} bytes); fetch or write it again")
+    return 8 + header_size, header
+
+
+def check_safetensors(folder: Path) -> dict[str, list[int]]:
+    """Compare each safetensors file's size with what its header promises, before a library trips over it. Returns the
+    shape of every tensor.
+
+    Raises:
+        ValueError: a file is truncated or damaged.
+    """
+    headers = (safetensors_header(file)[1] for file in sorted(folder.glob("*.safetensors")))
+    return {name: entry["shape"] for header in headers for name, entry in header.items()}
+
+
+def fingerprint(folder: Path) -> str:
+    """SHA-256 over a stored model: its config, its tokenizer file and the first bytes of every stored tensor.
+
+    Stored, not loaded: loaded weights change with dtype, quantisation and sharding. The order and number of files do
+    not matter. Of pickled weights it is that of their safetensors copy.
+
+    Raises:
+        ValueError: a file is damaged.
+        FileNotFoundError: there is no config, or pickled weights are incomplete.
+    """
+    stored = (folder / _SINGLE).exists() or (folder / f"{_SINGLE}.index.json").exists()
+    if not stored and any(folder.glob("pytorch_model*.bin")):
+        folder = with_safetensors(folder)
+    digest = hashlib.sha256()
+    config = config_of(folder)
+    for volatile in ("transformers_version", "_name_or_path"):
+        config.pop(volatile, None)
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    tokenizers = [folder / name for name in ("tokenizer.json", "tokenizer.model", "vocab.json")]
+    for file in [*tokenizers, *sorted(folder.glob("*.tiktoken"))]:
+        if file.exists():
+            digest.update(file.read_bytes())
+            break
+    tensors: dict[str, bytes] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        data, header = safetensors_header(file)
+        with file.open("rb") as stream:
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                stream.seek(data + begin)
+                first = stream.read(min(_SLICE, end - begin))
+                tensors[name] = f"{name}{entry['dtype']}{entry['shape']}".encode() + first
+    for name in sorted(tensors):
+        digest.update(tensors[name])
+    return digest.hexdigest()
+
+
+# ---- pickled weights
+
+
+def cache_folder() -> Path:
+    """``$DRAFTSMITH_CACHE/models``, or ``~/.cache/draftsmith/models``."""
+    return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache/draftsmith") / "models"
+
+
+def _converted(folder: Path, files: list[Path]) -> Path:
+    """The safetensors copy of a folder with pickled weights: one folder per source, made anew when a file changes."""
+    from filelock import FileLock
+
+    folder = folder.resolve()
+    facts = {file.name: file.resolve().stat() for file in files}
+    stamp = {
+        "folder": str(folder),
+        "files": {name: [str((folder / name).resolve()), s.st_size, s.st_mtime_ns] for name, s in facts.items()},
+    }
+    cache = cache_folder()
+    copy = cache / f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{cache}: the cache cannot be made here ({error.strerror}); set DRAFTSMITH_CACHE to another folder"
+        ) from None
+    with FileLock(f"{copy}.lock"):
+        if not (copy / _STAMP).exists() or json_object(copy / _STAMP) != stamp:
+            size = sum(s.st_size for s in facts.values())
+            _convert(folder, files, copy, size)
+            write_json(copy / _STAMP, stamp)  # last: without it the copy is not used
+        _copy_beside(folder, copy)
+    return copy
+
+
+def _convert(folder: Path, files: list[Path], copy: Path, size: int) -> None:
+    """Read shard by shard, so that no more than one is in memory."""
+    shutil.rmtree(copy, ignore_errors=True)  # of other files, or unfinished
+    free = shutil.disk_usage(copy.parent).free
+    if free < size + _MARGIN:
+        raise ValueError(
+            f"{copy.parent}: a safetensors copy of {folder} needs {size / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free; "
+            "free some space, or set DRAFTSMITH_CACHE to a folder on another disk"
+        )
+    copy.mkdir()
+    print(
+        f"{folder}: pickled weights ({len(files)} files, {size / 1e9:,.2f} GB), read as tensors only and converted "
+        f"once to safetensors in {copy}",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    try:
+        written: dict[str, str] = {}
+        total = 0
+        for number, file in enumerate(files, 1):
+            tensors = _read_pickle(file)
+            if len(files) > 1:
+                print(f"  {number}/{len(files)} {file.name}", file=sys.stderr, flush=True)
+                name = f"model-{number:05}-of-{len(files):05}.safetensors"
+            else:
+                name = _SINGLE
+            repeated = sorted(written.keys() & tensors.keys())
+            if repeated:
+                raise ValueError(f"{file}: holds tensor '{repeated[0]}', which another file holds too; fetch it again")
+            save_tensors(_alone(tensors), copy / name)
+            written |= dict.fromkeys(tensors, name)
+            total += sum(t.numel() * t.element_size() for t in tensors.values())
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(written.items()))}
+            write_json(copy / f"{_SINGLE}.index.json", index)
+    except BaseException:
+        shutil.rmtree(copy, ignore_errors=True)
+        raise
+
+
+def _read_pickle(file: Path) -> "dict[str, Tensor]":
+    """A state dict, never anything that a pickle could run.
+
+    Raises:
+        ValueError: the file is damaged, or holds something else than tensors by name.
+    """
+    import pickle
+    import zipfile
+
+    import torch
+
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        unsafe = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if unsafe:
+            raise ValueError(
+                f"{file}: this pickle holds more than tensors ({unsafe[1]}) and could run any code; it is not loaded"
+            ) from None
+        raise ValueError(f"{file}: not a file of weights, or damaged; fetch it again") from None
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError, UnicodeDecodeError):
+        raise ValueError(f"{file}: not a file of weights, or truncated; fetch it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: holds a {type(content).__name__}, not tensors by name; it is not a model's weights")
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            raise ValueError(f"{file}: '{name}' is no plain tensor; these are not a model's weights alone")
+    return content
+
+
+def _alone(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
+    """Tensors that share memory are copied: a safetensors file holds each by itself."""
+    seen: set[int] = set()
+    apart: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return apart
+
+
+def save_tensors(tensors: "Mapping[str, Tensor]", path: Path) -> None:
+    """A safetensors file, whole or not at all, from wherever the tensors are.
+
+    Raises:
+        OSError: the disk is full, or it cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with replacing(path) as temporary:
+        try:
+            plain = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
+            save_file(plain, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:  # it wraps the system's error in text of its own
+            raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)) from None
+
+
+def _copy_beside(folder: Path, copy: Path) -> None:
+    """Config, tokenizer and code, as they are now."""
+
+    def small(where: Path) -> set[str]:
+        kept = {f"{_SINGLE}.index.json", f"{_PICKLE}.index.json", _STAMP}
+        return {f.name for f in where.iterdir() if f.suffix in _BESIDE and f.is_file() and f.name not in kept}
+
+    for name in small(folder):
+        if not (copy / name).exists() or not filecmp.cmp(folder / name, copy / name):
+            with replacing(copy / name) as temporary:
+                shutil.copy2(folder / name, temporary)
+    for name in small(copy) - small(folder):
+        (copy / name).unlink()

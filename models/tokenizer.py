@@ -1,0 +1,52 @@
+"""The tokenizer of a model: tokenizer.json, tokenizer.model (sentencepiece) or tiktoken files."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftsmith.models.stored import resolve_folder
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers import PreTrainedTokenizerBase
+
+# One of them holds the vocabulary.
+_VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model*", "*.tiktoken", "tiktoken.model", "vocab.json", "vocab.txt", "*.spm",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+
+
+def load_tokenizer(
+    name: str | Path, revision: str | None = None, trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a folder or a Hub id; no weights are downloaded.
+
+    Raises:
+        FileNotFoundError: there is no such folder or repository, or no tokenizer in it.
+        ValueError: the tokenizer is damaged, or needs code of its own.
+    """
+    from transformers import AutoTokenizer
+
+    folder = name if isinstance(name, Path) else resolve_folder(name, revision, weights=False)
+    if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES) and not trust_remote_code:
+        raise FileNotFoundError(f"{folder}: no tokenizer here (tokenizer.json, tokenizer.model, vocab.json, …)")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        size = len(tokenizer)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise ValueError(_damaged(folder, error)) from None
+    except BaseException as error:  # transformers raises whatever a file makes it stumble over, tokenizers may panic
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(_damaged(folder, error)) from None
+        raise
+    if not size:
+        raise ValueError(f"{folder}: the tokenizer's vocabulary is empty; fetch it again")
+    return tokenizer
+
+
+def _damaged(folder: Path, error: BaseException) -> str:
+    reason = (str(error).strip().splitlines() or [""])[0][:160]
+    if "custom code" in reason or "trust_remote_code" in str(error):
+        return f"{folder}: the tokenizer needs code that comes with it; read it, then allow it: trust_remote_code"
+    return f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}); fetch it again"
