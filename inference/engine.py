@@ -7,7 +7,7 @@ is the same loop with a tree of one node.
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.step import (
     ATTENTION,
+    MODES,
     PHASES,
     Clock,
     Drafter,
@@ -32,11 +33,11 @@ ROUND = 256  # slots that the cache of static steps grows by
 
 @dataclass(frozen=True)
 class Request:
-    """One text to be decoded.
+    """One text to be decoded. What it asks for is checked when it is its turn.
 
     prompt: token ids, at least one.
     max_new_tokens: the limit.
-    sampling: for the modes that are not greedy; temperature 1 if left out.
+    sampling: parameters of the modes that are not greedy; temperature 1 if left out.
     stop_ids: ids that end the text; the target's own if None.
     stop_strings: texts that end it; the token that completes one is the last. Needs the target's tokenizer.
     """
@@ -45,15 +46,15 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] | None = None
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: Sequence[str] = ()
 
 
 @dataclass
 class Generation:
-    """What a request came to.
+    """Result of one request.
 
     tokens: new tokens, up to and including the first stop id; nothing after it.
-    accepted: committed tokens of each step, bonus included and after trimming; the prefill's token is not in it.
+    accepted: committed tokens of each step, bonus token included, after trimming; the prefill's token is not counted.
     finish_reason: ``stop`` (a stop id or string), ``length`` (the limit) or ``context`` (the target's last position).
     """
 
@@ -63,8 +64,8 @@ class Generation:
 
 
 class SpeculativeDecoder:
-    """Decodes prompts with a target and a drafter: exactly as the target alone would, greedily or by sampling (token by
-    token, or in law), or with Medusa's typical acceptance, which is lossy.
+    """Decodes prompts with a target and a drafter: greedily (token by token what the target alone writes), by sampling
+    (with the target's own distribution), or with Medusa's typical acceptance, which is lossy.
 
     Args:
         static: run steps of one shape, launched before the last one's result is known; on a GPU in a CUDA graph.
@@ -108,22 +109,27 @@ class SpeculativeDecoder:
         on_tokens: Callable[[int, list[int]], None] | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
-        """Decode prompts that are all wanted alike. See :meth:`serve`.
+        """Decode prompts with the same limits and stops. See :meth:`serve`.
 
         Args:
             max_new_tokens: limit per prompt.
-            sampling: of all prompts, or of each.
+            sampling: parameters of all prompts, or of each.
             batch_size: how many are decoded at once; all if left out.
 
         Raises:
-            ValueError: a prompt is empty or longer than the target's context, or it is not one sampling for each.
+            ValueError, FloatingPointError: as :meth:`serve`; also if there are not as many samplings as prompts.
         """
-        sampling = sampling or Sampling()
-        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        sampling = Sampling() if sampling is None else sampling
+        if isinstance(sampling, Sampling):
+            each = [sampling] * len(prompts)
+        elif isinstance(sampling, Sequence):
+            each = list(sampling)
+        else:
+            raise ValueError(f"sampling is of type {type(sampling).__name__}; give a Sampling, or one for each prompt")
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} samplings for {len(prompts)} prompts; give one, or one for each")
         requests = [
-            Request(prompt, max_new_tokens, its, stop_ids, tuple(stop_strings))
+            Request(prompt, max_new_tokens, its, stop_ids, stop_strings)
             for prompt, its in zip(prompts, each, strict=True)
         ]
         rows = max(1, len(requests)) if batch_size is None else batch_size
@@ -140,7 +146,7 @@ class SpeculativeDecoder:
         on_tokens: Callable[[int, list[int]], None] | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
-        """Decode a queue of requests, ``batch_size`` at a time. What comes of a request does not depend on the others.
+        """Decode a queue of requests, ``batch_size`` at a time. A request's result does not depend on the others.
 
         Args:
             requests: taken one by one as rows get free; their order is that of their numbers, from 0. An iterator that
@@ -150,11 +156,17 @@ class SpeculativeDecoder:
                 know it.
             instrument: add each phase's time to ``seconds`` (the device is waited for between phases).
             on_tokens: called with (request's number, its newly committed tokens) after each step.
-            on_end: called with (request's number, what it came to) when it has ended.
+            on_end: called with (request's number, its result) when it has ended.
 
         Raises:
-            ValueError: a prompt is empty, or longer than the target's context or than ``longest`` allows.
+            ValueError: unknown mode; a request's field of a wrong type or out of range; a prompt longer than the
+                target's context or than ``longest`` allows.
+            FloatingPointError: the target's logits became NaN or infinite.
         """
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r}: must be one of {', '.join(MODES)}")
+        if not _is_whole(batch_size):
+            raise ValueError(f"batch_size {batch_size!r}: must be a whole number")
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size}: must be at least 1")
         if longest is None:
@@ -170,33 +182,61 @@ class SpeculativeDecoder:
             step = self._make_step(mode, batch_size, capacity)
             queue = _Queue(self, step, iter(requests), longest, results, on_tokens, on_end)
             launched: deque[tuple[Told, list[_Text | None]]] = deque()
-            queue.fill(clock)
-            while queue.busy:
-                launched.append((step.launch(clock), list(queue.texts)))
-                if len(launched) > step.static:  # a static step is read while the next one runs
-                    told, texts = launched.popleft()
-                    queue.take(told(), texts)
-                    queue.fill(clock)
-                if clock:
-                    clock.lap("other")
+            try:
+                queue.fill(clock)
+                while queue.busy:
+                    launched.append((step.launch(clock), list(queue.texts)))
+                    if len(launched) > step.static:  # a static step is read while the next one runs
+                        told, texts = launched.popleft()
+                        queue.take(told(), texts)
+                        queue.fill(clock)
+                    if clock:
+                        clock.lap("other")
+            except FloatingPointError:
+                self._step = None  # its cache may hold NaN, which a mask does not hide
+                raise
         return results
 
     def _length(self, number: int, request: Request) -> int:
-        """Tokens of a request's prompt and answer."""
-        prompt, context = len(request.prompt), self.target.context
+        """Tokens of a request's prompt and answer.
+
+        Raises:
+            ValueError: the request asks for what cannot be done; the message names its number, from 1.
+        """
+        where, context, vocabulary = f"prompt {number + 1}", self.target.context, self.target.vocab_size
+        if not isinstance(request, Request):
+            raise ValueError(f"{where} is of type {type(request).__name__}; give a Request")
+        if not _is_list(request.prompt):
+            raise ValueError(f"{where} is of type {type(request.prompt).__name__}; give a list of token ids")
+        prompt = len(request.prompt)
         if not prompt:
-            raise ValueError(f"prompt {number + 1} is empty; give it at least one token")
+            raise ValueError(f"{where} is empty; give it at least one token")
+        wrong = _wrong_id(request.prompt, vocabulary)
+        if wrong:
+            raise ValueError(f"{where}: token {wrong}")
         if prompt >= context:
             raise ValueError(
-                f"prompt {number + 1} has {prompt} tokens; the target's context holds {context} with the answer: "
-                "shorten it"
+                f"{where} has {prompt} tokens; the target's context holds {context} with the answer: shorten it"
             )
+        if not _is_whole(request.max_new_tokens):
+            raise ValueError(f"{where}: max_new_tokens {request.max_new_tokens!r}: must be a whole number")
         if request.max_new_tokens < 0:
-            raise ValueError(f"prompt {number + 1}: max_new_tokens {request.max_new_tokens}: must be at least 0")
-        if "" in request.stop_strings:
-            raise ValueError(f"prompt {number + 1}: an empty stop string would end every text; leave it out")
-        if request.stop_strings and self.target.tokenizer is None:
-            raise ValueError(f"prompt {number + 1}: stop strings need a target with a tokenizer")
+            raise ValueError(f"{where}: max_new_tokens {request.max_new_tokens}: must be at least 0")
+        if not isinstance(request.sampling, Sampling):
+            raise ValueError(f"{where}: sampling is of type {type(request.sampling).__name__}; give a Sampling")
+        stops, strings = request.stop_ids, request.stop_strings
+        if stops is not None:
+            if not (isinstance(stops, Set) or _is_list(stops)):
+                raise ValueError(f"{where}: stop_ids {stops!r}: must be a set of token ids, or None")
+            wrong = _wrong_id(stops, vocabulary)
+            if wrong:
+                raise ValueError(f"{where}: stop id {wrong}")
+        if not (_is_list(strings) and all(isinstance(string, str) for string in strings)):
+            raise ValueError(f"{where}: stop_strings {strings!r}: must be a list of texts")
+        if "" in strings:
+            raise ValueError(f"{where}: an empty stop string would end every text; leave it out")
+        if strings and self.target.tokenizer is None:
+            raise ValueError(f"{where}: stop strings need a target with a tokenizer")
         return min(prompt + request.max_new_tokens, context)
 
     def _make_step(self, mode: Mode, rows: int, capacity: int) -> Step:
@@ -212,6 +252,27 @@ class SpeculativeDecoder:
                 self.target, self.drafter, mode, rows, capacity, static=self.static, compiled=self.compiled
             )
         return step
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list(value: object) -> bool:
+    """A sequence of things, and not one text."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _wrong_id(ids: Collection[int], vocabulary: int) -> str:
+    """What is wrong with the first of them that is no token id; empty if nothing is."""
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocabulary):
+        return ""
+    for one in ids:
+        if not _is_whole(one):
+            return f"{one!r} is no whole number"
+        if not 0 <= one < vocabulary:
+            return f"{one} is not in the target's vocabulary (0 to {vocabulary - 1})"
+    return ""  # of a class of its own, like numpy's
 
 
 @dataclass
@@ -250,6 +311,8 @@ class _Queue:
             rows = slice(begin, begin + len(new))
             first = self.step.begin(rows, [r.prompt for r in requests], [r.sampling for r in requests], clock)
             for row, text, token in zip(range(rows.start, rows.stop), texts, first, strict=True):
+                if token < 0:
+                    raise self._not_finite(text)
                 self.texts[row] = text
                 self._add(row, text, [token], step=False)
 
@@ -274,10 +337,17 @@ class _Queue:
         return new
 
     def take(self, told: list[list[int]], texts: list[_Text | None]) -> None:
-        """What a step committed to the texts that stood in its rows; some may have ended in the step before."""
+        """Add what a step committed to the texts that were in its rows; some may have ended in the step before."""
         for row, (said, text) in enumerate(zip(told, texts, strict=True)):
             if text is not None and not text.result.finish_reason:
+                if said[0] < 0:
+                    raise self._not_finite(text)
                 self._add(row, text, said[1 : said[0]] + said[-1:], step=True)
+
+    def _not_finite(self, text: _Text) -> FloatingPointError:
+        dtype = str(self.decoder.target.dtype).removeprefix("torch.")
+        do = "use bfloat16 or float32" if dtype == "float16" else "its weights may be damaged"
+        return FloatingPointError(f"prompt {text.number + 1}: the target's logits are not finite in {dtype}; {do}")
 
     def _add(self, row: int, text: _Text, new: list[int], *, step: bool) -> None:
         """Append tokens, trimmed where the text ends."""
@@ -309,8 +379,8 @@ class _Queue:
             if self.on_end:
                 self.on_end(text.number, result)
 
-    def _stop_string(self, tokens: list[int], before: int, strings: tuple[str, ...]) -> int:
-        """How many tokens it takes until one of the strings stands in the text, no earlier than ``before``; or 0."""
+    def _stop_string(self, tokens: list[int], before: int, strings: Sequence[str]) -> int:
+        """How many tokens it takes until the text contains one of the strings, more than ``before``; or 0."""
         tokenizer = self.decoder.target.tokenizer
         assert tokenizer is not None
         longest = max(len(string.encode()) for string in strings)  # a token is at least a byte

@@ -150,6 +150,7 @@ def check_greedy(
     Args:
         outputs: the new tokens of the drafter's run, per prompt.
         plain: those of plain decoding.
+        on_prompt: called with the number of prompts done, after each.
     """
     result = GreedyCheck()
     for number, (prompt, output, reference) in enumerate(zip(prompts, outputs, plain, strict=True)):

@@ -1,4 +1,4 @@
-"""Sampling settings, the law they make of the target's logits, and random numbers that depend on nothing but a request.
+"""Sampling parameters, the distribution they make of the target's logits, and random numbers of each request's own.
 
 Shape letters: B rows, N nodes, V vocabulary.
 """
@@ -6,21 +6,32 @@ Shape letters: B rows, N nodes, V vocabulary.
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
+COLDEST = 1e-10  # temperatures below it are greedy: there, logits that differ at all decide
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request is sampled. Temperature 0 is greedy.
+    """Sampling parameters of one request.
 
     The order is that of ``transformers``: repetition penalty, temperature, top-k, top-p, min-p. Tokens that tie at a
-    cut all stay, so that the law does not depend on how a sort breaks ties. ``epsilon`` is for typical acceptance only:
-    its threshold, of which the paper's δ is the root (arXiv 2401.10774 §2.3.1).
+    cut all stay, so that the distribution does not depend on how a sort breaks ties.
+
+    temperature: 0 to 1e6; 0, and whatever is below 1e-10, is greedy.
+    top_k: how many tokens are kept; 0 keeps all, as any number beyond the vocabulary does.
+    top_p: above 0, at most 1.
+    min_p: at least 0, below 1.
+    repetition_penalty: 0.01 to 100; 1 is none.
+    seed: a whole number of at most 62 bits.
+    epsilon: above 0, at most 1; typical acceptance's threshold, of which the paper's δ is the root
+        (arXiv 2401.10774 §2.3.1).
 
     Raises:
-        ValueError: a value outside its range.
+        ValueError: a value outside its range, or not a number.
     """
 
     temperature: float = 1.0
@@ -32,67 +43,97 @@ class Sampling:
     epsilon: float = 0.09
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "epsilon"):
+            value, whole = getattr(self, name), name in ("top_k", "seed")
+            if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+                raise ValueError(f"{name} {value!r}: has to be a {'whole ' if whole else ''}number")
+        # NaN is in no range.
         for name, fine, wanted in (
-            ("temperature", self.temperature >= 0, "at least 0"),
+            ("temperature", 0 <= self.temperature <= 1e6, "at least 0 (greedy) and at most 1e6"),
             ("top_k", self.top_k >= 0, "at least 0 (0: off)"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1: off)"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100 (1: off)"),
             ("epsilon", 0 < self.epsilon <= 1, "above 0 and at most 1"),
             ("seed", 0 <= self.seed < 1 << 62, "a whole number of at most 62 bits"),
         ):
             if not fine:
                 raise ValueError(f"{name} {getattr(self, name)}: has to be {wanted}")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the temperature is so low that the most likely token is the only one."""
+        return self.temperature < COLDEST
+
 
 class Settings:
-    """The samplings of a batch as tensors ``[B]`` on a device; the host knows which of them are in use at all."""
+    """Sampling parameters of a batch as tensors ``[B]`` on a device; the host knows which of them are in use at all.
+
+    A greedy row's temperature is 0 here.
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    penalty: Tensor
+    epsilon: Tensor
+    delta: Tensor
+    seed: Tensor
+    top_k: Tensor
 
     def __init__(self, samplings: Sequence[Sampling], device: torch.device) -> None:
-        def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor([getattr(s, name) for s in samplings], dtype=dtype, device=device)
-
-        self.temperature, self.top_p, self.min_p = column("temperature"), column("top_p"), column("min_p")
-        self.penalty, self.seed = column("repetition_penalty"), column("seed", torch.int64)
-        self.top_k = column("top_k", torch.int64)
-        self.epsilon = column("epsilon")
-        self.delta = self.epsilon.sqrt()
-        self.uses_greedy = self.uses_top = self.uses_min_p = self.uses_penalty = False
+        self._floats = torch.tensor([_floats(s) for s in samplings], dtype=torch.float32, device=device)  # [B, 6]
+        self._integers = torch.tensor([_integers(s) for s in samplings], dtype=torch.int64, device=device)  # [B, 2]
+        self._name_columns()
+        self.forget()
         for sampling in samplings:
             self._note(sampling)
 
+    def _name_columns(self) -> None:
+        floats = self._floats.unbind(1)  # views
+        self.temperature, self.top_p, self.min_p, self.penalty, self.epsilon, self.delta = floats
+        self.seed, self.top_k = self._integers.unbind(1)
+
     def _note(self, s: Sampling) -> None:
-        self.uses_greedy |= s.temperature == 0
+        self.uses_greedy |= s.greedy
         self.uses_top |= s.top_k > 0 or s.top_p < 1
         self.uses_min_p |= s.min_p > 0
         self.uses_penalty |= s.repetition_penalty != 1
 
     def forget(self) -> None:
-        """Nothing is in use until it is put in again."""
+        """Mark every parameter as unused, until :meth:`put` uses it again."""
         self.uses_greedy = self.uses_top = self.uses_min_p = self.uses_penalty = False
 
     @property
     def uses(self) -> tuple[bool, ...]:
-        """Which settings are in use: the operations of :func:`law`."""
+        """Which parameters are in use: the operations of :func:`law`."""
         return self.uses_greedy, self.uses_top, self.uses_min_p, self.uses_penalty
 
     def put(self, row: int, s: Sampling) -> None:
-        """Another request's sampling in a row, in place."""
+        """Another request's parameters in a row, in place."""
         self._note(s)
-        self.temperature[row], self.top_p[row], self.min_p[row] = s.temperature, s.top_p, s.min_p
-        self.penalty[row], self.seed[row], self.top_k[row] = s.repetition_penalty, s.seed, s.top_k
-        self.epsilon[row], self.delta[row] = s.epsilon, s.epsilon**0.5
+        self._floats[row] = torch.tensor(_floats(s), dtype=torch.float32)
+        self._integers[row] = torch.tensor(_integers(s), dtype=torch.int64)
 
     def __getitem__(self, rows: slice) -> "Settings":
-        """The same settings for some of the rows (views)."""
+        """The same parameters for some of the rows (views)."""
         part = copy(self)
-        for name in ("temperature", "top_p", "min_p", "penalty", "seed", "top_k", "epsilon", "delta"):
-            setattr(part, name, getattr(self, name)[rows])
+        part._floats, part._integers = self._floats[rows], self._integers[rows]
+        part._name_columns()
         return part
 
 
+def _floats(s: Sampling) -> tuple[float, ...]:
+    temperature = 0.0 if s.greedy else s.temperature
+    return temperature, s.top_p, s.min_p, s.repetition_penalty, s.epsilon, s.epsilon**0.5
+
+
+def _integers(s: Sampling) -> tuple[int, int]:
+    return s.seed, min(s.top_k, 1 << 31)  # beyond any vocabulary; larger numbers may not fit an int64
+
+
 def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
-    """The law that plain decoding would draw from (ALGORITHMS §2, C4).
+    """The distribution that plain decoding would draw from (ALGORITHMS §2, C4).
 
     Args:
         logits: ``[B, N, V]``.
@@ -100,7 +141,7 @@ def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tenso
             repetition penalty is in use.
 
     Returns:
-        ``[B, N, V]`` float32, each row sums to 1.
+        ``[B, N, V]`` float32, each row sums to 1. A row whose logits hold NaN or +∞, or −∞ only, is NaN throughout.
     """
 
     def by_row(values: Tensor) -> Tensor:
@@ -112,7 +153,8 @@ def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tenso
         penalty = by_row(settings.penalty)
         x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
     best = x.argmax(-1, keepdim=True) if settings.uses_greedy else None
-    x = x / by_row(torch.where(settings.temperature > 0, settings.temperature, 1.0))
+    # The maximum is taken off before the division: nothing overflows, however low the temperature.
+    x = (x - x.amax(-1, keepdim=True)) / by_row(torch.where(settings.temperature > 0, settings.temperature, 1.0))
     if settings.uses_top:
         ranked = x.sort(-1, descending=True).values
         vocabulary = x.shape[-1]
@@ -129,11 +171,11 @@ def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tenso
         x = torch.where(x >= floor, x, -torch.inf)
     p = x.softmax(-1)
     if settings.uses_min_p:
-        p = torch.where(p >= p.amax(-1, keepdim=True) * by_row(settings.min_p), p, 0.0)
+        p = torch.where(p < p.amax(-1, keepdim=True) * by_row(settings.min_p), 0.0, p)  # NaN stays
         p = torch.where(by_row(settings.min_p) > 0, p / p.sum(-1, keepdim=True), p)
     if best is not None:
         one = torch.zeros_like(p).scatter_(-1, best, 1.0)
-        p = torch.where(by_row(settings.temperature) == 0, one, p)
+        p = torch.where((by_row(settings.temperature) == 0) & ~p[..., :1].isnan(), one, p)
     return p
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from draftsmith.kernels.verify import draw
 from draftsmith.models.target import Target
 
 Mode = Literal["greedy", "sample", "typical"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 ATTENTION = "draftsmith_tree"
 PREFILL_CHUNK = 512
 PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
@@ -200,9 +201,10 @@ class Chooser:
         return () if self.mode == "greedy" else self.settings.uses
 
     def first(self, logits: Tensor, rows: slice) -> Tensor:
-        """The prefill's tokens ``[b]`` from ``logits [b, V]``."""
+        """The prefill's tokens ``[b]`` from ``logits [b, V]``; −1 where these are NaN or +∞, or all −∞."""
         if self.mode == "greedy":
-            return logits.argmax(-1)
+            best, token = logits.max(-1)
+            return torch.where(best.isfinite(), token, -1)
         seen = None if self.seen is None else self.seen[rows, None].bool()
         settings = self.settings[rows]
         p = law(logits[:, None], settings, seen)[:, 0]
@@ -210,7 +212,7 @@ class Chooser:
         token = p.argmax(-1) if typical else draw(p, uniforms(settings.seed, self.step[rows], 1)[:, 0])
         if self.seen is not None:
             self.seen[rows] = self.seen[rows].scatter(1, token[:, None], 1)
-        return token
+        return torch.where(p[:, 0].isnan(), -1, token)
 
     def verify(self, tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int) -> Verdict:
         """The step's verdict from ``logits [B, N, V]``."""
@@ -275,12 +277,17 @@ class Step:
         capacity: slots of the cache, see :func:`capacity_for`.
         static: the same shapes at every step, and on a GPU a CUDA graph.
         compiled: the target's forward pass of a step by ``torch.compile``.
+
+    Raises:
+        ValueError: the mode is none of ``MODES``.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter, mode: Mode, rows: int, capacity: int, *, static: bool = False,
         compiled: bool = False,
     ) -> None:  # fmt: skip
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r}: must be one of {', '.join(MODES)}")
         device = target.device
         self.target, self.drafter, self.mode = target, drafter, mode
         self.rows, self.capacity, self.static = rows, capacity, static
@@ -290,7 +297,8 @@ class Step:
         self.state = State(torch.zeros(rows, dtype=torch.int64, device=device), self.cache.lengths, feature)
         self.running = torch.zeros(rows, dtype=torch.bool, device=device)
         self.chooser = Chooser(mode, rows, target)
-        # By row: how many tokens the step commits, the drafted ones on the accepted path, the bonus token.
+        # By row: how many tokens the step commits (−1: the target's logits are not finite), the drafted ones on the
+        # accepted path, the bonus token.
         self.told = torch.zeros(rows, drafter.max_depth + 2, dtype=torch.int64, device=device)
         self.last_position = target.context - 1
         # The attention kernel, where Triton is; for wider heads its tiles do not fit.
@@ -310,7 +318,7 @@ class Step:
         overwritten later.
 
         Returns:
-            Each row's first token.
+            Each row's first token; −1 where the target's logits are not finite.
         """
         device, cache = self.target.device, self.cache
         self.chooser.begin(rows, prompts, samplings)
@@ -378,7 +386,8 @@ class Step:
             clock.lap("verify")
         verdict = self.chooser.verify(tree, mask, logits, self.drafter.max_depth)
         drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
-        self.told[:, 0] = torch.where(self.running, verdict.length + 1, 0)
+        committed = torch.where(self.running, verdict.length + 1, 0)
+        self.told[:, 0] = torch.where(verdict.finite, committed, -1)
         self.told[:, 1:-1] = drafted
         self.told[:, -1] = verdict.bonus
         self.chooser.saw(self.told[:, 1:], verdict.length)
@@ -387,7 +396,7 @@ class Step:
         if self.static or bool((verdict.path != self.depths).any()):  # often the nodes stand where they should
             cache.commit(verdict.path, verdict.length)
         self.drafter.absorb(verdict, tree, hidden)
-        cache.lengths += self.told[:, 0]
+        cache.lengths += committed
         state.root.copy_(verdict.bonus)
         state.feature.copy_(hidden.gather(1, verdict.node[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1))
         if clock:
@@ -399,7 +408,7 @@ class Step:
         return None if mask.shape[1] == 1 else tree_bias_one_row(mask, seen, self.target.dtype)  # a lone root sees all
 
     def launch(self, clock: Clock | None = None) -> Told:
-        """Run a step; the function returned gives what it committed by row, waiting for the device if need be.
+        """Run a step; the function returned gives the rows of ``told``, waiting for the device if need be.
 
         Only the last two steps can be read.
         """

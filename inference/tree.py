@@ -4,8 +4,6 @@ Shape letters: B batch, N nodes (root included), W 64-bit words, D depth of the 
 """
 
 import ast
-import json
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +12,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels.tree_attention import ancestor_mask
+from draftsmith.train.files import parse_json, read_text
 
 Ranks = tuple[int, ...]
+MOST_NODES = 4096  # of a tree that is read: every node is a row of the target's logits
+_MOST_TEXT = 1 << 20  # characters of nested tuples; Python's parser needs a hundred times as much memory
 
 
 @dataclass(frozen=True)
@@ -179,27 +180,27 @@ def read_tree(path: Path) -> Topology:
     former ``speculative_token_tree``).
 
     Raises:
-        FileNotFoundError, ValueError: it is missing, or no tree.
+        FileNotFoundError, ValueError: it is missing, no tree, or one of more than ``MOST_NODES`` nodes.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, "tree")
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: there is no such tree; make one with inference/calibrate.py") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not a text file, so no tree") from None
     try:
-        content = json.loads(text)
+        content = parse_json(text, str(path))
     except ValueError:
         try:
-            content = ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError, TypeError):
+            content = ast.literal_eval(text.strip()) if len(text) <= _MOST_TEXT else None
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise ValueError(f'{path}: neither JSON ({{"paths": [[0], [0, 0]]}}) nor a list of tuples') from None
     paths = content.get("paths") if isinstance(content, dict) else content
+    if not isinstance(paths, list | tuple) or not all(
+        isinstance(one, list | tuple) and all(type(rank) is int for rank in one) for one in paths
+    ):
+        raise ValueError(f"{path}: a tree is a list of rank paths such as [[0], [0, 0], [1]]")
+    if len(paths) >= MOST_NODES:
+        raise ValueError(f"{path}: a tree of {len(paths) + 1} nodes; at most {MOST_NODES} can be verified in a step")
     try:
-        ranks = [tuple(operator.index(rank) for rank in path_) for path_ in paths]  # type: ignore[union-attr]
-    except TypeError:  # also where there are no "paths"
-        raise ValueError(f"{path}: a tree is a list of rank paths such as [[0], [0, 0], [1]]") from None
-    try:
-        return Topology(tuple(path_ for path_ in ranks if path_))
+        return Topology(tuple(tuple(one) for one in paths if one))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

@@ -24,12 +24,22 @@ class Verdict:
     length: ``[B]`` int64 drafted tokens accepted (the root does not count).
     node: ``[B]`` int64 the last accepted node.
     bonus: ``[B]`` int64 the target's token behind it: the next root.
+    finite: ``[B]`` bool, False where the target's logits behind a node of the path are NaN or +∞, or all −∞: then
+        nothing may be committed.
     """
 
     path: Tensor
     length: Tensor
     node: Tensor
     bonus: Tensor
+    finite: Tensor
+
+
+def _finite_on_path(values: Tensor, path: Tensor, length: Tensor) -> Tensor:
+    """Whether the values ``[B, N]`` of all nodes on the accepted path are finite: ``[B]`` bool."""
+    on_path = values.gather(1, path.clamp(max=values.shape[1] - 1))  # [B, A]
+    behind = torch.arange(path.shape[1], device=path.device) > length[:, None]
+    return (on_path.isfinite() | behind).all(-1)
 
 
 def verify_greedy(tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int) -> Verdict:
@@ -42,30 +52,35 @@ def verify_greedy(tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int)
         max_depth: of the deepest node (A − 1).
     """
     choice = logits.argmax(-1)  # [B, N]
+    best = logits.gather(-1, choice[..., None])[..., 0]  # NaN where a logit is
     if max_depth == 0:  # plain decoding: the root alone, nothing to agree with
         none = torch.zeros_like(choice[:, 0])
-        return Verdict(none[:, None], none, none, choice[:, 0])
+        return Verdict(none[:, None], none, none, choice[:, 0], best[:, 0].isfinite())
     agrees = tree.tokens == choice.gather(1, tree.parent.clamp(min=0).long())
     agrees = agrees & tree.valid
     agrees[:, 0].fill_(True)
     accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)  # padding may have no bits at all
     depth = tree.depth.long()
     length, node = torch.where(accepted, depth, -1).max(-1)
-    return _verdict(tree, mask, node, length, choice, max_depth)
+    return _verdict(tree, mask, node, length, choice, best, max_depth)
 
 
-def _verdict(tree: TokenTree, mask: Tensor, node: Tensor, length: Tensor, choice: Tensor, max_depth: int) -> Verdict:
-    """The verdict of a deepest accepted node: its path, and the token that ``choice [B, N]`` puts behind it."""
+def _verdict(
+    tree: TokenTree, mask: Tensor, node: Tensor, length: Tensor, choice: Tensor, values: Tensor, max_depth: int
+) -> Verdict:
+    """The verdict of a deepest accepted node: its path, and the token that ``choice [B, N]`` puts behind it;
+    ``values [B, N]`` are finite where the target's logits are."""
     bonus = choice.gather(1, node[:, None]).squeeze(1)
     if tree.paths is not None:
         path = tree.paths.gather(1, node[:, None, None].expand(-1, 1, tree.paths.shape[2]))[:, 0]
-        return Verdict(path, length, node, bonus)
+        return Verdict(path, length, node, bonus, _finite_on_path(values, path, length))
     on_path = mask.gather(1, node[:, None, None].expand(-1, 1, mask.shape[2])).squeeze(1)  # [B, N]
     rows, nodes = on_path.shape
     numbers = torch.arange(max(nodes, max_depth + 2), device=node.device)
     path = numbers[: max_depth + 2].repeat(rows, 1)  # the last column collects the nodes off the path
     path.scatter_(1, torch.where(on_path, tree.depth.long(), max_depth + 1), numbers[:nodes].expand(rows, -1))
-    return Verdict(path[:, :-1], length, node, bonus)
+    path = path[:, :-1]
+    return Verdict(path, length, node, bonus, _finite_on_path(values, path, length))
 
 
 def verify_sample(tree: TokenTree, p: Tensor, coins: Tensor, last_coin: Tensor, max_depth: int) -> Verdict:
@@ -77,13 +92,16 @@ def verify_sample(tree: TokenTree, p: Tensor, coins: Tensor, last_coin: Tensor, 
 
     Args:
         tree: the drafted tree; without ``draws``, all one-hot.
-        p: ``[B, N, V]`` float32 the law behind each node.
+        p: ``[B, N, V]`` float32 the distribution behind each node; NaN throughout where its logits are not finite.
         coins: ``[B, N, K]`` float32 in [0, 1), fresh.
         last_coin: ``[B]`` float32 in [0, 1), fresh.
         max_depth: of the deepest node (A − 1).
     """
     d = tree.draws or one_hot_draws(tree.parent, tree.valid, tree.tokens.shape[1] - 1)
-    return Verdict(*kernels.verify_sample(p, tree.tokens, d.child, d.kind, d.law, d.q, coins, last_coin, max_depth))
+    path, length, node, bonus = kernels.verify_sample(
+        p, tree.tokens, d.child, d.kind, d.law, d.q, coins, last_coin, max_depth
+    )
+    return Verdict(path, length, node, bonus, _finite_on_path(p[..., 0], path, length))
 
 
 def verify_typical(
@@ -94,7 +112,8 @@ def verify_typical(
 
     Args:
         mask: ``[B, N, N]`` bool, row i True at the ancestors of i and at i.
-        p: ``[B, N, V]`` float32, the law behind each node at the wanted temperature; its argmax is the bonus token.
+        p: ``[B, N, V]`` float32, the distribution behind each node at the wanted temperature, NaN throughout where its
+            logits are not finite; its argmax is the bonus token.
         epsilon, delta: ``[B, 1]``, or the same for all rows.
     """
     choice = p.argmax(-1)
@@ -111,4 +130,4 @@ def verify_typical(
     depth = tree.depth.long()
     node = torch.where(accepted, depth.double() * 1e4 + score.double(), -torch.inf).argmax(-1)
     length = depth.gather(1, node[:, None])[:, 0]
-    return _verdict(tree, mask, node, length, choice, max_depth)
+    return _verdict(tree, mask, node, length, choice, p[..., 0], max_depth)

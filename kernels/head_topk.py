@@ -79,7 +79,8 @@ def _merge_topk_kernel(
         last_value = tl.max(best, 0)
         last_id = tl.min(tl.where(best == last_value, best_id, vocabulary), 0)
         tl.store(out_values + row * COUNT + rank, last_value)
-        tl.store(out_ids + row * COUNT + rank, last_id.to(tl.int64))
+        # Where logits are NaN nothing is best; what is handed over is a token all the same, for embeddings to look up.
+        tl.store(out_ids + row * COUNT + rank, tl.minimum(last_id, vocabulary - 1).to(tl.int64))
 
 
 def topk_tile(rows: int, dtype: torch.dtype) -> dict[str, int]:

@@ -65,7 +65,8 @@ def verify_sample(tree, p, coins, last_coin, max_depth):
     parts = (tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid)
     moved = TokenTree(*(part.to(there) for part in parts), draws=draws)
     verdict = verify.verify_sample(moved, p.to(there), coins.to(there), last_coin.to(there), max_depth)
-    return Verdict(*(part.cpu() for part in (verdict.path, verdict.length, verdict.node, verdict.bonus)))
+    parts = (verdict.path, verdict.length, verdict.node, verdict.bonus, verdict.finite)
+    return Verdict(*(part.cpu() for part in parts))
 
 
 # ---- settings

@@ -64,7 +64,7 @@ def test_tree_files_that_cannot_be_read(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such tree"):
         read_tree(tmp_path / "tree.json")
     (tmp_path / "tree.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not a text file"):
+    with pytest.raises(ValueError, match="not UTF-8 text"):
         read_tree(tmp_path / "tree.json")
 
 
