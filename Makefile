@@ -48,8 +48,8 @@ demo: install
 	@printf '\n4/4 Decoding the prompts with and without the drafter\n'
 	time $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --repeat 3 --report runs/demo --show 3
 	@printf '\nThe drafter is in runs/demo, what was measured in runs/demo/report.json. Next, for example:\n'
-	@echo '  $(PY) inference/decode.py runs/demo --prompt "def read_config(path):"'
-	@echo '  $(PY) inference/decode.py runs/demo --interactive'
+	@echo '  $(PY) inference/decode.py runs/demo --prompt "def read_config(path):" --raw'
+	@echo '  $(PY) inference/decode.py runs/demo --interactive --raw'
 	@echo '  .venv/bin/accelerate launch --quiet train/medusa.py recipes/tiny-medusa.yaml run.name=mine drafter.num_draft_heads=3'
 
 test: install

@@ -20,7 +20,7 @@ def answer(
     batch_size: int,
     on_done: Callable[[int], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Greedy continuations by the engine, padded to one length.
+    """Greedy continuations by the engine, padded to the length of the longest.
 
     Args:
         batch_size: how many are decoded at once.
@@ -30,20 +30,21 @@ def answer(
         ``tokens [S, T]`` int32 (prompt, answer, padding 0), ``supervised [S, T]`` bool, True at the answer's tokens.
     """
     decoder = SpeculativeDecoder(target)
-    length = max(map(len, prompts)) + new_tokens
-    tokens = torch.zeros(len(prompts), length, dtype=torch.int32)
-    supervised = torch.zeros(len(prompts), length, dtype=torch.bool)
-    # Prompts of like length run together, so that little of what is looked at is padding.
+    answers: list[list[int]] = [[] for _ in prompts]
+    # Prompts of similar length run together, so that little of what is read is padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     done = itertools.count(1)
 
     def end(place: int, result: Generation) -> None:
-        number = order[place]
-        row = torch.tensor([*prompts[number], *result.tokens], dtype=torch.int32)
-        tokens[number, : len(row)] = row
-        supervised[number, len(prompts[number]) : len(row)] = True
+        answers[order[place]] = result.tokens
         if on_done:
             on_done(next(done))
 
     decoder.generate([prompts[i] for i in order], new_tokens, batch_size=batch_size, on_end=end)
+    rows = [[*prompt, *its] for prompt, its in zip(prompts, answers, strict=True)]
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int32)
+    supervised = torch.zeros(tokens.shape, dtype=torch.bool)
+    for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        tokens[number, : len(row)] = torch.tensor(row, dtype=torch.int32)
+        supervised[number, len(prompt) : len(row)] = True
     return {"tokens": tokens, "supervised": supervised}

@@ -20,13 +20,13 @@ phases   medians of instrumented steps. On a GPU these are eager: what the host 
 Shape letters: B rows, L cached tokens of each, N nodes, A depth of the deepest node + 1, d hidden width.
 """
 
+# ruff: noqa: E402
+
 import argparse
 import functools
 import gc
 import heapq
 import itertools
-import os
-import re
 import shlex
 import sys
 import timeit
@@ -35,23 +35,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-import torch
-from rich.console import Console
-from rich.table import Table
-from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
-
-from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.report import write_figure
-from draftsmith.inference.step import ATTENTION, Clock, PlainDrafter, Step, capacity_for
-from draftsmith.inference.tree import Ranks, StaticTree, Topology
-from draftsmith.kernels import bench as kernel_bench
-from draftsmith.kernels.bench import DTYPES, Device
-from draftsmith.models.artifact import device_name, versions, write_json
-from draftsmith.models.medusa import MedusaConfig, MedusaHeads
-from draftsmith.models.target import Target, load_target, local_folder
-from draftsmith.train.command import available_cores, run_command
+from draftsmith.inference.options import check_counts, check_folder, check_threads
+from draftsmith.models.options import DTYPES, choose_device
+from draftsmith.train.command import available_cores, before_imports, run_command
 
 Projection = Literal["own", "shared"]
 _LLAMA: dict[str, Any] = {
@@ -67,9 +53,50 @@ SHAPES: dict[str, dict[str, Any] | None] = {
 }  # fmt: skip
 RIGHT = 0.55  # how often a head's best token is right in the trees grown here
 MAX_RANK = 10  # ranks per head, as many as calibration looks at
+MOST_NODES = 4096  # of a tree
 PHASES = ("draft", "verify", "accept", "commit", "other")
 TURN = 5  # steps in a row before the next tree has its turn
-console = Console(highlight=False)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--shape", nargs="+", metavar="NAME", help=f"some of: {', '.join(SHAPES)}; random weights")
+    what.add_argument("--target", metavar="FOLDER", help="a stored model instead")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 16, 64], help="of the tree, root included (N)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1], help="rows (B)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024], help="cached tokens of each row (L)")
+    parser.add_argument("--projection", nargs="+", choices=["shared", "own"], default=["shared"], help="of the heads")
+    parser.add_argument("--heads", type=int, default=5, help="draft heads; no tree is deeper (default 5)")
+    parser.add_argument("--repeat", type=int, default=50, help="timed steps (default 50)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
+    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
+    parser.add_argument("--compile", action="store_true", help="the target's forward pass by torch.compile")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there, and a plot beside it")
+    return parser
+
+
+if __name__ == "__main__":
+    before_imports(parser())
+
+import psutil
+import torch
+from rich.table import Table
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.report import write_figure
+from draftsmith.inference.step import ATTENTION, Clock, PlainDrafter, Step, capacity_for
+from draftsmith.inference.terminal import console, make_console
+from draftsmith.inference.tree import Ranks, StaticTree, Topology
+from draftsmith.kernels import bench as kernel_bench
+from draftsmith.kernels.bench import Device
+from draftsmith.models.artifact import device_name, versions
+from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.target import Target, load_target, local_folder
+from draftsmith.train.files import write_json
 
 
 def release() -> None:
@@ -325,8 +352,10 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
         "steps": ["ms", "20–80 %", "× plain", "of bound", "GB/s", "GFLOP/s"],
         "phases": [*PHASES, "outside", "moving"],
     }
+    output = make_console(stderr=False)
     for name, more in columns.items():
-        table = Table(title=f"{rows[0]['shape']}: {name}, ms", title_justify="left", box=None, padding=(0, 1, 0, 0))
+        title = f"{rows[0]['shape']}: {name}, ms"
+        table = Table(box=None, padding=(0, 1, 0, 0))
         for column in ("heads", "B", "L", "N", *more):
             table.add_column(column, justify="right", no_wrap=True)
         for r in rows:
@@ -336,7 +365,8 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
                 cells = [ms(r["seconds"][phase]) for phase in PHASES]
                 cells += [share(r["outside_target"]), ms(r["moving_commit"]["seconds"])]
             table.add_row(r["projection"] or "–", *(str(r[key]) for key in ("batch", "context", "nodes")), *cells)
-        console.print(table)
+        output.print(title, style="italic", markup=False)
+        output.print(table)
 
 
 def plot(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
@@ -363,41 +393,25 @@ def plot(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--shape", nargs="+", metavar="NAME", help=f"some of: {', '.join(SHAPES)}; random weights")
-    what.add_argument("--target", metavar="FOLDER", help="a stored model instead")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 16, 64], help="of the tree, root included (N)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1], help="rows (B)")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024], help="cached tokens of each row (L)")
-    parser.add_argument("--projection", nargs="+", choices=["shared", "own"], default=["shared"], help="of the heads")
-    parser.add_argument("--heads", type=int, default=5, help="draft heads; no tree is deeper (default 5)")
-    parser.add_argument("--repeat", type=int, default=50, help="timed steps (default 50)")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
-    parser.add_argument("--compile", action="store_true", help="the target's forward pass by torch.compile")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there, and a plot beside it")
-    args = parser.parse_args()
-    for option in ("nodes", "batches", "contexts", "heads", "repeat", "threads"):
-        given = getattr(args, option)
-        if (lowest := min(given) if isinstance(given, list) else given) < 1:
-            raise ValueError(f"--{option} {lowest}: must be at least 1")
+    args = parser().parse_intermixed_args()
+    for option in ("nodes", "batches", "contexts"):
+        for given in getattr(args, option):
+            check_counts(**{option: given})
+    check_counts(heads=args.heads, repeat=args.repeat)
+    check_threads(args.threads)
+    if max(args.nodes) > MOST_NODES:
+        raise ValueError(f"--nodes {max(args.nodes)}: must be at most {MOST_NODES}")
     for unknown in [name for name in args.shape or [] if name not in SHAPES]:
         raise ValueError(f"--shape {unknown}: no such shape; there are {', '.join(SHAPES)}")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
-        raise ValueError(f"--device {args.device}: cpu, cuda or cuda:N")
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {args.device}: this torch sees no GPU; use --device cpu, or install a CUDA build")
+    device = torch.device(choose_device(args.device))
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device}: cpu, cuda or cuda:N")
     # Trees that cannot be are refused before anything is loaded.
     positions = max(args.contexts) + max(grow_tree(nodes, args.heads).max_depth for nodes in args.nodes) + 1
     if args.out:
         if args.out.suffix != ".json":
             raise ValueError(f"--out {args.out}: name a .json file; the plot gets the same name with .png")
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(args.out.parent, os.W_OK):
-            raise ValueError(f"--out {args.out}: cannot write here; choose another folder")
+        check_folder("--out", args.out.parent)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     name = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
@@ -407,9 +421,9 @@ def main() -> None:
         release()
         try:
             if args.shape:
-                target = random_target(shape, positions, DTYPES[name], device)
+                target = random_target(shape, positions, getattr(torch, name), device)
             else:
-                target = load_target(shape, dtype=name, device=args.device)
+                target = load_target(shape, dtype=name, device=str(device))
         except (MemoryError, torch.OutOfMemoryError) as error:
             left_out(shape, error)
             continue
@@ -417,7 +431,7 @@ def main() -> None:
             raise ValueError(f"--contexts {max(args.contexts)}: with the tree beyond the target's {target.context}")
         with torch.inference_mode(), target.attention(ATTENTION), torch.cuda.device_of(target.lm_head.weight):
             touched = least(target, None, Topology(()), 1, min(args.contexts))[0]
-            best = measure_device(device, DTYPES[name], touched)
+            best = measure_device(device, getattr(torch, name), touched)
             rows = bench_target(target, best, args)
         facts["limits"][target.name] = asdict(best)
         facts["rows"] += rows

@@ -10,29 +10,56 @@ parent, so the N most frequent paths *are* the best tree of N nodes. Its size ma
 Shape letters: S sequences, T tokens, K draft heads.
 """
 
+# ruff: noqa: E402
+
 import argparse
 import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from draftsmith.models.options import target_arguments, target_options
+from draftsmith.train.command import before_imports, run_command
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("drafter", help="a drafter folder, for example runs/demo")
+    parser.add_argument(
+        "--nodes", type=int, help="nodes of the tree, root included; measured on this device if left out"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        help='JSONL of {"prompt": …} to calibrate on; the run\'s own held-out answers if left out',
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="answer length with --prompts")
+    target_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    before_imports(parser())
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.inference.answers import answer
+from draftsmith.inference.drafters.load import load_heads
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.options import check_counts
+from draftsmith.inference.prompts import encode_prompts, read_prompts
+from draftsmith.inference.terminal import progress
 from draftsmith.inference.tree import Topology, chain
-from draftsmith.models.adapter import target_of
-from draftsmith.models.artifact import device_name, read_drafter, write_json
+from draftsmith.models.artifact import device_name
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.target import Target, check_safetensors, load_target, target_arguments, target_options
-from draftsmith.train.command import run_command
+from draftsmith.models.target import Target, check_safetensors
+from draftsmith.train.files import write_json
 
 MAX_RANK = 10  # ranks per head that a tree may use
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -40,11 +67,19 @@ TIMED_PROMPTS, TIMED_TOKENS = 5, 64  # decoded with each size
 
 
 @torch.inference_mode()
-def head_ranks(target: Target, heads: MedusaHeads, tokens: Tensor, supervised: Tensor, batch_size: int = 16) -> Tensor:
+def head_ranks(
+    target: Target,
+    heads: MedusaHeads,
+    tokens: Tensor,
+    supervised: Tensor,
+    batch_size: int = 16,
+    on_done: Callable[[int], None] | None = None,
+) -> Tensor:
     """The rank that each head gave to the true token.
 
     Args:
         tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.answers.answer` returns them.
+        on_done: called with the number of sequences done so far.
 
     Returns:
         ``[S, T, K]`` int64: at position t, head k's rank of x_{t+k+1}; ``MAX_RANK`` if it is not among the best, −1
@@ -73,6 +108,8 @@ def head_ranks(target: Target, heads: MedusaHeads, tokens: Tensor, supervised: T
             match = best == label[:, None]
             rank = torch.where(match.any(-1), match.int().argmax(-1), MAX_RANK)
             ranks[start : start + batch_size, :, k][begins] = torch.where(label >= 0, rank, -1)
+        if on_done:
+            on_done(min(start + batch_size, sequences))
     return ranks
 
 
@@ -144,13 +181,16 @@ def step_seconds(decoders: Sequence[SpeculativeDecoder], prompts: Sequence[list[
     times: list[list[float]] = [[] for _ in decoders]
     for decoder in decoders:
         decoder.generate([prompts[0]], 4, stop_ids=frozenset())
-    for prompt in prompts:
-        for decoder, taken in zip(decoders, times, strict=True):
-            ends: list[float] = []
-            decoder.generate(
-                [prompt], TIMED_TOKENS, stop_ids=frozenset(), on_tokens=lambda *_, e=ends: e.append(time.perf_counter())
-            )
-            taken += [end - begin for begin, end in itertools.pairwise(ends)]
+    done = 0
+    with progress("timing trees", len(prompts) * len(decoders)) as told:
+        for prompt in prompts:
+            for decoder, taken in zip(decoders, times, strict=True):
+                ends: list[float] = []
+                note = lambda *_, e=ends: e.append(time.perf_counter())  # noqa: E731
+                decoder.generate([prompt], TIMED_TOKENS, stop_ids=frozenset(), on_tokens=note)
+                taken += [end - begin for begin, end in itertools.pairwise(ends)]
+                done += 1
+                told(done)
     return [statistics.median(taken) for taken in times]
 
 
@@ -175,45 +215,25 @@ def choose(target: Target, heads: MedusaHeads, ranks: Tensor, prompts: Sequence[
     return choices
 
 
-def load_heads(name: str, target_name: str | None, options: dict[str, Any]) -> tuple[Path, Target, MedusaHeads]:
-    """A Medusa drafter folder and its target, checked against each other."""
-    folder, config, weights = read_drafter(name)
-    if config["drafter_type"] != "medusa":
-        raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}' has no heads to calibrate")
-    target = load_target(target_name or config["target"]["name_or_path"], **options)
-    target = target_of(folder, config, target)
-    return folder, target, MedusaHeads.from_artifact(config, weights, str(folder)).to(target.device)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafter", help="a drafter folder, for example runs/demo")
-    parser.add_argument(
-        "--nodes", type=int, help="nodes of the tree, root included; measured on this device if left out"
-    )
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        help='JSONL of {"prompt": …} to calibrate on; the run\'s own held-out answers if left out',
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="answer length with --prompts")
-    target_options(parser)
-    args = parser.parse_args()
+    args = parser().parse_intermixed_args()
     if args.nodes is not None and args.nodes < 2:
         raise ValueError(f"--nodes {args.nodes}: a tree has at least 2 nodes, the root and one draft")
+    check_counts(nodes=args.nodes, max_new_tokens=args.max_new_tokens)
+    given = read_prompts(args.prompts) if args.prompts else []
     folder, target, heads = load_heads(args.drafter, args.target, target_arguments(args))
     stored = folder / "held_out" / "model.safetensors"
     if args.prompts:
-        from draftsmith.inference.decode import read_prompts
-
-        texts = [p.encode(target) for p in read_prompts(args.prompts)]
-        data = answer(target, texts, args.max_new_tokens, batch_size=32)
+        texts = encode_prompts(given, target)
+        with progress("answering prompts", len(texts)) as told:
+            data = answer(target, texts, args.max_new_tokens, 32, told)
     elif stored.exists():
         check_safetensors(stored.parent)
         data = load_file(stored)
     else:
         raise FileNotFoundError(f"{folder}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on")
-    ranks = head_ranks(target, heads, data["tokens"], data["supervised"])
+    with progress("ranking", len(data["tokens"])) as told:
+        ranks = head_ranks(target, heads, data["tokens"], data["supervised"], on_done=told)
     begins = ranks[..., 0] >= 0
     print(f"calibrating on {int(begins.sum()):,} positions of the target's own held-out text")
     accuracy = [
@@ -245,7 +265,7 @@ def main() -> None:
              "speedup": round(c.speedup, 4)}
             for c in choices
         ],
-        "device": device_name(args.device),
+        "device": device_name(target.device),
         "dtype": args.dtype,
     }  # fmt: skip
     write_json(folder / "tree.json", {"paths": [list(path) for path in topology.paths], "calibration": calibration})

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from draftsmith.inference.engine import Generation
+from draftsmith.inference.text import TextStream
+from draftsmith.train.files import replacing
 
 LOOP = 8  # a repeated n-gram of this length is taken for the beginning of a loop
 
@@ -73,10 +75,9 @@ def acceptance(results: Sequence[Generation], max_depth: int, num_nodes: int) ->
 def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
     """Methods by rows: tokens/s, speed-ups, τ, losslessness."""
     first = reports[0]
-    table = Table(
-        title=f"{first['target']} · {first['prompts']} prompts · {first['device']} · {first['dtype']}",
-        title_justify="left",
-    )
+    title = f"{first['target']} · {first['prompts']} prompts · {first['device']} · {first['dtype']}"
+    console.print(title, style="italic", markup=False)
+    table = Table()
     table.add_column("method", no_wrap=True)
     for column in ("tokens/s", "× plain", "× trans-\nformers", "τ", "τ before\nloops"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -107,18 +108,19 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
         name = report["drafter"] if len(report["drafter"]) <= 26 else "…" + report["drafter"][-25:]
         speed, before = report["tokens_per_second"], report["repetition"]["mean_accepted_length_before_first_loop"]
         table.add_row(
-            f"[bold]{name}[/bold]", f"[bold]{speed:.1f}[/bold]", ratio(speed, plain), ratio(speed, theirs),
+            f"[bold]{escape(name)}[/bold]", f"[bold]{speed:.1f}[/bold]", ratio(speed, plain), ratio(speed, theirs),
             f"{report['mean_accepted_length'] or 0:.2f}", f"{before:.2f}" if before else "–",
         )  # fmt: skip
     console.print(table)
     for report in reports:
         lossless = report["lossless"]
         if report.get("lossy"):
-            verdict = "[yellow]typical acceptance: lossy, this is not the target's own law[/yellow]"
+            verdict = "[yellow]typical acceptance: lossy, this is not the target's own distribution[/yellow]"
         elif lossless is not None and lossless["mode"] == "sample":
             colour = "green" if lossless["passed"] else "red"
+            have = "have" if lossless["passed"] else "do not have"
             verdict = (
-                f"[{colour}]sampled tokens {'have' if lossless['passed'] else 'do not have'} the target's law: "
+                f"[{colour}]sampled tokens {have} the target's distribution: "
                 f"χ² p = {lossless['p_value']:.2g}[/{colour}] ({lossless['checked']} tokens checked, "
                 f"{lossless['mismatches']} of probability 0)"
             )
@@ -132,26 +134,22 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
                 f"[{colour}]{lossless['mismatches']} mismatches with plain greedy decoding, "
                 f"{lossless['near_ties']} near-ties[/{colour}] ({lossless['checked']} tokens checked)"
             )
-        console.print(f"{report['drafter']}: {verdict}", soft_wrap=True)
+        console.print(f"{escape(report['drafter'])}: {verdict}", soft_wrap=True)
 
 
-def coloured(tokenizer: Any, result: Generation) -> Text:
-    """A generation with the drafter's accepted tokens coloured and the target's own left plain."""
-    text, tokens = Text(), result.tokens
-    ends = [False] * len(tokens)  # True where the drafter wrote the token
+def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
+    """The text of an answer in pieces, each with whether the drafter wrote its last token; the others are the target's
+    own. Joined they are :func:`draftsmith.inference.text.decode_text` of its tokens."""
+    drafted = [False] * len(result.tokens)
     place = 1
     for length in result.accepted:
         # The last token of a whole step is the bonus; a step cut short by a limit may end in a drafted one.
         for offset in range(length - 1):
-            ends[place + offset] = True
+            drafted[place + offset] = True
         place += length
-    before = ""
-    for count, drafted in enumerate(ends, 1):
-        now = tokenizer.decode(tokens[:count])
-        if not now.endswith("�") or count == len(tokens):  # a character whose bytes are not all there yet
-            text.append(now[len(before) :], style="green" if drafted else "")
-            before = now
-    return text
+    stream = TextStream(tokenizer)
+    found = [(stream.add([token]), own) for token, own in zip(result.tokens, drafted, strict=True)]
+    return [(text, own) for text, own in [*found, (stream.end(), False)] if text]
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -205,7 +203,8 @@ def write_figure(figure: Any, path: Path) -> None:
     """A matplotlib figure as PNG, written whole or not at all, and closed."""
     from matplotlib import pyplot as plt  # takes a second
 
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    plt.close(figure)
-    temporary.replace(path)
+    try:
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=120)
+    finally:
+        plt.close(figure)

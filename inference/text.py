@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece: what a streamed answer shows is the text that the tokenizer makes of all its tokens."""
+"""Tokens to text, piece by piece: a streamed answer is the text that the tokenizer makes of all its tokens."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ def decode_text(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 class TextStream:
-    """The text of a growing answer. What :meth:`add` and :meth:`end` return is, joined, :func:`decode_text` of all tokens.
+    """The text of a growing answer: what :meth:`add` and :meth:`end` return, joined, is :func:`decode_text` of all its
+    tokens.
 
     Only a window of the last tokens is decoded again, so that a token costs the same wherever it stands. Held back is
     what later tokens may change:
@@ -23,8 +24,9 @@ class TextStream:
     - the last character if it is U+FFFD: it may be the beginning of a character of several bytes;
     - a run of byte-fallback tokens: its bytes become characters together, or none of them does.
 
-    Text that has left the window needs no more than its last tokens: whatever begins in the middle of a character is in
-    step again after four bytes, and a leading space is dropped from the window's first token, which was returned before.
+    Text that has left the window does not change the rest: a window that begins in the middle of a character decodes
+    as the whole does after at most three bytes, and a leading space is dropped only from the window's first token,
+    whose text was returned before.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -5,46 +5,70 @@
 
 Typical acceptance is lossy. Beside each ε stand greedy decoding and exact sampling with the same drafter, which are
 not.
-Quality is what the target itself thinks of the text: nats per token, −log p of each token under the target's law at the
-given temperature. Exact sampling's figure is what the target's own texts have; a method whose texts the target finds
-less likely than those has lost quality, and one whose texts it finds much likelier writes duller ones: greedy decoding
-is the extreme, and repeats itself most (the repeated 4-grams say so).
+Quality is what the target itself thinks of the text: nats per token, −log p of each token under the target's
+distribution at the given temperature. Exact sampling's figure is what the target's own texts have; a method whose texts
+the target finds less likely than those has lost quality, and one whose texts it finds much likelier writes duller ones:
+greedy decoding is the extreme, and repeats itself most (the repeated 4-grams say so).
 """
+
+# ruff: noqa: E402
 
 import argparse
 import shlex
 import statistics
 import sys
 import time
-import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from draftsmith.models.options import target_arguments, target_options
+from draftsmith.train.command import available_cores, before_imports, run_command
+
+EPSILONS = (0.01, 0.03, 0.06, 0.09, 0.13, 0.17, 0.21, 0.25)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("drafter", metavar="DRAFTER", help="a drafter folder or Hub id")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS), metavar="ε")
+    parser.add_argument("--temperature", type=float, default=0.7, help="the paper's: 0.7")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=1, help="rounds over all prompts; the median counts")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tree", default="auto", metavar="FILE|auto")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write typical.json and typical.png there")
+    target_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    before_imports(parser())
+
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from draftsmith.inference import report as reporting
-from draftsmith.inference.decode import load_drafter, read_prompts
+from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.options import check_counts, check_folder
+from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.step import Mode
-from draftsmith.models.artifact import device_name, versions, write_json
-from draftsmith.models.target import Target, target_arguments, target_options
-from draftsmith.train.command import available_cores, run_command
-
-EPSILONS = (0.01, 0.03, 0.06, 0.09, 0.13, 0.17, 0.21, 0.25)
-console = Console(highlight=False)
+from draftsmith.inference.terminal import console, make_console, progress
+from draftsmith.inference.timing import each_with_its_seed
+from draftsmith.models.artifact import device_name, versions
+from draftsmith.models.target import Target
+from draftsmith.train.files import write_json
 
 
 @torch.inference_mode()
 def nats_per_token(
     target: Target, prompts: Sequence[Sequence[int]], results: Sequence[Generation], temperature: float
 ) -> float:
-    """−log p of the new tokens under the target's law at a temperature, averaged over all of them."""
+    """−log p of the new tokens under the target's distribution at a temperature, averaged over all of them."""
     total = count = 0.0
     for prompt, result in zip(prompts, results, strict=True):
         ids = torch.tensor([[*prompt, *result.tokens]], device=target.device)
@@ -58,7 +82,7 @@ def sweep(
     decoder: SpeculativeDecoder, prompts: list[list[int]], temperature: float, epsilons: Sequence[float],
     max_new_tokens: int, batch_size: int, rounds: int, seed: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Decode all prompts by every method, ``rounds`` times in turn; by method: its law or ε, tokens/s (median), τ, nats
+    """Decode all prompts by every method, ``rounds`` times in turn; by method: its ε, tokens/s (median), τ, nats
     per token and the rate of repeated 4-grams."""
     target, drafter = decoder.target, decoder.drafter
     greedy, sampled = (
@@ -66,23 +90,26 @@ def sweep(
         SpeculativeDecoder(target, drafter),
     )  # a decoder for each mode
     ways: list[tuple[str, SpeculativeDecoder, Mode, Sampling]] = [
-        ("plain sampling", SpeculativeDecoder(target), "sample", Sampling(temperature)),
-        ("greedy", greedy, "greedy", Sampling(temperature)),
-        ("sampling", sampled, "sample", Sampling(temperature)),
-        *((f"typical ε = {e:g}", decoder, "typical", Sampling(temperature, epsilon=e)) for e in epsilons),
+        ("plain sampling", SpeculativeDecoder(target), "sample", Sampling(temperature, seed=seed)),
+        ("greedy", greedy, "greedy", Sampling(temperature, seed=seed)),
+        ("sampling", sampled, "sample", Sampling(temperature, seed=seed)),
+        *((f"typical ε = {e:g}", decoder, "typical", Sampling(temperature, epsilon=e, seed=seed)) for e in epsilons),
     ]  # type: ignore[list-item]
     taken: dict[str, list[float]] = {name: [] for name, *_ in ways}
     kept: dict[str, list[Generation]] = {}
-    work = [way for _ in range(rounds) for way in ways]
-    seeds = [(seed + zlib.crc32(str(prompt).encode())) % (1 << 62) for prompt in prompts]
     longest = sorted(prompts, key=len)[-batch_size:]
     for _, engine, mode, _ in ways[:4]:  # first calls allocate; on a GPU they compile and capture
         engine.generate(longest, max_new_tokens, mode=mode, sampling=Sampling(temperature), batch_size=batch_size)
-    for name, engine, mode, sampling in track(work, "decoding", console=console, disable=not console.is_terminal):
-        each = [replace(sampling, seed=its) for its in seeds]
-        began = time.perf_counter()
-        kept[name] = engine.generate(prompts, max_new_tokens, mode=mode, sampling=each, batch_size=batch_size)
-        taken[name].append(time.perf_counter() - began)
+    done = 0
+    with progress("decoding", rounds * len(ways)) as told:
+        for _ in range(rounds):
+            for name, engine, mode, sampling in ways:
+                each = each_with_its_seed(sampling, prompts)
+                began = time.perf_counter()
+                kept[name] = engine.generate(prompts, max_new_tokens, mode=mode, sampling=each, batch_size=batch_size)
+                taken[name].append(time.perf_counter() - began)
+                done += 1
+                told(done)
     rows: list[dict[str, Any]] = []
     for name, engine, mode, sampling in ways:
         counted = reporting.acceptance(kept[name], engine.drafter.max_depth, engine.drafter.num_nodes)
@@ -123,7 +150,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for name, marker, colour in (("greedy", "s", "tab:green"), ("sampling", "D", "tab:blue")):
         row = next(row for row in rows if row["name"] == name)
         axes.plot([row["nats_per_token"]], [row["mean_accepted_length"]], marker, color=colour, label=f"{name} (exact)")
-    axes.set_xlabel("nats per token of the text, by the target's own law")
+    axes.set_xlabel("nats per token of the text, by the target's own distribution")
     axes.set_ylabel("mean accepted length τ")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -131,37 +158,29 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafter", metavar="DRAFTER", help="a drafter folder or Hub id")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl")
-    parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS), metavar="ε")
-    parser.add_argument("--temperature", type=float, default=0.7, help="the paper's: 0.7")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--repeat", type=int, default=1, help="rounds over all prompts; the median counts")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tree", default="auto", metavar="FILE|auto")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write typical.json and typical.png there")
-    target_options(parser)
-    args = parser.parse_args()
-    if args.temperature <= 0:
+    args = parser().parse_intermixed_args()
+    if not args.temperature > 0:
         raise ValueError(f"--temperature {args.temperature}: must be above 0; at 0 every mode is greedy")
-    for option in ("max_new_tokens", "batch_size", "repeat"):
-        if getattr(args, option) < 1:
-            raise ValueError(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least 1")
+    check_counts(max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, repeat=args.repeat)
     for epsilon in args.epsilons:
-        Sampling(epsilon=epsilon)
+        Sampling(args.temperature, epsilon=epsilon, seed=args.seed)
+    if len(set(args.epsilons)) < len(args.epsilons):
+        raise ValueError("--epsilons: one of them is given twice")
+    if args.drafter == "none":
+        raise ValueError("'none' drafts nothing that could be accepted; give a drafter")
+    check_folder("--out", args.out)
     torch.set_num_threads(available_cores())
     given = read_prompts(args.prompts)
     target, drafter = load_drafter(args.drafter, target_name=args.target, tree=args.tree, **target_arguments(args))
-    if drafter is None:
-        raise ValueError("'none' drafts nothing that could be accepted; give a drafter")
-    prompts = [prompt.encode(target) for prompt in given]
+    prompts = encode_prompts(given, target)
     rows = sweep(
         SpeculativeDecoder(target, drafter), prompts, args.temperature, args.epsilons, args.max_new_tokens,
         args.batch_size, args.repeat, args.seed,
     )  # fmt: skip
-    table = Table(title=f"{target.name} · {args.drafter} · temperature {args.temperature:g}", title_justify="left")
+    output = make_console(stderr=False)
+    title = f"{target.name} · {args.drafter} · temperature {args.temperature:g}"
+    output.print(title, style="italic", markup=False)
+    table = Table()
     table.add_column("method", no_wrap=True)
     for column in ("tokens/s", "× plain", "τ", "nats/token", "repeated\n4-grams"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -171,16 +190,15 @@ def main() -> None:
             f"{row['speedup']:.2f}", f"{row['mean_accepted_length'] or 1:.2f}", f"{row['nats_per_token']:.3f}",
             f"{row['repeated_4gram_rate']:.0%}",
         )  # fmt: skip
-    console.print(table)
+    output.print(table)
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
         facts = {"drafter": args.drafter, "target": target.name, "temperature": args.temperature, "methods": rows}
         facts |= {"prompts": len(prompts), "device": device_name(target.device), "versions": versions()}
         write_json(
             args.out / "typical.json", facts | {"command": "python inference/typical.py " + shlex.join(sys.argv[1:])}
         )  # fmt: skip
         plot(rows, args.out / "typical.png")
-        console.print(f"wrote {args.out / 'typical.json'} and {args.out / 'typical.png'}")
+        console.print(f"wrote {args.out / 'typical.json'} and {args.out / 'typical.png'}", markup=False)
 
 
 if __name__ == "__main__":

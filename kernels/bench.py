@@ -16,14 +16,40 @@ move at its measured copy bandwidth, or the products at its measured matrix rate
 timed every call's result is compared with the plain one's.
 """
 
+# ruff: noqa: E402
+
 import argparse
 import importlib.util
-import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from draftsmith.train.command import before_imports, run_command
+
+KERNELS = ("attention", "commit", "verify", "head_topk")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="*", metavar="KERNEL", help=f"some of: {', '.join(KERNELS)}; all if left out")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="rows (B)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="cached tokens (L)")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 128], help="nodes of the tree (N)")
+    parser.add_argument("--heads", type=int, default=32, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads")
+    parser.add_argument("--width", type=int, default=128, help="head width (D)")
+    parser.add_argument("--layers", type=int, default=32, help="layers that a commit moves")
+    parser.add_argument("--hidden", type=int, default=4096, help="hidden width (d) of head_topk")
+    parser.add_argument("--vocabulary", type=int, default=128256, help="V")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    before_imports(parser())
 
 import torch
 from torch import Tensor
@@ -34,9 +60,8 @@ from draftsmith.kernels.commit import commit
 from draftsmith.kernels.head_topk import head_topk
 from draftsmith.kernels.tree_attention import ancestor_mask, tree_attention, tree_attention_cached, tree_bias
 from draftsmith.kernels.verify import ONE_HOT, WITHOUT_REPLACEMENT, verify_sample, verify_sample_reference
-from draftsmith.train.command import run_command
+from draftsmith.train.files import write_json
 
-KERNELS = ("attention", "commit", "verify", "head_topk")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COLD_BYTES = 256 << 20  # of data that a graph goes round, beyond any L2 cache
 
@@ -263,20 +288,7 @@ def bench_head_topk(args: argparse.Namespace, table: Table, batch: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernels", nargs="*", metavar="KERNEL", help=f"some of: {', '.join(KERNELS)}; all if left out")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="rows (B)")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="cached tokens (L)")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 128], help="nodes of the tree (N)")
-    parser.add_argument("--heads", type=int, default=32, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads")
-    parser.add_argument("--width", type=int, default=128, help="head width (D)")
-    parser.add_argument("--layers", type=int, default=32, help="layers that a commit moves")
-    parser.add_argument("--hidden", type=int, default=4096, help="hidden width (d) of head_topk")
-    parser.add_argument("--vocabulary", type=int, default=128256, help="V")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    args = parser.parse_args()
+    args = parser().parse_intermixed_args()
     wanted = args.kernels or list(KERNELS)
     if unknown := set(wanted) - set(KERNELS):
         raise ValueError(f"{', '.join(sorted(unknown))}: no such kernel; there are {', '.join(KERNELS)}")
@@ -313,7 +325,7 @@ def main() -> None:
             "device": name, **asdict(table.device), "dtype": args.dtype, "versions": versions,
             "rows": [asdict(row) for row in table.rows],
         }  # fmt: skip
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, report)
 
 
 if __name__ == "__main__":

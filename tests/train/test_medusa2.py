@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from draftsmith.inference import calibrate, decode
-from draftsmith.inference.decode import load_drafter
+from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.adapter import add_lora, merge_adapter, switched_off, untie, write_adapter
 from draftsmith.models.medusa import MedusaHeads
