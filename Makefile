@@ -39,12 +39,12 @@ install: .venv/installed
 
 # A person's own commands, one after the other.
 demo: install
-	@printf '\n1/4 Cutting prompts from modules that no training saw\n'
-	time $(PY) data/prompts.py stdlib --split test --count 40 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/demo/prompts.jsonl
-	@printf '\n2/4 Training Medusa heads on what the target itself writes\n'
+	@printf '\n1/4 Training Medusa heads on what the target itself writes\n'
 	time $(ACCELERATE) train/medusa.py recipes/tiny-medusa.yaml --restart
-	@printf '\n3/4 Choosing the tree that pays on this machine\n'
+	@printf '\n2/4 Choosing the tree that pays on this machine\n'
 	time $(PY) inference/calibrate.py runs/demo
+	@printf '\n3/4 Cutting prompts from modules that no training saw\n'
+	time $(PY) data/prompts.py stdlib --split test --count 40 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/demo/prompts.jsonl
 	@printf '\n4/4 Decoding the prompts with and without the drafter\n'
 	time $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --repeat 3 --report runs/demo --show 3
 	@printf '\nThe drafter is in runs/demo, what was measured in runs/demo/report.json. Next, for example:\n'
