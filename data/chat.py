@@ -9,23 +9,35 @@ Formats, told by a row's fields:
 
 What the assistant wrote is marked by the chat template's ``{% generation %}`` block, else found by comparing renderings
 of the chat that end before and behind each of its turns. Where neither works it is an error, never a guess.
+
+What is wrong with one row is an :class:`draftsmith.data.rows.OddRow`; what is wrong with all of them, a ``ValueError``.
 """
+
+from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
-from jinja2 import TemplateError
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+import jinja2
+import jinja2.ext
 
 from draftsmith.data.packing import Sample
+from draftsmith.data.rows import OddRow
+
+if TYPE_CHECKING:  # takes seconds to import, and a template is checked without it
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 Message = dict[str, str]
 _SHAREGPT = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
     "system": "system", "tool": "tool",
 }  # fmt: skip
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
+_LARGEST_TEMPLATE = 1_000_000  # characters; the largest ones in use have some ten thousand
+_PLAIN: list[Message] = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello!"}]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ADVICE = "give the recipe a data.template with {% generation %}…{% endgeneration %} around what the assistant writes"
 
@@ -38,24 +50,39 @@ class Completion:
     completion: str
 
 
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise OddRow(f"{what} is no text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise OddRow(f"{what} holds half of a surrogate pair, which is no text") from None
+    return value
+
+
 def _messages(turns: object, role_key: str, text_key: str) -> list[Message]:
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise ValueError("its turns are no list")
+        raise OddRow("its turns are no list")
     chat: list[Message] = []
-    for number, turn in enumerate(turns, 1):
+    for turn in turns:
         if not isinstance(turn, Mapping) or role_key not in turn or text_key not in turn:
-            raise ValueError(f"turn {number} has no '{role_key}' or no '{text_key}'")
-        role, text = str(turn[role_key]), turn[text_key]
+            raise OddRow(f"a turn has no '{role_key}' or no '{text_key}'")
+        role, text = turn[role_key], turn[text_key]
         if role_key == "from":
-            if role not in _SHAREGPT:
-                raise ValueError(f"turn {number} is from '{role}'; known are {', '.join(_SHAREGPT)}")
+            if not isinstance(role, str) or role not in _SHAREGPT:
+                raise OddRow(f"a turn is from an unknown speaker (known: {', '.join(_SHAREGPT)})")
             role = _SHAREGPT[role]
+        elif role not in _ROLES:
+            raise OddRow(f"a turn has an unknown role (known: {', '.join(_ROLES)})")
         if isinstance(text, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in text):
-            text = "".join(str(part["text"]) for part in text)  # OpenAI's content parts
-        if not isinstance(text, str):
-            raise ValueError(f"turn {number}: its '{text_key}' is no text")
-        chat.append({"role": role, "content": text})
+            text = "".join(_text(part.get("text"), f"a turn's '{text_key}'") for part in text)  # OpenAI's content parts
+        chat.append({"role": role, "content": _text(text, f"a turn's '{text_key}'")})
     return chat
+
+
+def fields_of(row: Mapping[str, Any]) -> str:
+    """The names of a row's fields that hold something, for a message."""
+    return ", ".join(str(name) for name, value in row.items() if value is not None)[:80] or "nothing"
 
 
 def read_row(row: Mapping[str, Any]) -> str | list[Message] | Completion:
@@ -63,7 +90,7 @@ def read_row(row: Mapping[str, Any]) -> str | list[Message] | Completion:
     dropped (cut ShareGPT chats begin with them).
 
     Raises:
-        ValueError: it has none of the known formats, or is malformed.
+        OddRow: it has none of the known formats, is malformed, or nobody asks anything in it.
     """
     if row.get("messages") is not None:
         chat = _messages(row["messages"], "role", "content")
@@ -74,15 +101,83 @@ def read_row(row: Mapping[str, Any]) -> str | list[Message] | Completion:
     elif row.get("prompt") is not None and row.get("completion") is not None:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
-            return Completion(prompt, completion)
+            return Completion(_text(prompt, "its 'prompt'"), _text(completion, "its 'completion'"))
         chat = _messages(prompt, "role", "content") + _messages(completion, "role", "content")
-    elif isinstance(row.get("text"), str):
-        return str(row["text"])
+    elif row.get("text") is not None:
+        text = _text(row["text"], "its 'text'")
+        if not text:
+            raise OddRow("its 'text' is empty")
+        return text
     else:
-        fields = ", ".join(map(str, row)) or "nothing"
-        raise ValueError(f"it has {fields}; needed is one of messages, conversations, prompt and completion, or text")
-    first = next((i for i, m in enumerate(chat) if m["role"] in ("user", "tool")), len(chat))
+        raise OddRow(
+            f"it has {fields_of(row)}; needed is one of messages, conversations, prompt and completion, or text"
+        )
+    if not chat:
+        raise OddRow("an empty chat")
+    first = next((i for i, m in enumerate(chat) if m["role"] in ("user", "tool")), None)
+    if first is None:
+        raise OddRow("a chat without a turn of the user")
     return [m for i, m in enumerate(chat) if i >= first or m["role"] != "assistant"]
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}``, as far as the syntax goes."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@cache
+def check_template(template: str, where: str = "data.template") -> None:
+    """Find a chat template's errors of syntax, before anything slow.
+
+    Raises:
+        ValueError: it is no Jinja template; with the line.
+    """
+    if len(template) > _LARGEST_TEMPLATE:
+        raise ValueError(f"{where}: {len(template):,} characters; a chat template has a few thousand")
+    try:
+        jinja2.Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"]).from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"{where}: no Jinja template (line {error.lineno}: {error.message})") from None
+    except (RecursionError, MemoryError, SyntaxError) as error:  # the last is Python's, of the code made of it
+        raise ValueError(f"{where}: no Jinja template ({type(error).__name__}: {_first_line(error)})") from None
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
+    """The template that chats are rendered by: the recipe's, else the tokenizer's own.
+
+    Raises:
+        ValueError: there is none, or it is no Jinja template.
+    """
+    own = tokenizer.chat_template
+    own = own.get("default") if isinstance(own, dict) else own  # some have several
+    if template is None and not isinstance(own, str):
+        raise ValueError(f"the tokenizer has no chat template; {_ADVICE}")
+    if template is None:
+        check_template(cast(str, own), "the tokenizer's own chat template")
+    return template or cast(str, own)
+
+
+def apply_template(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None, **options: Any
+) -> Any:
+    """What ``tokenizer.apply_chat_template`` makes of a chat.
+
+    Raises:
+        OddRow: the template refuses the chat or fails on it; a template is a program, and may raise anything.
+    """
+    try:
+        return tokenizer.apply_chat_template(cast(Any, messages), chat_template=template, **options)
+    except MemoryError:
+        raise
+    except jinja2.TemplateError as error:
+        raise OddRow(f"the chat template refuses this chat: {_first_line(error)}") from None
+    except Exception as error:
+        raise OddRow(f"the chat template fails on this chat: {type(error).__name__} ({_first_line(error)})") from None
 
 
 def encode(
@@ -96,7 +191,8 @@ def encode(
             not said the end token that a template puts behind it.
 
     Raises:
-        ValueError: the template does not let the assistant's part be told from the rest, or refuses the chat.
+        OddRow: the template refuses this chat, fails on it, or does not let the assistant's part be told from the rest.
+        ValueError: the template does so with any chat, there is none, or the tokenizer is a slow one.
     """
     if isinstance(content, str):
         ids = _ids(tokenizer, content)
@@ -107,7 +203,14 @@ def encode(
             behind.append(cast(int, tokenizer.eos_token_id))
         sample = Sample(before + behind, [False] * len(before) + [True] * len(behind))
     else:
-        sample = _encode_chat(content, tokenizer, template)
+        try:
+            sample = _encode_chat(content, tokenizer, template)
+        except OddRow as odd:
+            try:
+                _encode_chat(_PLAIN, tokenizer, template)
+            except OddRow:
+                raise ValueError(str(odd)) from None
+            raise
         _unmark_ends(sample, finish_reasons, tokenizer)
     return Sample(sample.ids[:max_length], sample.supervised[:max_length])
 
@@ -125,38 +228,28 @@ def _unmark_ends(sample: Sample, finish_reasons: Sequence[str], tokenizer: PreTr
             end -= 1
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:100]
+
+
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(cast(list[int], tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
 
 
 def _encode_chat(chat: list[Message], tokenizer: PreTrainedTokenizerBase, template: str | None) -> Sample:
-    used = template or tokenizer.chat_template
-    if not isinstance(used, str):
-        raise ValueError(f"the tokenizer has no chat template; {_ADVICE}")
+    used = template_of(tokenizer, template)
     if not tokenizer.is_fast:
         raise ValueError("the tokenizer is a slow one, which does not say where in the text a token stands; "
                          "convert it to a fast one (tokenizer.json)")  # fmt: skip
+
     if _GENERATION.search(used):
-        try:
-            found = cast(
-                BatchEncoding,
-                tokenizer.apply_chat_template(
-                    chat, chat_template=used, return_dict=True, return_assistant_tokens_mask=True
-                ),
-            )
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses this chat: {error}") from None
+        found = cast(
+            "BatchEncoding", apply_template(chat, tokenizer, used, return_dict=True, return_assistant_tokens_mask=True)
+        )
         return Sample(list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]])
 
     def render(messages: list[Message], prompt: bool = False) -> str:
-        try:
-            return str(
-                tokenizer.apply_chat_template(
-                    messages, chat_template=used, tokenize=False, add_generation_prompt=prompt
-                )
-            )
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses this chat: {error}") from None
+        return str(apply_template(messages, tokenizer, used, tokenize=False, add_generation_prompt=prompt))
 
     full = render(chat)
     spans: list[tuple[int, int]] = []
@@ -168,7 +261,7 @@ def _encode_chat(chat: list[Message], tokenizer: PreTrainedTokenizerBase, templa
         if upto.startswith(before) and full.startswith(upto):
             spans.append((len(before), len(upto)))
         elif i == last:  # earlier turns may be rendered otherwise once they are history (Qwen3 drops their thinking)
-            raise ValueError(
+            raise OddRow(
                 "the chat template renders the prompt of the last turn otherwise than the turn itself, so that the "
                 f"assistant's part cannot be found; {_ADVICE}"
             )

@@ -7,10 +7,12 @@ import bisect
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+from draftsmith.data.rows import Skipped
 
 
 def pack(documents: Sequence[Sequence[int]], length: int, separator: int) -> torch.Tensor:
@@ -42,11 +44,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Many samples, flat: sample i is ``[starts[i], starts[i + 1])`` of ``tokens`` int32 and ``supervised`` bool."""
+    """Many samples, flat: sample i is ``[starts[i], starts[i + 1])`` of ``tokens`` int32 and ``supervised`` bool.
+
+    skipped: rows of the source that gave no sample.
+    """
 
     tokens: np.ndarray
     supervised: np.ndarray
     starts: np.ndarray
+    skipped: Skipped = field(default_factory=Skipped)
 
     def __len__(self) -> int:
         return len(self.starts) - 1

@@ -4,6 +4,8 @@ A row holds ``messages`` or ``conversations`` as in data/chat.py, ``turns`` (a l
 MT-Bench), or ``prompt`` (a text, or a list of messages; a ``completion`` beside it is left out).
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json
@@ -12,8 +14,8 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.data.chat import Message, read_row
-from draftsmith.data.tokenized import rows
+from draftsmith.data.chat import Message, fields_of, read_row
+from draftsmith.data.rows import OddRow, Skipped, rows, usable
 from draftsmith.train.recipe import Source
 
 TOO_LONG = "too long"
@@ -42,58 +44,59 @@ class Seed:
 
 
 def read_seed(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    """What a row asks; nothing, if the user says nothing in it. It ends before the first result of a tool, which
-    belongs to a call that the target has not made.
+    """What a row asks. It ends before the first result of a tool, which belongs to a call that the target has not made.
 
     Raises:
-        ValueError: it has none of the known formats, or is malformed.
+        OddRow: it has none of the known formats, is malformed, or nobody asks anything in it.
     """
     prompt, turns = row.get("prompt"), row.get("turns")
     if row.get("messages") is not None or row.get("conversations") is not None:
         chat = read_row(row)
     elif turns is not None:
-        if isinstance(turns, str) or not isinstance(turns, Sequence) or not all(isinstance(t, str) for t in turns):
-            raise ValueError("its 'turns' are no list of texts")
-        chat = [{"role": "user", "content": turn} for turn in turns]
+        if isinstance(turns, str) or not isinstance(turns, Sequence):
+            raise OddRow("its 'turns' are no list of texts")
+        chat = read_row({"messages": [{"role": "user", "content": turn} for turn in turns]})
     elif isinstance(prompt, str):
-        chat = [{"role": "user", "content": prompt}]
+        chat = read_row({"messages": [{"role": "user", "content": prompt}]})
     elif prompt is not None:
         chat = read_row({"messages": prompt})
     else:
-        fields = ", ".join(map(str, row)) or "nothing"
-        raise ValueError(f"it has {fields}; a seed needs one of messages, conversations, turns or prompt")
+        raise OddRow(f"it has {fields_of(row)}; a seed needs one of messages, conversations, turns or prompt")
     assert isinstance(chat, list)
     asked = [m for m in itertools.takewhile(lambda m: m["role"] != "tool", chat) if m["role"] != "assistant"]
     while asked and asked[-1]["role"] != "user":
         asked.pop()
+    if not asked:
+        raise OddRow("the user asks nothing")
     return tuple(asked)
 
 
-def read_seeds(sources: Sequence[Source]) -> tuple[list[Seed], int]:
-    """The seeds of all sources in their order, and the number of rows that ask nothing.
+def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[list[Seed], Skipped]:
+    """The seeds of all sources in their order, and the rows that are none.
+
+    Args:
+        max_skipped: the share of a source's rows that may be skipped.
 
     Raises:
-        FileNotFoundError, ValueError: a source cannot be read, a row is malformed (its number is said), or no row asks
-            anything.
+        FileNotFoundError, ValueError: a source cannot be read, too many of its rows are no seeds, or all are none.
     """
     found: list[Seed] = []
     seen: Counter[str] = Counter()
-    empty = 0
+    total = Skipped()
     for source in sources:
-        for number, row in enumerate(itertools.islice(rows(source)[0], source.limit), 1):
-            try:
-                messages = read_seed(row)
-            except ValueError as error:
-                raise ValueError(f"data source '{source.source}', row {number}: {error}") from None
-            if not messages:
-                empty += 1
-                continue
+        skipped = Skipped()
+        for _, messages in usable(itertools.islice(rows(source)[0], source.limit), read_seed, skipped):
             digest = hashlib.sha256(json.dumps([source.source, messages]).encode()).hexdigest()[:20]
             found.append(Seed(f"{digest}-{seen[digest]}" if seen[digest] else digest, source.source, messages))
             seen[digest] += 1
+        skipped.check(source.source, max_skipped)
+        total.rows += skipped.rows
+        for count, reason, place in skipped.table():
+            total.add(reason, place if len(sources) == 1 else f"{place} of {source.source}", count)
     if not found:
-        raise ValueError(f"data.seeds: no row of {', '.join(s.source for s in sources)} asks anything")
-    return found, empty
+        why = f": {total}" if total.count else ""
+        raise ValueError(f"data.seeds: no row of {', '.join(s.source for s in sources)} asks anything{why}")
+    return found, total
 
 
 class Unanswered(Exception):

@@ -8,7 +8,6 @@ gave is noted in the run's folder, so that it need not be read from the beginnin
 import bisect
 import itertools
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data.packing import Rows, Tokenized
-from draftsmith.data.tokenized import check, encoded, read_template, rows
+from draftsmith.data.packing import Rows
+from draftsmith.data.rows import Skipped, rows
+from draftsmith.data.tokenized import check, encoded, read_template
+from draftsmith.train.files import json_object, write_text
 from draftsmith.train.recipe import Data, Source
 
 WINDOW = 1000  # samples that are in memory at a time, and shuffled among themselves
@@ -27,8 +28,12 @@ WINDOW = 1000  # samples that are in memory at a time, and shuffled among themse
 class StreamedRows:
     """What :class:`draftsmith.data.packing.Rows` is, without an end: behind its last sample a source begins again.
 
+    Attributes:
+        skipped: rows of the first window that cannot be used.
+
     Raises:
-        FileNotFoundError, ValueError: the source cannot be read, is empty, or too many samples have no label.
+        FileNotFoundError, ValueError: the source cannot be read, is empty, or too many rows of a window cannot be used
+            or have no label.
     """
 
     def __init__(
@@ -45,11 +50,11 @@ class StreamedRows:
         self.asked = asked
         self.ends: list[int] = []  # rows up to and with each window, over all epochs
         self.per_epoch: int | None = None  # windows; known once the source has ended
-        if note.exists() and (kept := json.loads(note.read_text()))["asked"] == asked:
+        if note.exists() and (kept := json_object(note)).get("asked") == asked:
             self.ends, self.per_epoch = kept["ends"], kept["per_epoch"]
-        self._window: tuple[int, Rows, np.ndarray] | None = None
+        self._window: tuple[int, Rows | None, np.ndarray] | None = None
         self._reading: tuple[int, Any] | None = None  # the window that the open iterator comes to next
-        self._load(0)
+        self.skipped = self._load(0)
 
     def batch(self, numbers: Sequence[int], length: int | None = None) -> dict[str, torch.Tensor]:
         """As :meth:`Rows.batch`; ``numbers`` count from the beginning of the run."""
@@ -62,12 +67,13 @@ class StreamedRows:
                 self._load(window)
             assert self._window is not None
             _, held, order = self._window
+            assert held is not None  # a window without a row holds no number
             first = self.ends[window - 1] if window else 0
             parts.append(held.batch([int(order[number - first])], length or self.length))
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
-    def _read(self, window: int) -> list[dict[str, Any]]:
-        """The samples of a window of the first epoch; fewer, or none, at the source's end."""
+    def _read(self, window: int) -> list[tuple[str, Any]]:
+        """The rows of a window of the first epoch; fewer, or none, at the source's end."""
         if self._reading is None or self._reading[0] != window:
             self._reading = window, rows(self.source, skip=window * WINDOW)[0]
         limit = WINDOW
@@ -77,8 +83,9 @@ class StreamedRows:
         self._reading = window + 1, self._reading[1]
         return found
 
-    def _load(self, window: int) -> None:
-        found: list[dict[str, Any]] = []
+    def _load(self, window: int) -> Skipped:
+        """Make a window the one in memory."""
+        found: list[tuple[str, Any]] = []
         if self.per_epoch is None:
             found = self._read(window)
             if not found:
@@ -88,15 +95,15 @@ class StreamedRows:
         if self.per_epoch is not None:
             found = self._read(window % self.per_epoch)
         place = window if self.per_epoch is None else window % self.per_epoch
-        samples = encoded(self.source, found, self.data.max_length, self.tokenizer, self.template, place * WINDOW)
-        made = Rows(check(Tokenized.of(samples), self.source, self.data), self.length, share=self.data.packing)
-        order = np.random.default_rng([self.seed, window]).permutation(len(made))
+        samples = encoded(found, self.source, self.data, self.tokenizer, self.template)
+        check(samples, self.source, self.data, of=WINDOW if place else 0)  # the last window may be a short one
+        made = Rows(samples, self.length, share=self.data.packing) if len(samples) else None
+        order = np.random.default_rng([self.seed, window]).permutation(len(made) if made else 0)
         self._window = window, made, order
         if window == len(self.ends):
-            self.ends.append((self.ends[-1] if self.ends else 0) + len(made))
+            self.ends.append((self.ends[-1] if self.ends else 0) + len(order))
             if self.keep:
-                self.note.parent.mkdir(parents=True, exist_ok=True)
                 kept = {"asked": self.asked, "ends": self.ends, "per_epoch": self.per_epoch}
-                temporary = self.note.with_name(self.note.name + ".tmp")
-                temporary.write_text(json.dumps(kept))
-                os.replace(temporary, self.note)
+                self.note.parent.mkdir(parents=True, exist_ok=True)
+                write_text(self.note, json.dumps(kept))
+        return samples.skipped

@@ -33,12 +33,12 @@ if __name__ == "__main__":
     before_imports(PARSER)
 
 import torch
-from jinja2 import TemplateError
 from pydantic import Field, model_validator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from draftsmith.data.chat import Message
+from draftsmith.data.chat import Message, apply_template
 from draftsmith.data.endpoint import Server, in_threads
+from draftsmith.data.rows import OddRow
 from draftsmith.data.seeds import TOO_LONG, Seed, Talk, Unanswered, read_seeds
 from draftsmith.data.shards import Shards, open_shards
 from draftsmith.data.tokenized import read_template
@@ -51,7 +51,18 @@ from draftsmith.models.target import fingerprint, load_target, local_folder, res
 from draftsmith.train import run
 from draftsmith.train.loop import Note, console
 from draftsmith.train.recipe import (
-    Name, Positive, Run, Section, Sequences, Source, Target, Threads, Tokens, read_recipe, write_recipe,
+    Name,
+    Positive,
+    Run,
+    Section,
+    Sequences,
+    Share,
+    Source,
+    Target,
+    Threads,
+    Tokens,
+    read_recipe,
+    write_recipe,
 )  # fmt: skip
 from draftsmith.train.tiny import SAMPLES, tiny_target, write_target
 
@@ -70,6 +81,9 @@ class Seeds(Section):
     seeds: list[Source] = Field(min_length=1, description="whose user turns are asked; the assistant's are dropped")
     template: Name | None = Field(
         default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
+    )
+    max_skipped: Share = Field(
+        default=0.1, description="share of rows that ask nothing or cannot be used that is an error"
     )
 
     @model_validator(mode="after")
@@ -175,10 +189,8 @@ def encode(messages: list[Message], tokenizer: PreTrainedTokenizerBase, template
         raise ValueError("the target's tokenizer has no chat template; set data.template, for example to "
                          "recipes/templates/vicuna.jinja")  # fmt: skip
     try:
-        text = tokenizer.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=True, tokenize=False
-        )  # fmt: skip
-    except TemplateError as error:
+        text = apply_template(messages, tokenizer, template, add_generation_prompt=True, tokenize=False)
+    except OddRow as error:
         raise Unanswered(NO_TEMPLATE, str(error)) from None
     return list(cast(list[int], tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]))
 
@@ -298,7 +310,9 @@ def main() -> None:
     command = "python train/distill.py " + shlex.join(sys.argv[1:])
     recipe = read_recipe(args.recipe, DistillRecipe, args.overrides)
     recipe = small(recipe) if args.tiny else recipe
-    seeds, empty = read_seeds(recipe.data.seeds)
+    seeds, skipped = read_seeds(recipe.data.seeds, recipe.data.max_skipped)
+    if skipped.count:
+        console.print(f"seeds: {skipped}", soft_wrap=True, markup=False)
     if args.dry_run:
         return dry(recipe, seeds)
     folder = recipe.run.folder
@@ -307,7 +321,8 @@ def main() -> None:
             write_target(recipe.target)
         decides = recipe.decides()
         shards = open_shards(folder, decides, args.restart or args.tiny)
-        facts = {"rows_without_prompt": empty, "decides": decides, **provenance(command=command, recipe=args.recipe)}
+        rows_skipped = {reason: count for count, reason, _ in skipped.table()}
+        facts = {"rows_skipped": rows_skipped, "decides": decides, **provenance(command=command, recipe=args.recipe)}
         write_json(folder / "manifest.json", facts)  # first of all: it says whose folder this is
         write_recipe(recipe, folder / "recipe.yaml", command)
         distill(recipe, seeds, shards, facts, by_engine if recipe.backend == "engine" else by_endpoint)

@@ -133,7 +133,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
         value = json.loads(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 text (byte {error.start})") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # a JSONDecodeError, or a number of thousands of digits
         raise ValueError(f"{where}: not valid JSON ({error})") from None
     except RecursionError:
         raise ValueError(f"{where}: JSON nested too deeply") from None

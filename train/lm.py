@@ -31,9 +31,11 @@ from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.data import packing, sources, tokenized
+from draftsmith.data import packing, sources
 from draftsmith.data.chat import Completion, read_row
 from draftsmith.data.prompts import prompts
+from draftsmith.data.rows import Skipped, usable
+from draftsmith.data.rows import rows as rows_of
 from draftsmith.inference.answers import answer
 from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
@@ -42,7 +44,17 @@ from draftsmith.train import checkpoint, dry_run, loop, run, sharded
 from draftsmith.train.files import replacing_folder
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
 from draftsmith.train.recipe import (
-    Factor, Layers, Name, Recipe, Section, Share, Source, Stage, Tokens, read_recipe, write_recipe,
+    Factor,
+    Layers,
+    Name,
+    Recipe,
+    Section,
+    Share,
+    Source,
+    Stage,
+    Tokens,
+    read_recipe,
+    write_recipe,
 )  # fmt: skip
 from draftsmith.train.tiny import tiny
 from draftsmith.train.track import Trackers
@@ -239,10 +251,10 @@ def begin_with(model: LlamaForCausalLM, folder: Path) -> None:
     model.load_state_dict(stored)
 
 
-def texts(source: Source, tokenizer: PreTrainedTokenizerFast | None) -> Iterator[str]:
-    """The documents of a source; chats are rendered by the template (without a tokenizer, their plain contents)."""
-    for row in itertools.islice(tokenized.rows(source)[0], source.limit):
-        content = read_row(row)
+def texts(source: Source, tokenizer: PreTrainedTokenizerFast | None, skipped: Skipped | None = None) -> Iterator[str]:
+    """The documents of a source; chats are rendered by the template (without a tokenizer, their plain contents). Rows
+    that cannot be used are left out and noted in ``skipped``."""
+    for _, content in usable(itertools.islice(rows_of(source)[0], source.limit), read_row, skipped or Skipped()):
         if isinstance(content, str):
             yield content
         elif isinstance(content, Completion):
@@ -272,8 +284,17 @@ def train_tokenizer(corpus: list[Source], vocab_size: int, max_position: int) ->
     return tokenizer
 
 
-def encode(source: Source, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(texts(source, tokenizer)))
+def encode(source: Source, tokenizer: PreTrainedTokenizerFast, max_skipped: float) -> list[list[int]]:
+    """The token ids of each document.
+
+    Raises:
+        ValueError: more than a share of ``max_skipped`` of the rows cannot be used.
+    """
+    skipped = Skipped()
+    encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(texts(source, tokenizer, skipped)))
+    skipped.check(source.source, max_skipped)
+    if skipped.count:
+        loop.console.print(f"  {source.source} ({source.split}): {skipped}", soft_wrap=True, markup=False)
     return [encoding.ids for encoding in encodings]
 
 
@@ -358,8 +379,9 @@ def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str
         with replacing_folder(folder) as temporary:
             tokenizer.save_pretrained(temporary)
     loop.console.print("tokenizing …")
-    corpora = [encode(source, tokenizer) for source in recipe.data.train]
-    held_out = [ids for source in recipe.data.validation for ids in encode(source, tokenizer)]
+    most = recipe.data.max_skipped
+    corpora = [encode(source, tokenizer, most) for source in recipe.data.train]
+    held_out = [ids for source in recipe.data.validation for ids in encode(source, tokenizer, most)]
     for source, ids in zip(recipe.data.train, corpora, strict=True):
         loop.console.print(f"  {source.source} ({source.form}): {len(ids)} documents, {sum(map(len, ids)):,} tokens")
 
@@ -427,7 +449,7 @@ def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str
     with torch.no_grad():
         loss = evaluate(module)["validation_loss"]
     module.model.generation_config.eos_token_id = [end, end_of_turn]
-    texts_sha256 = [tokenized.rows(source)[1] for source in recipe.data.train]
+    texts_sha256 = [rows_of(source)[1] for source in recipe.data.train]
     facts = {
         "command": command,
         "parameters": parameters,

@@ -164,8 +164,10 @@ def rows_of(
             assert target.tokenizer is not None
             note = recipe.run.folder / "streams" / f"{number}.json"
             keep = PartialState().is_main_process
-            found.append(StreamedRows(source, recipe.data, target.tokenizer, recipe.run.seed, note, keep=keep))
-            loop.console.print(f"  {source.source} ({source.split}): streamed")
+            streamed = StreamedRows(source, recipe.data, target.tokenizer, recipe.run.seed, note, keep=keep)
+            found.append(streamed)
+            odd = f"; in its first window {streamed.skipped}" if streamed.skipped.count else ""
+            loop.console.print(f"  {source.source} ({source.split}): streamed{odd}", soft_wrap=True, markup=False)
             continue
         if source.answers is not None:
             samples = answered(source, target, recipe.run.seed, recipe.run.folder / "answers" / f"{which}-{number}")
@@ -177,6 +179,8 @@ def rows_of(
             f"  {source.source} ({source.split}): {len(samples)} samples, {len(samples.tokens):,} tokens, "
             f"{labels / max(1, len(samples.tokens)):.0%} supervised"
         )
+        if samples.skipped.count:
+            loop.console.print(f"  {source.source} ({source.split}): {samples.skipped}", soft_wrap=True, markup=False)
         found.append(Rows(samples, recipe.data.max_length, share=recipe.data.packing and which == "train"))
     return found
 
