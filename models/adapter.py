@@ -3,8 +3,6 @@
 import copy
 import hashlib
 import logging
-import os
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.models.artifact import check_target, save_tensors
-from draftsmith.models.target import Target, check_safetensors
+from draftsmith.models.artifact import check_target
+from draftsmith.models.stored import check_safetensors, save_tensors
+from draftsmith.models.target import Target
+from draftsmith.train.files import json_object, replacing_folder
 
 FOLDER = "adapter"  # of a drafter folder that comes with one
 
@@ -90,20 +90,14 @@ def write_adapter(folder: Path, target: Target) -> None:
     on."""
     from peft import get_peft_model_state_dict
 
-    temporary = folder / f".{FOLDER}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     # Beside an adapter on the LM head peft would store the embeddings too, which have not changed.
     trained = get_peft_model_state_dict(target.model, save_embedding_layers=False)
-    weights = {f"base_model.model.{name}": weight for name, weight in trained.items()}
-    save_tensors(weights, temporary / "adapter_model.safetensors")
     config = copy.copy(target.model.peft_config["default"])
     config.base_model_name_or_path, config.inference_mode = target.name, True
-    config.save_pretrained(temporary)
-    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    for file in temporary.iterdir():
-        os.replace(file, folder / FOLDER / file.name)
-    temporary.rmdir()
+    with replacing_folder(folder / FOLDER) as temporary:
+        weights = {f"base_model.model.{name}": weight for name, weight in trained.items()}
+        save_tensors(weights, temporary / "adapter_model.safetensors")
+        config.save_pretrained(temporary)
     target.fingerprint, target.adapter = _fingerprint(target, folder / FOLDER), FOLDER
 
 
@@ -127,14 +121,15 @@ def merge_adapter(target: Target, folder: Path) -> Target:
     if not (folder / "adapter_model.safetensors").exists():
         raise FileNotFoundError(f"{folder}: no adapter_model.safetensors here; fetch or train the drafter again")
     check_safetensors(folder)
+    modules = json_object(folder / "adapter_config.json", "adapter config").get("target_modules") or []
     together = _fingerprint(target, folder)
-    if "lm_head" in (folder / "adapter_config.json").read_text(encoding="utf-8"):
+    if "lm_head" in modules:
         untie(target)
     try:
         with torch.no_grad(), _quietly():
             merged = PeftModel.from_pretrained(target.model, str(folder)).merge_and_unload()  # type: ignore[operator]
-    except (RuntimeError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(f"{folder}: this adapter does not fit target '{target.name}' ({first})") from None
     return Target(merged, target.tokenizer, target.name, together, target.revision, FOLDER)
 
@@ -145,7 +140,7 @@ def target_of(folder: Path, config: Mapping[str, Any], target: Target) -> Target
     Raises:
         FileNotFoundError, ValueError: the drafter is not for this target, or its adapter is missing or damaged.
     """
-    wanted = config.get("target", {})
+    wanted = config["target"]
     trained = (wanted.get("fingerprint"), wanted.get("merged_fingerprint"))
     if wanted.get("adapter") and target.fingerprint not in trained:
         target = merge_adapter(target, folder / str(wanted["adapter"]))

@@ -5,23 +5,22 @@
 """
 
 import datetime
-import errno
 import importlib.metadata
-import json
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.models.target import Target, check_safetensors, resolve_folder
+from draftsmith.models.stored import check_safetensors, local_folder, resolve_folder, save_tensors
+from draftsmith.models.target import Target
+from draftsmith.train.files import json_object, replacing_folder, write_json, write_text
+from draftsmith.train.files import read_json as read_json
 
 
 def version() -> str:
@@ -64,50 +63,15 @@ def provenance(**facts: Any) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def read_json(path: Path) -> Any:
-    """Read JSON.
-
-    Raises:
-        ValueError: it is not valid JSON.
-        FileNotFoundError: there is no such file.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: there is no such file") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); write or fetch it again") from None
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """A safetensors file, from wherever the tensors are.
-
-    Raises:
-        OSError: the disk is full, or it cannot be written; half a file is not left.
-    """
-    try:
-        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # it wraps the system's error in text of its own
-        path.unlink(missing_ok=True)
-        raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error), str(path)) from None
-
-
 def write_model(folder: Path, model: Any, tokenizer: Any, facts: Mapping[str, Any]) -> None:
-    """A ``transformers`` model folder with its provenance; each file is written elsewhere and renamed."""
-    temporary = folder / ".model.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    for file in temporary.iterdir():
-        os.replace(file, folder / file.name)
-    temporary.rmdir()
+    """A ``transformers`` model folder with its provenance; its files are written elsewhere and then renamed.
+
+    Raises:
+        OSError: the disk is full, or it cannot be written.
+    """
+    with replacing_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
     write_json(folder / "provenance.json", facts)
 
 
@@ -115,26 +79,26 @@ def write_drafter(
     folder: Path, drafter_type: str, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target,
     facts: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Write a drafter's ``model.safetensors``, ``config.json`` and ``provenance.json``, each whole or not at all."""
+    """Write a drafter's weights, ``config.json``, ``provenance.json`` and model card, each whole or not at all.
+
+    Raises:
+        OSError: the disk is full, or it cannot be written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / "model.safetensors.tmp"
-    save_tensors(weights, temporary)
-    os.replace(temporary, folder / "model.safetensors")
+    save_tensors(weights, folder / "model.safetensors")
     config = {"draftsmith_version": version(), "drafter_type": drafter_type, **shape, "target": target.describe()}
     write_json(folder / "config.json", config)
     write_json(folder / "provenance.json", facts)
-    card = folder / "README.md.tmp"
-    card.write_text(_card(folder.name, drafter_type, shape, target, facts), encoding="utf-8")
-    os.replace(card, folder / "README.md")
+    write_text(folder / "README.md", _card(folder.resolve().name, drafter_type, shape, target, facts))
 
 
 def _card(name: str, drafter_type: str, shape: Mapping[str, Any], target: Target, facts: Mapping[str, Any]) -> str:
     """The model card: what it is, what for, how to run it, how it was made."""
     rows = "\n".join(f"| {key} | {value} |" for key, value in {**shape, **facts}.items() if not isinstance(value, dict))
+    base = "" if local_folder(target.name) else f"base_model: {target.name}\n"  # the Hub takes no other name
     return f"""---
 library_name: draftsmith
-base_model: {target.name}
-tags: [speculative-decoding, {drafter_type}]
+{base}tags: [speculative-decoding, {drafter_type}]
 ---
 # {name}
 
@@ -142,10 +106,16 @@ A {drafter_type} drafter for `{target.name}`, trained with draftsmith. It propos
 output is the target's own greedy output, in fewer steps. It works with this target alone (fingerprint
 `{target.fingerprint[:16]}…`).
 
+draftsmith is installed from a checkout of its repository, by `pip install .` there (or `make install`, into `.venv`).
+Then, in this folder:
+
 ```bash
-python inference/decode.py {name} --prompt "…"
-python inference/decode.py {name} --prompts FILE.jsonl --baseline all --check-lossless --report DIR
+python -m draftsmith.inference.decode . --prompt "def read_config(path):"
+python -m draftsmith.inference.decode . --prompts FILE.jsonl --baseline all --check-lossless --report .
 ```
+
+Elsewhere, write this folder's path in place of the `.`, or `USER/NAME` if it is on the Hub. Give the target by `--target`
+if it is not found as `{target.name}`.
 
 | field | value |
 |---|---|
@@ -164,13 +134,43 @@ def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     if not (folder / "config.json").exists():
         hint = "training has not finished; go on with --resume" if (folder / "checkpoints").exists() else "no drafter"
         raise FileNotFoundError(f"{folder}: no config.json here: {hint}")
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict) or "drafter_type" not in config:
+    config = json_object(folder / "config.json", "drafter config")
+    if "drafter_type" not in config:
         raise ValueError(f"{folder}: this is a model, not a drafter; to decode with it alone: none --target {name}")
+    _check_config(folder / "config.json", config)
     if not (folder / "model.safetensors").exists():
         raise FileNotFoundError(f"{folder}: no model.safetensors here; fetch or train the drafter again")
     check_safetensors(folder)
-    return folder, config, load_file(folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors")
+    damaged = [name for name, weight in weights.items() if not weight.isfinite().all()]
+    if damaged:
+        raise ValueError(f"{folder}/model.safetensors: '{damaged[0]}' holds NaN or infinity; fetch or train it again")
+    return folder, config, weights
+
+
+_TARGET_FIELDS = ("fingerprint", "revision", "adapter", "merged_fingerprint")
+
+
+def _check_config(file: Path, config: Mapping[str, Any]) -> None:
+    """What every drafter's config says of its type and its target.
+
+    Raises:
+        ValueError: a field is missing or of another type.
+    """
+    if not isinstance(config["drafter_type"], str):
+        raise ValueError(f"{file}: field 'drafter_type' is {config['drafter_type']!r}; it has to be text")
+    target = config.get("target")
+    if not isinstance(target, dict):
+        raise ValueError(f"{file}: field 'target' is {target!r}; it has to be an object with name_or_path")
+    name = target.get("name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{file}: field 'target.name_or_path' is {name!r}; it has to be a folder or a Hub id")
+    for field in _TARGET_FIELDS:
+        if not isinstance(target.get(field), str | None):
+            raise ValueError(f"{file}: field 'target.{field}' is {target[field]!r}; it has to be text")
+    adapter = target.get("adapter")
+    if adapter and (Path(adapter).name != adapter or adapter in (".", "..")):
+        raise ValueError(f"{file}: field 'target.adapter' is {adapter!r}; it has to be a folder in this one")
 
 
 _PUBLISHED = [
@@ -208,16 +208,21 @@ def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> Non
     Raises:
         ValueError: width, vocabulary or fingerprint differ.
     """
-    trained_for = config.get("target", {}).get("name_or_path")
+    trained_for = config["target"]["name_or_path"]
     wrong = f"{folder}: this drafter was trained for target '{trained_for}', not for '{target.name}'"
     for field, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if config.get(field) != own:
             raise ValueError(
                 f"{wrong}: {field} {config.get(field)} ≠ {own}; train one for it, or pass --target {trained_for}"
             )
-    stored, merged = (config.get("target", {}).get(name) for name in ("fingerprint", "merged_fingerprint"))
-    if target.fingerprint not in (stored, merged):
+    stored, merged = (config["target"].get(name) or "" for name in ("fingerprint", "merged_fingerprint"))
+    if not stored and target.fingerprint:
         raise ValueError(
-            f"{wrong}: same shape, other weights (fingerprint {str(stored)[:12]}… ≠ {target.fingerprint[:12]}…); "
+            f"{wrong}: its config.json has no target.fingerprint, so nobody knows for which weights it was trained; "
+            "fetch or train it again"
+        )
+    if target.fingerprint not in (stored, *([merged] if merged else [])):
+        raise ValueError(
+            f"{wrong}: same shape, other weights (fingerprint {stored[:12]}… ≠ {target.fingerprint[:12]}…); "
             f"train one for it, or pass --target {trained_for}"
         )

@@ -33,7 +33,7 @@ class MedusaConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
-        if self.projection not in ("own", "shared"):
+        if not isinstance(self.projection, str) or self.projection not in ("own", "shared"):
             raise ValueError(f"field 'projection' is {self.projection!r}; it has to be 'own' or 'shared'")
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,15 +88,20 @@ class MedusaHeads(nn.Module):
             ValueError: a key is missing, unknown or of another shape.
         """
         try:
-            heads = cls(MedusaConfig(**{name: config[name] for name in MedusaConfig.__dataclass_fields__}))
+            shape = MedusaConfig(**{name: config[name] for name in MedusaConfig.__dataclass_fields__})
+            with torch.device("meta"):  # no memory before the shapes are known to be those of the file
+                promised = cls(shape).state_dict()
         except KeyError as missing:
             raise ValueError(f"{where}/config.json: field {missing} is missing") from None
         except ValueError as wrong:
             raise ValueError(f"{where}/config.json: {wrong}") from None
-        wanted = {name: tuple(p.shape) for name, p in heads.state_dict().items()}
+        except (RuntimeError, TypeError):
+            raise ValueError(f"{where}/config.json: heads of this size fit into no memory; fetch it again") from None
+        wanted = {name: tuple(p.shape) for name, p in promised.items()}
         found = {name: tuple(w.shape) for name, w in weights.items()}
         if wanted != found:
             raise ValueError(f"{where}/model.safetensors: its tensors are {found}, config.json promises {wanted}")
+        heads = cls(shape)
         heads.load_state_dict(dict(weights))
         return heads.eval().requires_grad_(False)
 

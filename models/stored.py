@@ -331,12 +331,15 @@ def _read_pickle(file: Path) -> "dict[str, Tensor]":
         ValueError: the file is damaged, or holds something else than tensors by name.
     """
     import pickle
+    import warnings
     import zipfile
 
     import torch
 
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old pickle protocols
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         unsafe = re.search(r"GLOBAL ([\w.]+)", str(error))
         if unsafe:

@@ -43,6 +43,7 @@ from draftsmith.models.stored import (
 )
 from draftsmith.models.stored import local_folder as local_folder
 from draftsmith.models.tokenizer import load_tokenizer
+from draftsmith.train.files import json_object
 
 _SMALL = 1 << 30  # bytes of weights that load at once
 _UNSUPPORTED = "this family is not supported yet"
@@ -225,9 +226,23 @@ class Target:
 
 
 def _reason(error: BaseException) -> str:
-    """The last line of an error of transformers says what its first ones lead to."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
+    """What an error of a library says first; where that only names a field, what it says next."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    line = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    return f"{type(error).__name__}: {line[:200]}"
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """transformers warns in tables and of fields; what is wrong is refused here in one line."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -247,9 +262,18 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     if "auto_map" not in stored and stored["model_type"] not in CONFIG_MAPPING:
         raise ValueError(f"{file}: transformers {transformers_version} knows no model_type '{stored['model_type']}'")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with _quietly():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a field makes it stumble over
         raise ValueError(f"{file}: transformers refuses it ({_reason(error)})") from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "auto_map" not in stored:
+        raise ValueError(f"{file}: '{stored['model_type']}' is no causal language model")
+    generation = folder / "generation_config.json"  # transformers ignores a damaged one, and the ids that end a text
+    if generation.exists():
+        ids = json_object(generation, "generation config").get("eos_token_id")
+        if ids is not None and not all(type(number) is int for number in (ids if isinstance(ids, list) else [ids])):
+            raise ValueError(f"{generation}: eos_token_id is {ids!r}; it has to be an id or a list of ids")
+    return config
 
 
 def _check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -265,8 +289,7 @@ def _check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, S
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "quantization_config", None):
         return  # a model with code of its own, or one stored in a packed form
     try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.device("meta"), _quietly():
             # Its class by name: the Auto class would spread it where DeepSpeed's ZeRO-3 is at work.
             promised = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     except Exception as error:  # heads of no width, sizes beyond any memory
@@ -287,7 +310,7 @@ def _check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, S
 
 def _some(what: str, found: Sequence[str]) -> str:
     rest = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{len(found)} {what}: {', '.join(found[:3])}{rest}; fetch it again, or mend its config.json"
+    return f"{what} ({len(found)}): {', '.join(found[:3])}{rest}; fetch it again, or mend its config.json"
 
 
 def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
@@ -296,16 +319,13 @@ def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
     Raises:
         ValueError: weights are missing, unexpected or of another shape, or transformers cannot load the model.
     """
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()  # it only warns, in a table
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        with _quietly():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, ArithmeticError) as error:
         raise ValueError(f"{folder}: transformers cannot load it ({_reason(error)})") from None
-    finally:
-        logging.set_verbosity(level)
     model, found = loaded
     for kind, what in (
         ("missing_keys", "missing weights"),

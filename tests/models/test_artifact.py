@@ -78,8 +78,8 @@ def test_truncated_weights(drafter, kept):
     ("text", "said"),
     [
         ('{"drafter_type": ', "config.json: not valid JSON"),
-        ("[]", "not a drafter"),
-        ("3", "not a drafter"),
+        ("[]", "a JSON object is needed, got list"),
+        ("3", "a JSON object is needed, got int"),
         ("{}", "not a drafter"),
     ],
 )
