@@ -1,7 +1,6 @@
 """The frozen target's last hidden states, made once and kept: in memory, or in a file of the run's folder that training
 reads as if it were memory. Stage 1 then runs no target at all."""
 
-import json
 import math
 import os
 import shutil
@@ -13,9 +12,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from draftsmith.data.packing import Rows
-from draftsmith.models.artifact import write_json
 from draftsmith.models.target import Target
 from draftsmith.train import loop, sharded
+from draftsmith.train.files import read_json, write_json
 
 
 def hidden_states(
@@ -51,10 +50,9 @@ def hidden_states(
                 _check(what, wanted, free, where)
                 if accelerator.is_main_process:
                     stored.parent.mkdir(parents=True, exist_ok=True)
-                    for old in (stored, stored.with_suffix(".done")):
-                        old.unlink(missing_ok=True)
-                    with stored.open("wb") as file:  # a mapped file that fills the disk later would end the process
-                        os.posix_fallocate(file.fileno(), 0, wanted)
+                    for path, size in ((stored, wanted), (stored.with_suffix(".done"), len(done))):
+                        path.unlink(missing_ok=True)
+                        _take_room(path, size)
                     write_json(stored.with_suffix(".json"), asked)
             kept = torch.from_file(str(stored), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
             done = torch.from_file(str(stored.with_suffix(".done")), shared=True, size=len(done), dtype=torch.uint8)
@@ -86,6 +84,16 @@ def hidden_states(
     return kept
 
 
+def _take_room(path: Path, size: int) -> None:
+    """A file of zeros that has its room on the disk: a mapped one that filled it later would end the process."""
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
 def _free(stored: Path | None) -> int:
     if stored is None:
         return psutil.virtual_memory().available
@@ -102,6 +110,6 @@ def _check(what: str, wanted: int, free: int, where: str) -> None:
 
 def _read(path: Path) -> object:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError):
         return None

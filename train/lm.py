@@ -41,7 +41,7 @@ from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target, load_target, resolve_folder
 from draftsmith.train import checkpoint, dry_run, loop, run, sharded
-from draftsmith.train.files import replacing_folder
+from draftsmith.train.files import json_object, replacing_folder
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
 from draftsmith.train.recipe import (
     Factor,
@@ -273,7 +273,7 @@ def train_tokenizer(corpus: list[Source], vocab_size: int, max_position: int) ->
     special = [END_OF_TEXT, END_OF_TURN, *ROLES]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=loop.console.is_terminal
     )
     bpe.train_from_iterator((text for source in corpus for text in texts(source, None)), trainer)
     tokenizer = PreTrainedTokenizerFast(
@@ -291,11 +291,17 @@ def encode(source: Source, tokenizer: PreTrainedTokenizerFast, max_skipped: floa
         ValueError: more than a share of ``max_skipped`` of the rows cannot be used.
     """
     skipped = Skipped()
-    encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(texts(source, tokenizer, skipped)))
+    documents, found = list(texts(source, tokenizer, skipped)), list[list[int]]()
     skipped.check(source.source, max_skipped)
     if skipped.count:
         loop.console.print(f"  {source.source} ({source.split}): {skipped}", soft_wrap=True, markup=False)
-    return [encoding.ids for encoding in encodings]
+    note = loop.Note(f"tokenizing {source.source} ({source.split})", len(documents))
+    for begin in range(0, len(documents), 256):
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(documents[begin : begin + 256])
+        found += [encoding.ids for encoding in encodings]
+        note.done(len(found))
+    note.close()
+    return found
 
 
 def config_of(m: Model, end: int) -> LlamaConfig:
@@ -309,13 +315,33 @@ def config_of(m: Model, end: int) -> LlamaConfig:
     )  # fmt: skip
 
 
+def parameters_of(m: Model) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in LlamaForCausalLM(config_of(m, 0)).parameters())
+
+
+def check_beginning(recipe: LmRecipe) -> None:
+    """Refuse a model to begin with by its config alone, before any text is read; its weights are checked later.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or it has another shape.
+    """
+    where, folder = f"init_from={recipe.init_from}", resolve_folder(str(recipe.init_from))
+    if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
+        raise FileNotFoundError(f"{where}: no model with its tokenizer there (config.json, tokenizer.json)")
+    stored, own = json_object(folder / "config.json"), config_of(recipe.model, 0).to_dict()
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                 "intermediate_size"):  # fmt: skip
+        if stored.get(name) != own[name]:
+            raise ValueError(f"{where}: its shape is not the recipe's model: {name} {stored.get(name)} ≠ {own[name]}")
+
+
 def dry(recipe: LmRecipe) -> None:
     """Print what the recipe would do and cost, then write and decode its tiny form untrained."""
     accelerator = loop.make_accelerator(recipe.precision)
     if not accelerator.is_main_process:
         return
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in LlamaForCausalLM(config_of(recipe.model, 0)).parameters())
+    parameters = parameters_of(recipe.model)
     plans = [
         dry_run.Plan(s.name, 0, parameters, 0.0, s.optim, s.steps, s.batch.sequences * s.max_length)
         for s in recipe.stages
@@ -349,7 +375,7 @@ def main() -> None:
         )
     for stage in recipe.stages:
         loop.micro_batch(stage, stage.name, accelerator.num_processes)
-    run.check_data(recipe.data)
+    run.check(recipe, recipe.stages)
     with run.held(recipe.run.folder, "lm", accelerator.is_main_process):
         with accelerator.main_process_first():
             resume = run.begin(recipe.run.folder, args.resume, args.restart or args.tiny, accelerator.is_main_process)
@@ -363,10 +389,13 @@ def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str
         resume: there is a checkpoint to go on from.
     """
     folder = recipe.run.folder
+    m = recipe.model
     if accelerator.is_main_process:
         write_recipe(recipe, folder / "recipe.yaml", command)
+        run.check_room(folder, parameters_of(m), recipe, recipe.stages[0])
+    if recipe.init_from and not resume:
+        check_beginning(recipe)
 
-    m = recipe.model
     pretokenized = folder / "tokenizer.json"
     if resume and pretokenized.exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -378,7 +407,6 @@ def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str
     if accelerator.is_main_process and not (resume and pretokenized.exists()):
         with replacing_folder(folder) as temporary:
             tokenizer.save_pretrained(temporary)
-    loop.console.print("tokenizing …")
     most = recipe.data.max_skipped
     corpora = [encode(source, tokenizer, most) for source in recipe.data.train]
     held_out = [ids for source in recipe.data.validation for ids in encode(source, tokenizer, most)]

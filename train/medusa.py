@@ -324,7 +324,7 @@ def main() -> None:
             "a target that is spread over processes is not quantised or compiled: target.quantize=none, "
             "precision.compile=false"
         )
-    run.check_data(recipe.data)
+    run.check(recipe, [stage for _, stage in stages_of(recipe)])
     with run.held(recipe.run.folder, "medusa", accelerator.is_main_process):
         with accelerator.main_process_first():
             resume = run.begin(recipe.run.folder, args.resume, args.restart or args.tiny, accelerator.is_main_process)
@@ -348,8 +348,14 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
             t.name, revision=t.revision, dtype=t.dtype, device=device, quantize=t.quantize,
             trust_remote_code=t.trust_remote_code, place=place,
         )  # fmt: skip
+    d = recipe.drafter
     if accelerator.is_main_process:
         write_recipe(recipe, folder / "recipe.yaml", command)
+        with torch.device("meta"):
+            planned = MedusaHeads(MedusaConfig(
+                d.num_draft_heads, d.num_layers, d.projection, target.hidden_size, target.vocab_size
+            ))  # fmt: skip
+        run.check_room(folder, sum(p.numel() for p in planned.parameters()), recipe, stages_of(recipe)[0][1])
 
     if recipe.data.packing:
         target.check_packing()
@@ -377,7 +383,6 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
                 hidden.append(hidden_states(target, rows, dtype, accelerator, stored))
 
     torch.manual_seed(recipe.run.seed)
-    d = recipe.drafter
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
     if recipe.init_from and not resume:
         begin_with(heads, recipe.init_from, target)
@@ -461,6 +466,11 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
             found = evaluate(module)
         kept = ("simulated_tau", "kl", "perplexity", "original_perplexity", "perplexity_ratio")
         facts |= {name: found[name] for name in kept}
+    tree: Topology | None = None
+    if recipe.export.push_to_hub:  # what is uploaded has to decode; a tree that calibrate.py measured stays
+        module.eval()
+        with torch.no_grad(), loop.autocast(accelerator, recipe.precision):
+            tree = best_tree(head_ranks(target, heads, held_out["tokens"], held_out["supervised"]), SIMULATED_NODES)
     if accelerator.is_main_process:
         if isinstance(module, Medusa2):
             write_adapter(folder, target)
@@ -470,6 +480,8 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
         if job.trackers:
             job.trackers.close()
         if recipe.export.push_to_hub:
+            if tree is not None and not (folder / "tree.json").exists():
+                write_json(folder / "tree.json", {"paths": [list(path) for path in tree.paths]})
             loop.console.print(f"uploading to {recipe.export.push_to_hub} …")
             push(folder, recipe.export.push_to_hub, recipe.export.private)
         tau = facts["simulated_tau"]

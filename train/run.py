@@ -4,9 +4,10 @@
 """
 
 import glob
+import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,7 @@ from filelock import FileLock, Timeout
 from draftsmith.data.tokenized import read_template
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.files import json_object, read_text, write_json
-from draftsmith.train.recipe import Data
+from draftsmith.train.recipe import Recipe, Stage
 
 Kind = Literal["distill", "lm", "medusa"]  # the script's name
 _MARK, _LOCK = ".run", ".lock"
@@ -98,16 +99,46 @@ def _kind(folder: Path) -> str | None:
     return next((script for script in ("lm", "medusa") if f"train/{script}.py" in command), None)
 
 
-def check_data(data: Data) -> None:
-    """Find out before anything slow what is wrong with a recipe's data without reading it.
+def check(recipe: Recipe, stages: Sequence[Stage]) -> None:
+    """What a recipe names is there: data files, chat template, packages. Nothing of it is read.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, or the chat template is none.
+        FileNotFoundError, ValueError: something is missing, or the template is no template.
     """
-    for source in (*data.train, *data.validation):
+    for source in (*recipe.data.train, *recipe.data.validation):
         if source.is_file and not Path(source.source).is_file() and not glob.glob(source.source):
             raise FileNotFoundError(f"data source '{source.source}': there is no such file")
-    read_template(data.template)
+    read_template(recipe.data.template)
+    wanted = {
+        "tensorboard": recipe.track.tensorboard and "track.tensorboard",
+        "wandb": recipe.track.wandb and "track.wandb",
+        "bitsandbytes": any(stage.optim.eight_bit for stage in stages) and "optim.eight_bit",
+    }
+    for package, field in wanted.items():
+        if field and importlib.util.find_spec(package) is None:
+            raise ValueError(f"{field} needs a package more: pip install {package}")
+
+
+def check_room(folder: Path, parameters: int, recipe: Recipe, stage: Stage) -> None:
+    """Refuse a run whose checkpoints cannot fit on the disk, before anything slow.
+
+    Args:
+        parameters: how many train, in float32.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    moments = 2 if stage.optim.eight_bit else 4 if stage.optim.name == "muon" else 8  # bytes of a parameter
+    saved = min(recipe.checkpoint.keep + 1, -(-stage.steps // recipe.checkpoint.every))  # the oldest goes last
+    wanted = parameters * (4 + moments) * saved
+    there = sum(file.stat().st_size for file in folder.glob("checkpoints/step-*/*"))  # they are replaced
+    free = shutil.disk_usage(folder).free
+    if wanted > free + there:
+        raise ValueError(
+            f"{folder}: {saved} checkpoints of {parameters / 1e6:,.0f} M parameters with their optimizer take "
+            f"{wanted / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free; free some, lower checkpoint.keep, or set "
+            "run.output_dir"
+        )
 
 
 def begin(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from draftsmith.train.files import read_text, write_text
 from draftsmith.train.recipe import Track
 
 WAIT = 30.0  # seconds that a tracker's network may take to answer, and again to take the last lines
@@ -38,8 +39,8 @@ class Trackers:
         import wandb  # takes a second
 
         note = folder / "wandb_id"  # a resumed run goes on in the same chart
-        identity = note.read_text().strip() if note.exists() else uuid.uuid4().hex[:8]
-        note.write_text(identity)
+        identity = (read_text(note).strip() if note.exists() else "") or uuid.uuid4().hex[:8]
+        write_text(note, identity)
         given: dict[str, Any] = {
             "project": track.project, "name": folder.name, "id": identity, "resume": "allow", "dir": str(folder),
             "config": config,
@@ -49,9 +50,8 @@ class Trackers:
         try:
             self.run = wandb.init(**given, mode="offline" if offline else "online", settings=settings)
         except Exception as error:  # wandb and its transport raise a dozen unrelated types
-            reason = re.sub(r"\s+", " ", str(error)).strip()[:160]
             console.print(
-                f"  wandb does not answer ({reason}); writing offline, send it later with: wandb sync {folder}"
+                f"  wandb does not answer ({_reason(error)}); writing offline, send it later with: wandb sync {folder}"
             )
             wandb.teardown()
             self.run = wandb.init(**given, mode="offline", settings=settings)
@@ -60,16 +60,26 @@ class Trackers:
         """One line of ``metrics.jsonl``."""
         step = int(line["step"])
         numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
-        if self.run is not None:
-            self.run.log(numbers, step=step)
-        if self.board is not None:
-            for name, value in numbers.items():
+        try:
+            if self.run is not None:
+                self.run.log(numbers, step=step)
+        except Exception as error:
+            console.print(f"  wandb takes no more lines ({_reason(error)})")
+            self.run = None
+        try:
+            for name, value in numbers.items() if self.board is not None else ():
                 self.board.add_scalar(name, value, step)
+        except Exception as error:  # what its thread met when it wrote the lines before
+            console.print(f"  TensorBoard takes no more lines ({_reason(error)})")
+            self.board = None
 
     def close(self) -> None:
         """Hand over the rest; a network that hangs is left after ``WAIT`` seconds."""
         if self.board is not None:
-            self.board.close()
+            try:
+                self.board.close()
+            except Exception as error:
+                console.print(f"  TensorBoard did not take the last lines ({_reason(error)})")
         if self.run is None:
             return
         ending = threading.Thread(target=self.run.finish, daemon=True)
@@ -77,3 +87,7 @@ class Trackers:
         ending.join(WAIT)
         if ending.is_alive():
             console.print(f"  wandb did not take the last lines within {WAIT:.0f} s; send them with: wandb sync")
+
+
+def _reason(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()[:160] or type(error).__name__
