@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PIECES = 512  # of the sentencepiece models; the byte-level ones have as many before their special tokens
 PADDING = 64  # a vocabulary that is padded beyond its tokenizer becomes a multiple of this
-TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
     "and polite answers to the user's questions. USER: ASSISTANT:"
@@ -141,7 +141,10 @@ def write_weights(root: Path, manifest: dict[str, Any], ids: dict[int, int]) -> 
     vocabulary = PIECES + wanted.get("special_count", 0)
     if config["vocab_size"] > wanted.get("base_size", config["vocab_size"]) + wanted.get("special_count", 0):
         vocabulary = vocabulary // PADDING * PADDING + PADDING
-    config |= TINY | {"vocab_size": vocabulary}
+    safe = sorted(name for name in manifest["files"] if name.endswith(".safetensors"))
+    shards = safe or sorted(n for n in manifest["files"] if n.startswith("pytorch_model-") and n.endswith(".bin"))
+    layers = max(2, -(-(len(shards) - 3) // 9))  # a tensor for each shard: three, and nine in each layer
+    config |= TINY | {"vocab_size": vocabulary, "num_hidden_layers": layers}
     if "num_key_value_heads" in config:
         grouped = manifest["config"]["num_key_value_heads"] < manifest["config"]["num_attention_heads"]
         config["num_key_value_heads"] = 2 if grouped else 4
@@ -164,10 +167,8 @@ def write_weights(root: Path, manifest: dict[str, Any], ids: dict[int, int]) -> 
                 weight.normal_(std=0.3)
     tensors = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     for name in manifest.get("stored_buffers", ()):  # which old checkpoints hold, and no model takes any more
-        for layer in range(config["num_hidden_layers"]):
+        for layer in range(layers):
             tensors[f"model.layers.{layer}.{name}"] = torch.ones(4)
-    safe = sorted(name for name in manifest["files"] if name.endswith(".safetensors"))
-    shards = safe or sorted(n for n in manifest["files"] if n.startswith("pytorch_model-") and n.endswith(".bin"))
     of = {name: shards[number * len(shards) // len(tensors)] for number, name in enumerate(tensors)}
     for shard in shards:
         part = {name: tensors[name].contiguous() for name, place in of.items() if place == shard}

@@ -1,0 +1,329 @@
+"""Every shipped recipe that names something on the Hub, by its own first line and without --tiny, on a miniature Hub.
+
+Downloads, templates, masks, training, export, upload, then calibrate.py and decode.py, for the repository layouts in
+manifests/. Only sizes are overridden. The first command of all, vicuna7b's, is a real ``accelerate launch``; the others
+that a plain ``python`` can run share a process, and all share the caches, as on a user's machine.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import miniatures
+import pytest
+import yaml
+from safetensors.torch import load_file
+from server import TOKEN, USER, Hub
+from transformers import AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
+NOTHING_OF_THE_HUB = {"tiny-distill", "tiny-lm", "tiny-medusa", "tiny-medusa2"}  # tests/train/test_shipped_recipes.py
+SIZES = [
+    "target.dtype=float32", "data.max_length=224", "steps=4", "batch={sequences: 4, accumulate: 2}",
+    "precision.autocast=none", "precision.threads=1", "checkpoint.every=4", "evaluate={every: 2, sequences: 8}",
+]  # fmt: skip
+JOINT = ["joint.steps=4", "joint.batch={sequences: 4, accumulate: 2}", "precision.gradient_checkpointing=true"]
+ANSWERS = ["target.dtype=float32", "engine.batch_size=4", "engine.threads=1", "decoding.max_new_tokens=12"]
+
+
+class World:
+    """A user's machine: the project, empty caches, a Hub, and one process for the commands that need none of their own.
+
+    root: where the commands run; ``recipes``, ``train`` and ``inference`` are the project's, ``runs`` is here.
+    """
+
+    def __init__(self, root: Path, hub: Hub) -> None:
+        self.root, self.hub = root, hub
+        for name in ("recipes", "train", "inference", "data"):
+            (root / name).symlink_to(ROOT / name)
+        left_out = ("HF_", "HUGGING", "TRANSFORMERS_", "DRAFTSMITH_", "WANDB_", "ACCELERATE_")
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)} | {
+            "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(root / "hf"), "DRAFTSMITH_CACHE": str(root / "cache"),
+            "HF_UPDATE_DOWNLOAD_COUNTS": "0", "HF_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1",
+            "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200",
+        }  # fmt: skip
+        self._process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("commands.py")], cwd=root, env=self.environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+    def python(self, *words: str, **environment: str | None) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of ``python WORDS``."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        changed = {"HF_TOKEN": TOKEN} | environment
+        self._process.stdin.write(json.dumps({"words": words, "environment": changed}) + "\n")
+        self._process.stdin.flush()
+        done = json.loads(self._process.stdout.readline())
+        return done["code"], done["out"], done["err"]
+
+    def launch(self, *words: str) -> tuple[int, str, str]:
+        """The same of ``accelerate …``, in a process of its own."""
+        done = subprocess.run(
+            [BIN / words[0], *words[1:]], cwd=self.root, env=self.environment, capture_output=True, text=True
+        )
+        return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("hub")
+    miniatures.build(folder)
+    with Hub(folder) as hub:
+        hub.gated = {name: {TOKEN} for name, manifest in miniatures.manifests().items() if manifest.get("gated")}
+        world = World(tmp_path_factory.mktemp("machine"), hub)
+        yield world
+        world.close()
+        assert hub.unknown == [], "the miniature Hub lacks something"
+
+
+def first_line(name: str) -> list[str]:
+    return shlex.split(RECIPES[name].read_text(encoding="utf-8").splitlines()[0].removeprefix("# "))
+
+
+def succeed(done: tuple[int, str, str]) -> str:
+    code, out, err = done
+    assert code == 0, f"exit code {code}\n{out[-2000:]}\n{err[-4000:]}"
+    return out
+
+
+def train(world: World, name: str, *overrides: str, launched: bool = False) -> str:
+    """A training recipe by its first line, uploaded at the end; returns what it printed."""
+    words = first_line(name)
+    assert words[:2] == ["accelerate", "launch"]
+    more = [*SIZES, *overrides, f"export.push_to_hub={USER}/{name}"]
+    if launched:
+        return succeed(world.launch(*words, *more))
+    return succeed(world.python(*words[words.index("train/medusa.py") :], *more))
+
+
+def finish(world: World, name: str) -> None:
+    """Calibration, decoding, and decoding of what was uploaded."""
+    run = world.root / "runs" / name
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any("loss" in line for line in lines)
+    stored = world.hub.files(f"models/{USER}/{name}")
+    assert {"config.json", "model.safetensors", "README.md"} <= set(stored)
+    assert stored["model.safetensors"].read_bytes() == (run / "model.safetensors").read_bytes()
+    assert not any(file.startswith(("checkpoints", "held_out")) for file in stored)
+    succeed(world.python("inference/calibrate.py", f"runs/{name}", "--nodes", "4"))
+    assert (run / "tree.json").exists()
+    for drafter in (f"runs/{name}", f"{USER}/{name}"):
+        report = world.root / "report"
+        succeed(world.python(
+            "inference/decode.py", drafter, "--prompt", "A river of stone", "--max-new-tokens", "12", "--threads", "1",
+            "--check-lossless", "--report", str(report),
+        ))  # fmt: skip
+        found = json.loads((report / "report.json").read_text())
+        assert found["lossless"]["passed"] and found["lossless"]["identical"] == found["prompts"] == 1
+        assert found["target"] == yaml.safe_load(RECIPES[name].read_text())["target"]["name"]
+
+
+def supervised(world: World, name: str, target: str) -> list[list[str]]:
+    """Of each held-out row, the texts between which nothing is supervised, without special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(world.hub.folder / "models" / target)
+    held_out = load_file(world.root / "runs" / name / "held_out" / "model.safetensors")
+    found = []
+    for tokens, marks in zip(held_out["tokens"].tolist(), held_out["supervised"].tolist(), strict=True):
+        spans: list[list[int]] = []
+        for at, token in enumerate(tokens):
+            if marks[at] and not (at and marks[at - 1]):
+                spans.append([])
+            if marks[at]:
+                spans[-1].append(token)
+        found.append([tokenizer.decode(span, skip_special_tokens=True).strip() for span in spans])
+    return found
+
+
+def said(rows: list[list[tuple[str, str]]]) -> list[list[str]]:
+    """What the assistant says in each chat."""
+    return [[text for role, text in chat if role == "assistant"] for chat in rows]
+
+
+def sharegpt_chats(numbers: range) -> list[list[tuple[str, str]]]:
+    """The chats that a recipe has to take from ShareGPT: those of other assistants and the empty ones are no use."""
+    return [miniatures.chat(n) for n in numbers if miniatures.ODD.get(n) not in ("bard", "bing", "empty")]
+
+
+def weights_of(repository: str) -> set[str]:
+    """The weight files that have to be asked for: the safetensors; where there are none, the pickles."""
+    names = miniatures.manifests()[repository]["files"]
+    safe = {name for name in names if name.endswith(".safetensors")}
+    return safe or {name for name in names if name.startswith("pytorch_model-")}
+
+
+def check_requests(world: World, target: str) -> None:
+    """All of the weights were asked for, and nothing that is of no use."""
+    asked = world.hub.requested(f"models/{target}")
+    heavy = {name for name in asked if name.endswith((".safetensors", ".bin", ".pth", ".pt"))}
+    assert heavy == weights_of(f"models/{target}")
+    assert not any(name.startswith("original/") for name in asked)
+    for how, name in world.hub.requests:
+        assert name != f"models/{target}/original/tokenizer.model", how
+    gets = [name for how, name in world.hub.requests if how == "GET" and name.startswith(f"models/{target}/")]
+    assert len(gets) == len(set(gets)), "something was downloaded twice"
+
+
+def test_how_many_there_are():
+    assert len(RECIPES) == 13
+    named = {name for path in RECIPES.values() for name in _named(yaml.safe_load(path.read_text()))}
+    assert named == {name.split("/", 1)[1] for name in miniatures.manifests()}, "each needs a manifest"
+    tested = [name for name in RECIPES if any(_named(yaml.safe_load(RECIPES[name].read_text())))]
+    assert len(tested) == 9 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
+
+
+def _named(recipe: dict[str, Any]) -> Iterator[str]:
+    """The Hub ids in a recipe."""
+    data = recipe["data"]
+    sources = [source["source"] for part in ("train", "validation", "seeds") for source in data.get(part, ())]
+    for name in [recipe.get("target", {}).get("name", ""), *sources]:
+        if name.count("/") == 1 and not name.startswith(("models/", "runs/")):
+            yield name
+
+
+def test_vicuna7b(world):
+    printed = train(world, "vicuna7b", *JOINT, launched=True)
+    check_requests(world, "lmsys/vicuna-7b-v1.5")
+    asked = world.hub.requested("datasets/Aeala/ShareGPT_Vicuna_unfiltered")
+    assert {name for name in asked if name.endswith(".json")} == {"ShareGPT_V4.3_unfiltered_cleaned_split.json"}
+    held_out = sharegpt_chats(range(500))[:256]
+    assert supervised(world, "vicuna7b", "lmsys/vicuna-7b-v1.5") == said(held_out)
+    assert "skipped" in printed
+    finish(world, "vicuna7b")
+    assert {"adapter/adapter_config.json"} <= set(world.hub.files(f"models/{USER}/vicuna7b"))
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server with OpenAI's protocol: its address, and what it was asked."""
+    asked: list[dict[str, Any]] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply({"object": "list", "data": []})
+
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            message = {"role": "assistant", "content": f"{asked[-1]['messages'][-1]['content']} and more"}
+            self.reply({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+
+        def reply(self, content: Any) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    server.shutdown()
+    server.server_close()
+
+
+def held_out_command(name: str) -> list[str]:
+    """The second command in a training recipe's comment, that makes its held-out answers."""
+    lines = RECIPES[name].read_text(encoding="utf-8").splitlines()
+    (line,) = [line for line in lines if line.startswith("# python train/distill.py") and "run.name=" in line]
+    return shlex.split(line.removeprefix("# python "))
+
+
+def distil(world: World, name: str, trains: str, first: str, second: str, *overrides: str) -> None:
+    """The answers that the recipe ``trains`` learns from, and its held-out ones; the slices of the seeds are sizes."""
+    for words, split in ((first_line(name)[1:], first), (held_out_command(trains), second)):
+        succeed(world.python(*words, *overrides, f"data.seeds.0.split={split}"))
+
+
+def shards(world: World, run: str) -> list[list[dict[str, str]]]:
+    """The chats that were answered."""
+    lines = [line for path in sorted((world.root / "runs" / run).glob("shard-*.jsonl"))
+             for line in path.read_text().splitlines()]  # fmt: skip
+    return [json.loads(line)["messages"] for line in lines]
+
+
+def check_answers(world: World, run: str, asked: list[list[tuple[str, str]]]) -> None:
+    """The user's turns are those of the seeds, and each has an answer of the target's own."""
+    chats = shards(world, run)
+    assert sorted([m["content"] for m in chat if m["role"] == "user"] for chat in chats) == sorted(
+        [text for role, text in chat if role == "user"] for chat in asked
+    )
+    theirs = {text for chat in asked for role, text in chat if role == "assistant"}
+    for chat in chats:
+        roles = [m["role"] for m in chat if m["role"] != "system"]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+        assert not theirs.intersection(m["content"] for m in chat)
+
+
+@pytest.mark.parametrize("stem, target", [
+    ("vicuna33b", "lmsys/vicuna-33b-v1.3"), ("zephyr7b", "HuggingFaceH4/zephyr-7b-beta"),
+])  # fmt: skip
+def test_self_distillation(world, stem, target):
+    """Seeds of the Hub, answered by our engine; then both stages of training on the answers."""
+    distil(world, f"{stem}-distill", f"{stem}-self-distill", "train[:12]", "train[496:506]", *ANSWERS)
+    check_answers(world, f"{stem}-distill", sharegpt_chats(range(12)))
+    check_answers(world, f"{stem}-held-out", sharegpt_chats(range(496, 506)))
+    train(world, f"{stem}-self-distill", *JOINT)
+    check_requests(world, target)
+    spoken = [
+        [m["content"].strip() for m in chat if m["role"] == "assistant"] for chat in shards(world, f"{stem}-held-out")
+    ]
+    found = supervised(world, f"{stem}-self-distill", target)
+    assert found == [[text for text in chat if text] for chat in spoken]
+    finish(world, f"{stem}-self-distill")
+
+
+def test_llama3_70b(world, endpoint):
+    """Answers from a server, which knows the model by its name; then ZeRO-3 with two processes instead of eight."""
+    url, asked = endpoint
+    distil(world, "llama3-70b-distill", "llama3-70b-zero3", "train_sft[:12]", "test_sft[:8]",
+           f"endpoint.url={url}", "endpoint.concurrency=2")  # fmt: skip
+    target = "meta-llama/Meta-Llama-3-70B-Instruct"
+    assert {question["model"] for question in asked} == {target}
+    assert world.hub.requested(f"models/{target}") == set(), "the server has the target"
+    check_answers(world, "llama3-70b-held-out", [miniatures.chat(1000 + n) for n in range(8)])
+    words = first_line("llama3-70b-zero3")
+    words[words.index("--num_processes") + 1] = "2"
+    more = [*SIZES, *JOINT, f"export.push_to_hub={USER}/llama3-70b-zero3"]
+    succeed(world.launch(*words, *more))
+    check_requests(world, target)
+    finish(world, "llama3-70b-zero3")
+
+
+def test_llama3_8b(world):
+    words = first_line("llama3-8b")
+    command = words[words.index("train/medusa.py") :]
+    for token in (None, "hf_of_somebody_else"):
+        code, _, err = world.python(*command, *SIZES, HF_TOKEN=token)
+        *notes, error = err.splitlines()
+        assert code == 2 and error.startswith("error: ") and not any("Traceback" in note for note in notes), err
+        assert f"{world.hub.endpoint}/meta-llama/Meta-Llama-3-8B-Instruct" in error and "licence" in error
+        assert "hf auth login" in error
+    train(world, "llama3-8b")
+    asked = world.hub.requested("models/meta-llama/Meta-Llama-3-8B-Instruct")
+    assert not any(name.startswith("original/") for name in asked)
+    held_out = [miniatures.chat(n) for n in range(40)]
+    assert len(held_out) == len(supervised(world, "llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct"))
+    finish(world, "llama3-8b")
+
+
+def test_qwen3_8b(world):
+    train(world, "qwen3-8b")
+    check_requests(world, "Qwen/Qwen3-8B")
+    finish(world, "qwen3-8b")
