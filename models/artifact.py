@@ -114,8 +114,8 @@ python -m draftsmith.inference.decode . --prompt "def read_config(path):"
 python -m draftsmith.inference.decode . --prompts FILE.jsonl --baseline all --check-lossless --report .
 ```
 
-Elsewhere, write this folder's path in place of the `.`, or `USER/NAME` if it is on the Hub. Give the target by `--target`
-if it is not found as `{target.name}`.
+Elsewhere, write this folder's path in place of the `.`, or `USER/NAME` if it is on the Hub. Give the target by
+`--target` if it is not found as `{target.name}`.
 
 | field | value |
 |---|---|

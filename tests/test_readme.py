@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.models.artifact import write_drafter
+from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 
 ROOT = Path(__file__).parents[1]
@@ -69,12 +71,22 @@ def test_command(where, line):
             assert (ROOT / argument).is_file()
 
 
-def test_the_python_example(tiny_lm, capsys):
+def test_the_python_example(tmp_path, monkeypatch, capsys):
+    """As printed, where there is a drafter ``runs/mine`` for the bundled target."""
+    target = load_target("models/tiny-lm")
+    heads = MedusaHeads.for_target(target, 2, 1, "shared")
+    write_drafter(tmp_path / "runs/mine", "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
+    (tmp_path / "runs/mine/tree.json").write_text('{"paths": [[0], [0, 0]]}')
+    monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    example = example.replace("longest=2048", "longest=20").replace("Request(prompt, 256", "Request(prompt, 8")
-    exec(example, {"target": load_target(str(tiny_lm)), "drafter": None, "prompts": [[5, 6], [7]] * 9})
-    told = {int(line.split()[0]) for line in capsys.readouterr().out.splitlines()}
-    assert told == set(range(18)), "tokens of every request are printed as they come"
+    names = {}
+    exec(example, names)
+    said = capsys.readouterr().out
+    committed = {n: [int(t) for line in re.findall(rf"^{n} \[(.+)\]$", said, re.M) for t in line.split(", ")]
+                 for n in range(2)}  # fmt: skip
+    assert all(1 <= len(tokens) <= 64 for tokens in committed.values()), "tokens are printed as they come"
+    for tokens in committed.values():
+        assert names["target"].tokenizer.decode(tokens) in said
 
 
 def test_links_lead_somewhere():
