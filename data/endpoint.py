@@ -7,9 +7,12 @@ import os
 import queue
 import random
 import re
+import socket
+import ssl
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ from draftsmith.data.seeds import TOO_LONG, Unanswered
 
 KEY = "OPENAI_API_KEY"  # the only place a key is read from; it is neither stored nor printed
 LONGEST_PAUSE, LONGEST_RETRY_AFTER = 60.0, 600.0  # seconds
+CONNECT = 4.5  # seconds in which a server has to be reachable before a run begins
 _DETAIL = 200  # characters kept of what a server said
 T = TypeVar("T")
 
@@ -34,6 +38,73 @@ def api_key() -> str:
     if not (key.isascii() and (key.isprintable() or not key)):  # http.client's own message would show it
         raise ValueError(f"{KEY}: holds a line break or a character that no header may hold; set it again")
     return key
+
+
+def check_server(url: str, seconds: float = CONNECT) -> None:
+    """Find out whether anybody listens at a URL (or at the proxy that leads there), without asking anything.
+
+    Raises:
+        ConnectionError: unknown host, connection refused, no connection within ``seconds``, or one side speaks TLS and
+            the other does not.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        raise ConnectionError(f"endpoint {url}: no host and port can be read from it; correct endpoint.url") from None
+    host, tls = parts.hostname or "", parts.scheme == "https"
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy and not urllib.request.proxy_bypass(host):
+        through = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        host, port, tls = through.hostname or "", through.port or 80, through.scheme == "https"
+    found: queue.SimpleQueue[str] = queue.SimpleQueue()
+    # In a thread: nothing else bounds how long the resolver takes.
+    threading.Thread(target=lambda: found.put(_problem(host, port, tls, seconds)), daemon=True).start()
+    try:
+        problem = found.get(timeout=seconds)
+    except queue.Empty:
+        problem = f"no connection within {seconds:g} seconds"
+    if problem:
+        raise ConnectionError(
+            f"endpoint {url}: nobody answers at {host}:{port} ({problem}); start the server, or correct endpoint.url"
+        )
+
+
+def _problem(host: str, port: int, tls: bool, seconds: float) -> str:
+    """Why there is no connection; empty if there is one."""
+    try:
+        with socket.create_connection((host, port), timeout=seconds) as connection:
+            if tls:
+                ssl.create_default_context().wrap_socket(connection, server_hostname=host).close()
+    except ssl.SSLCertVerificationError as error:
+        return f"its certificate is not trusted: {error.verify_message}"
+    except ssl.SSLError as error:
+        return f"no TLS spoken there: {error.reason}"
+    except (OSError, UnicodeError) as error:  # the latter of a host name that is none
+        return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return "" if tls or not _speaks_tls(host, port) else "it speaks TLS, so that the URL begins with https://"
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    """Whether a server that is spoken to without TLS wants it. One that is slow to answer does not."""
+    try:
+        with socket.create_connection((host, port), timeout=1.0) as connection:
+            connection.sendall(f"GET / HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
+            said = connection.recv(1000)
+        if said.startswith(b"HTTP/"):
+            return b" 400 " in said and b"HTTPS" in said  # nginx says so
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    try:
+        with socket.create_connection((host, port), timeout=1.0) as connection:
+            context.wrap_socket(connection, server_hostname=host).close()
+    except OSError:
+        return False
+    return True
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

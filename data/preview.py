@@ -13,17 +13,18 @@ import argparse
 import itertools
 from typing import TYPE_CHECKING
 
-import numpy as np
 from pydantic import ConfigDict
-from rich.console import Console
-from rich.text import Text
 
-from draftsmith.data.packing import Tokenized
+from draftsmith.data.prompts import positive
 from draftsmith.train.command import run_command
 from draftsmith.train.recipe import Recipe, Target, read_recipe
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # take seconds to import, and --help needs none of it
+    from rich.text import Text
     from transformers import PreTrainedTokenizerBase
+
+    from draftsmith.data.packing import Tokenized
+    from draftsmith.data.rows import Skipped
 
 
 class PreviewRecipe(Recipe):
@@ -35,6 +36,9 @@ class PreviewRecipe(Recipe):
 
 def show(samples: Tokenized, number: int, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:
     """One sample as text; runs of supervised tokens are decoded together, so that no character is torn."""
+    import numpy as np
+    from rich.text import Text
+
     part = slice(*samples.starts[number : number + 2])
     ids, marks = samples.tokens[part], samples.supervised[part]
     text = Text()
@@ -49,23 +53,35 @@ def show(samples: Tokenized, number: int, tokenizer: PreTrainedTokenizerBase, co
 
 
 def summary(samples: Tokenized, max_length: int) -> str:
-    """Counts, lengths and shares in two lines."""
+    """Counts, lengths and shares in two lines, and a table of the rows that were skipped."""
+    import numpy as np
+
     sizes = np.diff(samples.starts)
     low, middle, high = np.percentile(sizes, [5, 50, 95]).astype(int)
     cut, without = (sizes == max_length).mean(), samples.without_label()
     return (
         f"{len(samples):,} samples, {len(samples.tokens):,} tokens, "
-        f"{samples.supervised.mean():.1%} supervised; {without} samples without a label\n"
+        f"{samples.supervised.mean() if len(samples.tokens) else 0:.1%} supervised; {without} samples without a label\n"
         f"lengths: 5 % below {low}, half below {middle}, 95 % below {high}, longest {sizes.max()}; "
-        f"{cut:.1%} fill max_length={max_length} (cut, if longer)"
+        f"{cut:.1%} fill max_length={max_length} (cut, if longer)" + skipped_table(samples.skipped)
     )
+
+
+def skipped_table(skipped: Skipped) -> str:
+    """The rows that cannot be used, by reason; nothing if there are none."""
+    if not skipped.count:
+        return ""
+    table = [("rows", "reason", "first"), *((f"{count:,}", reason, place) for count, reason, place in skipped.table())]
+    width = max(len(place) for _, _, place in table)
+    lines = (f"{count:>8}  {place:<{width}}  {reason}" for count, reason, place in table)
+    return "\n".join([f"\n{skipped.count:,} of {skipped.rows:,} rows skipped:", *lines])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a YAML file in recipes/")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
-    parser.add_argument("--count", type=int, default=3, help="samples of each source (default 3)")
+    parser.add_argument("--count", type=positive, default=3, help="samples of each source (default 3)")
     parser.add_argument("--validation", action="store_true", help="the validation sources instead of the training ones")
     parser.add_argument("--tokenizer", help="a folder or Hub id; the recipe's target if left out")
     args = parser.parse_intermixed_args()
@@ -73,6 +89,9 @@ def main() -> None:
     name = args.tokenizer or (recipe.target.name if recipe.target else None)
     if name is None:
         raise ValueError(f"{args.recipe} has no target whose tokenizer could be used; pass --tokenizer FOLDER")
+
+    import numpy as np
+    from rich.console import Console
 
     from draftsmith.data.prompts import load_tokenizer
     from draftsmith.data.tokenized import tokenized

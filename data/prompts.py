@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import bisect
 import json
-import os
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, get_args
 
 from draftsmith.data import sources
 from draftsmith.train.command import run_command
+from draftsmith.train.files import write_text
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and --help needs none of it
     from transformers import PreTrainedTokenizerBase
@@ -116,28 +116,55 @@ def prompts(
 
 def write(path: Path, cut: list[Prompt]) -> None:
     """One ``{"prompt", "source"}`` per line, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    make_parent(path)
     lines = (json.dumps({"prompt": p.text, "source": p.source}, ensure_ascii=False) for p in cut)
-    temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, "".join(line + "\n" for line in lines))
+
+
+def make_parent(path: Path) -> None:
+    """The folder that a file is going to be in.
+
+    Raises:
+        ValueError: it cannot be made, or the file is a folder.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path}: this is a folder; name the file to write")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, or of a model on the Hub.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or it cannot be read.
+    """
+    folder = Path(name)
+    try:
+        there = folder.exists()
+    except OSError as error:  # a name that is too long, a link to itself
+        raise ValueError(f"--tokenizer {name[:200]}: cannot be read ({error.strerror})") from None
+    if folder.is_symlink() and not there:
+        raise ValueError(f"--tokenizer {name}: a link that leads nowhere")
+    if there and not folder.is_dir():
+        raise ValueError(f"--tokenizer {name}: this is a file; name the folder with the tokenizer's files")
+    if not there and (folder.is_absolute() or (folder.parent.is_dir() and len(folder.parts) > 1)):
+        raise FileNotFoundError(f"--tokenizer {name}: there is no such folder")
     from transformers import AutoTokenizer
 
-    folder = Path(name)
-    if not folder.exists() and (folder.is_absolute() or (folder.parent.is_dir() and len(folder.parts) > 1)):
-        raise FileNotFoundError(f"--tokenizer {name}: there is no such folder")
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--tokenizer {name}: no tokenizer here ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # transformers, tokenizers and the Hub's client raise a dozen unrelated types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise ValueError(f"--tokenizer {name}: no tokenizer here ({reason})") from None
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 on")
+def positive(text: str) -> int:
+    """An argument that is a number from 1 on."""
+    if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text)):
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a number from 1 on (or it has too many digits)")
     return int(text)
 
 
@@ -145,14 +172,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="'stdlib' or 'package:NAME'")
     parser.add_argument("--split", choices=get_args(sources.Split), default="test", help="default: test")
-    parser.add_argument("--count", type=_positive, default=48, help="how many prompts (default 48)")
-    parser.add_argument("--prompt-tokens", type=_positive, default=96, help="tokens in each (default 96)")
+    parser.add_argument("--count", type=positive, default=48, help="how many prompts (default 48)")
+    parser.add_argument("--prompt-tokens", type=positive, default=96, help="tokens in each (default 96)")
     parser.add_argument("--tokenizer", required=True, help="the target: a folder or a Hub id")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
     args = parser.parse_args()
     if args.source != "stdlib" and not args.source.startswith("package:"):
         parser.error(f"source '{args.source}' is neither 'stdlib' nor 'package:NAME'")
+    make_parent(args.out)
     cut = prompts(
         args.source, args.split, args.count, args.prompt_tokens, load_tokenizer(args.tokenizer), args.seed
     )  # fmt: skip

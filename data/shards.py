@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.chat import Message
+from draftsmith.train.files import append, json_object, parse_json, replacing
 
 LINES = 1000  # of a shard
 _OWN = re.compile(r"shard-\d{5}\.jsonl|(failures\.jsonl|manifest\.json|recipe\.yaml)(\.tmp)?")
@@ -42,7 +43,9 @@ def open_shards(folder: Path, decides: Mapping[str, Any], restart: bool) -> "Sha
             raise ValueError(f"{folder}: holds another run, or a distillation without its manifest; set run.name")
         return Shards(folder)
     try:
-        before = json.loads(manifest.read_text(encoding="utf-8"))["decides"]
+        before = json_object(manifest)["decides"]
+        if not isinstance(before, dict):
+            raise TypeError
     except (ValueError, LookupError, TypeError):
         raise ValueError(f"{manifest}: damaged, or of another program; set run.name") from None
     if restart:
@@ -118,9 +121,8 @@ class Shards:
         if not self.failures:
             path.unlink(missing_ok=True)
             return
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_bytes(b"".join(map(_encoded, self.failures.values())))
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_bytes(b"".join(map(_encoded, self.failures.values())))
 
 
 def _encoded(line: dict[str, Any]) -> bytes:
@@ -128,11 +130,7 @@ def _encoded(line: dict[str, Any]) -> bytes:
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
-    rest = memoryview(_encoded(line))
-    with path.open("ab", buffering=0) as file:
-        while rest:  # a write may take less than it was given
-            rest = rest[file.write(rest) :]
-        os.fsync(file.fileno())
+    append(path, json.dumps(line, ensure_ascii=False), sync=True)
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
@@ -145,7 +143,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for number, text in enumerate(content[:end].split(b"\n")[:-1], 1):
         try:
-            line = json.loads(text)
+            line = parse_json(text, "")
             if not isinstance(line["id"], str) or not ("reason" in line or isinstance(line["finish_reason"], list)):
                 raise TypeError
         except (ValueError, LookupError, TypeError):

@@ -44,10 +44,18 @@ def _root(source: str) -> Path:
     if source == "stdlib":
         return Path(sysconfig.get_paths()["stdlib"])
     name = source.removeprefix("package:")
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
+    if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+        raise ValueError(f"source '{source}': after 'package:' comes the name it is imported by")
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError) as error:  # a broken path hook, or a module without a spec
+        raise FileNotFoundError(f"source '{source}': package '{name}' cannot be found ({error})") from None
+    if spec is None:
         raise FileNotFoundError(f"source '{source}': package '{name}' is not installed; pip install it or leave it out")
-    return Path(next(iter(spec.submodule_search_locations)))
+    places = [Path(place) for place in spec.submodule_search_locations or ()]
+    if not places:
+        raise FileNotFoundError(f"source '{source}': '{name}' is a single module, not a package; leave it out")
+    return places[0]  # a namespace package may have several; one is enough to be the same text each time
 
 
 def licence(source: str) -> str:
@@ -67,13 +75,18 @@ def licence(source: str) -> str:
 def _all_documents(source: str) -> tuple[Document, ...]:
     root = _root(source)
     documents: list[Document] = []
-    for path in sorted(root.rglob("*.py")):
+    try:
+        found = sorted(root.rglob("*.py"))
+    except OSError as error:
+        raise ValueError(f"source '{source}': {error.filename} cannot be read ({error.strerror})") from None
+    for path in found:
         relative = path.relative_to(root)
         if _SKIPPED.intersection(relative.parts[:-1]):
             continue
         try:
             text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
+            relative.as_posix().encode()
+        except (UnicodeError, OSError):
             continue  # a few library files are in other encodings on purpose
         if len(text) >= 200:  # an empty __init__ teaches nothing
             prefix = source.removeprefix("package:")

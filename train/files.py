@@ -68,8 +68,11 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def append(path: Path, line: str) -> None:
+def append(path: Path, line: str, sync: bool = False) -> None:
     """Append a line of UTF-8 text; a write that fails leaves the file as it was.
+
+    Args:
+        sync: the line is on the disk when this returns.
 
     Raises:
         OSError: it cannot be written, or the disk is full; its ``filename`` is ``path``.
@@ -81,6 +84,8 @@ def append(path: Path, line: str) -> None:
             try:
                 while rest:  # a write may take less than it was given
                     rest = rest[file.write(rest) :]
+                if sync:
+                    os.fsync(file.fileno())
             except OSError:
                 with contextlib.suppress(OSError):
                     file.truncate(before)
