@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.inference.sampling import Sampling, Settings, law
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology, bitsets
-from draftsmith.inference.verify import verify_greedy
+from draftsmith.inference.verify import verify_greedy, verify_sample, verify_typical
 from draftsmith.kernels.tree_attention import ancestor_mask
 
 VOCAB = 3
@@ -106,3 +108,48 @@ def test_a_static_trees_paths_are_those_of_its_mask():
     for name in ("path", "length", "node", "bonus"):
         assert torch.equal(getattr(known, name), getattr(found, name)), name
     assert set(known.length.tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "temperature 0", "min_p", "typical"])
+def test_logits_that_are_not_finite_matter_on_the_path(mode, static, value):
+    """One bad node in each tree, of which some lie on the accepted path, at every depth."""
+    torch.manual_seed(0)
+    rows, nodes, vocabulary = 1000, 8, 3
+    shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0))), torch.device("cpu"))
+    tree = shape.fill(torch.randint(vocabulary, (rows, nodes)))
+    if not static:
+        tree = replace(tree, paths=None)
+    assert tree.mask is not None
+    sampling = {"temperature 0": Sampling(temperature=0), "min_p": Sampling(min_p=0.1)}.get(mode, Sampling())
+    settings = Settings([sampling] * rows, torch.device("cpu"))
+    coins = torch.rand(rows, nodes, 2), torch.rand(rows)
+
+    def verify(logits):
+        if mode == "greedy":
+            return verify_greedy(tree, tree.mask, logits, 3)
+        if mode == "typical":
+            return verify_typical(tree, tree.mask, law(logits, settings), 3, 0.2, 0.45)
+        return verify_sample(tree, law(logits, settings), *coins, 3)
+
+    clean = torch.randn(rows, nodes, vocabulary)
+    before = verify(clean)
+    assert before.finite.all()
+    bad = torch.randint(nodes, (rows,))
+    logits = clean.clone()
+    logits[torch.arange(rows), bad, torch.randint(vocabulary, (rows,))] = value
+    verdict = verify(logits)
+    depths = set()
+    for row in range(rows):
+        one = int(bad[row])
+        path = verdict.path[row, : int(verdict.length[row]) + 1].tolist()
+        assert bool(verdict.finite[row]) == (one not in path)
+        if one in path:
+            depths.add(path.index(one))
+        if mode != "typical":  # which may take another path
+            assert (one in path) == (one in before.path[row, : int(before.length[row]) + 1])
+            if one not in path:
+                assert torch.equal(verdict.path[row], before.path[row]) and verdict.bonus[row] == before.bonus[row]
+        assert 0 <= int(verdict.bonus[row]) < vocabulary, "what a static step looks up next"
+    assert depths == {0, 1, 2, 3}
