@@ -471,11 +471,6 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
         module.eval()
         with torch.no_grad(), loop.autocast(accelerator, recipe.precision):
             tree = best_tree(head_ranks(target, heads, held_out["tokens"], held_out["supervised"]), SIMULATED_NODES)
-    tree: Topology | None = None
-    if recipe.export.push_to_hub:  # what is uploaded has to decode; a tree that calibrate.py measured stays
-        module.eval()
-        with torch.no_grad(), loop.autocast(accelerator, recipe.precision):
-            tree = best_tree(head_ranks(target, heads, held_out["tokens"], held_out["supervised"]), SIMULATED_NODES)
     if accelerator.is_main_process:
         if isinstance(module, Medusa2):
             write_adapter(folder, target)
@@ -485,8 +480,6 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
         if job.trackers:
             job.trackers.close()
         if recipe.export.push_to_hub:
-            if tree is not None and not (folder / "tree.json").exists():
-                write_json(folder / "tree.json", {"paths": [list(path) for path in tree.paths]})
             if tree is not None and not (folder / "tree.json").exists():
                 write_json(folder / "tree.json", {"paths": [list(path) for path in tree.paths]})
             loop.console.print(f"uploading to {recipe.export.push_to_hub} …")
