@@ -64,7 +64,7 @@ from draftsmith.train.recipe import (
     read_recipe,
     write_recipe,
 )  # fmt: skip
-from draftsmith.train.tiny import SAMPLES, tiny_target, write_target
+from draftsmith.train.tiny import SAMPLES, tiny_target, valid, write_target
 
 NO_TEMPLATE = "chat template"  # why a prompt failed, beside the reasons of data/endpoint.py
 OWN_FAULT = (TOO_LONG, NO_TEMPLATE)  # the prompt's own: says nothing about whoever was asked
@@ -300,7 +300,7 @@ def small(recipe: DistillRecipe) -> DistillRecipe:
     content["engine"] |= {"drafter": "none", "batch_size": 4, "max_length": 512}
     content["data"]["seeds"] = [{"source": str(SAMPLES), "limit": 8}]
     content["decoding"]["max_new_tokens"] = 16
-    return DistillRecipe.model_validate(content)
+    return valid(DistillRecipe, content)
 
 
 def main() -> None:

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.models.artifact import provenance, read_json, write_model
+from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.target import local_folder, resolve_folder
-from draftsmith.train.recipe import R, Target
+from draftsmith.train.files import json_object
+from draftsmith.train.recipe import R, S, Target
 
 STEPS, LENGTH = 2, 96
 _BUNDLED = "models/tiny-lm"  # its tokenizer serves every tiny target
@@ -37,7 +39,7 @@ def tiny(recipe: R, suffix: str = "tiny") -> R:
             source["answers"] |= {"prompts": 8, "prompt_tokens": 16, "new_tokens": 16, "batch_size": 8}
         else:
             source |= {"source": str(SAMPLES), "split": "train", "subset": None, "form": "text", "limit": None}
-            source["streaming"] = False
+            source |= {"files": None, "streaming": False}
     small["checkpoint"] |= {"every": 1}
     small["evaluate"] |= {"every": STEPS, "sequences": 4, "decode": STEPS, "prompts": 2}
     small["precision"] |= {"autocast": "none", "compile": False}
@@ -54,7 +56,21 @@ def tiny(recipe: R, suffix: str = "tiny") -> R:
         small["model"] |= {"intermediate_size": 48, "max_position_embeddings": 512, "vocab_size": 512}
     if "target" in small:
         small["target"] = tiny_target(small["target"], folder)
-    return type(recipe).model_validate(small)
+    return valid(type(recipe), small)
+
+
+def valid(recipe: type[S], content: dict[str, Any]) -> S:
+    """A small recipe from its content.
+
+    Raises:
+        ValueError: what the whole recipe asks for does not go with small data.
+    """
+    try:
+        return recipe.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "recipe"
+        raise ValueError(f"the tiny form of this recipe: '{field}': {first['msg']}") from None
 
 
 def tiny_target(target: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -76,7 +92,10 @@ def _model_type(target: dict[str, Any]) -> str:
         raise ValueError(
             f"--tiny has to know the family of target '{target['name']}'; set target.model_type (llama, qwen3, …)"
         )
-    return str(read_json(folder / "config.json")["model_type"])
+    family = json_object(folder / "config.json", "config").get("model_type")
+    if not isinstance(family, str):
+        raise ValueError(f"{folder / 'config.json'}: no model_type; set target.model_type (llama, qwen3, …)")
+    return family
 
 
 def write_target(target: Target) -> None:

@@ -231,7 +231,7 @@ def test_the_template_marks_exactly_what_the_assistant_writes(tokenizer):
         ("stages=[]", "'stages': list should have at least 1 item"),
         ("model.layers=3", "unknown key 'model.layers'; nearest valid key: model.num_layers"),
         ("data.train=[{source: 'package:yaml', split: test}]", "has no text in split 'test'"),
-        ("stages.2.max_length=9000000", "the data set is empty: "),
+        ("stages.2.max_length=1000000", "the data set is empty: "),
     ],
 )
 def test_bad_recipes_are_one_line(run_main, tmp_path, override, message):
