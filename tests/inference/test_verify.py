@@ -118,10 +118,9 @@ def test_logits_that_are_not_finite_matter_on_the_path(mode, static, value):
     torch.manual_seed(0)
     rows, nodes, vocabulary = 1000, 8, 3
     shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0))), torch.device("cpu"))
-    tree = shape.fill(torch.randint(vocabulary, (rows, nodes)))
-    if not static:
-        tree = replace(tree, paths=None)
-    assert tree.mask is not None
+    tokens = torch.randint(vocabulary, (rows, nodes))
+    tokens[:, [5, 4]] = (tokens[:, [1, 2]] + 1) % vocabulary  # their siblings' are other ones
+    tree = shape.fill(tokens) if static else replace(shape.fill(tokens), paths=None)
     sampling = {"temperature 0": Sampling(temperature=0), "min_p": Sampling(min_p=0.1)}.get(mode, Sampling())
     settings = Settings([sampling] * rows, torch.device("cpu"))
     coins = torch.rand(rows, nodes, 2), torch.rand(rows)
@@ -152,4 +151,4 @@ def test_logits_that_are_not_finite_matter_on_the_path(mode, static, value):
             if one not in path:
                 assert torch.equal(verdict.path[row], before.path[row]) and verdict.bonus[row] == before.bonus[row]
         assert 0 <= int(verdict.bonus[row]) < vocabulary, "what a static step looks up next"
-    assert depths == {0, 1, 2, 3}
+    assert depths >= ({0, 3} if mode == "typical" else {0, 1, 2, 3})
