@@ -129,6 +129,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         _drop_output()
         sys.exit(1)
     except OSError as error:
+        if isinstance(error, ConnectionError) and error.errno is None and _raised_by_us(error.__traceback__):
+            _stop(str(error), 1)  # a server that a run needs does not answer
         if error.errno not in (*_FULL, *_UNUSABLE) and not _raised_by_us(error.__traceback__):
             if interrupted:
                 _stop(_INTERRUPTED, 2)

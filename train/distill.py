@@ -37,7 +37,7 @@ from pydantic import Field, model_validator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith.data.chat import Message, apply_template
-from draftsmith.data.endpoint import Server, in_threads
+from draftsmith.data.endpoint import Server, check_server, in_threads
 from draftsmith.data.rows import OddRow
 from draftsmith.data.seeds import TOO_LONG, Seed, Talk, Unanswered, read_seeds
 from draftsmith.data.shards import Shards, open_shards
@@ -334,6 +334,7 @@ def distill(
     """Ask what has no answer yet, and keep the manifest with its ``facts``.
 
     Raises:
+        ConnectionError: nobody listens at the endpoint.
         SystemExit: nobody answers (code 1).
         KeyboardInterrupt: the user stopped it; what was answered is kept.
     """
@@ -347,6 +348,8 @@ def distill(
         return counts
 
     note_down()
+    if todo and recipe.endpoint and recipe.backend == "endpoint":
+        check_server(recipe.endpoint.url)
     note = Note(f"{len(todo):,} of {len(seeds):,} prompts to answer, by {recipe.backend}", len(todo))
     asked, answered, in_vain, noted = 0, 0, 0, time.monotonic()  # in_vain: how many since the last answer
 
