@@ -122,7 +122,7 @@ def test_logits_that_are_not_finite_matter_on_the_path(mode, static, value):
     tokens[:, [5, 4]] = (tokens[:, [1, 2]] + 1) % vocabulary  # their siblings' are other ones
     tree = shape.fill(tokens) if static else replace(shape.fill(tokens), paths=None)
     sampling = {"temperature 0": Sampling(temperature=0), "min_p": Sampling(min_p=0.1)}.get(mode, Sampling())
-    settings = Settings([sampling] * rows, torch.device("cpu"))
+    settings = Settings([sampling, Sampling()] * (rows // 2), torch.device("cpu"))
     coins = torch.rand(rows, nodes, 2), torch.rand(rows)
 
     def verify(logits):

@@ -1,0 +1,137 @@
+"""What a caller may get wrong is refused in one line, before anything runs."""
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.inference.engine import Request, SpeculativeDecoder
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.step import PlainDrafter, Step
+
+
+@pytest.fixture(scope="module")
+def decoder(make_target):
+    return SpeculativeDecoder(make_target("llama"))
+
+
+@pytest.mark.parametrize("mode", ["sampel", "", "Greedy", None, 3, ["sample"]])
+def test_unknown_modes(decoder, mode):
+    target = decoder.target
+    for call in (
+        lambda: decoder.generate([[1]], 3, mode=mode),
+        lambda: decoder.generate([], 3, mode=mode),
+        lambda: decoder.serve([Request([1], 3)], 1, mode=mode),
+        lambda: Step(target, PlainDrafter(target.device), mode, 1, 16),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value) == f"mode {mode!r}: must be one of greedy, sample, typical"
+
+
+WRONG = [
+    ({"prompt": "abc"}, "prompt 2 is of type str; give a list of token ids"),
+    ({"prompt": 5}, "prompt 2 is of type int; give a list of token ids"),
+    ({"prompt": None}, "prompt 2 is of type NoneType; give a list of token ids"),
+    ({"prompt": torch.tensor([1, 2])}, "prompt 2 is of type Tensor; give a list of token ids"),
+    ({"prompt": np.array([1, 2])}, "prompt 2 is of type ndarray; give a list of token ids"),
+    ({"prompt": [1, "2"]}, "prompt 2: token '2' is no whole number"),
+    ({"prompt": [1, True]}, "prompt 2: token True is no whole number"),
+    ({"prompt": [1, 2.0]}, "prompt 2: token 2.0 is no whole number"),
+    ({"prompt": [[1, 2]]}, "prompt 2: token [1, 2] is no whole number"),
+    ({"prompt": [1, -1]}, "prompt 2: token -1 is not in the target's vocabulary (0 to 60)"),
+    ({"prompt": [61]}, "prompt 2: token 61 is not in the target's vocabulary (0 to 60)"),
+    ({"prompt": [10**30]}, f"prompt 2: token {10**30} is not in the target's vocabulary (0 to 60)"),
+    ({"max_new_tokens": 2.0}, "prompt 2: max_new_tokens 2.0: must be a whole number"),
+    ({"max_new_tokens": True}, "prompt 2: max_new_tokens True: must be a whole number"),
+    ({"max_new_tokens": None}, "prompt 2: max_new_tokens None: must be a whole number"),
+    ({"max_new_tokens": "9"}, "prompt 2: max_new_tokens '9': must be a whole number"),
+    ({"max_new_tokens": -1}, "prompt 2: max_new_tokens -1: must be at least 0"),
+    ({"sampling": {"seed": 1}}, "prompt 2: sampling is of type dict; give a Sampling"),
+    ({"sampling": None}, "prompt 2: sampling is of type NoneType; give a Sampling"),
+    ({"stop_ids": 5}, "prompt 2: stop_ids 5: must be a set of token ids, or None"),
+    ({"stop_ids": "5"}, "prompt 2: stop_ids '5': must be a set of token ids, or None"),
+    ({"stop_ids": {61}}, "prompt 2: stop id 61 is not in the target's vocabulary (0 to 60)"),
+    ({"stop_ids": [-1]}, "prompt 2: stop id -1 is not in the target's vocabulary (0 to 60)"),
+    ({"stop_ids": {"5"}}, "prompt 2: stop id '5' is no whole number"),
+    ({"stop_strings": "ab"}, "prompt 2: stop_strings 'ab': must be a list of texts"),
+    ({"stop_strings": [1]}, "prompt 2: stop_strings [1]: must be a list of texts"),
+    ({"stop_strings": None}, "prompt 2: stop_strings None: must be a list of texts"),
+    ({"stop_strings": ["a"]}, "prompt 2: stop strings need a target with a tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG, ids=[message[10:40] for _, message in WRONG])
+def test_requests(decoder, fields, message):
+    request = Request(**{"prompt": [1, 2], "max_new_tokens": 3} | fields)
+    for longest in (None, 20):  # known beforehand, or as it comes
+        with pytest.raises(ValueError) as error:
+            decoder.serve([Request([1], 3), request], 1, longest=longest)
+        assert str(error.value) == message
+    with pytest.raises(ValueError, match="prompt 2 is of type list; give a Request"):
+        decoder.serve([Request([1], 3), [1, 2]], 1)
+
+
+@pytest.mark.parametrize("size", [2.0, True, "2", 10**20 + 0.5])
+def test_batch_sizes(decoder, size):
+    with pytest.raises(ValueError) as error:
+        decoder.generate([[1]], 3, batch_size=size)
+    assert str(error.value) == f"batch_size {size!r}: must be a whole number"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_strings": "ab"}, "prompt 1: stop_strings 'ab': must be a list of texts"),
+        ({"sampling": 0.7}, "sampling is of type float; give a Sampling, or one for each prompt"),
+        ({"sampling": {"temperature": 1}}, "sampling is of type dict; give a Sampling, or one for each prompt"),
+        ({"sampling": []}, "0 samplings for 1 prompts; give one, or one for each"),
+        ({"sampling": [0.7]}, "prompt 1: sampling is of type float; give a Sampling"),
+        ({"stop_ids": [5, 99]}, "prompt 1: stop id 99 is not in the target's vocabulary (0 to 60)"),
+    ],
+)
+def test_generate(decoder, options, message):
+    with pytest.raises(ValueError) as error:
+        decoder.generate([[1]], 3, **options)
+    assert str(error.value) == message
+    assert decoder.generate([[1]], 3, batch_size=10**9, stop_ids=frozenset())[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [float("nan"), float("inf"), 1e40, -1e-300, True, "1", None]),
+        ("top_k", [2.0, True, "5", None, -(10**21)]),
+        ("top_p", [float("nan"), float("inf"), 0.0, True, "1", None]),
+        ("min_p", [float("nan"), -1e-300, 1.0, False, None]),
+        ("repetition_penalty", [float("nan"), float("inf"), 1e-300, 1e-40, 1e40, 0.009, 101, True, None]),
+        ("epsilon", [float("nan"), float("inf"), 0, True, None]),
+        ("seed", [1 << 62, 1.0, True, None, -1]),
+    ],
+)
+def test_sampling_parameters(field, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{field} .*: has to be [^\n]*$"):
+            Sampling(**{field: value})
+    Sampling(temperature=np.float32(0.5), top_k=np.int64(3), seed=(1 << 62) - 1)
+
+
+@pytest.mark.parametrize("mode", ["sample", "typical"])
+def test_extreme_parameters_behave_as_their_limit(decoder, mode):
+    """Vanishing temperatures and top-p are greedy decoding; what cuts nothing changes nothing. In a fresh row, and in
+    one that held another request."""
+    prompts = [[7, 3, 19], [9], [58, 1, 30, 12]]
+    greedy = decoder.generate(prompts, 20, stop_ids=frozenset())
+    coldest = [{"temperature": t} for t in (0, 1e-300, 1e-40, 1e-30, 1e-12)] + [{"top_p": 1e-300}, {"top_p": 1e-40}]
+    for parameters in [*coldest, {"min_p": 1 - 1e-12}, {"temperature": 1e-9, "top_p": 0.5, "min_p": 0.1}]:
+        for rows in (3, 1):
+            results = decoder.generate(
+                prompts, 20, mode=mode, sampling=Sampling(**parameters, seed=5), stop_ids=frozenset(), batch_size=rows
+            )
+            assert [r.tokens for r in results] == [r.tokens for r in greedy], parameters
+    plain = decoder.generate(prompts, 20, mode=mode, sampling=Sampling(seed=5), stop_ids=frozenset(), batch_size=1)
+    for parameters in ({"top_k": 10**21}, {"min_p": 1e-300}, {"top_k": 61, "top_p": 1 - 1e-12}):
+        results = decoder.generate(
+            prompts, 20, mode=mode, sampling=Sampling(**parameters, seed=5), stop_ids=frozenset(), batch_size=1
+        )
+        assert [r.tokens for r in results] == [r.tokens for r in plain], parameters
+    decoder.generate(prompts, 20, mode=mode, sampling=Sampling(epsilon=1e-300), stop_ids=frozenset())
