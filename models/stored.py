@@ -382,7 +382,8 @@ def save_tensors(tensors: "Mapping[str, Tensor]", path: Path) -> None:
             plain = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
             save_file(plain, temporary, metadata={"format": "pt"})
         except SafetensorError as error:  # it wraps the system's error in text of its own
-            raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)) from None
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            raise OSError(int(number[1]) if number else errno.EIO, str(error)) from None
 
 
 def _copy_beside(folder: Path, copy: Path) -> None:

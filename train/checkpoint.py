@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from draftsmith.models.artifact import save_tensors
-from draftsmith.train.files import json_object, replacing
+from draftsmith.models.stored import save_tensors
+from draftsmith.train.files import json_object
 
 _ADVICE = "delete that folder to fall back on the checkpoint before it, or pass --restart"
 
@@ -184,8 +184,7 @@ def _optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> d
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write ``folder/model.safetensors`` whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / "model.safetensors") as temporary:
-        save_tensors(tensors, temporary)
+    save_tensors(tensors, folder / "model.safetensors")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
