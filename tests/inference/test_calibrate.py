@@ -1,5 +1,8 @@
 import itertools
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ from draftsmith.inference.calibrate import MAX_RANK, best_tree, head_ranks, path
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.tree import Topology, chain
+from draftsmith.models.artifact import write_drafter
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import load_target
 
 HEADS = 3
 
@@ -168,29 +173,83 @@ def test_nodes(run_main):
         assert (code, err) == (2, f"error: --nodes {nodes}: a tree has at least 2 nodes, the root and one draft\n")
 
 
-def test_calibrate_on_prompts(run_main, tiny_lm, tmp_path, monkeypatch):
-    """Chats are rendered; the tree has as many nodes as asked for."""
-    from draftsmith.models.artifact import write_drafter
-    from draftsmith.models.target import load_target
-
+@pytest.fixture
+def heads_folder(tiny_lm, tmp_path):
+    """A drafter folder without a tree, and prompts to calibrate on."""
     target = load_target(str(tiny_lm))
     torch.manual_seed(2)
     heads = random_heads(target, "shared", 0.05)
-    write_drafter(tmp_path, "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
-    monkeypatch.setattr(calibrate, "SIZES", (2, 6))
-    code, _, err = run_main(calibrate.main, tmp_path)
-    assert (code, err) == (
-        2, f"error: {tmp_path}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on\n"
-    )  # fmt: skip
+    folder = tmp_path / "heads"
+    write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "import os"}\n{"messages": [{"role": "user", "content": "Write it."}]}\n')
+    return folder, prompts
+
+
+def test_calibrate_on_prompts(run_main, heads_folder, monkeypatch):
+    """Chats are rendered; the tree has as many nodes as asked for."""
+    folder, prompts = heads_folder
+    monkeypatch.setattr(calibrate, "SIZES", (2, 6))
+    result = run_main(calibrate.main, folder)
+    assert result == (2, "", f"error: {folder}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on\n")
     code, out, err = run_main(
-        calibrate.main, tmp_path, "--prompts", prompts, "--max-new-tokens", 100, "--nodes", 5, "--device", "cpu"
+        calibrate.main, folder, "--prompts", prompts, "--max-new-tokens", 100, "--nodes", 5, "--device", "cpu"
     )
-    assert (code, err) == (0, "")
-    tree = json.loads((tmp_path / "tree.json").read_text())
+    assert code == 0, err
+    tree = json.loads((folder / "tree.json").read_text())
     assert len(tree["paths"]) == 4 and "5 nodes" in out
     known = tree["calibration"]
     assert known["positions"] > 10
     assert known["expected_mean_accepted_length"] >= known["chain_mean_accepted_length"] >= 1
     assert [size["nodes"] for size in known["sizes"]] == [2, 6]
+
+
+def test_the_tree_is_the_fastest_one(run_main, heads_folder, monkeypatch):
+    """Neither the one with the highest τ nor the one whose step is cheapest: 4 nodes cost here as much as 2, 8 nodes
+    far more."""
+    folder, prompts = heads_folder
+    monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
+    monkeypatch.setattr(calibrate, "step_seconds", lambda decoders, prompts: [0.5, 1.0, 1.0, 50.0])
+    code, out, err = run_main(
+        calibrate.main, folder, "--prompts", prompts, "--max-new-tokens", 10**9, "--device", "cpu"
+    )
+    assert code == 0, err
+    tree = json.loads((folder / "tree.json").read_text())
+    two, four, eight = tree["calibration"]["sizes"]
+    assert two["tau"] < four["tau"] < eight["tau"], "else this tests nothing"
+    assert len(tree["paths"]) == 3 and "tree.json: 4 nodes" in out
+    assert tree["calibration"]["expected_mean_accepted_length"] == four["tau"]
+    assert [size["speedup"] for size in (two, four, eight)] == pytest.approx(
+        [two["tau"] / 2, four["tau"] / 2, eight["tau"] / 100], abs=2e-4
+    )
+
+
+def test_said_before_the_target_is_loaded(run_main, heads_folder, tmp_path):
+    folder, _ = heads_folder
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    for options, message in (
+        (["--prompts", empty], f"{empty}: holds no prompt"),
+        (["--max-new-tokens", 0], "--max-new-tokens 0: must be at least 1"),
+        (["--device", "cudda"], "device 'cudda'"),
+    ):
+        code, _, err = run_main(calibrate.main, folder, "--target", "/nowhere", *options)
+        assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["inference/decode.py", "inference/calibrate.py", "inference/typical.py", "inference/bench.py", "kernels/bench.py"],
+)
+def test_help_imports_nothing_heavy(script):
+    """It would take seconds. What is imported is counted, not timed."""
+    root = Path(__file__).parents[2]
+    ask = f"""
+import runpy, sys
+sys.argv = ["{script}", "--help"]
+for name in ("torch", "transformers", "datasets", "sklearn", "matplotlib", "numpy"):
+    sys.modules[name] = None  # importing it fails
+runpy.run_path("{script}", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", ask], cwd=root, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")

@@ -6,6 +6,7 @@ from transformers import AutoTokenizer
 
 from draftsmith.inference import report
 from draftsmith.inference.engine import Generation
+from draftsmith.inference.text import decode_text
 
 
 def test_loop_begins():
@@ -73,7 +74,7 @@ TEXT = "naïve [bold] :x: → 日本語\n\t🙂🇮🇹 x = {'a': ﬁ}"
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 5])
-def test_coloured_text_is_the_text(tiny_lm, cut):
+def test_the_pieces_are_the_text(tiny_lm, cut):
     """Characters of up to eight bytes lie over several tokens, and the last may lack some of its bytes."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
     tokens = tokenizer(TEXT)["input_ids"]
@@ -82,24 +83,28 @@ def test_coloured_text_is_the_text(tiny_lm, cut):
     rng, accepted = random.Random(cut), []
     while (left := len(tokens) - 1 - sum(accepted)) > 0:
         accepted.append(min(left, rng.randrange(1, 5)))
-    assert report.coloured(tokenizer, Generation(tokens, accepted)).plain == tokenizer.decode(tokens)
+    pieces = report.pieces(tokenizer, Generation(tokens, accepted))
+    assert "".join(text for text, _ in pieces) == decode_text(tokenizer, tokens)
+    if not cut:
+        assert decode_text(tokenizer, tokens) == TEXT
 
 
-def test_green_is_what_was_drafted(tiny_lm):
+def test_drafted_is_what_the_drafter_wrote(tiny_lm):
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
     tokens = [tokenizer(c)["input_ids"][0] for c in "abcdefgh"]
-    text = report.coloured(tokenizer, Generation(tokens, [3, 1, 2, 1]))
-    assert "".join(text.plain[s.start : s.end] for s in text.spans if s.style == "green") == "bcf"
+    pieces = report.pieces(tokenizer, Generation(tokens, [3, 1, 2, 1]))
+    assert "".join(text for text, drafted in pieces if drafted) == "bcf"
 
 
 def test_table_and_plot_without_baselines_or_steps(tmp_path):
     lean = {
-        "drafter": "runs/x", "target": "t", "device": "cpu", "dtype": "float32", "prompts": 1, "baselines": {},
+        "drafter": "runs/[x]", "target": "[t]", "device": "cpu", "dtype": "float32", "prompts": 1, "baselines": {},
         "tokens_per_second": 10.0, "lossless": None, **report.acceptance([Generation([1], [], "length")], 2, 4),
     }  # fmt: skip
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
     report.print_table([lean], console)
-    assert "not compared" in console.export_text()
+    printed = console.export_text()
+    assert "not compared" in printed and "runs/[x]" in printed and "[t]" in printed
     report.plot(lean, tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["report.png"]

@@ -22,14 +22,15 @@ def test_nats_per_token(target):
     assert found == pytest.approx(sum(expected) / 5, rel=1e-4)
 
 
-def test_the_command(run_main, drafter, tmp_path):
+def test_the_command(run_main, drafter, tmp_path, monkeypatch):
+    monkeypatch.setattr(typical, "available_cores", lambda: 1)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
     code, out, err = run_main(
         typical.main, drafter, "--prompts", prompts, "--epsilons", 0.001, 0.9, "--temperature", 1.5,
         "--max-new-tokens", 30, "--batch-size", 2, "--out", tmp_path / "out",
     )  # fmt: skip
-    assert (code, err) == (0, "") and "(lossy)" in out
+    assert code == 0 and "(lossy)" in out and f"wrote {tmp_path / 'out' / 'typical.json'}" in err
     found = json.loads((tmp_path / "out" / "typical.json").read_text())
     by_name = {row["name"]: row for row in found["methods"]}
     assert list(by_name) == ["plain sampling", "greedy", "sampling", "typical ε = 0.001", "typical ε = 0.9"]
@@ -45,8 +46,13 @@ def test_the_command(run_main, drafter, tmp_path):
     ("options", "message"),
     [(["--temperature", 0], "--temperature 0.0: must be above 0; at 0 every mode is greedy"),
      (["--epsilons", 2], "epsilon 2.0: has to be above 0 and at most 1"),
-     (["--repeat", 0], "--repeat 0: must be at least 1")],
+     (["--temperature", "nan"], "--temperature nan: must be above 0; at 0 every mode is greedy"),
+     (["--repeat", 0], "--repeat 0: must be at least 1"),
+     (["--repeat", 10**12], "--repeat 1000000000000: must be at most 2147483647"),
+     (["--epsilons", 0.1, 0.2, 0.1], "--epsilons: one of them is given twice"),
+     (["--seed", -1], "seed -1: "),
+     (["--out", "/dev/null/x"], "--out /dev/null/x: cannot write here (Not a directory); choose another folder")],
 )  # fmt: skip
 def test_bad_input(run_main, options, message):
     code, _, err = run_main(typical.main, "x", "--prompts", "p.jsonl", *options)
-    assert (code, err) == (2, f"error: {message}\n")
+    assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1

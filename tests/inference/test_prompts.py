@@ -1,0 +1,125 @@
+"""Prompts: what is read, what is refused and where, and the chat template."""
+
+import json
+
+import pytest
+
+from draftsmith.inference.prompts import Prompt, encode_prompts, read_prompts
+
+USER = {"role": "user", "content": "Hello"}
+
+
+def test_read_prompts(tmp_path):
+    path = tmp_path / "p.jsonl"
+    chat = [USER, {"role": "assistant", "content": "Hi"}]
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    lines = [
+        '\ufeff{"prompt": "a\u2028b\x85c\u2029 \\n d", "source": "x"}',  # line breaks to Python, but not to JSON Lines
+        "",
+        json.dumps({"messages": [*chat, {"role": "user", "content": "Bye"}]}),
+        json.dumps({"id": "7", "messages": chat, "finish_reason": ["stop"]}),  # what distill.py writes
+        '{"turns": ["first", "second"]}\r',
+        json.dumps({"prompt": None, "messages": [{"role": "user", "content": parts}]}),
+        '{"prompt": "\\ud83d\\ude42"}',
+    ]
+    path.write_bytes("\n".join(lines).encode())
+    assert read_prompts(path) == [
+        Prompt("a\u2028b\x85c\u2029 \n d"),
+        Prompt("", [*chat, {"role": "user", "content": "Bye"}]),
+        Prompt("", [USER]),
+        Prompt("", [{"role": "user", "content": "first"}]),
+        Prompt("", [{"role": "user", "content": "one two"}]),
+        Prompt("🙂"),
+    ]
+    assert [prompt.where for prompt in read_prompts(path)][1:3] == [f"{path}:3", f"{path}:4"]
+
+
+LINES = [
+    ('{"prompt": null}', "not a prompt: no prompt, messages or turns"),
+    ('{"prompt": 5}', "prompt is a number; a text is needed"),
+    ('{"prompt": true}', "prompt is true; a text is needed"),
+    ('{"prompt": ["a"]}', "prompt is a list; a text is needed"),
+    ('{"prompt": {}}', "prompt is an empty object; a text is needed"),
+    ('{"prompt": ""}', "prompt is an empty text; a text is needed"),
+    ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+    ('{"prompt": "a"', "not valid JSON"),
+    ('{"text": "a"}', "not a prompt: no prompt, messages or turns"),
+    ('"prompt"', "not a prompt but a text"),
+    ("null", "not a prompt but null"),
+    ("[]", "not a prompt but an empty list"),
+    ("NaN", "not a prompt but a number"),
+    ("[" * 100_000, "nested too deeply"),
+    ('{"a":' * 100_000, "nested too deeply"),
+    ('{"messages": []}', "messages is an empty list; a list is needed"),
+    ('{"messages": "hello"}', "messages is a text; a list is needed"),
+    ('{"messages": ["hello"]}', "message 1 is a text; role and content are needed"),
+    ('{"messages": [{"role": "user"}]}', "message 1: content is null; a text is needed"),
+    ('{"messages": [{"role": "user", "content": null}]}', "message 1: content is null; a text is needed"),
+    ('{"messages": [{"role": "user", "content": 7}]}', "message 1: content is a number; a text is needed"),
+    ('{"messages": [{"role": "user", "content": []}]}', "message 1: content is an empty list; a text is needed"),
+    ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "one of its content parts is no text"),
+    ('{"messages": [{"role": "user", "content": ["a"]}]}', "one of its content parts is no text"),
+    (
+        '{"messages": [{"role": "bard", "content": "a"}]}',
+        "message 1: the role is 'bard'; known: system, developer, user",
+    ),
+    ('{"messages": [{"role": 7, "content": "a"}]}', "message 1: the role is a number; known: system"),
+    ('{"messages": [{"role": "assistant", "content": "a"}]}', "nobody asks"),
+    ('{"turns": []}', "turns is an empty list"),
+    ('{"turns": "abc"}', "turns is a text; a list is needed"),
+    ('{"turns": ["a", null]}', "one of the turns is null; a text is needed"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), LINES, ids=[line[:40] for line, _ in LINES])
+def test_bad_lines_are_named(tmp_path, line, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n\n' + line + "\n")
+    with pytest.raises(ValueError) as error:
+        read_prompts(path)
+    assert str(error.value).startswith(f"{path}:3: ") and message in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_files_that_are_none(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    for name, message in (
+        ("missing.jsonl", "there is no such prompts file"),
+        ("", "this is a folder"),
+        ("empty.jsonl", "holds no prompt"),
+        ("latin.jsonl", "not UTF-8 text"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            read_prompts(tmp_path / name)
+
+
+def test_prompts_are_encoded_as_the_target_does(target):
+    tokenizer = target.tokenizer
+    assert Prompt("x = 1").encode(target) == tokenizer("x = 1")["input_ids"]
+    text = tokenizer.decode(Prompt("", [USER]).encode(target))
+    assert text == "<|user|>\nHello<|end|>\n<|assistant|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no user here') }}", "refuses these messages (no user here)"),
+        ("{{ 1 / 0 }}", "refuses these messages (division by zero)"),
+        ("{{ messages[7].content.x }}", "refuses these messages ("),
+        ("{% for %}", "refuses these messages ("),
+        (None, "target '{}' has no chat template"),
+    ],
+)
+def test_templates_that_refuse(target, monkeypatch, template, message):
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    with pytest.raises(ValueError) as error:
+        encode_prompts([Prompt("fine"), Prompt("", [USER], "p.jsonl:2")], target)
+    assert str(error.value).startswith("p.jsonl:2: ") and message.format(target.name) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_prompts_leave_room_for_an_answer(target):
+    assert len(encode_prompts([Prompt("é" * 127)], target)[0]) < target.context
+    with pytest.raises(ValueError, match=r"^p.jsonl:7: this prompt has \d+ tokens; .* context of 256"):
+        encode_prompts([Prompt("é" * 128, where="p.jsonl:7")], target)

@@ -1,0 +1,119 @@
+"""What commands print: texts to stdout byte for byte, made harmless on a terminal."""
+
+import io
+import json
+import os
+import pty
+import random
+import re
+import subprocess
+import sys
+import termios
+from threading import Thread
+
+import pytest
+
+from draftsmith.inference import terminal
+from draftsmith.inference.terminal import write_text
+from draftsmith.inference.text import visible
+
+CHARACTERS = [chr(code) for code in [*range(0xA0), 0xE9, 0x3C4, 0x2028, 0x200F, 0xFFFD, 0x65E5, 0x1F642]]
+WRITER = """
+import json, sys
+from draftsmith.inference.terminal import console, end_text, write_text
+from draftsmith.train.command import run_command
+
+def main():
+    for number, text in enumerate(json.load(sys.stdin)):
+        write_text(text, drafted=number % 2 == 1)
+        console.print("τ → ×", markup=False)
+    end_text("x")
+
+if __name__ == "__main__":
+    run_command(main)
+"""
+
+
+@pytest.fixture(scope="module")
+def texts():
+    rng = random.Random(0)
+    return ["".join(rng.choices(CHARACTERS, k=rng.randrange(1, 40))) for _ in range(1000)]
+
+
+def run_writer(texts, stdout, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", WRITER], input=json.dumps(texts).encode(), stdout=stdout, stderr=subprocess.PIPE,
+        env={**{k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}, **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"LANG": "C", "LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}],
+    ids=str,
+)
+def test_off_a_terminal_texts_are_their_bytes(texts, environment):
+    done = run_writer(texts, subprocess.PIPE, **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(texts).encode(), "no colours, no wrapping, nothing else"
+    assert b"\x1b" not in done.stderr and done.stderr.count(b"\n") == len(texts)
+
+
+def through_a_terminal(texts, **environment):
+    """What arrives at a terminal."""
+    master, slave = pty.openpty()
+    mode = termios.tcgetattr(slave)
+    mode[1] &= ~termios.OPOST  # line feeds as they are
+    termios.tcsetattr(slave, termios.TCSANOW, mode)
+    received = io.BytesIO()
+
+    def drain():
+        while True:
+            try:
+                data = os.read(master, 1 << 16)
+            except OSError:
+                return
+            if not data:
+                return
+            received.write(data)
+
+    reader = Thread(target=drain)
+    reader.start()
+    done = run_writer(texts, slave, **environment)
+    os.close(slave)
+    reader.join()
+    os.close(master)
+    assert done.returncode == 0, done.stderr
+    return received.getvalue().decode()
+
+
+def test_on_a_terminal_control_characters_are_visible(texts):
+    shown = through_a_terminal(texts, TERM="xterm", PYTHONUTF8="1")
+    assert shown.count("\x1b[32m") == shown.count("\x1b[0m") == len(texts) // 2
+    plain = re.sub("\x1b\\[(32|0)m", "", shown)
+    assert plain == visible("".join(texts)) + "\n", "and a line feed at the end"
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", plain)
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+def test_terminals_without_colours(environment):
+    assert through_a_terminal(["a", "é\x1b"], PYTHONUTF8="1", **environment) == "aé␛\n"
+
+
+def test_a_terminal_that_is_no_utf_8():
+    """The bytes of UTF-8 would be control characters to it."""
+    assert through_a_terminal(["é\x9b"], TERM="xterm", PYTHONIOENCODING="ascii") == "\\xe9\\x9b\n"
+
+
+def test_closed_stdout(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    write_text("x")
+
+
+def test_progress_in_lines(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "SAY_EVERY", 0.0)
+    with terminal.progress("working", 3) as done:
+        done(1)
+        done(3)
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(r"  working 1/3  \d+ s left\n  working 3/3  0 s left\n", err)

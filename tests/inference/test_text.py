@@ -1,0 +1,87 @@
+"""Streamed text is the tokenizer's own, whatever the tokens, and costs the same wherever it stands."""
+
+import random
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from draftsmith.inference.text import TextStream, decode_text, visible
+
+PIECES = ["▁", "▁▁", "▁hello", "a", "b", "é", "日", "▁world", "x", "\ufffd", "\x1b[", "\t", "\n", "\r"]
+
+
+def byte_fallback(decoder):
+    """A sentencepiece-like tokenizer: 256 byte tokens, words that begin with a space, two special tokens."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", "</s>")])
+    tokenizer.add_tokens(["▁▁▁▁added", "naïve"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module", params=["bytes", "llama", "metaspace"])
+def tokenizer(request, tiny_lm):
+    if request.param == "bytes":
+        return AutoTokenizer.from_pretrained(tiny_lm)
+    if request.param == "metaspace":
+        return byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return byte_fallback(decoders.Sequence(steps))
+
+
+def random_tokens(rng, tokenizer):
+    """From a few tokens or from all; some ids are unknown to the tokenizer."""
+    pool = [rng.randrange(len(tokenizer) + 3) for _ in range(rng.choice([2, 10, 300]))]
+    return [rng.choice(pool) for _ in range(rng.randrange(1, 200))]
+
+
+def test_streamed_text_is_the_text(tokenizer):
+    """Most of these are no valid UTF-8; characters lie over several tokens, and the last may lack some of its bytes."""
+    rng = random.Random(0)
+    invalid = 0
+    for _ in range(700):
+        tokens, stream, pieces, start = random_tokens(rng, tokenizer), TextStream(tokenizer), [], 0
+        while start < len(tokens):
+            count = rng.randrange(1, 5)
+            pieces.append(stream.add(tokens[start : start + count]))
+            start += count
+        text = decode_text(tokenizer, tokens)
+        assert "".join(pieces) + stream.end() == text
+        invalid += "\ufffd" in text
+    assert invalid > 300
+
+
+def test_text_comes_as_it_is_settled(tiny_lm):
+    """Nothing but an incomplete character is held back."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
+    text = "def f(x):\n\treturn 'naïve 日本🙂' # \x1b[0m"
+    stream, tokens, shown = TextStream(tokenizer), tokenizer(text)["input_ids"], ""
+    for number, token in enumerate(tokens, 1):
+        shown += stream.add([token])
+        assert shown == decode_text(tokenizer, tokens[:number]).removesuffix("\ufffd")
+    assert shown == text and stream.end() == ""
+
+
+def test_a_token_costs_the_same_wherever_it_stands(tokenizer, monkeypatch):
+    """By the number of tokens that are handed to the tokenizer; a run of byte-fallback tokens is handed over once."""
+    rng = random.Random(1)
+    tokens = [rng.randrange(len(tokenizer)) for _ in range(8000)]
+    decode, handed = tokenizer.decode, []
+    monkeypatch.setattr(
+        type(tokenizer), "decode", lambda self, ids, **how: handed.append(len(ids)) or decode(ids, **how)
+    )
+    stream = TextStream(tokenizer)
+    for token in tokens:
+        stream.add([token])
+    monkeypatch.undo()
+    assert sum(handed) < 60 * len(tokens)
+
+
+def test_control_characters_are_visible():
+    assert visible("a\tb\nc é") == "a\tb\nc é"
+    assert visible("\x1b[31m\x07\x00\r\x7f\x9b") == "␛[31m␇␀␍␡\\x9b"
+    everything = visible("".join(map(chr, range(0x300))))
+    assert not [c for c in everything if c not in "\n\t" and (ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0)]
