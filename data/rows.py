@@ -9,6 +9,7 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -147,7 +148,7 @@ def _numbered(found: Iterable[Any], before: int = 0) -> Iterator[tuple[str, Any]
 
 def _files(source: Source) -> list[Path]:
     given = Path(source.source)
-    files = [given] if given.is_file() else sorted(map(Path, glob.glob(source.source)))
+    files = [given] if os.path.isfile(given) else sorted(map(Path, glob.glob(source.source)))
     if not files:
         raise FileNotFoundError(f"data source '{source.source}': there is no such file")
     return files

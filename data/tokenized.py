@@ -46,7 +46,7 @@ def read_template(template: str | None) -> str | None:
         check_template(template)
         return template
     for path in (Path(template), Path(__file__).resolve().parent.parent / template):  # ours, wherever one stands
-        if path.is_file():
+        if os.path.isfile(path):  # False too for a name that is too long
             text = read_text(path, "chat template")
             check_template(text, str(path))
             return text
@@ -151,8 +151,8 @@ def check(samples: Tokenized, source: Source, data: Data, of: int = 0) -> Tokeni
     """
     samples.skipped.check(source.source, data.max_skipped, of)
     if len(samples) == 0 and not of:
-        why = f": {samples.skipped}" if samples.skipped.count else ""
-        raise ValueError(f"data source '{source.source}' (split {source.split}) is empty{why}")
+        why = f"has no row left: {samples.skipped}" if samples.skipped.count else "is empty"
+        raise ValueError(f"data source '{source.source}' (split {source.split}) {why}")
     without = samples.without_label()
     if without > data.max_unsupervised * max(of, len(samples)):
         raise ValueError(

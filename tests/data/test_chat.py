@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from draftsmith.data.chat import Completion, encode, read_row
+from draftsmith.data.chat import Completion, check_template, encode, read_row
+from draftsmith.data.rows import OddRow
 
 ROOT = Path(__file__).parents[2]
 SPECIAL = {
@@ -172,14 +173,32 @@ def test_plain_formats():
     [
         ({"question": 1, "answer": 2}, "it has question, answer; needed is one of messages, conversations, prompt and"),
         ({"messages": "hello"}, "its turns are no list"),
-        ({"messages": [{"role": "user"}]}, "turn 1 has no 'role' or no 'content'"),
-        ({"conversations": [{"from": "human", "value": "x"}, {"from": "bot", "value": "y"}]}, "turn 2 is from 'bot'"),
-        ({"messages": [{"role": "user", "content": 5}]}, "turn 1: its 'content' is no text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "its 'content' is no text"),
+        ({"messages": [{"role": "user"}]}, "a turn has no 'role' or no 'content'"),
+        ({"messages": [None]}, "a turn has no 'role' or no 'content'"),
+        ({"conversations": [*SHAREGPT, {"from": "bard", "value": "y"}]}, "a turn is from an unknown speaker"),
+        ({"conversations": [{"from": ["human"], "value": "y"}]}, "a turn is from an unknown speaker"),
+        ({"messages": [{"role": "model", "content": "y"}]}, "a turn has an unknown role"),
+        ({"messages": [{"role": None, "content": "y"}]}, "a turn has an unknown role"),
+        ({"messages": [{"role": {}, "content": "y"}]}, "a turn has an unknown role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "a turn's 'content' is no text"),
+        ({"messages": [{"role": "user", "content": None}]}, "a turn's 'content' is no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a turn's 'content' is no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "a turn's 'content' is no text"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "'content' holds half of a surrogate pair"),
+        ({"messages": []}, "an empty chat"),
+        ({"conversations": []}, "an empty chat"),
+        ({"conversations": [{"from": "gpt", "value": "alone"}]}, "a chat without a turn of the user"),
+        ({"messages": None, "text": None, "id": 3}, "it has id; needed is one of messages"),
+        ({}, "it has nothing; needed is one of messages"),
+        ({"text": 5}, "its 'text' is no text"),
+        ({"text": ""}, "its 'text' is empty"),
+        ({"prompt": "x", "completion": ["y"]}, "its turns are no list"),
+        ({"prompt": "x", "completion": None}, "it has prompt; needed is one of"),
     ],
 )
-def test_bad_rows(row, message):
-    with pytest.raises(ValueError, match=message):
+def test_odd_rows(row, message):
+    """The reason holds nothing of the row, so that equal reasons add up."""
+    with pytest.raises(OddRow, match=message):
         read_row(row)
 
 
@@ -200,5 +219,65 @@ def test_a_template_that_thinks_ahead_is_an_error():
 
 def test_a_template_that_refuses_a_chat():
     chat = [{"role": "system", "content": "x"}, *CHAT]
-    with pytest.raises(ValueError, match="refuses this chat: only user and assistant roles"):
+    with pytest.raises(OddRow, match="refuses this chat: only user and assistant roles"):
         encode(chat, tokenizer_of("mistral"), None, 100)
+
+
+FAILS = {
+    "{{ 1 / 0 }}": r"fails on this chat: ZeroDivisionError \(division by zero\)",
+    "{{ nothing.at.all }}": "refuses this chat: 'nothing' is undefined",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "fails on this chat: RecursionError",
+    "{{ messages[0]['content'] + 5 }}": "fails on this chat: TypeError",
+    "{% for i in range(1000000) %}x{% endfor %}": "fails on this chat: OverflowError",
+    "{{ raise_exception('no') }}": "refuses this chat: no",
+}
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("failure", FAILS)
+def test_templates_that_raise(failure, marks):
+    """On one chat, it is that row's fault; on a plain one too, it is the template's."""
+    plain = tokenizer_of("chatml").chat_template
+    if marks:
+        plain += "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
+    some = "{% if messages | length > 2 %}" + failure + "{% endif %}" + plain
+    with pytest.raises(OddRow, match=FAILS[failure]):
+        encode(CHAT, tokenizer_of("chatml"), some, 100)
+    with pytest.raises(ValueError, match=FAILS[failure]) as error:
+        encode(CHAT, tokenizer_of("chatml"), failure + plain, 100)
+    assert not isinstance(error.value, OddRow)
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{% for %}", r"data\.template: no Jinja template \(line 1: "),
+        ("\n{{ messages", r"no Jinja template \(line 2: "),
+        ("{% generation %}x", r"no Jinja template \(line 1: "),
+        ("{{ x | no_such_filter }}", r"no Jinja template \(line 1: No filter named"),
+        ("{% break %}", "no Jinja template"),
+        ("{{ " + "(" * 100_000 + " }}", r"no Jinja template \("),
+        ("{% if x %}" * 3000 + "{% endif %}" * 3000, r"no Jinja template \("),
+        ("x" * 2_000_000, "2,000,000 characters; a chat template has a few thousand"),
+    ],
+)
+def test_templates_without_sense(template, message):
+    with pytest.raises(ValueError, match=message) as error:
+        check_template(template)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def test_the_tokenizers_own_template_is_checked():
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = "{% for %}"
+    with pytest.raises(ValueError, match="the tokenizer's own chat template: no Jinja template") as error:
+        encode(CHAT, tokenizer, None, 100)
+    assert not isinstance(error.value, OddRow)
+    several = tokenizer_of("chatml")
+    several.chat_template = {"default": several.chat_template, "tool_use": "{{ 1 / 0 }}"}
+    assert encode(CHAT, several, None, 999) == encode(CHAT, tokenizer_of("chatml"), None, 999)
+
+
+@pytest.mark.parametrize("template", sorted((ROOT / "tests/data/templates").glob("*.jinja")), ids=lambda p: p.stem)
+def test_real_templates_pass(template):
+    check_template(template.read_text())

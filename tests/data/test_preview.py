@@ -55,3 +55,26 @@ def test_a_recipe_without_a_target(recipe, run_main, tiny_lm):
 def test_bad_recipe(recipe, run_main):
     code, _, err = run_main(preview.main, recipe, "data.max_lenght=3")
     assert code == 2 and "nearest valid key: data.max_length" in err
+
+
+def test_rows_that_were_skipped(recipe, run_main, tmp_path):
+    path = tmp_path / "a.jsonl"
+    bard = {"conversations": [{"from": "human", "value": "x"}, {"from": "bard", "value": "y"}]}
+    path.write_text("{\n" + json.dumps(bard) + "\n" + path.read_text() * 10 + json.dumps(bard) + "\n")
+    for _ in range(2):  # the second time from what is kept
+        code, out, err = run_main(preview.main, recipe, "--count", 1)
+        assert (code, err) == (0, "") and "40 samples, " in out
+        assert (
+            "\n3 of 43 rows skipped:\n    rows  first   reason\n       2  line 2  a turn is from an unknown speaker"
+            in out
+        )
+        assert "\n       1  line 1  not valid JSON\n" in out
+    code, out, err = run_main(preview.main, recipe, "data.max_skipped=0.05")
+    assert code == 2 and err.startswith(f"error: data source '{path}': 3 of 43 rows skipped: 2 × a turn is from")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("count", ["-1", "0", "x", "9" * 5000])
+def test_bad_counts(recipe, run_main, count):
+    code, _, err = run_main(preview.main, recipe, "--count", count)
+    assert code == 2 and "is not a number from 1 on" in err and len(err) < 500

@@ -85,12 +85,28 @@ def test_a_limit(tmp_path, tokenizer):
     assert {text.split()[1] for text in texts(rows, range(18), tokenizer)} == set("012345")
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_odd_rows_of_a_stream(tmp_path, tokenizer, packing):
+    """Windows of 4: one odd row in the first, the last one (of 2) has none but odd rows; both epochs go through."""
+    good = [json.dumps({"text": f"line {n} "}) for n in range(7)]
+    (tmp_path / "a.jsonl").write_text("\n".join([good[0], "{", *good[1:], "[]", "null"]) + "\n")
+    source = Source(source=str(tmp_path / "a.jsonl"), streaming=True)
+    rows = StreamedRows(source, data(packing=packing, max_skipped=0.5), tokenizer, 0, tmp_path / "n.json", keep=True)
+    assert rows.skipped.reasons == {"not valid JSON": (1, "line 2")} and rows.skipped.rows == 4
+    count = rows.batch([0]) and rows.ends[0]
+    found = "".join(texts(rows, range(2 * (7 if not packing else count + 1)), tokenizer))
+    assert all(found.count(f"line {n} ") == 2 for n in range(7))
+    assert rows.per_epoch == 3 and rows.ends[2] == rows.ends[1], "the last window is empty"
+    again = StreamedRows(source, data(packing=packing, max_skipped=0.5), tokenizer, 0, tmp_path / "n.json", keep=True)
+    assert "".join(texts(again, range(rows.ends[4]), tokenizer)) == found
+
+
 def test_what_cannot_be_streamed(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": "fine"}) + "\n" for _ in range(5)) + '{"question": "?"}\n'
+        "".join(json.dumps({"text": "fine"}) + "\n" for _ in range(5)) + '{"question": "?"}\n' * 3
     )
     source = Source(source=str(tmp_path / "a.jsonl"), streaming=True)
-    with pytest.raises(ValueError, match=r"a\.jsonl', row 6: it has "):
+    with pytest.raises(ValueError, match=r"a\.jsonl': 3 of 4 rows skipped: 3 × it has question.*first: line 6"):
         StreamedRows(source, data(), tokenizer, 0, tmp_path / "note.json", keep=True).batch([5])
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match="empty.jsonl"):

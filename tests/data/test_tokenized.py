@@ -1,12 +1,15 @@
+import errno
 import json
 import multiprocessing
 import time
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from draftsmith.data import tokenized as module
+from draftsmith.data.rows import Skipped
 from draftsmith.data.tokenized import read_template, tokenized
 from draftsmith.train.recipe import Data, Source
 
@@ -140,10 +143,15 @@ def test_one_process_makes_it_and_the_others_wait(tmp_path, cache):
     "rows, fields, message",
     [
         (
-            [{"messages": CHATS[0]}, {"question": "x"}],
+            [{"messages": CHATS[0]}, {"question": "x"}, {"question": "y"}, {"messages": []}],
             {},
-            "a.jsonl', row 2: it has messages, question; needed",
+            "a.jsonl': 3 of 4 rows skipped: 2 × it has question; needed is one of messages, conversations, prompt and "
+            "completion, or text (first: line 2); 1 × an empty chat (first: line 4). That is more than "
+            "data.max_skipped=0.1 of them; mend the data, or raise data.max_skipped",
         ),
+        ([{"messages": CHATS[0]}, {"messages": []}], {"max_skipped": 0.0}, "1 of 2 rows skipped: 1 × an empty chat"),
+        ([{"messages": []}], {"max_skipped": 1.0}, "has no row left: 1 of 1 rows skipped: 1 × an empty chat"),
+        ([{"messages": CHATS[0]}], {"template": "{{ 1 / 0 }}"}, "a.jsonl': the chat template fails on this chat: Zero"),
         (
             [{"messages": CHATS[0]}] * 4,
             {"max_length": 4},
@@ -163,10 +171,60 @@ def test_missing_and_damaged_files(tmp_path, tokenizer):
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         tokenized(Source(source=str(tmp_path / "a.jsonl")), data(), tokenizer)
     (tmp_path / "a.jsonl").write_text('{"messages": [')
-    with pytest.raises(ValueError, match=r"a.jsonl' \(split train\): cannot be read"):
+    with pytest.raises(ValueError, match=r"has no row left: 1 of 1 rows skipped: 1 × not valid JSON \(first: line 1\)"):
         tokenized(Source(source=str(tmp_path / "a.jsonl")), data(), tokenizer)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no parquet")
+    with pytest.raises(ValueError, match=r"a.parquet' \(split train\): cannot be read"):
+        tokenized(Source(source=str(tmp_path / "a.parquet")), data(), tokenizer)
     with pytest.raises(ValueError, match=r"'nobody/nothing' \(split train\): cannot be read"):
         tokenized(Source(source="nobody/nothing"), data(), tokenizer)
+
+
+def test_odd_rows_are_skipped_counted_and_remembered(tmp_path, tokenizer, cache, monkeypatch):
+    """What is kept says the same as what was made; the bound is asked for each time."""
+    chats = [{"messages": chat} for chat in CHATS * 4]
+    bard = {"conversations": [{"from": "human", "value": "x"}, {"from": "bard", "value": "y"}]}
+    source = write(tmp_path / "a.jsonl", [chats[0], bard, *chats[1:], bard, {"messages": []}])
+    first = tokenized(source, data(max_skipped=0.2), tokenizer)
+    unknown = next(reason for reason in first.skipped.reasons if "unknown speaker" in reason)
+    assert first.skipped == Skipped(23, {unknown: (2, "line 2"), "an empty chat": (1, "line 23")})
+    assert parts(first, tokenizer) == parts(tokenized(write(tmp_path / "b.jsonl", chats), data(), tokenizer), tokenizer)
+    monkeypatch.setattr(module, "encode", None)  # what is kept needs it no more
+    again = tokenized(source, data(max_skipped=0.2), tokenizer)
+    assert again.skipped == first.skipped and again.sha256() == first.sha256()
+    with pytest.raises(ValueError, match=r"3 of 23 rows skipped: 2 × .* \(first: line 2\); 1 × an empty chat"):
+        tokenized(source, data(max_skipped=0.1), tokenizer)
+
+
+def test_one_odd_row_never_ends_a_run(tmp_path, tokenizer):
+    source = write(tmp_path / "a.jsonl", [{"messages": CHATS[0]}, {"messages": []}])
+    assert tokenized(source, data(), tokenizer).skipped.count == 1
+
+
+@pytest.mark.parametrize("reason", [5, "length", {"x": 1}, [], [None, 3]])
+def test_odd_finish_reasons_are_none(tmp_path, tokenizer, reason):
+    source = write(tmp_path / "a.jsonl", [{"messages": CHATS[0], "finish_reason": reason}])
+    assert parts(tokenized(source, data(), tokenizer), tokenizer)[0][1] == "It is 0.<|end|>"
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "file/x"])
+def test_an_unwritable_cache(tmp_path, tokenizer, monkeypatch, place):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / place))  # an absolute place stays itself
+    with pytest.raises(ValueError, match=r"tokenized data cannot be kept here .*; set DRAFTSMITH_CACHE to another"):
+        tokenized(write(tmp_path / "a.jsonl", [{"messages": CHATS[0]}]), data(), tokenizer)
+
+
+def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path, tokenizer, cache, monkeypatch):
+    def full(arrays, path, metadata):
+        Path(path).write_bytes(b"half of it")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.raises(OSError) as error:
+        tokenized(write(tmp_path / "a.jsonl", [{"messages": CHATS[0]}]), data(), tokenizer)
+    assert error.value.errno == errno.ENOSPC and str(error.value.filename).startswith(str(cache))
+    assert {path.suffix for path in cache.iterdir()} <= {".lock"}
 
 
 def test_templates(tmp_path):
@@ -174,8 +232,17 @@ def test_templates(tmp_path):
     assert read_template("{{ messages }}") == "{{ messages }}"
     (tmp_path / "x.jinja").write_text("{{ x }}")
     assert read_template(str(tmp_path / "x.jinja")) == "{{ x }}"
-    with pytest.raises(FileNotFoundError, match="neither a Jinja template nor a file"):
-        read_template("missing.jinja")
+    for name in ("missing.jinja", "x" * 100_000, "\0"):
+        with pytest.raises(FileNotFoundError, match="neither a Jinja template nor a file"):
+            read_template(name)
+    (tmp_path / "latin.jinja").write_bytes("{{ 'é' }}".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.jinja: not UTF-8 text"):
+        read_template(str(tmp_path / "latin.jinja"))
+    (tmp_path / "broken.jinja").write_text("{% for %}")
+    with pytest.raises(ValueError, match=r"broken\.jinja: no Jinja template \(line 1"):
+        read_template(str(tmp_path / "broken.jinja"))
+    with pytest.raises(ValueError, match=r"data\.template: no Jinja template \(line 1"):
+        read_template("{% for %}")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +253,8 @@ def test_templates(tmp_path):
         ({"source": "stdlib", "split": "dev"}, "has the splits train, validation and test, not 'dev'"),
         ({"source": "a.jsonl", "form": "chat"}, "'form' is for stdlib and package:NAME"),
         ({"source": "a/b", "answers": {"prompts": 1}}, "'answers' is for stdlib and package:NAME"),
+        ({"source": "a.jsonl", "files": "a.jsonl"}, "'files' is for a Hub data set"),
+        ({"source": "stdlib", "files": "a.jsonl"}, "'files' is for a Hub data set"),
     ],
 )
 def test_sources_that_cannot_be(fields, message):
