@@ -130,6 +130,25 @@ def test_the_check_on_the_users_machine(decoder, monkeypatch):
     assert not wrong.passed and wrong.p_value < ALPHA
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [{"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"repetition_penalty": 3.0}],
+    ids=lambda parameters: next(iter(parameters)),
+)
+def test_the_check_is_of_the_parameters_asked_for(decoder, monkeypatch, parameters):
+    """An engine that does not heed a parameter is found with that parameter, and only with it."""
+    prompts, done = [[2], [0]], []
+    assert check_sample(decoder, prompts, Sampling(**parameters), 256, done.append).passed and done == [1, 2]
+    law_of, device = stepping.law, decoder.target.device
+
+    def heedless(logits, settings, seen=None):
+        return law_of(logits, Settings([Sampling()] * len(logits), device))
+
+    monkeypatch.setattr(stepping, "law", heedless)
+    assert not check_sample(decoder, prompts, Sampling(**parameters), 256).passed
+    assert check_sample(decoder, prompts, Sampling(), 256).passed
+
+
 def test_typical_is_not_the_targets_law(decoder):
     """It accepts more than sampling does, and is not exact."""
     typical = sample(decoder, Sampling(), 2000, mode="typical")

@@ -120,6 +120,36 @@ def test_each_row_its_own_settings():
     assert tied[0, 0].tolist() == [0, 0.5, 0.5, 0], "what ties at the cut stays"
 
 
+def test_parameters_put_into_a_row_are_those_of_a_fresh_one():
+    each = [
+        Sampling(temperature=0.3, top_k=7, top_p=0.4, min_p=0.2, repetition_penalty=1.7, seed=1 << 61, epsilon=0.5),
+        Sampling(temperature=1e-300, top_k=10**21, seed=3, epsilon=1e-40),
+    ]
+    fresh, refilled = Settings([*each, Sampling()], CPU), Settings([each[1], Sampling(min_p=0.9), each[0]], CPU)
+    for row, sampling in enumerate([*each, Sampling()]):
+        refilled.put(row, sampling)
+    for settings in (refilled, refilled[0:3]):
+        for name in ("temperature", "top_k", "top_p", "min_p", "penalty", "seed", "epsilon", "delta"):
+            assert torch.equal(getattr(settings, name), getattr(fresh, name)), name
+    assert fresh.temperature[1] == 0 and fresh.min_p[0] > 0 and fresh.delta[0] == pytest.approx(0.5**0.5)
+    assert torch.equal(refilled[1:2].top_p, fresh.top_p[1:2])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30, 3e38])
+def test_nothing_overflows(scale):
+    """Logits as large as float32 holds at temperatures as low as they come."""
+    torch.manual_seed(0)
+    logits = torch.rand(40, 3, 9) * 2 - 1
+    temperatures = [1e-9, 1e-4, 0.1, 1.0, 100.0]
+    each = [Sampling(temperature=temperatures[row % 5], top_k=8, top_p=0.999999, min_p=1e-9) for row in range(40)]
+    p = law(logits * scale, Settings(each, CPU))
+    wide = logits.double() * scale / torch.tensor(temperatures).double().repeat(8)[:, None, None]
+    # What is cut away has hardly any mass, but for the last place of eight.
+    kept = torch.where(wide >= wide.topk(8).values[..., -1:], wide, -torch.inf).softmax(-1)
+    assert torch.isfinite(p).all() and (p - kept.float()).abs().max() < 2e-2
+    assert torch.equal(p.argmax(-1), logits.argmax(-1))
+
+
 @pytest.mark.parametrize(
     "field, value",
     [("temperature", -1), ("top_k", -1), ("top_p", 0), ("top_p", 1.1), ("min_p", 1), ("repetition_penalty", 0),

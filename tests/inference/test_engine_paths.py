@@ -1,0 +1,129 @@
+"""What a step leaves behind for the next one: the accepted path's K/V wherever it branches, and the tokens that a
+repetition penalty counts."""
+
+import random
+
+import pytest
+import torch
+
+from draftsmith.inference.engine import Request, SpeculativeDecoder
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.tree import StaticTree, Topology
+
+NONE = frozenset()
+PROMPTS = [[7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12]]
+
+
+class BranchDrafter:
+    """Drafts the true text on one chosen path of a fixed tree, wrong tokens elsewhere.
+
+    Args:
+        truth: of each prompt, ``max_depth + 1`` tokens longer than what is asked for.
+        leaves: the paths it chooses from, in turn.
+    """
+
+    static = True
+
+    def __init__(self, target, prompts, truth, topology, leaves, seed=0):
+        self.prompts, self.truth, self.leaves = prompts, truth, leaves
+        self.topology, self.tree = topology, StaticTree(topology, target.device)
+        self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
+        self.random, self.accepted = random.Random(seed), []
+
+    def prefill(self, hidden, tokens, start, rows):
+        pass
+
+    def propose(self, state):
+        rows = []
+        for row, prompt in enumerate(self.prompts):
+            done = max(0, int(state.length[row]) - len(prompt))
+            future = self.truth[row][done + 1 : done + 1 + self.max_depth]
+            future = future + [0] * (self.max_depth - len(future))
+            leaf = self.random.choice(self.leaves)
+            rows.append([int(state.root[row])])
+            for path in self.topology.paths:
+                right = leaf[: len(path)] == path
+                token = future[len(path) - 1]
+                rows[-1].append(token if right else (token + 1 + self.random.randrange(60)) % 61)
+        return self.tree.fill(torch.tensor(rows, device=self.tree.parent.device))
+
+    def absorb(self, verdict, tree, hidden):
+        self.accepted += verdict.path[verdict.length == self.max_depth].tolist()
+
+
+SIBLINGS = Topology(((0,), (1,), (2,)))
+LATE = Topology(((0,), (0, 0), (0, 0, 0), (0, 0, 1)))  # nodes 0 1 2 3, and 4 beside 3
+EARLY = Topology(((0,), (0, 0), (1,), (1, 0)))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("topology", "leaf", "path"),
+    [(SIBLINGS, (1,), [0, 2]), (SIBLINGS, (2,), [0, 3]), (LATE, (0, 0, 1), [0, 1, 2, 4]), (EARLY, (1, 0), [0, 3, 4])],
+    ids=["sibling", "last sibling", "branches at its end", "branches at once"],
+)
+def test_a_path_that_leaves_the_first_nodes(make_target, teach, topology, leaf, path, rows, static):
+    """Its K/V have to move, even if only those of its last node do; else what follows is another text."""
+    target = make_target("llama")
+    prompts, wanted = PROMPTS[:rows], 30
+    truth = teach(target, prompts, wanted + 5)
+    drafter = BranchDrafter(target, prompts, truth, topology, [leaf])
+    results = SpeculativeDecoder(target, drafter, static=static).generate(prompts, wanted, stop_ids=NONE)
+    assert [r.tokens for r in results] == [row[:wanted] for row in truth]
+    assert path in drafter.accepted
+    assert all(set(r.accepted[:-1]) == {topology.max_depth + 1} for r in results)
+
+
+@torch.no_grad()
+def penalised_greedy(target, prompt, penalty, count):
+    """Plain decoding by the model alone, a forward pass of the whole text for each token."""
+    text = list(prompt)
+    for _ in range(count):
+        logits = target.model(torch.tensor([text], device=target.device), use_cache=False).logits[0, -1]
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        seen[text] = True
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        best = logits.topk(2)
+        assert best.values[0] - best.values[1] > 1e-4, "a near-tie, which rounding may decide: another penalty"
+        text.append(int(best.indices[0]))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("drafts", ["all right", "some right", "none"])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("penalty", [1.3, 2.5])
+def test_repetition_penalty_with_a_drafter(make_target, penalty, rows, static, drafts):
+    """Every token counts as seen: of the prompt, the prefill's, those of the path, and the bonus token."""
+    target = make_target("llama")
+    prompts, wanted = PROMPTS[:rows], 60
+    truth = [penalised_greedy(target, prompt, penalty, wanted + 4) for prompt in prompts]
+    drafter = None
+    if drafts != "none":
+        leaves = [(1, 0), (0, 0)] if drafts == "all right" else [(0,), (1,), (1, 0), (0, 0)]
+        drafter = BranchDrafter(target, prompts, truth, EARLY, leaves)
+    sampling = [Sampling(temperature=0, repetition_penalty=penalty, seed=row) for row in range(rows)]
+    decoder = SpeculativeDecoder(target, drafter, static=static)
+    results = decoder.generate(prompts, wanted, mode="sample", sampling=sampling, stop_ids=NONE)
+    assert [r.tokens for r in results] == [row[:wanted] for row in truth]
+    assert {len(set(r.accepted)) > 1 or drafts != "some right" for r in results} == {True}
+    if drafts == "all right":
+        assert all(set(r.accepted[:-1]) == {3} for r in results)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_row_refilled_with_other_parameters(make_target, static):
+    """One row, one request after the other: of the one before, nothing is left."""
+    target = make_target("llama")
+    each = [
+        Sampling(seed=1, min_p=0.5), Sampling(seed=2), Sampling(seed=3, min_p=0.2), Sampling(seed=4, top_k=2),
+        Sampling(seed=5, top_p=0.3), Sampling(seed=6, temperature=3.0), Sampling(seed=7, repetition_penalty=2.0),
+        Sampling(seed=8), Sampling(temperature=0), Sampling(seed=9, temperature=1.5),
+    ]  # fmt: skip
+    requests = [Request(PROMPTS[n % 3], 12, sampling, NONE) for n, sampling in enumerate(each)]
+    alone = [SpeculativeDecoder(target).serve([request], 1, mode="sample")[0].tokens for request in requests]
+    decoder = SpeculativeDecoder(target, static=static)
+    for order in (range(10), [8, 1, 0, 7, 3, 5, 4, 9, 6, 2]):
+        together = decoder.serve([requests[n] for n in order], 1, mode="sample")
+        assert [r.tokens for r in together] == [alone[n] for n in order]
