@@ -132,7 +132,7 @@ def test_the_check_on_the_users_machine(decoder, monkeypatch):
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"repetition_penalty": 3.0}],
+    [{"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"repetition_penalty": 50.0}],
     ids=lambda parameters: next(iter(parameters)),
 )
 def test_the_check_is_of_the_parameters_asked_for(decoder, monkeypatch, parameters):
