@@ -38,7 +38,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith.data.chat import Message, apply_template
 from draftsmith.data.endpoint import Server, check_server, in_threads
-from draftsmith.data.rows import OddRow
+from draftsmith.data.rows import OddRow, Skipped
 from draftsmith.data.seeds import TOO_LONG, Seed, Talk, Unanswered, read_seeds
 from draftsmith.data.shards import Shards, open_shards
 from draftsmith.data.tokenized import read_template
@@ -303,6 +303,14 @@ def small(recipe: DistillRecipe) -> DistillRecipe:
     return valid(DistillRecipe, content)
 
 
+def seeds_of(recipe: DistillRecipe) -> tuple[list[Seed], Skipped]:
+    """The seeds, and the rows that are none, which are said."""
+    seeds, skipped = read_seeds(recipe.data.seeds, recipe.data.max_skipped)
+    if skipped.count:
+        console.print(f"seeds: {skipped}", soft_wrap=True, markup=False)
+    return seeds, skipped
+
+
 def main() -> None:
     args = PARSER.parse_intermixed_args()
     if args.resume and args.restart:
@@ -310,13 +318,11 @@ def main() -> None:
     command = "python train/distill.py " + shlex.join(sys.argv[1:])
     recipe = read_recipe(args.recipe, DistillRecipe, args.overrides)
     recipe = small(recipe) if args.tiny else recipe
-    seeds, skipped = read_seeds(recipe.data.seeds, recipe.data.max_skipped)
-    if skipped.count:
-        console.print(f"seeds: {skipped}", soft_wrap=True, markup=False)
     if args.dry_run:
-        return dry(recipe, seeds)
+        return dry(recipe, seeds_of(recipe)[0])
     folder = recipe.run.folder
     with run.held(folder, "distill"):
+        seeds, skipped = seeds_of(recipe)
         if args.tiny and recipe.target:
             write_target(recipe.target)
         decides = recipe.decides()

@@ -1,5 +1,6 @@
 """Hidden states that are kept: the ones the target makes, in memory or on disk, and no room for them said before."""
 
+import resource
 import shutil
 from types import SimpleNamespace
 
@@ -82,3 +83,14 @@ def test_the_estimate_is_said_before(make_target, rows, accelerator, tmp_path, c
     out = capsys.readouterr().out
     assert "cache_hidden: 5 rows × 12 tokens × 32 take 0.00 GB on disk in" in out and "are free" in out
     assert (tmp_path / "0.bin").stat().st_size == 5 * 12 * 32 * 4
+
+
+def test_room_that_another_takes_meanwhile(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            features._take_room(tmp_path / "0.bin", 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.filename == str(tmp_path / "0.bin") and not list(tmp_path.iterdir())

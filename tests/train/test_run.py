@@ -2,13 +2,16 @@
 
 import json
 import multiprocessing
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from draftsmith.train import checkpoint
+from draftsmith.train import checkpoint, run
 from draftsmith.train.run import begin, held
 
 ROOT = Path(__file__).parents[2]
@@ -244,3 +247,94 @@ def test_help_imports_nothing_slow(script, argument, code):
     )
     assert done.returncode == code, done.stderr
     assert "usage:" in (done.stderr if code else done.stdout)
+
+
+@pytest.mark.parametrize("script", ["medusa", "distill"])
+@pytest.mark.parametrize("seconds", [0.3, 1.0, 2.0])
+def test_ctrl_c_while_importing(tmp_path, script, seconds):
+    command = [sys.executable, f"train/{script}.py", ROOT / f"recipes/tiny-{script}.yaml", f"run.output_dir={tmp_path}"]
+    started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    started.send_signal(signal.SIGINT)
+    _, err = started.communicate(timeout=60)
+    assert (started.returncode, err.count("\n")) == (2, 1), err
+    assert err.startswith("error: interrupted; ")
+
+
+# ---- said early
+
+
+def recipe_of(**sections):
+    text = {"source": "stdlib"}
+    content = {
+        "run": {"name": "x"}, "target": {"name": "t"}, "data": {"train": [text], "validation": [text]}, "drafter": {},
+        "optim": {"lr": 1e-3}, "batch": {"sequences": 1}, "steps": 3,
+    }  # fmt: skip
+    from draftsmith.train.medusa import MedusaRecipe
+
+    return MedusaRecipe.model_validate({**content, **sections})
+
+
+@pytest.mark.parametrize(
+    "sections, message",
+    [
+        ({"data": {"train": [{"source": "no/*.jsonl"}], "validation": [{"source": "stdlib"}]}}, "no such file"),
+        ({"data": {"train": [{"source": "stdlib"}], "validation": [{"source": "no.txt"}]}}, "'no.txt': there is no"),
+        ({"data": {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib"}], "template": "{% if %}"}},
+         "no Jinja template"),
+        ({"track": {"wandb": True}}, "track.wandb needs a package more: pip install wandb"),
+        ({"track": {"tensorboard": True}}, "track.tensorboard needs a package more: pip install tensorboard"),
+        ({"optim": {"lr": 1e-3, "eight_bit": True}}, "optim.eight_bit needs a package more: pip install bitsandbytes"),
+    ],
+)  # fmt: skip
+def test_what_is_missing(sections, message, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    recipe = recipe_of(**sections)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run.check(recipe, [recipe])
+    run.check(recipe_of(), [recipe_of()])
+
+
+def test_checkpoints_that_cannot_fit(tmp_path, monkeypatch):
+    def room(steps=30, **checkpoints):
+        recipe = recipe_of(checkpoint={"every": 10, "keep": 1, **checkpoints}, steps=steps)
+        run.check_room(tmp_path, 1000, recipe, recipe)
+
+    def free(count):
+        monkeypatch.setattr(run.shutil, "disk_usage", lambda path: SimpleNamespace(free=count))
+
+    free(24_000)  # weights, two moments, of two checkpoints: a new one comes before the oldest goes
+    room()
+    free(23_999)
+    with pytest.raises(ValueError, match=r"2 checkpoints of 0 M .* 0\.0 GB are free; free some, lower"):
+        room()
+    room(steps=10)  # writes one
+    make_checkpoint(tmp_path, 1)  # its two bytes are free again
+    room()
+
+
+def test_what_to_begin_with_is_checked_before_the_target_is_loaded(tmp_path, run_main, monkeypatch):
+    from draftsmith.train import lm, medusa
+
+    monkeypatch.setattr(medusa, "load_target", None)
+    heads = {"drafter_type": "medusa", "num_draft_heads": 3, "num_layers": 1, "projection": "own"}
+    wrong = {
+        "nothing": (None, "no drafter there"),
+        "list": ([], "a JSON object is needed"),
+        "model": ({"model_type": "llama"}, "its drafter_type is None; Medusa heads are needed"),
+        "heads": (heads, "its num_draft_heads is 3, the recipe's 4; set drafter.num_draft_heads"),
+    }
+    for name, (config, message) in wrong.items():
+        (tmp_path / name).mkdir()
+        if config is not None:
+            (tmp_path / name / "config.json").write_text(json.dumps(config))
+            (tmp_path / name / "model.safetensors").touch()
+            (tmp_path / name / "tokenizer.json").touch()
+        options = [f"run.output_dir={tmp_path}", "run.name=x", f"init_from={tmp_path / name}"]
+        medusa_options = [ROOT / "recipes/tiny-medusa.yaml", *options, "drafter.num_draft_heads=4"]
+        code, _, err = run_main(medusa.main, *medusa_options)
+        assert code == 2 and err.count("\n") == 1 and message in err, err
+    for name, message in {"nothing": "no model with its tokenizer", "model": "vocab_size None ≠ 4096"}.items():
+        options = [f"run.output_dir={tmp_path}", "run.name=y", f"init_from={tmp_path / name}"]
+        code, _, err = run_main(lm.main, ROOT / "recipes/tiny-lm.yaml", *options)
+        assert code == 2 and err.count("\n") == 1 and message in err, err

@@ -72,3 +72,20 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match="pip install tensorboard"):
         track.Trackers(Track(tensorboard=True), tmp_path, {})
+
+
+def test_a_tracker_that_fails_later_is_left(tmp_path, monkeypatch, capsys):
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(*_, **__):
+        raise OSError("No space left on device")
+
+    trackers = track.Trackers(Track(tensorboard=True, wandb=True, offline=True), tmp_path, {})
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    monkeypatch.setattr(type(trackers.run), "log", full)
+    for line in LINES:
+        trackers.log(line)
+    trackers.close()
+    said = capsys.readouterr().out
+    assert said.count("wandb takes no more lines (No space left") == 1
+    assert said.count("TensorBoard takes no more lines (No space left") == 1
