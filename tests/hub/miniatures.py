@@ -185,7 +185,7 @@ def write_weights(root: Path, manifest: dict[str, Any], ids: dict[int, int]) -> 
 
 CHATS = 640  # of the ShareGPT file: recipes take 500 of them for validation
 ODD = {  # row → what is odd about it; both splits have each kind
-    7: "bard", 150: "empty", 290: "gpt first", 400: "system", 503: "bing", 530: "empty", 560: "gpt first",
+    7: "bard", 90: "gpt first", 150: "empty", 200: "system", 503: "bing", 530: "empty", 560: "gpt first",
     600: "user, chatgpt",
 }  # fmt: skip
 

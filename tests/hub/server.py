@@ -26,7 +26,7 @@ class Hub:
 
     gated: repositories (``models/USER/NAME``) → the tokens of those who accepted the licence.
     refuse: answer every upload with 403.
-    requests: (method, ``models/USER/NAME/FILE``) of every file asked for, in order.
+    requests: (method, ``models/USER/NAME/FILE``) of every file asked for by somebody who may have it, in order.
     created: the content of every request for a new repository.
     unknown: requests that this server has no answer to; a test should find none.
     """
@@ -190,7 +190,6 @@ class _Handler(BaseHTTPRequestHandler):
         repository = self.repository(kind, name)
         if repository is None or (commit := self.revision(repository, revision)) is None:
             return
-        self.hub.requests.append((self.command, f"{repository}/{file}"))
         page = f"{self.hub.endpoint}/{_KINDS[kind]}{name}"
         if repository in self.hub.gated and self.token() not in self.hub.gated[repository]:
             said = f"Access to {kind.removesuffix('s')} {name} is restricted"
@@ -199,6 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
                                  "it. Please log in.")  # fmt: skip
             return self.deny(403, "GatedRepo", f"{said} and you are not in the authorized list. Visit {page} to ask "
                              "for access.")  # fmt: skip
+        self.hub.requests.append((self.command, f"{repository}/{file}"))
         path = self.hub.files(repository).get(file)
         headers = {"X-Repo-Commit": commit}
         if path is None:

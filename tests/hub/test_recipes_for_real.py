@@ -7,6 +7,7 @@ that a plain ``python`` can run share a process, and all share the caches, as on
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -33,6 +34,7 @@ SIZES = [
 ]  # fmt: skip
 JOINT = ["joint.steps=4", "joint.batch={sequences: 4, accumulate: 2}", "precision.gradient_checkpointing=true"]
 ANSWERS = ["target.dtype=float32", "engine.batch_size=4", "engine.threads=1", "decoding.max_new_tokens=12"]
+USELESS = ("bard", "bing", "empty")  # rows that are skipped
 
 
 class World:
@@ -155,7 +157,7 @@ def said(rows: list[list[tuple[str, str]]]) -> list[list[str]]:
 
 def sharegpt_chats(numbers: range) -> list[list[tuple[str, str]]]:
     """The chats that a recipe has to take from ShareGPT: those of other assistants and the empty ones are no use."""
-    return [miniatures.chat(n) for n in numbers if miniatures.ODD.get(n) not in ("bard", "bing", "empty")]
+    return [miniatures.chat(n) for n in numbers if miniatures.ODD.get(n) not in USELESS]
 
 
 def weights_of(repository: str) -> set[str]:
@@ -194,6 +196,18 @@ def _named(recipe: dict[str, Any]) -> Iterator[str]:
             yield name
 
 
+def check_prompts(world: World) -> None:
+    """A row begins as the prompt does that Vicuna was trained with: with <s>, and the tokens of its text behind it."""
+    tokenizer = AutoTokenizer.from_pretrained(world.hub.folder / "models" / "lmsys/vicuna-7b-v1.5")
+    held_out = load_file(world.root / "runs" / "vicuna7b" / "held_out" / "model.safetensors")
+    usual = miniatures.SYSTEM.removesuffix(" USER: ASSISTANT:")
+    used = [n for n in range(500) if miniatures.ODD.get(n) not in USELESS]
+    for row, number in zip(held_out["tokens"].tolist(), used, strict=False):
+        system = "Be brief." if miniatures.ODD.get(number) == "system" else usual
+        wanted = tokenizer(f"{system} USER: {miniatures.chat(number)[0][1]} ASSISTANT:")["input_ids"]
+        assert wanted[0] == tokenizer.bos_token_id and row[: len(wanted)] == wanted
+
+
 def test_vicuna7b(world):
     printed = train(world, "vicuna7b", *JOINT, launched=True)
     check_requests(world, "lmsys/vicuna-7b-v1.5")
@@ -201,7 +215,11 @@ def test_vicuna7b(world):
     assert {name for name in asked if name.endswith(".json")} == {"ShareGPT_V4.3_unfiltered_cleaned_split.json"}
     held_out = sharegpt_chats(range(500))[:256]
     assert supervised(world, "vicuna7b", "lmsys/vicuna-7b-v1.5") == said(held_out)
-    assert "skipped" in printed
+    for split, rows, speaker, empty in (("train[500:]", 140, 4, 31), ("train[:500]", 500, 8, 151)):
+        (line,) = [line for line in printed.splitlines() if f"({split}): 2 of {rows} rows skipped: " in line]
+        assert re.search(rf"1 × a turn is from an unknown speaker .*\(first: row {speaker}\)", line), line
+        assert f"1 × an empty chat (first: row {empty})" in line
+    check_prompts(world)
     finish(world, "vicuna7b")
     assert {"adapter/adapter_config.json"} <= set(world.hub.files(f"models/{USER}/vicuna7b"))
 
@@ -278,6 +296,9 @@ def test_self_distillation(world, stem, target):
     """Seeds of the Hub, answered by our engine; then both stages of training on the answers."""
     distil(world, f"{stem}-distill", f"{stem}-self-distill", "train[:12]", "train[496:506]", *ANSWERS)
     check_answers(world, f"{stem}-distill", sharegpt_chats(range(12)))
+    manifest = json.loads((world.root / "runs" / f"{stem}-distill" / "manifest.json").read_text())
+    ((reason, rows),) = manifest["rows_skipped"].items()
+    assert reason.startswith("a turn is from an unknown speaker") and rows == 1
     check_answers(world, f"{stem}-held-out", sharegpt_chats(range(496, 506)))
     train(world, f"{stem}-self-distill", *JOINT)
     check_requests(world, target)
@@ -315,15 +336,22 @@ def test_llama3_8b(world):
         assert code == 2 and error.startswith("error: ") and not any("Traceback" in note for note in notes), err
         assert f"{world.hub.endpoint}/meta-llama/Meta-Llama-3-8B-Instruct" in error and "licence" in error
         assert "hf auth login" in error
+    assert world.hub.requested("models/meta-llama/Meta-Llama-3-8B-Instruct") == set()
     train(world, "llama3-8b")
-    asked = world.hub.requested("models/meta-llama/Meta-Llama-3-8B-Instruct")
-    assert not any(name.startswith("original/") for name in asked)
-    held_out = [miniatures.chat(n) for n in range(40)]
-    assert len(held_out) == len(supervised(world, "llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct"))
+    check_requests(world, "meta-llama/Meta-Llama-3-8B-Instruct")
+    asked = world.hub.requested("datasets/HuggingFaceH4/ultrachat_200k")
+    assert {name.split("-")[0] for name in asked if name.endswith(".parquet")} >= {"data/train_sft", "data/test_sft"}
+    held_out = [miniatures.chat(1000 + n) for n in range(40)]
+    assert supervised(world, "llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct") == said(held_out)
     finish(world, "llama3-8b")
 
 
 def test_qwen3_8b(world):
+    """Its template renders earlier turns otherwise once they are history: the last one is what is supervised."""
     train(world, "qwen3-8b")
     check_requests(world, "Qwen/Qwen3-8B")
+    held_out = [miniatures.chat(1000 + n) for n in range(40)]
+    assert supervised(world, "qwen3-8b", "Qwen/Qwen3-8B") == [
+        [f"<think>\n\n</think>\n\n{chat[-1][1]}"] for chat in held_out
+    ]
     finish(world, "qwen3-8b")
