@@ -31,7 +31,7 @@ def load_tokenizer(
         raise FileNotFoundError(f"{folder}: no tokenizer here (tokenizer.json, tokenizer.model, vocab.json, …)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        size = len(tokenizer)
+        said = tokenizer("word", add_special_tokens=False)["input_ids"]
     except OSError as error:
         if error.errno is not None:
             raise
@@ -40,8 +40,8 @@ def load_tokenizer(
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ValueError(_damaged(folder, error)) from None
         raise
-    if not size:
-        raise ValueError(f"{folder}: the tokenizer's vocabulary is empty; fetch it again")
+    if not said:  # transformers makes an empty one where a file has nothing in it
+        raise ValueError(f"{folder}: the tokenizer cannot be used, it makes no token of a word; fetch it again")
     return tokenizer
 
 

@@ -1,6 +1,12 @@
 """A drafter folder: written and read again, damaged, or made for another target."""
 
+import errno
 import json
+import re
+import resource
+import shlex
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +14,8 @@ import torch
 
 from draftsmith.models.artifact import check_target, read_drafter, write_drafter
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.stored import save_tensors
+from draftsmith.models.target import load_target
 
 
 def stand_in(**other):
@@ -104,3 +112,102 @@ def test_missing_files(drafter, tmp_path):
         read_drafter(str(folder))
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         read_drafter(str(tmp_path / "nowhere"))
+
+
+def test_a_drafter_without_a_fingerprint_is_refused(drafter):
+    """Unless its target has none either: one that was never stored."""
+    folder, _ = drafter
+    for missing in (None, ""):
+        edit(folder, lambda config, value=missing: config["target"].update(fingerprint=value))
+        _, config, _ = read_drafter(str(folder))
+        with pytest.raises(ValueError, match="has no target.fingerprint, so nobody knows for which weights"):
+            check_target(folder, config, stand_in())
+        check_target(folder, config, stand_in(fingerprint=""))
+    edit(folder, lambda config: config["target"].pop("fingerprint"))
+    _, config, _ = read_drafter(str(folder))
+    with pytest.raises(ValueError, match=r"has no target\.fingerprint"):
+        check_target(folder, config, stand_in())
+    edit(folder, lambda config: config["target"].update(fingerprint="ab" * 32))
+    _, config, _ = read_drafter(str(folder))
+    with pytest.raises(ValueError, match="other weights"):
+        check_target(folder, config, stand_in(fingerprint=""))
+
+
+def edit(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: c.pop("target"), "field 'target' is None; it has to be an object"),
+        (lambda c: c.update(target="some/target"), "field 'target' is 'some/target'; it has to be an object"),
+        (lambda c: c.update(target=["some/target"]), "field 'target' is ['some/target']"),
+        (lambda c: c["target"].pop("name_or_path"), "field 'target.name_or_path' is None"),
+        (lambda c: c["target"].update(name_or_path=3), "field 'target.name_or_path' is 3"),
+        (lambda c: c["target"].update(fingerprint=7), "field 'target.fingerprint' is 7; it has to be text"),
+        (lambda c: c["target"].update(adapter=True), "field 'target.adapter' is True"),
+        (
+            lambda c: c["target"].update(adapter="../other"),
+            "field 'target.adapter' is '../other'; it has ",
+        ),
+        (lambda c: c.update(drafter_type=None), "field 'drafter_type' is None"),
+        (lambda c: c.update(num_draft_heads=10**9), "config.json promises {'weight': (2, 1000000000, 8, 8)"),
+        (lambda c: c.update(num_layers=10**9), "config.json promises {'weight': (1000000000, 3, 8, 8)"),
+        (lambda c: c.update(num_draft_heads=10**30), "heads of this size fit into no memory"),
+        (lambda c: c.update(num_draft_heads=2.5), "field 'num_draft_heads' is 2.5"),
+        (lambda c: c.update(projection=["own"]), "field 'projection' is ['own']"),
+        (lambda c: c.update(projection="half"), "field 'projection' is 'half'"),
+        (lambda c: c.update(vocab_size=12), "its tensors are "),
+    ],
+)
+def test_odd_configs(drafter, change, said):
+    folder, _ = drafter
+    edit(folder, change)
+    with pytest.raises(ValueError) as error:
+        _, config, weights = read_drafter(str(folder))
+        MedusaHeads.from_artifact(config, weights, str(folder))
+    assert said in str(error.value) and str(error.value).startswith(str(folder)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite(drafter, value):
+    folder, heads = drafter
+    weights = heads.state_dict()
+    weights["bias"][0, 0, 0, 0] = value
+    save_tensors(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: 'bias' holds NaN or infinity"):
+        read_drafter(str(folder))
+
+
+def test_a_write_that_fails_names_the_file_and_leaves_what_was(drafter):
+    """A limit on the size of files stands for a full disk."""
+    folder, heads = drafter
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), stand_in(), {"new": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.errno == errno.EFBIG and error.value.filename == str(folder / "model.safetensors")
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_the_cards_first_command_runs_where_the_card_is(tiny_lm, tmp_path, monkeypatch):
+    target = load_target(str(tiny_lm))
+    heads = MedusaHeads.for_target(target, 2, 1, "shared")
+    folder = tmp_path / "runs/named"
+    write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, {"steps": 3})
+    (folder / "tree.json").write_text('{"paths": [[0], [0, 0]]}')
+    card = (folder / "README.md").read_text()
+    commands = re.search(r"```bash\n(.*?)```", card, re.DOTALL)[1].splitlines()
+    assert len(commands) == 2 and "\n# named\n" in card and "| steps | 3 |" in card
+    assert "base_model:" not in card, "the Hub takes names of its own only"
+    words = shlex.split(commands[0])
+    assert words[:4] == ["python", "-m", "draftsmith.inference.decode", "."]
+    done = subprocess.run([sys.executable, *words[1:], "--max-new-tokens", "5"], cwd=folder, capture_output=True)
+    assert done.returncode == 0 and done.stdout, done.stderr.decode()
