@@ -265,11 +265,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(recipe, whole, run_main, monkeyp
         stop_in_step(patch, 17, lambda: os.kill(os.getpid(), signal.SIGINT))
         code, _, err = run_main(medusa.main, recipe, "run.name=interrupted")
     assert code == 2
-    assert err.splitlines() == [
-        "",
-        "interrupted: finishing this step, then saving (again to stop at once)",
-        "error: stopped at step 17; saved. Go on with --resume",
-    ]
+    assert err == "error: stopped at step 17; saved. Go on with --resume\n"
     before = files(folder)
     code, _, err = run_main(medusa.main, recipe, "run.name=interrupted")
     assert (code, err) == (
@@ -413,7 +409,7 @@ def test_begin_with_other_heads(recipe, whole, run_main):
     for name in before:
         torch.testing.assert_close(after[name], before[name], atol=1e-6, rtol=0)
     code, _, err = run_main(medusa.main, *options, "run.name=z", "drafter.num_layers=2")
-    assert code == 2 and err.startswith(f"error: init_from={whole}: its heads are ") and err.count("\n") == 1
+    assert code == 2 and err.startswith(f"error: init_from={whole}: its num_layers is 1, the recipe's 2; set ") and err.count("\n") == 1
 
 
 def test_a_target_too_narrow_for_four_bits(recipe, run_main):
@@ -488,8 +484,8 @@ def report(whole, run_main):
     command = ["inference/decode.py", whole, "--prompts", prompts, "--max-new-tokens", "24", "--baseline", "all",
                "--check-lossless", "--repeat", "2", "--show", "1", "--threads", "1", "--report", whole]  # fmt: skip
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "identical" in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert "identical" in done.stderr
     return json.loads((whole / "report.json").read_text())
 
 
@@ -548,7 +544,7 @@ def test_the_report_adds_up(report):
         (["target.name=/nowhere/at/all"], "'/nowhere/at/all': there is no such folder"),
         (["target.name=TRUNCATED"], "model.safetensors: truncated ("),
         (["run.output_dir=FILE/x"], "cannot write or read here (Not a directory); choose another folder"),
-        (["run.name=file"], "cannot write or read here (File exists); choose another folder"),
+        (["run.name=file"], "cannot write or read here (Not a directory); choose another folder"),
         (["data.train.0.answers.prompts=90000", "data.train.0.answers.prompt_tokens=200"], "Ask for fewer or shorter"),
         (["data.train.0.answers.prompt_tokens=300"], "has 300 tokens; the target's context holds 256 with the answer"),
         (["data.train.0.source=package:yaml"], "has no text in split 'validation'; use another split or"),
