@@ -194,12 +194,12 @@ def read_tree(path: Path) -> Topology:
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise ValueError(f'{path}: neither JSON ({{"paths": [[0], [0, 0]]}}) nor a list of tuples') from None
     paths = content.get("paths") if isinstance(content, dict) else content
+    if isinstance(paths, list | tuple) and len(paths) >= MOST_NODES:
+        raise ValueError(f"{path}: a tree of {len(paths) + 1} nodes; at most {MOST_NODES} can be verified in a step")
     if not isinstance(paths, list | tuple) or not all(
         isinstance(one, list | tuple) and all(type(rank) is int for rank in one) for one in paths
     ):
         raise ValueError(f"{path}: a tree is a list of rank paths such as [[0], [0, 0], [1]]")
-    if len(paths) >= MOST_NODES:
-        raise ValueError(f"{path}: a tree of {len(paths) + 1} nodes; at most {MOST_NODES} can be verified in a step")
     try:
         return Topology(tuple(tuple(one) for one in paths if one))
     except ValueError as error:

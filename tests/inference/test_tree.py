@@ -49,7 +49,25 @@ def test_read_tree(tmp_path, text):
         ("[[0], [1, 0]]", "path [1, 0] has no parent; add [1]"),
         ("[[0], [0, 0, 2, 1]]", "path [0, 0, 2, 1] has no parent; add [0, 0, 2]"),
         ("[[0], [1], [0]]", "a path is given twice"),
+        ("[[true]]", "a list of rank paths"),
+        ("[[NaN]]", "a list of rank paths"),
+        ("[[1e9]]", "a list of rank paths"),
+        ("[[null]]", "a list of rank paths"),
+        ("[{}, [0]]", "a list of rank paths"),
+        ("[{0: 1}]", "a list of rank paths"),
+        ("[b'0']", "a list of rank paths"),
+        ("{(0,)}", "a list of rank paths"),
+        ('{"paths": {"0": 1}}', "a list of rank paths"),
+        ("[" * 100_000, "neither JSON"),
+        ("[" * 100_000 + "]" * 100_000, "neither JSON"),
+        ("(" * 100_000, "neither JSON"),
+        ("-" * 100_000 + "1", "neither JSON"),
+        ("[" + "(0,)," * 300_000 + "]", "a list of rank paths"),
+        (str([[n] for n in range(100_000)]), "a tree of 100001 nodes; at most 4096"),
+        (str([[n] for n in range(4096)]), "a tree of 4097 nodes; at most 4096"),
+        ("\x00", "neither JSON"),
     ],
+    ids=lambda text: text[:20],
 )
 def test_what_is_no_tree(tmp_path, text, said):
     path = tmp_path / "tree.json"
@@ -66,6 +84,12 @@ def test_tree_files_that_cannot_be_read(tmp_path):
     (tmp_path / "tree.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not UTF-8 text"):
         read_tree(tmp_path / "tree.json")
+    with pytest.raises(ValueError, match="this is a folder; a tree is needed"):
+        read_tree(tmp_path)
+    (tmp_path / "tree.json").write_bytes(b"\xef\xbb\xbf[[0], [0, 0]]")
+    assert read_tree(tmp_path / "tree.json").num_nodes == 3, "a byte order mark is no part of it"
+    (tmp_path / "tree.json").write_text(str([[n] for n in range(4095)]))
+    assert read_tree(tmp_path / "tree.json").num_nodes == 4096
 
 
 @st.composite
