@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from draftsmith.data import endpoint, seeds, shards
+from draftsmith.data.rows import OddRow
 from draftsmith.data.seeds import Seed, Talk, Unanswered, read_seed, read_seeds
 from draftsmith.data.shards import Shards
 from draftsmith.data.tokenized import tokenized
@@ -103,9 +104,18 @@ def test_seeds_of_every_format():
     assert read_seed({"prompt": [system, user], "completion": [said]}) == (system, user)
     assert read_seed({"messages": [user, said, {"role": "tool", "content": "3"}, user]}) == (user,)
     assert read_seed({"messages": [user, said, system]}) == (user,)
-    assert read_seed({"messages": [system, said]}) == ()
-    for wrong, message in (({"text": "a"}, "it has text; a seed needs"), ({"turns": "a"}, "no list of texts")):
-        with pytest.raises(ValueError, match=message):
+    for wrong, message in [
+        ({"messages": [system, said]}, "a chat without a turn of the user"),
+        ({"messages": [{"role": "tool", "content": "3"}, user]}, "the user asks nothing"),
+        ({"text": "a"}, "it has text; a seed needs"),
+        ({"turns": "a"}, "no list of texts"),
+        ({"turns": []}, "an empty chat"),
+        ({"turns": ["a", None]}, "a turn's 'content' is no text"),
+        ({"prompt": 5}, "its turns are no list"),
+        ({"prompt": "\ud800"}, "half of a surrogate pair"),
+        ({"conversations": [{"from": "bard", "value": "x"}]}, "a turn is from an unknown speaker"),
+    ]:
+        with pytest.raises(OddRow, match=message):
             read_seed(wrong)
 
 
@@ -113,19 +123,42 @@ def test_ids_are_of_the_content_not_of_the_place(tmp_path):
     def ids(rows):
         path = tmp_path / "seeds.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        found, empty = read_seeds([Source(source=str(path))])
-        return [seed.id for seed in found], empty
+        found, skipped = read_seeds([Source(source=str(path))])
+        return [seed.id for seed in found], skipped.count
 
     a, b = {"prompt": "a", "completion": "1"}, {"prompt": "b", "completion": "2"}
-    (first, second, again), empty = ids([a, b, a])
-    assert empty == 0 and len({first, second, again}) == 3, "equal prompts are two prompts"
+    (first, second, again), skipped = ids([a, b, a])
+    assert skipped == 0 and len({first, second, again}) == 3, "equal prompts are two prompts"
     assert ids([b, a])[0] == [second, first]
     assert ids([a | {"completion": "else"}])[0] == [first]
     chat = {"messages": [{"role": "assistant", "content": "x"}]}
     with pytest.raises(ValueError, match="asks anything"):
         ids([chat])
-    with pytest.raises(ValueError, match=r"seeds\.jsonl', row 2: its turns are no list"):
-        ids([{"messages": [{"role": "user", "content": "a"}]}, {"messages": None, "conversations": "x"}])
+    odd = {"messages": None, "conversations": "x"}
+    assert ids([a, odd, b]) == ([first, second], 1), "an odd row changes nothing about the others"
+    with pytest.raises(
+        ValueError, match=r"seeds\.jsonl': 2 of 3 rows skipped: 2 × its turns are no list \(first: line 2"
+    ):
+        ids([a, odd, odd])
+
+
+def test_odd_rows_of_several_sources(tmp_path):
+    for name, lines in (("a", ['{"prompt": "x"}', "{"]), ("b", ["[" * 100_000, '{"prompt": "y"}', '{"text": ""}'])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    sources = [Source(source=str(tmp_path / f"{name}.jsonl")) for name in "ab"]
+    found, skipped = read_seeds(sources, max_skipped=0.9)
+    assert [seed.messages[0]["content"] for seed in found] == ["x", "y"] and skipped.rows == 5
+    assert skipped.table() == [
+        (1, "not valid JSON", f"line 2 of {tmp_path}/a.jsonl"),
+        (1, "JSON nested too deeply", f"line 1 of {tmp_path}/b.jsonl"),
+        (
+            1,
+            "it has text; a seed needs one of messages, conversations, turns or prompt",
+            f"line 3 of {tmp_path}/b.jsonl",
+        ),
+    ]
+    with pytest.raises(ValueError, match=r"b\.jsonl': 2 of 3 rows skipped"):
+        read_seeds(sources)
 
 
 def test_self_talk_shows_the_model_both_sides():
