@@ -283,7 +283,7 @@ def _check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, S
         ValueError: the config makes no model, or one of other shapes, or a far larger one.
     """
     file = folder / "config.json"
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
     if layers > len(shapes):
         raise ValueError(f"{file}: num_hidden_layers is {layers:,}, but the weights are {len(shapes):,} tensors in all")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "quantization_config", None):
