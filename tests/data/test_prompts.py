@@ -1,15 +1,18 @@
 import itertools
 import json
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.data import prompts as prompts_command
 from draftsmith.data import sources
-from draftsmith.data.prompts import Prompt, prompts, write
+from draftsmith.data.prompts import Prompt, load_tokenizer, prompts, write
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +149,109 @@ def test_the_command(tokenizer, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{out}: 5 prompts of 20 tokens from 5 modules\n"
     assert len(out.read_text().splitlines()) == 5
+
+
+@pytest.fixture(scope="module")
+def stored(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stored")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def command(run_main, tokenizer, out, *more):
+    arguments = ("--count", 3, "--prompt-tokens", 20, "--tokenizer", tokenizer, "--out", out, *more)
+    return run_main(prompts_command.main, "stdlib", *arguments)
+
+
+def unwritable(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    return {"proc": "/proc/x/p.jsonl", "file": tmp_path / "file/p.jsonl", "folder": tmp_path / "folder"}[name]
+
+
+@pytest.mark.parametrize("name", ["proc", "file", "folder"])
+def test_places_that_cannot_be_written(name, stored, run_main, tmp_path):
+    code, _, err = command(run_main, stored, unwritable(tmp_path, name))
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
+    assert ("cannot be written" in err or "this is a folder" in err) and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_full_disk(stored, run_main, tmp_path):
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        code, _, err = command(run_main, stored, tmp_path / "p.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert code in (1, 2) and str(tmp_path / "p.jsonl") in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def make_tokenizer(path, kind):
+    if kind == "loop":
+        path.symlink_to(path)
+    elif kind == "dangling":
+        path.symlink_to("nowhere")
+    elif kind == "file":
+        path.write_text("")
+    elif kind == "empty":
+        path.mkdir()
+    elif kind == "damaged":
+        path.mkdir()
+        (path / "tokenizer.json").write_text("{")
+        (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    elif kind == "odd":
+        path.mkdir()
+        (path / "tokenizer_config.json").write_text("[]")
+
+
+@pytest.mark.parametrize("kind", ["missing", "loop", "dangling", "file", "empty", "damaged", "odd"])
+def test_tokenizers_that_are_none(kind, run_main, tmp_path):
+    make_tokenizer(tmp_path / "t", kind)
+    code, _, err = command(run_main, tmp_path / "t", tmp_path / "p.jsonl")
+    assert code == 2 and err.startswith(f"error: --tokenizer {tmp_path / 't'}: "), err
+    assert err.count("\n") == 1 and len(err) < 500 and not (tmp_path / "p.jsonl").exists()
+
+
+def test_a_folder_with_nothing_but_sentencepiece(tmp_path):
+    import sentencepiece
+
+    text = tmp_path / "text"
+    text.write_text("".join(d.text for d in sources.documents("stdlib", "validation")[:3]))
+    (tmp_path / "t").mkdir()
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "t/tokenizer"), vocab_size=400, byte_fallback=True,
+        minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    (tmp_path / "t/tokenizer.vocab").unlink()
+    (tmp_path / "t/tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    tokenizer = load_tokenizer(str(tmp_path / "t"))
+    assert tokenizer.is_fast and tokenizer.decode(tokenizer("import os")["input_ids"][1:]).strip() == "import os"
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "x", "1e3", "²", "9" * 5000])
+def test_bad_numbers(value, run_main, tmp_path):
+    code, _, err = command(run_main, tmp_path, tmp_path / "p.jsonl", f"--count={value}")
+    assert code == 2 and "is not a number from 1 on" in err and len(err) < 600
+
+
+def test_a_source_that_is_none(run_main, stored, tmp_path):
+    code, _, err = run_main(prompts_command.main, "package:../x", "--tokenizer", stored, "--out", tmp_path / "p")
+    assert code == 2 and err.startswith("error: source 'package:../x': after 'package:' comes the name")
+
+
+@pytest.mark.parametrize("script", ["prompts", "preview"])
+def test_help_is_soon_there(script):
+    """Nothing heavy is imported for it, whatever the machine."""
+    path = str(Path(sources.__file__).with_name(f"{script}.py"))
+    code = (
+        f"import runpy, sys; sys.argv = [{path!r}, '--help']\n"
+        f"try: runpy.run_path({path!r}, run_name='__main__')\n"
+        "finally: print(sorted({'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("[]\n"), done.stdout[-300:] + done.stderr

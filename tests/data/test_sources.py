@@ -1,3 +1,7 @@
+import sys
+import types
+from pathlib import Path
+
 import pytest
 
 from draftsmith.data import sources
@@ -99,3 +103,56 @@ def test_the_fingerprint_follows_the_text(folder_as_source):
     sources._all_documents.cache_clear()
     sources.documents.cache_clear()
     assert sources.fingerprint([("package:toy", "train")]) != before
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_held_out_text_and_prompts_are_of_no_training_module(split):
+    """Whoever mixes up the splits finds out here, not by a number that is too good."""
+    from transformers import AutoTokenizer
+
+    from draftsmith.data.prompts import prompts
+
+    training = {document.path: document.text for document in sources.documents("stdlib", "train")}
+    held_out = {document.path: document.text for document in sources.documents("stdlib", split)}
+    assert not training.keys() & held_out.keys() and len(training) > 5 * len(held_out)
+    assert not set(training.values()) & set(held_out.values())
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "models/tiny-lm")
+    cut = prompts("stdlib", split, 40, 32, tokenizer, 0)
+    for prompt in cut:
+        assert sources.split_of(prompt.source) == split and prompt.text in held_out[prompt.source]
+    whole = "\n".join(held_out.values())
+    assert all(chat[1]["content"].partition("\n")[0] in whole for chat in sources.dialogues("stdlib", split))
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("package:../x", "after 'package:' comes the name it is imported by"),
+        ("package:", "after 'package:' comes the name it is imported by"),
+        ("package:os.path", "after 'package:' comes the name it is imported by"),
+        ("package:no_spec", "package 'no_spec' cannot be found"),
+        ("package:heapq", "'heapq' is a single module, not a package"),
+    ],
+)
+def test_packages_that_are_none(source, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "no_spec", types.ModuleType("no_spec"))
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+        sources.documents(source)
+    assert "\n" not in str(error.value)
+
+
+def test_a_namespace_package(tmp_path, monkeypatch):
+    (tmp_path / "toy_space").mkdir()
+    (tmp_path / "toy_space" / "other.py").write_text("x = 1\n" * 50)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [d.path for d in sources.documents("package:toy_space")] == ["toy_space/other.py"]
+
+
+def test_files_that_cannot_be_read_are_left_out(folder_as_source):
+    (folder_as_source / "other.py").write_text("x = 1\n" * 50)
+    (folder_as_source / "loop.py").symlink_to(folder_as_source / "loop.py")
+    (folder_as_source / "folder.py").mkdir()
+    (folder_as_source / "latin.py").write_bytes("é = 1\n".encode("latin-1") * 50)
+    with open(bytes(folder_as_source) + b"/\xff.py", "w") as file:
+        file.write("x = 1\n" * 50)
+    assert [d.path for d in sources.documents("package:toy")] == ["toy/other.py"]
