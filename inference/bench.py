@@ -330,7 +330,7 @@ def bench_target(target: Target, best: Device, args: argparse.Namespace) -> list
             try:
                 with console.status(f"measuring {what}"):
                     found += measure(group, batch, context)
-                console.print(f"  measured {what}", soft_wrap=True)
+                console.print(f"  measured {what}", markup=False, soft_wrap=True)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 left_out(what, error)
             if args.compile:
@@ -341,7 +341,7 @@ def bench_target(target: Target, best: Device, args: argparse.Namespace) -> list
 
 
 def left_out(what: str, error: Exception) -> None:
-    console.print(f"left out: {what}: {str(error).splitlines()[0]}", soft_wrap=True)
+    console.print(f"left out: {what}: {str(error).splitlines()[0]}", markup=False, soft_wrap=True)
 
 
 def print_tables(rows: Sequence[dict[str, Any]]) -> None:
@@ -439,7 +439,7 @@ def main() -> None:
         if rows:
             rates = f"copies {best.copy_bandwidth / 1e9:,.1f} GB/s, multiplies {best.matmul_rate / 1e9:,.1f} GFLOP/s"
             ways = ", ".join(sorted({row["execution"] for row in rows}))
-            console.print(f"{facts['device']}, {name}: {rates}; steps: {ways}", soft_wrap=True)
+            console.print(f"{facts['device']}, {name}: {rates}; steps: {ways}", markup=False, soft_wrap=True)
             print_tables(rows)
     if not facts["rows"]:
         raise ValueError("nothing fits into memory; take smaller --batches, --contexts or another --dtype")
@@ -447,7 +447,7 @@ def main() -> None:
         facts |= {"versions": versions(), "command": "python inference/bench.py " + shlex.join(sys.argv[1:])}
         write_json(args.out, facts)
         plot(facts["rows"], f"{facts['device']}, {name}", args.out.with_suffix(".png"))
-        console.print(f"wrote {args.out} and {args.out.with_suffix('.png')}", soft_wrap=True)
+        console.print(f"wrote {args.out} and {args.out.with_suffix('.png')}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -232,8 +232,8 @@ def test_the_command(run_main, quick, tmp_path):
                  "--contexts", 9, 17, "--projection", "own", "shared", "--heads", 3, "--repeat", 3,
                  "--out", out]  # fmt: skip
     code, printed, err = run_main(bench.main, *arguments)
-    assert (code, err) == (0, "")
-    assert "phases" in printed and "left out" not in printed
+    assert code == 0 and "left out" not in err and f"wrote {out}" in err
+    assert "phases" in printed and "measured" not in printed, "the tables alone are on stdout"
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     report = json.loads(out.read_text())
     assert report["limits"] == {"small": {"copy_bandwidth": 5e9, "matmul_rate": 7e9}}
@@ -272,7 +272,7 @@ def test_the_command(run_main, quick, tmp_path):
 def test_a_stored_target(run_main, quick, tiny_lm):
     common = ["--target", tiny_lm, "--device", "cpu", "--threads", 1, "--repeat", 1, "--nodes", 1]
     code, printed, err = run_main(bench.main, *common, "--contexts", 255)
-    assert (code, err) == (0, "") and " 255 1 " in printed
+    assert code == 0 and " 255 1 " in printed
     code, _, err = run_main(bench.main, *common, "--contexts", 256)
     assert (code, err) == (2, "error: --contexts 256: with the tree beyond the target's 256\n")
 
@@ -282,15 +282,17 @@ def test_what_does_not_fit_is_left_out(run_main, quick, monkeypatch, tmp_path):
     monkeypatch.setattr(bench.psutil, "virtual_memory", lambda: free)
     out = tmp_path / "bench.json"
     common = ["--shape", "small", "--device", "cpu", "--threads", 1, "--repeat", 1, "--nodes", 1, 3, "--out", out]
-    code, printed, err = run_main(bench.main, *common, "--contexts", 1000, 9)
-    assert (code, err) == (0, "")
-    assert printed.count("left out") == 1
-    assert "left out: small, batch 1, context 1000, 1 3 nodes: needs 0.0 GB" in printed
+    code, _, err = run_main(bench.main, *common, "--contexts", 1000, 9)
+    assert (code, err.count("left out")) == (0, 1)
+    assert "left out: small, batch 1, context 1000, 1 3 nodes: needs 0.0 GB" in err
     assert [row["context"] for row in json.loads(out.read_text())["rows"]] == [9, 9]
     free.available = 1000
-    code, printed, err = run_main(bench.main, *common)
-    assert (code, printed.count("left out: small: needs")) == (2, 1)
-    assert err == "error: nothing fits into memory; take smaller --batches, --contexts or another --dtype\n"
+    code, _, err = run_main(bench.main, *common)
+    assert (code, err.count("left out: small: needs")) == (2, 1)
+    assert (
+        err.splitlines(keepends=True)[-1]
+        == "error: nothing fits into memory; take smaller --batches, --contexts or another --dtype\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -301,7 +303,9 @@ def test_what_does_not_fit_is_left_out(run_main, quick, monkeypatch, tmp_path):
         ("--shape small --nodes 4 0", "--nodes 0: must be at least 1"),
         ("--shape small --repeat 0", "--repeat 0: must be at least 1"),
         ("--shape small --heads 1 --nodes 99", "--nodes 99: 1 heads make no more than 11; raise --heads"),
-        ("--shape small --device gpu", "--device gpu: cpu, cuda or cuda:N"),
+        ("--shape small --device gpu", "device 'gpu': unknown; use cpu, cuda or cuda:N"),
+        ("--shape small --nodes 5000", "--nodes 5000: must be at most 4096"),
+        ("--shape small --contexts 1000000000000", "--contexts 1000000000000: must be at most 2147483647"),
         ("--shape small --out x.png", "--out x.png: name a .json file; the plot gets the same name with .png"),
     ],
 )
@@ -313,7 +317,7 @@ def test_without_a_gpu(run_main):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     code, _, err = run_main(bench.main, "--shape", "small", "--device", "cuda")
-    assert code == 2 and err.startswith("error: --device cuda: this torch sees no GPU; ") and err.count("\n") == 1
+    assert code == 2 and err.startswith("error: device 'cuda': this torch sees no GPU; ") and err.count("\n") == 1
 
 
 def test_what_a_cpu_can_do():
