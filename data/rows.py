@@ -170,7 +170,7 @@ def _known(source: Source, files: list[Path]) -> str:
                 digest.update(f"{path.stat().st_size} ".encode())
             else:
                 with path.open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
+                    digest.update(hashlib.sha256(file.read()).digest())
     return digest.hexdigest()
 
 
