@@ -105,14 +105,12 @@ def old_format(folder):
 
 
 def sharing_memory(folder):
-    """Tensors of one file that share storage: one is a view of the other."""
+    """One tensor under several names: all norms, which are ones."""
     pickled(folder)
     for shard in SHARDS:
         weights = torch.load(folder / shard)
-        norms = sorted(name for name in weights if "norm" in name)
-        buffer = torch.cat([weights[name] for name in norms])
-        parts = dict(zip(norms, buffer.split([len(weights[name]) for name in norms]), strict=True))
-        torch.save({**weights, **parts}, folder / shard)
+        norms = [name for name in weights if "norm" in name]
+        torch.save({**weights, **dict.fromkeys(norms, weights[norms[0]])}, folder / shard)
 
 
 LAYOUTS = {
