@@ -34,7 +34,7 @@ SIZES = [
 ]  # fmt: skip
 JOINT = ["joint.steps=4", "joint.batch={sequences: 4, accumulate: 2}", "precision.gradient_checkpointing=true"]
 ANSWERS = ["target.dtype=float32", "engine.batch_size=4", "engine.threads=1", "decoding.max_new_tokens=12"]
-FEW = ["--prompts", "2", "--max-new-tokens", "8"]  # timed by calibrate.py
+FEW = ["--max-new-tokens", "8"]  # timed by calibrate.py
 USELESS = ("bard", "bing", "empty")  # rows that are skipped
 
 
