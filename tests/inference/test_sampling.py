@@ -135,6 +135,13 @@ def test_parameters_put_into_a_row_are_those_of_a_fresh_one():
     assert torch.equal(refilled[1:2].top_p, fresh.top_p[1:2])
 
 
+def test_top_p_that_is_met_exactly_is_enough():
+    """As in ``transformers``: the token behind which the sum equals top-p is the last."""
+    logits = torch.tensor([[[0.5, 0.25, 0.25]]]).log()
+    assert law(logits, Settings([Sampling(top_p=0.5)], CPU)).tolist() == [[[1, 0, 0]]]
+    assert law(logits, Settings([Sampling(top_p=0.5001)], CPU)).tolist() == [[[0.5, 0.25, 0.25]]]
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e30, 3e38])
 def test_nothing_overflows(scale):
     """Logits as large as float32 holds at temperatures as low as they come."""

@@ -152,3 +152,20 @@ def test_logits_that_are_not_finite_matter_on_the_path(mode, static, value):
                 assert torch.equal(verdict.path[row], before.path[row]) and verdict.bonus[row] == before.bonus[row]
         assert 0 <= int(verdict.bonus[row]) < vocabulary, "what a static step looks up next"
     assert depths >= ({0, 3} if mode == "typical" else {0, 1, 2, 3})
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample", "typical"])
+def test_padding_is_never_accepted(mode):
+    """A chain whose nodes the target is sure of, of which the last ones are padding."""
+    shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0))), torch.device("cpu"))
+    tree = shape.fill(torch.tensor([[1, 0, 0, 0]] * 4))
+    valid = torch.arange(4) < torch.tensor([1, 2, 3, 4])[:, None]
+    tree = replace(tree, valid=valid, draws=None, parent=torch.where(valid, tree.parent, 0))
+    logits = torch.zeros(4, 4, VOCAB).index_fill(2, torch.tensor([0]), 50.0)
+    p = law(logits, Settings([Sampling()] * 4, torch.device("cpu")))
+    verdict = {
+        "greedy": lambda: verify_greedy(tree, shape.mask.expand(4, -1, -1), logits, 3),
+        "sample": lambda: verify_sample(tree, p, torch.rand(4, 4, 3), torch.rand(4), 3),
+        "typical": lambda: verify_typical(tree, shape.mask.expand(4, -1, -1), p, 3, 0.09, 0.3),
+    }[mode]()
+    assert verdict.length.tolist() == [0, 1, 2, 3]

@@ -58,3 +58,13 @@ def test_negative_logits_and_a_last_block_of_one(device):
 def test_too_many(count, device):
     with pytest.raises(ValueError, match="1 to 5 can be had"):
         head_topk(torch.zeros(1, 16, device=device), torch.zeros(5, 16, device=device), count)
+
+
+def test_logits_that_are_not_finite_give_tokens_all_the_same(device):
+    """A static step looks up what comes out before the host can say that the target's hidden states are NaN."""
+    features = torch.randn(4, 16, device=device)
+    features[1], features[2, 3] = torch.nan, torch.inf
+    weight = torch.randn(70, 16, device=device)
+    ids = head_topk(features, weight, 5)[1]
+    assert int(ids.min()) >= 0 and int(ids.max()) < 70
+    assert torch.equal(ids[[0, 3]], head_topk_reference(features, weight, 5)[1][[0, 3]])

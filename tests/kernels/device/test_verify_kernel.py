@@ -158,3 +158,21 @@ def test_a_draft_from_the_target_law_is_always_accepted(device):
     there = [x.to(device) for x in (p, tokens, child, kind, law, q, coins, last)]
     path, length, node, _ = verify_sample(*there, 1, block=16)
     assert length.tolist() == node.tolist() == [1] * 20 and path.tolist() == [[0, 1]] * 20
+
+
+@pytest.mark.parametrize("laws", [0, 2])
+def test_a_distribution_of_nan(device, laws):
+    """The paths are the reference's, so that what is looked at for NaN is the same; the bonus token is a token."""
+    rng = random.Random(4)
+    p, tokens, child, kind, law, q, depth = random_rows(rng, 60, 4, 2, 20, laws, ANY if laws else [ONE_HOT])
+    bad = torch.tensor([rng.randrange(4) for _ in range(60)])
+    p[torch.arange(60), bad] = torch.nan
+    coins, last = torch.rand(60, 4, 2), torch.rand(60)
+    arguments = [x if x is None else x.to(device) for x in (p, tokens, child, kind, law, q, coins, last)]
+    ours = verify_sample(*arguments, depth, block=16)
+    theirs = verify_sample_reference(*arguments, depth)
+    for mine, other in zip(ours[:3], theirs[:3], strict=True):
+        assert torch.equal(mine, other)
+    assert int(ours[3].min()) >= 0 and int(ours[3].max()) < 20
+    met = (ours[0].cpu() == bad[:, None]) & (torch.arange(depth + 1) <= ours[1].cpu()[:, None])
+    assert 5 < int(met.any(1).sum()) < 60
