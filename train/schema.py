@@ -6,25 +6,25 @@ A recipe names its schema in its second line: ``# yaml-language-server: $schema=
 """
 
 import argparse
+import importlib
 from pathlib import Path
 from typing import Any
 
-from draftsmith.models.artifact import write_json
 from draftsmith.train.command import run_command
-from draftsmith.train.distill import DistillRecipe
-from draftsmith.train.lm import LmRecipe
-from draftsmith.train.medusa import MedusaRecipe
+from draftsmith.train.files import write_json
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "schema"
-RECIPES = {"distill": DistillRecipe, "lm": LmRecipe, "medusa": MedusaRecipe}
+RECIPES = {"distill": "DistillRecipe", "lm": "LmRecipe", "medusa": "MedusaRecipe"}
 
 
 def schemas() -> dict[str, dict[str, Any]]:
     """The schema of each script's recipe, by the script's name."""
-    return {
-        name: {"$schema": "https://json-schema.org/draft/2020-12/schema", **recipe.model_json_schema()}
-        for name, recipe in RECIPES.items()
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for name, recipe in RECIPES.items():
+        module = importlib.import_module(f"draftsmith.train.{name}")  # seconds, which --help does without
+        schema = getattr(module, recipe).model_json_schema()
+        found[name] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    return found
 
 
 def main() -> None:
