@@ -126,7 +126,8 @@ def read_state(path: Path) -> dict[str, Any]:
         state = json_object(path / "state.json")
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from None
-    odd = [] if f"step-{state.get('step')}" == path.name else ["step"]
+    step = state.get("step")
+    odd = [] if isinstance(step, int) and f"step-{step}" == path.name else ["step"]
     odd += [] if isinstance(state.get("stage"), str) else ["stage"]
     odd += [] if isinstance(state.get("best"), float | int) else ["best"]
     odd += [] if isinstance(state.get("stage_step", 0), int) else ["stage_step"]  # older ones have none

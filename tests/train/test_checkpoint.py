@@ -1,4 +1,5 @@
 import errno
+import json
 import re
 
 import pytest
@@ -47,7 +48,9 @@ def test_the_newest_are_kept(trained, tmp_path):
     for step in (8, 9, 10, 11):
         checkpoint.save(tmp_path, step, *trained, STATE, keep=2)
     (tmp_path / "step-x").mkdir()
-    (tmp_path / ".step-12.tmp").mkdir()
+    (tmp_path / ".step-12.tmp").mkdir()  # a killed process left it
+    checkpoint.save(tmp_path, 11, *trained, STATE, keep=2)
+    assert not (tmp_path / ".step-12.tmp").exists()
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-10", "step-11"]
 
 
@@ -64,6 +67,27 @@ def test_a_damaged_checkpoint_is_one_clear_line(trained, tmp_path, file, damage)
     line = str(caught.value)
     assert "\n" not in line
     assert line.startswith(f"{path}: damaged checkpoint (") and line.endswith("or pass --restart")
+
+
+@pytest.mark.parametrize(
+    "state, field",
+    [
+        ({"step": 8}, "step"), ({"step": -7}, "step"), ({"step": "7"}, "step"), ({"stage": None}, "stage"),
+        ({"best": "high"}, "best"), ({"stage_step": [1]}, "stage_step"),
+    ],
+)  # fmt: skip
+def test_an_odd_state_is_one_clear_line(trained, tmp_path, state, field):
+    path = checkpoint.save(tmp_path, 7, *trained, STATE, keep=2)
+    (path / "state.json").write_text(json.dumps({"step": 7, **STATE, **state}))
+    with pytest.raises(ValueError, match=rf"damaged checkpoint \(state\.json: '{field}' is .*; delete that folder"):
+        checkpoint.read_state(path)
+
+
+def test_files_of_two_checkpoints(trained, tmp_path):
+    path = checkpoint.save(tmp_path, 7, *trained, STATE, keep=2)
+    (path / "rng.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="damaged checkpoint .its files are not of one checkpoint"):
+        checkpoint.restore(path, *fresh())
 
 
 def test_another_model_is_refused(trained, tmp_path):

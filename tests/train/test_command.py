@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,11 @@ def fail_with(error):
         (KeyboardInterrupt("stopped at step 3; saved"), 2, "error: stopped at step 3; saved"),
         (OSError(errno.ENOSPC, "No space", "runs/x"), 1, "error: runs/x: the disk is full; free some space and run "
          "again with --resume (finished files are intact)"),
+        (OSError(errno.EFBIG, "File too large", "a"), 1, "error: a: nothing more can be written (File too large); free "
+         "some space and run again with --resume (finished files are intact)"),
+        (ConnectionError("nobody answers"), 1, "error: nobody answers"),
+        (OSError(errno.ELOOP, "Too many levels", "a"), 2, "error: a: cannot write or read here (Too many levels); "
+         "choose another folder"),
         (OSError(errno.ENOTDIR, "Not a directory", "a"), 2, "error: a: cannot write or read here (Not a directory); "
          "choose another folder"),
         (OSError(errno.EACCES, "Permission denied", "runs/x"), 2, "error: runs/x: cannot write or read here "
@@ -80,3 +86,40 @@ def test_a_real_command(tmp_path):
     done = run("-m", "draftsmith.data.prompts", "package:no_such_package", "--tokenizer", "/nowhere", "--out", "x")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: --tokenizer /nowhere: there is no such folder\n"
+
+
+def interrupted(how):
+    """A main that gets Ctrl-C where ``how`` makes something else of it."""
+
+    def main():
+        how(lambda: os.kill(os.getpid(), signal.SIGINT))
+        raise AssertionError("it went on")
+
+    return main
+
+
+def as_another_exception(interrupt):
+    try:
+        interrupt()
+        time.sleep(5)
+    except KeyboardInterrupt:
+        raise ImportError("cannot import name 'x'") from None
+
+
+def in_a_finaliser(interrupt):
+    class Held:
+        def __del__(self):
+            interrupt()
+            time.sleep(0.01)
+
+    held = Held()
+    del held  # Python prints what a finaliser raises, and goes on
+    time.sleep(5)
+
+
+@pytest.mark.parametrize("how", [as_another_exception, in_a_finaliser])
+def test_ctrl_c_that_a_library_swallows(how, capfd):
+    with pytest.raises(SystemExit) as stopped:
+        run_command(interrupted(how))
+    assert stopped.value.code == 2
+    assert capfd.readouterr().err == "error: interrupted; files already written are whole\n"

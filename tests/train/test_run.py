@@ -35,6 +35,8 @@ def test_a_new_run(tmp_path):
     assert json.loads((folder / ".run").read_text()) == {"kind": "medusa"}
     with held(folder, "medusa"):
         pass
+    with pytest.raises(ValueError, match=r"is a run of train/medusa\.py; train/lm\.py"), held(folder, "lm"):
+        pass
 
 
 def test_a_run_is_resumed_or_restarted_or_refused(tmp_path):
