@@ -18,16 +18,16 @@ from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 from draftsmith.train import loop
 from draftsmith.train.losses import HEAD_DECAY, LOGITS, linear_cross_entropy, shifted_labels
-from draftsmith.train.recipe import Positive, Section, Share, Stage
+from draftsmith.train.recipe import Factor, Name, Positive, Section, Stage
 
 
 class Lora(Section):
     """The adapters that train with the heads (the published defaults)."""
 
-    r: Positive = 32
-    alpha: float = Field(default=16, gt=0)
-    dropout: Share = 0.05
-    modules: list[str] = Field(
+    r: int = Field(default=32, gt=0, le=4096)
+    alpha: Factor = 16
+    dropout: float = Field(default=0.05, ge=0, lt=1)
+    modules: list[Name] = Field(
         default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1,
         description="names of linear layers; lm_head may be one, and is untied from the embeddings first",
     )  # fmt: skip
@@ -41,21 +41,23 @@ class Joint(Stage):
         default="kl",
         description="kl: KL(the target as it was ‖ as it is), for its own texts; ce: cross-entropy, for others",
     )
-    head_weight: float | None = Field(
-        default=None, gt=0,
+    head_weight: Factor | None = Field(
+        default=None,
         description="λ0: 0.2 with ce, 0.01 with kl if left out; with kl it is divided by the supervised share of the "
         "positions, because the published 0.01 goes with a sum over all of them",
     )  # fmt: skip
     ramp: Literal["constant", "linear", "sine"] | None = Field(
         default=None, description="how λ0 is reached; if left out, constant with ce and along a sine with kl"
     )
-    ramp_steps: int | None = Field(default=None, gt=0, description="in so many steps; all of the stage's if left out")
-    heads_lr: float = Field(default=4.0, gt=0, description="the heads' learning rate, as a multiple of the adapters'")
+    ramp_steps: Positive | None = Field(default=None, description="in so many steps; all of the stage's if left out")
+    heads_lr: Factor = Field(default=4.0, description="the heads' learning rate, as a multiple of the adapters'")
     heads_first: bool = Field(
         default=True,
         description="train the heads alone before (the recipe's own steps); false: from the start together",
     )
-    max_kl: float = Field(default=0.05, gt=0, description="nats per token the target may move, on held-out answers")
+    max_kl: float = Field(
+        default=0.05, gt=0, le=1e6, description="nats per token the target may move, on held-out answers"
+    )
     on_drift: Literal["warn", "stop"] = Field(default="warn", description="what happens beyond max_kl")
 
     @model_validator(mode="after")
