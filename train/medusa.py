@@ -93,7 +93,7 @@ class MedusaRecipe(Recipe, Stage):
             raise ValueError(
                 f"optim.name={self.optim.name}: Muon is for matrices, and the heads are stacks of them; use adamw"
             )
-        if "muon" in (self.optim.name, self.joint.optim.name if self.joint else None):
+        if self.optim.name == "muon":
             raise ValueError("optim.name: muon trains a model's own matrices from scratch (train/lm.py); use adamw")
         if self.precision.gradient_checkpointing and not self.joint:
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")

@@ -409,7 +409,11 @@ def test_begin_with_other_heads(recipe, whole, run_main):
     for name in before:
         torch.testing.assert_close(after[name], before[name], atol=1e-6, rtol=0)
     code, _, err = run_main(medusa.main, *options, "run.name=z", "drafter.num_layers=2")
-    assert code == 2 and err.startswith(f"error: init_from={whole}: its num_layers is 1, the recipe's 2; set ") and err.count("\n") == 1
+    assert (
+        code == 2
+        and err.startswith(f"error: init_from={whole}: its num_layers is 1, the recipe's 2; set ")
+        and err.count("\n") == 1
+    )
 
 
 def test_a_target_too_narrow_for_four_bits(recipe, run_main):

@@ -343,8 +343,5 @@ def test_what_to_begin_with_is_checked_before_the_target_is_loaded(tmp_path, run
 
 
 def test_muon_is_not_for_heads():
-    muon = {"lr": 1e-3, "name": "muon"}
     with pytest.raises(ValueError, match=r"muon trains a model's own matrices from scratch"):
-        recipe_of(optim=muon)
-    with pytest.raises(ValueError, match=r"muon trains a model's own matrices from scratch"):
-        recipe_of(joint={"optim": muon, "batch": {"sequences": 1}, "steps": 1})
+        recipe_of(optim={"lr": 1e-3, "name": "muon"})
