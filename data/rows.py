@@ -98,8 +98,9 @@ def usable(
 
 
 def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]:
-    """A source's rows behind the first ``skip`` ones, each with its place, and a text that changes when they do (of a
-    streamed source, only when what is asked for does). A row that cannot even be parsed is an :class:`OddRow`.
+    """A source's rows, each with its place (of a streamed source those behind the first ``skip``), and a text that
+    changes when they do (of a streamed source, only when what is asked for does). A row that cannot even be parsed
+    is an :class:`OddRow`.
 
     Raises:
         FileNotFoundError, ValueError: there is no such source, or it cannot be read.
@@ -111,7 +112,7 @@ def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]
             found: Iterable[Any] = ({"messages": chat} for chat in sources.dialogues(source.source, split))
         else:
             found = ({"text": document.text} for document in sources.documents(source.source, split))
-        return itertools.islice(_numbered(found), skip, None), known
+        return _numbered(found), known
     files = _files(source) if source.is_file else []
     known = _known(source, files)
     if files and files[0].suffix != ".parquet":
@@ -132,8 +133,7 @@ def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]
             known = str(getattr(stored, "_fingerprint", "streamed"))
         if source.streaming:
             stored = stored.skip(skip)
-            return _numbered(_guarded(source, stored), skip), known
-        return itertools.islice(_numbered(_guarded(source, stored)), skip, None), known
+        return _numbered(_guarded(source, stored), skip), known
     except Exception as error:  # datasets raises a dozen unrelated types
         raise _unreadable(source, error) from None
 
@@ -257,19 +257,18 @@ def _reason(error: ValueError) -> OddRow:
 
 def _unreadable(source: Source, error: Exception) -> ValueError:
     said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    kind = f"{type(error).__name__} {said}".lower()
+    kind = f"{type(error).__name__} {said}".replace(source.source, "").lower()  # a name may hold any of these words
+    advice = ""
     if source.is_file:
-        advice = ""
-    elif "gated" in kind or "401" in kind or "403" in kind:
-        advice = "; accept its terms on its page on the Hub, then log in with: hf auth login"
-    elif "couldn't reach" in kind or "connection" in kind or "offline" in kind or "timeout" in kind:
+        pass
+    elif any(word in kind for word in ("couldn't reach", "connection", "offline", "timeout")):
         advice = "; check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or name a downloaded file instead"
-    elif "notfound" in kind and source.files is not None:
-        advice = f"; check its name, and files={source.files} (for a private one: hf auth login)"
-    elif "notfound" in kind:
+    elif any(word in kind for word in ("gated", "401", "403")):
+        advice = "; accept its terms on its page on the Hub, then log in with: hf auth login"
+    elif "datasetnotfound" in kind:
         advice = "; check its name (for a private one: hf auth login)"
-    else:
-        advice = ""
+    elif source.files is not None and "split" not in kind:
+        advice = f"; check files={source.files}"
     return ValueError(f"data source '{source.source}' (split {source.split}): cannot be read ({said}){advice}")
 
 

@@ -50,8 +50,8 @@ def test_every_sample_once_an_epoch(tmp_path, tokenizer, packing):
     samples = tokenized(source.model_copy(update={"streaming": False}), settings, tokenizer)
     whole = "".join(texts(Rows(samples, 48, share=packing), range(len(Rows(samples, 48, share=packing))), tokenizer))
     rows.batch([40])  # reads on through several epochs
-    per_epoch = rows.ends[rows.per_epoch - 1]
     assert rows.per_epoch == 3, "windows of 4, 4 and 2 samples"
+    per_epoch = rows.ends[2]
     epochs = [texts(rows, range(e * per_epoch, (e + 1) * per_epoch), tokenizer) for e in range(3)]
     for epoch in epochs:
         assert sorted("".join(epoch)) == sorted(whole) and len(epoch) == per_epoch
@@ -93,7 +93,7 @@ def test_odd_rows_of_a_stream(tmp_path, tokenizer, packing):
     source = Source(source=str(tmp_path / "a.jsonl"), streaming=True)
     rows = StreamedRows(source, data(packing=packing, max_skipped=0.5), tokenizer, 0, tmp_path / "n.json", keep=True)
     assert rows.skipped.reasons == {"not valid JSON": (1, "line 2")} and rows.skipped.rows == 4
-    count = rows.batch([0]) and rows.ends[0]
+    count = rows.ends[0]
     found = "".join(texts(rows, range(2 * (7 if not packing else count + 1)), tokenizer))
     assert all(found.count(f"line {n} ") == 2 for n in range(7))
     assert rows.per_epoch == 3 and rows.ends[2] == rows.ends[1], "the last window is empty"
