@@ -1,0 +1,680 @@
+"""Odd input of every kind, made at random from good input: recipes, command lines, prompts, rows, drafters, targets,
+trees. The answer is one line and exit code 2, or the right result; never a traceback, never a wrong result.
+
+The examples are the same in every run; ``--hypothesis-seed=N`` gives others, and ``FUZZ=20`` twenty times as many.
+"""
+
+import argparse
+import copy
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from draftsmith.data import preview
+from draftsmith.data import prompts as cutting
+from draftsmith.data.tokenized import tokenized
+from draftsmith.inference import bench, calibrate, decode, typical
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.prompts import encode_prompts, read_prompts
+from draftsmith.inference.tree import read_tree
+from draftsmith.models.artifact import write_drafter, write_json
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import load_target
+from draftsmith.train import distill, lm, medusa
+from draftsmith.train.recipe import Data, Source, read_recipe, write_recipe
+
+ROOT = Path(__file__).parents[2]
+SEEDED = any(argument.startswith("--hypothesis-seed") for argument in sys.argv)
+MORE = int(os.environ.get("FUZZ", "1"))
+
+
+def examples(count: int) -> Callable[[Any], Any]:
+    return settings(
+        max_examples=count * MORE,
+        derandomize=not SEEDED,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def said(error: BaseException) -> str:
+    """An error's message, which has to be one line."""
+    text = str(error)
+    assert text and "\n" not in text and len(text) < 3000, text
+    return text
+
+
+def answered(code: int, err: str) -> bool:
+    """Whether a command did its work; if not, one line says why (behind the usage, if argparse says it)."""
+    assert code in (0, 2), (code, err)
+    if code == 0:
+        return True
+    last = err.removesuffix("\n").rpartition("\n")[2]
+    assert last.startswith(("error: ", "command: error: ")), err
+    assert err.startswith("usage: ") or sum(line.startswith("error: ") for line in err.split("\n")) == 1, err
+    return False
+
+
+# ---- odd values
+
+NUMBERS = st.sampled_from([0, -1, 1, 2, 3, 7, 1 << 31, 1 << 63, 10**9, 10**30, -(10**30), 10**400]) | st.integers()
+FLOATS = st.sampled_from([0.5, -0.5, 1e-300, 1e300, float("nan"), float("inf"), -0.0]) | st.floats()
+WORDS = st.sampled_from(
+    ["", " ", "x", "..", "../x", "/", "~", "null", "nan", "1e400", "\0", "\ud800", "\u2028", "\ufeff", "{{", "{% for %}",
+     "a" * 300, "é" * 120, "stdlib", "package:../x", "package:json", "user/name", "a/b/c", "x.jsonl", "cuda:99", "<<",
+     "*a", "&a", "!!python/object:x", "2024-01-01", "0x1F", "1:30", "[", "- -"]
+) | st.text(max_size=8)  # fmt: skip
+SCALARS = st.none() | st.booleans() | NUMBERS | FLOATS | WORDS
+JUNK = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3), max_leaves=6
+)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path to each value within."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(place for key, below in inner for place in places(below, (*at, key)))]
+
+
+@st.composite
+def changed(draw: Any, good: Any, most: int = 3, odd: Any = JUNK) -> Any:
+    """A good JSON-like value with one to ``most`` changes: fields left out, renamed, replaced, swapped, wrapped."""
+    value = copy.deepcopy(good)
+    for _ in range(draw(st.integers(1, most))):
+        where = draw(st.sampled_from(places(value)))
+        if not where:
+            continue
+        above = value
+        for part in where[:-1]:
+            above = above[part]
+        last = where[-1]
+        match draw(st.sampled_from(["replace", "replace", "leave out", "rename", "wrap", "move", "name", "double"])):
+            case "replace":
+                above[last] = draw(odd)
+            case "leave out":
+                del above[last]
+            case "rename" if isinstance(above, dict):
+                above[draw(WORDS)] = above.pop(last)
+            case "wrap":
+                above[last] = draw(st.sampled_from([[above[last]], {"x": above[last]}, [[above[last]] * 2]]))
+            case "move":
+                other = value
+                for part in draw(st.sampled_from(places(value))):
+                    other = other[part]
+                above[last] = copy.deepcopy(other)
+            case "name":
+                above[last] = str(above[last])
+            case "double" if isinstance(above, list):
+                above.append(copy.deepcopy(above[last]))
+    return value
+
+
+@st.composite
+def damaged(draw: Any, good: bytes) -> bytes:
+    """Bytes with a part left out, replaced, doubled or put in."""
+    at = draw(st.integers(0, len(good)))
+    end = min(len(good), at + draw(st.sampled_from([0, 1, 1, 2, 8, 64, 1 << 20])))
+    new = draw(
+        st.sampled_from(
+            [b"", b"\t", b"\n", b"[", b"{", b"}", b'"', b"&a ", b"*a", b"<<: ", b"!!x ", b": ", b"- ", b"\0", b"\xff",
+             b"\xef\xbb\xbf", b"\xff\xfe", b"\r", b"---\n", b"|", b"%", b"\xed\xa0\x80"]
+        ) | st.binary(max_size=6) | st.just(good[at:end] * 2)
+    )  # fmt: skip
+    return good[:at] + new + good[end:]
+
+
+# ---- what is mutated
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def caches(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTSMITH_CACHE", str(folder / "cache"))
+        patch.setenv("HF_HOME", str(folder / "hub"))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(tiny_lm):
+    return load_target(str(tiny_lm))
+
+
+@pytest.fixture(scope="module")
+def drafter(target, folder):
+    """A drafter folder whose heads are right now and then, with a tree of six nodes."""
+    torch.manual_seed(0)
+    heads = MedusaHeads.for_target(target, 3, 1, "shared")
+    with torch.no_grad():
+        heads.weight.normal_(std=0.1)
+    write_drafter(folder / "heads", "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
+    write_json(folder / "heads/tree.json", {"paths": [[0], [0, 0], [0, 0, 0], [0, 1], [1]]})
+    return folder / "heads"
+
+
+PROMPT = ["--prompt", "import os", "--raw", "--max-new-tokens", "24", "--threads", "1", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def plain(run_main, tiny_lm):
+    """What the target writes by itself."""
+    code, out, err = run_main(decode.main, "none", "--target", tiny_lm, *PROMPT)
+    assert code == 0, err
+    return out
+
+
+# ---- recipes
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+OF_SCRIPT = {"medusa": medusa.MedusaRecipe, "lm": lm.LmRecipe, "distill": distill.DistillRecipe}
+
+
+def class_of(path: Path) -> Any:
+    first = path.read_text().partition("\n")[0]
+    return next(recipe for script, recipe in OF_SCRIPT.items() if f"train/{script}.py" in first)
+
+
+def read_odd(path: Path, recipe: Any, overrides: tuple[str, ...] = ()) -> Any:
+    try:
+        read = read_recipe(path, recipe, overrides)
+    except (ValueError, FileNotFoundError) as error:
+        assert type(error) in (ValueError, FileNotFoundError)
+        assert said(error).startswith((str(path), "'"))
+        return None
+    assert isinstance(read, recipe)
+    write_recipe(read, path.with_name("again.yaml"), "the command")
+    assert read_recipe(path.with_name("again.yaml"), recipe) == read
+    return read
+
+
+@examples(250)
+@given(data=st.data())
+def test_recipes(folder, data):
+    shipped = data.draw(st.sampled_from(RECIPES))
+    content = data.draw(changed(yaml.safe_load(shipped.read_text())))
+    path = folder / "odd.yaml"
+    path.write_bytes(yaml.safe_dump(content, allow_unicode=False).encode("utf-8", "surrogatepass"))
+    read_odd(path, class_of(shipped))
+
+
+@examples(200)
+@given(data=st.data())
+def test_recipes_as_text(folder, data):
+    shipped = data.draw(st.sampled_from(RECIPES))
+    content = data.draw(damaged(shipped.read_bytes()))
+    path = folder / "odd.yaml"
+    path.write_bytes(content)
+    read_odd(path, class_of(shipped))
+
+
+KEYS = ["run.name", "run.seed", "target.name", "optim.lr", "optim.betas", "data.train.0.weight", "data.train", "steps",
+        "batch.sequences", "drafter.num_draft_heads", "stages.0.steps", "evaluate.decode", "export.push_to_hub",
+        "data.train.-1.x", "data..x", "x", "", "data.train.99999999999", "optim", "run", "joint", "a.b.c.d"]  # fmt: skip
+
+
+@st.composite
+def override(draw: Any) -> str:
+    key = draw(st.sampled_from(KEYS) | WORDS)
+    value = draw(JUNK.map(lambda value: json.dumps(value)) | WORDS | SCALARS.map(str))
+    return f"{key}{draw(st.sampled_from(['=', '=', '=', '', '==']))}{value}"
+
+
+@examples(250)
+@given(data=st.data())
+def test_overrides(folder, data):
+    shipped = data.draw(st.sampled_from(RECIPES))
+    path = folder / "odd.yaml"
+    path.write_bytes(shipped.read_bytes())
+    read_odd(path, class_of(shipped), tuple(data.draw(st.lists(override(), min_size=1, max_size=3))))
+
+
+# ---- command lines
+
+ODD_ARGUMENTS = ["", "-1", "0", "1", "2", "3", "x", "nan", "inf", "1e-300", "1e400", "0.5", str(10**21), "-", "--", "=",
+                 "None", "\ud800", "a" * 300, "/nowhere/at/all", "/", "/dev/null", "..", "cpu", "auto", "all", "none",
+                 "\0x", "--no-such-option", "[]", "1,2", "٣", " 1"]  # fmt: skip
+
+
+@st.composite
+def command_line(draw: Any, parser: argparse.ArgumentParser, good: list[str], never: tuple[str, ...] = ()) -> list[str]:
+    """Good arguments, some of them changed or left out, with random options of the command."""
+    options = [
+        name for action in parser._actions for name in action.option_strings
+        if name.startswith("--") and name not in (*never, "--help", "--compile", "--trust-remote-code")
+    ]  # fmt: skip
+    words = list(good)
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(words) - 1))
+        match draw(st.sampled_from(["replace", "leave out", "double"])):
+            case "replace":
+                words[at] = draw(st.sampled_from(ODD_ARGUMENTS))
+            case "leave out" if len(words) > 1:
+                del words[at]
+            case "double":
+                words.insert(at, words[at])
+    for _ in range(draw(st.integers(0, 2))):
+        words += [draw(st.sampled_from(options))]
+        words += draw(st.lists(st.sampled_from(ODD_ARGUMENTS), min_size=0, max_size=2))
+    return words
+
+
+def parser_of(main: Callable[[], None]) -> argparse.ArgumentParser:
+    """The parser that a command makes inside its main."""
+    made: list[argparse.ArgumentParser] = []
+
+    class Stop(Exception):
+        pass
+
+    def parse(self: argparse.ArgumentParser, *_: Any) -> None:
+        made.append(self)
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        for name in ("parse_args", "parse_intermixed_args"):
+            patch.setattr(argparse.ArgumentParser, name, parse)
+        main()
+    return made[0]
+
+
+@pytest.fixture(scope="module")
+def jsonl(folder):
+    path = folder / "prompts.jsonl"
+    path.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def commands(folder, drafter, tiny_lm, jsonl, tiny_recipes):
+    """name → its main, arguments that work, options left alone: they only make it slow."""
+    few = ["--max-new-tokens", "4"]
+    return {
+        "decode": (decode.main, [str(drafter), "--prompts", str(jsonl), *few], ()),
+        "decode one": (decode.main, [str(drafter), "--prompt", "x", *few], ()),
+        "calibrate": (calibrate.main, [str(folder / "copy"), "--prompts", str(jsonl), *few], ()),
+        "typical": (typical.main, [str(drafter), "--prompts", str(jsonl), "--epsilons", "0.1", *few], ()),
+        "bench": (
+            bench.main,
+            ["--target", str(tiny_lm), "--contexts", "8", "--nodes", "1", "4", "--repeat", "1"],
+            ("--shape",),
+        ),
+        "prompts": (
+            cutting.main,
+            ["package:yaml", "--tokenizer", str(tiny_lm), "--out", str(folder / "cut.jsonl"), "--count", "2",
+             "--prompt-tokens", "8", "--split", "train"],
+            (),
+        ),
+        "preview": (preview.main, [str(tiny_recipes["medusa"])], ()),
+        "medusa": (medusa.main, [str(tiny_recipes["medusa"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
+        "distill": (distill.main, [str(tiny_recipes["distill"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny_recipes(folder, tiny_lm):
+    rows = [{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d e"}]}] * 4
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"source": str(folder / "rows.jsonl")}
+    run = {"name": "fuzz", "output_dir": str(folder / "runs")}
+    contents: dict[str, Any] = {
+        "medusa": {
+            "run": run, "target": {"name": str(tiny_lm)}, "drafter": {"num_draft_heads": 2},
+            "data": {"train": [source], "validation": [source], "max_length": 64}, "optim": {"lr": 1e-3},
+            "batch": {"sequences": 2}, "steps": 2, "precision": {"threads": 1},
+        },
+        "distill": {
+            "run": run, "target": {"name": str(tiny_lm)}, "data": {"seeds": [source]},
+            "engine": {"batch_size": 2, "max_length": 64, "threads": 1}, "decoding": {"max_new_tokens": 4},
+        },
+    }  # fmt: skip
+    paths = {name: folder / f"tiny-{name}.yaml" for name in contents}
+    for name, content in contents.items():
+        paths[name].write_text(yaml.safe_dump(content))
+    return paths
+
+
+COMMANDS = ["decode", "decode one", "calibrate", "typical", "bench", "prompts", "preview", "medusa", "distill"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_lines(name, commands, run_main, folder, drafter, monkeypatch):
+    main, good, never = commands[name]
+    monkeypatch.setattr(calibrate, "SIZES", (2, 4))
+    monkeypatch.setattr(calibrate, "TIMED_TOKENS", 4)
+    parser = parser_of(main)
+    home = folder / "working"
+    home.mkdir(exist_ok=True)
+    monkeypatch.chdir(home)
+
+    @examples(14)
+    @given(words=command_line(parser, good, never))
+    def check(words: list[str]) -> None:
+        shutil.rmtree(folder / "copy", ignore_errors=True)
+        shutil.copytree(drafter, folder / "copy")
+        code, _, err = run_main(main, *words)
+        answered(code, err)
+
+    code, _, err = run_main(main, *good) if name != "calibrate" else (0, "", "")
+    assert code == 0, err
+    check()
+
+
+# ---- prompts
+
+MESSAGE = {"role": "user", "content": "a"}
+PROMPT_ROWS = [
+    {"prompt": "import os"},
+    {"messages": [{"role": "system", "content": "b"}, MESSAGE, {"role": "assistant", "content": "c"}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "d"}]}]},
+    {"turns": ["e", "f"], "category": "x"},
+]
+
+
+@st.composite
+def lines(draw: Any, good: list[Any]) -> bytes:
+    """A JSONL file: rows changed, or anything at all, now and then cut or damaged."""
+    rows = draw(st.lists(st.sampled_from(good).flatmap(changed) | st.sampled_from(good) | JUNK, max_size=4))
+    ascii_only = draw(st.booleans())
+    text = "\n".join(json.dumps(row, ensure_ascii=ascii_only) for row in rows)
+    content = draw(st.sampled_from([b"", b"", b"\xef\xbb\xbf"])) + text.encode("utf-8", "surrogatepass")
+    if draw(st.integers(0, 3)) == 0:
+        content = draw(damaged(content))
+    return content
+
+
+@examples(200)
+@given(content=lines(PROMPT_ROWS))
+def test_prompts(folder, target, content):
+    path = folder / "odd.jsonl"
+    path.write_bytes(content)
+    try:
+        prompts = read_prompts(path)
+    except ValueError as error:
+        assert said(error).startswith(str(path))
+        return
+    assert len(prompts) == sum(bool(line.strip()) for line in content.decode("utf-8-sig").split("\n"))
+    for prompt in prompts:
+        prompt.text.encode()  # no half surrogate pair
+        for message in prompt.messages or []:
+            assert isinstance(message["content"], str) and message["content"].encode() is not None
+            assert message["content"] not in ("None", "null") or b"None" in content or b"null" in content
+    try:
+        encoded = encode_prompts(prompts, target)
+    except ValueError as error:
+        assert said(error).startswith(str(path))
+        return
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        if prompt.messages is None:
+            assert target.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == prompt.text
+
+
+# ---- data rows
+
+DATA_ROWS = [
+    {"messages": [MESSAGE, {"role": "assistant", "content": "b c"}]},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    {"prompt": "a", "completion": "b"},
+    {"text": "some text"},
+    {"messages": [MESSAGE, {"role": "assistant", "content": "b"}], "finish_reason": ["stop"]},
+]
+
+
+@pytest.mark.parametrize("suffix, streaming", [(".jsonl", False), (".json", False), (".jsonl", True)])
+def test_rows(folder, target, suffix, streaming):
+    path = folder / f"rows{streaming}{suffix}"
+    source = Source(source=str(path), streaming=streaming)
+    data = Data(train=[source], validation=[Source(source="stdlib")], max_skipped=1.0, max_unsupervised=1.0)
+
+    @examples(70)
+    @given(content=lines(DATA_ROWS), rows=st.none() | st.lists(st.sampled_from(DATA_ROWS).flatmap(changed) | JUNK))
+    def check(content: bytes, rows: list[Any] | None) -> None:
+        if suffix == ".json" and rows is not None:
+            content = json.dumps(rows).encode()
+        path.write_bytes(content)
+        try:
+            made = tokenized(source, data, target.tokenizer)
+        except ValueError as error:
+            said(error)
+            assert str(path) in str(error)
+            return
+        assert len(made) + made.skipped.count == made.skipped.rows
+        if suffix == ".json" and rows is not None:
+            assert made.skipped.rows == len(rows)
+        else:
+            assert made.skipped.rows == sum(bool(line.strip()) for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n"))
+        assert made.starts[-1] == len(made.tokens) == len(made.supervised)
+
+    check()
+
+
+# ---- drafters
+
+
+def rewrite(path: Path, content: Any) -> None:
+    path.write_bytes(json.dumps(content).encode("utf-8", "surrogatepass"))
+
+
+def copy_of(good: Path, folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    return Path(shutil.copytree(good, folder))
+
+
+def decodes_exactly(run_main: Any, drafter: Path, plain: str) -> None:
+    code, out, err = run_main(decode.main, drafter, *PROMPT)
+    if answered(code, err):
+        assert out == plain, "exit code 0 with a text that is not the target's own"
+    else:
+        assert out == ""
+
+
+@examples(50)
+@given(data=st.data())
+def test_drafter_configs(folder, drafter, run_main, plain, data):
+    odd = copy_of(drafter, folder / "odd-heads")
+    if data.draw(st.integers(0, 4)):
+        rewrite(odd / "config.json", data.draw(changed(json.loads((drafter / "config.json").read_text()))))
+    else:
+        (odd / "config.json").write_bytes(data.draw(damaged((drafter / "config.json").read_bytes())))
+    decodes_exactly(run_main, odd, plain)
+
+
+@examples(40)
+@given(data=st.data())
+def test_drafter_weights(folder, drafter, run_main, plain, data):
+    odd = copy_of(drafter, folder / "odd-heads")
+    whole = (drafter / "model.safetensors").read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    match data.draw(st.sampled_from(["length", "header", "text of the header", "weights"])):
+        case "length":
+            whole = data.draw(st.integers(0, (1 << 64) - 1)).to_bytes(8, "little") + whole[8:]
+        case "header":
+            header = json.dumps(data.draw(changed(json.loads(whole[8:size])))).encode()
+            whole = len(header).to_bytes(8, "little") + header + whole[size:]
+        case "text of the header":
+            whole = whole[:8] + data.draw(damaged(whole[8:size])) + whole[size:]
+        case "weights":
+            whole = whole[:size] + data.draw(damaged(whole[size:]))
+    (odd / "model.safetensors").write_bytes(whole)
+    decodes_exactly(run_main, odd, plain)
+
+
+# ---- trees
+
+
+@st.composite
+def trees(draw: Any) -> list[list[int]]:
+    """A tree that is one, with up to 40 nodes, in any order of its paths."""
+    chance, paths = random.Random(draw(st.integers(0, 1 << 32))), [()]
+    for _ in range(draw(st.integers(0, 40))):
+        above = chance.choice([path for path in paths if len(path) < 3])
+        path = (*above, chance.randrange(12))
+        if path not in paths:
+            paths.append(path)
+    chance.shuffle(paths)
+    return [list(path) for path in paths if path]
+
+
+@examples(40)
+@given(paths=trees())
+def test_trees_decode_exactly(folder, drafter, target, plain_tokens, heads, paths):
+    rewrite(folder / "tree.json", {"paths": paths})
+    topology = read_tree(folder / "tree.json")
+    assert sorted(map(list, topology.paths)) == sorted(paths)
+    decoder = SpeculativeDecoder(target, MedusaDrafter(heads, topology, target))
+    prompts, expected = plain_tokens
+    assert [result.tokens for result in decoder.generate(prompts, 16)] == expected
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(target):
+    prompts = [target.tokenizer(text)["input_ids"] for text in ("import os", "def f(x):", "a")]
+    return prompts, [result.tokens for result in SpeculativeDecoder(target).generate(prompts, 16)]
+
+
+@pytest.fixture(scope="module")
+def heads(drafter, target):
+    from draftsmith.models.artifact import read_drafter
+
+    _, config, weights = read_drafter(str(drafter))
+    return MedusaHeads.from_artifact(config, weights, str(drafter))
+
+
+RANKS = st.lists(st.lists(st.integers(-2, 12) | JUNK, max_size=4) | JUNK, max_size=6)
+
+
+@examples(200)
+@given(content=st.data())
+def test_odd_trees(folder, target, heads, content):
+    good = {"paths": [[0], [0, 0], [0, 0, 0], [0, 1], [1]], "calibration": {"positions": 3}}
+    path = folder / "tree.json"
+    match content.draw(st.sampled_from(["paths", "changed", "text", "tuples"])):
+        case "paths":
+            rewrite(path, content.draw(RANKS))
+        case "changed":
+            rewrite(path, content.draw(changed(good)))
+        case "text":
+            path.write_bytes(content.draw(damaged(json.dumps(good).encode())))
+        case "tuples":
+            path.write_bytes(content.draw(damaged(b"[(0,), (0, 0), (1,)]")))
+    try:
+        topology = read_tree(path)
+        MedusaDrafter(heads, topology, target)
+    except ValueError as error:
+        said(error)
+        return
+    assert {path[:-1] for path in topology.paths} <= {(), *topology.paths}
+
+
+# ---- targets
+
+
+def as_transformers_does(folder: Path, tokens: list[int], count: int) -> bool:
+    """Whether what follows the first ``count`` tokens is what the model, loaded by transformers itself, finds most
+    likely at each place (a tie counts)."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0, count - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(tokens[count:])[:, None])[:, 0]
+    best = logits.max(-1).values
+    return bool((best - chosen <= 1e-3 * logits.abs().max(-1).values).all())
+
+
+def loads_or_says(folder: Path) -> None:
+    """A target folder is refused in one line, or decoded as transformers does."""
+    try:
+        target = load_target(str(folder), device="cpu")
+        ids = encode_prompts(read_prompts(folder / "one.jsonl"), target)
+    except (ValueError, FileNotFoundError) as error:
+        said(error)
+        return
+    (result,) = SpeculativeDecoder(target).generate(ids, 6)
+    assert result.tokens and as_transformers_does(folder, [*ids[0], *result.tokens], len(ids[0]))
+
+
+@examples(40)
+@given(data=st.data())
+def test_target_configs(folder, tiny_lm, data):
+    odd = copy_of(tiny_lm, folder / "odd-lm")
+    (odd / "one.jsonl").write_text('{"prompt": "import os"}')
+    name = data.draw(st.sampled_from(["config.json", "config.json", "config.json", "generation_config.json"]))
+    if data.draw(st.integers(0, 4)):
+        rewrite(odd / name, data.draw(changed(json.loads((tiny_lm / name).read_text()), 2)))
+    else:
+        (odd / name).write_bytes(data.draw(damaged((tiny_lm / name).read_bytes())))
+    loads_or_says(odd)
+
+
+@examples(20)
+@given(data=st.data())
+def test_target_tokenizers(folder, tiny_lm, data):
+    odd = copy_of(tiny_lm, folder / "odd-lm")
+    (odd / "one.jsonl").write_text('{"prompt": "import os"}')
+    name = data.draw(st.sampled_from(["tokenizer.json", "tokenizer.json", "tokenizer_config.json"]))
+    if data.draw(st.booleans()):
+        content = json.loads((tiny_lm / name).read_text())
+        small = {key: value for key, value in content.items() if key != "model"} if "model" in content else content
+        odd_content = data.draw(changed(small, 2))
+        rewrite(odd / name, odd_content | ({"model": content["model"]} if "model" in content else {}))
+    else:
+        (odd / name).write_bytes(data.draw(damaged((tiny_lm / name).read_bytes())))
+    loads_or_says(odd)
+
+
+@examples(30)
+@given(data=st.data())
+def test_target_weights(folder, tiny_lm, data):
+    from safetensors.torch import load_file, save_file
+
+    odd = copy_of(tiny_lm, folder / "odd-lm")
+    (odd / "one.jsonl").write_text('{"prompt": "import os"}')
+    weights: Mapping[str, torch.Tensor] = load_file(odd / "model.safetensors")
+    name = data.draw(st.sampled_from(sorted(weights)))
+    weight = weights.pop(name)
+    kind = data.draw(st.sampled_from(["gone", "renamed", "turned", "cut", "flat", "nan", "integers", "half", "bytes"]))
+    match kind:
+        case "gone":
+            pass
+        case "renamed":
+            weights[name + data.draw(st.sampled_from(["x", ".weight", "_"]))] = weight
+        case "turned":
+            weights[name] = weight.T.contiguous()
+        case "cut":
+            weights[name] = weight[: len(weight) // 2].contiguous()
+        case "flat":
+            weights[name] = weight.flatten()
+        case "nan":
+            weights[name] = torch.full_like(weight, float("nan"))
+        case "integers":
+            weights[name] = weight.to(torch.int8)
+        case _:
+            weights[name] = weight.half().float() if kind == "half" else weight
+    save_file(weights, odd / "model.safetensors", {"format": "pt"})
+    if kind == "bytes":
+        whole = (odd / "model.safetensors").read_bytes()
+        (odd / "model.safetensors").write_bytes(data.draw(damaged(whole)))
+    changed_shape = weight.dim() == 2 and kind in ("cut", "flat") or (kind == "turned" and len({*weight.shape}) == 2)
+    if kind in ("gone", "renamed", "nan") or changed_shape:
+        with pytest.raises((ValueError, FileNotFoundError)) as error:
+            load_target(str(odd), device="cpu")
+        said(error.value)
+    else:
+        loads_or_says(odd)

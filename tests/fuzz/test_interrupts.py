@@ -1,0 +1,252 @@
+"""SIGINT and SIGKILL at random moments of a command's life: documented exit codes, one line, nothing lost.
+
+Every moment is counted from the start of the process, imports included. Afterwards the same command (training: with
+--resume) completes and leaves, bit for bit, what a run that nothing interrupted leaves.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith.inference import calibrate, decode
+from draftsmith.inference.tree import read_tree
+from draftsmith.train import distill, medusa
+
+ROOT = Path(__file__).parents[2]
+ASK = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 40, "batch_size": 4}
+SEEDS = ["read the file", "import os", "def path value", "print line in config", "return", "for line in file"]
+
+
+@dataclass
+class World:
+    """What the commands work on, and the exact results of runs that nothing interrupted."""
+
+    folder: Path
+    run: object  # run_main
+
+    @property
+    def recipe(self) -> Path:
+        return self.folder / "medusa.yaml"
+
+    @property
+    def seeds(self) -> Path:
+        return self.folder / "distill.yaml"
+
+
+@pytest.fixture(scope="module")
+def world(tiny_lm, tmp_path_factory, run_main):
+    folder = tmp_path_factory.mktemp("interrupts")
+    os.environ["DRAFTSMITH_CACHE"] = str(folder / "cache")
+    run = {"name": "whole", "output_dir": str(folder / "runs"), "seed": 3}
+    training = {
+        "run": run,
+        "target": {"name": str(tiny_lm)},
+        "drafter": {"num_draft_heads": 3},
+        "data": {
+            "train": [{"source": "package:yaml", "split": "train", "answers": ASK}],
+            "validation": [{"source": "package:yaml", "split": "train", "answers": ASK | {"prompts": 8}}],
+        },
+        "batch": {"sequences": 4},
+        "steps": 60,
+        "optim": {"lr": 1e-2},
+        "precision": {"threads": 1},
+        "checkpoint": {"every": 10, "keep": 1},
+        "evaluate": {"every": 20},
+    }
+    (folder / "seeds.jsonl").write_text("".join(json.dumps({"turns": [text, text]}) + "\n" for text in SEEDS * 4))
+    answering = {
+        "run": run | {"output_dir": str(folder / "shards")},
+        "target": {"name": str(tiny_lm)},
+        "data": {"seeds": [{"source": str(folder / "seeds.jsonl")}]},
+        "engine": {"batch_size": 2, "max_length": 250, "threads": 1},
+        "decoding": {"mode": "greedy", "max_new_tokens": 40},
+    }
+    world = World(folder, run_main)
+    world.recipe.write_text(yaml.safe_dump(training))
+    world.seeds.write_text(yaml.safe_dump(answering))
+    for main, *arguments in (
+        (medusa.main, world.recipe),
+        (distill.main, world.seeds),
+        (calibrate.main, folder / "runs/whole"),
+    ):
+        code, _, err = run_main(main, *arguments)
+        assert code == 0, err
+    yield world
+    del os.environ["DRAFTSMITH_CACHE"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def half_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if ".tmp" in path.name]
+
+
+class Training:
+    """train/medusa.py: the artifact, its checkpoints and its metrics are those of the whole run."""
+
+    script, main = "train/medusa.py", medusa.main
+    # provenance.json and recipe.yaml hold the command, the card the run's name; metrics.jsonl holds seconds.
+    same = ("model.safetensors", "config.json", "held_out/model.safetensors", "checkpoints/step-60/model.safetensors",
+            "checkpoints/step-60/optimizer.safetensors", "checkpoints/best/medusa-1/model.safetensors")  # fmt: skip
+
+    def __init__(self, world: World, name: str) -> None:
+        self.folder, self.whole = world.folder / "runs" / name, world.folder / "runs/whole"
+        self.arguments = [world.recipe, f"run.name={name}"]
+        self.again = [*self.arguments, "--resume"]
+
+    def check_between(self, out: str) -> None:
+        pass
+
+    def check(self, out: str) -> None:
+        for name in self.same:
+            assert (self.folder / name).read_bytes() == (self.whole / name).read_bytes(), name
+        assert self.taus(self.folder) == self.taus(self.whole)
+
+    @staticmethod
+    def taus(folder: Path) -> dict[int, float]:
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return {line["step"]: line["simulated_tau"] for line in lines if "simulated_tau" in line}
+
+
+class Answering:
+    """train/distill.py: every prompt answered once, each line as in the whole run."""
+
+    script, main = "train/distill.py", distill.main
+
+    def __init__(self, world: World, name: str) -> None:
+        self.folder, self.whole = world.folder / "shards" / name, world.folder / "shards/whole"
+        self.arguments = self.again = [world.seeds, f"run.name={name}"]
+
+    def check_between(self, out: str) -> None:
+        pass
+
+    def check(self, out: str) -> None:
+        assert self.lines(self.folder) == self.lines(self.whole)
+        counts = json.loads((self.folder / "manifest.json").read_text())["counts"]
+        assert counts["done"] == counts["prompts"] == 4 * len(SEEDS)
+
+    @staticmethod
+    def lines(folder: Path) -> list[str]:
+        return sorted(line for path in folder.glob("shard-*.jsonl") for line in path.read_text().splitlines())
+
+
+class Calibration:
+    """inference/calibrate.py: tree.json is the old one or a whole new one; nothing else in the folder changes."""
+
+    script, main = "inference/calibrate.py", calibrate.main
+
+    def __init__(self, world: World, name: str) -> None:
+        self.folder = world.folder / "runs/whole"
+        self.before = {name: held for name, held in contents(self.folder).items() if name != "tree.json"}
+        self.arguments = self.again = [self.folder]
+
+    def check_between(self, out: str) -> None:
+        self.check("")
+
+    def check(self, out: str) -> None:
+        assert read_tree(self.folder / "tree.json").num_nodes >= 2
+        there = contents(self.folder)
+        assert "calibration" in json.loads(there.pop("tree.json"))
+        assert {name: held for name, held in there.items() if ".tmp" not in name} == self.before
+
+
+class Decoding:
+    """inference/decode.py: what was printed is the beginning of the text; nothing is written anywhere."""
+
+    script, main = "inference/decode.py", decode.main
+    text = ""  # of a run that nothing interrupted
+
+    def __init__(self, world: World, name: str) -> None:
+        self.folder = world.folder / "runs/whole"
+        self.before = contents(self.folder)
+        options = ["--prompt", "import os", "--max-new-tokens", "240", "--threads", "1"]
+        self.arguments = self.again = [self.folder, *options]
+
+    def check_between(self, out: str) -> None:
+        assert out.endswith("\n") or Decoding.text.startswith(out)
+        assert Decoding.text.startswith(out.removesuffix("\n"))
+
+    def check(self, out: str) -> None:
+        Decoding.text = Decoding.text or out
+        assert out == Decoding.text and len(out) > 10
+        assert contents(self.folder) == self.before
+
+
+def live(command, environment, moment=None, what=signal.SIGINT):
+    """Run a command; send it a signal ``moment`` seconds after its start. Its exit code, output and seconds."""
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+    )
+    try:
+        out, err = process.communicate(timeout=moment)
+    except subprocess.TimeoutExpired:
+        process.send_signal(what)
+        out, err = process.communicate(timeout=120)
+    return process.returncode, out, err, time.perf_counter() - began
+
+
+def interrupt(world, case, moments, seed):
+    """``moments`` interrupts of one command, every other one by SIGKILL; how it ended each time."""
+    environment = {"OMP_NUM_THREADS": "1", "DRAFTSMITH_CACHE": str(world.folder / "cache")}
+    whole = case(world, "timed")
+    code, out, err, seconds = live([sys.executable, case.script, *whole.arguments], environment)
+    assert code == 0, err
+    whole.check(out)
+    chance, ends = random.Random(seed), Counter()
+    for number in range(moments):
+        # One in each of as many parts of its life, in a random order of the two signals.
+        moment = seconds * (number + chance.random()) / moments * 0.97
+        what = chance.choice([signal.SIGINT, signal.SIGKILL])
+        one = case(world, f"cut-{number}")
+        command = [sys.executable, case.script, *one.arguments]
+        code, out, err, _ = live(command, environment, moment, what)
+        at = f"{what.name} after {moment:.2f} of {seconds:.2f} s: exit code {code}: {err}"
+        print(f"{case.script} {at.strip()}")
+        if code == 0:  # it was over, or all but
+            ends["done already"] += 1
+        elif what == signal.SIGKILL:
+            assert code == -signal.SIGKILL, at
+            ends["killed"] += 1
+        elif code == -signal.SIGINT:  # Python itself was starting, and knows nothing of us yet
+            assert moment < 0.2 * seconds and not half_files(one.folder), at
+            ends["interrupted before our first line"] += 1
+        else:
+            assert code == 2 and "Traceback" not in err, at
+            lines = [line for line in err.splitlines() if line.startswith("error: ")]
+            assert len(lines) == 1 and err.endswith(lines[0] + "\n"), at
+            assert not half_files(one.folder), at
+            ends["interrupted"] += 1
+        one.check_between(out)
+        code, out, err = world.run(case.main, *one.again)
+        if code == 2 and "finished run without checkpoints" in err:
+            raise AssertionError(at)
+        assert code == 0, f"{at}; then: {err}"
+        one.check(out)
+        assert not half_files(one.folder), at
+    print(f"{case.script}: {dict(ends)}")
+    return ends
+
+
+@pytest.mark.parametrize("case", [Training, Decoding])
+def test_a_few_moments(world, case):
+    assert sum(interrupt(world, case, 3, 1).values()) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [Training, Answering, Calibration, Decoding])
+def test_twenty_moments(world, case):
+    ends = interrupt(world, case, 20, 0)
+    assert sum(ends.values()) == 20 and ends["killed"] >= 5 and ends["interrupted"] >= 5
