@@ -3,14 +3,17 @@
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.nn import functional as F
 
@@ -100,8 +103,10 @@ def test_learning_rate():
 # ---- what a step computes
 
 
-def reference(steps: int, sequences: int, decay: float, clip: float) -> dict[str, torch.Tensor]:
-    """The same training, written out."""
+def reference(
+    steps: int, sequences: int, decay: float, clip: float, norms: list[float] | None = None
+) -> dict[str, torch.Tensor]:
+    """The same training, written out; ``norms`` gets those of its gradients."""
     toy = Toy()
     groups = [
         {"params": [toy.embed.weight, toy.out.weight], "weight_decay": decay},
@@ -113,7 +118,9 @@ def reference(steps: int, sequences: int, decay: float, clip: float) -> dict[str
         loss = F.cross_entropy(toy.out(toy.embed(batch["tokens"])).flatten(0, 1), batch["labels"].flatten())
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_([p for p in toy.parameters() if p.requires_grad], clip)
+        norm = nn.utils.clip_grad_norm_([p for p in toy.parameters() if p.requires_grad], clip)
+        if norms is not None:
+            norms.append(float(norm))
         optimizer.step()
     return weights(toy)
 
@@ -127,6 +134,54 @@ def test_a_step_is_the_mean_over_all_its_labels(accumulate, tmp_path):
     for name, weight in weights(toy).items():
         torch.testing.assert_close(weight, expected[name], atol=2e-6, rtol=0)
     assert not torch.equal(toy.out.weight, Toy().out.weight)
+
+
+def rank_of_two(rank: int, port: int, folder: Path) -> None:
+    """What one of two processes does; the gradient norms of its steps go to a file of its own."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1")
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    run, norms = job(folder, evaluate_every=100), []
+    clip = run.accelerator.clip_grad_norm_
+
+    def noted(*arguments):
+        norms.append(float(clip(*arguments)))
+        return norms[-1]
+
+    run.accelerator.clip_grad_norm_ = noted
+    loop.fit(run, Toy(), samples, stage(accumulate=2, weight_decay=0.1, clip=0.5), "toy")
+    (folder / f"norms-{rank}.json").write_text(json.dumps(norms))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a process that has used a GPU cannot be forked")
+def test_gradients_over_two_processes_are_the_whole_batchs(tmp_path):
+    """Forked, so that they need not import torch again. Each has another number of labels; AdamW would hide a factor,
+    the norms do not."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=rank_of_two, args=(rank, port, tmp_path), daemon=True) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    norms: list[float] = []
+    expected = reference(8, 4, decay=0.1, clip=0.5, norms=norms)
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"norms-{rank}.json").read_text()) == pytest.approx(norms, rel=1e-5)
+    saved = checkpoint.read_tensors(tmp_path / "checkpoints/step-8")
+    for name, weight in saved.items():
+        torch.testing.assert_close(weight, expected[name], atol=2e-6, rtol=0)
+    (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"loss"' in text]
+    toy, losses = Toy(), []
+    for step in range(8):
+        toy.load_state_dict(reference(step, 4, decay=0.1, clip=0.5), strict=False)
+        batch = samples(range(step * 4, step * 4 + 4))
+        losses.append(float(toy(batch, toy.count(batch))[0].detach()))
+    assert line["loss"] == pytest.approx(sum(losses) / 8, abs=1e-4)
 
 
 def test_metrics_are_means_over_labels(tmp_path):
