@@ -36,7 +36,7 @@ from draftsmith.data import packing, sources
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.data.prompts import prompts
 from draftsmith.data.streaming import StreamedRows
-from draftsmith.data.tokenized import tokenized
+from draftsmith.data.tokenized import read_template, tokenized
 from draftsmith.inference.answers import answer
 from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -93,8 +93,6 @@ class MedusaRecipe(Recipe, Stage):
             raise ValueError(
                 f"optim.name={self.optim.name}: Muon is for matrices, and the heads are stacks of them; use adamw"
             )
-        if self.optim.name == "muon":
-            raise ValueError("optim.name: muon trains a model's own matrices from scratch (train/lm.py); use adamw")
         if self.precision.gradient_checkpointing and not self.joint:
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
         if self.joint and self.target.quantize != "none":
@@ -478,7 +476,11 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
             write_adapter(folder, target)
             if recipe.export.merged:
                 write_merged(folder, t, target)
-        write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, provenance(**facts))
+        own = target.tokenizer.chat_template if target.tokenizer else None
+        write_drafter(
+            folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, provenance(**facts),
+            None if own else read_template(recipe.data.template),
+        )  # fmt: skip
         if job.trackers:
             job.trackers.close()
         if recipe.export.push_to_hub:

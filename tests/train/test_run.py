@@ -340,8 +340,3 @@ def test_what_to_begin_with_is_checked_before_the_target_is_loaded(tmp_path, run
         options = [f"run.output_dir={tmp_path}", "run.name=y", f"init_from={tmp_path / name}"]
         code, _, err = run_main(lm.main, ROOT / "recipes/tiny-lm.yaml", *options)
         assert code == 2 and err.count("\n") == 1 and message in err, err
-
-
-def test_muon_is_not_for_heads():
-    with pytest.raises(ValueError, match=r"muon trains a model's own matrices from scratch"):
-        recipe_of(optim={"lr": 1e-3, "name": "muon"})
