@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ def answered(code: int, err: str) -> bool:
 NUMBERS = st.sampled_from([0, -1, 1, 2, 3, 7, 1 << 31, 1 << 63, 10**9, 10**30, -(10**30), 10**400]) | st.integers()
 FLOATS = st.sampled_from([0.5, -0.5, 1e-300, 1e300, float("nan"), float("inf"), -0.0]) | st.floats()
 WORDS = st.sampled_from(
-    ["", " ", "x", "..", "../x", "/", "~", "null", "nan", "1e400", "\0", "\ud800", "\u2028", "\ufeff", "{{", "{% for %}",
-     "a" * 300, "é" * 120, "stdlib", "package:../x", "package:json", "user/name", "a/b/c", "x.jsonl", "cuda:99", "<<",
+    ["", " ", "x", "..", "../x", "/", "~", "null", "nan", "1e400", "\0", "\ud800", "\u2028", "\ufeff", "{{",
+     "{% for %}", "a" * 300, "é" * 120, "stdlib", "package:../x", "package:json", "user/name", "a/b/c", "x.jsonl", "cuda:99", "<<",
      "*a", "&a", "!!python/object:x", "2024-01-01", "0x1F", "1:30", "[", "- -"]
 ) | st.text(max_size=8)  # fmt: skip
 SCALARS = st.none() | st.booleans() | NUMBERS | FLOATS | WORDS
@@ -124,18 +125,31 @@ def changed(draw: Any, good: Any, most: int = 3, odd: Any = JUNK) -> Any:
     return value
 
 
-@st.composite
-def damaged(draw: Any, good: bytes) -> bytes:
-    """Bytes with a part left out, replaced, doubled or put in."""
-    at = draw(st.integers(0, len(good)))
-    end = min(len(good), at + draw(st.sampled_from([0, 1, 1, 2, 8, 64, 1 << 20])))
-    new = draw(
-        st.sampled_from(
-            [b"", b"\t", b"\n", b"[", b"{", b"}", b'"', b"&a ", b"*a", b"<<: ", b"!!x ", b": ", b"- ", b"\0", b"\xff",
-             b"\xef\xbb\xbf", b"\xff\xfe", b"\r", b"---\n", b"|", b"%", b"\xed\xa0\x80"]
-        ) | st.binary(max_size=6) | st.just(good[at:end] * 2)
-    )  # fmt: skip
-    return good[:at] + new + good[end:]
+@dataclass(frozen=True)
+class Damage:
+    """Of a file's bytes a part is replaced; small to print, however long the file is."""
+
+    place: float  # where, as a share of its length
+    length: int
+    new: bytes
+    doubled: bool
+
+    def of(self, good: bytes) -> bytes:
+        at = int(self.place * len(good))
+        end = min(len(good), at + self.length)
+        return good[:at] + self.new + good[at:end] * 2 * self.doubled + good[end:]
+
+
+DAMAGE = st.builds(
+    Damage,
+    st.sampled_from([0.0, 1.0]) | st.floats(0, 1),
+    st.sampled_from([0, 1, 1, 2, 8, 64, 1 << 20]),
+    st.sampled_from(
+        [b"", b"\t", b"\n", b"[", b"{", b"}", b'"', b"&a ", b"*a", b"<<: ", b"!!x ", b": ", b"- ", b"\0", b"\xff",
+         b"\xef\xbb\xbf", b"\xff\xfe", b"\r", b"---\n", b"|", b"%", b"\xed\xa0\x80"]
+    ) | st.binary(max_size=6),
+    st.booleans(),
+)  # fmt: skip
 
 
 # ---- what is mutated
@@ -221,14 +235,14 @@ def test_recipes(folder, data):
 @given(data=st.data())
 def test_recipes_as_text(folder, data):
     shipped = data.draw(st.sampled_from(RECIPES))
-    content = data.draw(damaged(shipped.read_bytes()))
+    content = data.draw(DAMAGE).of(shipped.read_bytes())
     path = folder / "odd.yaml"
     path.write_bytes(content)
     read_odd(path, class_of(shipped))
 
 
-KEYS = ["run.name", "run.seed", "target.name", "optim.lr", "optim.betas", "data.train.0.weight", "data.train", "steps",
-        "batch.sequences", "drafter.num_draft_heads", "stages.0.steps", "evaluate.decode", "export.push_to_hub",
+KEYS = ["run.name", "run.seed", "target.name", "optim.lr", "optim.betas", "data.train.0.weight", "data.train",
+        "steps", "batch.sequences", "drafter.num_draft_heads", "stages.0.steps", "evaluate.decode", "export.push_to_hub",
         "data.train.-1.x", "data..x", "x", "", "data.train.99999999999", "optim", "run", "joint", "a.b.c.d"]  # fmt: skip
 
 
@@ -397,7 +411,7 @@ def lines(draw: Any, good: list[Any]) -> bytes:
     text = "\n".join(json.dumps(row, ensure_ascii=ascii_only) for row in rows)
     content = draw(st.sampled_from([b"", b"", b"\xef\xbb\xbf"])) + text.encode("utf-8", "surrogatepass")
     if draw(st.integers(0, 3)) == 0:
-        content = draw(damaged(content))
+        content = draw(DAMAGE).of(content)
     return content
 
 
@@ -460,7 +474,9 @@ def test_rows(folder, target, suffix, streaming):
         if suffix == ".json" and rows is not None:
             assert made.skipped.rows == len(rows)
         else:
-            assert made.skipped.rows == sum(bool(line.strip()) for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n"))
+            assert made.skipped.rows == sum(
+                bool(line.strip()) for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+            )
         assert made.starts[-1] == len(made.tokens) == len(made.supervised)
 
     check()
@@ -493,7 +509,7 @@ def test_drafter_configs(folder, drafter, run_main, plain, data):
     if data.draw(st.integers(0, 4)):
         rewrite(odd / "config.json", data.draw(changed(json.loads((drafter / "config.json").read_text()))))
     else:
-        (odd / "config.json").write_bytes(data.draw(damaged((drafter / "config.json").read_bytes())))
+        (odd / "config.json").write_bytes(data.draw(DAMAGE).of((drafter / "config.json").read_bytes()))
     decodes_exactly(run_main, odd, plain)
 
 
@@ -510,9 +526,9 @@ def test_drafter_weights(folder, drafter, run_main, plain, data):
             header = json.dumps(data.draw(changed(json.loads(whole[8:size])))).encode()
             whole = len(header).to_bytes(8, "little") + header + whole[size:]
         case "text of the header":
-            whole = whole[:8] + data.draw(damaged(whole[8:size])) + whole[size:]
+            whole = whole[:8] + data.draw(DAMAGE).of(whole[8:size]) + whole[size:]
         case "weights":
-            whole = whole[:size] + data.draw(damaged(whole[size:]))
+            whole = whole[:size] + data.draw(DAMAGE).of(whole[size:])
     (odd / "model.safetensors").write_bytes(whole)
     decodes_exactly(run_main, odd, plain)
 
@@ -572,9 +588,9 @@ def test_odd_trees(folder, target, heads, content):
         case "changed":
             rewrite(path, content.draw(changed(good)))
         case "text":
-            path.write_bytes(content.draw(damaged(json.dumps(good).encode())))
+            path.write_bytes(content.draw(DAMAGE).of(json.dumps(good).encode()))
         case "tuples":
-            path.write_bytes(content.draw(damaged(b"[(0,), (0, 0), (1,)]")))
+            path.write_bytes(content.draw(DAMAGE).of(b"[(0,), (0, 0), (1,)]"))
     try:
         topology = read_tree(path)
         MedusaDrafter(heads, topology, target)
@@ -619,7 +635,7 @@ def test_target_configs(folder, tiny_lm, data):
     if data.draw(st.integers(0, 4)):
         rewrite(odd / name, data.draw(changed(json.loads((tiny_lm / name).read_text()), 2)))
     else:
-        (odd / name).write_bytes(data.draw(damaged((tiny_lm / name).read_bytes())))
+        (odd / name).write_bytes(data.draw(DAMAGE).of((tiny_lm / name).read_bytes()))
     loads_or_says(odd)
 
 
@@ -635,7 +651,7 @@ def test_target_tokenizers(folder, tiny_lm, data):
         odd_content = data.draw(changed(small, 2))
         rewrite(odd / name, odd_content | ({"model": content["model"]} if "model" in content else {}))
     else:
-        (odd / name).write_bytes(data.draw(damaged((tiny_lm / name).read_bytes())))
+        (odd / name).write_bytes(data.draw(DAMAGE).of((tiny_lm / name).read_bytes()))
     loads_or_says(odd)
 
 
@@ -670,8 +686,8 @@ def test_target_weights(folder, tiny_lm, data):
     save_file(weights, odd / "model.safetensors", {"format": "pt"})
     if kind == "bytes":
         whole = (odd / "model.safetensors").read_bytes()
-        (odd / "model.safetensors").write_bytes(data.draw(damaged(whole)))
-    changed_shape = weight.dim() == 2 and kind in ("cut", "flat") or (kind == "turned" and len({*weight.shape}) == 2)
+        (odd / "model.safetensors").write_bytes(data.draw(DAMAGE).of(whole))
+    changed_shape = (weight.dim() == 2 and kind in ("cut", "flat")) or (kind == "turned" and len({*weight.shape}) == 2)
     if kind in ("gone", "renamed", "nan") or changed_shape:
         with pytest.raises((ValueError, FileNotFoundError)) as error:
             load_target(str(odd), device="cpu")
