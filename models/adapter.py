@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.models.artifact import check_target
+from draftsmith.models.artifact import TEMPLATE, check_target
 from draftsmith.models.stored import check_safetensors, save_tensors
 from draftsmith.models.target import Target
-from draftsmith.train.files import json_object, replacing_folder
+from draftsmith.train.files import json_object, read_text, replacing_folder
 
 FOLDER = "adapter"  # of a drafter folder that comes with one
 
@@ -135,7 +135,8 @@ def merge_adapter(target: Target, folder: Path) -> Target:
 
 
 def target_of(folder: Path, config: Mapping[str, Any], target: Target) -> Target:
-    """The target a drafter belongs to: the one given, with the drafter's adapter merged in if it has one.
+    """The target a drafter belongs to: the one given, with the drafter's adapter merged in if it has one, and with the
+    chat template that the drafter was trained with if the target's tokenizer has none.
 
     Raises:
         FileNotFoundError, ValueError: the drafter is not for this target, or its adapter is missing or damaged.
@@ -145,4 +146,7 @@ def target_of(folder: Path, config: Mapping[str, Any], target: Target) -> Target
     if wanted.get("adapter") and target.fingerprint not in trained:
         target = merge_adapter(target, folder / str(wanted["adapter"]))
     check_target(folder, config, target)
+    tokenizer = target.tokenizer
+    if tokenizer is not None and not tokenizer.chat_template and (folder / TEMPLATE).exists():
+        tokenizer.chat_template = read_text(folder / TEMPLATE, "chat template")
     return target

@@ -75,11 +75,17 @@ def write_model(folder: Path, model: Any, tokenizer: Any, facts: Mapping[str, An
     write_json(folder / "provenance.json", facts)
 
 
+TEMPLATE = "chat_template.jinja"  # in a drafter's folder
+
+
 def write_drafter(
     folder: Path, drafter_type: str, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target,
-    facts: Mapping[str, Any],
+    facts: Mapping[str, Any], template: str | None = None,
 ) -> None:  # fmt: skip
     """Write a drafter's weights, ``config.json``, ``provenance.json`` and model card, each whole or not at all.
+
+    Args:
+        template: the chat template it was trained with, where the target's tokenizer has none.
 
     Raises:
         OSError: the disk is full, or it cannot be written.
@@ -89,6 +95,9 @@ def write_drafter(
     config = {"draftsmith_version": version(), "drafter_type": drafter_type, **shape, "target": target.describe()}
     write_json(folder / "config.json", config)
     write_json(folder / "provenance.json", facts)
+    (folder / TEMPLATE).unlink(missing_ok=True)
+    if template:
+        write_text(folder / TEMPLATE, template)
     write_text(folder / "README.md", _card(folder.resolve().name, drafter_type, shape, target, facts))
 
 
@@ -175,7 +184,7 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
 
 _PUBLISHED = [
     "config.json", "model.safetensors", "tree.json", "README.md", "recipe.yaml", "provenance.json", "metrics.jsonl",
-    "report.json", "report.png", "adapter/*", "target/*",
+    TEMPLATE, "report.json", "report.png", "adapter/*", "target/*",
 ]  # fmt: skip
 
 

@@ -222,7 +222,7 @@ def test_vicuna7b(world):
         assert f"1 × an empty chat (first: row {empty})" in line
     check_prompts(world)
     finish(world, "vicuna7b")
-    assert {"adapter/adapter_config.json"} <= set(world.hub.files(f"models/{USER}/vicuna7b"))
+    assert {"adapter/adapter_config.json", "chat_template.jinja"} <= set(world.hub.files(f"models/{USER}/vicuna7b"))
 
 
 @pytest.fixture

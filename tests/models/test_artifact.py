@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import check_target, read_drafter, write_drafter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.stored import save_tensors
@@ -211,3 +212,14 @@ def test_the_cards_first_command_runs_where_the_card_is(tiny_lm, tmp_path, monke
     assert words[:4] == ["python", "-m", "draftsmith.inference.decode", "."]
     done = subprocess.run([sys.executable, *words[1:], "--max-new-tokens", "5"], cwd=folder, capture_output=True)
     assert done.returncode == 0 and done.stdout, done.stderr.decode()
+
+
+def test_a_drafter_brings_the_template_that_its_target_lacks(tiny_lm, tmp_path):
+    """Vicuna's tokenizer has none: what the heads were trained on is asked for as they were trained."""
+    target, folder = load_target(str(tiny_lm)), tmp_path / "run"
+    heads, own = MedusaHeads.for_target(target, 2, 1, "shared"), target.tokenizer.chat_template
+    for template, lacking, used in (("{{ 'x' }}", True, "{{ 'x' }}"), ("{{ 'x' }}", False, own), (None, True, None)):
+        write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, {}, template)
+        target.tokenizer.chat_template = None if lacking else own
+        _, config, _ = read_drafter(str(folder))
+        assert target_of(folder, config, target).tokenizer.chat_template == used
