@@ -120,18 +120,18 @@ def test_extreme_parameters_behave_as_their_limit(decoder, mode):
     """Vanishing temperatures and top-p are greedy decoding; what cuts nothing changes nothing. In a fresh row, and in
     one that held another request."""
     prompts = [[7, 3, 19], [9], [58, 1, 30, 12]]
-    greedy = decoder.generate(prompts, 20, stop_ids=frozenset())
+    greedy = decoder.generate(prompts, 8, stop_ids=frozenset())
     coldest = [{"temperature": t} for t in (0, 1e-300, 1e-40, 1e-30, 1e-12)] + [{"top_p": 1e-300}, {"top_p": 1e-40}]
     for parameters in [*coldest, {"min_p": 1 - 1e-12}, {"temperature": 1e-9, "top_p": 0.5, "min_p": 0.1}]:
         for rows in (3, 1):
             results = decoder.generate(
-                prompts, 20, mode=mode, sampling=Sampling(**parameters, seed=5), stop_ids=frozenset(), batch_size=rows
+                prompts, 8, mode=mode, sampling=Sampling(**parameters, seed=5), stop_ids=frozenset(), batch_size=rows
             )
             assert [r.tokens for r in results] == [r.tokens for r in greedy], parameters
-    plain = decoder.generate(prompts, 20, mode=mode, sampling=Sampling(seed=5), stop_ids=frozenset(), batch_size=1)
+    plain = decoder.generate(prompts, 8, mode=mode, sampling=Sampling(seed=5), stop_ids=frozenset(), batch_size=1)
     for parameters in ({"top_k": 10**21}, {"min_p": 1e-300}, {"top_k": 61, "top_p": 1 - 1e-12}):
         results = decoder.generate(
-            prompts, 20, mode=mode, sampling=Sampling(**parameters, seed=5), stop_ids=frozenset(), batch_size=1
+            prompts, 8, mode=mode, sampling=Sampling(**parameters, seed=5), stop_ids=frozenset(), batch_size=1
         )
         assert [r.tokens for r in results] == [r.tokens for r in plain], parameters
-    decoder.generate(prompts, 20, mode=mode, sampling=Sampling(epsilon=1e-300), stop_ids=frozenset())
+    decoder.generate(prompts, 8, mode=mode, sampling=Sampling(epsilon=1e-300), stop_ids=frozenset())

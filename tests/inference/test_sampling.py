@@ -173,6 +173,9 @@ def test_random_numbers():
     words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert uniforms(zero, zero, 4)[0].tolist() == [(w >> 8) * 2.0**-24 for w in words]
     assert not torch.equal(uniforms(ones, zero, 4), uniforms(zero, zero, 4))
+    for high in (1 << 32, 1 << 40, 1 << 61):  # every bit counts, of seeds and of steps
+        assert not torch.equal(uniforms(zero + high, zero, 4), uniforms(zero, zero, 4))
+        assert not torch.equal(uniforms(zero, zero + high, 4), uniforms(zero, zero, 4))
     seeds, steps = torch.tensor([5, 1 << 40, 5]), torch.tensor([0, 3, 1])
     many = uniforms(seeds, steps, 9)
     for row in range(3):
