@@ -77,8 +77,8 @@ NUMBERS = st.sampled_from([0, -1, 1, 2, 3, 7, 1 << 31, 1 << 63, 10**9, 10**30, -
 FLOATS = st.sampled_from([0.5, -0.5, 1e-300, 1e300, float("nan"), float("inf"), -0.0]) | st.floats()
 WORDS = st.sampled_from(
     ["", " ", "x", "..", "../x", "/", "~", "null", "nan", "1e400", "\0", "\ud800", "\u2028", "\ufeff", "{{",
-     "{% for %}", "a" * 300, "é" * 120, "stdlib", "package:../x", "package:json", "user/name", "a/b/c", "x.jsonl", "cuda:99", "<<",
-     "*a", "&a", "!!python/object:x", "2024-01-01", "0x1F", "1:30", "[", "- -"]
+     "{% for %}", "a" * 300, "é" * 120, "stdlib", "package:../x", "package:json", "user/name", "a/b/c", "x.jsonl",
+     "cuda:99", "<<", "*a", "&a", "!!python/object:x", "2024-01-01", "0x1F", "1:30", "[", "- -"]
 ) | st.text(max_size=8)  # fmt: skip
 SCALARS = st.none() | st.booleans() | NUMBERS | FLOATS | WORDS
 JUNK = st.recursive(
@@ -242,8 +242,9 @@ def test_recipes_as_text(folder, data):
 
 
 KEYS = ["run.name", "run.seed", "target.name", "optim.lr", "optim.betas", "data.train.0.weight", "data.train",
-        "steps", "batch.sequences", "drafter.num_draft_heads", "stages.0.steps", "evaluate.decode", "export.push_to_hub",
-        "data.train.-1.x", "data..x", "x", "", "data.train.99999999999", "optim", "run", "joint", "a.b.c.d"]  # fmt: skip
+        "steps", "batch.sequences", "drafter.num_draft_heads", "stages.0.steps", "evaluate.decode",
+        "export.push_to_hub", "data.train.-1.x", "data..x", "x", "", "data.train.99999999999", "optim", "run", "joint",
+        "a.b.c.d"]  # fmt: skip
 
 
 @st.composite
