@@ -127,7 +127,7 @@ def theirs_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.mode != "sample":
         return {}
     s = sampling_of(args)
-    if s.temperature < 1e-30:  # they divide by it, in float32
+    if s.greedy:
         return {"repetition_penalty": s.repetition_penalty}
     options = {"do_sample": True, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
     return {**options, "min_p": s.min_p or None, "repetition_penalty": s.repetition_penalty}

@@ -55,7 +55,7 @@ from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.options import check_counts, check_folder
 from draftsmith.inference.prompts import encode_prompts, read_prompts
-from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.sampling import COLDEST, Sampling
 from draftsmith.inference.step import Mode
 from draftsmith.inference.terminal import console, make_console, progress
 from draftsmith.inference.timing import each_with_its_seed
@@ -159,8 +159,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     args = parser().parse_intermixed_args()
-    if not args.temperature > 0:
-        raise ValueError(f"--temperature {args.temperature}: must be above 0; at 0 every mode is greedy")
+    if Sampling(args.temperature).greedy:
+        raise ValueError(f"--temperature {args.temperature}: must be at least {COLDEST:g}; below, every mode is greedy")
     check_counts(max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, repeat=args.repeat)
     for epsilon in args.epsilons:
         Sampling(args.temperature, epsilon=epsilon, seed=args.seed)
