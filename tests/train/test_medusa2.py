@@ -3,14 +3,16 @@
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from draftsmith.data import packing
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import SpeculativeDecoder
@@ -335,8 +337,7 @@ def test_a_run_killed_before_its_stage_was_saved(recipe, run_main, monkeypatch):
 
 
 def test_the_engine_loads_either_form(whole, run_main, tmp_path, tiny_lm):
-    code, _, err = run_main(calibrate.main, whole, "--nodes", 4, "--device", "cpu")
-    assert (code, err) == (0, "")
+    assert run_main(calibrate.main, whole, "--nodes", 4, "--device", "cpu")[0] == 0
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "import os"}\n')
     outputs = []
@@ -345,7 +346,7 @@ def test_the_engine_loads_either_form(whole, run_main, tmp_path, tiny_lm):
             decode.main, whole, "--prompts", prompts, "--max-new-tokens", 20, "--threads", 1, "--check-lossless",
             "--report", tmp_path / name, *target,
         )  # fmt: skip
-        assert (code, err) == (0, ""), "base: the adapter is merged into it"
+        assert code == 0, err  # base: the adapter is merged into it
         outputs.append(json.loads((tmp_path / name / "report.json").read_text())["accepted_length_histogram"])
     assert outputs[0] == outputs[1] == outputs[2]
 
@@ -374,6 +375,66 @@ def test_too_much_drift(recipe, run_main):
 
 
 @pytest.mark.parametrize(
+    ("tau", "kl", "judged"),
+    [(2.5, 0.0, 2.5), (2.5, 0.05, 2.5), (2.5, 0.051, -0.051), (9.0, 0.3, -0.3), (2.5, math.nan, -math.inf)],
+)
+def test_what_the_joint_stage_is_judged_by(make_target, capsys, tau, kl, judged):
+    module = make_module(make_target("llama"), max_kl=0.05)
+    assert medusa.guarded(module, tau, {"kl": kl})["guarded_tau"] == judged
+    assert ("beyond joint.max_kl=0.05" in capsys.readouterr().out) == (judged < 0)
+    module = make_module(make_target("llama"), max_kl=0.05, on_drift="stop")
+    if judged < 0:
+        with pytest.raises(FloatingPointError, match=r"beyond joint\.max_kl=0\.05; lower joint\.optim\.lr"):
+            medusa.guarded(module, tau, {"kl": kl})
+    else:
+        assert medusa.guarded(module, tau, {"kl": kl})["guarded_tau"] == judged
+
+
+def test_weights_that_moved_the_target_too_far_are_not_selected(recipe, run_main, monkeypatch):
+    """A higher τ does not make up for a target that moved further than max_kl."""
+    taus, kls = iter([9.0, 9.0, 8.0, 3.0, 2.0, 2.5, 3.0]), iter([0.9, 0.01, 0.02, 0.06, 0.01])
+    monkeypatch.setattr(medusa, "simulate", lambda *_: next(taus))
+    moved = dict.fromkeys(("perplexity", "original_perplexity", "perplexity_ratio"), 1.0)
+    monkeypatch.setattr(Medusa2, "drift", lambda *_: {"kl": next(kls), **moved})
+    overrides = ["steps=2", "evaluate.every=1", "joint.steps=4", "checkpoint.keep=9", "checkpoint.every=1"]
+    name = "run.name=guarded"
+    code, _, err = run_main(medusa.main, recipe, name, *overrides, "export.merged=false")
+    assert (code, err) == (0, "")
+    folder = recipe.parent / "guarded"
+    assert metrics(folder, "guarded_tau") == {3: -0.9, 4: 3.0, 5: 2.0, 6: -0.06}
+    assert metrics(folder, "best") == {1: True, 2: False, 3: True, 4: True, 5: False, 6: False}
+    best = load_file(folder / "checkpoints/best/medusa-2/model.safetensors")
+    steps = [load_file(folder / f"checkpoints/step-{n}/model.safetensors") for n in (3, 4, 5, 6)]
+    assert [all(torch.equal(best[key], one[key]) for key in best) for one in steps] == [False, True, False, False]
+    exported = load_file(folder / "model.safetensors")
+    assert all(torch.equal(weight, best[f"heads.{key}"]) for key, weight in exported.items())
+
+
+def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
+    """One schedule over both stages: the second begins where the first ended, and trains on no row again too soon."""
+    orders, rows = [], []
+    schedule, batch = packing.schedule, packing.Rows.batch
+
+    def scheduled(*arguments):
+        orders.append(schedule(*arguments))
+        return orders[-1]
+
+    def taken(self, numbers, length=None):
+        if length is not None:  # a training sample, beside others
+            rows.extend(numbers)
+        return batch(self, numbers, length)
+
+    monkeypatch.setattr(packing, "schedule", scheduled)
+    monkeypatch.setattr(packing.Rows, "batch", taken)
+    overrides = ["run.name=order", "steps=3", "joint.steps=4", "evaluate.every=9", "export.merged=false"]
+    code, _, err = run_main(medusa.main, recipe, *overrides)
+    assert (code, err) == (0, "")
+    (order,) = orders
+    assert order.shape == (7 * 8, 2) and rows == order[:, 1].tolist()
+    assert rows[24:48] != rows[:24] and len(set(rows[16:32])) == 16, "an epoch of 16 rows goes over the border"
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["joint.lora.modules=[q_proj, c_attn]"], "lora.modules: target '{}' has no linear layer 'c_attn'; it has: "),
@@ -381,6 +442,11 @@ def test_too_much_drift(recipe, run_main):
         (["joint.head_wieght=1"], "unknown key 'joint.head_wieght'; nearest valid key: joint.head_weight"),
         (["joint=null"], "export.merged: there is nothing to merge without a joint stage"),
         (["joint.optim.name=muon"], "adapters train with adamw"),
+        (["optim.name=muon"], "optim.name=muon: Muon is for matrices, and the heads are stacks of them; use adamw"),
+        (["drafter.num_draft_heads=1000000000"], "'drafter.num_draft_heads': input should be less than or equal to 64"),
+        (["joint.lora.r=1000000000"], "'joint.lora.r': input should be less than or equal to 4096, got 1000000000"),
+        (["joint.max_kl=.nan"], "'joint.max_kl': input should be a finite number, got nan"),
+        (["init_from=''"], "'init_from': string should have at least 1 character, got ''"),
         (
             ["joint.lora.modules=[q_proj, lm_head]"],
             "lm_head would move the matrix that all heads share; drop it, or use",
@@ -391,6 +457,19 @@ def test_too_much_drift(recipe, run_main):
 def test_bad_input_is_one_line(recipe, tiny_lm, run_main, overrides, message):
     code, _, err = run_main(medusa.main, recipe, "run.name=bad", "steps=1", *overrides, "--restart")
     assert code == 2 and err.count("\n") == 1 and message.format(tiny_lm) in err
+
+
+def test_another_adapter_is_another_target(recipe, whole, run_main, tmp_path):
+    """Decoding with it, or beginning with its heads beside the plain target, is refused."""
+    changed = shutil.copytree(whole, tmp_path / "changed", ignore=shutil.ignore_patterns("checkpoints", "target"))
+    path = changed / "adapter/adapter_model.safetensors"
+    weights = load_file(path)
+    next(iter(weights.values())).flatten()[0] += 1e-3
+    save_file(weights, path, {"format": "pt"})
+    code, _, err = run_main(decode.main, changed, "--prompt", "x")
+    assert code == 2 and "same shape, other weights (fingerprint " in err and err.count("\n") == 1
+    code, _, err = run_main(medusa.main, recipe, "run.name=plain", f"init_from={whole}", "steps=1", "joint.steps=1")
+    assert code == 2 and "same shape, other weights (fingerprint " in err and err.count("\n") == 1
 
 
 def test_a_damaged_adapter(whole, run_main):
