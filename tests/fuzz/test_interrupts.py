@@ -12,8 +12,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -32,7 +34,7 @@ class World:
     """What the commands work on, and the exact results of runs that nothing interrupted."""
 
     folder: Path
-    run: object  # run_main
+    run: Callable[..., tuple[int, str, str]]  # run_main
 
     @property
     def recipe(self) -> Path:
@@ -184,59 +186,80 @@ class Decoding:
         assert contents(self.folder) == self.before
 
 
-def live(command, environment, moment=None, what=signal.SIGINT):
-    """Run a command; send it a signal ``moment`` seconds after its start. Its exit code, output and seconds."""
-    began = time.perf_counter()
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
-    )
-    try:
-        out, err = process.communicate(timeout=moment)
-    except subprocess.TimeoutExpired:
-        process.send_signal(what)
-        out, err = process.communicate(timeout=120)
-    return process.returncode, out, err, time.perf_counter() - began
+@dataclass
+class Life:
+    """How a command ended: its exit code, output, seconds, and seconds from its first output."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    working: float
 
 
-def interrupt(world, case, moments, seed):
-    """``moments`` interrupts of one command, every other one by SIGKILL; how it ended each time."""
-    environment = {"OMP_NUM_THREADS": "1", "DRAFTSMITH_CACHE": str(world.folder / "cache")}
-    whole = case(world, "timed")
-    code, out, err, seconds = live([sys.executable, case.script, *whole.arguments], environment)
-    assert code == 0, err
-    whole.check(out)
+def live(world: World, case: Any, moment: float | None = None, working: bool = False, what: int = 0) -> Life:
+    """Run a command; send it a signal ``moment`` seconds after its start, or after its first output."""
+    command = [sys.executable, case.script, *case.arguments]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    out, err = world.folder / "out", world.folder / "err"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        began = time.perf_counter()
+        process = subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=stderr, env=os.environ | own)
+        first = None
+        while process.poll() is None:
+            now = time.perf_counter()
+            if first is None and out.stat().st_size:
+                first = now
+            since = first if working else began
+            if moment is not None and since is not None and now - since >= moment:
+                process.send_signal(what)
+                process.wait(120)
+                break
+            time.sleep(0.002)
+    end = time.perf_counter()
+    texts = (path.read_bytes().decode("utf-8", "replace") for path in (out, err))
+    return Life(process.returncode, *texts, end - began, end - (first or end))
+
+
+def interrupt(world: World, kind: Any, moments: int, seed: int) -> Counter[str]:
+    """Interrupts of one command, by SIGINT or SIGKILL, each at a moment of its own: every other one anywhere in its
+    life, the others behind its first output. How it ended, counted."""
+    case = kind(world, "timed")
+    whole = live(world, case)
+    assert whole.code == 0, whole.err
+    case.check(whole.out)
     chance, ends = random.Random(seed), Counter()
     for number in range(moments):
-        # One in each of as many parts of its life, in a random order of the two signals.
-        moment = seconds * (number + chance.random()) / moments * 0.97
+        working = number % 2 == 1
+        share = (number // 2 + chance.random()) / (-(-moments // 2)) * 0.97
+        moment = share * (whole.working if working else whole.seconds)
         what = chance.choice([signal.SIGINT, signal.SIGKILL])
-        one = case(world, f"cut-{number}")
-        command = [sys.executable, case.script, *one.arguments]
-        code, out, err, _ = live(command, environment, moment, what)
-        at = f"{what.name} after {moment:.2f} of {seconds:.2f} s: exit code {code}: {err}"
-        print(f"{case.script} {at.strip()}")
-        if code == 0:  # it was over, or all but
+        one = kind(world, f"cut-{number}")
+        life = live(world, one, moment, working, what)
+        at = (
+            f"{what.name} {moment:.2f} s after {'its first output' if working else 'its start'}: {life.code} {life.err}"
+        )
+        print(f"{one.script} {at.strip()}")
+        if life.code == 0:  # it was over, or all but
             ends["done already"] += 1
         elif what == signal.SIGKILL:
-            assert code == -signal.SIGKILL, at
+            assert life.code == -signal.SIGKILL, at
             ends["killed"] += 1
-        elif code == -signal.SIGINT:  # Python itself was starting, and knows nothing of us yet
-            assert moment < 0.2 * seconds and not half_files(one.folder), at
+        elif life.code == -signal.SIGINT:  # Python itself was starting, and knows nothing of us yet
+            assert not working and share < 0.2, at
             ends["interrupted before our first line"] += 1
         else:
-            assert code == 2 and "Traceback" not in err, at
-            lines = [line for line in err.splitlines() if line.startswith("error: ")]
-            assert len(lines) == 1 and err.endswith(lines[0] + "\n"), at
+            assert life.code == 2 and "Traceback" not in life.err, at
+            lines = [line for line in life.err.splitlines() if line.startswith("error: ")]
+            assert len(lines) == 1 and life.err.endswith(lines[0] + "\n"), at
             assert not half_files(one.folder), at
             ends["interrupted"] += 1
-        one.check_between(out)
-        code, out, err = world.run(case.main, *one.again)
-        if code == 2 and "finished run without checkpoints" in err:
-            raise AssertionError(at)
+        one.check_between(life.out)
+        code, out, err = world.run(kind.main, *one.again)
         assert code == 0, f"{at}; then: {err}"
         one.check(out)
         assert not half_files(one.folder), at
-    print(f"{case.script}: {dict(ends)}")
+    print(f"{kind.script} ({whole.working:.1f} of {whole.seconds:.1f} s behind its first output): {dict(ends)}")
     return ends
 
 

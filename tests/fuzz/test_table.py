@@ -161,7 +161,7 @@ def rows(content: str | bytes, name: str = "odd.jsonl") -> Callable[[World], lis
 TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, str]] = [
     # run folders
     ("a name that leads out", medusa.main, training("run.name=.."), 2, "'run.name': the run's folder has to be inside"),
-    ("a name further out", medusa.main, training("run.name=../../x"), 2, "'run.name': the run's folder has to be inside"),
+    ("a name further out", medusa.main, training("run.name=../../x"), 2, "'run.name': the run's folder has to"),
     ("an absolute name", lm.main, lambda w: [ROOT / "recipes/tiny-lm.yaml", "run.name=/tmp/x"], 2, "'run.name'"),
     ("distill, out", distill.main, lambda w: [w.recipe("distill"), "run.name=.."], 2, "'run.name'"),
     (
@@ -183,7 +183,7 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("calibrate: a device", calibrate.main, lambda w: [w.drafter, "--device", "gpu"], 2, "device 'gpu'"),
     ("bench: a device", bench.main, lambda w: ["--target", w.target, "--device", "gpu"], 2, "device 'gpu'"),
     # command lines
-    ("top-k of 22 digits", decode.main, decoding("--mode", "sample", "--top-k", str(10**21)), 2, "top_k"),
+    ("top-k of 22 digits: all", decode.main, decoding("--mode", "sample", "--top-k", str(10**21)), 0, "ended by"),
     ("a temperature below 0", decode.main, decoding("--mode", "sample", "--temperature", "-1"), 2, "temperature"),
     ("a temperature of nan", decode.main, decoding("--mode", "sample", "--temperature", "nan"), 2, "temperature"),
     ("an unknown mode", decode.main, decoding("--mode", "sampel"), 2, "invalid choice: 'sampel'"),
@@ -192,8 +192,8 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("a batch of 10¹²", decode.main, decoding("--batch-size", str(10**12)), 2, "--batch-size 1000000000000: must be"),
     ("an empty prompt", decode.main, lambda w: [w.drafter, "--prompt", "", *DECODE], 2, "--prompt: the text is empty"),
     ("half a pair", decode.main, lambda w: [w.drafter, "--prompt", "\udc80", *DECODE], 2, "--prompt: not UTF-8 text"),
-    ("a negative count of prompts", cutting.main, lambda w: ["stdlib", "--tokenizer", "x", "--out", "y", "--count=-1"], 2,
-     "'-1' is not a number from 1 on"),
+    ("a negative count of prompts", cutting.main,
+     lambda w: ["stdlib", "--tokenizer", "x", "--out", "y", "--count=-1"], 2, "'-1' is not a number from 1 on"),
     ("a package elsewhere", cutting.main, lambda w: ["package:../x", "--tokenizer", w.target, "--out", w.tmp / "y"], 2,
      "package:../x"),
     ("typical: no ε", typical.main, lambda w: [w.drafter, "--prompts", w.prompts(), "--epsilons", "nan"], 2, "epsilon"),
@@ -240,7 +240,7 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ),
     ("a template that is not there", medusa.main, training("data.template=x.jinja"), 2, "neither a Jinja template nor"),
     # data
-    ("no file", medusa.main, training("data.train.0.source=no.jsonl"), 2, "data source 'no.jsonl': there is no such file"),
+    ("no file", medusa.main, training("data.train.0.source=no.jsonl"), 2, "data source 'no.jsonl': there is no"),
     ("empty data", medusa.main, rows(""), 2, "odd.jsonl"),
     ("truncated data", medusa.main, rows('{"text": "a"}\n{"text": \n{"te'), 2, "2 of 3 rows skipped"),
     ("null columns", medusa.main, rows('{"messages": null, "text": null}\n' * 3), 2, "3 of 3 rows skipped"),
@@ -263,7 +263,7 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("an image", decode.main,
      prompted('{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}'), 2,
      "content parts is no text"),
-    ("an unknown role", decode.main, prompted('{"messages": [{"role": "bard", "content": "a"}]}'), 2, "the role is 'bard'"),
+    ("an unknown role", decode.main, prompted('{"messages": [{"role": "bard", "content": "a"}]}'), 2, "role is 'bard'"),
     ("no content", decode.main, prompted('{"messages": [{"role": "user", "content": null}]}'), 2, "content is null"),
     ("half a pair in a prompt", decode.main, prompted('{"prompt": "\\ud800"}'), 2, "half of a surrogate pair"),
     ("a deep prompt", decode.main, prompted(f'{{"prompt": {DEEP}}}'), 2, "prompts.jsonl:1: JSON nested too deeply"),
@@ -280,7 +280,7 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("five heads", decode.main, of_target(lambda c: c.update(num_attention_heads=5)), 2, "copy"),
     ("no heads", decode.main, of_target(lambda c: c.update(num_attention_heads=0)), 2, "config.json"),
     ("10⁹ words", decode.main, of_target(lambda c: c.update(vocab_size=10**9)), 2, "weights of another shape"),
-    ("no words", decode.main, of_target(lambda c: c.update(vocab_size=0)), 2, "weights of another shape"),
+    ("no words", decode.main, of_target(lambda c: c.update(vocab_size=0)), 2, "no model can be made of it"),
     ("10⁹ layers", decode.main, of_target(lambda c: c.update(num_hidden_layers=10**9)), 2, "num_hidden_layers"),
     ("a deep config", decode.main, of_files(write("config.json", DEEP)), 2, "nested too deeply"),
     ("a tokenizer that is none", decode.main, of_files(write("tokenizer.json", "{")), 2, "tokenizer"),
@@ -293,7 +293,7 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("10⁹ heads", decode.main, of_drafter(lambda c: c.update(num_draft_heads=10**9)), 2, "config.json promises"),
     ("a target as drafter", decode.main, lambda w: [w.target, "--prompt", "a", *DECODE], 2, "this is a model, not a"),
     ("no drafter", decode.main, lambda w: [w.tmp / "x", "--prompt", "a", *DECODE], 2, "there is no such folder"),
-    ("no tree", decode.main, lambda w: [w.copy(w.drafter, remove("tree.json")), "--prompt", "a"], 2, "has no tree.json"),
+    ("no tree", decode.main, lambda w: [w.copy(w.drafter, remove("tree.json")), "--prompt", "a"], 2, "no tree.json yet"),
     # trees
     ("a tree of text", decode.main, of_tree("x"), 2, "neither JSON"),
     ("a deep tree", decode.main, of_tree(DEEP), 2, "tree.json"),
@@ -306,17 +306,17 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
 
 @pytest.mark.parametrize("main, arguments, code, message", [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_one_line(world, run_main, main, arguments, code, message):
-    before = sorted(path for path in world.drafter.parent.rglob("*"))
+    before = sorted(world.drafter.parent.rglob("*"))
     given = arguments(world)
-    got, out, err = run_main(main, *given)
+    got, _, err = run_main(main, *given)
     assert got == code, err
     assert message in err
     if code:
         last = err.removesuffix("\n").rpartition("\n")[2]
         assert last.startswith(("error: ", "command: error: "))
         assert err.startswith("usage: ") or err.count("\n") == 1, err
-    assert sorted(path for path in world.drafter.parent.rglob("*")) == before, "nothing is written beside the drafter"
-    assert not [path for path in world.tmp.rglob("*.tmp")]
+    assert sorted(world.drafter.parent.rglob("*")) == before, "nothing is written beside the drafter"
+    assert not list(world.tmp.rglob("*.tmp"))
 
 
 def test_every_command_is_in_it():
