@@ -20,6 +20,7 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.artifact import write_json
 from draftsmith.models.target import load_target
 from draftsmith.train import medusa, sharded
+from draftsmith.train.run import mark
 
 ROOT = Path(__file__).parents[2]
 SPREAD = ["fsdp", "zero3"]
@@ -68,6 +69,7 @@ def launch(strategy, recipe, *overrides, prepared=None):
     """The command with two processes. ``prepared``: a run whose answers are used, for a spread target makes none."""
     name = next(word.removeprefix("run.name=") for word in overrides if word.startswith("run.name="))
     if prepared and not (recipe.parent / name).exists():
+        mark(recipe.parent / name, "medusa")
         shutil.copytree(prepared / "answers", recipe.parent / name / "answers")
     command = [Path(sys.executable).parent / "accelerate", "launch", "--quiet", "--num_processes", "2"]
     command += ["--config_file", f"recipes/accelerate/{strategy}.yaml"] if strategy != "ddp" else ["--multi_gpu"]
