@@ -197,9 +197,31 @@ def test_metrics_are_means_over_labels(tmp_path):
     assert "validation_loss" in lines[2]
 
 
+def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(tmp_path):
+    modes = []
+
+    class Watched(Toy):
+        def forward(self, batch, counts):
+            modes.append(self.training and self.dropout.training)
+            return super().forward(batch, counts)
+
+    loop.fit(job(tmp_path, evaluate_every=1), Watched(0.3), samples, stage(steps=3), "toy")
+    assert modes == [True, False] * 3
+
+
+def test_some_parameters_learn_faster(tmp_path):
+    """AdamW's first step is as long as its learning rate."""
+    toy, before = Toy(), Toy()
+    toy.lr_factors = {"out.": 4.0}
+    loop.fit(job(tmp_path), toy, samples, stage(steps=1, lr=1e-3), "toy")
+    for name, factor in (("embed.weight", 1), ("out.weight", 4), ("out.bias", 4)):
+        moved = (weights(toy)[name] - weights(before)[name]).abs().max()
+        assert float(moved) == pytest.approx(factor * 1e-3, rel=1e-3), name
+
+
 def test_the_best_weights_are_kept(tmp_path):
     run = job(tmp_path, evaluate_every=1)
-    values = iter([3.0, 1.0, 2.0, 5.0])
+    values = iter([3.0, 1.0, 1.0, 5.0])  # the first of equals
     seen = []
 
     def evaluate(module):

@@ -155,6 +155,19 @@ def test_packed_rows_have_the_loss_of_their_samples(make_target):
     assert module.count(crossing).tolist() != losses[0][1], "without segments labels would cross"
 
 
+def test_a_head_without_a_label(make_target):
+    """In rows so short that the later heads predict nothing the loss is that of the others."""
+    target = make_target("llama")
+    module = make_module(target)
+    batch = {"tokens": torch.arange(1, 6, dtype=torch.int32)[None], "supervised": torch.zeros(1, 5, dtype=torch.bool)}
+    batch["supervised"][0, 2] = True
+    counts = module.count(batch)
+    loss, metrics = module(batch, counts.float())
+    assert counts.tolist() == [1, 0, 0]
+    assert float(loss.detach()) == pytest.approx(0.8 * float(metrics["head1_loss"]), rel=1e-6)
+    assert [float(metrics[f"head{k}_{name}"]) for k in (2, 3) for name in ("loss", "top1")] == [0.0] * 4
+
+
 # ---- the commands
 
 
@@ -228,6 +241,31 @@ def test_best_weights_are_exported(recipe, run_main, monkeypatch):
     for name, weight in exported.items():
         assert torch.equal(weight, best[f"heads.{name}"]) and not torch.equal(weight, last[f"heads.{name}"])
     assert json.loads((folder / "provenance.json").read_text())["simulated_tau"] == 2.0
+
+
+def test_what_is_measured_while_training(recipe, run_main, monkeypatch):
+    """On the validation source's rows: the share of labels that are among a head's first one, and first five."""
+    ranks = torch.full((2, 6, HEADS), -1)
+    ranks[0, :4, 0] = torch.tensor([0, 1, 4, 5])
+    ranks[0, :2, 1] = torch.tensor([0, 0])
+    ranks[0, :2, 2] = torch.tensor([9, 5])
+    ranks[1, :3, 2] = torch.tensor([4, 1, 0])
+    asked = []
+    monkeypatch.setattr(medusa, "head_ranks", lambda target, heads, *rows: asked.append(rows) or ranks)
+    code, _, err = run_main(medusa.main, recipe, "run.name=measured", "steps=1")
+    assert code == 0, err
+    folder = recipe.parent / "measured"
+    for head, (top_1, top_5) in enumerate([(1 / 4, 3 / 4), (1, 1), (1 / 5, 3 / 5)], 1):
+        assert metrics(folder, f"head{head}_held_out_top1") == {1: pytest.approx(top_1)}
+        assert metrics(folder, f"head{head}_held_out_top5") == {1: pytest.approx(top_5)}
+    answers = {which: load_file(folder / f"answers/{which}-0/model.safetensors") for which in ("train", "validation")}
+    (tokens, supervised), *_ = asked
+    held_out = load_file(folder / "held_out/model.safetensors")
+    assert len(tokens) == 8 and torch.equal(tokens, held_out["tokens"])
+    said = [row[marks].tolist() for row, marks in zip(tokens, supervised, strict=True)]
+    for which, made in answers.items():
+        of = [row[marks].tolist() for row, marks in zip(made["tokens"], made["supervised"], strict=True)]
+        assert (said == of) == (which == "validation")
 
 
 class Killed(BaseException):

@@ -391,7 +391,15 @@ def test_what_the_joint_stage_is_judged_by(make_target, capsys, tau, kl, judged)
 
 
 def test_weights_that_moved_the_target_too_far_are_not_selected(recipe, run_main, monkeypatch):
-    """A higher τ does not make up for a target that moved further than max_kl."""
+    """A higher τ does not make up for a target that moved further than max_kl. The stage begins with the heads that
+    were the first one's best, not with its last."""
+    began, init = {}, Medusa2.__init__
+
+    def noted(self, target, heads, *rest):
+        began.update({f"heads.{key}": weight.clone() for key, weight in heads.state_dict().items()})
+        init(self, target, heads, *rest)
+
+    monkeypatch.setattr(Medusa2, "__init__", noted)
     taus, kls = iter([9.0, 9.0, 8.0, 3.0, 2.0, 2.5, 3.0]), iter([0.9, 0.01, 0.02, 0.06, 0.01])
     monkeypatch.setattr(medusa, "simulate", lambda *_: next(taus))
     moved = dict.fromkeys(("perplexity", "original_perplexity", "perplexity_ratio"), 1.0)
@@ -408,11 +416,14 @@ def test_weights_that_moved_the_target_too_far_are_not_selected(recipe, run_main
     assert [all(torch.equal(best[key], one[key]) for key in best) for one in steps] == [False, True, False, False]
     exported = load_file(folder / "model.safetensors")
     assert all(torch.equal(weight, best[f"heads.{key}"]) for key, weight in exported.items())
+    first, last = (load_file(folder / f"checkpoints/step-{n}/model.safetensors") for n in (1, 2))
+    assert all(torch.equal(began[key], first[key]) and not torch.equal(first[key], last[key]) for key in began)
 
 
 def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
-    """One schedule over both stages: the second begins where the first ended, and trains on no row again too soon."""
-    orders, rows = [], []
+    """One schedule over both stages: the second begins where the first ended, and trains on no row again too soon.
+    λ0 grows from the stage's own beginning."""
+    orders, rows, ramp = [], [], []
     schedule, batch = packing.schedule, packing.Rows.batch
 
     def scheduled(*arguments):
@@ -426,11 +437,13 @@ def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
 
     monkeypatch.setattr(packing, "schedule", scheduled)
     monkeypatch.setattr(packing.Rows, "batch", taken)
+    monkeypatch.setattr(Joint, "weight", lambda self, step: ramp.append(step) or 0.1)
     overrides = ["run.name=order", "steps=3", "joint.steps=4", "evaluate.every=9", "export.merged=false"]
     code, _, err = run_main(medusa.main, recipe, *overrides)
     assert (code, err) == (0, "")
     (order,) = orders
     assert order.shape == (7 * 8, 2) and rows == order[:, 1].tolist()
+    assert ramp == [0, 0, 1, 1, 2, 2, 3, 3], "two micro-batches a step"
     assert rows[24:48] != rows[:24] and len(set(rows[16:32])) == 16, "an epoch of 16 rows goes over the border"
 
 
