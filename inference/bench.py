@@ -95,7 +95,8 @@ from draftsmith.kernels import bench as kernel_bench
 from draftsmith.kernels.bench import Device
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
-from draftsmith.models.target import Target, load_target, local_folder
+from draftsmith.models.stored import local_folder
+from draftsmith.models.target import Target, load_target
 from draftsmith.train.files import write_json
 
 

@@ -32,8 +32,6 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from draftsmith.models.options import DEVICE_MAPS, DTYPES, QUANTIZE, choose_device
-from draftsmith.models.options import target_arguments as target_arguments
-from draftsmith.models.options import target_options as target_options
 from draftsmith.models.stored import (
     check_safetensors,
     config_of,
@@ -41,11 +39,11 @@ from draftsmith.models.stored import (
     resolve_folder,
     with_safetensors,
 )
-from draftsmith.models.stored import local_folder as local_folder
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.files import json_object
 
 _SMALL = 1 << 30  # bytes of weights that load at once
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNSUPPORTED = "this family is not supported yet"
 
 
@@ -194,6 +192,14 @@ class Target:
         kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if kinds:
             raise ValueError(f"{self._named()}: it has layers of the kind {', '.join(sorted(kinds))}; {_UNSUPPORTED}")
+        # By itself: attention kernels may leave out scores that are NaN, so that the logits look sound.
+        for name, weight in self.model.named_parameters():
+            exempt = weight.dtype not in _FLOATS or weight.is_meta or not weight.numel()
+            if not exempt and not all(bound.isfinite() for bound in weight.aminmax()):
+                raise ValueError(
+                    f"{self._named()}: '{name}' holds NaN or infinity in {weight.dtype}; its weights are damaged, or "
+                    "it needs bfloat16 or float32"
+                )
         tokens = torch.tensor([[1, 2]], device=self.device)
         cache = DynamicCache()  # made without the config, so that sliding layers keep every key
         try:

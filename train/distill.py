@@ -34,7 +34,7 @@ if __name__ == "__main__":
 
 import torch
 from pydantic import Field, model_validator
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.chat import Message, apply_template
 from draftsmith.data.endpoint import Server, check_server, in_threads
@@ -47,7 +47,9 @@ from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.turns import serve_turns
 from draftsmith.models.artifact import provenance, write_json
-from draftsmith.models.target import fingerprint, load_target, local_folder, resolve_folder
+from draftsmith.models.stored import fingerprint, resolve_folder
+from draftsmith.models.target import load_target
+from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import run
 from draftsmith.train.loop import Note, console
 from draftsmith.train.recipe import (
@@ -276,12 +278,9 @@ def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
         return
     t = recipe.target
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            local_folder(t.name) or t.name, revision=t.revision, trust_remote_code=t.trust_remote_code
-        )
-    except Exception as error:  # transformers and the Hub's client raise a dozen unrelated types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-        console.print(f"not rendered: target '{t.name}' has no tokenizer here ({reason})", soft_wrap=True)
+        tokenizer = load_tokenizer(t.name, t.revision, t.trust_remote_code)
+    except (OSError, ValueError) as error:
+        console.print(f"not rendered: {error}", soft_wrap=True, markup=False)
         return
     try:
         ids = encode(first, tokenizer, read_template(recipe.data.template))

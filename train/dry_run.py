@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.step import Drafter
+from draftsmith.models.stored import local_folder
 from draftsmith.models.target import Target as LoadedTarget
-from draftsmith.models.target import local_folder
 from draftsmith.train.losses import LOGITS
 from draftsmith.train.recipe import Optim, Recipe, Target
 

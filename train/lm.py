@@ -39,7 +39,8 @@ from draftsmith.data.rows import rows as rows_of
 from draftsmith.inference.answers import answer
 from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
-from draftsmith.models.target import Target, load_target, resolve_folder
+from draftsmith.models.stored import resolve_folder
+from draftsmith.models.target import Target, load_target
 from draftsmith.train import checkpoint, dry_run, loop, run, sharded
 from draftsmith.train.files import json_object, replacing_folder
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels

@@ -55,8 +55,9 @@ from draftsmith.models.artifact import (
     write_model,
 )
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.stored import fingerprint, resolve_folder
 from draftsmith.models.target import Target as LoadedTarget
-from draftsmith.models.target import fingerprint, load_target, resolve_folder
+from draftsmith.models.target import load_target
 from draftsmith.train import checkpoint, dry_run, loop, run, sharded
 from draftsmith.train.features import hidden_states
 from draftsmith.train.files import json_object

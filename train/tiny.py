@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.models.artifact import provenance, write_model
-from draftsmith.models.target import local_folder, resolve_folder
+from draftsmith.models.stored import local_folder, resolve_folder
 from draftsmith.train.files import json_object
 from draftsmith.train.recipe import R, S, Target
 

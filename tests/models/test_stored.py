@@ -260,7 +260,7 @@ REFUSED = {
     "one layer less": (config(num_hidden_layers=1), "unexpected weights (9): model.layers.1."),
     "one layer more": (config(num_hidden_layers=3), "missing weights (9): model.layers.2."),
     "not finite": (weights(lambda w: w.update({"lm_head.weight": w["lm_head.weight"] * torch.nan})),
-                   "its logits are not finite in torch.float32"),
+                   "'lm_head.weight' holds NaN or infinity in torch.float32"),
     # no weights
     "no weights": (gone("model.safetensors"), "no weights here (model.safetensors, pytorch_model.bin or their shards)"),
     "no shard": (and_then(in_shards, gone("model-00002-of-00002.safetensors")),

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.models.target import fingerprint, load_target, resolve_folder
+from draftsmith.models.stored import fingerprint, resolve_folder
+from draftsmith.models.target import load_target
 
 TOKENS = [[4, 17, 2, 51, 33], [9, 9, 60, 0, 1]]
 
