@@ -293,7 +293,7 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("10⁹ heads", decode.main, of_drafter(lambda c: c.update(num_draft_heads=10**9)), 2, "config.json promises"),
     ("a target as drafter", decode.main, lambda w: [w.target, "--prompt", "a", *DECODE], 2, "this is a model, not a"),
     ("no drafter", decode.main, lambda w: [w.tmp / "x", "--prompt", "a", *DECODE], 2, "there is no such folder"),
-    ("no tree", decode.main, lambda w: [w.copy(w.drafter, remove("tree.json")), "--prompt", "a"], 2, "no tree.json yet"),
+    ("no tree", decode.main, lambda w: [w.copy(w.drafter, remove("tree.json")), "--prompt", "a"], 2, "no tree.json"),
     # trees
     ("a tree of text", decode.main, of_tree("x"), 2, "neither JSON"),
     ("a deep tree", decode.main, of_tree(DEEP), 2, "tree.json"),
