@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -66,7 +67,7 @@ def answered(code: int, err: str) -> bool:
     if code == 0:
         return True
     last = err.removesuffix("\n").rpartition("\n")[2]
-    assert last.startswith(("error: ", "command: error: ")), err
+    assert re.match(r"(\S+: )?error: ", last), err
     assert err.startswith("usage: ") or sum(line.startswith("error: ") for line in err.split("\n")) == 1, err
     return False
 
@@ -93,7 +94,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @st.composite
-def changed(draw: Any, good: Any, most: int = 3, odd: Any = JUNK) -> Any:
+def changed(draw: Any, good: Any, most: int = 3) -> Any:
     """A good JSON-like value with one to ``most`` changes: fields left out, renamed, replaced, swapped, wrapped."""
     value = copy.deepcopy(good)
     for _ in range(draw(st.integers(1, most))):
@@ -106,7 +107,7 @@ def changed(draw: Any, good: Any, most: int = 3, odd: Any = JUNK) -> Any:
         last = where[-1]
         match draw(st.sampled_from(["replace", "replace", "leave out", "rename", "wrap", "move", "name", "double"])):
             case "replace":
-                above[last] = draw(odd)
+                above[last] = draw(WORDS | JUNK)
             case "leave out":
                 del above[last]
             case "rename" if isinstance(above, dict):
@@ -221,7 +222,7 @@ def read_odd(path: Path, recipe: Any, overrides: tuple[str, ...] = ()) -> Any:
     return read
 
 
-@examples(250)
+@examples(150)
 @given(data=st.data())
 def test_recipes(folder, data):
     shipped = data.draw(st.sampled_from(RECIPES))
@@ -231,7 +232,7 @@ def test_recipes(folder, data):
     read_odd(path, class_of(shipped))
 
 
-@examples(200)
+@examples(150)
 @given(data=st.data())
 def test_recipes_as_text(folder, data):
     shipped = data.draw(st.sampled_from(RECIPES))
@@ -254,7 +255,7 @@ def override(draw: Any) -> str:
     return f"{key}{draw(st.sampled_from(['=', '=', '=', '', '==']))}{value}"
 
 
-@examples(250)
+@examples(150)
 @given(data=st.data())
 def test_overrides(folder, data):
     shipped = data.draw(st.sampled_from(RECIPES))
@@ -367,6 +368,7 @@ def tiny_recipes(folder, tiny_lm):
     return paths
 
 
+FEWER = {"decode": 6, "typical": 4, "bench": 4, "calibrate": 6}  # they measure
 COMMANDS = ["decode", "decode one", "calibrate", "typical", "bench", "prompts", "preview", "medusa", "distill"]
 
 
@@ -380,7 +382,7 @@ def test_command_lines(name, commands, run_main, folder, drafter, monkeypatch):
     home.mkdir(exist_ok=True)
     monkeypatch.chdir(home)
 
-    @examples(14)
+    @examples(FEWER.get(name, 12))
     @given(words=command_line(parser, good, never))
     def check(words: list[str]) -> None:
         shutil.rmtree(folder / "copy", ignore_errors=True)
@@ -416,7 +418,7 @@ def lines(draw: Any, good: list[Any]) -> bytes:
     return content
 
 
-@examples(200)
+@examples(400)
 @given(content=lines(PROMPT_ROWS))
 def test_prompts(folder, target, content):
     path = folder / "odd.jsonl"
