@@ -240,6 +240,7 @@ def test_the_best_weights_are_kept(tmp_path):
 
 def train(folder: Path, resume: bool, kill_at: int | None = None, how: int = signal.SIGKILL) -> Toy:
     """Two stages of 6 and 8 steps of 4 samples, a checkpoint every 4 steps of a stage and at its end."""
+    folder.mkdir(exist_ok=True)
     run = job(folder, begin(folder, resume, False), stages=("first", "second"))
     toy = Toy(dropout=0.3)
     torch.manual_seed(5)

@@ -113,7 +113,7 @@ def test_eight_bits(tmp_path):
     assert any(value.dtype == torch.uint8 for value in eight.state[whole.weight].values() if torch.is_tensor(value))
     moved = (full.weight - module().weight).norm()
     assert 0 < (whole.weight - full.weight).norm() < 0.2 * moved
-    folder = checkpoint.save(tmp_path, 4, whole, eight, {}, keep=1)
+    folder = checkpoint.save(tmp_path, 4, whole, eight, {"stage": "toy", "best": 0.0}, keep=1)
     other = module()
     resumed = make_optimizer(other, optim)
     checkpoint.restore(folder, other, resumed)
