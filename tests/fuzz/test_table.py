@@ -206,6 +206,7 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("an alias bomb", medusa.main, written(bomb()), 2, "more than 10,000 values"),
     ("a tag", medusa.main, written("x: !!python/object/apply:os.system [ls]\n"), 2, "are not supported"),
     ("a binary tag", medusa.main, written("x: !!binary aGVsbG8=\n"), 2, "tags (!!binary) are not supported"),
+    ("half a pair", medusa.main, written('x: "\\ud800"\n'), 2, "half of a surrogate pair"),
     ("a merge key", medusa.main, written("a: &a {b: 1}\nx:\n  <<: *a\n"), 2, "merge keys (<<) are not supported"),
     ("an anchor that is none", medusa.main, written("x: *nowhere\n"), 2, "there is no anchor &nowhere"),
     ("a key given twice", medusa.main, written("steps: 3\n"), 2, "steps"),
