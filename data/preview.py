@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import ConfigDict
 
 from draftsmith.data.prompts import positive
-from draftsmith.train.command import run_command
+from draftsmith.train.command import make_console, run_command
 from draftsmith.train.recipe import Recipe, Target, read_recipe
 
 if TYPE_CHECKING:  # take seconds to import, and --help needs none of it
@@ -91,13 +91,12 @@ def main() -> None:
         raise ValueError(f"{args.recipe} has no target whose tokenizer could be used; pass --tokenizer FOLDER")
 
     import numpy as np
-    from rich.console import Console
 
     from draftsmith.data.prompts import load_tokenizer
     from draftsmith.data.tokenized import tokenized
 
     tokenizer = load_tokenizer(name)
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console()
     for source in recipe.data.validation if args.validation else recipe.data.train:
         console.print(f"\n── {source.source} ({source.split}), weight {source.weight:g}", style="bold")
         if source.answers is not None:

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from draftsmith.train.command import available_cores, before_imports, run_command
+from draftsmith.train.command import available_cores, before_imports, make_console, run_command
 
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 PARSER.add_argument("--heads", type=int, default=5)
@@ -38,7 +38,6 @@ if __name__ == "__main__":
     before_imports(PARSER)
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,7 +49,7 @@ from draftsmith.models.target import Target
 from draftsmith.train.losses import HEAD_DECAY
 from draftsmith.train.medusa import Medusa1
 
-console = Console(highlight=False, soft_wrap=True)
+console = make_console()
 
 
 class Straightforward(nn.Module):

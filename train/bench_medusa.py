@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draftsmith.train.command import available_cores, before_imports, run_command
+from draftsmith.train.command import available_cores, before_imports, make_console, run_command
 
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 PARSER.add_argument("--recipe", default="recipes/tiny-medusa2.yaml")
@@ -35,7 +35,6 @@ if __name__ == "__main__":
     before_imports(PARSER)
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
@@ -51,7 +50,7 @@ from draftsmith.models.artifact import device_name, read_json, versions, write_j
 from draftsmith.train import run
 from draftsmith.train.medusa import SIMULATED_NODES
 
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)  # the table is wider than 80
+console = make_console(None if sys.stdout.isatty() else 110)  # the table is wider than 80
 
 
 def ways(steps: int) -> dict[str, list[str]]:
@@ -79,7 +78,7 @@ def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -
             break
     where = [f"run.name={folder.name}", f"run.output_dir={out}"]
     command = [sys.executable, "train/medusa.py", recipe, *where, *overrides, "--resume"]
-    console.print(f"[bold]{name}[/bold]: {shlex.join(command[1:])}")
+    console.print(f"{name}: {shlex.join(command[1:])}", style="bold")
     done = subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, check=False)
     if done.returncode:
         raise ValueError(f"training '{name}' failed (exit code {done.returncode}); mend it and run this again")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.models import options
-from draftsmith.train.command import available_cores, before_imports, run_command
+from draftsmith.train.command import available_cores, before_imports, make_console, run_command
 
 STAGES = ("medusa-1", "medusa-2")
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -36,7 +36,6 @@ if __name__ == "__main__":
     before_imports(PARSER)
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from draftsmith.inference.bench import SHAPES, random_target
@@ -51,7 +50,7 @@ from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.recipe import Batch, Optim
 
-console = Console(highlight=False)
+console = make_console()
 
 
 def operations(target: Target, module: Medusa1, positions: int) -> float:

@@ -15,7 +15,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:  # --help needs none of it
+    from rich.console import Console
 
 # A place that cannot be used; reported by whoever reads or writes, ours or a library.
 _UNUSABLE = (
@@ -169,6 +172,17 @@ def training_parser(description: str | None, recipe: str, override: str, tiny: s
     parser.add_argument("--tiny", action="store_true", help=tiny)
     parser.add_argument("--dry-run", action="store_true", help="say what it would cost; train nothing")
     return parser
+
+
+def make_console(width: int | None = None) -> "Console":
+    """A console on stdout that prints text as it is: no markup, no emoji, no highlighted numbers, no line wrapped.
+
+    Args:
+        width: columns of a table; the terminal's, or 80 off a terminal, if left out.
+    """
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
 
 
 def available_cores() -> int:

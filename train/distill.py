@@ -269,8 +269,7 @@ def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
     console.print(
         f"{len(seeds):,} prompts with {turns:,} turns of the user, {recipe.self_talk} more of self-talk each: at most "
         f"{texts:,} texts of {d.max_new_tokens:,} tokens, {texts * d.max_new_tokens:,} in all, {d.mode}, by "
-        f"{recipe.backend}. The first prompt:",
-        soft_wrap=True,
+        f"{recipe.backend}. The first prompt:"
     )
     first = Talk(seeds[0], 0).ask or []
     if recipe.target is None or recipe.backend == "endpoint":
@@ -280,13 +279,13 @@ def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
     try:
         tokenizer = load_tokenizer(t.name, t.revision, t.trust_remote_code)
     except (OSError, ValueError) as error:
-        console.print(f"not rendered: {error}", soft_wrap=True, markup=False)
+        console.print(f"not rendered: {error}")
         return
     try:
         ids = encode(first, tokenizer, read_template(recipe.data.template))
     except Unanswered as error:
         raise ValueError(f"the chat template refuses the first prompt: {error.detail}") from None
-    console.print(tokenizer.decode(ids), markup=False, soft_wrap=True)
+    console.print(tokenizer.decode(ids))
 
 
 def small(recipe: DistillRecipe) -> DistillRecipe:
@@ -306,7 +305,7 @@ def seeds_of(recipe: DistillRecipe) -> tuple[list[Seed], Skipped]:
     """The seeds, and the rows that are none, which are said."""
     seeds, skipped = read_seeds(recipe.data.seeds, recipe.data.max_skipped)
     if skipped.count:
-        console.print(f"seeds: {skipped}", soft_wrap=True, markup=False)
+        console.print(f"seeds: {skipped}")
     return seeds, skipped
 
 
@@ -397,7 +396,7 @@ def distill(
         detail = list(shards.failures.values())[-1]["detail"]
         print(f"error: nobody answers: {said}{f': {detail}' if detail else ''}", file=sys.stderr, flush=True)
         raise SystemExit(1)
-    console.print(f"done: {said}", soft_wrap=True)
+    console.print(f"done: {said}")
 
 
 if __name__ == "__main__":

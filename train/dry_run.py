@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 import yaml
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,11 +14,12 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.step import Drafter
 from draftsmith.models.stored import local_folder
 from draftsmith.models.target import Target as LoadedTarget
+from draftsmith.train.command import make_console
 from draftsmith.train.losses import LOGITS
 from draftsmith.train.recipe import Optim, Recipe, Target
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5}
-console = Console(highlight=False, soft_wrap=True)
+console = make_console()
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
@@ -84,7 +84,7 @@ class Plan:
 
 def show(recipe: Recipe, plans: list[Plan], device: torch.device, processes: int) -> None:
     """Print the resolved recipe and the table of its stages, for each of so many processes."""
-    console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True), markup=False)
+    console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
     half = recipe.precision.autocast == "bfloat16"
     rate = matmul_rate(device, torch.bfloat16 if half else torch.float32)
     table = Table("stage", "frozen", "trained", "memory", "tokens a step", "a step", "all steps")

@@ -65,7 +65,7 @@ def hidden_states(
     together = stored is None or sharded.spreads()  # each keeps its own, or runs its part of every layer
     mine = missing if together else missing[accelerator.process_index :: accelerator.num_processes]
     writes = stored is None or not sharded.spreads() or accelerator.is_main_process
-    loop.console.print(f"  cache_hidden: {what} {where}, {free / 1e9:.1f} GB are free", soft_wrap=True)
+    loop.console.print(f"  cache_hidden: {what} {where}, {free / 1e9:.1f} GB are free")
     note = loop.Note("the target's hidden states", len(mine))
     for count, number in enumerate(mine, 1):
         place = range(number * batch_size, min((number + 1) * batch_size, len(rows)))

@@ -295,7 +295,7 @@ def encode(source: Source, tokenizer: PreTrainedTokenizerFast, max_skipped: floa
     documents, found = list(texts(source, tokenizer, skipped)), list[list[int]]()
     skipped.check(source.source, max_skipped)
     if skipped.count:
-        loop.console.print(f"  {source.source} ({source.split}): {skipped}", soft_wrap=True, markup=False)
+        loop.console.print(f"  {source.source} ({source.split}): {skipped}")
     note = loop.Note(f"tokenizing {source.source} ({source.split})", len(documents))
     for begin in range(0, len(documents), 256):
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(documents[begin : begin + 256])
@@ -357,7 +357,7 @@ def dry(recipe: LmRecipe) -> None:
         write_model(folder, LlamaForCausalLM(config), tokenizer, provenance(command="--dry-run"))
         target = load_target(str(folder))
         said = dry_run.decode_a_little(target)
-    loop.console.print(f"an untrained tiny model written to {folder}: {said}", soft_wrap=True)
+    loop.console.print(f"an untrained tiny model written to {folder}: {said}")
 
 
 def main() -> None:

@@ -17,20 +17,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.train import checkpoint, sharded
-from draftsmith.train.command import available_cores, interruptible
+from draftsmith.train.command import available_cores, interruptible, make_console
 from draftsmith.train.files import append, parse_json, write_text
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.recipe import Checkpoint, Evaluate, Precision, Stage
 from draftsmith.train.track import Trackers
 
 Batch = dict[str, Tensor]
-console = Console(highlight=False)
+console = make_console()
 LOG_EVERY = 10  # steps between two lines of metrics.jsonl
 SAY_EVERY = 15.0  # seconds between two printed lines where there is no terminal for a progress bar
 
@@ -42,8 +41,8 @@ class Note:
         self.what, self.total, self.said = what, total, time.monotonic()
         self.began = self.said
         self.bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("eta"),
-            TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("eta"), TimeRemainingColumn(), console=console, disable=not console.is_terminal,
         )  # fmt: skip
         self.bar.start()
         self.task = self.bar.add_task(what, total=total)
@@ -211,7 +210,7 @@ def fit(
     if start:
         kept = sharded.load(module, job.checkpoints, job.step, processes) if zero_2 else bool(optimizer.state)
         if not kept and accelerator.is_main_process:
-            console.print("  [yellow]the checkpoint has no optimizer state for this launch; it begins anew[/yellow]")
+            console.print("  the checkpoint has no optimizer state for this launch; it begins anew", style="yellow")
     stepped: Any = torch.compile(module) if job.precision.compile else module
 
     def save() -> None:
@@ -243,9 +242,9 @@ def fit(
                 checkpoint.write_tensors(job.checkpoints / "best" / name, checkpoint.trainable_state(original))
 
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(), console=console,
-        disable=not (console.is_terminal and accelerator.is_main_process),
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(),
+        console=console, disable=not (console.is_terminal and accelerator.is_main_process),
     )  # fmt: skip
     sums: dict[str, Tensor] = {}
     tokens = 0

@@ -168,7 +168,7 @@ def rows_of(
             streamed = StreamedRows(source, recipe.data, target.tokenizer, recipe.run.seed, note, keep=keep)
             found.append(streamed)
             odd = f"; in its first window {streamed.skipped}" if streamed.skipped.count else ""
-            loop.console.print(f"  {source.source} ({source.split}): streamed{odd}", soft_wrap=True, markup=False)
+            loop.console.print(f"  {source.source} ({source.split}): streamed{odd}")
             continue
         if source.answers is not None:
             samples = answered(source, target, recipe.run.seed, recipe.run.folder / "answers" / f"{which}-{number}")
@@ -181,7 +181,7 @@ def rows_of(
             f"{labels / max(1, len(samples.tokens)):.0%} supervised"
         )
         if samples.skipped.count:
-            loop.console.print(f"  {source.source} ({source.split}): {samples.skipped}", soft_wrap=True, markup=False)
+            loop.console.print(f"  {source.source} ({source.split}): {samples.skipped}")
         found.append(Rows(samples, recipe.data.max_length, share=recipe.data.packing and which == "train"))
     return found
 
@@ -241,7 +241,7 @@ def guarded(trained: Medusa2, tau: float, drift: dict[str, float]) -> dict[str, 
         said = f"the target has moved by {kl:.4f} nats per token, beyond joint.max_kl={bound:g}"
         if trained.joint.on_drift == "stop":
             raise FloatingPointError(f"{said}; lower joint.optim.lr or joint.head_weight, then --resume or --restart")
-        loop.console.print(f"  [yellow]{said}; weights that moved less go before these[/yellow]")
+        loop.console.print(f"  {said}; weights that moved less go before these", style="yellow")
     return {**drift, "guarded_tau": tau if kl <= bound else -kl if kl == kl else -math.inf}
 
 
@@ -275,7 +275,7 @@ def dry(recipe: MedusaRecipe, command: str) -> None:
     try:
         parameters, width, vocab_size, rank = dry_run.target_shape(t, recipe.joint.lora.modules if recipe.joint else ())
     except ValueError as error:
-        loop.console.print(f"no sizes: {error}", soft_wrap=True)
+        loop.console.print(f"no sizes: {error}")
     else:
         with torch.device("meta"):
             heads = MedusaHeads(MedusaConfig(d.num_draft_heads, d.num_layers, d.projection, width, vocab_size))
@@ -304,9 +304,7 @@ def dry(recipe: MedusaRecipe, command: str) -> None:
         write_drafter(folder, "medusa", untrained.config.to_dict(), untrained.state_dict(), target, provenance(**facts))
         drafter = MedusaDrafter(untrained, chain(d.num_draft_heads), target)
         said = dry_run.decode_a_little(target, drafter)
-    loop.console.print(
-        f"untrained heads for a tiny {target.config.model_type} written to {folder}: {said}", soft_wrap=True
-    )
+    loop.console.print(f"untrained heads for a tiny {target.config.model_type} written to {folder}: {said}")
 
 
 def main() -> None:

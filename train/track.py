@@ -7,13 +7,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from draftsmith.train.command import make_console
 from draftsmith.train.files import read_text, write_text
 from draftsmith.train.recipe import Track
 
 WAIT = 30.0  # seconds that a tracker's network may take to answer, and again to take the last lines
-console = Console(highlight=False, soft_wrap=True)
+console = make_console()
 
 
 class Trackers:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.train import dry_run, loop, track
 from draftsmith.train.command import interruptible, run_command
 
 
@@ -119,3 +120,17 @@ def test_ctrl_c_that_a_library_swallows(how, capfd):
         run_command(main)
     assert stopped.value.code == 2 and not went_on
     assert capfd.readouterr().err == "error: interrupted; files already written are whole\n"
+
+
+@pytest.mark.parametrize("console", [loop.console, track.console, dry_run.console], ids=["loop", "track", "dry_run"])
+def test_names_are_printed_as_they_are(console, capsys, monkeypatch):
+    said = "done: runs/x[/b], from [abc]*.jsonl :smile: and " + "more " * 60
+    console.print(said)
+    with monkeypatch.context() as patch:  # no wrapping on a terminal either, and a bar that takes the same names
+        patch.setattr(console, "_force_terminal", True)
+        console.print(said)
+        if console is loop.console:
+            loop.Note("tokenizing x[/b]", 1).close()
+    plain, on_a_terminal, *bar = capsys.readouterr().out.splitlines()
+    assert plain == said and on_a_terminal == said
+    assert (console is not loop.console) or "tokenizing x[/b]" in "".join(bar)
