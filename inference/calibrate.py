@@ -182,7 +182,7 @@ def step_seconds(decoders: Sequence[SpeculativeDecoder], prompts: Sequence[list[
     for decoder in decoders:
         decoder.generate([prompts[0]], 4, stop_ids=frozenset())
     done = 0
-    with progress("timing trees", len(prompts) * len(decoders)) as told:
+    with progress("timing trees", len(prompts) * len(decoders)) as advance:
         for prompt in prompts:
             for decoder, taken in zip(decoders, times, strict=True):
                 ends: list[float] = []
@@ -190,7 +190,7 @@ def step_seconds(decoders: Sequence[SpeculativeDecoder], prompts: Sequence[list[
                 decoder.generate([prompt], TIMED_TOKENS, stop_ids=frozenset(), on_tokens=note)
                 taken += [end - begin for begin, end in itertools.pairwise(ends)]
                 done += 1
-                told(done)
+                advance(done)
     return [statistics.median(taken) for taken in times]
 
 
@@ -225,15 +225,15 @@ def main() -> None:
     stored = folder / "held_out" / "model.safetensors"
     if args.prompts:
         texts = encode_prompts(given, target)
-        with progress("answering prompts", len(texts)) as told:
-            data = answer(target, texts, args.max_new_tokens, 32, told)
+        with progress("answering prompts", len(texts)) as advance:
+            data = answer(target, texts, args.max_new_tokens, 32, advance)
     elif stored.exists():
         check_safetensors(stored.parent)
         data = load_file(stored)
     else:
         raise FileNotFoundError(f"{folder}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on")
-    with progress("ranking", len(data["tokens"])) as told:
-        ranks = head_ranks(target, heads, data["tokens"], data["supervised"], on_done=told)
+    with progress("ranking", len(data["tokens"])) as advance:
+        ranks = head_ranks(target, heads, data["tokens"], data["supervised"], on_done=advance)
     begins = ranks[..., 0] >= 0
     print(f"calibrating on {int(begins.sum()):,} positions of the target's own held-out text")
     accuracy = [

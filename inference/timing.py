@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from draftsmith.inference import report as reporting
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
@@ -50,7 +51,12 @@ Method = Callable[[list[list[int]]], list[list[int]]]
 
 
 def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1, **options: Any) -> Method:
-    """``transformers.generate`` on the same weights, greedy, with its own attention; trimmed as ours is."""
+    """``transformers.generate`` on the same weights, greedy, with its own attention; trimmed as ours is.
+
+    Args:
+        options: of ``generate``. What the target's own generation config asks for (penalties, a temperature) is not
+            used, as our engine does not; only its stop ids are.
+    """
 
     def run(prompts: list[list[int]]) -> list[list[int]]:
         starts = range(0, len(prompts), batch_size)
@@ -63,11 +69,16 @@ def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1
         ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=target.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)
         stops = sorted(target.stop_ids) or None
-        with torch.inference_mode():
-            out = target.model.generate(
-                ids, attention_mask=mask, max_new_tokens=limit, eos_token_id=stops, pad_token_id=pad,
-                **{"do_sample": False, **options},
-            )  # fmt: skip
+        own = target.model.generation_config
+        target.model.generation_config = GenerationConfig()  # one that is passed to generate inherits from the model's
+        try:
+            with torch.inference_mode():
+                out = target.model.generate(
+                    ids, attention_mask=mask, max_new_tokens=limit, eos_token_id=stops, pad_token_id=pad,
+                    **{"do_sample": False, **options},
+                )  # fmt: skip
+        finally:
+            target.model.generation_config = own
         outputs: list[list[int]] = []
         for prompt, row in zip(prompts, out[:, longest:].tolist(), strict=True):
             row = row[: target.context - len(prompt)]
@@ -87,7 +98,7 @@ def run_rounds(
     timed = {name: Timed([], [], []) for name in methods}
     console.print(f"decoding {len(prompts)} prompts by {', '.join(methods)}; rounds: {rounds}", markup=False)
     done = 0
-    with progress("decoding", rounds * len(methods)) as told:
+    with progress("decoding", rounds * len(methods)) as advance:
         for _ in range(rounds):
             for name, method in methods.items():
                 began, cpu = time.perf_counter(), time.process_time()
@@ -96,7 +107,7 @@ def run_rounds(
                 timed[name].cpu_seconds.append(time.process_time() - cpu)
                 timed[name].outputs = outputs
                 done += 1
-                told(done)
+                advance(done)
     return timed
 
 
@@ -122,8 +133,8 @@ def choice(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[s
     return {"mode": args.mode, "sampling": each_with_its_seed(sampling_of(args), prompts)}
 
 
-def theirs_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The same of ``transformers.generate``."""
+def generate_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``transformers.generate`` that choose tokens as the command line says."""
     if args.mode != "sample":
         return {}
     s = sampling_of(args)
@@ -159,10 +170,10 @@ def evaluate(
     if "engine" in wanted or args.check_lossless:
         methods["engine"] = engine_method("engine", SpeculativeDecoder(target, compiled=args.compile))
     if "transformers" in wanted:
-        methods["transformers"] = transformers_method(target, args.max_new_tokens, args.batch_size, **theirs_of(args))
+        methods["transformers"] = transformers_method(target, args.max_new_tokens, args.batch_size, **generate_options(args))
     if "prompt_lookup" in wanted and args.batch_size == 1:
         methods["prompt_lookup"] = transformers_method(
-            target, args.max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **theirs_of(args)
+            target, args.max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **generate_options(args)
         )
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
@@ -192,12 +203,12 @@ def evaluate(
         lossless = None
         if args.check_lossless:
             console.print(f"checking {name} against plain decoding …", markup=False)
-            with progress("checking", len(prompts)) as told:
+            with progress("checking", len(prompts)) as advance:
                 if args.mode == "sample":
-                    lossless = check_sample(decoder, prompts, sampling_of(args), on_prompt=told)
+                    lossless = check_sample(decoder, prompts, sampling_of(args), on_prompt=advance)
                 else:
                     plain_outputs = timed["engine"].outputs
-                    lossless = check_greedy(target, prompts, timed[name].outputs, plain_outputs, told)
+                    lossless = check_greedy(target, prompts, timed[name].outputs, plain_outputs, advance)
         speed = timed[name].tokens_per_second
         counted = reporting.acceptance(results, decoder.drafter.max_depth, decoder.drafter.num_nodes)
         speedup = speed / plain if plain else None

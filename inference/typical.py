@@ -101,7 +101,7 @@ def sweep(
     for _, engine, mode, _ in ways[:4]:  # first calls allocate; on a GPU they compile and capture
         engine.generate(longest, max_new_tokens, mode=mode, sampling=Sampling(temperature), batch_size=batch_size)
     done = 0
-    with progress("decoding", rounds * len(ways)) as told:
+    with progress("decoding", rounds * len(ways)) as advance:
         for _ in range(rounds):
             for name, engine, mode, sampling in ways:
                 each = each_with_its_seed(sampling, prompts)
@@ -109,7 +109,7 @@ def sweep(
                 kept[name] = engine.generate(prompts, max_new_tokens, mode=mode, sampling=each, batch_size=batch_size)
                 taken[name].append(time.perf_counter() - began)
                 done += 1
-                told(done)
+                advance(done)
     rows: list[dict[str, Any]] = []
     for name, engine, mode, sampling in ways:
         counted = reporting.acceptance(kept[name], engine.drafter.max_depth, engine.drafter.num_nodes)

@@ -489,11 +489,11 @@ def test_the_transformers_baseline_samples_as_we_do(target, only):
     """Each of these leaves the most likely token alone; without it, at this temperature, the text is another."""
     given = {**dict.fromkeys(options.SAMPLING), "temperature": 5.0, **only}
     prompts = [target.tokenizer(text)["input_ids"] for text in ("import os", "def f(x):")]
-    theirs = timing.theirs_of(SimpleNamespace(mode="sample", **given))
+    theirs = timing.generate_options(SimpleNamespace(mode="sample", **given))
     wanted = [result.tokens for result in SpeculativeDecoder(target).generate(prompts, 12)]
     torch.manual_seed(0)
     assert timing.transformers_method(target, 12, **theirs)(prompts) == wanted
-    free = timing.theirs_of(SimpleNamespace(mode="sample", **{**dict.fromkeys(options.SAMPLING), "temperature": 5.0}))
+    free = timing.generate_options(SimpleNamespace(mode="sample", **{**dict.fromkeys(options.SAMPLING), "temperature": 5.0}))
     assert timing.transformers_method(target, 12, **free)(prompts) != wanted
 
 
@@ -503,5 +503,20 @@ def test_the_transformers_baseline_has_the_penalty(target):
     args = SimpleNamespace(mode="sample", **given)
     prompts = [target.tokenizer("import os")["input_ids"]]
     ours = SpeculativeDecoder(target).generate(prompts, 30, **timing.choice(args, prompts))[0].tokens
-    assert timing.transformers_method(target, 30, **timing.theirs_of(args))(prompts) == [ours]
+    assert timing.transformers_method(target, 30, **timing.generate_options(args))(prompts) == [ours]
     assert ours != SpeculativeDecoder(target).generate(prompts, 30)[0].tokens
+
+
+def test_the_transformers_baseline_ignores_the_stored_generation_config(tiny_lm):
+    """Penalties and temperatures that a model is published with are no part of greedy decoding, ours or theirs."""
+    target = load_target(str(tiny_lm))
+    prompts = [target.tokenizer(text)["input_ids"] for text in ("import os", "def f(x):")]
+    wanted = [result.tokens for result in SpeculativeDecoder(target).generate(prompts, 30)]
+    stored = target.model.generation_config
+    for name, value in {
+        "repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "do_sample": True, "temperature": 5.0, "min_p": 0.1,
+        "suppress_tokens": [wanted[0][0]],
+    }.items():  # fmt: skip
+        setattr(stored, name, value)
+    assert timing.transformers_method(target, 30)(prompts) == wanted
+    assert target.model.generation_config is stored and target.stop_ids
