@@ -243,8 +243,8 @@ def test_recipes_as_text(folder, data):
     read_odd(path, class_of(shipped))
 
 
-KEYS = ["run.name", "run.name.x", "steps.0", "target.name", "optim.lr", "optim.betas", "data.train.0.weight", "data.train",
-        "steps", "batch.sequences", "drafter.num_draft_heads", "stages.0.steps", "evaluate.decode",
+KEYS = ["run.name", "run.name.x", "steps.0", "target.name", "optim.lr", "optim.betas", "data.train.0.weight",
+        "data.train", "steps", "batch.sequences", "drafter.num_draft_heads", "stages.0.steps", "evaluate.decode",
         "export.push_to_hub", "data.train.-1.x", "data..x", "x", "", "data.train.99999999999", "optim", "run", "joint",
         "a.b.c.d"]  # fmt: skip
 
