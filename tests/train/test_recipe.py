@@ -1,7 +1,5 @@
 import importlib
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -421,11 +419,11 @@ def test_shipped_recipes_parse(name):
         (["recipes/tiny-ml.yaml"], "did you mean recipes/tiny-lm.yaml?"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path):
-    if arguments[0] == "recipes/tiny-lm.yaml":
-        arguments = [*arguments, f"run.output_dir={tmp_path}"]
-    done = subprocess.run([sys.executable, "train/lm.py", *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+def test_bad_input_is_one_line_and_exit_code_2(run_main, monkeypatch, tmp_path, arguments, message):
+    from draftsmith.train import lm
+
+    monkeypatch.chdir(ROOT)
+    code, out, err = run_main(lm.main, *arguments, f"run.output_dir={tmp_path}")
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
     assert line.startswith("error: ") and message in line
