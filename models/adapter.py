@@ -134,9 +134,12 @@ def merge_adapter(target: Target, folder: Path) -> Target:
     return Target(merged, target.tokenizer, target.name, together, target.revision, FOLDER)
 
 
-def target_of(folder: Path, config: Mapping[str, Any], target: Target) -> Target:
+def target_of(folder: Path, config: Mapping[str, Any], target: Target, *, keep_template: bool = False) -> Target:
     """The target a drafter belongs to: the one given, with the drafter's adapter merged in if it has one, and with the
-    chat template that the drafter was trained with if the target's tokenizer has none.
+    chat template that the drafter was trained with if it brings one.
+
+    Args:
+        keep_template: a chat template that the target has already stays.
 
     Raises:
         FileNotFoundError, ValueError: the drafter is not for this target, or its adapter is missing or damaged.
@@ -147,6 +150,7 @@ def target_of(folder: Path, config: Mapping[str, Any], target: Target) -> Target
         target = merge_adapter(target, folder / str(wanted["adapter"]))
     check_target(folder, config, target)
     tokenizer = target.tokenizer
-    if tokenizer is not None and not tokenizer.chat_template and (folder / TEMPLATE).exists():
+    keeps = keep_template and tokenizer is not None and tokenizer.chat_template
+    if tokenizer is not None and not keeps and (folder / TEMPLATE).exists():
         tokenizer.chat_template = read_text(folder / TEMPLATE, "chat template")
     return target

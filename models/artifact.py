@@ -85,7 +85,7 @@ def write_drafter(
     """Write a drafter's weights, ``config.json``, ``provenance.json`` and model card, each whole or not at all.
 
     Args:
-        template: the chat template it was trained with, where the target's tokenizer has none.
+        template: the chat template it was trained with, where that is not the target's own.
 
     Raises:
         OSError: the disk is full, or it cannot be written.

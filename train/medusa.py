@@ -475,10 +475,9 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
             write_adapter(folder, target)
             if recipe.export.merged:
                 write_merged(folder, t, target)
-        own = target.tokenizer.chat_template if target.tokenizer else None
         write_drafter(
             folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, provenance(**facts),
-            None if own else read_template(recipe.data.template),
+            read_template(recipe.data.template),
         )  # fmt: skip
         if job.trackers:
             job.trackers.close()

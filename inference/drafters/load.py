@@ -17,6 +17,9 @@ def load_drafter(
 ) -> tuple[Target, Drafter | None]:
     """A drafter by name and the target it belongs to, loaded here unless given. The tree is read before the target.
 
+    A drafter that was trained with a chat template of its recipe's brings it, and the target uses that one. Of several
+    drafters of one command the first one's counts: a target that is given keeps the template it has.
+
     Args:
         target_name: of the target, if it is not where the drafter's config says.
         tree: a file, or ``auto``: the drafter's own.
@@ -36,8 +39,8 @@ def load_drafter(
         raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {name}")
     topology = read_tree(path)
     _check_tree(path, topology, config)
-    target = target or load_target(target_name or config["target"]["name_or_path"], **options)
-    target = target_of(folder, config, target)
+    loaded = target or load_target(target_name or config["target"]["name_or_path"], **options)
+    target = target_of(folder, config, loaded, keep_template=target is not None)
     return target, MedusaDrafter(MedusaHeads.from_artifact(config, weights, str(folder)), topology, target)
 
 

@@ -214,12 +214,20 @@ def test_the_cards_first_command_runs_where_the_card_is(tiny_lm, tmp_path, monke
     assert done.returncode == 0 and done.stdout, done.stderr.decode()
 
 
-def test_a_drafter_brings_the_template_that_its_target_lacks(tiny_lm, tmp_path):
-    """Vicuna's tokenizer has none: what the heads were trained on is asked for as they were trained."""
+def test_a_drafter_brings_the_template_it_was_trained_with(tiny_lm, tmp_path):
+    """What the heads were trained on is asked for as they were trained, whatever the target's tokenizer has."""
     target, folder = load_target(str(tiny_lm)), tmp_path / "run"
     heads, own = MedusaHeads.for_target(target, 2, 1, "shared"), target.tokenizer.chat_template
-    for template, lacking, used in (("{{ 'x' }}", True, "{{ 'x' }}"), ("{{ 'x' }}", False, own), (None, True, None)):
+    x = "{{ 'x' }}"
+    for template, lacking, used, kept in (
+        (x, True, x, x),
+        (x, False, x, own),
+        (None, True, None, None),
+        (None, False, own, own),
+    ):
         write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, {}, template)
-        target.tokenizer.chat_template = None if lacking else own
         _, config, _ = read_drafter(str(folder))
-        assert target_of(folder, config, target).tokenizer.chat_template == used
+        for keep_template in (False, True):  # whose: the drafter's, or that of a target loaded for another one
+            target.tokenizer.chat_template = None if lacking else own
+            asked = target_of(folder, config, target, keep_template=keep_template).tokenizer.chat_template
+            assert asked == (kept if keep_template else used)
