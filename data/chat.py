@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
 import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftsmith.data.packing import Sample
 from draftsmith.data.rows import OddRow
@@ -140,7 +141,11 @@ def check_template(template: str, where: str = "data.template") -> None:
     if len(template) > _LARGEST_TEMPLATE:
         raise ValueError(f"{where}: {len(template):,} characters; a chat template has a few thousand")
     try:
-        jinja2.Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"]).from_string(template)
+        # The finalizer and ``optimized=False`` keep the compiler from computing constants: 9**(9**9) takes for ever.
+        ImmutableSandboxedEnvironment(
+            extensions=[_Generation, "jinja2.ext.loopcontrols"], optimized=False,
+            finalize=jinja2.pass_context(lambda context, value: value),
+        ).from_string(template)  # fmt: skip
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"{where}: no Jinja template (line {error.lineno}: {error.message})") from None
     except (RecursionError, MemoryError, SyntaxError) as error:  # the last is Python's, of the code made of it

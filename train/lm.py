@@ -11,9 +11,9 @@ import hashlib
 import itertools
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from draftsmith.train.command import before_imports, run_command, training_parser
 
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.data import packing, sources
-from draftsmith.data.chat import Completion, read_row
+from draftsmith.data.chat import Completion, apply_template, read_row
 from draftsmith.data.prompts import prompts
 from draftsmith.data.rows import Skipped, usable
 from draftsmith.data.rows import rows as rows_of
@@ -41,6 +41,7 @@ from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
+from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import checkpoint, dry_run, loop, run, sharded
 from draftsmith.train.files import json_object, replacing_folder
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
@@ -255,15 +256,19 @@ def begin_with(model: LlamaForCausalLM, folder: Path) -> None:
 def texts(source: Source, tokenizer: PreTrainedTokenizerFast | None, skipped: Skipped | None = None) -> Iterator[str]:
     """The documents of a source; chats are rendered by the template (without a tokenizer, their plain contents). Rows
     that cannot be used are left out and noted in ``skipped``."""
-    for _, content in usable(itertools.islice(rows_of(source)[0], source.limit), read_row, skipped or Skipped()):
+
+    def read(row: Mapping[str, Any]) -> list[str]:
+        content = read_row(row)
         if isinstance(content, str):
-            yield content
-        elif isinstance(content, Completion):
-            yield content.prompt + content.completion
-        elif tokenizer is None:
-            yield from (message["content"] for message in content)
-        else:
-            yield str(tokenizer.apply_chat_template(content, tokenize=False))
+            return [content]
+        if isinstance(content, Completion):
+            return [content.prompt + content.completion]
+        if tokenizer is None:
+            return [message["content"] for message in content]
+        return [str(apply_template(content, tokenizer, None, tokenize=False))]
+
+    for _, found in usable(itertools.islice(rows_of(source)[0], source.limit), read, skipped or Skipped()):
+        yield from found
 
 
 def train_tokenizer(corpus: list[Source], vocab_size: int, max_position: int) -> PreTrainedTokenizerFast:
@@ -322,10 +327,10 @@ def parameters_of(m: Model) -> int:
 
 
 def check_beginning(recipe: LmRecipe) -> None:
-    """Refuse a model to begin with by its config alone, before any text is read; its weights are checked later.
+    """Refuse a model to begin with by its config and tokenizer, before any text is read; its weights are checked later.
 
     Raises:
-        FileNotFoundError, ValueError: there is none, or it has another shape.
+        FileNotFoundError, ValueError: there is none, it has another shape, or its tokenizer lacks our end tokens.
     """
     where, folder = f"init_from={recipe.init_from}", resolve_folder(str(recipe.init_from))
     if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
@@ -335,6 +340,11 @@ def check_beginning(recipe: LmRecipe) -> None:
                  "intermediate_size"):  # fmt: skip
         if stored.get(name) != own[name]:
             raise ValueError(f"{where}: its shape is not the recipe's model: {name} {stored.get(name)} ≠ {own[name]}")
+    missing = {END_OF_TEXT, END_OF_TURN} - load_tokenizer(folder).get_vocab().keys()
+    if missing:
+        raise ValueError(
+            f"{where}: its tokenizer has no {' and no '.join(sorted(missing))}; begin with a model of train/lm.py"
+        )
 
 
 def dry(recipe: LmRecipe) -> None:

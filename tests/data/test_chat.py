@@ -1,6 +1,7 @@
 """What is supervised, read as a person would mark it: ⟦ ⟧ around it."""
 
 import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from draftsmith.data.rows import OddRow
 
 ROOT = Path(__file__).parents[2]
 SPECIAL = {
-    "vicuna": ["</s>"],
+    "vicuna": ["<s>", "</s>"],
     "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "qwen3": ["<|im_start|>", "<|im_end|>"],
     "mistral": ["<s>", "</s>"],
@@ -55,7 +56,8 @@ SYSTEM = (
     [
         (
             "vicuna",
-            f"{SYSTEM} USER: Add 1 and 2. ASSISTANT:⟦ 3, I think.</s>⟧ USER: Sure? ASSISTANT:⟦ Yes: naïve 日本.</s>⟧",
+            f"<s> {SYSTEM} USER: Add 1 and 2. ASSISTANT:⟦ 3, I think.</s>⟧ USER: Sure? "
+            "ASSISTANT:⟦ Yes: naïve 日本.</s>⟧",
         ),
         (
             "llama3",
@@ -265,6 +267,14 @@ def test_templates_without_sense(template, message):
     with pytest.raises(ValueError, match=message) as error:
         check_template(template)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("what", ["9**(9**9)", "'x'|center(10**10)|length", "'x' * 10**10"])
+def test_constants_are_not_computed(what):
+    began = time.monotonic()
+    for template in (f"{{{{ {what} }}}}", f"{{% set x = {what} %}}", f"{{% if {what} %}}{{% endif %}}"):
+        check_template(template)
+    assert time.monotonic() - began < 1
 
 
 def test_the_tokenizers_own_template_is_checked():

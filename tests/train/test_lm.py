@@ -1,6 +1,7 @@
 """A language model from scratch, by the shipped recipe with smaller numbers."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from draftsmith.data.rows import Skipped
 from draftsmith.train import lm
+from draftsmith.train.recipe import Source, read_recipe
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -197,6 +200,26 @@ def test_begin_with_another_model(run_main, trained, tmp_path):
         lm.main, recipe, *common, one_stage, "run.name=z", "stages.0.unlikelihood.source.answers=null"
     )
     assert code == 2 and err.count("\n") == 1 and "source needs 'answers'" in err
+
+
+def test_a_tokenizer_without_our_end_token(trained, tmp_path):
+    folder = tmp_path / "other"
+    shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("checkpoints"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((folder / name).read_text().replace("<|end|>", "</s>"))
+    recipe = read_recipe(ROOT / "recipes/tiny-lm.yaml", lm.LmRecipe, [*SMALL, f"init_from={folder}"])
+    with pytest.raises(ValueError, match=r"its tokenizer has no <\|end\|>; begin with a model of train/lm\.py wrote"):
+        lm.check_beginning(recipe)
+
+
+def test_chats_that_the_template_refuses_are_skipped(tmp_path, tiny_lm):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
+    tokenizer.chat_template = "{% if messages|length > 2 %}{{ raise_exception('one turn') }}{% endif %}" + lm.TEMPLATE
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": CHAT[1:n]}) + "\n" for n in (3, 5)))
+    skipped = Skipped()
+    found = list(lm.texts(Source(source=str(tmp_path / "a.jsonl")), tokenizer, skipped))
+    assert found == ["<|user|>\nWrite f.<|end|>\n<|assistant|>\ndef f():\n    pass<|end|>"]
+    assert skipped.reasons == {"the chat template refuses this chat: one turn": (1, "line 2")}
 
 
 CHAT = [
