@@ -53,7 +53,6 @@ SHAPES: dict[str, dict[str, Any] | None] = {
 }  # fmt: skip
 RIGHT = 0.55  # how often a head's best token is right in the trees grown here
 MAX_RANK = 10  # ranks per head, as many as calibration looks at
-MOST_NODES = 4096  # of a tree
 PHASES = ("draft", "verify", "accept", "commit", "other")
 TURN = 5  # steps in a row before the next tree has its turn
 
@@ -90,7 +89,7 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.report import write_figure
 from draftsmith.inference.step import ATTENTION, Clock, PlainDrafter, Step, capacity_for
 from draftsmith.inference.terminal import console, make_console
-from draftsmith.inference.tree import Ranks, StaticTree, Topology
+from draftsmith.inference.tree import MOST_NODES, Ranks, StaticTree, Topology
 from draftsmith.kernels import bench as kernel_bench
 from draftsmith.kernels.bench import Device
 from draftsmith.models.artifact import device_name, versions

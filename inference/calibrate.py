@@ -34,7 +34,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts",
         type=Path,
-        help='JSONL of {"prompt": …} to calibrate on; the run\'s own held-out answers if left out',
+        help='lines of {"prompt": …}, {"messages": …} or {"turns": …} to calibrate on; the run\'s own held-out answers '
+        "if left out",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="answer length with --prompts")
     target_options(parser)
@@ -45,17 +46,18 @@ if __name__ == "__main__":
     before_imports(parser())
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.inference.answers import answer
-from draftsmith.inference.drafters.load import load_heads
+from draftsmith.inference.drafters.load import load_heads, read_heads
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.options import check_counts
+from draftsmith.inference.options import check_counts, check_folder
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.terminal import progress
-from draftsmith.inference.tree import Topology, chain
+from draftsmith.inference.tree import MOST_NODES, Topology, chain
 from draftsmith.models.artifact import device_name
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, check_safetensors
@@ -215,23 +217,61 @@ def choose(target: Target, heads: MedusaHeads, ranks: Tensor, prompts: Sequence[
     return choices
 
 
+def timing_prompts(tokens: Tensor, supervised: Tensor) -> list[list[int]]:
+    """Up to :data:`TIMED_PROMPTS` prompts from rows spread over the text.
+
+    Each is what precedes a row's first answer. Only where every row is supervised from its first token, as documents
+    are, it is the first half of a row; rows without an answer give none.
+
+    Args:
+        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.answers.answer` returns them.
+    """
+    labelled = [row for row in range(len(tokens)) if supervised[row].any()]
+    rows = [row for row in labelled if not supervised[row, 0]] or labelled
+    prompts: list[list[int]] = []
+    for row in rows[:: max(1, -(-len(rows) // TIMED_PROMPTS))]:
+        answers = supervised[row].nonzero().flatten()
+        begin, end = int(answers[0]), int(answers[-1]) + 1
+        prompts.append(tokens[row][: begin or -(-end // 2)].tolist())
+    return prompts
+
+
+def check_idle(folder: Path) -> None:
+    """Raises: ValueError: a command works in this run: what it writes would not fit the tree."""
+    if (folder / ".lock").exists():
+        try:
+            with FileLock(folder / ".lock").acquire(blocking=False):
+                pass
+        except Timeout:
+            raise ValueError(f"{folder}: another command is working in this run; wait until it has ended") from None
+
+
 def main() -> None:
     args = parser().parse_intermixed_args()
     if args.nodes is not None and args.nodes < 2:
         raise ValueError(f"--nodes {args.nodes}: a tree has at least 2 nodes, the root and one draft")
     check_counts(nodes=args.nodes, max_new_tokens=args.max_new_tokens)
+    if args.nodes is not None and args.nodes > MOST_NODES:
+        raise ValueError(f"--nodes {args.nodes}: must be at most {MOST_NODES}")
     given = read_prompts(args.prompts) if args.prompts else []
-    folder, target, heads = load_heads(args.drafter, args.target, target_arguments(args))
+    options = target_arguments(args)
+    folder, config, weights = read_heads(args.drafter)
+    check_folder("DRAFTER", folder)
+    check_idle(folder)
     stored = folder / "held_out" / "model.safetensors"
+    data: dict[str, Tensor] = {}
+    if not args.prompts:
+        if not stored.exists():
+            raise FileNotFoundError(f"{folder}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on")
+        check_safetensors(stored.parent)
+        data = load_file(stored)
+        if not data["supervised"].any():
+            raise ValueError(f"{folder}: no held-out row has an answer; pass --prompts FILE.jsonl to calibrate on")
+    target, heads = load_heads(folder, config, weights, args.target, options)
     if args.prompts:
         texts = encode_prompts(given, target)
         with progress("answering prompts", len(texts)) as advance:
             data = answer(target, texts, args.max_new_tokens, 32, advance)
-    elif stored.exists():
-        check_safetensors(stored.parent)
-        data = load_file(stored)
-    else:
-        raise FileNotFoundError(f"{folder}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on")
     with progress("ranking", len(data["tokens"])) as advance:
         ranks = head_ranks(target, heads, data["tokens"], data["supervised"], on_done=advance)
     begins = ranks[..., 0] >= 0
@@ -240,8 +280,8 @@ def main() -> None:
         [float((ranks[..., k] == r).sum() / (ranks[..., k] >= 0).sum()) for r in range(MAX_RANK)]
         for k in range(heads.config.num_draft_heads)
     ]
-    spread = range(0, len(data["tokens"]), -(-len(data["tokens"]) // TIMED_PROMPTS))
-    prompts = [data["tokens"][i][: int(data["supervised"][i].int().argmax())].tolist() for i in spread]
+    room = max(1, target.context - TIMED_TOKENS)  # else there would be no step to time
+    prompts = [prompt[-room:] for prompt in timing_prompts(data["tokens"], data["supervised"])]
     choices = choose(target, heads, ranks, prompts)
     print("  nodes  depth  expected τ  ms/step  expected speed-up")
     for c in choices:

@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 
 from draftsmith.inference import report as reporting
 from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
-from draftsmith.inference.drafters.load import load_heads
+from draftsmith.inference.drafters.load import load_heads, read_heads
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.lossless import check_greedy
@@ -88,7 +88,7 @@ def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -
 def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> dict[str, Any]:
     """τ, speed-up over plain decoding of the same target, losslessness, and drift of one finished run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _, target, heads = load_heads(str(folder), None, {"device": device})
+    target, heads = load_heads(*read_heads(str(folder)), None, {"device": device})
     kept = load_file(folder / "held_out" / "model.safetensors")
     ranks = head_ranks(target, heads, kept["tokens"], kept["supervised"])
     tree = best_tree(ranks, SIMULATED_NODES)

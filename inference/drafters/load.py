@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.step import Drafter
 from draftsmith.inference.tree import Topology, read_tree
@@ -44,13 +46,24 @@ def load_drafter(
     return target, MedusaDrafter(MedusaHeads.from_artifact(config, weights, str(folder)), topology, target)
 
 
-def load_heads(name: str, target_name: str | None, options: dict[str, Any]) -> tuple[Path, Target, MedusaHeads]:
-    """A Medusa drafter folder, calibrated or not, and its target, checked against each other."""
+def read_heads(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """A Medusa drafter's folder, config and weights, calibrated or not.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`read_drafter`; also if it is of another type.
+    """
     folder, config, weights = read_drafter(name)
     _check_type(folder, config, "has no heads to calibrate")
+    return folder, config, weights
+
+
+def load_heads(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target_name: str | None, options: dict[str, Any]
+) -> tuple[Target, MedusaHeads]:
+    """The target of what :func:`read_heads` read, and the heads on its device, checked against each other."""
     target = load_target(target_name or config["target"]["name_or_path"], **options)
     target = target_of(folder, config, target)
-    return folder, target, MedusaHeads.from_artifact(config, weights, str(folder)).to(target.device)
+    return target, MedusaHeads.from_artifact(config, weights, str(folder)).to(target.device)
 
 
 def _check_type(folder: Path, config: dict[str, Any], wrong: str) -> None:

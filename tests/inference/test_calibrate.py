@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
+from safetensors.torch import save_file
 
 from draftsmith.inference import calibrate
 from draftsmith.inference.answers import answer
@@ -232,9 +234,59 @@ def test_said_before_the_target_is_loaded(run_main, heads_folder, tmp_path):
         (["--prompts", empty], f"{empty}: holds no prompt"),
         (["--max-new-tokens", 0], "--max-new-tokens 0: must be at least 1"),
         (["--device", "cudda"], "device 'cudda'"),
+        (["--nodes", 4097], "--nodes 4097: must be at most 4096"),
+        ([], f"{folder}: holds no held-out rows"),
     ):
         code, _, err = run_main(calibrate.main, folder, "--target", "/nowhere", *options)
         assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([(3, 9), None, (0, 9), (5, 6)], [(0, 3), (3, 5)]),  # rows without an answer, or without a prompt, give none
+        ([(0, 9), None, (0, 1)], [(0, 5), (2, 1)]),  # documents
+        ([(row + 1, 9) for row in range(8)], [(0, 1), (2, 3), (4, 5), (6, 7)]),
+    ],
+)
+def test_prompts_that_are_timed(spans, expected):
+    tokens = torch.arange(10 * len(spans)).view(-1, 10)
+    supervised = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, span in enumerate(spans):
+        supervised[row, slice(*span) if span else slice(0)] = True
+    prompts = calibrate.timing_prompts(tokens, supervised)
+    assert prompts == [tokens[row, :length].tolist() for row, length in expected]
+
+
+def test_calibrate_on_held_out_rows(run_main, heads_folder, monkeypatch):
+    """One of chats without an answer; documents; nothing at all. Rows as long as the context leave room to time."""
+    folder, _ = heads_folder
+    stored = folder / "held_out" / "model.safetensors"
+    stored.parent.mkdir()
+    monkeypatch.setattr(calibrate, "SIZES", (2,))
+    tokens = torch.randint(5, 250, (3, 256), dtype=torch.int32)
+    for begins in ([256, 250, 200], [0, 0, 256]):
+        supervised = torch.arange(256) >= torch.tensor(begins)[:, None]
+        save_file({"tokens": tokens, "supervised": supervised}, stored)
+        code, _, err = run_main(calibrate.main, folder, "--device", "cpu")
+        assert code == 0, err
+        (folder / "tree.json").unlink()
+    save_file({"tokens": tokens, "supervised": torch.zeros(3, 256, dtype=torch.bool)}, stored)
+    result = run_main(calibrate.main, folder, "--target", "/nowhere")
+    message = f"error: {folder}: no held-out row has an answer; pass --prompts FILE.jsonl to calibrate on\n"
+    assert result == (2, "", message)
+
+
+def test_runs_at_work_are_left_alone(run_main, heads_folder):
+    folder, prompts = heads_folder
+    with FileLock(folder / ".lock"):
+        result = run_main(calibrate.main, folder, "--prompts", prompts, "--target", "/nowhere")
+        message = f"error: {folder}: another command is working in this run; wait until it has ended\n"
+        assert result == (2, "", message)
+    code, _, err = run_main(calibrate.main, folder, "--prompts", prompts, "--target", "/nowhere")
+    assert (code, "/nowhere" in err) == (2, True), "the lock is free again, and was not kept"
+    with FileLock(folder / ".lock", timeout=0):
+        pass
 
 
 @pytest.mark.parametrize(
