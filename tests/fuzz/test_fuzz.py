@@ -422,6 +422,8 @@ def lines(draw: Any, good: list[Any]) -> bytes:
 
 @examples(400)
 @given(content=lines(PROMPT_ROWS))
+@example(b'{"prompt": "\\ud800"}')
+@example(b'{"turns": ["\\udc00a"]}')
 def test_prompts(folder, target, content):
     path = folder / "odd.jsonl"
     path.write_bytes(content)

@@ -152,7 +152,9 @@ class Calibration:
     def __init__(self, world: World, name: str) -> None:
         self.folder = world.folder / "runs/whole"
         self.before = {name: held for name, held in contents(self.folder).items() if name != "tree.json"}
-        self.arguments = self.again = [self.folder]
+        prompts = world.folder / "prompts.jsonl"
+        prompts.write_text('{"prompt": "import os"}\n')
+        self.arguments = self.again = [self.folder, "--prompts", prompts, "--max-new-tokens", "60"]
 
     def check_between(self, out: str) -> None:
         self.check("")
