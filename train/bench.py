@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from draftsmith.inference.options import check_folder
 from draftsmith.train.command import available_cores, before_imports, make_console, run_command
 
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -159,6 +160,7 @@ def alone(args: argparse.Namespace, ours: bool) -> dict[str, Any]:
 
 def main() -> None:
     args = PARSER.parse_intermixed_args()
+    check_folder("--out", args.out and args.out.parent)
     results = {}
     for name, ours in (("straightforward", False), ("draftsmith", True)):
         console.print(f"{name} …")
@@ -184,7 +186,6 @@ def main() -> None:
         f"{ratios['memory_ratio']:.2f}× the memory; losses agree within {apart:.1g}"
     )
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         shape = {k: v for k, v in vars(args).items() if k != "out"}
         facts = {"shape": shape, "results": results, **ratios, "device": device_name("cpu"), "versions": versions()}
         write_json(args.out, facts)

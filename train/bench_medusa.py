@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from draftsmith.inference.options import check_folder
 from draftsmith.train.command import available_cores, before_imports, make_console, run_command
 
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,8 +132,8 @@ def main() -> None:
     if args.steps < 2:
         raise ValueError(f"--steps {args.steps}: at least 2, one for each stage")
     read_prompts(args.prompts)
+    check_folder("--out", args.out)
     torch.set_num_threads(available_cores())
-    args.out.mkdir(parents=True, exist_ok=True)
     rows: dict[str, dict[str, Any]] = {}
     for name, own in ways(args.steps).items():
         folder = train(args.recipe, args.out, name, args.steps, [*own, *args.overrides])

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from draftsmith.inference.options import check_folder
 from draftsmith.models import options
 from draftsmith.train.command import available_cores, before_imports, make_console, run_command
 
@@ -126,6 +127,7 @@ def main() -> None:
     for option in ("sequences", "tokens", "heads", "repeat"):
         if getattr(args, option) < 1:
             raise ValueError(f"--{option} {getattr(args, option)}: must be at least 1")
+    check_folder("--out", args.out and args.out.parent)
     torch.set_num_threads(available_cores())
     if args.shape not in SHAPES:
         raise ValueError(f"--shape {args.shape}: no such shape; there are {', '.join(SHAPES)}")
@@ -148,7 +150,6 @@ def main() -> None:
         )  # fmt: skip
     console.print(table)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         shape = {name: value for name, value in vars(args).items() if name != "out"}
         facts = {"shape": shape, "results": results, "device": device_name(device), "versions": versions()}
         write_json(args.out, facts | {"command": "python train/bench_step.py " + shlex.join(sys.argv[1:])})

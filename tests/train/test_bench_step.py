@@ -6,7 +6,7 @@ import pytest
 
 from draftsmith.models.adapter import add_lora
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.train import bench_step
+from draftsmith.train import bench, bench_medusa, bench_step
 from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
 
 
@@ -45,3 +45,14 @@ def test_the_command(run_main, tmp_path):
     assert second["trained_parameters"] > first["trained_parameters"] and second["operations"] > first["operations"]
     code, _, err = run_main(bench_step.main, "--tokens", 0)
     assert (code, err) == (2, "error: --tokens 0: must be at least 1\n")
+
+
+def test_results_that_could_not_be_written(run_main, tmp_path):
+    """Said before anything is measured."""
+    file = tmp_path / "file"
+    file.touch()
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text('{"prompt": "import os"}\n')
+    for main, arguments in ((bench.main, []), (bench_step.main, []), (bench_medusa.main, ["--prompts", asked])):
+        code, _, err = run_main(main, *arguments, "--out", file / "sub" / "x.json")
+        assert code == 2 and err.startswith(f"error: --out {file}") and "cannot write here" in err
