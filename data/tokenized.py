@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -11,25 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from draftsmith.data.chat import check_template, encode, read_row
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.data.rows import OddRow, Skipped, rows, usable
-from draftsmith.train.files import read_text, replacing
+from draftsmith.train.files import cache_folder, locked, read_text, replacing
 from draftsmith.train.recipe import Data, Source
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is read without it
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = "3"  # of the encoding; a change of data/chat.py's or data/rows.py's results has to change it
-
-
-def cache_folder() -> Path:
-    """Where tokenized data is kept: ``$DRAFTSMITH_CACHE``, else ``~/.cache/draftsmith``."""
-    return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith")
+_VERSION = "4"  # of the encoding; a change of data/chat.py's or data/rows.py's results has to change it
 
 
 def read_template(template: str | None) -> str | None:
@@ -73,23 +68,23 @@ def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) ->
         "source": source.model_dump(exclude={"weight", "answers"}),
         "rows": known,
         "tokenizer": backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items())),
+        # Not in the above: what is appended to completions, and what templates print.
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "template": template or tokenizer.chat_template,
         "max_length": data.max_length,
     }
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_folder()
     path = folder / f"{key}.safetensors"
-    lock = FileLock(folder / f"{key}.lock")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()  # held by the one that makes it; a killed one's lock is free again
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(
-            f"{folder}: tokenized data cannot be kept here ({reason}); set DRAFTSMITH_CACHE to another folder"
-        ) from None
-    with lock:
-        lock.release()  # one of the two times that it is held now
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder / f"{key}.lock"))
+        except OSError as error:
+            reason = error.strerror or error
+            raise ValueError(
+                f"{folder}: tokenized data cannot be kept here ({reason}); set DRAFTSMITH_CACHE to another folder"
+            ) from None
         made = _kept(path)
         if made is None:
             made = encoded(found, source, data, tokenizer, template)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
-from draftsmith.train.files import json_object, parse_json, replacing, write_json
+from draftsmith.train.files import cache_folder, json_object, locked, parse_json, replacing, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -260,22 +260,15 @@ def fingerprint(folder: Path) -> str:
 # ---- pickled weights
 
 
-def cache_folder() -> Path:
-    """``$DRAFTSMITH_CACHE/models``, or ``~/.cache/draftsmith/models``."""
-    return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache/draftsmith") / "models"
-
-
 def _converted(folder: Path, files: list[Path]) -> Path:
     """The safetensors copy of a folder with pickled weights: one folder per source, made anew when a file changes."""
-    from filelock import FileLock
-
     folder = folder.resolve()
     facts = {file.name: file.resolve().stat() for file in files}
     stamp = {
         "folder": str(folder),
         "files": {name: [str((folder / name).resolve()), s.st_size, s.st_mtime_ns] for name, s in facts.items()},
     }
-    cache = cache_folder()
+    cache = cache_folder() / "models"
     copy = cache / f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -283,7 +276,7 @@ def _converted(folder: Path, files: list[Path]) -> Path:
         raise ValueError(
             f"{cache}: the cache cannot be made here ({error.strerror}); set DRAFTSMITH_CACHE to another folder"
         ) from None
-    with FileLock(f"{copy}.lock"):
+    with locked(copy.with_name(f"{copy.name}.lock")):
         if not (copy / _STAMP).exists() or json_object(copy / _STAMP) != stamp:
             size = sum(s.st_size for s in facts.values())
             _convert(folder, files, copy, size)

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
 
 def _of(path: Path, error: BaseException) -> BaseException:
     """A failed write's error, naming the file as the user knows it."""
@@ -92,6 +94,38 @@ def append(path: Path, line: str, sync: bool = False) -> None:
                 raise
     except OSError as error:
         raise _of(path, error) from None
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept: ``$DRAFTSMITH_CACHE``, else ``~/.cache/draftsmith``."""
+    return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith")
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Inside, no other process is inside with this lock file, which is made if need be; a killed process holds nothing.
+
+    Args:
+        wait: as long as another one is inside.
+
+    Raises:
+        filelock.Timeout: another one is inside, and ``wait`` is False.
+        ValueError: the file system has no locks.
+        OSError: the lock file cannot be written.
+    """
+    from filelock import FileLock
+
+    try:
+        held = FileLock(path).acquire(blocking=wait)
+    except (NotImplementedError, OSError) as error:  # the first is what older versions raise
+        if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+            raise
+        raise ValueError(
+            f"{path.parent}: its file system cannot lock files, so that two commands could write here at once; choose "
+            "a folder on another one"
+        ) from None
+    with held:
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

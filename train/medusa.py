@@ -28,7 +28,6 @@ if __name__ == "__main__":
 
 import torch
 from accelerate import Accelerator, PartialState
-from filelock import FileLock
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
@@ -60,7 +59,7 @@ from draftsmith.models.target import Target as LoadedTarget
 from draftsmith.models.target import load_target
 from draftsmith.train import checkpoint, dry_run, loop, run, sharded
 from draftsmith.train.features import hidden_states
-from draftsmith.train.files import json_object
+from draftsmith.train.files import json_object, locked
 from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
 from draftsmith.train.recipe import Layers, Name, Recipe, Section, Source, Stage, Target, read_recipe, write_recipe
 from draftsmith.train.tiny import tiny, write_target
@@ -131,7 +130,7 @@ def answered(source: Source, target: LoadedTarget, seed: int, folder: Path) -> T
     asked = {"target": target.fingerprint, "seed": seed, "source": source.model_dump(exclude={"weight"})}
     note_of_it = folder / "asked.json"
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):
+    with locked(folder / "lock"):
         if (folder / "model.safetensors").exists() and note_of_it.exists() and read_json(note_of_it) == asked:
             made = checkpoint.read_tensors(folder)
         elif sharded.spreads():

@@ -3,6 +3,7 @@
 ``.run`` says which command's run it is; ``.lock`` is held by the command that works in it.
 """
 
+import contextlib
 import glob
 import importlib.util
 import os
@@ -12,18 +13,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from draftsmith.data.tokenized import read_template
 from draftsmith.train import checkpoint, sharded
-from draftsmith.train.files import json_object, read_text, write_json
+from draftsmith.train.files import json_object, locked, read_text, write_json
 from draftsmith.train.recipe import Recipe, Stage
 
 Kind = Literal["distill", "lm", "medusa"]  # the script's name
 _MARK, _LOCK = ".run", ".lock"
-_NOTHING = {_LOCK, _MARK, _MARK + ".tmp"}  # a folder that holds no more is empty
-_FILES = ("metrics.jsonl", "model.safetensors", "config.json", "tree.json")  # what --restart deletes
-_FOLDERS = ("adapter", "target", "features", "streams")
+_OWN = {_LOCK, _MARK, _MARK + ".tmp"}  # a folder that holds only these is empty
+# What --restart deletes.
+_FILES = ("metrics.jsonl", "model.safetensors", "config.json", "tree.json", "wandb_id")
+_FOLDERS = ("adapter", "target", "features", "streams", "held_out", "tensorboard")
 
 
 @contextmanager
@@ -42,13 +44,13 @@ def held(folder: Path, kind: Kind, main: bool = True) -> Iterator[None]:
         return
     _check(folder, kind)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / _LOCK)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        raise ValueError(f"{folder}: another command is working in this run; wait for it, or set run.name") from None
-    with lock:
-        lock.release()  # one of the two times that it is held now
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder / _LOCK, wait=False))
+        except Timeout:
+            raise ValueError(
+                f"{folder}: another command is working in this run; wait for it, or set run.name"
+            ) from None
         _check(folder, kind)  # what came in between
         if not (folder / _MARK).exists():
             write_json(folder / _MARK, {"kind": kind})
@@ -67,7 +69,7 @@ def mark(folder: Path, kind: Kind) -> None:
 
 def _check(folder: Path, kind: Kind) -> None:
     try:
-        there = sorted(set(os.listdir(folder)) - _NOTHING)
+        there = sorted(set(os.listdir(folder)) - _OWN)
     except FileNotFoundError:
         return
     found = _kind(folder)

@@ -1,3 +1,4 @@
+import copy
 import errno
 import json
 import multiprocessing
@@ -90,7 +91,7 @@ def test_made_once_and_anew_when_something_changes(tmp_path, tokenizer, cache, m
     encode = module.encode
     monkeypatch.setattr(module, "encode", lambda *arguments: made.append(1) or encode(*arguments))
 
-    def count(source, data):
+    def count(source, data, tokenizer=tokenizer):
         made.clear()
         samples = tokenized(source, data, tokenizer)
         return len(samples), len(made)
@@ -99,6 +100,9 @@ def test_made_once_and_anew_when_something_changes(tmp_path, tokenizer, cache, m
     assert count(source, data()) == (5, 0)
     assert count(source.model_copy(update={"weight": 7.0}), data(packing=True)) == (5, 0)
     assert count(source, data(max_length=40)) == (5, 5)
+    other = copy.deepcopy(tokenizer)
+    other.eos_token = "<|end|>"  # appended to completions, printed by templates; the same vocabulary
+    assert count(source, data(), other) == (5, 5)
     template = tokenizer.chat_template.replace("<|user|>", "<|system|>").replace("|>\n", "|>")
     assert count(source, data(template=template)) == (5, 5)
     write(tmp_path / "a.jsonl", [{"messages": chat} for chat in CHATS[1:]])

@@ -179,8 +179,8 @@ def test_a_conversion_that_was_killed_is_begun_again(folder, monkeypatch):
         patch.setattr(stored, "write_json", killed)
         with pytest.raises(SystemExit):
             with_safetensors(folder)
-    assert [path.suffix for path in stored.cache_folder().iterdir()] == [".lock"], "no half copy is left"
-    unfinished = next(stored.cache_folder().iterdir()).with_suffix("")
+    assert [path.suffix for path in (stored.cache_folder() / "models").iterdir()] == [".lock"], "no half copy is left"
+    unfinished = next((stored.cache_folder() / "models").iterdir()).with_suffix("")
     unfinished.mkdir()  # what a kill that nothing can catch leaves
     (unfinished / "model-00001-of-00002.safetensors").write_bytes(b"half")
     assert load_target(str(folder)).fingerprint == fingerprint(folder)
@@ -531,4 +531,4 @@ def test_a_conversion_that_does_not_fit(folder, monkeypatch):
     monkeypatch.setattr(stored, "_MARGIN", 1 << 60)
     with pytest.raises(ValueError, match=r"a safetensors copy of .* needs 0.0 GB, .* free; free some space, or set"):
         load_target(str(folder))
-    assert not list(stored.cache_folder().glob("target-*/*"))
+    assert not list((stored.cache_folder() / "models").glob("target-*/*"))

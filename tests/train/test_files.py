@@ -1,6 +1,7 @@
 """Files whole or not at all. The disk that is full is a limit on the size of a file, which the system enforces."""
 
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -8,8 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from filelock import Timeout
 
-from draftsmith.train import checkpoint
+from draftsmith.train import checkpoint, files
 from draftsmith.train.files import (
     append,
     json_object,
@@ -188,3 +190,29 @@ def test_a_full_disk_while_training(tmp_path, run_main, tiny_lm):
         assert run_main(medusa.main, recipe, "--resume")[0] == 0
     finally:
         del os.environ["DRAFTSMITH_CACHE"]
+
+
+def test_locks(tmp_path, monkeypatch):
+    with files.locked(tmp_path / "a"), pytest.raises(Timeout), files.locked(tmp_path / "a", wait=False):
+        pass
+    with files.locked(tmp_path / "a", wait=False):  # free again
+        pass
+
+    def fail(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(ValueError) as error, files.locked(tmp_path / "b"):
+        pass
+    assert str(error.value) == (
+        f"{tmp_path}: its file system cannot lock files, so that two commands could write here at once; choose a "
+        "folder on another one"
+    )
+
+
+def test_the_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    assert files.cache_folder() == tmp_path
+    monkeypatch.setenv("DRAFTSMITH_CACHE", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.cache_folder() == tmp_path / ".cache/draftsmith"

@@ -47,7 +47,9 @@ def test_a_run_is_resumed_or_restarted_or_refused(tmp_path):
         begin(tmp_path, True, True)
     assert begin(tmp_path, True, False) is True
     assert begin(tmp_path, True, False, main=False) is True
-    for name in ("model.safetensors", "metrics.jsonl", "prompts.jsonl", "checkpoints/notes"):
+    for name in ("held_out", "tensorboard"):
+        (tmp_path / name).mkdir()
+    for name in ("model.safetensors", "metrics.jsonl", "prompts.jsonl", "checkpoints/notes", "wandb_id", "held_out/x"):
         (tmp_path / name).touch()
     (tmp_path / "checkpoints/.step-5.tmp").mkdir()
     with pytest.raises(ValueError, match="holds a finished run; pass"):
@@ -113,7 +115,9 @@ def test_a_file_and_loops_are_not_folders(tmp_path):
                 begin(tmp_path / f"run-{name}", *options)
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "answers", "adapter", "target", "features", "streams"])
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "answers", "adapter", "target", "features", "streams", "held_out", "tensorboard"]
+)
 def test_restart_follows_no_links(tmp_path, name):
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"
     make_checkpoint(elsewhere, 3)
