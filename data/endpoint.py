@@ -241,12 +241,12 @@ def in_threads(
         threading.Thread(target=run, daemon=True).start()
     try:
         while count:
-            told = done.get()
-            if isinstance(told, BaseException):
-                raise told
-            if told is None:
+            finished = done.get()
+            if isinstance(finished, BaseException):
+                raise finished
+            if finished is None:
                 count -= 1
             else:
-                yield told[0]
+                yield finished[0]
     finally:
         stopped.set()

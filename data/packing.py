@@ -154,8 +154,9 @@ def schedule(sizes: Sequence[int | None], weights: Sequence[float], samples: int
             order[places, 1] = np.arange(len(places))
             continue
         epochs = -(-len(places) // size)
-        rows = np.concatenate([rng.permutation(size) for _ in range(epochs)]) if epochs else np.empty(0, np.int64)
-        order[places, 1] = rows[: len(places)]
+        rows = np.tile(np.arange(size), (epochs, 1))
+        rng.permuted(rows, axis=1, out=rows)  # the numbers that rng.permutation(size) would give, epoch by epoch
+        order[places, 1] = rows.ravel()[: len(places)]
     return order
 
 

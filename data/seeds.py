@@ -28,7 +28,7 @@ OTHER_SIDE = (
 class Seed:
     """What is asked in one conversation.
 
-    id: of the source's name and the content (and, of equal ones, the how-manieth it is): the same on every machine,
+    id: of the source's name and the content (and, among equal ones, its number): the same on every machine,
         whatever its neighbours, and however many rows were added to the source since.
     messages: the user's turns and what the system says before them, nothing of the assistant; the last is the user's.
     """

@@ -38,7 +38,7 @@ def target_shape(target: Target, adapted: Sequence[str] = ()) -> tuple[int, int,
     adapter of rank 1 on the layers named has.
 
     Raises:
-        ValueError: there is no config to be had.
+        ValueError: its config cannot be read.
     """
     try:
         where = local_folder(target.name) or target.name  # of a Hub id only the config comes
@@ -47,7 +47,7 @@ def target_shape(target: Target, adapted: Sequence[str] = ()) -> tuple[int, int,
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=target.trust_remote_code)
     except Exception as error:  # transformers and the Hub's client raise a dozen unrelated types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-        raise ValueError(f"target '{target.name}': its config is not to be had ({reason})") from None
+        raise ValueError(f"target '{target.name}': its config cannot be read ({reason})") from None
     vocab_size, width = model.get_output_embeddings().weight.shape
     layers = [layer for name, layer in model.named_modules() if name.rpartition(".")[2] in adapted]
     rank = sum(sum(layer.weight.shape) for layer in layers if isinstance(layer, torch.nn.Linear))

@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,20 @@ def test_schedule_sees_each_row_once_per_epoch():
         assert len(epochs) > 10
         assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
         assert len(set(epochs)) > 1, "each epoch has a permutation of its own"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_schedule_is_a_permutation_after_the_other(size):
+    rng = np.random.default_rng(3)
+    rng.choice(1, size=2500, p=[1.0])
+    expected = np.concatenate([rng.permutation(size) for _ in range(-(-2500 // size))])[:2500]
+    assert (schedule([size], [1.0], 2500, 3)[:, 1] == expected).all(), "as the runs before"
+
+
+def test_schedule_of_a_source_with_one_row_is_fast():
+    began = time.monotonic()
+    assert len(schedule([1, 2], [1.0, 1.0], 1_000_000, 0)) == 1_000_000
+    assert time.monotonic() - began < 1
 
 
 def test_schedule_draws_by_weight():

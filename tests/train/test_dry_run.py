@@ -39,7 +39,7 @@ def test_a_target_that_is_not_here(run_main, tmp_path):
         medusa.main, ROOT / "recipes/vicuna7b.yaml", "--dry-run", f"run.output_dir={tmp_path}"
     )  # fmt: skip
     assert code == 0, err
-    assert "no sizes: target 'lmsys/vicuna-7b-v1.5': its config is not to be had" in out
+    assert "no sizes: target 'lmsys/vicuna-7b-v1.5': its config cannot be read" in out
     assert "untrained heads for a tiny llama" in out
 
 
