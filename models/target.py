@@ -206,7 +206,7 @@ class Target:
             own = self.logits(self.hidden(tokens))
             theirs = self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
         except (RuntimeError, IndexError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            if _out_of_memory(error):
                 raise
             raise ValueError(
                 f"{self._named()}: it cannot run ({_reason(error)}); check the shapes in its config.json"
@@ -229,6 +229,10 @@ class Target:
             raise ValueError(
                 f"{self._named()}: its logits are not its LM head's output on its last hidden state; {_UNSUPPORTED}"
             )
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _reason(error: BaseException) -> str:
@@ -330,7 +334,9 @@ def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, ArithmeticError) as error:
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ImportError, ArithmeticError) as error:
+        if _out_of_memory(error):
+            raise
         raise ValueError(f"{folder}: transformers cannot load it ({_reason(error)})") from None
     model, found = loaded
     for kind, what in (
@@ -345,13 +351,20 @@ def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
 
 
 def _check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Every token has an embedding; only the padding token, which no text holds, may lie behind the last one.
+    """Every token has an embedding; only added tokens that nothing puts into a text may lie behind the last one: the
+    padding token, and others that are neither the beginning, the end or the unknown token nor in the chat template.
 
     Raises:
         ValueError: the vocabulary of the model is smaller.
     """
-    vocabulary = tokenizer.get_vocab()
-    largest = max((number for number in vocabulary.values() if number != tokenizer.pad_token_id), default=0)
+    template = str(tokenizer.chat_template or "")
+    needed = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    unused = {
+        number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if number not in needed and (number == tokenizer.pad_token_id or token.content not in template)
+    }
+    largest = max((number for number in tokenizer.get_vocab().values() if number not in unused), default=0)
     if largest >= vocab_size:
         raise ValueError(
             f"{folder}: its tokenizer has ids up to {largest:,}, its vocabulary ends at {vocab_size - 1:,}; they are "
@@ -409,6 +422,12 @@ def load_target(
         if value not in known:
             raise ValueError(f"{what} '{value}': unknown; use {', '.join(known)}")
     choose_device(device)
+    if device_map == "cpu" and torch.device(device).type == "cpu":
+        raise ValueError("device map 'cpu': the device is the CPU itself; layers can wait on 'disk' there")
+    if device_map in ("cpu", "disk") and quantize != "none":
+        raise ValueError(f"device map '{device_map}': a quantised target cannot wait elsewhere; take one of the two")
+    if quantize != "none" and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(f"target.quantize={quantize} needs bitsandbytes: pip install bitsandbytes")
     folder = resolve_folder(name, revision)
     config = _read_config(folder, trust_remote_code)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -418,13 +437,7 @@ def load_target(
     if sum(file.stat().st_size for file in folder.glob("*.safetensors")) < _SMALL:
         logging.disable_progress_bar()  # a bar that flashes by is noise
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
-    if device_map == "cpu" and torch.device(device).type == "cpu":
-        raise ValueError("device map 'cpu': the device is the CPU itself; layers can wait on 'disk' there")
     if device_map in ("cpu", "disk"):
-        if quantize != "none":
-            raise ValueError(
-                f"device map '{device_map}': a quantised target cannot wait elsewhere; take one of the two"
-            )
         options["device_map"] = _layers_elsewhere(folder, device_map, device, trust_remote_code)
     elif device_map == "auto":
         options["device_map"] = "auto"
@@ -440,8 +453,6 @@ def load_target(
         elif device_map == "none":
             model.to(device)  # type: ignore[arg-type]
     else:
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise ValueError(f"target.quantize={quantize} needs bitsandbytes: pip install bitsandbytes")
         bits = BitsAndBytesConfig(
             load_in_8bit=quantize == "8bit", load_in_4bit=quantize == "4bit", bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=options["dtype"],

@@ -111,10 +111,12 @@ def check(recipe: Recipe, stages: Sequence[Stage]) -> None:
         if source.is_file and not Path(source.source).is_file() and not glob.glob(source.source):
             raise FileNotFoundError(f"data source '{source.source}': there is no such file")
     read_template(recipe.data.template)
+    quantized = getattr(getattr(recipe, "target", None), "quantize", "none") != "none"  # not every recipe has a target
     wanted = {
         "tensorboard": recipe.track.tensorboard and "track.tensorboard",
         "wandb": recipe.track.wandb and "track.wandb",
-        "bitsandbytes": any(stage.optim.eight_bit for stage in stages) and "optim.eight_bit",
+        "bitsandbytes": (any(stage.optim.eight_bit for stage in stages) and "optim.eight_bit")
+        or (quantized and "target.quantize"),
     }
     for package, field in wanted.items():
         if field and importlib.util.find_spec(package) is None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from draftsmith.models.stored import fingerprint, resolve_folder
 from draftsmith.models.target import load_target
@@ -135,6 +135,53 @@ def test_device_maps_that_make_no_sense(folder):
         load_target(str(folder), device_map="cpu")
     with pytest.raises(ValueError, match="a quantised target cannot wait elsewhere"):
         load_target(str(folder), device_map="disk", quantize="8bit")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device_map": "cpu"}, "the device is the CPU itself"),
+        ({"device_map": "disk", "quantize": "8bit"}, "a quantised target cannot wait elsewhere"),
+        ({"quantize": "4bit"}, "target.quantize=4bit needs bitsandbytes: pip install bitsandbytes"),
+    ],
+)
+def test_options_are_refused_before_anything_is_fetched(options, message, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=message):
+        load_target("nobody/nowhere", **options)
+
+
+def test_what_loading_may_raise(folder, monkeypatch):
+    """Anything becomes one line, but memory that does not suffice."""
+    said = RuntimeError("it was cut")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: raise_it(said))
+    with pytest.raises(ValueError, match=r"transformers cannot load it \(RuntimeError: it was cut\)$"):
+        load_target(str(folder))
+    for said in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("you can't allocate memory: 9 bytes")):
+        with pytest.raises(RuntimeError) as error:
+            load_target(str(folder))
+        assert error.value is said
+
+
+def raise_it(error):
+    raise error
+
+
+def test_tokens_behind_the_last_embedding(folder):
+    """Added ones that no text holds, like Vicuna's padding token, are none of the model's business."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    beyond = load_target(str(folder)).vocab_size
+    tokenizer.add_tokens([f"<spare{n}>" for n in range(beyond - len(tokenizer) + 2)], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    assert max(load_target(str(folder)).tokenizer.get_vocab().values()) == beyond + 1
+    last = tokenizer.convert_ids_to_tokens(beyond + 1)
+    for change in ({"chat_template": "{{ messages }}" + last}, {"eos_token": last}):
+        for name, value in change.items():
+            setattr(tokenizer, name, value)
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(ValueError, match=rf"ids up to {beyond + 1}, its vocabulary ends at {beyond - 1};"):
+            load_target(str(folder))
+        tokenizer.chat_template = None
 
 
 def edit(path, change):

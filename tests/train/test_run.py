@@ -291,6 +291,8 @@ def recipe_of(**sections):
         ({"track": {"wandb": True}}, "track.wandb needs a package more: pip install wandb"),
         ({"track": {"tensorboard": True}}, "track.tensorboard needs a package more: pip install tensorboard"),
         ({"optim": {"lr": 1e-3, "eight_bit": True}}, "optim.eight_bit needs a package more: pip install bitsandbytes"),
+        ({"target": {"name": "t", "quantize": "8bit"}},
+         "target.quantize needs a package more: pip install bitsandbytes"),
     ],
 )  # fmt: skip
 def test_what_is_missing(sections, message, monkeypatch):
