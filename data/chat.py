@@ -27,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftsmith.data.packing import Sample
 from draftsmith.data.rows import OddRow
+from draftsmith.train.command import first_line
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is checked without it
     from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -149,7 +150,7 @@ def check_template(template: str, where: str = "data.template") -> None:
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"{where}: no Jinja template (line {error.lineno}: {error.message})") from None
     except (RecursionError, MemoryError, SyntaxError) as error:  # the last is Python's, of the code made of it
-        raise ValueError(f"{where}: no Jinja template ({type(error).__name__}: {_first_line(error)})") from None
+        raise ValueError(f"{where}: no Jinja template ({type(error).__name__}: {first_line(error, 100)})") from None
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
@@ -180,9 +181,11 @@ def apply_template(
     except MemoryError:
         raise
     except jinja2.TemplateError as error:
-        raise OddRow(f"the chat template refuses this chat: {_first_line(error)}") from None
+        raise OddRow(f"the chat template refuses this chat: {first_line(error, 100)}") from None
     except Exception as error:
-        raise OddRow(f"the chat template fails on this chat: {type(error).__name__} ({_first_line(error)})") from None
+        raise OddRow(
+            f"the chat template fails on this chat: {type(error).__name__} ({first_line(error, 100)})"
+        ) from None
 
 
 def encode(
@@ -231,10 +234,6 @@ def _unmark_ends(sample: Sample, finish_reasons: Sequence[str], tokenizer: PreTr
         while reason == "length" and end >= 0 and sample.supervised[end] and sample.ids[end] in special:
             sample.supervised[end] = False
             end -= 1
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:100]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from draftsmith.data import sources
+from draftsmith.train.command import first_line
 from draftsmith.train.files import parse_json, read_text
 from draftsmith.train.recipe import Source
 
@@ -256,7 +257,7 @@ def _reason(error: ValueError) -> OddRow:
 
 
 def _unreadable(source: Source, error: Exception) -> ValueError:
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    said = first_line(error)
     kind = f"{type(error).__name__} {said}".replace(source.source, "").lower()  # a name may hold any of these words
     advice = ""
     if source.is_file:

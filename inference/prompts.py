@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.train.command import first_line
 from draftsmith.train.files import parse_json, read_text
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Prompt:
         try:
             rendered = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program: it raises whatever it likes
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            said = first_line(error)
             raise ValueError(
                 f"{self.where}: the chat template of target '{target.name}' refuses these messages ({said}); "
                 "give plain prompts (--raw)"

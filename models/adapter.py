@@ -15,6 +15,7 @@ from torch import nn
 from draftsmith.models.artifact import TEMPLATE, check_target
 from draftsmith.models.stored import check_safetensors, save_tensors
 from draftsmith.models.target import Target
+from draftsmith.train.command import first_line
 from draftsmith.train.files import json_object, read_text, replacing_folder
 
 FOLDER = "adapter"  # of a drafter folder that comes with one
@@ -129,8 +130,7 @@ def merge_adapter(target: Target, folder: Path) -> Target:
         with torch.no_grad(), _quietly():
             merged = PeftModel.from_pretrained(target.model, str(folder)).merge_and_unload()  # type: ignore[operator]
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ValueError(f"{folder}: this adapter does not fit target '{target.name}' ({first})") from None
+        raise ValueError(f"{folder}: this adapter does not fit target '{target.name}' ({first_line(error)})") from None
     return Target(merged, target.tokenizer, target.name, together, target.revision, FOLDER)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from draftsmith.models.stored import check_safetensors, local_folder, resolve_folder, save_tensors
 from draftsmith.models.target import Target
+from draftsmith.train.command import first_line
 from draftsmith.train.files import json_object, replacing_folder, write_json, write_text
 from draftsmith.train.files import read_json as read_json
 
@@ -203,7 +204,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
             repo_id=repository, folder_path=folder, allow_patterns=_PUBLISHED, commit_message="Uploaded by draftsmith"
         )
     except Exception as error:  # the Hub's client raises a dozen unrelated types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        reason = first_line(error)
         raise ValueError(
             f"uploading {folder} to {repository} failed ({reason}); the folder is whole. Log in with hf auth login, "
             f"then: hf upload {repository} {folder} . --include {' '.join(_PUBLISHED)}"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
+from draftsmith.train.command import first_line
 from draftsmith.train.files import cache_folder, json_object, locked, parse_json, replacing, write_json
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _download(name: str, revision: str | None, what: str = "", **patterns: list[
     except errors.RevisionNotFoundError:
         why = f"it has no revision '{revision}' at {hub}"
     except errors.LocalEntryNotFoundError as error:
-        silent = f"{hub} does not answer ({_reason(error.__cause__ or error)})"
+        silent = f"{hub} does not answer ({first_line(error.__cause__ or error)})"
         why = f"it is not in the cache, or not whole, and {'HF_HUB_OFFLINE forbids a download' if offline else silent}"
     except Exception as error:  # the Hub's client raises a dozen unrelated types
         if isinstance(error, OSError) and error.errno is not None:
@@ -105,12 +106,8 @@ def _download(name: str, revision: str | None, what: str = "", **patterns: list[
             raise ValueError(
                 f"{place}: the download cache cannot be used ({error.strerror}); set HF_HOME to another folder"
             ) from None
-        why = f"it cannot be fetched from {hub} ({_reason(error)})"
+        why = f"it cannot be fetched from {hub} ({first_line(error)})"
     raise FileNotFoundError(f"'{name}': no such folder here; {why}")
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.models.stored import resolve_folder
+from draftsmith.train.command import first_line
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ def load_tokenizer(
 
 
 def _damaged(folder: Path, error: BaseException) -> str:
-    reason = (str(error).strip().splitlines() or [""])[0][:160]
+    reason = first_line(error, 160)
     if "custom code" in reason or "trust_remote_code" in str(error):
         return f"{folder}: the tokenizer needs code that comes with it; read it, then allow it: trust_remote_code"
     return f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}); fetch it again"

@@ -36,11 +36,17 @@ def _raised_by_us(traceback: TracebackType | None) -> bool:
     return name == "__main__" or name.startswith("draftsmith.")
 
 
-def _describe_os_error(error: OSError) -> str:
+def first_line(error: BaseException, most: int = 200) -> str:
+    """The first line of another library's error, at most so many characters of it; its type if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+
+
+def _describe_os_error(error: OSError, resumable: bool) -> str:
     place = f"{error.filename}: " if error.filename else ""
     if error.errno in _FULL:
         what = "the disk is full" if error.errno == errno.ENOSPC else f"nothing more can be written ({error.strerror})"
-        return f"{place}{what}; free some space and run again with --resume (finished files are intact)"
+        again = "run again with --resume" if resumable else "run again"
+        return f"{place}{what}; free some space and {again} (finished files are intact)"
     if error.errno in _UNUSABLE:
         return f"{place}cannot write or read here ({error.strerror}); choose another folder"
     return str(error)
@@ -92,8 +98,12 @@ def before_imports(parser: argparse.ArgumentParser) -> None:
         signal.signal(signal.SIGINT, leave)
 
 
-def run_command(main: Callable[[], None]) -> NoReturn:
-    """Run ``main`` and turn what people can mend into one line on stderr and an exit code; nothing is swallowed."""
+def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoReturn:
+    """Run ``main`` and turn what people can mend into one line on stderr and an exit code; nothing is swallowed.
+
+    Args:
+        resumable: the command has ``--resume``, which is the advice after a full disk.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked workers would warn about it
     _print_anything()
     interrupted = False
@@ -103,27 +113,27 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         interrupted = True
         raise KeyboardInterrupt
 
-    def lost(unraisable: "sys.UnraisableHookArgs") -> None:
+    def interrupt_again(unraisable: "sys.UnraisableHookArgs") -> None:
         if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-            ignored(unraisable)
+            hook_before(unraisable)
         elif interrupted:  # raised in a finaliser or a callback, where Python only prints it: once more, a little later
             again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
             again.daemon = True
             again.start()
 
-    before, ignored = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    handler_before, hook_before = signal.getsignal(signal.SIGINT), sys.unraisablehook
     heeds = _heeds_interrupts()
     if heeds:
         signal.signal(signal.SIGINT, interrupt)
-        sys.unraisablehook = lost
+        sys.unraisablehook = interrupt_again
     try:
         try:
             main()
             _flush()
         finally:
             if heeds:  # what is left to do takes a moment, and Ctrl-C must not make a traceback of it
-                sys.unraisablehook = ignored
-                signal.signal(signal.SIGINT, signal.SIG_IGN if main.__module__ == "__main__" else before)
+                sys.unraisablehook = hook_before
+                signal.signal(signal.SIGINT, signal.SIG_IGN if main.__module__ == "__main__" else handler_before)
     except KeyboardInterrupt as interruption:
         _stop(str(interruption) or _INTERRUPTED, 2)
     except FloatingPointError as error:  # a NaN or infinite loss
@@ -138,7 +148,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             if interrupted:
                 _stop(_INTERRUPTED, 2)
             raise
-        _stop(_describe_os_error(error), 1 if error.errno in _FULL else 2)
+        _stop(_describe_os_error(error, resumable), 1 if error.errno in _FULL else 2)
     except Exception as error:
         if isinstance(error, ValueError) and _raised_by_us(error.__traceback__):
             _stop(str(error), 2)
@@ -146,7 +156,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             _stop(_INTERRUPTED, 2)
         if not _out_of_memory(error):
             raise
-        said = (str(error).strip().splitlines() or ["MemoryError"])[0][:160]
+        said = first_line(error, 160)
         _stop(f"out of memory ({said}); use smaller batches, fewer tokens or a smaller model", 1)
     sys.exit(0)
 

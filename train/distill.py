@@ -400,4 +400,4 @@ def distill(
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, resumable=True)

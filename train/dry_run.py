@@ -14,7 +14,7 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.step import Drafter
 from draftsmith.models.stored import local_folder
 from draftsmith.models.target import Target as LoadedTarget
-from draftsmith.train.command import make_console
+from draftsmith.train.command import first_line, make_console
 from draftsmith.train.losses import LOGITS
 from draftsmith.train.recipe import Optim, Recipe, Target
 
@@ -46,7 +46,7 @@ def target_shape(target: Target, adapted: Sequence[str] = ()) -> tuple[int, int,
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=target.trust_remote_code)
     except Exception as error:  # transformers and the Hub's client raise a dozen unrelated types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        reason = first_line(error, 160)
         raise ValueError(f"target '{target.name}': its config cannot be read ({reason})") from None
     vocab_size, width = model.get_output_embeddings().weight.shape
     layers = [layer for name, layer in model.named_modules() if name.rpartition(".")[2] in adapted]

@@ -508,4 +508,4 @@ def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, resumable=True)

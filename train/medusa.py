@@ -490,4 +490,4 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, resumable=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.train import dry_run, loop, track
-from draftsmith.train.command import interruptible, run_command
+from draftsmith.train.command import first_line, interruptible, run_command
 
 
 def fail_with(error):
@@ -28,9 +28,9 @@ def fail_with(error):
         (KeyboardInterrupt(), 2, "error: interrupted; files already written are whole"),
         (KeyboardInterrupt("stopped at step 3; saved"), 2, "error: stopped at step 3; saved"),
         (OSError(errno.ENOSPC, "No space", "runs/x"), 1, "error: runs/x: the disk is full; free some space and run "
-         "again with --resume (finished files are intact)"),
+         "again (finished files are intact)"),
         (OSError(errno.EFBIG, "File too large", "a"), 1, "error: a: nothing more can be written (File too large); free "
-         "some space and run again with --resume (finished files are intact)"),
+         "some space and run again (finished files are intact)"),
         (ConnectionError("nobody answers"), 1, "error: nobody answers"),
         (OSError(errno.ELOOP, "Too many levels", "a"), 2, "error: a: cannot write or read here (Too many levels); "
          "choose another folder"),
@@ -46,6 +46,20 @@ def test_one_line_and_a_code(error, code, line, capsys, monkeypatch):
         run_command(fail_with(error))
     assert stopped.value.code == code
     assert capsys.readouterr() == ("", line + "\n")
+
+
+def test_a_full_disk_of_a_command_with_resume(capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        run_command(fail_with(OSError(errno.ENOSPC, "No space", "runs/x")), resumable=True)
+    assert "free some space and run again with --resume (finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [(ValueError("\n a\nb"), "a"), (ValueError(" "), "ValueError"), (ValueError("x" * 30), "x" * 20)],
+)
+def test_the_first_line_of_an_error(error, line):
+    assert first_line(error, most=20) == line
 
 
 def test_success_is_0(capsys):
