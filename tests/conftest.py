@@ -10,6 +10,7 @@ os.environ["WANDB_MODE"] = "offline"
 
 import contextlib
 import io
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,10 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "hub"))  # server.py, the miniature Hub
+
+# A job in the background has it ignored, and so would the commands that tests start in order to interrupt them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB = 61
 _LLAMA_LIKE: dict[str, Any] = {
