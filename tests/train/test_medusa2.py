@@ -422,8 +422,8 @@ def test_weights_that_moved_the_target_too_far_are_not_selected(recipe, run_main
 
 def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
     """One schedule over both stages: the second begins where the first ended, and trains on no row again too soon.
-    λ0 grows from the stage's own beginning."""
-    orders, rows, ramp = [], [], []
+    λ0 grows from the stage's own beginning, and the adapters' first weights do not depend on what was before it."""
+    orders, rows, ramp, seeds = [], [], [], []
     schedule, batch = packing.schedule, packing.Rows.batch
 
     def scheduled(*arguments):
@@ -438,12 +438,14 @@ def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
     monkeypatch.setattr(packing, "schedule", scheduled)
     monkeypatch.setattr(packing.Rows, "batch", taken)
     monkeypatch.setattr(Joint, "weight", lambda self, step: ramp.append(step) or 0.1)
+    monkeypatch.setattr(medusa, "add_lora", lambda *given: seeds.append(torch.initial_seed()) or add_lora(*given))
     overrides = ["run.name=order", "steps=3", "joint.steps=4", "evaluate.every=9", "export.merged=false"]
     code, _, err = run_main(medusa.main, recipe, *overrides)
     assert (code, err) == (0, "")
     (order,) = orders
     assert order.shape == (7 * 8, 2) and rows == order[:, 1].tolist()
     assert ramp == [0, 0, 1, 1, 2, 2, 3, 3], "two micro-batches a step"
+    assert seeds == [3 + 1], "the recipe's, and one"
     assert rows[24:48] != rows[:24] and len(set(rows[16:32])) == 16, "an epoch of 16 rows goes over the border"
 
 
