@@ -274,12 +274,24 @@ def _converted(folder: Path, files: list[Path]) -> Path:
             f"{cache}: the cache cannot be made here ({error.strerror}); set DRAFTSMITH_CACHE to another folder"
         ) from None
     with locked(copy.with_name(f"{copy.name}.lock")):
-        if not (copy / _STAMP).exists() or json_object(copy / _STAMP) != stamp:
+        if not _is_whole(copy, stamp):
             size = sum(s.st_size for s in facts.values())
             _convert(folder, files, copy, size)
             write_json(copy / _STAMP, stamp)  # last: without it the copy is not used
         _copy_beside(folder, copy)
     return copy
+
+
+def _is_whole(copy: Path, stamp: Mapping[str, Any]) -> bool:
+    """Whether a safetensors copy is one of these files, and no part of it was lost since."""
+    try:
+        if json_object(copy / _STAMP) != stamp:
+            return False
+        _weight_files(copy)
+        check_safetensors(copy)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _convert(folder: Path, files: list[Path], copy: Path, size: int) -> None:

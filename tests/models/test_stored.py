@@ -186,6 +186,20 @@ def test_a_conversion_that_was_killed_is_begun_again(folder, monkeypatch):
     assert load_target(str(folder)).fingerprint == fingerprint(folder)
 
 
+@pytest.mark.parametrize(
+    "name", ["converted_from.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"]
+)
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"{")])
+def test_a_copy_that_lost_a_part_is_made_anew(folder, name, damage, capsys):
+    pickled(folder)
+    before = fingerprint(folder)
+    copy = with_safetensors(folder)
+    damage(copy / name)
+    capsys.readouterr()
+    assert with_safetensors(folder) == copy and "converted" in capsys.readouterr().err
+    assert fingerprint(folder) == before
+
+
 class Command:
     def __reduce__(self):
         return os.system, ("touch loaded_unsafely",)
