@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import ConfigDict
 
 from draftsmith.data.prompts import positive
+from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.command import make_console, run_command
 from draftsmith.train.recipe import Recipe, Target, read_recipe
 
@@ -86,16 +87,18 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="a folder or Hub id; the recipe's target if left out")
     args = parser.parse_intermixed_args()
     recipe = read_recipe(args.recipe, PreviewRecipe, args.overrides)
-    name = args.tokenizer or (recipe.target.name if recipe.target else None)
-    if name is None:
+    t = recipe.target
+    if t is None and not args.tokenizer:
         raise ValueError(f"{args.recipe} has no target whose tokenizer could be used; pass --tokenizer FOLDER")
 
     import numpy as np
 
-    from draftsmith.data.prompts import load_tokenizer
     from draftsmith.data.tokenized import tokenized
 
-    tokenizer = load_tokenizer(name)
+    if args.tokenizer or t is None:
+        tokenizer = load_tokenizer(args.tokenizer)
+    else:
+        tokenizer = load_tokenizer(t.name, t.revision, t.trust_remote_code)
     console = make_console()
     for source in recipe.data.validation if args.validation else recipe.data.train:
         console.print(f"\n── {source.source} ({source.split}), weight {source.weight:g}", style="bold")

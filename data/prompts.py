@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from draftsmith.data import sources
+from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.command import run_command
 from draftsmith.train.files import write_text
 
@@ -133,32 +134,6 @@ def make_parent(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, or of a model on the Hub.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, or it cannot be read.
-    """
-    folder = Path(name)
-    try:
-        there = folder.exists()
-    except OSError as error:  # a name that is too long, a link to itself
-        raise ValueError(f"--tokenizer {name[:200]}: cannot be read ({error.strerror})") from None
-    if folder.is_symlink() and not there:
-        raise ValueError(f"--tokenizer {name}: a link that leads nowhere")
-    if there and not folder.is_dir():
-        raise ValueError(f"--tokenizer {name}: this is a file; name the folder with the tokenizer's files")
-    if not there and (folder.is_absolute() or (folder.parent.is_dir() and len(folder.parts) > 1)):
-        raise FileNotFoundError(f"--tokenizer {name}: there is no such folder")
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # transformers, tokenizers and the Hub's client raise a dozen unrelated types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ValueError(f"--tokenizer {name}: no tokenizer here ({reason})") from None
 
 
 def positive(text: str) -> int:

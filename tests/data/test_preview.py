@@ -52,6 +52,21 @@ def test_a_recipe_without_a_target(recipe, run_main, tiny_lm):
     assert run_main(preview.main, recipe, "--tokenizer", tiny_lm)[0] == 0
 
 
+def test_the_targets_revision_and_code(recipe, run_main, monkeypatch):
+    asked, load = [], preview.load_tokenizer
+    monkeypatch.setattr(preview, "load_tokenizer", lambda *given: asked.append(given) or load(given[0]))
+    more = ("target.revision=v1", "target.trust_remote_code=true")
+    name = yaml.safe_load(recipe.read_text())["target"]["name"]
+    for tokenizer in ([], ["--tokenizer", name]):
+        assert run_main(preview.main, recipe, *more, "--count", 1, *tokenizer)[0] == 0
+    assert asked == [(name, "v1", True), (name,)]
+
+
+def test_a_target_that_is_not_there(recipe, run_main):
+    code, _, err = run_main(preview.main, recipe, "target.name=/nowhere")
+    assert (code, err) == (2, "error: '/nowhere': there is no such folder, and a Hub id would be USER/NAME\n")
+
+
 def test_bad_recipe(recipe, run_main):
     code, _, err = run_main(preview.main, recipe, "data.max_lenght=3")
     assert code == 2 and "nearest valid key: data.max_length" in err

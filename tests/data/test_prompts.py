@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data import prompts as prompts_command
 from draftsmith.data import sources
-from draftsmith.data.prompts import Prompt, load_tokenizer, prompts, write
+from draftsmith.data.prompts import Prompt, prompts, write
+from draftsmith.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +214,7 @@ def make_tokenizer(path, kind):
 def test_tokenizers_that_are_none(kind, run_main, tmp_path):
     make_tokenizer(tmp_path / "t", kind)
     code, _, err = command(run_main, tmp_path / "t", tmp_path / "p.jsonl")
-    assert code == 2 and err.startswith(f"error: --tokenizer {tmp_path / 't'}: "), err
+    assert code == 2 and err.replace("'", "").startswith(f"error: {tmp_path / 't'}: "), err
     assert err.count("\n") == 1 and len(err) < 500 and not (tmp_path / "p.jsonl").exists()
 
 

@@ -100,7 +100,7 @@ def test_a_real_command(tmp_path):
 
     done = run("-m", "draftsmith.data.prompts", "package:no_such_package", "--tokenizer", "/nowhere", "--out", "x")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: --tokenizer /nowhere: there is no such folder\n"
+    assert done.stderr == "error: '/nowhere': there is no such folder, and a Hub id would be USER/NAME\n"
 
 
 def as_another_exception(interrupt):
