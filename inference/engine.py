@@ -9,6 +9,8 @@ import gc
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -35,7 +37,7 @@ ROUND = 256  # slots that the cache of static steps grows by
 class Request:
     """One text to be decoded. What it asks for is checked when it is its turn.
 
-    prompt: token ids, at least one.
+    prompt: token ids, at least one; a list is made of a tensor or an array of one dimension.
     max_new_tokens: the limit.
     sampling: parameters of the modes that are not greedy; temperature 1 if left out.
     stop_ids: ids that end the text; the target's own if None.
@@ -47,6 +49,13 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] | None = None
     stop_strings: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        prompt: Any = self.prompt
+        if getattr(prompt, "ndim", None) == 1:
+            object.__setattr__(self, "prompt", prompt.tolist())
+        if _is_whole(self.max_new_tokens):
+            object.__setattr__(self, "max_new_tokens", int(self.max_new_tokens))  # sums of numpy's may overflow
 
 
 @dataclass
@@ -169,6 +178,7 @@ class SpeculativeDecoder:
             raise ValueError(f"batch_size {batch_size!r}: must be a whole number")
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size}: must be at least 1")
+        batch_size = int(batch_size)
         if longest is None:
             requests = list(requests)
             batch_size = min(batch_size, len(requests))
@@ -255,7 +265,7 @@ class SpeculativeDecoder:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's, too
 
 
 def _is_list(value: object) -> bool:

@@ -32,8 +32,12 @@ WRONG = [
     ({"prompt": "abc"}, "prompt 2 is of type str; give a list of token ids"),
     ({"prompt": 5}, "prompt 2 is of type int; give a list of token ids"),
     ({"prompt": None}, "prompt 2 is of type NoneType; give a list of token ids"),
-    ({"prompt": torch.tensor([1, 2])}, "prompt 2 is of type Tensor; give a list of token ids"),
-    ({"prompt": np.array([1, 2])}, "prompt 2 is of type ndarray; give a list of token ids"),
+    ({"prompt": torch.tensor([[1, 2]])}, "prompt 2 is of type Tensor; give a list of token ids"),
+    ({"prompt": np.array(1)}, "prompt 2 is of type ndarray; give a list of token ids"),
+    ({"prompt": np.array([1, 2.5])}, "prompt 2: token 1.0 is no whole number"),
+    ({"prompt": torch.tensor([True, False])}, "prompt 2: token True is no whole number"),
+    ({"prompt": [1, np.int64(61)]}, "prompt 2: token 61 is not in the target's vocabulary (0 to 60)"),
+    ({"prompt": [1, np.bool_(True)]}, "prompt 2: token np.True_ is no whole number"),
     ({"prompt": [1, "2"]}, "prompt 2: token '2' is no whole number"),
     ({"prompt": [1, True]}, "prompt 2: token True is no whole number"),
     ({"prompt": [1, 2.0]}, "prompt 2: token 2.0 is no whole number"),
@@ -69,6 +73,18 @@ def test_requests(decoder, fields, message):
         assert str(error.value) == message
     with pytest.raises(ValueError, match="prompt 2 is of type list; give a Request"):
         decoder.serve([Request([1], 3), [1, 2]], 1)
+
+
+def test_numbers_of_numpy_and_torch(decoder):
+    """What a tokenizer or an array gives is as good as a list of Python's."""
+    ids = [1, 2, 3]
+    wanted = [decoder.generate([ids], 5, stop_ids=frozenset())[0].tokens]
+    for prompt in (np.array(ids), np.array(ids, dtype=np.uint8), torch.tensor(ids), [np.int64(i) for i in ids]):
+        for limit in (5, np.int64(5), np.uint8(5)):
+            results = decoder.generate([prompt], limit, batch_size=np.int32(1), stop_ids=frozenset())
+            assert [result.tokens for result in results] == wanted
+    (long,) = decoder.generate([[1] * 200], np.uint8(100), stop_ids=frozenset())
+    assert len(long.tokens) == 56 and long.finish_reason == "context"
 
 
 @pytest.mark.parametrize("size", [2.0, True, "2", 10**20 + 0.5])
