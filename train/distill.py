@@ -48,7 +48,6 @@ from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.turns import serve_turns
 from draftsmith.models.artifact import provenance, write_json
 from draftsmith.models.stored import fingerprint, resolve_folder
-from draftsmith.models.target import load_target
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import run
 from draftsmith.train.loop import Note, console
@@ -180,6 +179,17 @@ class DistillRecipe(Section):
         return fields
 
 
+def check_has_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
+    """Refuse a recipe without a chat template for a target that has none either.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not (template or tokenizer.chat_template):
+        raise ValueError("the target's tokenizer has no chat template; set data.template, for example to "
+                         "recipes/templates/vicuna.jinja")  # fmt: skip
+
+
 def encode(messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str | None) -> list[int]:
     """A prompt by the chat template, up to where the assistant begins to speak.
 
@@ -187,9 +197,7 @@ def encode(messages: list[Message], tokenizer: PreTrainedTokenizerBase, template
         Unanswered: the template refuses it.
         ValueError: there is none.
     """
-    if not (template or tokenizer.chat_template):
-        raise ValueError("the target's tokenizer has no chat template; set data.template, for example to "
-                         "recipes/templates/vicuna.jinja")  # fmt: skip
+    check_has_template(tokenizer, template)
     try:
         text = apply_template(messages, tokenizer, template, add_generation_prompt=True, tokenize=False)
     except OddRow as error:
@@ -206,15 +214,15 @@ def by_engine(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk]
     t, e, d = recipe.target, recipe.engine, recipe.decoding
     assert t is not None
     torch.set_num_threads(e.threads or available_cores())
-    target = load_target(
-        t.name, revision=t.revision, dtype=t.dtype, device="cuda" if torch.cuda.is_available() else "cpu",
-        quantize=t.quantize, trust_remote_code=t.trust_remote_code,
+    # What is wrong with the template or the drafter is found before the target's weights are loaded. The template is
+    # never the drafter's: a drafter changes no answer.
+    tokenizer = load_tokenizer(t.name, t.revision, t.trust_remote_code)
+    template = read_template(recipe.data.template)
+    check_has_template(tokenizer, template)
+    target, drafter = load_drafter(
+        e.drafter, target_name=t.name, revision=t.revision, dtype=t.dtype, quantize=t.quantize,
+        device="cuda" if torch.cuda.is_available() else "cpu", trust_remote_code=t.trust_remote_code,
     )  # fmt: skip
-    drafter = None
-    if e.drafter != "none":
-        _, drafter = load_drafter(e.drafter, target)
-    tokenizer, template = target.tokenizer, read_template(recipe.data.template)
-    assert tokenizer is not None
     longest = min(target.context, e.max_length)
 
     def request(talk: Talk) -> Request | None:

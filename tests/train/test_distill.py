@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM
 
 from draftsmith.data import endpoint, seeds, shards
 from draftsmith.data.rows import OddRow
@@ -316,7 +317,7 @@ def test_a_killed_run_goes_on(recipe, run_main, tmp_path, monkeypatch):
     assert len(list((tmp_path / "killed").glob("shard-*.jsonl"))) == 4
     assert counts_of(tmp_path / "killed")["done"] == 20
     before = {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("shard-*")}
-    monkeypatch.setattr(distill, "load_target", None)  # nothing to ask: nothing to load
+    monkeypatch.setattr(distill, "load_drafter", None)  # nothing to ask: nothing to load
     assert run_main(distill.main, recipe, "run.name=killed")[0] == 0
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("shard-*")}
 
@@ -424,6 +425,18 @@ WRONG = {
 def test_bad_input_is_one_line(recipe, run_main, override, message):
     code, _, err = run_main(distill.main, recipe, override)
     assert code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("override", ["engine.drafter=/nowhere", "engine.drafter={here}"])
+def test_the_drafter_is_checked_before_the_target_is_loaded(recipe, run_main, tmp_path, monkeypatch, override):
+    def loaded(*arguments, **options):
+        raise AssertionError
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    with pytest.raises(AssertionError):
+        run_main(distill.main, recipe, "--restart")
+    code, _, err = run_main(distill.main, recipe, override.format(here=tmp_path), "run.name=other")
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_a_template_that_refuses(recipe, run_main, tmp_path):
