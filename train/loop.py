@@ -107,7 +107,7 @@ class Job:
 
     ``evaluate(module) → metrics`` runs every ``evaluation.every`` steps; ``best_on`` names the metric by which the
     weights kept in ``checkpoints/best/STAGE`` are chosen (``"-x"`` where less is better). ``stages``: their names, in
-    order.
+    order. ``target``: the fingerprint of the frozen target, if there is one; a checkpoint belongs to it.
     """
 
     folder: Path
@@ -120,6 +120,7 @@ class Job:
     stages: list[str]
     precision: Precision = field(default_factory=Precision)
     trackers: Trackers | None = None
+    target: str = ""
     best: float = -math.inf
     step: int = 0  # over all stages
     _resumed: bool = field(default=False, repr=False)
@@ -184,6 +185,11 @@ def fit(
     if job.resume and not job._resumed:
         last = checkpoint.checkpoints(job.checkpoints)[-1]
         state = checkpoint.read_state(last)
+        if state.get("target", job.target) != job.target:  # older ones have none
+            raise ValueError(
+                f"{last}: it was trained for another target (fingerprint {str(state['target'])[:12]}…, not "
+                f"{job.target[:12]}…); set target back, or --restart"
+            )
         if state["stage"] not in job.stages or (state["stage"] == name and state["step"] > first + stage.steps):
             raise ValueError(
                 f"{last}: it is at step {state['step'] - first} of stage '{state['stage']}', which the recipe (stages "
@@ -218,7 +224,7 @@ def fit(
             sharded.save(module, job.checkpoints, job.step, job.checkpoint.keep)
         if accelerator.is_main_process:
             keep = job.checkpoint.keep
-            state = {"stage": name, "best": job.best, "stage_step": job.step - first}
+            state = {"stage": name, "best": job.best, "stage_step": job.step - first, "target": job.target}
             own = None if zero_2 else optimizer.optimizer
             if not zero_2:
                 sharded.forget(job.checkpoints)

@@ -416,6 +416,7 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
         folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "simulated_tau",
         [name for name, _ in plan], recipe.precision,
         Trackers(recipe.track, folder, recipe.model_dump(mode="json")) if accelerator.is_main_process else None,
+        target.fingerprint,
     )  # fmt: skip
     weights = [source.weight for source in recipe.data.train]
     sizes = [len(rows) if isinstance(rows, Rows) else None for rows in rows_by_source]

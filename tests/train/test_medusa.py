@@ -454,11 +454,27 @@ def test_begin_with_other_heads(recipe, whole, run_main):
     )
 
 
-def test_begin_with_heads_of_another_target(recipe, whole, run_main, tiny_lm, tmp_path):
-    other = shutil.copytree(tiny_lm, tmp_path / "other")
-    weights = load_file(other / "model.safetensors")
+@pytest.fixture
+def other(tiny_lm, tmp_path):
+    """The same target but for one number."""
+    folder = shutil.copytree(tiny_lm, tmp_path / "other")
+    weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"][0, 0] += 1e-3
-    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_run_goes_on_with_its_own_target_only(recipe, run_main, other):
+    assert run_main(medusa.main, recipe, "run.name=its-own", "steps=1")[0] == 0
+    before = (recipe.parent / "its-own/model.safetensors").read_bytes()
+    options = [recipe, "run.name=its-own", "steps=2", f"target.name={other}", "--resume"]
+    code, _, err = run_main(medusa.main, *options)
+    assert code == 2 and err.count("\n") == 1
+    assert "checkpoints/step-1: it was trained for another target (fingerprint " in err
+    assert (recipe.parent / "its-own/model.safetensors").read_bytes() == before
+
+
+def test_begin_with_heads_of_another_target(recipe, whole, run_main, tiny_lm, other):
     options = [recipe, "run.name=other", f"init_from={whole}", "steps=1", f"target.name={other}"]
     code, _, err = run_main(medusa.main, *options)
     assert code == 2 and err.startswith(f"error: {whole}: this drafter was trained for target '{tiny_lm}', not for ")
