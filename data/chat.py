@@ -62,7 +62,15 @@ def _text(value: object, what: str) -> str:
     return value
 
 
-def _messages(turns: object, role_key: str, text_key: str) -> list[Message]:
+def read_messages(turns: object, role_key: str, text_key: str) -> list[Message]:
+    """A chat's turns, checked; a content of text parts (OpenAI's) becomes one text.
+
+    Args:
+        role_key, text_key: the names of a turn's fields; roles are ShareGPT's speakers if the first is ``from``.
+
+    Raises:
+        OddRow: they are no list of turns, or one has an unknown role or something else than text.
+    """
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise OddRow("its turns are no list")
     chat: list[Message] = []
@@ -76,7 +84,7 @@ def _messages(turns: object, role_key: str, text_key: str) -> list[Message]:
             role = _SHAREGPT[role]
         elif role not in _ROLES:
             raise OddRow(f"a turn has an unknown role (known: {', '.join(_ROLES)})")
-        if isinstance(text, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in text):
+        if isinstance(text, list) and text and all(isinstance(p, Mapping) and p.get("type") == "text" for p in text):
             text = "".join(_text(part.get("text"), f"a turn's '{text_key}'") for part in text)  # OpenAI's content parts
         chat.append({"role": role, "content": _text(text, f"a turn's '{text_key}'")})
     return chat
@@ -95,16 +103,16 @@ def read_row(row: Mapping[str, Any]) -> str | list[Message] | Completion:
         OddRow: it has none of the known formats, is malformed, or nobody asks anything in it.
     """
     if row.get("messages") is not None:
-        chat = _messages(row["messages"], "role", "content")
+        chat = read_messages(row["messages"], "role", "content")
     elif row.get("conversations") is not None:
         turns = row["conversations"]
         openai = isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping) and "role" in turns[0]
-        chat = _messages(turns, *(("role", "content") if openai else ("from", "value")))
+        chat = read_messages(turns, *(("role", "content") if openai else ("from", "value")))
     elif row.get("prompt") is not None and row.get("completion") is not None:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return Completion(_text(prompt, "its 'prompt'"), _text(completion, "its 'completion'"))
-        chat = _messages(prompt, "role", "content") + _messages(completion, "role", "content")
+        chat = read_messages(prompt, "role", "content") + read_messages(completion, "role", "content")
     elif row.get("text") is not None:
         text = _text(row["text"], "its 'text'")
         if not text:

@@ -11,6 +11,7 @@ the target's own under --check-lossless), 2 wrong usage or bad input.
 """
 
 import argparse
+import contextlib
 import shutil
 import sys
 import time
@@ -66,7 +67,8 @@ def read_line() -> str | None:
         ValueError: it is not UTF-8.
     """
     if sys.stdin.isatty() and sys.stdout.isatty():
-        import readline  # noqa: F401  # arrow keys and the history of lines, in input()
+        with contextlib.suppress(ImportError):  # not every Python is built with it
+            import readline  # noqa: F401  # arrow keys and the history of lines, in input()
 
         try:
             line = input("> ")

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.train.command import first_line
+from draftsmith.data.rows import OddRow
 from draftsmith.train.files import parse_json, read_text
 
 if TYPE_CHECKING:
     from draftsmith.models.target import Target
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _HINT = 'write {"prompt": "…"}, {"messages": […]} or {"turns": […]} on each line'
+_PLAIN = 'give the text as it is (--raw, or lines of {"prompt": …})'
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,18 @@ class Prompt:
         Raises:
             ValueError: there is no template, or it refuses the messages.
         """
+        from draftsmith.data.chat import apply_template  # it takes torch, seconds to import
+
         tokenizer = target.tokenizer
         assert tokenizer is not None
         if self.messages is None:
             return list(tokenizer(self.text, verbose=False)["input_ids"])
         if not tokenizer.chat_template:
-            raise ValueError(f"{self.where}: target '{target.name}' has no chat template; give plain prompts")
+            raise ValueError(f"{self.where}: target '{target.name}' has no chat template; {_PLAIN}")
         try:
-            rendered = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program: it raises whatever it likes
-            said = first_line(error)
-            raise ValueError(
-                f"{self.where}: the chat template of target '{target.name}' refuses these messages ({said}); "
-                "give plain prompts (--raw)"
-            ) from None
+            rendered = apply_template(self.messages, tokenizer, None, add_generation_prompt=True, tokenize=False)
+        except OddRow as odd:
+            raise ValueError(f"{self.where}: target '{target.name}': {odd}; {_PLAIN}") from None
         return list(tokenizer(str(rendered), add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -103,27 +101,16 @@ def _prompt(entry: Any, where: str) -> Prompt:
             if not isinstance(turn, str) or not turn:
                 raise ValueError(f"{where}: one of the turns is {_kind(turn)}; a text is needed")
         return Prompt(messages=[{"role": "user", "content": value[0]}], where=where)
-    chat = [_message(message, f"{where}: message {number}") for number, message in enumerate(value, 1)]
+    from draftsmith.data.chat import read_messages
+
+    try:
+        chat = read_messages(value, "role", "content")
+    except OddRow as odd:
+        raise ValueError(f"{where}: {odd}") from None
     asked = chat[:-1] if chat[-1]["role"] == "assistant" else chat
     if not asked:
         raise ValueError(f"{where}: nobody asks: the assistant's is the only message")
     return Prompt(messages=asked, where=where)
-
-
-def _message(message: Any, where: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise ValueError(f"{where} is {_kind(message)}; role and content are needed")
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        said = f"'{role[:40]}'" if isinstance(role, str) else _kind(role)
-        raise ValueError(f"{where}: the role is {said}; known: {', '.join(ROLES)}")
-    if isinstance(content, list) and content:  # OpenAI's content parts
-        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
-            raise ValueError(f"{where}: one of its content parts is no text; only text can be decoded")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise ValueError(f"{where}: content is {_kind(content)}; a text is needed")
-    return {"role": role, "content": content}
 
 
 def _kind(value: Any) -> str:

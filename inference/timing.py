@@ -170,7 +170,9 @@ def evaluate(
     if "engine" in wanted or args.check_lossless:
         methods["engine"] = engine_method("engine", SpeculativeDecoder(target, compiled=args.compile))
     if "transformers" in wanted:
-        methods["transformers"] = transformers_method(target, args.max_new_tokens, args.batch_size, **generate_options(args))
+        methods["transformers"] = transformers_method(
+            target, args.max_new_tokens, args.batch_size, **generate_options(args)
+        )
     if "prompt_lookup" in wanted and args.batch_size == 1:
         methods["prompt_lookup"] = transformers_method(
             target, args.max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **generate_options(args)

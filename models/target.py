@@ -358,7 +358,7 @@ def _check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_siz
         ValueError: the vocabulary of the model is smaller.
     """
     template = str(tokenizer.chat_template or "")
-    needed = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    needed = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
     unused = {
         number
         for number, token in tokenizer.added_tokens_decoder.items()

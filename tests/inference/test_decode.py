@@ -493,7 +493,9 @@ def test_the_transformers_baseline_samples_as_we_do(target, only):
     wanted = [result.tokens for result in SpeculativeDecoder(target).generate(prompts, 12)]
     torch.manual_seed(0)
     assert timing.transformers_method(target, 12, **theirs)(prompts) == wanted
-    free = timing.generate_options(SimpleNamespace(mode="sample", **{**dict.fromkeys(options.SAMPLING), "temperature": 5.0}))
+    free = timing.generate_options(
+        SimpleNamespace(mode="sample", **{**dict.fromkeys(options.SAMPLING), "temperature": 5.0})
+    )
     assert timing.transformers_method(target, 12, **free)(prompts) != wanted
 
 
@@ -520,3 +522,14 @@ def test_the_transformers_baseline_ignores_the_stored_generation_config(tiny_lm)
         setattr(stored, name, value)
     assert timing.transformers_method(target, 30)(prompts) == wanted
     assert target.model.generation_config is stored and target.stop_ids
+
+
+def test_lines_are_read_where_python_has_no_readline(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setitem(sys.modules, "readline", None)  # importing it fails
+    monkeypatch.setattr(sys, "stdin", Terminal("first\n"))
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert decode.read_line() == "first"

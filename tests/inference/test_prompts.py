@@ -21,6 +21,7 @@ def test_read_prompts(tmp_path):
         '{"turns": ["first", "second"]}\r',
         json.dumps({"prompt": None, "messages": [{"role": "user", "content": parts}]}),
         '{"prompt": "\\ud83d\\ude42"}',
+        json.dumps({"messages": [USER, {"role": "function", "content": "7"}]}),  # as in training data
     ]
     path.write_bytes("\n".join(lines).encode())
     assert read_prompts(path) == [
@@ -30,6 +31,7 @@ def test_read_prompts(tmp_path):
         Prompt("", [{"role": "user", "content": "first"}]),
         Prompt("", [{"role": "user", "content": "one two"}]),
         Prompt("🙂"),
+        Prompt("", [USER, {"role": "function", "content": "7"}]),
     ]
     assert [prompt.where for prompt in read_prompts(path)][1:3] == [f"{path}:3", f"{path}:4"]
 
@@ -52,18 +54,16 @@ LINES = [
     ('{"a":' * 100_000, "nested too deeply"),
     ('{"messages": []}', "messages is an empty list; a list is needed"),
     ('{"messages": "hello"}', "messages is a text; a list is needed"),
-    ('{"messages": ["hello"]}', "message 1 is a text; role and content are needed"),
-    ('{"messages": [{"role": "user"}]}', "message 1: content is null; a text is needed"),
-    ('{"messages": [{"role": "user", "content": null}]}', "message 1: content is null; a text is needed"),
-    ('{"messages": [{"role": "user", "content": 7}]}', "message 1: content is a number; a text is needed"),
-    ('{"messages": [{"role": "user", "content": []}]}', "message 1: content is an empty list; a text is needed"),
-    ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "one of its content parts is no text"),
-    ('{"messages": [{"role": "user", "content": ["a"]}]}', "one of its content parts is no text"),
-    (
-        '{"messages": [{"role": "bard", "content": "a"}]}',
-        "message 1: the role is 'bard'; known: system, developer, user",
-    ),
-    ('{"messages": [{"role": 7, "content": "a"}]}', "message 1: the role is a number; known: system"),
+    ('{"messages": ["hello"]}', "a turn has no 'role' or no 'content'"),
+    ('{"messages": [{"role": "user"}]}', "a turn has no 'role' or no 'content'"),
+    ('{"messages": [{"role": "user", "content": null}]}', "a turn's 'content' is no text"),
+    ('{"messages": [{"role": "user", "content": 7}]}', "a turn's 'content' is no text"),
+    ('{"messages": [{"role": "user", "content": []}]}', "a turn's 'content' is no text"),
+    ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "a turn's 'content' is no text"),
+    ('{"messages": [{"role": "user", "content": ["a"]}]}', "a turn's 'content' is no text"),
+    ('{"messages": [{"role": "bard", "content": "a"}]}', "a turn has an unknown role (known: system, developer, user"),
+    ('{"messages": [{"role": 7, "content": "a"}]}', "a turn has an unknown role (known: system"),
+    ('{"messages": [{"role": [], "content": "a"}]}', "a turn has an unknown role (known: system"),
     ('{"messages": [{"role": "assistant", "content": "a"}]}', "nobody asks"),
     ('{"turns": []}', "turns is an empty list"),
     ('{"turns": "abc"}', "turns is a text; a list is needed"),
@@ -104,10 +104,10 @@ def test_prompts_are_encoded_as_the_target_does(target):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('no user here') }}", "refuses these messages (no user here)"),
-        ("{{ 1 / 0 }}", "refuses these messages (division by zero)"),
-        ("{{ messages[7].content.x }}", "refuses these messages ("),
-        ("{% for %}", "refuses these messages ("),
+        ("{{ raise_exception('no user here') }}", "refuses this chat: no user here"),
+        ("{{ 1 / 0 }}", "fails on this chat: ZeroDivisionError (division by zero)"),
+        ("{{ messages[7].content.x }}", "refuses this chat: "),
+        ("{% for %}", "refuses this chat: "),
         (None, "target '{}' has no chat template"),
     ],
 )
@@ -117,6 +117,7 @@ def test_templates_that_refuse(target, monkeypatch, template, message):
         encode_prompts([Prompt("fine"), Prompt("", [USER], "p.jsonl:2")], target)
     assert str(error.value).startswith("p.jsonl:2: ") and message.format(target.name) in str(error.value)
     assert "\n" not in str(error.value)
+    assert 'give the text as it is (--raw, or lines of {"prompt": …})' in str(error.value)
 
 
 def test_prompts_leave_room_for_an_answer(target):
