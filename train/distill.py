@@ -45,6 +45,7 @@ from draftsmith.data.tokenized import read_template
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.text import decode_text
 from draftsmith.inference.turns import serve_turns
 from draftsmith.models.artifact import provenance, write_json
 from draftsmith.models.stored import fingerprint, resolve_folder
@@ -223,6 +224,11 @@ def by_engine(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk]
         e.drafter, target_name=t.name, revision=t.revision, dtype=t.dtype, quantize=t.quantize,
         device="cuda" if torch.cuda.is_available() else "cpu", trust_remote_code=t.trust_remote_code,
     )  # fmt: skip
+    if target.adapter:
+        raise ValueError(
+            f"engine.drafter={e.drafter}: it comes with an adapter, with which the target answers otherwise; use a "
+            "drafter without one, or none"
+        )
     longest = min(target.context, e.max_length)
 
     def request(talk: Talk) -> Request | None:
@@ -239,8 +245,7 @@ def by_engine(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk]
 
     def hear(talk: Talk, result: Generation) -> bool:
         tokens = result.tokens[:-1] if result.tokens[-1] in target.stop_ids else result.tokens
-        text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        talk.hear(str(text), result.finish_reason)
+        talk.hear(decode_text(tokenizer, tokens), result.finish_reason)
         if talk.ask is None:
             end(talk)
         return talk.ask is not None

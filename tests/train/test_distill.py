@@ -23,6 +23,7 @@ from draftsmith.data.seeds import Seed, Talk, Unanswered, read_seed, read_seeds
 from draftsmith.data.shards import Shards
 from draftsmith.data.tokenized import tokenized
 from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.models.adapter import add_lora, write_adapter
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
@@ -286,6 +287,17 @@ def test_a_drafter_changes_nothing(recipe, run_main, tiny_lm, tmp_path, monkeypa
     assert code == 0, err
     assert used[0] is None and used[1].num_nodes == 4
     assert lines_of(tmp_path / "drafted") == lines_of(tmp_path / "whole")
+
+
+def test_a_drafter_that_changes_the_target_is_refused(recipe, run_main, tiny_lm, tmp_path):
+    target = load_target(str(tiny_lm))
+    heads = MedusaHeads.for_target(target, 1, 1, "shared")
+    add_lora(target, 2, 4.0, 0.0, ["q_proj"])
+    write_adapter(tmp_path / "drafter", target)
+    write_drafter(tmp_path / "drafter", "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
+    write_json(tmp_path / "drafter/tree.json", {"paths": [[0]]})
+    code, _, err = run_main(distill.main, recipe, f"engine.drafter={tmp_path / 'drafter'}")
+    assert code == 2 and "it comes with an adapter, with which the target answers otherwise" in err, err
 
 
 class Killed(BaseException):
