@@ -53,8 +53,8 @@ demo: install
 	@echo '  .venv/bin/accelerate launch --quiet train/medusa.py recipes/tiny-medusa.yaml run.name=mine drafter.num_draft_heads=3'
 
 test: install
-	@echo 'All tests but the slow ones:'
-	@$(PY) -m pytest -q -m 'not slow'
+	@echo 'All tests but the slow ones, in two processes of one thread each:'
+	@$(PY) -m pytest -q -m 'not slow' -n 2 --dist loadfile
 
 test-full: install
 	@echo 'All tests, the slow ones too:'
