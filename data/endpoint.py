@@ -41,7 +41,9 @@ def api_key() -> str:
 
 
 def check_server(url: str, seconds: float = CONNECT) -> None:
-    """Find out whether anybody listens at a URL (or at the proxy that leads there), without asking anything.
+    """Find out whether anybody listens at a URL (or at the proxy that leads there), before any question is asked.
+
+    A server that is spoken to without TLS is sent ``GET /``, to find out whether it wants TLS.
 
     Raises:
         ConnectionError: unknown host, connection refused, no connection within ``seconds``, or one side speaks TLS and

@@ -35,7 +35,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.inference.options import check_counts, check_folder, check_threads
+from draftsmith.inference.options import check_counts, check_threads
 from draftsmith.models.options import DTYPES, choose_device
 from draftsmith.train.command import available_cores, before_imports, run_command
 
@@ -96,7 +96,7 @@ from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.stored import local_folder
 from draftsmith.models.target import Target, load_target
-from draftsmith.train.files import write_json
+from draftsmith.train.files import check_folder, write_json
 
 
 def release() -> None:

@@ -46,7 +46,7 @@ if __name__ == "__main__":
     before_imports(parser())
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -54,14 +54,14 @@ from draftsmith.inference.answers import answer
 from draftsmith.inference.drafters.load import load_heads, read_heads
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.options import check_counts, check_folder
+from draftsmith.inference.options import check_counts
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.terminal import progress
 from draftsmith.inference.tree import MOST_NODES, Topology, chain
 from draftsmith.models.artifact import device_name
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, check_safetensors
-from draftsmith.train.files import write_json
+from draftsmith.train.files import check_folder, locked, write_json
 
 MAX_RANK = 10  # ranks per head that a tree may use
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -240,7 +240,7 @@ def check_idle(folder: Path) -> None:
     """Raises: ValueError: a command works in this run: what it writes would not fit the tree."""
     if (folder / ".lock").exists():
         try:
-            with FileLock(folder / ".lock").acquire(blocking=False):
+            with locked(folder / ".lock", wait=False):
                 pass
         except Timeout:
             raise ValueError(f"{folder}: another command is working in this run; wait until it has ended") from None

@@ -1,8 +1,6 @@
 """Checks of a command line, before anything slow. Light to import."""
 
 import os
-import tempfile
-from pathlib import Path
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "epsilon")  # --mode sample, typical
 LARGEST = (1 << 31) - 1
@@ -28,19 +26,3 @@ def check_threads(threads: int | None) -> None:
     most = max(256, os.cpu_count() or 1)
     if threads is not None and threads > most:
         raise ValueError(f"--threads {threads}: must be at most {most}")
-
-
-def check_folder(option: str, folder: Path | None) -> None:
-    """Make a folder that results will be written into, and try it; None is left out.
-
-    Raises:
-        ValueError: it cannot be made, or nothing can be written there.
-    """
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"{option} {folder}: cannot write here ({error.strerror}); choose another folder") from None

@@ -53,7 +53,7 @@ from rich.table import Table
 from draftsmith.inference import report as reporting
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
-from draftsmith.inference.options import check_counts, check_folder
+from draftsmith.inference.options import check_counts
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.sampling import COLDEST, Sampling
 from draftsmith.inference.step import Mode
@@ -61,7 +61,7 @@ from draftsmith.inference.terminal import console, make_console, progress
 from draftsmith.inference.timing import each_with_its_seed
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.target import Target
-from draftsmith.train.files import write_json
+from draftsmith.train.files import check_folder, write_json
 
 
 @torch.inference_mode()

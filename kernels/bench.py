@@ -60,7 +60,7 @@ from draftsmith.kernels.commit import commit
 from draftsmith.kernels.head_topk import head_topk
 from draftsmith.kernels.tree_attention import ancestor_mask, tree_attention, tree_attention_cached, tree_bias
 from draftsmith.kernels.verify import ONE_HOT, WITHOUT_REPLACEMENT, verify_sample, verify_sample_reference
-from draftsmith.train.files import write_json
+from draftsmith.train.files import check_folder, write_json
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COLD_BYTES = 256 << 20  # of data that a graph goes round, beyond any L2 cache
@@ -292,6 +292,7 @@ def main() -> None:
     wanted = args.kernels or list(KERNELS)
     if unknown := set(wanted) - set(KERNELS):
         raise ValueError(f"{', '.join(sorted(unknown))}: no such kernel; there are {', '.join(KERNELS)}")
+    check_folder("--out", args.out and args.out.parent)
     if not torch.cuda.is_available():
         raise ValueError("the kernels are measured on a CUDA GPU, and there is none here")
     if triton is None:

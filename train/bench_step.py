@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from draftsmith.inference.options import check_folder
 from draftsmith.models import options
 from draftsmith.train.command import available_cores, before_imports, make_console, run_command
+from draftsmith.train.files import check_folder
 
 STAGES = ("medusa-1", "medusa-2")
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

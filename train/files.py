@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +127,25 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
         ) from None
     with held:
         yield
+
+
+def check_folder(option: str, folder: Path | None) -> None:
+    """Make a folder that results will be written into, and try it; None is left out.
+
+    Args:
+        option: the command line's, for the error.
+
+    Raises:
+        ValueError: it cannot be made, or nothing can be written there.
+    """
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} {folder}: cannot write here ({error.strerror}); choose another folder") from None
 
 
 def write_text(path: Path, text: str) -> None:

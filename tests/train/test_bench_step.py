@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from draftsmith.kernels import bench as kernels
 from draftsmith.models.adapter import add_lora
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.train import bench, bench_medusa, bench_step
@@ -53,6 +54,7 @@ def test_results_that_could_not_be_written(run_main, tmp_path):
     file.touch()
     asked = tmp_path / "prompts.jsonl"
     asked.write_text('{"prompt": "import os"}\n')
-    for main, arguments in ((bench.main, []), (bench_step.main, []), (bench_medusa.main, ["--prompts", asked])):
-        code, _, err = run_main(main, *arguments, "--out", file / "sub" / "x.json")
+    needed = {bench_medusa: ["--prompts", asked]}
+    for script in (bench, bench_step, bench_medusa, kernels):
+        code, _, err = run_main(script.main, *needed.get(script, []), "--out", file / "sub" / "x.json")
         assert code == 2 and err.startswith(f"error: --out {file}") and "cannot write here" in err
