@@ -237,7 +237,11 @@ def timing_prompts(tokens: Tensor, supervised: Tensor) -> list[list[int]]:
 
 
 def check_idle(folder: Path) -> None:
-    """Raises: ValueError: a command works in this run: what it writes would not fit the tree."""
+    """Refuse a run that a command is working in: what it writes would not fit the tree.
+
+    Raises:
+        ValueError: one is.
+    """
     if (folder / ".lock").exists():
         try:
             with locked(folder / ".lock", wait=False):
@@ -263,7 +267,8 @@ def main() -> None:
     if not args.prompts:
         if not stored.exists():
             raise FileNotFoundError(f"{folder}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on")
-        check_safetensors(stored.parent)
+        if not {"tokens", "supervised"} <= check_safetensors(stored.parent).keys():
+            raise ValueError(f"{stored}: not the held-out rows of a run; pass --prompts FILE.jsonl to calibrate on")
         data = load_file(stored)
         if not data["supervised"].any():
             raise ValueError(f"{folder}: no held-out row has an answer; pass --prompts FILE.jsonl to calibrate on")

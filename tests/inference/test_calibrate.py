@@ -275,6 +275,9 @@ def test_calibrate_on_held_out_rows(run_main, heads_folder, monkeypatch):
     result = run_main(calibrate.main, folder, "--target", "/nowhere")
     message = f"error: {folder}: no held-out row has an answer; pass --prompts FILE.jsonl to calibrate on\n"
     assert result == (2, "", message)
+    save_file({"tokens": tokens}, stored)
+    _, _, err = run_main(calibrate.main, folder, "--target", "/nowhere")
+    assert err.startswith(f"error: {stored}: not the held-out rows of a run; pass --prompts")
 
 
 def test_runs_at_work_are_left_alone(run_main, heads_folder):
