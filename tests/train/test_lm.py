@@ -208,7 +208,7 @@ def test_a_tokenizer_without_our_end_token(trained, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text((folder / name).read_text().replace("<|end|>", "</s>"))
     recipe = read_recipe(ROOT / "recipes/tiny-lm.yaml", lm.LmRecipe, [*SMALL, f"init_from={folder}"])
-    with pytest.raises(ValueError, match=r"its tokenizer has no <\|end\|>; begin with a model of train/lm\.py wrote"):
+    with pytest.raises(ValueError, match=r"its tokenizer has no <\|end\|>; begin with a model of train/lm\.py"):
         lm.check_beginning(recipe)
 
 
