@@ -78,7 +78,11 @@ def separate_text() -> None:
 
 
 def end_text(text: str) -> None:
-    """End the line of a whole text where a terminal shows it; the text itself stays as it is."""
-    if sys.stdout is not None and sys.stdout.isatty() and not text.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+    """End the line of a whole text, by the terminal if one shows it, else on stderr, which may go to the same file;
+    the text itself stays as it is."""
+    if sys.stdout is None or text.endswith("\n"):
+        return
+    stream = sys.stdout if sys.stdout.isatty() else sys.stderr
+    if stream is not None:
+        stream.write("\n")
+        stream.flush()
