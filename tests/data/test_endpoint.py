@@ -110,7 +110,7 @@ def test_a_server_that_only_listens_speaks_no_tls(listening):
 
 
 def test_a_resolver_that_hangs(monkeypatch):
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **more: time.sleep(3))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **more: time.sleep(3) or [])
     assert "no connection within 0.3 seconds" in refused("http://somewhere.example/v1", seconds=0.3)
 
 

@@ -32,6 +32,9 @@ def test_wandb_offline(tmp_path):
     trackers.close()
     (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     identity = (tmp_path / "wandb_id").read_text()
+    ends = time.monotonic() + 60  # wandb's own process writes the file, at the latest when it ends
+    while b"loss" not in kept.read_bytes() and time.monotonic() < ends:
+        time.sleep(0.1)
     assert identity in kept.name and b"loss" in kept.read_bytes()
     again = track.Trackers(Track(wandb=True, offline=True), tmp_path, {})
     again.close()
