@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftsmith.kernels.linear import apply_linear, choose, linear
 from draftsmith.models.target import Target
 
 
@@ -42,7 +43,7 @@ class MedusaConfig:
 
 def _project(features: Tensor, lm_head: nn.Module) -> Tensor:
     # Heads train in float32 beside a bfloat16 target; the LM head of a spread one may be on another device.
-    return lm_head(features.to(next(lm_head.parameters()).dtype)).to(features.device)
+    return apply_linear(lm_head, features.to(next(lm_head.parameters()).dtype)).to(features.device)
 
 
 class MedusaHeads(nn.Module):
@@ -122,11 +123,14 @@ class MedusaHeads(nn.Module):
 
     def head_logits(self, head: int, feature: Tensor, lm_head: nn.Module) -> Tensor:
         """The projection of one head: ``[P, d] → [P, V]``."""
-        return _project(feature, lm_head) if self.projection is None else F.linear(feature, self.projection[head])
+        return _project(feature, lm_head) if self.projection is None else linear(feature, self.projection[head])
 
     def logits(self, hidden: Tensor, lm_head: nn.Module, heads: int | None = None) -> Tensor:
         """The first ``heads`` heads (all if left out): ``[P, d] → [K, P, V]``."""
         features = self.features(hidden, heads)
         if self.projection is None:
             return _project(features, lm_head)
-        return features @ self.projection[:heads].transpose(1, 2)
+        own = self.projection[: len(features)]
+        if len(own) and choose(features[0], own[0]) != "linear":  # each by itself is faster here
+            return torch.stack([linear(*pair) for pair in zip(features, own, strict=True)])
+        return features @ own.transpose(1, 2)

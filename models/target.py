@@ -31,6 +31,7 @@ from transformers import (
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
+from draftsmith.kernels.linear import apply_linear
 from draftsmith.models.options import DEVICE_MAPS, DTYPES, QUANTIZE, choose_device
 from draftsmith.models.stored import (
     check_safetensors,
@@ -129,7 +130,7 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The LM head with what some families do after it: ``[..., d] → [..., V]``."""
-        logits = self.lm_head(hidden).to(hidden.device)
+        logits = apply_linear(self.lm_head, hidden).to(hidden.device)
         cap = getattr(self.config, "final_logit_softcapping", None)
         if cap:
             logits = torch.tanh(logits / cap) * cap

@@ -2,11 +2,13 @@
 families, and the teacher that says what each of them writes."""
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+os.environ["DRAFTSMITH_CACHE"] = tempfile.mkdtemp(prefix="draftsmith-tests-")  # measured choices, not the user's
 
 import contextlib
 import io
@@ -48,6 +50,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
     "gemma2": ("gemma2", {**_LLAMA_LIKE, **_MIXED, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0,
                "final_logit_softcapping": 5.0}, 0.3, 0),
     "gemma3": ("gemma3_text", {**_LLAMA_LIKE, **_MIXED, "query_pre_attn_scalar": 8}, 0.3, 0),
+    "gemma": ("gemma", _LLAMA_LIKE, 0.3, 0),
+    "qwen2": ("qwen2", _LLAMA_LIKE, 0.4, 0),
+    "phi3": ("phi3", _LLAMA_LIKE, 0.4, 0),
     "gpt_neox": ("gpt_neox", {k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"}, 0.4, 9),
     "gpt2": ("gpt2", _GPT2, 0.4, 7),
     "opt": ("opt", {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
