@@ -26,6 +26,7 @@ from draftsmith.inference.step import (
     Step,
     Told,
     capacity_for,
+    find_lean,
     on_device,
 )
 from draftsmith.models.target import Target
@@ -81,6 +82,11 @@ class SpeculativeDecoder:
             Left out: on a GPU that holds the whole target.
         compiled: the target's forward pass of a step by ``torch.compile``, which is static then; slow to begin, faster
             afterwards.
+        lean: run the target by the lean decoder of ``models/lean.py`` (True), by its own modules (False), or lean where
+            that can be (left out).
+
+    Raises:
+        ValueError: the lean decoder is asked for (True), and the target has none.
 
     Example:
         >>> decoder = SpeculativeDecoder(target, drafter)
@@ -88,21 +94,23 @@ class SpeculativeDecoder:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, *, static: bool | None = None, compiled: bool = False
-    ) -> None:
+        self, target: Target, drafter: Drafter | None = None, *, static: bool | None = None, compiled: bool = False,
+        lean: bool | None = None,
+    ) -> None:  # fmt: skip
         self.target = target
         self.drafter: Drafter = PlainDrafter(target.device) if drafter is None else drafter
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         here = target.device.type == "cuda" and not target.spread
         self.static = compiled or (here if static is None else static)
-        self.compiled = compiled
+        self.compiled, self.lean = compiled, lean
+        if lean:
+            find_lean(target, lean)
         self._step: Step | None = None
 
     @property
     def how(self) -> str:
-        """How the last call's steps ran: in a CUDA graph, or eagerly."""
-        how = (self._step.eagerly or "cuda graph") if self._step else "not yet"
-        return f"{how}, compiled" if self.compiled else how
+        """How the last call's steps ran, as :attr:`Step.how` says."""
+        return self._step.how if self._step else "not yet"
 
     def generate(
         self,
@@ -252,6 +260,8 @@ class SpeculativeDecoder:
     def _make_step(self, mode: Mode, rows: int, capacity: int) -> Step:
         """The step of the call before, if its cache is large enough; else a larger one in its place."""
         step = self._step
+        if step is not None and step.runner.found != find_lean(self.target, self.lean):
+            step = self._step = None  # the target's modules or weights were exchanged
         if step is None or (step.mode, step.rows, step.static) != (mode, rows, self.static) or step.capacity < capacity:
             if step is not None:
                 self._step = step = None
@@ -259,8 +269,9 @@ class SpeculativeDecoder:
             if self.static:
                 capacity = -(-capacity // ROUND) * ROUND  # what is captured or compiled should serve the next call, too
             self._step = step = Step(
-                self.target, self.drafter, mode, rows, capacity, static=self.static, compiled=self.compiled
-            )
+                self.target, self.drafter, mode, rows, capacity, static=self.static, compiled=self.compiled,
+                lean=self.lean,
+            )  # fmt: skip
         return step
 
 

@@ -36,6 +36,8 @@ from draftsmith.kernels.tree_attention import (
     tree_bias_one_row,
 )
 from draftsmith.kernels.verify import draw
+from draftsmith.models.lean import LeanDecoder
+from draftsmith.models.lean_from import lean_decoder
 from draftsmith.models.target import Target
 
 Mode = Literal["greedy", "sample", "typical"]
@@ -128,14 +130,36 @@ class PlainDrafter:
         pass
 
 
-class Runner:
-    """A causal LM on a cache: one forward pass of tree nodes or of a prompt's chunk. ``logits`` is the target's own."""
+def find_lean(target: Target, lean: bool | None) -> LeanDecoder | str:
+    """The target's lean decoder, or why the model's own modules run: they were asked for (False), or it has no lean
+    decoder (None).
 
-    def __init__(self, target: Target, cache: KVCache, compiled: bool = False) -> None:
+    Raises:
+        ValueError: the lean decoder is asked for (True), and there is none.
+    """
+    found = "as asked" if lean is False else lean_decoder(target)
+    if lean and isinstance(found, str):
+        raise ValueError(f"target '{target.name}' has no lean decoder: {found}; use --decoder auto (lean=None)")
+    return found
+
+
+class Runner:
+    """A causal LM on a cache: one forward pass of tree nodes or of a prompt's chunk. ``logits`` is the target's own.
+
+    Args:
+        lean: run the lean decoder (True), the model's own modules (False), or lean where that can be (None).
+
+    Raises:
+        ValueError: the lean decoder is asked for and cannot be.
+    """
+
+    def __init__(self, target: Target, cache: KVCache, compiled: bool = False, lean: bool | None = None) -> None:
         self.target, self.cache = target, cache
-        self.compiled: Callable[..., Any] = target.decoder
-        if compiled:
-            self.compiled = torch.compile(target.decoder, dynamic=False)
+        self.found = find_lean(target, lean)
+        self.lean = self.found if isinstance(self.found, LeanDecoder) else None
+        self.modules: Callable[..., Any] = target.decoder if self.lean is None else self.lean.forward
+        self.compiled = torch.compile(self.modules, dynamic=False) if compiled else self.modules
+        self.tables = {} if self.lean is None else self.lean.tables(cache.capacity)
         config = target.config
         layers = getattr(config, "layer_types", None) or []
         sliding = getattr(config, "sliding_window", None) or 0
@@ -159,7 +183,10 @@ class Runner:
             Hidden states ``[B, N, d]`` after the final norm.
         """
         self.cache.slots, self.cache.seen = slots, seen
-        decoder = self.compiled if compiled else self.target.decoder
+        decoder = self.compiled if compiled else self.modules
+        if self.lean is not None:
+            views = self.cache.views()
+            return decoder(tokens, positions, slots, views, self.tables, biases=biases, behind=behind)[0]
         return decoder(
             input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, biases=biases,
             behind=behind,
@@ -277,22 +304,23 @@ class Step:
         capacity: slots of the cache, see :func:`capacity_for`.
         static: the same shapes at every step, and on a GPU a CUDA graph.
         compiled: the target's forward pass of a step by ``torch.compile``.
+        lean: see :class:`Runner`.
 
     Raises:
-        ValueError: the mode is none of ``MODES``.
+        ValueError: the mode is none of ``MODES``, or the lean decoder is asked for and cannot be.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter, mode: Mode, rows: int, capacity: int, *, static: bool = False,
-        compiled: bool = False,
+        compiled: bool = False, lean: bool | None = None,
     ) -> None:  # fmt: skip
         if mode not in MODES:
             raise ValueError(f"mode {mode!r}: must be one of {', '.join(MODES)}")
         device = target.device
         self.target, self.drafter, self.mode = target, drafter, mode
-        self.rows, self.capacity, self.static = rows, capacity, static
+        self.rows, self.capacity, self.static, self.compiled = rows, capacity, static, compiled
         self.cache = KVCache(target, rows, capacity)
-        self.runner = Runner(target, self.cache, compiled)
+        self.runner = Runner(target, self.cache, compiled, lean)
         feature = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=device)
         self.state = State(torch.zeros(rows, dtype=torch.int64, device=device), self.cache.lengths, feature)
         self.running = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -310,6 +338,13 @@ class Step:
         self._graphs: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
         if device.type == "cuda":
             self._host = [torch.empty(self.told.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+
+    @property
+    def how(self) -> str:
+        """How steps run: in a CUDA graph or eagerly, compiled or not, and by which decoder; why not by the lean one."""
+        graph = f"{self.eagerly or 'cuda graph'}{', compiled' if self.compiled else ''}"
+        found = self.runner.found
+        return f"{graph}, " + (f"transformers decoder ({found})" if isinstance(found, str) else "lean decoder")
 
     def begin(
         self, rows: slice, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], clock: Clock | None = None

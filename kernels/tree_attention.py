@@ -126,6 +126,9 @@ def tree_attention(
     """:func:`tree_attention_reference` by PyTorch's fused attention, where that can express it (no soft cap)."""
     if softcap is not None:
         return tree_attention_reference(q, k, v, bias, scale, softcap)
+    if q.shape[2] == 1 and q.shape[1] != k.shape[1]:  # a group's heads as so many queries of one head
+        grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+        return F.scaled_dot_product_attention(grouped, k, v, bias, scale=scale).reshape(q.shape)
     return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 

@@ -19,6 +19,8 @@ WANTED = 36
 DEPTH = {1: 0, 33: 5, 65: 6}
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "gpt2", "opt", "cohere", "granite", "phi")
 
+LEAN = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "granite")
+
 
 @pytest.fixture(scope="module")
 def lesson(make_target, teach):
@@ -37,8 +39,8 @@ def lesson(make_target, teach):
     return get
 
 
-def decode(target, drafter, prompts, wanted, **options):
-    results = SpeculativeDecoder(target, drafter).generate(prompts, wanted, stop_ids=NONE, **options)
+def decode(target, drafter, prompts, wanted, lean=None, **options):
+    results = SpeculativeDecoder(target, drafter, lean=lean).generate(prompts, wanted, stop_ids=NONE, **options)
     for result in results:
         assert len(result.tokens) == 1 + sum(result.accepted)
     return results
@@ -56,6 +58,18 @@ def test_output_is_the_targets_own(lesson, scripted, family, rows, nodes):
     assert [r.accepted for r in results] == drafter.accepted
     assert {r.finish_reason for r in results} == {"length"}
     drafter.assert_every_length_occurred()
+
+
+@pytest.mark.parametrize("nodes", [1, 65])
+@pytest.mark.parametrize("family", LEAN)
+def test_output_by_the_models_own_modules(lesson, scripted, family, nodes):
+    """The same where the lean decoder, which runs these families otherwise, is not wanted."""
+    target, truth = lesson(family)
+    drafter = scripted(target, PROMPTS, truth, [WANTED] * 4, nodes, DEPTH[nodes])
+    results = decode(target, drafter, PROMPTS, WANTED, lean=False)
+    assert [r.tokens for r in results] == [t[:WANTED] for t in truth]
+    assert [r.accepted for r in results] == drafter.accepted
+    decode(target, None, PROMPTS[:1], 2, lean=True)  # it could
 
 
 def test_rows_of_very_uneven_progress(lesson, scripted):

@@ -48,6 +48,17 @@ def sample(decoder, sampling, count, tokens=3, mode="sample"):
     return torch.tensor(outputs)
 
 
+@pytest.mark.parametrize("mode", ["sample", "typical"])
+def test_either_decoder_draws_the_same(decoder, mode):
+    """The same uniforms on the lean decoder, whose distribution the tests below check, and on the model's own modules:
+    only a token within rounding of a boundary may differ."""
+    other = SpeculativeDecoder(decoder.target, decoder.drafter, lean=False)
+    for sampling in SAMPLINGS.values():
+        ours, theirs = (sample(one, sampling, 500, tokens=6, mode=mode) for one in (decoder, other))
+        assert (ours != theirs).any(1).sum() <= 1 and len(ours.unique(dim=0)) > (100 if mode == "sample" else 0)
+    assert decoder.how.endswith("lean decoder") and other.how.endswith("transformers decoder (as asked)")
+
+
 def joint_law(target, sampling, tokens=3):
     """The law of continuations, by plain forward passes over each of them."""
     texts = torch.tensor([[*PROMPT, *rest] for rest in itertools.product(range(VOCAB), repeat=tokens)])

@@ -1,0 +1,184 @@
+"""A decoder in few operations for families that are built like Llama; :mod:`draftsmith.models.lean_from` makes it.
+
+    x ← x + out(attention(rotate(q), rotate(k), v)),   q, k, v = qkv(norm(x))
+    x ← x + down(act(gate) · up),                      gate, up = gate_up(norm(x))
+
+Shape letters: B rows, N nodes, M = B · N, H query heads, G key/value heads, D head width, S slots, d hidden width.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftsmith.kernels.linear import add_linear, linear
+from draftsmith.kernels.tree_attention import tree_attention, tree_attention_cached
+
+
+class RMSNorm:
+    """RMSNorm: x / √(mean(x²) + eps) · weight.
+
+    Args:
+        weight: ``[d]``, or ``[heads, D]`` where heads have weights of their own; float32 where that is the precision of
+            the model's own product with it.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps, self.width = weight, eps, weight.shape[-1]
+        self.split = weight.is_cpu and weight.dtype == torch.float32
+        # √(mean(x²) + eps) = √(|x|² + width · eps) / √width
+        self.least = torch.tensor(math.sqrt(self.width * eps), device=weight.device)
+        self.scaled = weight * math.sqrt(self.width)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.split and x.dtype == torch.float32:  # F.rms_norm is six operations there and takes twice as long
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x.mul(self.scaled).div_(torch.hypot(length, self.least))
+        if self.weight.dim() == 1 and self.weight.dtype == x.dtype:
+            return F.rms_norm(x, (self.width,), self.weight, self.eps)
+        return (F.rms_norm(x.to(self.weight.dtype), (self.width,), None, self.eps) * self.weight).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights, ``[outputs, inputs]`` each, and its attention's settings."""
+
+    heads: int
+    kv_heads: int
+    scale: float
+    window: int
+    softcap: float | None
+    rope: str  # which of the rotary tables
+    before_attention: RMSNorm
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: RMSNorm | None
+    out: Tensor
+    out_bias: Tensor | None
+    after_attention: RMSNorm | None
+    before_mlp: RMSNorm
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    act: Callable[[Tensor], Tensor]
+    down: Tensor
+    down_bias: Tensor | None
+    after_mlp: RMSNorm | None
+    factor: float  # on what is added to x (Granite)
+
+
+@dataclass(eq=False)
+class LeanDecoder:
+    """The embedding, the layers and the last norm, on one device.
+
+    embed_tokens: the model's own module: token ids → ``[..., d]``, a new tensor.
+    embed_factor: what is multiplied with that.
+    rotary: (kind of table, positions ``[1, T]``) → cos and sin ``[1, T, D]``, by the model's own module.
+    context: positions that the model was made for.
+    """
+
+    embed_tokens: Callable[[Tensor], Tensor]
+    embed_factor: float
+    rotary: Callable[[str, Tensor], tuple[Tensor, Tensor]]
+    layers: list[Layer]
+    norm: RMSNorm
+    context: int
+    device: torch.device
+
+    def tables(self, positions: int) -> dict[str, Tensor]:
+        """Rotary tables for so many positions: ``[positions, 2 · D]``, cos and then sin, whose first half is negative
+        since it meets the second half of a head."""
+        made: dict[str, Tensor] = {}
+        place = torch.arange(min(positions, self.context), device=self.device)[None]
+        for kind in {layer.rope for layer in self.layers}:
+            cos, sin = self.rotary(kind, place)
+            half = sin.shape[-1] // 2
+            made[kind] = torch.cat((cos, -sin[..., :half], sin[..., half:]), -1)[0]
+        return made
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """``[B, N]`` → ``[B, N, d]``."""
+        x = self.embed_tokens(tokens)
+        return x if self.embed_factor == 1.0 else x * self.embed_factor
+
+    def turns(self, positions: Tensor, tables: Mapping[str, Tensor]) -> dict[str, Sequence[Tensor]]:
+        """Cos and sin ``[B, N, 1, D]`` by table."""
+        shape = (*positions.shape, 2, 1, -1)
+        return {kind: F.embedding(positions, table).view(shape).unbind(2) for kind, table in tables.items()}
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, views: Sequence[tuple[Tensor, Tensor, Tensor]],
+        tables: Mapping[str, Tensor], *, biases: Mapping[int, Tensor | None] | None = None,
+        behind: tuple[Tensor, Tensor, Tensor] | None = None, captures: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """One forward pass.
+
+        Args:
+            tokens, positions: ``[B, N]`` int64.
+            slots: ``[B or 1, N]`` int64, where keys and values are written.
+            views: of each layer's keys and values: both together ``[B, slots, 2, G, D]``, where the new ones are
+                written; the keys, and the values, of the slots that are looked at ``[B, G, S, D]``.
+            tables: from :meth:`tables`.
+            biases, behind: as the engine's ``Runner.forward`` takes them; one of them.
+            captures: numbers of layers.
+
+        Returns:
+            Hidden states ``[B, N, d]`` after the final norm, and those that enter each captured layer.
+        """
+        rows, count = tokens.shape
+        x = self.embed(tokens).flatten(0, 1)  # [M, d], written over from here on
+        turns = self.turns(positions, tables)
+        spots = (torch.arange(rows, device=tokens.device)[:, None], slots)
+        captured: dict[int, Tensor] = {}
+        for number, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
+            if number in captures:
+                captured[number] = x.view(rows, count, -1).clone()
+            run_layer(layer, x, (rows, count), spots, view, turns, biases, behind)
+        return self.norm(x).view(rows, count, -1), [captured[number] for number in captures]
+
+
+def run_layer(
+    layer: Layer, x: Tensor, shape: tuple[int, int], spots: tuple[Tensor, Tensor], view: tuple[Tensor, Tensor, Tensor],
+    turns: Mapping[str, Sequence[Tensor]], biases: Mapping[int, Tensor | None] | None,
+    behind: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    """One layer, on ``x [M, d]`` in place. ``shape``: B and N; ``spots``: rows and slots that are written."""
+    rows, count = shape
+    both, keys, values = view
+    heads, kv_heads = layer.heads, layer.kv_heads
+    width = keys.shape[-1]
+    qkv = linear(layer.before_attention(x), layer.qkv, layer.qkv_bias)
+    qkv = qkv.view(rows, count, heads + 2 * kv_heads, width)
+    cos, sin = turns[layer.rope]  # [B, N, 1, D]
+    qk = qkv[:, :, : heads + kv_heads]
+    if layer.qk_norm is not None:
+        qk.copy_(layer.qk_norm(qk))
+    other = qk.roll(width // 2, -1)
+    qk.mul_(cos).addcmul_(other, sin)
+    q, kv = qkv.split((heads, 2 * kv_heads), 2)
+    both.index_put_(spots, kv.view(rows, count, 2, kv_heads, width))
+    q = q.transpose(1, 2)  # [B, H, N, D]
+    if behind is not None:
+        lengths, ancestors, depth = behind
+        out = tree_attention_cached(
+            q, keys, values, lengths, ancestors, count, layer.scale, depth, depth, layer.window, layer.softcap
+        )  # fmt: skip
+    else:
+        assert biases is not None
+        out = tree_attention(q, keys, values, biases[layer.window], layer.scale, layer.softcap)
+    out = out.transpose(1, 2).reshape(rows * count, -1)
+    _add(x, out, layer.out, layer.out_bias, layer.after_attention, layer.factor)
+    gate_up = linear(layer.before_mlp(x), layer.gate_up, layer.gate_up_bias)
+    gate, up = gate_up.chunk(2, -1)
+    _add(x, layer.act(gate) * up, layer.down, layer.down_bias, layer.after_mlp, layer.factor)
+
+
+def _add(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm | None, factor: float) -> None:
+    """``x += factor · norm(linear(y))`` in place."""
+    if bias is None and norm is None:
+        add_linear(x, y, weight, factor)
+    else:
+        y = linear(y, weight, bias)
+        x.add_(y if norm is None else norm(y), alpha=factor)

@@ -1,0 +1,260 @@
+"""Making a :class:`~draftsmith.models.lean.LeanDecoder` from a loaded ``transformers`` model, which stays usable.
+
+The matrices of q, k and v are packed into one, and those of gate and up; the model's parameters become views of these,
+so nothing is held twice and the model itself works as before. What its layers look like is read off its modules: which
+norms there are and of which kind, biases, multipliers. What its attention is called with (scale, window, soft cap) is
+recorded from a run of the model, and each layer must turn what entered the model's own into what came out there.
+"""
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from draftsmith.kernels.tree_attention import causal_bias, tree_attention
+from draftsmith.models.lean import Layer, LeanDecoder, RMSNorm, run_layer
+from draftsmith.models.target import Target
+
+_RECORD = "draftsmith_record"
+_TRIAL = 24  # most tokens of the comparison with the model itself
+
+
+class NotLean(Exception):
+    """Why a target is run by its own modules; the message completes «not lean: …»."""
+
+
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    record: list[Any] | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What ``transformers`` calls in every layer of the trial: causal attention that notes what it is called with."""
+    assert record is not None
+    if kwargs.get("s_aux") is not None:
+        raise NotLean("its attention has learned sinks")
+    scale, window = query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0
+    record.append((scale, window, softcap))
+    bias = causal_bias(0, query.shape[2], window, query.dtype, query.device)
+    return tree_attention(query, key, value, bias, scale, softcap).transpose(1, 2), None
+
+
+AttentionInterface.register(_RECORD, _record)
+AttentionMaskInterface.register(_RECORD, lambda *args, **kwargs: None)
+
+
+def lean_decoder(target: Target) -> LeanDecoder | str:
+    """The target's lean decoder, made at the first call and again after its modules or weights were exchanged; or why
+    there is none."""
+    known = target.__dict__.get("_lean")
+    if known is None or known[0] != _stamp(target.decoder):
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                made: LeanDecoder | str = _make(target)
+            except NotLean as reason:
+                made = str(reason)
+            except Exception as error:  # whatever a model of another build stumbles over: its own modules run it
+                made = f"it cannot be tried ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
+        known = target.__dict__["_lean"] = (_stamp(target.decoder), made)
+    return known[1]
+
+
+_NONE = nn.Parameter(torch.empty(0), requires_grad=False)  # stands for the weights of a module without any
+
+
+def _stamp(decoder: nn.Module) -> list[Any]:
+    """What changes when modules, or the memory of their weights, are exchanged, weights are written to, or hooks come
+    or go."""
+    return [
+        (type(module), module.__dict__.get("forward"), _hooks(module),
+         weight.data_ptr(), weight.requires_grad, _version(weight))
+        for module in decoder.modules()
+        for weight in module._parameters.values() or [_NONE]
+        if weight is not None
+    ]  # fmt: skip
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """A module's hooks, but for those that transformers leaves behind, which only note outputs that are asked for."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
+
+
+def _version(weight: Tensor) -> int:
+    """How often it was written to: norms keep copies."""
+    try:
+        return weight._version
+    except RuntimeError:  # made in inference mode: not counted
+        return 0
+
+
+def _make(target: Target) -> LeanDecoder:
+    """The lean decoder of a target.
+
+    Raises:
+        NotLean: it is quantised, adapted, offloaded, hooked or being trained, or of a family that is built otherwise.
+    """
+    decoder: Any = target.decoder
+    if target.spread or any("_hf_hook" in module.__dict__ for module in decoder.modules()):
+        raise NotLean("its layers are on several devices, or wait in other memory")
+    if any(type(parameter) is not nn.Parameter or not parameter.numel() for parameter in decoder.parameters()):
+        raise NotLean("its weights are quantised, or divided among processes")
+    if any(map(_hooks, decoder.modules())):
+        raise NotLean("its modules have hooks")
+    if any(parameter.requires_grad for parameter in decoder.parameters()):
+        raise NotLean("its weights are being trained")
+    for name in ("embed_tokens", "layers", "norm", "rotary_emb"):
+        if not hasattr(decoder, name):
+            raise NotLean(f"a {type(decoder).__name__} has no {name}")
+    kinds: Sequence[str] = [""] * len(decoder.layers)  # one rotary table for all
+    if "layer_type" in signature(decoder.rotary_emb.forward).parameters:
+        kinds = target.config.layer_types
+
+    def rotary(kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        like = torch.empty(0, dtype=target.dtype, device=target.device)
+        cos, sin = decoder.rotary_emb(like, positions, *([kind] if kind else []))
+        half = cos.shape[-1] // 2
+        if not torch.equal(cos[..., :half], cos[..., half:]):
+            raise NotLean("its rotary embedding turns neighbouring dimensions")
+        if any(width != 2 * half for _, width in target.kv_shapes):
+            raise NotLean("its rotary embedding turns a part of each head only")
+        return cos, sin
+
+    last_norm = _norm(decoder.norm, target)
+    record, entered, last = _trial(target)
+    if not len(record) == len(decoder.layers) == len(entered) - 1:
+        raise NotLean("its layers do not each call attention once")
+    facts = zip(decoder.layers, record, kinds, target.kv_shapes, strict=True)
+    layers = [_layer(module, *rest, target) for module, *rest in facts]
+    factor = float(getattr(decoder, "embedding_multiplier", 1.0))
+    made = LeanDecoder(decoder.embed_tokens, factor, rotary, layers, last_norm, target.context, target.device)
+    tokens = _trial_tokens(target)
+    _compare(made.embed(tokens), entered[0], "its embedding")
+    _compare(last_norm(entered[-1]), last, "its last norm")
+    count = tokens.shape[1]
+    place = torch.arange(count, device=target.device)[None]
+    turns, spots = made.turns(place, made.tables(count)), (place.new_zeros(1, 1), place)
+    for number, (layer, (kv_heads, width)) in enumerate(zip(layers, target.kv_shapes, strict=True)):
+        pair = torch.zeros(2, 1, kv_heads, count, width, dtype=target.dtype, device=target.device)
+        biases = {layer.window: causal_bias(0, count, layer.window, target.dtype, target.device)}
+        x = entered[number].flatten(0, 1)
+        view = (pair.permute(1, 3, 0, 2, 4), pair[0], pair[1])
+        run_layer(layer, x, (1, count), spots, view, turns, biases, None)
+        _compare(x, entered[number + 1][0], f"its layer {number}")
+    return made
+
+
+def _trial_tokens(target: Target) -> Tensor:
+    return torch.arange(1, min(_TRIAL, target.context) + 1, device=target.device)[None] % target.vocab_size
+
+
+def _trial(target: Target) -> tuple[list[tuple[float, int, float | None]], list[Tensor], Tensor]:
+    """Run the model on a few tokens: what each attention was called with, what entered each layer and the last norm,
+    and what came out of that."""
+    decoder: Any = target.decoder
+    record: list[tuple[float, int, float | None]] = []
+    entered: list[Tensor] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        entered.append((args[0] if args else kwargs["hidden_states"]).clone())
+
+    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in (*decoder.layers, decoder.norm)]
+    try:
+        with target.attention(_RECORD):
+            tokens = _trial_tokens(target)
+            place = torch.arange(tokens.shape[1], device=target.device)[None]
+            out = decoder(input_ids=tokens, position_ids=place, use_cache=False, record=record)
+    except ValueError as error:  # its attention cannot be replaced
+        raise NotLean(str(error)) from None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return record, entered, out.last_hidden_state
+
+
+def _compare(got: Tensor, want: Tensor, what: str) -> None:
+    error = (got.float() - want.float()).norm() / want.float().norm()
+    if not error <= (1e-4 if want.dtype in (torch.float32, torch.float64) else 0.05):
+        raise NotLean(f"{what} differs from its own modules' by {error:.1e}")
+
+
+def _layer(
+    module: Any, settings: tuple[float, int, float | None], rope: str, kv_shape: tuple[int, int], target: Target
+) -> Layer:
+    """Read one layer's modules, and pack its weights."""
+    attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
+    act = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
+    if attention is None or mlp is None or act is None:
+        raise NotLean(f"a {type(module).__name__} has other parts than Llama's")
+    others = {name: one for name, one in module.named_children() if name not in ("self_attn", "mlp")}
+    norms = {name: _norm(one, target) for name, one in others.items() if not isinstance(one, nn.Dropout)}
+    before, after = norms.pop("input_layernorm", None), norms.pop("post_attention_layernorm", None)
+    before_mlp, after_mlp = norms.pop("pre_feedforward_layernorm", None), norms.pop("post_feedforward_layernorm", None)
+    if before_mlp is None:  # Llama's name for the norm before its MLP
+        before_mlp, after = after, None
+    if norms or before is None or before_mlp is None:
+        raise NotLean(f"a {type(module).__name__} has other norms than Llama's or Gemma's")
+    one = hasattr(attention, "qkv_proj"), hasattr(mlp, "gate_up_proj")  # Phi-3 stores them packed
+    qkv, qkv_bias = _packed(attention, ["qkv_proj"] if one[0] else ["q_proj", "k_proj", "v_proj"], target)
+    gate_up, gate_up_bias = _packed(mlp, ["gate_up_proj"] if one[1] else ["gate_proj", "up_proj"], target)
+    out, out_bias = _packed(attention, ["o_proj"], target)
+    down, down_bias = _packed(mlp, ["down_proj"], target)
+    kv_heads, width = kv_shape
+    heads = out.shape[1] // width
+    if qkv.shape[0] != (heads + 2 * kv_heads) * width or gate_up.shape[0] != 2 * down.shape[1]:
+        raise NotLean("its projections have other shapes than Llama's")
+    return Layer(
+        heads, kv_heads, *settings, rope, before, qkv, qkv_bias, _qk_norm(attention, heads, kv_heads, width, target),
+        out, out_bias, after, before_mlp, gate_up, gate_up_bias, act, down, down_bias, after_mlp,
+        float(getattr(module, "residual_multiplier", 1.0)),
+    )  # fmt: skip
+
+
+def _norm(module: Any, target: Target) -> RMSNorm:
+    """What a norm module computes: x / rms(x) · weight, or · (1 + weight), found out by trying."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, Tensor) or not isinstance(eps, float) or getattr(module, "bias", None) is not None:
+        raise NotLean(f"a {type(module).__name__} is no RMSNorm")
+    x = torch.linspace(-1, 2, weight.numel(), dtype=target.dtype, device=weight.device)[None]
+    want = module(x).float()
+    for found in (RMSNorm(weight.detach(), eps), RMSNorm(1 + weight.detach().float(), eps)):
+        if torch.allclose(found(x).float(), want, rtol=0.02, atol=1e-4 * float(want.abs().max())):
+            return found
+    raise NotLean(f"a {type(module).__name__} is no RMSNorm")
+
+
+def _qk_norm(attention: Any, heads: int, kv_heads: int, width: int, target: Target) -> RMSNorm | None:
+    """The norms of q and k in one: each head's weight."""
+    names = [name for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
+    if not names:
+        return None
+    both = [_norm(getattr(attention, name), target) for name in names]
+    if len(both) != 2 or both[0].eps != both[1].eps or any(norm.weight.shape != (width,) for norm in both):
+        raise NotLean("its norms of queries and keys are not over each head")
+    return RMSNorm(torch.cat([both[0].weight.expand(heads, -1), both[1].weight.expand(kv_heads, -1)]), both[0].eps)
+
+
+def _packed(parent: Any, names: list[str], target: Target) -> tuple[Tensor, Tensor | None]:
+    """The weights and biases of linear modules one below the other, of which theirs become views."""
+    modules = [getattr(parent, name, None) for name in names]
+    for name, module in zip(names, modules, strict=True):
+        plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.dim() == 2
+        if not plain or cast(nn.Linear, module).weight.dtype != target.dtype:
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            raise NotLean(f"its {name} is no plain nn.Linear in {target.dtype} ({kind})")
+    linears = cast(list[nn.Linear], modules)
+    biases = [module.bias for module in linears if module.bias is not None]
+    if biases and len(biases) != len(linears):
+        raise NotLean(f"some of {', '.join(names)} have a bias")
+    return _pack([module.weight for module in linears]), _pack(biases) if biases else None
+
+
+def _pack(parameters: Sequence[Tensor]) -> Tensor:
+    if len(parameters) == 1:
+        return parameters[0].detach()
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole

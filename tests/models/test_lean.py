@@ -1,0 +1,352 @@
+"""The lean decoder computes what the model's own modules do, to within rounding, or says why it is not used."""
+
+import copy
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftsmith.inference.cache import KVCache
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.step import ATTENTION, Runner
+from draftsmith.inference.tree import bitsets
+from draftsmith.kernels.tree_attention import ancestor_mask, causal_bias, tree_bias
+from draftsmith.models.lean import LeanDecoder
+from draftsmith.models.lean_from import lean_decoder
+from draftsmith.models.target import Target, load_target
+
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+# name → family of tests/conftest.py, its fields
+LEAN = {
+    "llama": ("llama", {}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, linear scaling": ("llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}),
+    "llama, llama3 scaling": ("llama", {"rope_parameters": {**ROPE, **LLAMA3}}),
+    "llama, yarn": ("llama", {"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 4.0}}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, windows": ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "mistral, window": ("mistral", {}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", {"rope_parameters": GEMMA3_ROPE}),
+    "granite": ("granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.2}),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+}  # fmt: skip
+PROMPTS = [[7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12]]
+
+
+class Exact(TorchFunctionMode):
+    """Float64 stays float64 where a model's code asks for float32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        double = args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
+        if double and (func is torch.Tensor.float or (func is torch.Tensor.to and args[1:] == (torch.float32,))):
+            return args[0]
+        if double and kwargs.get("dtype") is torch.float32:  # softmax
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def in_dtype(target: Target, dtype: torch.dtype) -> Target:
+    return Target(copy.deepcopy(target.model).to(dtype), None, target.name, "")
+
+
+def run(target: Target, lean: bool, parents: list[list[int]], path: str) -> torch.Tensor:
+    """Hidden states of ragged prompts and then of a tree behind each, ``[B, T + N, d]``; the prompts' padding is 0."""
+    rows, nodes = len(parents), len(parents[0])
+    longest = max(map(len, PROMPTS[:rows]))
+    cache = KVCache(target, rows, longest + nodes)
+    with torch.inference_mode(), target.attention(ATTENTION):
+        runner = Runner(target, cache, lean=lean)
+        assert (runner.lean is not None) == lean
+        tokens = torch.tensor([[*p, *[0] * (longest - len(p))] for p in PROMPTS[:rows]])
+        places = torch.arange(longest)[None]
+        biases = {w: causal_bias(0, longest, w, target.dtype, target.device) for w in runner.windows}
+        prompt = runner.forward(tokens, places.expand(rows, -1), places, longest, biases=biases)
+        lengths = torch.tensor([len(p) for p in PROMPTS[:rows]])
+        prompt = torch.where((places < lengths[:, None])[..., None], prompt, 0)
+        depth = torch.tensor([depths(parent) for parent in parents], dtype=torch.int32)
+        ancestors = torch.stack([bitsets(parent) for parent in parents])
+        mask = ancestor_mask(ancestors, nodes)
+        seen = cache.capacity
+        tree = runner.forward(
+            torch.arange(rows * nodes).view(rows, nodes) * 7 % 61, lengths[:, None] + depth,
+            lengths[:, None] + torch.arange(nodes), seen,
+            biases={w: tree_bias(lengths, mask, depth, seen, w, target.dtype) for w in runner.windows}
+            if path == "biases" else None,
+            behind=(lengths, ancestors, depth) if path == "behind" else None,
+        )  # fmt: skip
+    return torch.cat([prompt, tree], 1).double()
+
+
+def depths(parents: list[int]) -> list[int]:
+    found = [0]
+    for parent in parents[1:]:
+        found.append(found[parent] + 1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def make(make_target):
+    def make(name: str) -> Target:
+        family, fields = LEAN[name]
+        torch.manual_seed(1)
+        target = make_target(family, **fields)
+        with torch.no_grad():
+            for weight in target.model.parameters():
+                if weight.dim() == 1:  # norms and biases that are all 1 or 0 would hide themselves
+                    weight += 0.3 * torch.randn_like(weight)
+        return target
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LEAN)
+def test_hidden_states_within_twice_the_rounding(make, name, dtype):
+    """Against float64: no further away than twice what the model's own modules are in the same dtype."""
+    target = in_dtype(make(name), dtype)
+    exact = in_dtype(target, torch.float64)
+    assert isinstance(lean_decoder(target), LeanDecoder)
+    rng = random.Random(0)
+    for rows, nodes in ((1, 1), (3, 1), (1, 33), (3, 65)):
+        parents = [[-1] + [rng.randrange(node) for node in range(1, nodes)] for _ in range(rows)]
+        with Exact():
+            want = run(exact, False, parents, "biases")
+        plain = (run(target, False, parents, "biases") - want).norm()
+        for path in ("biases", "behind"):
+            error = (run(target, True, parents, path) - want).norm()
+            assert 0 < error < 0.1 * want.norm()
+            assert error <= 2 * plain, f"{rows} rows of {nodes} nodes: {error:.1e}, plain {plain:.1e}"
+
+
+def test_captured_layers(make):
+    target = make("qwen3")
+    lean = lean_decoder(target)
+    tokens, places = torch.tensor([PROMPTS[0]]), torch.arange(len(PROMPTS[0]))[None]
+    cache = KVCache(target, 1, 11)
+    cache.seen = 11
+    with torch.no_grad():
+        bias = {0: causal_bias(0, 11, 0, torch.float32, target.device)}
+        hidden, layers = lean.forward(
+            tokens, places, places, cache.views(), lean.tables(11), biases=bias, captures=(1, 0)
+        )
+        want = target.decoder(tokens, output_hidden_states=True)
+    assert lean_decoder(target) is lean, "transformers' own hooks, which it leaves behind, change nothing"
+    for found, its in ((layers[0], want.hidden_states[1]), (layers[1], want.hidden_states[0]), (hidden, want[0])):
+        assert torch.allclose(found, its, atol=1e-4 * float(its.abs().max()))
+
+
+def test_weights_are_held_once_and_the_model_still_works(make, tmp_path):
+    target = make("llama with biases")
+    before = {name: weight.clone() for name, weight in target.model.state_dict().items()}
+    hidden = target.hidden(torch.tensor([PROMPTS[0]]))
+    lean = lean_decoder(target)
+    inside = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in target.model.parameters()}
+    assert sum(inside.values()) == sum(weight.nbytes for weight in before.values())
+    assert {w.untyped_storage().data_ptr() for one in lean.layers for w in (one.qkv, one.gate_up, one.out)} <= set(
+        inside
+    )
+    after = target.model.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert torch.equal(target.hidden(torch.tensor([PROMPTS[0]])), hidden)
+    target.model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in before.items())
+
+
+def test_exchanged_weights_are_noticed(make):
+    """A decoder that was made before is not used for other weights."""
+    target, other = make("llama"), make("llama, linear scaling")
+    decoder = SpeculativeDecoder(target)
+    first = decoder.generate(PROMPTS, 8, stop_ids=frozenset())
+    lean = lean_decoder(target)
+    assert lean_decoder(target) is lean
+    torch.manual_seed(5)
+    for one in (target, other):
+        one.model.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(torch.ones(32, 48), requires_grad=False)
+    second = decoder.generate(PROMPTS, 8, stop_ids=frozenset())
+    plain = SpeculativeDecoder(target, lean=False).generate(PROMPTS, 8, stop_ids=frozenset())
+    assert lean_decoder(target) is not lean
+    assert [r.tokens for r in second] == [r.tokens for r in plain] != [r.tokens for r in first]
+
+
+def test_a_short_context(make_target):
+    """The model is tried on no more tokens than it was made for."""
+    target = make_target("llama", max_position_embeddings=7)
+    results = [
+        SpeculativeDecoder(target, lean=lean).generate([[5, 6]], 9, stop_ids=frozenset()) for lean in (True, False)
+    ]
+    assert results[0] == results[1] and results[0][0].finish_reason == "context"
+
+
+def test_weights_written_in_place_are_noticed(make):
+    """A norm's copy of its weights would be the old one."""
+    target = make("gemma")
+    decoder = SpeculativeDecoder(target, lean=True)
+    first = decoder.generate(PROMPTS, 8, stop_ids=frozenset())
+    torch.manual_seed(5)
+    target.model.model.norm.weight.copy_(3 * torch.randn(32))
+    second = decoder.generate(PROMPTS, 8, stop_ids=frozenset())
+    plain = SpeculativeDecoder(target, lean=False).generate(PROMPTS, 8, stop_ids=frozenset())
+    assert [r.tokens for r in second] == [r.tokens for r in plain] != [r.tokens for r in first]
+
+
+def wider_norm(target):
+    target.model.model.layers[1].post_attention_layernorm.forward = lambda x: x
+
+
+def adapter(target):
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(target.model, LoraConfig(target_modules=["q_proj"])).requires_grad_(False)
+
+
+def other_residual(target):
+    """A variant that no attribute tells of."""
+    layer = target.model.model.layers[0]
+    before = layer.forward
+    layer.forward = lambda x, **kwargs: before(x, **kwargs) * 1.1
+
+
+def training(target):
+    target.lm_head.requires_grad_(False)
+    target.model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+
+
+def other_arguments(target):
+    """A model's own code that hands on only what it knows."""
+    before = target.decoder.forward
+
+    def forward(input_ids, position_ids=None, past_key_values=None, use_cache=None, biases=None, behind=None):
+        return before(
+            input_ids, position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache, biases=biases,
+            behind=behind,
+        )  # fmt: skip
+
+    target.decoder.forward = forward
+
+
+def packed(target):
+    class Packed(torch.nn.Parameter):
+        """As libraries for quantised or divided weights have them."""
+
+    up = target.model.model.layers[0].mlp.up_proj
+    up.weight = Packed(up.weight.detach().clone(), requires_grad=False)
+
+
+def hook(target):
+    target.model.model.layers[0].register_forward_hook(lambda module, args, out: out + 1)
+
+
+REFUSED = {
+    hook: "its modules have hooks",
+    other_arguments: "it cannot be tried (TypeError: ",
+    packed: "its weights are quantised, or divided among processes",
+    wider_norm: "is no RMSNorm",
+    adapter: "its q_proj is no plain nn.Linear in torch.float32 (peft.",
+    other_residual: "its layer 0 differs from its own modules' by 9.1e-02",
+    training: "its weights are being trained",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_what_is_not_lean_says_why(make_target, change):
+    target = make_target("llama")
+    truth = SpeculativeDecoder(target).generate(PROMPTS, 4, stop_ids=frozenset())
+    change(target)
+    reason = lean_decoder(target)
+    assert isinstance(reason, str) and REFUSED[change] in reason
+    with pytest.raises(ValueError, match="has no lean decoder"):
+        SpeculativeDecoder(target, lean=True).generate(PROMPTS, 4)
+    decoder = SpeculativeDecoder(target)
+    results = decoder.generate(PROMPTS, 4, stop_ids=frozenset())
+    assert decoder.how == f"eager, transformers decoder ({reason})"
+    if change not in (wider_norm, other_residual, hook):  # a new adapter changes nothing
+        assert [r.tokens for r in results] == [r.tokens for r in truth]
+
+
+OTHERS = {
+    "gpt_neox": "has no embed_tokens", "gpt2": "has no embed_tokens", "opt": "has no norm", "phi": "has no norm",
+    "cohere": "is no RMSNorm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_say_why(make_target, family):
+    assert OTHERS[family] in str(lean_decoder(make_target(family)))
+
+
+def test_a_layer_without_rotary_embedding_is_found_out():
+    """SmolLM3 has none in every fourth layer, which its modules do not tell in a way we read."""
+    config = AutoConfig.for_model(
+        "smollm3", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.data.normal_(std=0.4)
+    assert "its layer 3 differs from its own modules'" in str(lean_decoder(Target(model, None, "nope", "")))
+
+
+class Count(TorchDispatchMode):
+    """Operations by name, composite ones taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func._can_decompose():
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        self.seen["view" if func.is_view else str(func)] += 1
+        return func(*args, **kwargs)
+
+
+def step_operations(target: Target) -> Counter[str]:
+    decoder = SpeculativeDecoder(target)
+    decoder.generate([[1, 2, 3]], 4)
+    assert decoder.how == "eager, lean decoder" and decoder._step is not None
+    with torch.inference_mode(), target.attention(ATTENTION):
+        decoder._step.cache.lengths.fill_(5)
+        with Count() as count:
+            decoder._step.run()
+    return count.seen
+
+
+def test_operations_per_step(make_target):
+    """A plain greedy step: at most 25 operations a layer and 60 around the layers, views not counted, for they launch
+    nothing."""
+    few, many = (step_operations(make_target("llama", num_hidden_layers=n)) for n in (2, 6))
+    per_layer = {name: (many[name] - few[name]) / 4 for name in many}
+    around = {name: few[name] - 2 * per_layer[name] for name in many}
+    assert sum(per_layer.values()) - per_layer["view"] <= 25
+    assert sum(around.values()) - around["view"] <= 60
+    assert per_layer["aten._scaled_dot_product_flash_attention_for_cpu.default"] == 1  # it is being counted
+    print(f"operations per layer and around: {sum(per_layer.values()):g}, {sum(around.values()):g}", end=", ")
+    print(f"of them views: {per_layer['view']:g}, {around['view']:g}")
+
+
+def test_tiny_lm_is_lean():
+    decoder = SpeculativeDecoder(load_target("models/tiny-lm"))
+    assert decoder.how == "not yet"
+    decoder.generate([[1, 2, 3]], 2)
+    assert decoder.how == "eager, lean decoder"
