@@ -19,17 +19,19 @@ def answer(
     new_tokens: int,
     batch_size: int,
     on_done: Callable[[int], None] | None = None,
+    lean: bool | None = None,
 ) -> dict[str, Tensor]:
     """Greedy continuations by the engine, padded to the length of the longest.
 
     Args:
         batch_size: how many are decoded at once.
         on_done: called with the number of prompts done so far.
+        lean: as :class:`SpeculativeDecoder` takes it.
 
     Returns:
         ``tokens [S, T]`` int32 (prompt, answer, padding 0), ``supervised [S, T]`` bool, True at the answer's tokens.
     """
-    decoder = SpeculativeDecoder(target)
+    decoder = SpeculativeDecoder(target, lean=lean)
     answers: list[list[int]] = [[] for _ in prompts]
     # Prompts of similar length run together, so that little of what is read is padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))

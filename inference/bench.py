@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.inference.options import check_counts, check_threads
-from draftsmith.models.options import DTYPES, choose_device
+from draftsmith.models.options import DECODERS, DTYPES, choose_device, decoder_option
 from draftsmith.train.command import available_cores, before_imports, run_command
 
 Projection = Literal["own", "shared"]
@@ -72,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
     parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
     parser.add_argument("--compile", action="store_true", help="the target's forward pass by torch.compile")
+    decoder_option(parser)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there, and a plot beside it")
     return parser
 
@@ -212,8 +213,9 @@ class Case:
     """
 
     def __init__(
-        self, target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int, compiled: bool
-    ) -> None:
+        self, target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int, compiled: bool,
+        lean: bool | None = None,
+    ) -> None:  # fmt: skip
         self.heads, self.topology, self.batch, self.context = heads, topology, batch, context
         self.device = target.device
         drafter = PlainDrafter(self.device) if heads is None else MedusaDrafter(heads, topology, target)
@@ -221,7 +223,7 @@ class Case:
         slot = sum(2 * kv_heads * width for kv_heads, width in target.kv_shapes) * target.dtype.itemsize
         check_fits(batch * capacity * slot, self.device)
         static = self.device.type == "cuda" and not target.spread
-        self.step = step = Step(target, drafter, "greedy", batch, capacity, static=static, compiled=compiled)
+        self.step = step = Step(target, drafter, "greedy", batch, capacity, static=static, compiled=compiled, lean=lean)
         for layer in step.cache.layers:
             for part in (layer.keys, layer.values):
                 assert part is not None
@@ -301,7 +303,7 @@ def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -
         "shape": target.name,
         "projection": None if case.heads is None else case.heads.config.projection,
         "batch": case.batch, "context": case.context, "nodes": case.topology.num_nodes,
-        "depth": case.topology.max_depth, "execution": case.step.eagerly or "cuda graph",
+        "depth": case.topology.max_depth, "execution": case.step.how,
         "median": median, "low": low, "high": high, "ratio": None,
         "bytes": moved_bytes, "flops": flops, "bound": bound, "bound_by": "bytes" if by_bytes > by_flops else "flops",
         "of_bound": bound / median, "bytes_per_second": moved_bytes / median, "flops_per_second": flops / median,
@@ -317,7 +319,10 @@ def bench_target(target: Target, best: Device, args: argparse.Namespace) -> list
     groups = [[tree] for tree in trees] if target.device.type == "cuda" or args.compile else [trees]
 
     def measure(group: Sequence[tuple[Projection | None, int]], batch: int, context: int) -> list[dict[str, Any]]:
-        cases = [Case(target, heads(p), grow_tree(n, args.heads), batch, context, args.compile) for p, n in group]
+        cases = [
+            Case(target, heads(p), grow_tree(n, args.heads), batch, context, args.compile, DECODERS[args.decoder])
+            for p, n in group
+        ]
         times = take_turns(cases, args.repeat)
         return [make_row(target, case, taken, best) for case, taken in zip(cases, times, strict=True)]
 

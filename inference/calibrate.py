@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.models.options import target_arguments, target_options
+from draftsmith.models.options import DECODERS, target_arguments, target_options
 from draftsmith.train.command import before_imports, run_command
 
 
@@ -56,6 +56,7 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.options import check_counts
 from draftsmith.inference.prompts import encode_prompts, read_prompts
+from draftsmith.inference.step import find_lean
 from draftsmith.inference.terminal import progress
 from draftsmith.inference.tree import MOST_NODES, Topology, chain
 from draftsmith.models.artifact import device_name
@@ -196,8 +197,11 @@ def step_seconds(decoders: Sequence[SpeculativeDecoder], prompts: Sequence[list[
     return [statistics.median(taken) for taken in times]
 
 
-def choose(target: Target, heads: MedusaHeads, ranks: Tensor, prompts: Sequence[list[int]]) -> list[Choice]:
-    """Every size of :data:`SIZES` with its expected τ and its measured cost on this device."""
+def choose(
+    target: Target, heads: MedusaHeads, ranks: Tensor, prompts: Sequence[list[int]], lean: bool | None = None
+) -> list[Choice]:
+    """Every size of :data:`SIZES` with its expected τ and its measured cost on this device, by the decoder asked for
+    (``lean`` as :class:`SpeculativeDecoder` takes it)."""
     from sklearn.isotonic import isotonic_regression  # takes a second
 
     trees: list[Topology] = []
@@ -206,8 +210,8 @@ def choose(target: Target, heads: MedusaHeads, ranks: Tensor, prompts: Sequence[
         if trees and topology.num_nodes == trees[-1].num_nodes:
             break  # the text holds no more paths
         trees.append(topology)
-    drafted = [SpeculativeDecoder(target, MedusaDrafter(heads, topology, target)) for topology in trees]
-    plain, *measured = step_seconds([SpeculativeDecoder(target), *drafted], prompts)
+    drafted = [SpeculativeDecoder(target, MedusaDrafter(heads, topology, target), lean=lean) for topology in trees]
+    plain, *measured = step_seconds([SpeculativeDecoder(target, lean=lean), *drafted], prompts)
     # A larger tree is never cheaper: where one was measured to be, the machine was busy; neighbours share the blame.
     seconds = isotonic_regression(measured)
     choices: list[Choice] = []
@@ -273,10 +277,12 @@ def main() -> None:
         if not data["supervised"].any():
             raise ValueError(f"{folder}: no held-out row has an answer; pass --prompts FILE.jsonl to calibrate on")
     target, heads = load_heads(folder, config, weights, args.target, options)
+    lean = DECODERS[args.decoder]
+    ran = "transformers" if isinstance(find_lean(target, lean), str) else "lean"
     if args.prompts:
         texts = encode_prompts(given, target)
         with progress("answering prompts", len(texts)) as advance:
-            data = answer(target, texts, args.max_new_tokens, 32, advance)
+            data = answer(target, texts, args.max_new_tokens, 32, advance, lean)
     with progress("ranking", len(data["tokens"])) as advance:
         ranks = head_ranks(target, heads, data["tokens"], data["supervised"], on_done=advance)
     begins = ranks[..., 0] >= 0
@@ -287,7 +293,7 @@ def main() -> None:
     ]
     room = max(1, target.context - TIMED_TOKENS)  # else there would be no step to time
     prompts = [prompt[-room:] for prompt in timing_prompts(data["tokens"], data["supervised"])]
-    choices = choose(target, heads, ranks, prompts)
+    choices = choose(target, heads, ranks, prompts, lean)
     print("  nodes  depth  expected τ  ms/step  expected speed-up")
     for c in choices:
         print(
@@ -312,6 +318,7 @@ def main() -> None:
         ],
         "device": device_name(target.device),
         "dtype": args.dtype,
+        "decoder": ran,
     }  # fmt: skip
     write_json(folder / "tree.json", {"paths": [list(path) for path in topology.paths], "calibration": calibration})
     print(

@@ -23,7 +23,7 @@ from draftsmith.inference.options import SAMPLING, check_counts, check_threads
 from draftsmith.inference.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.inference.terminal import console, end_text, separate_text, write_text
 from draftsmith.inference.text import TextStream, decode_text, visible
-from draftsmith.models.options import target_arguments, target_options
+from draftsmith.models.options import DECODERS, target_arguments, target_options
 from draftsmith.train.command import available_cores, run_command
 from draftsmith.train.files import check_folder, write_json
 
@@ -265,14 +265,16 @@ def main() -> None:
         target, drafter = load_drafter(name, target, target_name=args.target, tree=args.tree, **options)
         drafters.append(drafter)
     assert target is not None
+    lean = DECODERS[args.decoder]
+    first = SpeculativeDecoder(target, drafters[0], compiled=args.compile, lean=lean)
     if args.interactive:
-        return interact(SpeculativeDecoder(target, drafters[0], compiled=args.compile), args)
+        return interact(first, args)
     if args.prompt is not None:
         message = [{"role": "user", "content": args.prompt}] if is_chat(target.tokenizer, args) else None
         given = [Prompt(args.prompt, message, "--prompt")]
     prompts = encode_prompts(given, target)
     if args.prompt is not None and not args.report and not args.check_lossless:
-        stream(SpeculativeDecoder(target, drafters[0], compiled=args.compile), prompts[0], args)
+        stream(first, prompts[0], args)
         return
 
     reports, outputs = timing.evaluate(args.drafters, target, drafters, prompts, args)

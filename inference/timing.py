@@ -22,6 +22,7 @@ from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.step import Drafter
 from draftsmith.inference.terminal import console, progress
 from draftsmith.models.artifact import device_name, versions
+from draftsmith.models.options import DECODERS
 from draftsmith.models.target import Target
 
 PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses
@@ -149,7 +150,8 @@ def evaluate(
     args: argparse.Namespace,
 ) -> tuple[list[dict[str, Any]], list[list[Generation]]]:  # fmt: skip
     """Decode all prompts with each drafter and the baselines; returns the reports and the outputs per drafter."""
-    decoders = [SpeculativeDecoder(target, drafter, compiled=args.compile) for drafter in drafters]
+    options: dict[str, Any] = {"compiled": args.compile, "lean": DECODERS[args.decoder]}
+    decoders = [SpeculativeDecoder(target, drafter, **options) for drafter in drafters]
     wanted = {"none": [], "engine": ["engine"], "transformers": ["transformers"]}.get(args.baseline)
     if wanted is None:
         wanted = ["engine", "transformers", "prompt_lookup"]
@@ -168,7 +170,7 @@ def evaluate(
     for name, decoder in zip(names, decoders, strict=True):
         methods[name] = engine_method(name, decoder)
     if "engine" in wanted or args.check_lossless:
-        methods["engine"] = engine_method("engine", SpeculativeDecoder(target, compiled=args.compile))
+        methods["engine"] = engine_method("engine", SpeculativeDecoder(target, **options))
     if "transformers" in wanted:
         methods["transformers"] = transformers_method(
             target, args.max_new_tokens, args.batch_size, **generate_options(args)

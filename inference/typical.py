@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.models.options import target_arguments, target_options
+from draftsmith.models.options import DECODERS, target_arguments, target_options
 from draftsmith.train.command import available_cores, before_imports, run_command
 
 EPSILONS = (0.01, 0.03, 0.06, 0.09, 0.13, 0.17, 0.21, 0.25)
@@ -84,13 +84,10 @@ def sweep(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Decode all prompts by every method, ``rounds`` times in turn; by method: its ε, tokens/s (median), τ, nats
     per token and the rate of repeated 4-grams."""
-    target, drafter = decoder.target, decoder.drafter
-    greedy, sampled = (
-        SpeculativeDecoder(target, drafter),
-        SpeculativeDecoder(target, drafter),
-    )  # a decoder for each mode
+    target, drafter, lean = decoder.target, decoder.drafter, decoder.lean
+    greedy, sampled = (SpeculativeDecoder(target, drafter, lean=lean) for _ in range(2))  # a decoder for each mode
     ways: list[tuple[str, SpeculativeDecoder, Mode, Sampling]] = [
-        ("plain sampling", SpeculativeDecoder(target), "sample", Sampling(temperature, seed=seed)),
+        ("plain sampling", SpeculativeDecoder(target, lean=lean), "sample", Sampling(temperature, seed=seed)),
         ("greedy", greedy, "greedy", Sampling(temperature, seed=seed)),
         ("sampling", sampled, "sample", Sampling(temperature, seed=seed)),
         *((f"typical ε = {e:g}", decoder, "typical", Sampling(temperature, epsilon=e, seed=seed)) for e in epsilons),
@@ -172,11 +169,11 @@ def main() -> None:
     torch.set_num_threads(available_cores())
     given = read_prompts(args.prompts)
     target, drafter = load_drafter(args.drafter, target_name=args.target, tree=args.tree, **target_arguments(args))
+    decoder = SpeculativeDecoder(target, drafter, lean=DECODERS[args.decoder])
     prompts = encode_prompts(given, target)
     rows = sweep(
-        SpeculativeDecoder(target, drafter), prompts, args.temperature, args.epsilons, args.max_new_tokens,
-        args.batch_size, args.repeat, args.seed,
-    )  # fmt: skip
+        decoder, prompts, args.temperature, args.epsilons, args.max_new_tokens, args.batch_size, args.repeat, args.seed
+    )
     output = make_console(stderr=False)
     title = f"{target.name} · {args.drafter} · temperature {args.temperature:g}"
     output.print(title, style="italic", markup=False)
@@ -193,7 +190,8 @@ def main() -> None:
     output.print(table)
     if args.out:
         facts = {"drafter": args.drafter, "target": target.name, "temperature": args.temperature, "methods": rows}
-        facts |= {"prompts": len(prompts), "device": device_name(target.device), "versions": versions()}
+        facts |= {"prompts": len(prompts), "device": device_name(target.device), "execution": decoder.how}
+        facts["versions"] = versions()
         write_json(
             args.out / "typical.json", facts | {"command": "python inference/typical.py " + shlex.join(sys.argv[1:])}
         )  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE = ("none", "8bit", "4bit")
 DEVICE_MAPS = ("none", "auto", "cpu", "disk")
+DECODERS = {"auto": None, "lean": True, "transformers": False}  # --decoder → ``SpeculativeDecoder``'s ``lean``
 
 
 def target_options(parser: argparse.ArgumentParser) -> None:
@@ -22,14 +23,27 @@ def target_options(parser: argparse.ArgumentParser) -> None:
         "auto: spread over GPUs, CPU memory and disk",
     )  # fmt: skip
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
+    decoder_option(parser)
+
+
+def decoder_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that chooses what runs the target's layers; its values are the keys of :data:`DECODERS`."""
+    parser.add_argument(
+        "--decoder", default="auto", choices=tuple(DECODERS),
+        help="what runs the target's layers: lean, our own decoder of few operations, for families built like Llama; "
+        "transformers, the model's own modules; auto: lean where that can be (default)",
+    )  # fmt: skip
 
 
 def target_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The same as keyword arguments of ``load_target``; the device is chosen and checked.
+    """The same as keyword arguments of ``load_target``, without the decoder; the device is chosen and checked.
 
     Raises:
-        ValueError: the device is unknown, or not there.
+        ValueError: the device is unknown, or not there; the lean decoder is asked for with weights that it cannot use.
     """
+    for option, value in (("--quantize", args.quantize), ("--device-map", args.device_map)):
+        if args.decoder == "lean" and value != "none":
+            raise ValueError(f"--decoder lean cannot run with {option} {value}; leave out one of the two")
     names = ("dtype", "quantize", "device_map", "trust_remote_code")
     return {"device": choose_device(args.device), **{name: getattr(args, name) for name in names}}
 

@@ -1,0 +1,103 @@
+"""``--decoder``: what was asked for runs, the reports say which it was, and what cannot be is one line."""
+
+import json
+
+import pytest
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from draftsmith.inference import bench, calibrate, decode, typical
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.models.options import DECODERS
+
+LEAN = "eager, lean decoder"
+RAN = {"auto": LEAN, "lean": LEAN, "transformers": "eager, transformers decoder (as asked)"}
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
+    return path
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What each decoder that is made is asked for."""
+    found = []
+    made = SpeculativeDecoder.__init__
+
+    def note(self, *args, lean=None, **kwargs):
+        found.append(lean)
+        made(self, *args, lean=lean, **kwargs)
+
+    monkeypatch.setattr(SpeculativeDecoder, "__init__", note)
+    return found
+
+
+@pytest.mark.parametrize("decoder", RAN)
+def test_decode(run_main, drafter, prompts, tmp_path, asked, decoder):
+    code, _, err = run_main(
+        decode.main, drafter, "--prompts", prompts, "--max-new-tokens", 6, "--threads", 1, "--report", tmp_path,
+        "--check-lossless", "--decoder", decoder,
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads((tmp_path / "report.json").read_text())["execution"] == RAN[decoder]
+    assert len(asked) >= 2 and set(asked) == {DECODERS[decoder]}, "plain decoding and the drafter's alike"
+    code, _, err = run_main(
+        decode.main, drafter, "--prompt", "import", "--max-new-tokens", 3, "--threads", 1, "--decoder", decoder
+    )
+    assert code == 0 and set(asked) == {DECODERS[decoder]}, err
+
+
+def test_the_other_commands(run_main, drafter, prompts, tmp_path, asked, monkeypatch):
+    monkeypatch.setattr(typical, "available_cores", lambda: 1)
+    monkeypatch.setattr(calibrate, "SIZES", (2, 4))
+    monkeypatch.setattr(calibrate, "TIMED_TOKENS", 8)
+    common = ["--decoder", "transformers", "--device", "cpu"]
+    code, _, err = run_main(
+        typical.main, drafter, "--prompts", prompts, "--epsilons", 0.1, "--max-new-tokens", 6, "--out", tmp_path,
+        *common,
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads((tmp_path / "typical.json").read_text())["execution"] == RAN["transformers"]
+    tree = (drafter / "tree.json").read_text()
+    try:
+        code, _, err = run_main(calibrate.main, drafter, "--prompts", prompts, "--max-new-tokens", 16, *common)
+        assert code == 0, err
+        assert json.loads((drafter / "tree.json").read_text())["calibration"]["decoder"] == "transformers"
+    finally:
+        (drafter / "tree.json").write_text(tree)
+    assert len(asked) == 8 and set(asked) == {False}
+    monkeypatch.setattr(bench, "release", lambda: None)
+    code, _, err = run_main(
+        bench.main, "--shape", "tiny-lm", "--nodes", 1, "--contexts", 9, "--repeat", 1, "--threads", 1, *common
+    )
+    assert code == 0 and f"steps: {RAN['transformers']}\n" in err
+
+
+def test_what_cannot_be_lean(run_main, drafter, prompts, target, tmp_path):
+    """Of a family that is built otherwise; the reason is said where it was not asked for."""
+    folder = tmp_path / "neox"
+    config = GPTNeoXConfig(
+        vocab_size=target.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    options = ["--max-new-tokens", 3, "--threads", 1, "--report", tmp_path / "report", "--baseline", "none"]
+    given = ["none", "--target", folder, "--prompts", prompts, *options]
+    reason = "a GPTNeoXModel has no embed_tokens"
+    line = f"error: target '{folder}' has no lean decoder: {reason}; use --decoder auto (lean=None)\n"
+    assert run_main(decode.main, *given, "--decoder", "lean") == (2, "", line)
+    code, _, err = run_main(decode.main, *given)
+    assert code == 0, err
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["execution"] == f"eager, transformers decoder ({reason})"
+    bad = ["--target", folder, "--device", "cpu", "--nodes", 1, "--contexts", 9, "--repeat", 1, "--decoder", "lean"]
+    assert run_main(bench.main, *bad) == (2, "", line)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--quantize", "8bit"), ("--device-map", "disk")])
+def test_said_before_anything_is_loaded(run_main, option, value):
+    message = f"error: --decoder lean cannot run with {option} {value}; leave out one of the two\n"
+    given = ["none", "--target", "/nowhere", "--prompt", "x", "--decoder", "lean", option, value]
+    assert run_main(decode.main, *given) == (2, "", message)
