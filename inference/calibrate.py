@@ -317,7 +317,7 @@ def main() -> None:
             for c in choices
         ],
         "device": device_name(target.device),
-        "dtype": args.dtype,
+        "dtype": str(target.dtype).removeprefix("torch."),
         "decoder": ran,
     }  # fmt: skip
     write_json(folder / "tree.json", {"paths": [list(path) for path in topology.paths], "calibration": calibration})
