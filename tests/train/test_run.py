@@ -222,10 +222,8 @@ def test_two_commands_on_one_run(tmp_path, run_main, tiny_lm):
     options = [ROOT / "recipes/tiny-medusa.yaml", f"run.output_dir={tmp_path}", "run.name=x"]
     with held(tmp_path / "x", "medusa"):
         before = names(tmp_path / "x")
-        command = [sys.executable, "train/medusa.py", *options, "--resume"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         said = f"error: {tmp_path / 'x'}: another command is working in this run; wait for it, or set run.name\n"
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+        assert run_main(medusa.main, *options, "--resume") == (2, "", said)
         assert run_main(medusa.main, *options, "--restart")[::2] == (2, said)
         assert names(tmp_path / "x") == before
 
@@ -255,16 +253,20 @@ def test_help_imports_nothing_slow(script, argument, code):
     assert "usage:" in (done.stderr if code else done.stdout)
 
 
-@pytest.mark.parametrize("script", ["medusa", "distill"])
-@pytest.mark.parametrize("seconds", [0.3, 1.0, 2.0])
-def test_ctrl_c_while_importing(tmp_path, script, seconds):
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says which libraries a process has loaded")
+@pytest.mark.parametrize(
+    "script, library", [("medusa", "libtorch_python"), ("medusa", "tokenizers"), ("distill", "libtorch_python")]
+)
+def test_ctrl_c_while_importing(tmp_path, script, library):
+    """When torch's library has just been loaded, or that of transformers' tokenizers, however long that takes."""
     command = [sys.executable, f"train/{script}.py", ROOT / f"recipes/tiny-{script}.yaml", f"run.output_dir={tmp_path}"]
     started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(seconds)
+    while library not in Path(f"/proc/{started.pid}/maps").read_text():
+        assert started.poll() is None, started.stderr.read()
+        time.sleep(0.01)
     started.send_signal(signal.SIGINT)
-    _, err = started.communicate(timeout=60)
-    assert (started.returncode, err.count("\n")) == (2, 1), err
-    assert err.startswith("error: interrupted; ")
+    _, err = started.communicate(timeout=300)
+    assert (started.returncode, err) == (2, "error: interrupted; nothing was written yet\n")
 
 
 # ---- said early
