@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.inference.options import check_counts, check_threads
-from draftsmith.models.options import DECODERS, DTYPES, choose_device, decoder_option
+from draftsmith.models.options import DECODERS, choose_device, decoder_option, dtype_option
 from draftsmith.train.command import available_cores, before_imports, run_command
 
 Projection = Literal["own", "shared"]
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--projection", nargs="+", choices=["shared", "own"], default=["shared"], help="of the heads")
     parser.add_argument("--heads", type=int, default=5, help="draft heads; no tree is deeper (default 5)")
     parser.add_argument("--repeat", type=int, default=50, help="timed steps (default 50)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    dtype_option(parser, "of the weights (those of a --shape count as stored in bfloat16)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
     parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
     parser.add_argument("--compile", action="store_true", help="the target's forward pass by torch.compile")
@@ -95,7 +95,8 @@ from draftsmith.kernels import bench as kernel_bench
 from draftsmith.kernels.bench import Device
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
-from draftsmith.models.stored import local_folder
+from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
+from draftsmith.models.stored import local_folder, resolve_folder, stored_dtype
 from draftsmith.models.target import Target, load_target
 from draftsmith.train.files import check_folder, write_json
 
@@ -192,10 +193,8 @@ def measure_device(device: torch.device, dtype: torch.dtype, touched: int) -> De
         return kernel_bench.measure_device(dtype)
     source = torch.ones(min(max(touched // 2, 1 << 16), 1 << 28), dtype=torch.uint8)
     into = torch.empty_like(source)
-    a, b = torch.randn(2, 1024, 1024).to(dtype)
-    copy = min(timeit.repeat(lambda: into.copy_(source), number=1, repeat=30))
-    product = min(timeit.repeat(lambda: a @ b, number=1, repeat=10))
-    return Device(2 * source.numel() / copy, 2 * 1024**3 / product)
+    copy = min(timeit.repeat(lambda: into.copy_(source), number=1, repeat=8))
+    return Device(2 * source.numel() / copy, matmul_rate(device, dtype))
 
 
 def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
@@ -419,7 +418,11 @@ def main() -> None:
         check_folder("--out", args.out.parent)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    name = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    stored = (lambda: "bfloat16") if args.shape else (lambda: stored_dtype(resolve_folder(args.target)))
+    chosen = choose_dtype(args.dtype, device, stored)
+    for line in describe(device, chosen):
+        say(line)
+    name = chosen.value
     facts: dict[str, Any] = {"dtype": name, "draft_heads": args.heads, "repeat": args.repeat, "compiled": args.compile}
     facts |= {"device": device_name(device), "limits": {}, "rows": []}
     for shape in args.shape or [args.target]:

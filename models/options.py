@@ -3,7 +3,8 @@
 import argparse
 from typing import Any
 
-DTYPES = ("float32", "bfloat16", "float16")
+from draftsmith.models.precision import DTYPES, say
+
 QUANTIZE = ("none", "8bit", "4bit")
 DEVICE_MAPS = ("none", "auto", "cpu", "disk")
 DECODERS = {"auto": None, "lean": True, "transformers": False}  # --decoder → ``SpeculativeDecoder``'s ``lean``
@@ -13,7 +14,7 @@ def target_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every command that loads a target for a drafter."""
     parser.add_argument("--target", help="the target, if it is not where the drafter's config says")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    dtype_option(parser, "of the target's weights")
     parser.add_argument(
         "--quantize", default="none", choices=QUANTIZE, help="the target's linear layers (bitsandbytes)"
     )
@@ -26,6 +27,14 @@ def target_options(parser: argparse.ArgumentParser) -> None:
     decoder_option(parser)
 
 
+def dtype_option(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the option that chooses ``what`` is said of; its values are those of ``load_target``'s ``dtype``."""
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", *DTYPES),
+        help=f"{what}; auto: on a GPU the dtype that the target is stored in, on a CPU float32 (default)",
+    )  # fmt: skip
+
+
 def decoder_option(parser: argparse.ArgumentParser) -> None:
     """Add the option that chooses what runs the target's layers; its values are the keys of :data:`DECODERS`."""
     parser.add_argument(
@@ -36,7 +45,8 @@ def decoder_option(parser: argparse.ArgumentParser) -> None:
 
 
 def target_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The same as keyword arguments of ``load_target``, without the decoder; the device is chosen and checked.
+    """The same as keyword arguments of ``load_target``, without the decoder; the device is chosen and checked, and the
+    dtype that is chosen is said on stderr.
 
     Raises:
         ValueError: the device is unknown, or not there; the lean decoder is asked for with weights that it cannot use.
@@ -45,7 +55,7 @@ def target_arguments(args: argparse.Namespace) -> dict[str, Any]:
         if args.decoder == "lean" and value != "none":
             raise ValueError(f"--decoder lean cannot run with {option} {value}; leave out one of the two")
     names = ("dtype", "quantize", "device_map", "trust_remote_code")
-    return {"device": choose_device(args.device), **{name: getattr(args, name) for name in names}}
+    return {"device": choose_device(args.device), "say": say, **{name: getattr(args, name) for name in names}}
 
 
 def choose_device(device: str | None) -> str:

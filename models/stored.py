@@ -217,6 +217,25 @@ def check_safetensors(folder: Path) -> dict[str, list[int]]:
     return {name: entry["shape"] for header in headers for name, entry in header.items()}
 
 
+def stored_dtype(folder: Path) -> str:
+    """The dtype of a stored model by torch's name: what its config says, else that of its first tensor of floats, else
+    float32, as ``transformers`` takes it.
+
+    Raises:
+        FileNotFoundError: there is no config.
+        ValueError: the config or a file is damaged.
+    """
+    config = config_of(folder)
+    for part in (config, config.get("text_config")):
+        for name in ("dtype", "torch_dtype"):  # the older name
+            if isinstance(part, dict) and isinstance(said := part.get(name), str):
+                return said.removeprefix("torch.")
+    names = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+    headers = (safetensors_header(file)[1] for file in sorted(folder.glob("*.safetensors")))
+    found = (entry["dtype"] for header in headers for entry in header.values())
+    return next((names[kind] for kind in found if kind in names), "float32")
+
+
 def fingerprint(folder: Path) -> str:
     """SHA-256 over a stored model: its config, its tokenizer file and the first bytes of every stored tensor.
 

@@ -32,12 +32,14 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from draftsmith.kernels.linear import apply_linear
-from draftsmith.models.options import DEVICE_MAPS, DTYPES, QUANTIZE, choose_device
+from draftsmith.models.options import DEVICE_MAPS, QUANTIZE, choose_device
+from draftsmith.models.precision import DTYPES, choose_dtype, describe
 from draftsmith.models.stored import (
     check_safetensors,
     config_of,
     fingerprint,
     resolve_folder,
+    stored_dtype,
     with_safetensors,
 )
 from draftsmith.models.tokenizer import load_tokenizer
@@ -393,24 +395,27 @@ def load_target(
     name: str,
     *,
     revision: str | None = None,
-    dtype: str = "float32",
+    dtype: str = "auto",
     device: str = "cpu",
     quantize: str = "none",
     device_map: str = "none",
     trust_remote_code: bool = False,
     place: Callable[[PreTrainedModel], None] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Target:
     """Load a target and its tokenizer.
 
     Args:
         name: a folder or a Hub id.
-        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: on a GPU the one it is stored in, on a CPU float32
+            (:mod:`draftsmith.models.precision`).
         quantize: ``none``, ``8bit`` or ``4bit`` (NF4): the linear layers but for the LM head, by bitsandbytes.
         device_map: ``none``: all of it on the device; ``cpu`` or ``disk``: its layers wait there and are fetched one
             after the other at each forward pass; ``auto``: spread over GPUs, CPU memory and disk, in this order, as
             far as each has room (accelerate does it).
         place: puts the model where it is to run, instead of ``device``, before anything is asked of it (training puts
             parts of it on each of several processes).
+        say: is told in a line which dtype was chosen and why, and in a second one if it is slow here.
 
     Raises:
         FileNotFoundError: there is no such model, or it has no config, weights or tokenizer.
@@ -418,7 +423,7 @@ def load_target(
             unknown, bitsandbytes is missing, or a quantised model is to wait elsewhere.
     """
     for what, value, known in (
-        ("dtype", dtype, DTYPES), ("quantize", quantize, QUANTIZE), ("device_map", device_map, DEVICE_MAPS),
+        ("dtype", dtype, ("auto", *DTYPES)), ("quantize", quantize, QUANTIZE), ("device_map", device_map, DEVICE_MAPS),
     ):  # fmt: skip
         if value not in known:
             raise ValueError(f"{what} '{value}': unknown; use {', '.join(known)}")
@@ -437,7 +442,11 @@ def load_target(
     _check_shapes(folder, config, shapes)
     if sum(file.stat().st_size for file in folder.glob("*.safetensors")) < _SMALL:
         logging.disable_progress_bar()  # a bar that flashes by is noise
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
+    chosen = choose_dtype(dtype, device, lambda: stored_dtype(folder), quantized=quantize != "none")
+    if say:
+        for line in describe(device, chosen):
+            say(line)
+    options: dict[str, Any] = {"dtype": getattr(torch, chosen.value), "trust_remote_code": trust_remote_code}
     if device_map in ("cpu", "disk"):
         options["device_map"] = _layers_elsewhere(folder, device_map, device, trust_remote_code)
     elif device_map == "auto":

@@ -31,7 +31,10 @@ PARSER.add_argument("--layers", type=int, default=4, help="of the frozen target"
 PARSER.add_argument("--rows", type=int, default=2)
 PARSER.add_argument("--length", type=int, default=512)
 PARSER.add_argument("--supervised", type=float, default=0.5, help="share of the tokens that are labels")
-PARSER.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="bfloat16: autocast")
+PARSER.add_argument(
+    "--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
+    help="bfloat16: autocast; auto: that where this CPU has it in hardware (default)",
+)  # fmt: skip
 PARSER.add_argument("--repeat", type=int, default=5, help="timed steps after one to warm up; the median counts")
 PARSER.add_argument("--threads", type=int, default=available_cores())
 PARSER.add_argument("--out", type=Path, metavar="FILE.json")
@@ -46,6 +49,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.models.artifact import device_name, versions, write_json
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.precision import Choice, choose_autocast, describe, say
 from draftsmith.models.target import Target
 from draftsmith.train.losses import HEAD_DECAY
 from draftsmith.train.medusa import Medusa1
@@ -161,6 +165,10 @@ def alone(args: argparse.Namespace, ours: bool) -> dict[str, Any]:
 def main() -> None:
     args = PARSER.parse_intermixed_args()
     check_folder("--out", args.out and args.out.parent)
+    chosen = choose_autocast("none" if args.dtype == "float32" else args.dtype, "cpu")
+    for line in describe("cpu", Choice("float32", ""), chosen):
+        say(line)
+    args.dtype = chosen.value.replace("none", "float32")
     results = {}
     for name, ours in (("straightforward", False), ("draftsmith", True)):
         console.print(f"{name} …")

@@ -30,7 +30,7 @@ PARSER.add_argument("--heads", type=int, default=5)
 PARSER.add_argument("--projection", choices=["own", "shared"], default="own")
 PARSER.add_argument("--gradient-checkpointing", action="store_true", help="of the second stage")
 PARSER.add_argument("--repeat", type=int, default=5)
-PARSER.add_argument("--dtype", choices=options.DTYPES, default="float32", help="of the target; what trains is float32")
+options.dtype_option(PARSER, "of the target, which counts as stored in bfloat16 (what trains is float32)")
 PARSER.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
 PARSER.add_argument("--out", type=Path, metavar="FILE.json")
 if __name__ == "__main__":
@@ -44,8 +44,8 @@ from draftsmith.kernels.bench import DTYPES
 from draftsmith.models.adapter import add_lora
 from draftsmith.models.artifact import device_name, versions, write_json
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
 from draftsmith.models.target import Target
-from draftsmith.train.dry_run import matmul_rate
 from draftsmith.train.loop import checkpoint_activations
 from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
 from draftsmith.train.optim import make_optimizer
@@ -107,7 +107,7 @@ def measure(target: Target, stage: str, args: argparse.Namespace) -> dict[str, A
         seconds.append(time.perf_counter() - began)
     median = statistics.median(seconds[2:])
     positions = args.sequences * args.tokens
-    rate = matmul_rate(target.device, target.dtype, 8192 if cuda else 2048)
+    rate = matmul_rate(target.device, target.dtype)
     return {
         "stage": stage,
         "seconds": round(median, 5),
@@ -132,6 +132,10 @@ def main() -> None:
     if args.shape not in SHAPES:
         raise ValueError(f"--shape {args.shape}: no such shape; there are {', '.join(SHAPES)}")
     device = torch.device(options.choose_device(args.device))
+    chosen = choose_dtype(args.dtype, device, lambda: "bfloat16")
+    for line in describe(device, chosen):
+        say(line)
+    args.dtype = chosen.value  # what the report says
     results: list[dict[str, Any]] = []
     for stage in args.stages:  # each on a target of its own: the second one puts adapters on it
         try:

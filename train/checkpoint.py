@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from draftsmith.models.precision import DTYPES
 from draftsmith.models.stored import save_tensors
 from draftsmith.train.files import json_object
 
@@ -131,6 +132,8 @@ def read_state(path: Path) -> dict[str, Any]:
     odd += [] if isinstance(state.get("stage"), str) else ["stage"]
     odd += [] if isinstance(state.get("best"), float | int) else ["best"]
     odd += [] if isinstance(state.get("stage_step", 0), int) else ["stage_step"]  # older ones have none
+    odd += [] if state.get("autocast", "none") in ("none", "bfloat16") else ["autocast"]
+    odd += [] if state.get("dtype") in (None, *DTYPES) else ["dtype"]
     if odd:
         raise _damaged(path, ValueError(f"state.json: '{odd[0]}' is {json.dumps(state.get(odd[0]))[:60]}"))
     return state

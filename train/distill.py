@@ -16,7 +16,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -48,10 +48,13 @@ from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.text import decode_text
 from draftsmith.inference.turns import serve_turns
 from draftsmith.models.artifact import provenance, write_json
+from draftsmith.models.options import choose_device
+from draftsmith.models.precision import DTYPES, describe
 from draftsmith.models.stored import fingerprint, resolve_folder
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import run
-from draftsmith.train.loop import Note, console
+from draftsmith.train.files import json_object
+from draftsmith.train.loop import Note, console, dtype_of
 from draftsmith.train.recipe import (
     Name,
     Positive,
@@ -222,7 +225,7 @@ def by_engine(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk]
     check_has_template(tokenizer, template)
     target, drafter = load_drafter(
         e.drafter, target_name=t.name, revision=t.revision, dtype=t.dtype, quantize=t.quantize,
-        device="cuda" if torch.cuda.is_available() else "cpu", trust_remote_code=t.trust_remote_code,
+        device=choose_device(None), trust_remote_code=t.trust_remote_code,
     )  # fmt: skip
     if target.adapter:
         raise ValueError(
@@ -314,6 +317,22 @@ def small(recipe: DistillRecipe) -> DistillRecipe:
     return valid(DistillRecipe, content)
 
 
+def with_dtype(recipe: DistillRecipe, folder: Path, restart: bool) -> DistillRecipe:
+    """The recipe with what ``target.dtype: auto`` is here; of a run that goes on, what its answers were begun with.
+    Said in a line, and in a second one if it is slow here."""
+    t, manifest = recipe.target, folder / "manifest.json"
+    if t is None or recipe.backend == "endpoint":
+        return recipe
+    began = None
+    with suppress(ValueError, OSError, LookupError, TypeError):  # open_shards says what is wrong with it
+        began = None if restart else json_object(manifest)["decides"]["target.dtype"]
+    device = choose_device(None)
+    chosen = dtype_of(t, torch.device(device), began if began in DTYPES else None)
+    for line in describe(device, chosen):
+        console.print(line, style="yellow" if line.startswith("warning") else None)
+    return recipe.model_copy(update={"target": t.model_copy(update={"dtype": chosen.value})})
+
+
 def seeds_of(recipe: DistillRecipe) -> tuple[list[Seed], Skipped]:
     """The seeds, and the rows that are none, which are said."""
     seeds, skipped = read_seeds(recipe.data.seeds, recipe.data.max_skipped)
@@ -336,6 +355,7 @@ def main() -> None:
         seeds, skipped = seeds_of(recipe)
         if args.tiny and recipe.target:
             write_target(recipe.target)
+        recipe = with_dtype(recipe, folder, args.restart or args.tiny)
         decides = recipe.decides()
         shards = open_shards(folder, decides, args.restart or args.tiny)
         rows_skipped = {reason: count for count, reason, _ in skipped.table()}

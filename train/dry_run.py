@@ -1,7 +1,6 @@
 """``--dry-run``: what a recipe would do, before it does it: the resolved recipe, sizes, memory, time per step. Then the
 same recipe's tiny form is exported untrained and decoded, so that nothing fails for the first time after a day."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.step import Drafter
+from draftsmith.models.precision import matmul_rate
 from draftsmith.models.stored import local_folder
 from draftsmith.models.target import Target as LoadedTarget
 from draftsmith.train.command import first_line, make_console
@@ -20,17 +20,6 @@ from draftsmith.train.recipe import Optim, Recipe, Target
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5}
 console = make_console()
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
-    """Floating-point operations per second that a matrix product reaches on this device: the best of a few."""
-    a, b = torch.randn(2, size, size, dtype=dtype, device=device)
-    best = 0.0
-    for _ in range(5):
-        began = time.perf_counter()
-        float((a @ b)[0, 0])  # waits for the device
-        best = max(best, 2 * size**3 / (time.perf_counter() - began))
-    return best
 
 
 def target_shape(target: Target, adapted: Sequence[str] = ()) -> tuple[int, int, int, int]:

@@ -357,7 +357,7 @@ def dry(recipe: LmRecipe) -> None:
         dry_run.Plan(s.name, 0, parameters, 0.0, s.optim, s.steps, s.batch.sequences * s.max_length)
         for s in recipe.stages
     ]
-    dry_run.show(recipe, plans, accelerator.device, accelerator.num_processes)
+    dry_run.show(loop.with_precision(recipe, accelerator), plans, accelerator.device, accelerator.num_processes)
     small = tiny(recipe, "dry-run")
     folder = small.run.folder
     with run.held(folder, "lm"):
@@ -390,7 +390,7 @@ def main() -> None:
     with run.held(recipe.run.folder, "lm", accelerator.is_main_process):
         with accelerator.main_process_first():
             resume = run.begin(recipe.run.folder, args.resume, args.restart or args.tiny, accelerator.is_main_process)
-        train(recipe, accelerator, resume, command)
+        train(loop.with_precision(recipe, accelerator, resume), accelerator, resume, command)
 
 
 def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str) -> None:
@@ -483,10 +483,11 @@ def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str
 
     trained = sum(s.steps * s.batch.sequences * s.max_length for s in recipe.stages)
     # The last weights, not the best: the long stage costs a little on short rows, and is why long ones work.
-    module.to(torch.bfloat16)  # half the file; the shipped weights are what is loaded and measured
+    module.to(torch.bfloat16).float()  # the shipped weights, in half the file, are what is measured
     module.eval()
     with torch.no_grad():
         loss = evaluate(module)["validation_loss"]
+    module.to(torch.bfloat16)
     module.model.generation_config.eos_token_id = [end, end_of_turn]
     texts_sha256 = [rows_of(source)[1] for source in recipe.data.train]
     facts = {
@@ -495,6 +496,7 @@ def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str
         "init_from": recipe.init_from,
         "trained_tokens": trained,  # on top of init_from's
         "validation_loss": round(loss, 4),
+        "autocast": recipe.precision.autocast,
         "data_sha256": hashlib.sha256(" ".join(texts_sha256).encode()).hexdigest(),
         "licences": {source.source: sources.licence(source.source) for source in recipe.data.train},
     }

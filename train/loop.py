@@ -21,11 +21,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.models import precision
+from draftsmith.models.stored import resolve_folder, stored_dtype
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.command import available_cores, interruptible, make_console
 from draftsmith.train.files import append, parse_json, write_text
 from draftsmith.train.optim import make_optimizer
-from draftsmith.train.recipe import Checkpoint, Evaluate, Precision, Stage
+from draftsmith.train.recipe import Checkpoint, Evaluate, Precision, R, Stage, Target
 from draftsmith.train.track import Trackers
 
 Batch = dict[str, Tensor]
@@ -62,7 +64,7 @@ class Note:
         self.bar.stop()
 
 
-def make_accelerator(precision: Precision) -> Accelerator:
+def make_accelerator(wanted: Precision) -> Accelerator:
     """An ``Accelerator`` that really runs as many processes as were launched.
 
     Raises:
@@ -70,7 +72,7 @@ def make_accelerator(precision: Precision) -> Accelerator:
     """
     # accelerate's launcher sets OMP_NUM_THREADS=1, which halves the speed of one process on two cores.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(precision.threads or max(1, available_cores() // local))
+    torch.set_num_threads(wanted.threads or max(1, available_cores() // local))
     cpu = not torch.cuda.is_available()
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which others import, would look for one and warn
@@ -89,9 +91,45 @@ def make_accelerator(precision: Precision) -> Accelerator:
     return accelerator
 
 
-def autocast(accelerator: Accelerator, precision: Precision) -> torch.autocast:
+def with_precision(recipe: R, accelerator: Accelerator, resume: bool = False) -> R:
+    """The recipe with what ``precision.autocast: auto`` and ``target.dtype: auto`` are on this device; said in a line,
+    and in a second one if it is slow here.
+
+    Args:
+        resume: ``auto`` is what the run's newest checkpoint was trained with.
+
+    Raises:
+        FileNotFoundError, ValueError: on a GPU, the target's config cannot be read.
+    """
+    newest = checkpoint.checkpoints(recipe.run.folder / "checkpoints")[-1:] if resume else []
+    began = checkpoint.read_state(newest[0]) if newest else {}
+    device, target = accelerator.device, getattr(recipe, "target", None)  # not every recipe has one
+    cast = precision.choose_autocast(recipe.precision.autocast, device, began.get("autocast"))
+    dtype, update = precision.Choice("float32", ""), {}
+    if target is not None:
+        dtype = dtype_of(target, device, began.get("dtype"))
+        update["target"] = target.model_copy(update={"dtype": dtype.value})
+    if accelerator.is_main_process:
+        for line in precision.describe(device, dtype, cast):
+            console.print(line, style="yellow" if line.startswith("warning") else None)
+    update["precision"] = recipe.precision.model_copy(update={"autocast": cast.value})
+    return recipe.model_copy(update=update)
+
+
+def dtype_of(target: Target, device: torch.device, began: str | None = None) -> precision.Choice:
+    """:func:`draftsmith.models.precision.choose_dtype` for a recipe's target, by its config alone."""
+
+    def stored() -> str:
+        return stored_dtype(resolve_folder(target.name, target.revision, weights=False))
+
+    quantized = target.quantize != "none"
+    return precision.choose_dtype(target.dtype, device, stored, quantized=quantized, began=began)
+
+
+def autocast(accelerator: Accelerator, wanted: Precision) -> torch.autocast:
     """The recipe's precision, for forward passes."""
-    return torch.autocast(accelerator.device.type, torch.bfloat16, enabled=precision.autocast == "bfloat16")
+    assert wanted.autocast != "auto", "with_precision comes first"
+    return torch.autocast(accelerator.device.type, torch.bfloat16, enabled=wanted.autocast == "bfloat16")
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -107,7 +145,8 @@ class Job:
 
     ``evaluate(module) → metrics`` runs every ``evaluation.every`` steps; ``best_on`` names the metric by which the
     weights kept in ``checkpoints/best/STAGE`` are chosen (``"-x"`` where less is better). ``stages``: their names, in
-    order. ``target``: the fingerprint of the frozen target, if there is one; a checkpoint belongs to it.
+    order. ``target`` and ``dtype``: fingerprint and dtype of the frozen target, if there is one; a checkpoint belongs
+    to it, and says in what precision it was trained.
     """
 
     folder: Path
@@ -118,9 +157,10 @@ class Job:
     evaluate: Callable[[nn.Module], dict[str, float]]
     best_on: str
     stages: list[str]
-    precision: Precision = field(default_factory=Precision)
+    precision: Precision = field(default_factory=lambda: Precision(autocast="none"))
     trackers: Trackers | None = None
     target: str = ""
+    dtype: str | None = None
     best: float = -math.inf
     step: int = 0  # over all stages
     _resumed: bool = field(default=False, repr=False)
@@ -225,6 +265,7 @@ def fit(
         if accelerator.is_main_process:
             keep = job.checkpoint.keep
             state = {"stage": name, "best": job.best, "stage_step": job.step - first, "target": job.target}
+            state |= {"autocast": job.precision.autocast, "dtype": job.dtype}
             own = None if zero_2 else optimizer.optimizer
             if not zero_2:
                 sharded.forget(job.checkpoints)

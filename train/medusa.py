@@ -280,7 +280,8 @@ def dry(recipe: MedusaRecipe, command: str) -> None:
             heads = MedusaHeads(MedusaConfig(d.num_draft_heads, d.num_layers, d.projection, width, vocab_size))
         own = sum(p.numel() for p in heads.parameters())
         used = d.num_draft_heads * width * vocab_size if d.projection == "shared" else 0
-        held = dry_run.BYTES[t.dtype if t.quantize == "none" else t.quantize]
+        recipe = loop.with_precision(recipe, accelerator)
+        held = dry_run.BYTES[recipe.target.dtype if t.quantize == "none" else t.quantize]
         if sharded.spreads():  # all but the LM head
             whole = width * vocab_size / parameters
             held *= whole + (1 - whole) / accelerator.num_processes
@@ -328,7 +329,7 @@ def main() -> None:
             resume = run.begin(recipe.run.folder, args.resume, args.restart or args.tiny, accelerator.is_main_process)
             if args.tiny and accelerator.is_main_process:
                 write_target(recipe.target)
-        train(recipe, accelerator, resume, command)
+        train(loop.with_precision(recipe, accelerator, resume), accelerator, resume, command)
 
 
 def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command: str) -> None:
@@ -416,7 +417,7 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
         folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "simulated_tau",
         [name for name, _ in plan], recipe.precision,
         Trackers(recipe.track, folder, recipe.model_dump(mode="json")) if accelerator.is_main_process else None,
-        target.fingerprint,
+        target.fingerprint, t.dtype,
     )  # fmt: skip
     weights = [source.weight for source in recipe.data.train]
     sizes = [len(rows) if isinstance(rows, Rows) else None for rows in rows_by_source]
@@ -458,6 +459,8 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
         "init_from": recipe.init_from,
         "data_sha256": [rows.samples.sha256() if isinstance(rows, Rows) else "streamed" for rows in rows_by_source],
         "target_fingerprint": target.fingerprint,
+        "dtype": t.dtype,
+        "autocast": recipe.precision.autocast,
     }
     if isinstance(module, Medusa2):
         module.eval()

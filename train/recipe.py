@@ -74,7 +74,9 @@ class Target(Section):
     model_type: Name | None = Field(
         default=None, description="the target's family (llama, qwen3, …), so that --tiny and --dry-run need no download"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="of its weights; auto: on a GPU the dtype it is stored in, on a CPU float32"
+    )
     quantize: Literal["none", "8bit", "4bit"] = Field(
         default="none", description="load the frozen target's weights in 8 or 4 bits (needs bitsandbytes)"
     )
@@ -213,7 +215,9 @@ class Batch(Section):
 
 
 class Precision(Section):
-    autocast: Literal["none", "bfloat16"] = "none"
+    autocast: Literal["auto", "none", "bfloat16"] = Field(
+        default="auto", description="of the products in training; auto: bfloat16 where the device has it in hardware"
+    )
     compile: bool = Field(default=False, description="torch.compile the training step (needs a C++ compiler)")
     threads: Threads | None = Field(default=None, description="CPU threads; all cores if left out")
     gradient_checkpointing: bool = Field(

@@ -80,8 +80,8 @@ def tiny_target(target: dict[str, Any], folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the target's family is not known.
     """
-    small = {"name": str(folder / "tiny-target"), "model_type": _model_type(target), "quantize": "none"}
-    return {**target, **small, "revision": None, "trust_remote_code": False}
+    small = {"name": str(folder / "tiny-target"), "model_type": _model_type(target), "dtype": "auto"}
+    return {**target, **small, "quantize": "none", "revision": None, "trust_remote_code": False}
 
 
 def _model_type(target: dict[str, Any]) -> str:
