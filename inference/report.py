@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -13,6 +14,12 @@ from draftsmith.inference.engine import Generation
 from draftsmith.inference.text import TextStream
 from draftsmith.train.files import replacing
 
+# What a report compares with → the field of the speed-up; each has another one, NAME_interval.
+SPEEDUPS = {
+    "engine": "speedup",
+    "transformers": "speedup_vs_transformers",
+    "prompt_lookup": "speedup_vs_prompt_lookup",
+}
 LOOP = 8  # a repeated n-gram of this length is taken for the beginning of a loop
 
 
@@ -72,46 +79,51 @@ def acceptance(results: Sequence[Generation], max_depth: int, num_nodes: int) ->
     }  # fmt: skip
 
 
+def ratio_cell(fields: dict[str, Any], name: str) -> str:
+    """A speed-up of a report, its interval below it."""
+    if not fields.get(name):
+        return "–"
+    interval = fields.get(f"{name}_interval")
+    return f"{fields[name]:.2f}" + (f"\n{interval[0]:.2f}–{interval[1]:.2f}" if interval else "")
+
+
 def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
-    """Methods by rows: tokens/s, speed-ups, τ, losslessness."""
+    """Methods by rows: tokens/s, speed-ups with their 95 % intervals, τ, losslessness."""
     first = reports[0]
     title = f"{first['target']} · {first['prompts']} prompts · {first['device']} · {first['dtype']}"
     console.print(title, style="italic", markup=False)
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, show_edge=False, collapse_padding=True, pad_edge=False)
     table.add_column("method", no_wrap=True)
-    for column in ("tokens/s", "× plain", "× trans-\nformers", "τ", "τ before\nloops"):
+    for column in ("tokens/s", "× plain", "× trans-\nformers", "× prompt\nlookup", "τ", "τ before\nloops"):
         table.add_column(column, justify="right", no_wrap=True)
-
-    def ratio(value: float | None, base: float | None) -> str:
-        return f"{value / base:.2f}" if value and base else "–"
-
     baselines = first["baselines"]
-    plain = baselines.get("engine", {}).get("tokens_per_second")
-    theirs = baselines.get("transformers", {}).get("tokens_per_second")
-    names = {
+    labels = {
         "engine": "plain, our engine",
         "transformers": "transformers.generate",
-        "prompt_lookup": "transformers prompt-lookup",
+        "prompt_lookup": "its prompt lookup",
     }
-    for key, label in names.items():
+    for key, label in labels.items():
         if key in baselines:
             speed = baselines[key]["tokens_per_second"]
-            table.add_row(
-                label,
-                f"{speed:.1f}",
-                ratio(speed, plain),
-                ratio(speed, theirs),
-                "1.00" if key != "prompt_lookup" else "–",
-                "–",
-            )
+            ratios = [ratio_cell(baselines[key], name) for name in SPEEDUPS.values()]
+            for place, base in enumerate(SPEEDUPS):
+                if base in baselines and ratios[place] == "–":
+                    ratios[place] = f"{speed / baselines[base]['tokens_per_second']:.2f}"
+            table.add_row(label, f"{speed:.1f}", *ratios, "1.00" if key != "prompt_lookup" else "–", "–")
     for report in reports:
-        name = report["drafter"] if len(report["drafter"]) <= 26 else "…" + report["drafter"][-25:]
-        speed, before = report["tokens_per_second"], report["repetition"]["mean_accepted_length_before_first_loop"]
+        name = report["drafter"] if len(report["drafter"]) <= 21 else "…" + report["drafter"][-20:]
+        before = report["repetition"]["mean_accepted_length_before_first_loop"]
+        ratios = [ratio_cell(report, name) for name in SPEEDUPS.values()]
         table.add_row(
-            f"[bold]{escape(name)}[/bold]", f"[bold]{speed:.1f}[/bold]", ratio(speed, plain), ratio(speed, theirs),
+            f"[bold]{escape(name)}[/bold]", f"[bold]{report['tokens_per_second']:.1f}[/bold]", *ratios,
             f"{report['mean_accepted_length'] or 0:.2f}", f"{before:.2f}" if before else "–",
         )  # fmt: skip
     console.print(table)
+    if any(first.get(f"{name}_interval") for name in SPEEDUPS.values()):
+        console.print(
+            f"Ratios of tokens/s with 95 % intervals: {first['timed_prompts']} prompts in {first['pairs']} groups, "
+            "each decoded by all methods in turn", markup=False, soft_wrap=True,
+        )  # fmt: skip
     for report in reports:
         lossless = report["lossless"]
         if report.get("lossy"):
@@ -170,10 +182,15 @@ def plot(report: dict[str, Any], path: Path) -> None:
     bars[report["drafter"]] = report["tokens_per_second"]
     drawn = speed.bar(list(bars), list(bars.values()), color=["#b8bcc6"] * (len(bars) - 1) + ["#2f7d4f"])
     plain = baselines.get("engine", {}).get("tokens_per_second")
-    speed.bar_label(drawn, [f"{v:.0f}" + (f"\n{v / plain:.2f}×" if plain else "") for v in bars.values()], padding=2)
-    speed.set_ylim(0, max(bars.values()) * 1.2)
+    said = [f"{v:.0f}" + (f"\n{v / plain:.2f}×" if plain else "") for v in bars.values()]
+    if interval := report.get("speedup_interval"):
+        said[-1] += f"\n({interval[0]:.2f}–{interval[1]:.2f})"
+        low, high = ([abs(bound / report["speedup"] - 1) * report["tokens_per_second"]] for bound in interval)
+        speed.errorbar([len(bars) - 1], [report["tokens_per_second"]], [low, high], fmt="none", ecolor="#1d4f31")
+    speed.bar_label(drawn, said, padding=2)
+    speed.set_ylim(0, max(bars.values()) * 1.3)
     speed.set_ylabel("tokens per second")
-    speed.set_title("Speed (× over plain decoding)")
+    speed.set_title("Speed (× over plain decoding, 95 % interval)" if interval else "Speed (× over plain decoding)")
     speed.tick_params(axis="x", labelsize=9)
     histogram = {int(k): v for k, v in report["accepted_length_histogram"].items()}
     total = sum(histogram.values()) or 1

@@ -1,6 +1,9 @@
 """Methods of decoding, timed side by side: our engine with and without drafters, and ``transformers.generate``."""
 
 import argparse
+import itertools
+import math
+import random
 import resource
 import shlex
 import statistics
@@ -8,7 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,29 +29,124 @@ from draftsmith.models.options import DECODERS
 from draftsmith.models.target import Target
 
 PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses
+GROUPS = 32  # prompts are timed in at least so many groups, if they are enough for as many batches
+LEAST_GROUPS = 16  # timed in any case, over all rounds, before timing may end early
+NARROW = 0.03  # of the ratio: timing stops when every speed-up's interval reaches no further
+FEWEST, RESAMPLES = 5, 4000  # groups that make an interval; draws of the bootstrap
+CHECK_ROWS = 8  # decoded at once, at least, where plain decoding is only needed to compare with
+INSTRUMENTED = 8  # prompts of the run that times the phases of a step
 
 
 @dataclass
 class Timed:
-    """The outputs of one method over all prompts, and its seconds and CPU seconds in each round."""
+    """What one method did. Every method is timed on the same groups of prompts, in the same order.
 
-    outputs: list[list[int]]
-    seconds: list[float]
-    cpu_seconds: list[float]
+    Args:
+        outputs: prompt number → what the method returned for it, of the last round that had it.
+        tokens: new tokens of each group, in the last round that had it.
+        seconds, cpu_seconds: of each group, one per round.
+    """
+
+    outputs: dict[int, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[list[float]] = field(default_factory=list)
+    cpu_seconds: list[list[float]] = field(default_factory=list)
+
+    def run(self, method: "Method", prompts: Sequence[list[int]], group: range, place: int) -> None:
+        """Time the method on a group of prompts, the ``place``-th one; places come in order within a round."""
+        began, cpu = time.perf_counter(), time.process_time()
+        outputs = method([prompts[number] for number in group])
+        taken, worked = time.perf_counter() - began, time.process_time() - cpu
+        if place == len(self.tokens):
+            self.tokens.append(0)
+            self.seconds.append([])
+            self.cpu_seconds.append([])
+        self.outputs.update(zip(group, outputs, strict=True))
+        self.tokens[place] = sum(len(tokens_of(output)) for output in outputs)
+        self.seconds[place].append(taken)
+        self.cpu_seconds[place].append(worked)
+
+    @property
+    def typical_seconds(self) -> list[float]:
+        """Seconds of each group, the median over the rounds."""
+        return [statistics.median(rounds) for rounds in self.seconds]
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(map(len, self.outputs)) / statistics.median(self.seconds)
+        return sum(self.tokens) / sum(self.typical_seconds)
+
+    def by_round(self, seconds: Sequence[Sequence[float]]) -> list[float]:
+        """Seconds of each round over its groups; the last round may have been cut short."""
+        rounds = max(map(len, seconds))
+        return [round(sum(group[r] for group in seconds if r < len(group)), 3) for r in range(rounds)]
 
     def summary(self) -> dict[str, Any]:
         return {
             "tokens_per_second": round(self.tokens_per_second, 2),
-            "seconds": [round(s, 3) for s in self.seconds],
-            "cpu_seconds": [round(s, 3) for s in self.cpu_seconds],
+            "seconds": self.by_round(self.seconds),
+            "cpu_seconds": self.by_round(self.cpu_seconds),
         }
 
 
-Method = Callable[[list[list[int]]], list[list[int]]]
+def tokens_of(output: Any) -> list[int]:
+    """The new tokens of what a method returned for a prompt."""
+    return output.tokens if isinstance(output, Generation) else output
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Tokens/s of one method over another's: the ratio of totals over all groups, so that a prompt counts by the time
+    it takes, and its 95 % interval (None below :data:`FEWEST` groups)."""
+
+    ratio: float
+    interval: tuple[float, float] | None
+
+    @property
+    def narrow(self) -> bool:
+        """The interval reaches no further than :data:`NARROW` of the ratio to either side, on average."""
+        return self.interval is not None and self.interval[1] - self.interval[0] <= 2 * NARROW * self.ratio
+
+
+def speedup(method: Timed, base: Timed) -> Speedup:
+    """How much faster a method is than another that was timed on the same groups.
+
+    The interval is a bootstrap over the groups, each drawn with both methods' times, since these share the prompts and
+    whatever the machine did then; more rounds over a group make its times better and are no further groups. So it tells
+    how far the ratio would move with other prompts of this kind. Percentiles are those of the expanded interval
+    (Hesterberg, arXiv 1411.5279), without which an interval of few groups is too narrow.
+    """
+    from scipy.stats import norm, t  # scikit-learn brings it; it takes half a second
+
+    columns = torch.tensor(
+        [method.tokens, method.typical_seconds, base.tokens, base.typical_seconds], dtype=torch.float64
+    )
+    groups = columns.shape[1]
+    ratio = float(_ratio(columns.sum(-1)))
+    if groups < FEWEST:
+        return Speedup(ratio, None)
+    drawn = torch.randint(groups, (RESAMPLES, groups), generator=torch.Generator().manual_seed(0))
+    tail = norm.cdf(math.sqrt(groups / (groups - 1)) * t.ppf(0.025, groups - 1))
+    bounds = torch.tensor([tail, 1 - tail], dtype=torch.float64)
+    low, high = torch.quantile(_ratio(columns[:, drawn].sum(-1)), bounds).tolist()
+    return Speedup(ratio, (low, high))
+
+
+def speedup_fields(name: str, found: Speedup | None) -> dict[str, Any]:
+    """The two fields of a report that hold a speed-up."""
+    if found is None:
+        return {name: None, f"{name}_interval": None}
+    return {
+        name: round(found.ratio, 4),
+        f"{name}_interval": [round(bound, 4) for bound in found.interval] if found.interval else None,
+    }
+
+
+def _ratio(sums: torch.Tensor) -> torch.Tensor:
+    """``[4, …]`` tokens and seconds of a method, tokens and seconds of the base → ratio of their tokens/s."""
+    return (sums[0] / sums[1]) / (sums[2] / sums[3])
+
+
+Method = Callable[[list[list[int]]], Sequence[Any]]  # prompts → for each its tokens, or a Generation
 
 
 def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1, **options: Any) -> Method:
@@ -91,25 +189,47 @@ def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1
 
 
 def run_rounds(
-    methods: dict[str, Method], prompts: list[list[int]], rounds: int, warm_up: list[list[int]]
-) -> dict[str, Timed]:
-    """Run every method over all prompts ``rounds`` times; they take turns, so that noise falls on all alike."""
+    methods: dict[str, Method], prompts: Sequence[list[int]], rounds: int, warm_up: list[list[int]],
+    batch_size: int = 1, seconds: float | None = None, settled: Callable[[dict[str, Timed]], bool] | None = None,
+) -> dict[str, Timed]:  # fmt: skip
+    """Time every method on groups of prompts, ``rounds`` times over all of them.
+
+    The methods take turns on each group, in rotating order: what else the machine does meets all of them alike. A group
+    holds ``batch_size`` prompts, or several times as many where that leaves :data:`GROUPS` groups. Groups come in an
+    order drawn with a fixed seed, so that the first ones are like the rest.
+
+    Args:
+        warm_up: prompts that each method decodes first, untimed.
+        seconds: after so long no group is begun, but the first :data:`LEAST_GROUPS`.
+        settled: asked after each group from then on whether the times are good enough; if so, no other is begun.
+    """
     for method in methods.values():
         method(warm_up)  # first calls allocate and tune
-    timed = {name: Timed([], [], []) for name in methods}
+    timed = {name: Timed() for name in methods}
+    size = batch_size * max(1, len(prompts) // (GROUPS * batch_size))
+    groups = [range(first, min(first + size, len(prompts))) for first in range(0, len(prompts), size)]
+    random.Random(0).shuffle(groups)
+    order = list(methods)
+    total, since = rounds * len(groups), time.perf_counter()
     console.print(f"decoding {len(prompts)} prompts by {', '.join(methods)}; rounds: {rounds}", markup=False)
-    done = 0
-    with progress("decoding", rounds * len(methods)) as advance:
-        for _ in range(rounds):
-            for name, method in methods.items():
-                began, cpu = time.perf_counter(), time.process_time()
-                outputs = method(prompts)
-                timed[name].seconds.append(time.perf_counter() - began)
-                timed[name].cpu_seconds.append(time.process_time() - cpu)
-                timed[name].outputs = outputs
-                done += 1
-                advance(done)
+    with progress("decoding", total) as advance:
+        for done, (_, place) in enumerate(itertools.product(range(rounds), range(len(groups))), 1):
+            for name in order:
+                timed[name].run(methods[name], prompts, groups[place], place)
+            order = [*order[1:], order[0]]
+            advance(done)
+            spent = time.perf_counter() - since
+            if done == 1:
+                expected = spent * total if seconds is None else min(max(seconds, spent * LEAST_GROUPS), spent * total)
+                console.print(f"  about {said(expected)} here, judged from the first prompt", markup=False)
+            if done >= LEAST_GROUPS and ((seconds and spent >= seconds) or (settled and settled(timed))):
+                break
     return timed
+
+
+def said(seconds: float) -> str:
+    """A duration for people: two significant places are all that an estimate has."""
+    return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
@@ -156,21 +276,14 @@ def evaluate(
     if wanted is None:
         wanted = ["engine", "transformers", "prompt_lookup"]
     methods: dict[str, Method] = {}
-    kept: dict[str, list[Generation]] = {}
 
-    def engine_method(name: str, decoder: SpeculativeDecoder) -> Method:
-        def run(prompts: list[list[int]]) -> list[list[int]]:
-            kept[name] = decoder.generate(
-                prompts, args.max_new_tokens, batch_size=args.batch_size, **choice(args, prompts)
-            )
-            return [result.tokens for result in kept[name]]
-
-        return run
+    def engine_method(decoder: SpeculativeDecoder, batch_size: int = args.batch_size) -> Method:
+        return lambda some: decoder.generate(some, args.max_new_tokens, batch_size=batch_size, **choice(args, some))
 
     for name, decoder in zip(names, decoders, strict=True):
-        methods[name] = engine_method(name, decoder)
-    if "engine" in wanted or args.check_lossless:
-        methods["engine"] = engine_method("engine", SpeculativeDecoder(target, **options))
+        methods[name] = engine_method(decoder)
+    if "engine" in wanted:
+        methods["engine"] = engine_method(SpeculativeDecoder(target, **options))
     if "transformers" in wanted:
         methods["transformers"] = transformers_method(
             target, args.max_new_tokens, args.batch_size, **generate_options(args)
@@ -179,28 +292,52 @@ def evaluate(
         methods["prompt_lookup"] = transformers_method(
             target, args.max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **generate_options(args)
         )
+    compared = [name for name in wanted if name in methods]
+    sampled = args.mode == "sample"
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
     # What is captured or compiled is made for as many rows, and a cache as long, as will be used.
     warm_up = [prompts[0][:8]]
     if target.device.type == "cuda" or args.compile:
         warm_up = sorted(prompts, key=len)[-args.batch_size :]
-    timed = run_rounds(methods, prompts, args.repeat, warm_up)
-    baselines = {name: timed[name].summary() for name in wanted if name in timed}
-    plain = baselines.get("engine", {}).get("tokens_per_second")
-    theirs = baselines.get("transformers", {}).get("tokens_per_second")
+
+    def settled(timed: dict[str, Timed]) -> bool:
+        pairs = itertools.product(names, compared)
+        return bool(compared) and all(speedup(timed[name], timed[base]).narrow for name, base in pairs)
+
+    timed = run_rounds(methods, prompts, args.repeat, warm_up, args.batch_size, args.seconds, settled)
+    baselines = {name: timed[name].summary() for name in compared}
+    if "engine" in compared and "transformers" in compared:
+        plain_over_theirs = speedup(timed["engine"], timed["transformers"])
+        baselines["engine"] |= speedup_fields("speedup_vs_transformers", plain_over_theirs)
     if target.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(target.device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    # Every prompt counts for τ and is checked, those that were not timed too.
+    clocked = sorted(timed[names[0]].outputs)
+    todo = sorted({*range(len(prompts))} - {*clocked})
+    reference = {**timed["engine"].outputs} if "engine" in timed else {}
+    unknown = [n for n in range(len(prompts)) if n not in reference] if args.check_lossless and not sampled else []
+    if todo or unknown:
+        each = max(sum(timed[name].typical_seconds) for name in methods) / len(clocked)
+        console.print(
+            f"decoding {len(todo)} prompts that were not timed, and {len(unknown)} without the drafter to compare: at "
+            f"most about {said(each * (len(todo) * len(names) + len(unknown)))} here", markup=False,
+        )  # fmt: skip
+    for name in names if todo else ():
+        timed[name].outputs.update(zip(todo, methods[name]([prompts[n] for n in todo]), strict=True))
+    plain = engine_method(SpeculativeDecoder(target, **options), max(args.batch_size, CHECK_ROWS))
+    reference.update(zip(unknown, plain([prompts[n] for n in unknown]), strict=True))
+
     reports: list[dict[str, Any]] = []
     outputs: list[list[Generation]] = []
     for name, decoder in zip(names, decoders, strict=True):
-        results = kept[name]
+        results: list[Generation] = [timed[name].outputs[n] for n in range(len(prompts))]
         outputs.append(results)
         # Phases are read in a run of their own: reading clocks between them costs time.
-        how, some = decoder.how, prompts[: max(16, args.batch_size)]
+        how, some = decoder.how, prompts[: max(INSTRUMENTED, args.batch_size)]
         decoder.generate(
             some, args.max_new_tokens, batch_size=args.batch_size, instrument=True, **choice(args, some)
         )  # fmt: skip
@@ -208,15 +345,14 @@ def evaluate(
         if args.check_lossless:
             console.print(f"checking {name} against plain decoding …", markup=False)
             with progress("checking", len(prompts)) as advance:
-                if args.mode == "sample":
+                if sampled:
                     lossless = check_sample(decoder, prompts, sampling_of(args), on_prompt=advance)
                 else:
-                    plain_outputs = timed["engine"].outputs
-                    lossless = check_greedy(target, prompts, timed[name].outputs, plain_outputs, advance)
-        speed = timed[name].tokens_per_second
+                    plain_texts = [reference[n].tokens for n in range(len(prompts))]
+                    lossless = check_greedy(target, prompts, [r.tokens for r in results], plain_texts, advance)
         counted = reporting.acceptance(results, decoder.drafter.max_depth, decoder.drafter.num_nodes)
-        speedup = speed / plain if plain else None
-        tau = counted["mean_accepted_length"]
+        over = {base: speedup(timed[name], timed[base]) for base in compared}
+        accepted = [length for n in clocked for length in results[n].accepted]
         reports.append(
             {
                 "drafter": name,
@@ -234,11 +370,18 @@ def evaluate(
                 **counted,
                 **timed[name].summary(),
                 "seconds": {k: round(v, 4) for k, v in decoder.seconds.items()},
-                "round_seconds": [round(s, 3) for s in timed[name].seconds],
+                "round_seconds": timed[name].by_round(timed[name].seconds),
+                "timed_prompts": len(clocked),
+                "pairs": len(timed[name].tokens),
                 "baselines": baselines,
-                "speedup": round(speedup, 4) if speedup else None,
-                "speedup_vs_transformers": round(speed / theirs, 4) if theirs else None,
-                "overhead": round(tau / speedup, 4) if speedup and tau else None,
+                **speedup_fields("speedup", over.get("engine")),
+                **speedup_fields("speedup_vs_transformers", over.get("transformers")),
+                **speedup_fields("speedup_vs_prompt_lookup", over.get("prompt_lookup")),
+                "overhead": (
+                    round(sum(accepted) / len(accepted) / over["engine"].ratio, 4)
+                    if accepted and "engine" in over
+                    else None
+                ),
                 "peak_memory_bytes": peak,
                 "lossless": lossless.to_dict() | {"passed": lossless.passed} if lossless else None,
                 "versions": versions(),

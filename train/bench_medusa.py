@@ -43,10 +43,10 @@ from draftsmith.inference import report as reporting
 from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
 from draftsmith.inference.drafters.load import load_heads, read_heads
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.lossless import check_greedy
 from draftsmith.inference.prompts import read_prompts
-from draftsmith.inference.timing import run_rounds
+from draftsmith.inference.timing import Method, run_rounds
 from draftsmith.models.artifact import device_name, read_json, versions, write_json
 from draftsmith.train import run
 from draftsmith.train.medusa import SIMULATED_NODES
@@ -97,20 +97,14 @@ def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> di
     drafted = SpeculativeDecoder(target, MedusaDrafter(heads, tree, target))
     plain = SpeculativeDecoder(target)
     texts = [prompt.encode(target) for prompt in read_prompts(prompts)]
-    results: dict[str, list[Generation]] = {}
 
-    def method(name: str, decoder: SpeculativeDecoder) -> Any:
-        def run(some: list[list[int]]) -> list[list[int]]:
-            results[name] = decoder.generate(some, max_new_tokens, batch_size=1)
-            return [result.tokens for result in results[name]]
+    def method(decoder: SpeculativeDecoder) -> Method:
+        return lambda some: decoder.generate(some, max_new_tokens, batch_size=1)
 
-        return run
-
-    timed = run_rounds(
-        {"drafted": method("drafted", drafted), "plain": method("plain", plain)}, texts, rounds, texts[:1]
-    )  # fmt: skip
-    checked = check_greedy(target, texts, timed["drafted"].outputs, timed["plain"].outputs)
-    counted = reporting.acceptance(results["drafted"], tree.max_depth, tree.num_nodes)
+    timed = run_rounds({"drafted": method(drafted), "plain": method(plain)}, texts, rounds, texts[:1])
+    results, plain_results = ([timed[name].outputs[n] for n in range(len(texts))] for name in ("drafted", "plain"))
+    checked = check_greedy(target, texts, [r.tokens for r in results], [r.tokens for r in plain_results])
+    counted = reporting.acceptance(results, tree.max_depth, tree.num_nodes)
     facts = read_json(folder / "provenance.json")
     return {
         "steps": facts["steps"],

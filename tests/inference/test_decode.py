@@ -2,10 +2,13 @@
 
 import io
 import json
+import math
 import os
 import pty
+import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy.stats import t as t_distribution
 
 from draftsmith.inference import calibrate, decode, options, timing
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
@@ -51,17 +55,149 @@ def test_transformers_ends_where_the_engine_does(target):
 
 
 def test_methods_take_turns():
+    """On each group of prompts, each first as often, in every round the same groups."""
     calls = []
     methods = {name: lambda batch, name=name: calls.append((name, batch)) or batch for name in "ab"}
-    prompts, short = [[*range(20)], [3, 4]], [[1]]
+    prompts, short = [[*range(20)], [3, 4], [5]], [[1]]
     timed = timing.run_rounds(methods, prompts, 2, short)
-    warm_up, rest = calls[:2], calls[2:]
-    assert warm_up == [(name, short) for name in "ab"]
-    assert rest == [(name, prompts) for _ in range(2) for name in "ab"]
-    assert timed["a"].outputs == [[*range(20)], [3, 4]]
-    assert len(timed["a"].seconds) == len(timed["a"].cpu_seconds) == 2
-    timed["a"].seconds = [2.0, 1.0, 44.0]
-    assert timed["a"].tokens_per_second == 11
+    assert calls[:2] == [(name, short) for name in "ab"]
+    turns = [calls[i : i + 2] for i in range(2, len(calls), 2)]
+    assert all(mine[1] == theirs[1] and len(mine[1]) == 1 for mine, theirs in turns)
+    assert ["".join(name for name, _ in turn) for turn in turns] == ["ab", "ba"] * 3
+    groups = [turn[0][1][0] for turn in turns]
+    assert groups[:3] == groups[3:] and sorted(groups[:3]) == sorted(prompts)
+    a = timed["a"]
+    assert [a.outputs[n] for n in range(3)] == prompts and sorted(a.tokens) == [1, 2, 20]
+    assert [len(rounds) for rounds in [*a.seconds, *a.cpu_seconds]] == [2] * 6
+    a.tokens, a.seconds = [10, 12], [[2.0, 1.0, 44.0], [3.0, 2.0]]  # the last round was cut short
+    assert a.tokens_per_second == 22 / 4.5
+    assert a.summary()["seconds"] == [5.0, 3.0, 44.0]
+
+
+@pytest.mark.parametrize(
+    "count, batch_size, size, groups", [(40, 1, 1, 40), (65, 1, 2, 33), (9, 4, 4, 3), (600, 8, 16, 38)]
+)
+def test_groups_of_prompts(count, batch_size, size, groups):
+    sizes = []
+    timing.run_rounds({"a": lambda some: sizes.append(len(some)) or some}, [[1]] * count, 1, [[1]], batch_size)
+    del sizes[0]  # the warm-up
+    assert len(sizes) == groups and max(sizes) == size and sum(sizes) == count
+
+
+def test_timing_ends_when_it_may(monkeypatch):
+    """After ``seconds`` or once ``settled``, but not before LEAST_GROUPS."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def method(some):
+        now[0] += 1
+        return some
+
+    def groups(rounds=1, **options):
+        return [
+            len(t.seconds)
+            for t in timing.run_rounds({"a": method, "b": method}, PROMPTS, rounds, [], **options).values()
+        ]
+
+    PROMPTS = [[1]] * 30
+    assert groups() == [30, 30]
+    assert groups(seconds=50.0) == [25, 25]
+    assert groups(seconds=3.0) == [timing.LEAST_GROUPS] * 2
+    assert groups(settled=lambda timed: True) == [timing.LEAST_GROUPS] * 2
+    assert groups(settled=lambda timed: len(timed["a"].seconds) == 20) == [20, 20]
+    monkeypatch.setattr(timing, "LEAST_GROUPS", 40)
+    timed = timing.run_rounds({"a": method}, PROMPTS, 2, [], seconds=1.0)
+    assert sum(map(len, timed["a"].seconds)) == 40, "the second round was cut short"
+
+
+# ---- speed-ups and their intervals
+
+
+def timed(tokens, seconds):
+    return timing.Timed({}, list(tokens), [[s] for s in seconds], [[s] for s in seconds])
+
+
+def test_the_interval_of_a_known_case():
+    """Times with little noise: by the delta method the ratio of totals of n pairs has the standard error s/√n, where s
+    is the standard deviation of (y − R x) / mean(x)."""
+    rng = random.Random(0)
+    for groups in (12, 40, 200):
+        fast = [1 + rng.gauss(0, 0.1) for _ in range(groups)]
+        slow = [2 * f + rng.gauss(0, 0.1) for f in fast]
+        found = timing.speedup(timed([100] * groups, fast), timed([100] * groups, slow))
+        ratio = sum(slow) / sum(fast)
+        assert found.ratio == pytest.approx(ratio)
+        rest = [(s - ratio * f) / statistics.mean(fast) for f, s in zip(fast, slow, strict=True)]
+        error = statistics.stdev(rest) / groups**0.5 * t_distribution.ppf(0.975, groups - 1)
+        low, high = found.interval
+        assert low == pytest.approx(ratio - error, abs=0.12 * error)
+        assert high == pytest.approx(ratio + error, abs=0.12 * error)
+        assert found.interval == timing.speedup(timed([100] * groups, fast), timed([100] * groups, slow)).interval
+
+
+def test_the_interval_holds_the_truth_95_times_of_100():
+    rng = random.Random(1)
+    held = 0
+    for _ in range(400):
+        fast = [rng.lognormvariate(0, 0.3) for _ in range(12)]
+        slow = [rng.lognormvariate(1, 0.3) for _ in range(12)]
+        low, high = timing.speedup(timed([9] * 12, fast), timed([9] * 12, slow)).interval
+        held += low <= math.e <= high
+    assert 370 <= held <= 392
+
+
+def test_a_slow_spell_meets_all_methods_of_a_pair():
+    """A group that all methods decode three times as slowly leaves the ratio; one more method that is slow by itself
+    moves no other's."""
+    spell = [1.0] * 20 + [3.0] * 10
+    fast, slow = timed([100] * 30, [0.5 * s for s in spell]), timed([100] * 30, spell)
+    found = timing.speedup(fast, slow)
+    assert found.ratio == pytest.approx(2) and found.interval == pytest.approx((2, 2)) and found.narrow
+    hiccup = timed([100] * 30, [1.0] * 29 + [9.0])
+    assert timing.speedup(fast, slow) == found
+    assert not timing.speedup(fast, hiccup).narrow
+    hiccup.seconds = [[1.0, 1.0, second] for (second,) in hiccup.seconds]
+    assert timing.speedup(timed([100] * 30, [0.5] * 30), hiccup).ratio == pytest.approx(2), "the median of the rounds"
+
+
+def test_too_few_pairs_have_no_interval():
+    few, enough = ([1.0] * count for count in (timing.FEWEST - 1, timing.FEWEST))
+    found = timing.speedup(timed(few, few), timed(few, few))
+    assert (found.ratio, found.interval, found.narrow) == (1, None, False)
+    assert timing.speedup(timed(enough, enough), timed(enough, enough)).interval == pytest.approx((1, 1))
+    assert timing.speedup_fields("speedup", None) == {"speedup": None, "speedup_interval": None}
+
+
+def test_fewer_prompts_are_timed_than_checked(run_main, drafter, tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "LEAST_GROUPS", 6)
+    path, texts = tmp_path / "prompts.jsonl", [f"a{n} = " for n in range(9)]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    asked = []
+    generate = SpeculativeDecoder.generate
+
+    def watched(self, prompts, *arguments, **options):
+        if not options.get("instrument"):
+            asked.append((self.drafter.num_nodes > 1, len(prompts), options["batch_size"]))
+        return generate(self, prompts, *arguments, **options)
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", watched)
+    code, _, err = run_main(
+        decode.main, drafter, "--prompts", path, "--max-new-tokens", 8, "--threads", 1, "--baseline", "all",
+        "--check-lossless", "--seconds", 1e-9, "--report", tmp_path,
+    )  # fmt: skip
+    assert code == 0, err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["timed_prompts"], report["pairs"], report["prompts"]) == (6, 6, 9)
+    assert asked[-2:] == [(True, 3, 1), (False, 3, timing.CHECK_ROWS)], "the rest, and in one batch what is compared"
+    assert report["lossless"]["identical"] and report["lossless"]["checked"] == report["new_tokens"] == 9 * 8
+    for name in ("speedup", "speedup_vs_transformers", "speedup_vs_prompt_lookup"):
+        low, high = report[f"{name}_interval"]
+        assert low <= report[name] <= high and f"{low:.2f}–{high:.2f}" in err
+    plain = report["baselines"]["engine"]
+    assert report["speedup"] == pytest.approx(report["tokens_per_second"] / plain["tokens_per_second"], rel=1e-2)
+    low, high = plain["speedup_vs_transformers_interval"]
+    assert low <= plain["speedup_vs_transformers"] <= high
+    assert err.count(" here, judged from the first prompt") == err.count("that were not timed") == 1
 
 
 # ---- what is printed
@@ -275,6 +411,8 @@ def test_bad_prompts(run_main, drafter, tmp_path):
         (["DRAFTER", "--batch-size", "1000000000000"], "--batch-size 1000000000000: must be at most 2147483647"),
         (["DRAFTER", "--repeat", "1000000000000"], "--repeat 1000000000000: must be at most 2147483647"),
         (["DRAFTER", "--threads", "1000000"], "--threads 1000000: must be at most"),
+        (["DRAFTER", "--seconds", "0"], "--seconds 0: must be above 0"),
+        (["DRAFTER", "--seconds", "nan"], "--seconds nan: must be above 0"),
         (["DRAFTER", "--show", "-1"], "--show -1: must be at least 0"),
         (["DRAFTER", "--raw"], "--raw is for --prompt and --interactive"),
         (["DRAFTER", "--device", "cudda"], "device 'cudda'"),
