@@ -185,8 +185,6 @@ def plot(report: dict[str, Any], path: Path) -> None:
     said = [f"{v:.0f}" + (f"\n{v / plain:.2f}×" if plain else "") for v in bars.values()]
     if interval := report.get("speedup_interval"):
         said[-1] += f"\n({interval[0]:.2f}–{interval[1]:.2f})"
-        low, high = ([abs(bound / report["speedup"] - 1) * report["tokens_per_second"]] for bound in interval)
-        speed.errorbar([len(bars) - 1], [report["tokens_per_second"]], [low, high], fmt="none", ecolor="#1d4f31")
     speed.bar_label(drawn, said, padding=2)
     speed.set_ylim(0, max(bars.values()) * 1.3)
     speed.set_ylabel("tokens per second")
