@@ -96,7 +96,7 @@ from draftsmith.kernels.bench import Device
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
-from draftsmith.models.stored import local_folder, resolve_folder, stored_dtype
+from draftsmith.models.stored import local_folder
 from draftsmith.models.target import Target, load_target
 from draftsmith.train.files import check_folder, write_json
 
@@ -418,11 +418,12 @@ def main() -> None:
         check_folder("--out", args.out.parent)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    stored = (lambda: "bfloat16") if args.shape else (lambda: stored_dtype(resolve_folder(args.target)))
-    chosen = choose_dtype(args.dtype, device, stored)
-    for line in describe(device, chosen):
-        say(line)
-    name = chosen.value
+    name = args.dtype
+    if args.shape:
+        chosen = choose_dtype(args.dtype, device, lambda: "bfloat16")
+        name = chosen.value
+        for line in describe(device, chosen):
+            say(line)
     facts: dict[str, Any] = {"dtype": name, "draft_heads": args.heads, "repeat": args.repeat, "compiled": args.compile}
     facts |= {"device": device_name(device), "limits": {}, "rows": []}
     for shape in args.shape or [args.target]:
@@ -431,7 +432,8 @@ def main() -> None:
             if args.shape:
                 target = random_target(shape, positions, getattr(torch, name), device)
             else:
-                target = load_target(shape, dtype=name, device=str(device))
+                target = load_target(shape, dtype=name, device=str(device), say=say)
+                facts["dtype"] = name = str(target.dtype).removeprefix("torch.")
         except (MemoryError, torch.OutOfMemoryError) as error:
             left_out(shape, error)
             continue

@@ -443,9 +443,6 @@ def load_target(
     if sum(file.stat().st_size for file in folder.glob("*.safetensors")) < _SMALL:
         logging.disable_progress_bar()  # a bar that flashes by is noise
     chosen = choose_dtype(dtype, device, lambda: stored_dtype(folder), quantized=quantize != "none")
-    if say:
-        for line in describe(device, chosen):
-            say(line)
     options: dict[str, Any] = {"dtype": getattr(torch, chosen.value), "trust_remote_code": trust_remote_code}
     if device_map in ("cpu", "disk"):
         options["device_map"] = _layers_elsewhere(folder, device_map, device, trust_remote_code)
@@ -477,4 +474,7 @@ def load_target(
             )
     target = Target(model, tokenizer, name, fingerprint(folder), revision)
     _check_tokenizer(folder, tokenizer, target.vocab_size)
+    if say:
+        for line in describe(device, chosen):
+            say(line)
     return target

@@ -357,7 +357,7 @@ def tiny_recipes(folder, tiny_lm):
         "medusa": {
             "run": run, "target": {"name": str(tiny_lm)}, "drafter": {"num_draft_heads": 2},
             "data": {"train": [source], "validation": [source], "max_length": 64}, "optim": {"lr": 1e-3},
-            "batch": {"sequences": 2}, "steps": 2, "precision": {"threads": 1},
+            "batch": {"sequences": 2}, "steps": 2, "precision": {"autocast": "none", "threads": 1},
         },
         "distill": {
             "run": run, "target": {"name": str(tiny_lm)}, "data": {"seeds": [source]},

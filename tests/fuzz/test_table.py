@@ -79,7 +79,7 @@ class World:
             content |= {"engine": {"batch_size": 2, "max_length": 64, "threads": 1}}
         else:
             data = {"train": [source], "validation": [source], "max_length": 64}
-            content |= {"drafter": {"num_draft_heads": 2}, "data": data, "precision": {"threads": 1}, **stage}
+            content |= {"drafter": {"num_draft_heads": 2}, "data": data, "precision": {"autocast": "none", "threads": 1}, **stage}
         return self.file("recipe.yaml", yaml.safe_dump(content | sections) + text)
 
     def prompts(self, content: str | bytes = '{"prompt": "a"}') -> Path:

@@ -375,7 +375,7 @@ def test_what_transformers_ignores_is_accepted(folder):
         ({"device": "meta"}, "device 'meta': not available on this machine"),
         ({"device": "xpu"}, "device 'xpu': not available on this machine"),
         ({"device": "cuda:77"}, "device 'cuda:77': "),
-        ({"dtype": "float33"}, "dtype 'float33': unknown; use float32, bfloat16, float16"),
+        ({"dtype": "float33"}, "dtype 'float33': unknown; use auto, float32, bfloat16, float16"),
         ({"quantize": "2bit"}, "quantize '2bit': unknown"),
         ({"device_map": "gpu"}, "device_map 'gpu': unknown"),
     ],

@@ -34,8 +34,9 @@ def test_the_command(run_main, tmp_path):
         bench_step.main, "--shape", "tiny-lm", "--sequences", 1, "--tokens", 24, "--heads", 2, "--repeat", 1,
         "--projection", "shared", "--device", "cpu", "--out", out,
     )  # fmt: skip
-    assert (code, err) == (0, "") and "medusa-2" in text
+    assert code == 0 and err.startswith("precision: float32 weights (") and "medusa-2" in text
     found = json.loads(out.read_text())
+    assert found["shape"]["dtype"] == "float32"
     assert [r["stage"] for r in found["results"]] == ["medusa-1", "medusa-2"]
     for r in found["results"]:
         assert r["tokens_per_second"] == pytest.approx(24 / r["seconds"], rel=0.01)

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from draftsmith.models.artifact import read_json
@@ -57,7 +56,6 @@ def test_the_plan_is_arithmetic():
     assert plan.memory == pytest.approx(14e9 + 1e8 * 16, rel=0.05)
     eight = dry_run.Plan("x", 7_000_000_000, 100_000_000, 0.5, Optim(lr=1e-3, eight_bit=True), 10, 4096)
     assert eight.memory == pytest.approx(3.5e9 + 1e8 * 10, rel=0.1)
-    assert dry_run.matmul_rate(torch.device("cpu"), torch.float32, 256) > 1e8
 
 
 @pytest.mark.parametrize("name", sorted(schema.RECIPES))

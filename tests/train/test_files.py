@@ -175,7 +175,7 @@ def test_a_full_disk_while_training(tmp_path, run_main, tiny_lm):
         "batch": {"sequences": 1},
         "steps": 2,
         "checkpoint": {"every": 1},
-        "precision": {"threads": 1},
+        "precision": {"autocast": "none", "threads": 1},
     }
     recipe.write_text(json.dumps(content))
     sizes = (200, 3000, 60_000)  # too little for the recipe, for held-out rows or the cache, for a checkpoint

@@ -186,7 +186,7 @@ def recipe(tiny_lm, tmp_path_factory):
         "batch": {"sequences": 8, "accumulate": 2},
         "steps": 30,
         "optim": {"lr": 1e-2},
-        "precision": {"threads": 1},
+        "precision": {"autocast": "none", "threads": 1},
         "checkpoint": {"every": 10, "keep": 1},
         "evaluate": {"every": 10},
     }
@@ -550,11 +550,10 @@ def report(whole, run_main):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "SIZES", (2, 6, 12))
         assert run_main(calibrate.main, whole, "--nodes", "12")[0] == 0
-    command = ["inference/decode.py", whole, "--prompts", prompts, "--max-new-tokens", "24", "--baseline", "all",
-               "--check-lossless", "--repeat", "2", "--show", "1", "--threads", "1", "--report", whole]  # fmt: skip
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "identical" in done.stderr
+    command = [whole, "--prompts", prompts, "--max-new-tokens", "24", "--baseline", "all", "--check-lossless",
+               "--repeat", "2", "--show", "1", "--threads", "1", "--report", whole]  # fmt: skip
+    code, _, err = run_main(decode.main, *command, script="inference/decode.py")
+    assert code == 0 and "identical" in err, err
     return json.loads((whole / "report.json").read_text())
 
 

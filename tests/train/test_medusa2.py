@@ -255,7 +255,7 @@ def recipe(tiny_lm, tmp_path_factory):
             "steps": 10, "batch": {"sequences": 8, "accumulate": 2}, "optim": {"lr": 1e-4},
             "lora": {"r": 4, "dropout": 0.1}, "head_weight": 0.1,
         },
-        "precision": {"threads": 1},
+        "precision": {"autocast": "none", "threads": 1},
         "checkpoint": {"every": 5, "keep": 1},
         "evaluate": {"every": 5},
         "export": {"merged": True},

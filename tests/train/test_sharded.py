@@ -24,7 +24,8 @@ from draftsmith.train.run import mark
 
 ROOT = Path(__file__).parents[2]
 SPREAD = ["fsdp", "zero3"]
-ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # two processes cannot share the one GPU there may be
+# Two processes cannot share the one GPU there may be; and PEFT imports bitsandbytes, which would import the compiler.
+ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
 KEYS = ("loss", "lm_loss", "kl", "simulated_tau", "perplexity")
 
 
@@ -48,7 +49,7 @@ def recipe(tiny_lm, tmp_path_factory):
             **stage, "optim": {"lr": 1e-3, "schedule": "constant"}, "lora": {"r": 4, "dropout": 0.0},
             "head_weight": 0.1, "ramp": "constant",
         },
-        "precision": {"threads": 1, "gradient_checkpointing": True},
+        "precision": {"autocast": "none", "threads": 1, "gradient_checkpointing": True},
         "checkpoint": {"every": 5, "keep": 1},
         "evaluate": {"every": 5},
     }  # fmt: skip
@@ -95,7 +96,9 @@ def metrics(folder, key):
     return {line["step"]: line[key] for line in lines if key in line}
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero2", "zero3"))]
+)
 def test_two_processes_train_as_one(recipe, whole, strategy):
     """Every figure of the whole run within a thousandth."""
     finish(launch(strategy, recipe, f"run.name={strategy}", prepared=whole))
