@@ -65,6 +65,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where verification and the engine run in tests/inference: cuda")
+    parser.addoption("--part", default="0/1", help="1/3: the second, fifth, eighth … of the tests collected")
+
+
+@pytest.hookimpl(trylast=True)  # behind the choice of -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The parts of tests/kernels/test_interpreted.py."""
+    part, parts = map(int, config.getoption("--part").split("/"))
+    items[:] = items[part::parts]
 
 
 @pytest.fixture(scope="session")
@@ -158,13 +166,16 @@ def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run_main() -> Callable[..., tuple[int, str, str]]:
-    """``run_main(module.main, *arguments)`` → exit code, stdout and stderr of a command, run in this process."""
+    """``run_main(module.main, *arguments)`` → exit code, stdout and stderr of a command, run in this process.
+
+    script: the command's name, as a report shows it.
+    """
     from draftsmith.train.command import run_command
 
-    def run(main: Callable[[], None], *arguments: object) -> tuple[int, str, str]:
+    def run(main: Callable[[], None], *arguments: object, script: str = "command") -> tuple[int, str, str]:
         out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-            patch.setattr(sys, "argv", ["command", *map(str, arguments)])
+            patch.setattr(sys, "argv", [script, *map(str, arguments)])
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 run_command(main)
         return int(stopped.value.code or 0), out.getvalue(), err.getvalue()

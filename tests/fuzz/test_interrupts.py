@@ -26,6 +26,7 @@ from draftsmith.train import distill, medusa
 
 ROOT = Path(__file__).parents[2]
 ASK = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 40, "batch_size": 4}
+ONE = ["--prompt", "import os", "--max-new-tokens", "240", "--threads", "1"]
 SEEDS = ["read the file", "import os", "def path value", "print line in config", "return", "for line in file"]
 
 
@@ -35,6 +36,7 @@ class World:
 
     folder: Path
     run: Callable[..., tuple[int, str, str]]  # run_main
+    text: str = ""  # what decode.py prints
 
     @property
     def recipe(self) -> Path:
@@ -61,7 +63,7 @@ def world(tiny_lm, tmp_path_factory, run_main):
         "batch": {"sequences": 4},
         "steps": 60,
         "optim": {"lr": 1e-2},
-        "precision": {"threads": 1},
+        "precision": {"autocast": "none", "threads": 1},
         "checkpoint": {"every": 10, "keep": 1},
         "evaluate": {"every": 20},
     }
@@ -80,8 +82,9 @@ def world(tiny_lm, tmp_path_factory, run_main):
         (medusa.main, world.recipe),
         (distill.main, world.seeds),
         (calibrate.main, folder / "runs/whole"),
+        (decode.main, folder / "runs/whole", *ONE),
     ):
-        code, _, err = run_main(main, *arguments)
+        code, world.text, err = run_main(main, *arguments)
         assert code == 0, err
     yield world
     del os.environ["DRAFTSMITH_CACHE"]
@@ -170,21 +173,17 @@ class Decoding:
     """inference/decode.py: what was printed is the beginning of the text; nothing is written anywhere."""
 
     script, main = "inference/decode.py", decode.main
-    text = ""  # of a run that nothing interrupted
 
     def __init__(self, world: World, name: str) -> None:
-        self.folder = world.folder / "runs/whole"
+        self.folder, self.text = world.folder / "runs/whole", world.text
         self.before = contents(self.folder)
-        options = ["--prompt", "import os", "--max-new-tokens", "240", "--threads", "1"]
-        self.arguments = self.again = [self.folder, *options]
+        self.arguments = self.again = [self.folder, *ONE]
 
     def check_between(self, out: str) -> None:
-        assert out.endswith("\n") or Decoding.text.startswith(out)
-        assert Decoding.text.startswith(out.removesuffix("\n"))
+        assert self.text.startswith(out.removesuffix("\n"))
 
     def check(self, out: str) -> None:
-        Decoding.text = Decoding.text or out
-        assert out == Decoding.text and len(out) > 10
+        assert out == self.text and len(out) > 10
         assert contents(self.folder) == self.before
 
 
@@ -223,58 +222,59 @@ def live(world: World, case: Any, moment: float | None = None, working: bool = F
     return Life(process.returncode, *texts, end - began, end - (first or end))
 
 
-def interrupt(world: World, kind: Any, moments: int, seed: int) -> Counter[str]:
-    """Interrupts of one command, by SIGINT or SIGKILL, each at a moment of its own: every other one anywhere in its
-    life, the others behind its first output. How it ended, counted."""
-    case = kind(world, "timed")
-    whole = live(world, case)
-    assert whole.code == 0, whole.err
-    case.check(whole.out)
-    chance, ends = random.Random(seed), Counter()
-    for number in range(moments):
-        working = number % 2 == 1
-        share = (number // 2 + chance.random()) / (-(-moments // 2)) * 0.97
-        moment = share * (whole.working if working else whole.seconds)
-        what = chance.choice([signal.SIGINT, signal.SIGKILL])
-        for attempt in range(6):  # a machine that is less busy than when it was timed is done before the moment comes
-            one = kind(world, f"cut-{number}-{attempt}")
-            life = live(world, one, moment * 0.6**attempt, working, what)
-            if life.code != 0:
-                break
-        at = (
-            f"{what.name} {moment:.2f} s after {'its first output' if working else 'its start'}: {life.code} {life.err}"
-        )
-        print(f"{one.script} {at.strip()}")
-        if life.code == 0:  # it was over, or all but
-            ends["done already"] += 1
-        elif what == signal.SIGKILL:
-            assert life.code == -signal.SIGKILL, at
-            ends["killed"] += 1
-        elif life.code == -signal.SIGINT:  # Python itself was starting, and knows nothing of us yet
-            assert not working and share < 0.2, at
-            ends["interrupted before our first line"] += 1
-        else:
-            assert life.code == 2 and "Traceback" not in life.err, at
-            lines = [line for line in life.err.splitlines() if line.startswith("error: ")]
-            assert len(lines) == 1 and life.err.endswith(lines[0] + "\n"), at
-            assert not half_files(one.folder), at
-            ends["interrupted"] += 1
-        one.check_between(life.out)
-        code, out, err = world.run(kind.main, *one.again)
-        assert code == 0, f"{at}; then: {err}"
-        one.check(out)
+def cut(world: World, kind: Any, name: str, moment: float, working: bool, what: signal.Signals) -> str:
+    """Send a command a signal at a moment of its life, then run it again; returns how it ended the first time."""
+    for attempt in range(6):  # a machine that is less busy than when it was timed is done before the moment comes
+        one = kind(world, f"{name}-{attempt}")
+        life = live(world, one, moment * 0.6**attempt, working, what)
+        if life.code != 0:
+            break
+    at = f"{what.name} {moment:.2f} s after {'its first output' if working else 'its start'}: {life.code} {life.err}"
+    print(f"{one.script} {at.strip()}")
+    if life.code == 0:  # it was over, or all but
+        ended = "done already"
+    elif what == signal.SIGKILL:
+        assert life.code == -signal.SIGKILL, at
+        ended = "killed"
+    elif life.code == -signal.SIGINT:  # Python itself was starting, and knows nothing of us yet
+        assert not working, at
+        ended = "interrupted before our first line"
+    else:
+        assert life.code == 2 and "Traceback" not in life.err, at
+        lines = [line for line in life.err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1 and life.err.endswith(lines[0] + "\n"), at
         assert not half_files(one.folder), at
-    print(f"{kind.script} ({whole.working:.1f} of {whole.seconds:.1f} s behind its first output): {dict(ends)}")
-    return ends
+        ended = "interrupted"
+    one.check_between(life.out)
+    code, out, err = world.run(kind.main, *one.again)
+    assert code == 0, f"{at}; then: {err}"
+    one.check(out)
+    assert not half_files(one.folder), at
+    return ended
 
 
 @pytest.mark.parametrize("case", [Training, Decoding])
-def test_a_few_moments(world, case):
-    assert sum(interrupt(world, case, 3, 1).values()) == 3
+@pytest.mark.parametrize("what", [signal.SIGINT, signal.SIGKILL])
+def test_a_moment_of_its_work(world, case, what):
+    """A little after its first output. While a command still imports: tests/train/test_run.py."""
+    assert cut(world, case, f"once-{what.name}", 0.1, True, what) in ("interrupted", "killed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [Training, Answering, Calibration, Decoding])
 def test_twenty_moments(world, case):
-    ends = interrupt(world, case, 20, 0)
-    assert sum(ends.values()) == 20 and ends["killed"] >= 5 and ends["interrupted"] >= 5
+    """Every other one anywhere in the command's life, the others behind its first output."""
+    timed = case(world, "timed")
+    whole = live(world, timed)
+    assert whole.code == 0, whole.err
+    timed.check(whole.out)
+    chance, ends = random.Random(0), Counter()
+    for number in range(20):
+        working = number % 2 == 1
+        share = (number // 2 + chance.random()) / 10 * 0.97
+        moment = share * (whole.working if working else whole.seconds)
+        ended = cut(world, case, f"cut-{number}", moment, working, chance.choice([signal.SIGINT, signal.SIGKILL]))
+        assert share < 0.2 or ended != "interrupted before our first line"
+        ends[ended] += 1
+    print(f"{case.script} ({whole.working:.1f} of {whole.seconds:.1f} s behind its first output): {dict(ends)}")
+    assert ends["killed"] >= 5 and ends["interrupted"] >= 5

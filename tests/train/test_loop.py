@@ -1,6 +1,5 @@
-"""The loop on a toy model. Run as a script, this file is one toy run: FOLDER [--resume] [--kill-at SAMPLE]."""
+"""The loop on a toy model. Run as a script, this file is one toy run in FOLDER."""
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -270,8 +269,10 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, uninterrupted):
-    killed = subprocess.run([sys.executable, __file__, tmp_path, "--kill-at", "46"], capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed = multiprocessing.get_context("fork").Process(target=train, args=(tmp_path, False, 46))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert [p.name for p in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-6", "step-10"]
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "los')  # as a kill in the middle of a write leaves it
@@ -360,9 +361,4 @@ def test_two_processes_train_like_one(tmp_path, uninterrupted):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--kill-at", type=int)
-    args = parser.parse_args()
-    train(args.folder, args.resume, args.kill_at)
+    train(Path(sys.argv[1]), False)

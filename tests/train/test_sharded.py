@@ -24,8 +24,7 @@ from draftsmith.train.run import mark
 
 ROOT = Path(__file__).parents[2]
 SPREAD = ["fsdp", "zero3"]
-# Two processes cannot share the one GPU there may be; and PEFT imports bitsandbytes, which would import the compiler.
-ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # two processes cannot share the one GPU there may be
 KEYS = ("loss", "lm_loss", "kl", "simulated_tau", "perplexity")
 
 

@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_ava
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "width", "vocabulary", "count"),
-    [(1, 64, 300, 10), (5, 40, 129, 4), (17, 8, 128, 1), (40, 72, 65, 16), (3, 16, 7, 7), (2, 130, 1000, 16)],
+    [(1, 64, 300, 10), (5, 40, 129, 4), (17, 8, 128, 1), (20, 72, 65, 16), (3, 16, 7, 7), (2, 130, 1000, 16)],
 )
 def test_topk(rows, width, vocabulary, count, dtype, device):
     """Each value is its id's logit, no token is left out that is clearly better, and the order is the values'."""
@@ -38,13 +38,13 @@ def test_ties_go_to_the_lowest_id(vocabulary, count, device):
     """Small whole numbers: logits are exact, and most of them tie, within blocks and across; more candidates than
     the merging kernel looks at at once."""
     torch.manual_seed(vocabulary)
-    features = torch.randint(-1, 2, (6, 16), device=device).float()
+    features = torch.randint(-1, 2, (3, 16), device=device).float()
     weight = torch.randint(-1, 2, (vocabulary, 16), device=device).float()
     values, ids = head_topk(features, weight, count)
     wanted_values, wanted = head_topk_reference(features, weight, count)
     assert torch.equal(ids, wanted) and torch.equal(values, wanted_values)
     features.zero_()
-    assert head_topk(features, weight, count)[1].tolist() == [list(range(count))] * 6
+    assert head_topk(features, weight, count)[1].tolist() == [list(range(count))] * 3
 
 
 def test_negative_logits_and_a_last_block_of_one(device):
