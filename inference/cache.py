@@ -75,12 +75,14 @@ class KVCache(Cache):
         self.slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
         # Layers of one shape (on one device) share one storage, so that a commit moves all of them at once.
         self._storages: list[Tensor] = []
+        self._written: list[list[Tensor]] = []  # of each storage and layer [B, S, 2, Hkv, D]
         self._numbers: list[list[int]] = []  # of the layers in each storage
         for place in sorted(set(places), key=str):
             mine = [layer for layer, its in zip(self.layers, places, strict=True) if its == place]
             (heads, width), where = place
             storage = torch.zeros(len(mine), 2, rows, heads, capacity, width, dtype=dtype, device=where)
             self._storages.append(storage)
+            self._written.append(list(storage.permute(0, 2, 4, 1, 3, 5).unbind(0)))
             self._numbers.append([number for number, its in enumerate(places) if its == place])
             for layer, (keys, values) in zip(mine, storage, strict=True):
                 layer.keys, layer.values = keys, values
@@ -89,10 +91,11 @@ class KVCache(Cache):
         """For each layer, of the rows in ``window``: keys and values together ``[b, S, 2, Hkv, D]``, to be written; the
         keys and the values ``[b, Hkv, seen, D]``. A few operations for all layers of one shape."""
         found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        for storage, layers in zip(self._storages, self._numbers, strict=True):
+        for storage, written, layers in zip(self._storages, self._written, self._numbers, strict=True):
+            both = written
             if self.window is not None:
                 storage = storage[:, :, self.window]
-            both = storage.permute(0, 2, 4, 1, 3, 5).unbind(0)
+                both = [each[self.window] for each in written]
             keys_values = storage[..., : self.seen, :].flatten(0, 1).unbind(0)
             found |= zip(layers, zip(both, keys_values[::2], keys_values[1::2], strict=True), strict=True)
         return [found[number] for number in range(len(self.layers))]

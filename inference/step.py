@@ -36,7 +36,7 @@ from draftsmith.kernels.tree_attention import (
     tree_bias_one_row,
 )
 from draftsmith.kernels.verify import draw
-from draftsmith.models.lean import LeanDecoder
+from draftsmith.models.lean import Buffers, LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
 from draftsmith.models.target import Target
 
@@ -160,6 +160,7 @@ class Runner:
         self.modules: Callable[..., Any] = target.decoder if self.lean is None else self.lean.forward
         self.compiled = torch.compile(self.modules, dynamic=False) if compiled else self.modules
         self.tables = {} if self.lean is None else self.lean.tables(cache.capacity)
+        self.buffers: dict[tuple[int, int, bool], list[Buffers]] = {}  # of steps, by their shape
         config = target.config
         layers = getattr(config, "layer_types", None) or []
         sliding = getattr(config, "sliding_window", None) or 0
@@ -169,7 +170,7 @@ class Runner:
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: int, *,
         biases: dict[int, Tensor | None] | None = None, behind: tuple[Tensor, Tensor, Tensor] | None = None,
-        compiled: bool = False,
+        step: bool = False,
     ) -> Tensor:  # fmt: skip
         """Run ``tokens [B, N]`` at ``positions`` into ``slots``, looking at the first ``seen`` slots.
 
@@ -177,16 +178,24 @@ class Runner:
             biases: the additive mask ``[B or 1, 1, N, seen]`` for each of ``windows``; None where all is seen.
             behind: or, for the Triton kernel, lengths ``[B]``, ancestor bitsets ``[B, N, W]`` and depths ``[B, N]`` of
                 a tree behind each row's prefix.
-            compiled: by ``torch.compile``, if the runner was made for it: for shapes that stay the same.
+            step: the shapes stay the same from step to step: buffers are kept, and it is done by ``torch.compile`` if
+                the runner was made for it.
 
         Returns:
             Hidden states ``[B, N, d]`` after the final norm.
         """
         self.cache.slots, self.cache.seen = slots, seen
-        decoder = self.compiled if compiled else self.modules
+        decoder = self.compiled if step else self.modules
         if self.lean is not None:
-            views = self.cache.views()
-            return decoder(tokens, positions, slots, views, self.tables, biases=biases, behind=behind)[0]
+            shape, buffers = (tokens.shape[0], tokens.shape[1], behind is None), None
+            if step and decoder is self.modules:
+                buffers = self.buffers.get(shape)
+                if buffers is None:
+                    buffers = self.buffers[shape] = self.lean.buffers(*shape)
+            return decoder(
+                tokens, positions, slots, self.cache.views(), self.tables, biases=biases, behind=behind,
+                buffers=buffers,
+            )[0]  # fmt: skip
         return decoder(
             input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, biases=biases,
             behind=behind,
@@ -331,6 +340,7 @@ class Step:
         self.last_position = target.context - 1
         # The attention kernel, where Triton is; for wider heads its tiles do not fit.
         self.kernel = why_not_triton(self.told) is None and max(width for _, width in target.kv_shapes) <= 256
+        self.row_numbers = torch.arange(rows, device=device)
         self.node_numbers = torch.arange(drafter.num_nodes, device=device)
         self.depths = torch.arange(drafter.max_depth + 1, device=device)
         graph = static and device.type == "cuda" and drafter.static
@@ -410,30 +420,31 @@ class Step:
         hidden = self.runner.forward(
             tree.tokens,
             (cache.lengths[:, None] + tree.depth).clamp(max=self.last_position),
-            cache.lengths[:, None] + self.node_numbers[:count],
+            cache.lengths[:, None]
+            + (self.node_numbers if count == len(self.node_numbers) else self.node_numbers[:count]),
             seen,
             biases=biases,
             behind=behind,
-            compiled=True,
+            step=True,
         )
         logits = self.target.logits(hidden)
         if clock:
             clock.lap("verify")
         verdict = self.chooser.verify(tree, mask, logits, self.drafter.max_depth)
         drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
-        committed = torch.where(self.running, verdict.length + 1, 0)
-        self.told[:, 0] = torch.where(verdict.finite, committed, -1)
-        self.told[:, 1:-1] = drafted
-        self.told[:, -1] = verdict.bonus
+        committed = (verdict.length + 1) * self.running
+        said = torch.where(verdict.finite, committed, -1)
+        torch.cat((said[:, None], drafted, verdict.bonus[:, None]), 1, out=self.told)
         self.chooser.saw(self.told[:, 1:], verdict.length)
         if clock:
             clock.lap("accept")
-        if self.static or bool((verdict.path != self.depths).any()):  # often the nodes stand where they should
+        # Often the nodes stand where they should; a lone root always does.
+        if self.drafter.max_depth and (self.static or bool((verdict.path != self.depths).any())):
             cache.commit(verdict.path, verdict.length)
         self.drafter.absorb(verdict, tree, hidden)
         cache.lengths += committed
         state.root.copy_(verdict.bonus)
-        state.feature.copy_(hidden.gather(1, verdict.node[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1))
+        state.feature.copy_(hidden[self.row_numbers, verdict.node])
         if clock:
             clock.lap("commit")
 

@@ -168,11 +168,12 @@ class StaticTree:
         """The tree with these tokens ``[B, N]`` (views, nothing is copied)."""
         rows = tokens.shape[0]
         parts = (self.parent, self.depth, self.ancestors, self.valid, self.mask)
-        draws = self.draws
+        draws, paths = self.draws, self.paths
         if rows > 1:
             draws = Draws(*(part.expand(rows, -1, -1) for part in (draws.child, draws.kind, draws.law)))
-        paths = self.paths.expand(rows, -1, -1)
-        return TokenTree(tokens, *(part.expand(rows, *part.shape[1:]) for part in parts), draws, paths)
+            paths = paths.expand(rows, -1, -1)
+            parts = tuple(part.expand(rows, *part.shape[1:]) for part in parts)
+        return TokenTree(tokens, *parts, draws, paths)
 
 
 def read_tree(path: Path) -> Topology:

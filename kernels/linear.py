@@ -1,6 +1,6 @@
 """Products of a few rows with a matrix on a CPU, each in the form that is fastest on this machine.
 
-    linear(x, W, b) = x Wᵀ + b
+    product(x, M) = x M;   linear(x, W, b) = x Wᵀ + b
 
 BLAS libraries are made for one row and for many; between them the same product can cost several times more in one form
 than in another, by shape, row count, instruction set and threads. So each shape is timed once, when it is met, for row
@@ -32,32 +32,52 @@ _LAYERS = 32  # matrices of a shape that take turns,
 _POOL = 1 << 24  # or fewer: this many entries in all
 _GAIN = 0.9  # another form is taken if it needs less than this share of F.linear's time
 
-Form = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Form = Callable[[Tensor, Tensor], Tensor]  # [M, K], [K, N] → [M, N]
 
 
-def _transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(W xᵀ)ᵀ: BLAS then sees the matrix's N as the long side of its output."""
-    out = (weight @ x.t()).t().contiguous()
-    return out if bias is None else out.add_(bias)
+def _transposed(x: Tensor, matrix: Tensor) -> Tensor:
+    """(Mᵀ xᵀ)ᵀ: BLAS then sees N as the long side of its output."""
+    return (matrix.t() @ x.t()).t()
 
 
-def _doubled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same with every row twice: BLAS may take longer for a matrix times one vector than for two."""
-    return _transposed(torch.cat((x, x)), weight, bias)[: len(x)]
+def _onednn(x: Tensor, matrix: Tensor) -> Tensor:
+    """oneDNN's product, which PyTorch does not take for float32; the matrix stays as it is."""
+    return torch.ops.mkldnn._linear_pointwise(x, matrix.t(), None, "none", [], "")
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """oneDNN's product, which ``F.linear`` does not take for float32; the matrix stays as it is."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-FORMS: dict[str, Form] = {"linear": F.linear, "transposed": _transposed, "doubled": _doubled}
+FORMS: dict[str, Form] = {"blas": torch.mm, "transposed": _transposed}
 if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
     FORMS["onednn"] = _onednn
 
-_chosen: dict[tuple[int, torch.Size, torch.dtype], str] = {}  # by row count as it comes, for speed
+# By row count as it comes, for speed.
+_chosen: dict[tuple[int, torch.Size, bool, torch.dtype], str] = {}
 _stored: dict[str, str] | None = None  # by _key, as in the file
 _spent = 0.0
+
+
+def product(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """``x matrix + bias``.
+
+    Args:
+        form: a name in ``FORMS``, see :func:`choose`.
+        x: ``[M, K]``.
+        matrix: ``[K, N]``.
+        bias: ``[N]``.
+        out: ``[M, N]`` is written, if given.
+    """
+    if form == "blas":
+        return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
+    made = FORMS[form](x, matrix)
+    if bias is not None:
+        return torch.add(made, bias, out=out)
+    return made if out is None else out.copy_(made)
+
+
+def add_product(form: str, total: Tensor, x: Tensor, matrix: Tensor, factor: float = 1.0) -> Tensor:
+    """``total += factor · x matrix`` in place, in one operation where that can be. ``total [M, N]``, ``x [M, K]``."""
+    if form == "blas":
+        return total.addmm_(x, matrix, alpha=factor)
+    return total.add_(FORMS[form](x, matrix), alpha=factor)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,20 +91,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         ``[..., N]``.
     """
-    form = choose(x, weight)
-    if form == "linear":
+    form = choose(x.numel() // x.shape[-1], weight.t())
+    if form == "blas":
         return F.linear(x, weight, bias)
-    if x.dim() == 2:
-        return FORMS[form](x, weight, bias)
-    return FORMS[form](x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
-
-
-def add_linear(total: Tensor, x: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
-    """``total += factor · x Wᵀ`` in place, where it can be in one operation. ``total [M, N]``, ``x [M, K]``."""
-    form = choose(x, weight)
-    if form == "linear":
-        return total.addmm_(x, weight.t(), alpha=factor)
-    return total.add_(FORMS[form](x, weight, None), alpha=factor)
+    return product(form, x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], -1)
 
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
@@ -98,60 +108,63 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     return linear(x, module.weight, module.bias)
 
 
-def choose(x: Tensor, weight: Tensor) -> str:
-    """The name in ``FORMS`` of the form that :func:`linear` takes for these."""
-    if not weight.is_cpu or torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return "linear"
-    rows = x.numel() // x.shape[-1]
-    if not 0 < rows <= MOST:
-        return "linear"
-    shape = weight.shape
-    form = _chosen.get((rows, shape, weight.dtype))
+def choose(rows: int, matrix: Tensor) -> str:
+    """The name in ``FORMS`` of the fastest product of ``rows`` rows with ``matrix [K, N]``, which may be in memory row
+    by row or column by column."""
+    if not matrix.is_cpu or torch.compiler.is_compiling() or torch.is_grad_enabled() or not 0 < rows <= MOST:
+        return "blas"
+    key = rows, matrix.shape, matrix.stride(1) == 1, matrix.dtype
+    form = _chosen.get(key)
     if form is None:
-        form = _chosen[rows, shape, weight.dtype] = _look_up(1 << (rows - 1).bit_length(), weight)
+        form = _chosen[key] = _look_up(1 << (rows - 1).bit_length(), matrix)
     return form
 
 
-def _look_up(rows: int, weight: Tensor) -> str:
+def _look_up(rows: int, matrix: Tensor) -> str:
     """The form for ``rows``, a power of two: known, or measured now while the budget lasts."""
     global _stored
     if _stored is None:
         _stored = _read()
-    form = _stored.get(_key(rows, weight), "")
+    form = _stored.get(_key(rows, matrix), "")
     if form not in FORMS:
         if _spent >= BUDGET:
-            return "linear"
-        found = {_key(count, weight): its for count, its in _measure(weight).items()}
+            return "blas"
+        found = {_key(count, matrix): its for count, its in _measure(matrix).items()}
         _stored.update(found)
         _write(found)
-        form = _stored[_key(rows, weight)]
+        form = _stored[_key(rows, matrix)]
     return form
 
 
-def _key(rows: int, weight: Tensor) -> str:
-    return f"{rows} x {tuple(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
+def _key(rows: int, matrix: Tensor) -> str:
+    by = "rows" if matrix.stride(1) == 1 else "columns"
+    return f"{rows} x {tuple(matrix.shape)} by {by}, {str(matrix.dtype).removeprefix('torch.')}"
 
 
-def _measure(weight: Tensor) -> dict[int, str]:
+def _measure(matrix: Tensor) -> dict[int, str]:
     """The fastest form for each row count. Forms take turns, each time on another matrix, as in a model of many layers:
     one that stays in the cache says little. This thread's time is taken, and the shortest counts: what else runs on
     the machine only ever adds to it."""
     global _spent
     begun = time.thread_time()
-    shape = (max(1, min(weight.shape[0], _SAMPLE // weight.shape[1])), weight.shape[1])
-    size = shape[0] * shape[1]
-    pool = torch.ones(min(_LAYERS, max(1, _POOL // size)), *shape, dtype=weight.dtype)
+    inputs, outputs = matrix.shape
+    outputs = max(1, min(outputs, _SAMPLE // inputs))
+    count = min(_LAYERS, max(1, _POOL // (inputs * outputs)))
+    if matrix.stride(1) == 1:
+        pool = torch.ones(count, inputs, outputs, dtype=matrix.dtype)
+    else:
+        pool = torch.ones(count, outputs, inputs, dtype=matrix.dtype).transpose(1, 2)
     fastest: dict[int, str] = {}
     used = 0
     for rows in _COUNTS:
-        x, since = pool.new_ones(rows, shape[1]), time.thread_time()
+        x, since = pool.new_ones(rows, inputs), time.thread_time()
         best = dict.fromkeys(FORMS, float("inf"))
         for turn in range(12):
             for name, form in FORMS.items():
                 used += 1
                 start = time.thread_time()
                 try:
-                    form(x, pool[used % len(pool)], None)
+                    form(x, pool[used % count])
                 except RuntimeError:  # oneDNN has no product of this dtype on this machine
                     continue
                 if turn:  # the first one pays for what is set up once
@@ -159,7 +172,7 @@ def _measure(weight: Tensor) -> dict[int, str]:
             if turn >= 3 and time.thread_time() - since > 0.02:
                 break
         name = min(best, key=lambda name: best[name])
-        fastest[rows] = name if best[name] < _GAIN * best["linear"] else "linear"
+        fastest[rows] = name if best[name] < _GAIN * best["blas"] else "blas"
     _spent += time.thread_time() - begun
     return fastest
 

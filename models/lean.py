@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.linear import add_linear, linear
+from draftsmith.kernels.linear import add_product, choose, product
 from draftsmith.kernels.tree_attention import tree_attention, tree_attention_cached
 
 
@@ -44,7 +44,7 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights, ``[outputs, inputs]`` each, and its attention's settings."""
+    """One layer's matrices, ``[inputs, outputs]`` each, and its attention's settings."""
 
     heads: int
     kv_heads: int
@@ -67,6 +67,27 @@ class Layer:
     down_bias: Tensor | None
     after_mlp: RMSNorm | None
     factor: float  # on what is added to x (Granite)
+
+
+class Buffers:
+    """What layers of one shape write in a forward pass of B rows of N nodes, the views of it that they read, and the
+    forms of their products. Made once where steps keep their shape."""
+
+    def __init__(self, layer: Layer, rows: int, count: int, grouped: bool) -> None:
+        heads, kv_heads, many = layer.heads, layer.kv_heads, rows * count
+        width = layer.qkv.shape[1] // (heads + 2 * kv_heads)
+        self.rows = torch.arange(rows, device=layer.qkv.device)[:, None]
+        self.forms = [choose(many, matrix) for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        self.qkv = layer.qkv.new_empty(many, layer.qkv.shape[1])
+        each = self.qkv.view(rows, count, heads + 2 * kv_heads, width)
+        self.qk = each[:, :, : heads + kv_heads]
+        self.kv = each[:, :, heads:].view(rows, count, 2, kv_heads, width)
+        self.q = each[:, :, :heads].transpose(1, 2)  # [B, H, N, D]
+        self.grouped = grouped and count == 1
+        if self.grouped:  # a group's heads as so many queries of one head
+            self.q = each[:, 0, :heads].view(rows, kv_heads, -1, width)
+        self.gate_up = layer.gate_up.new_empty(many, layer.gate_up.shape[1])
+        self.gate, self.up = self.gate_up.chunk(2, -1)
 
 
 @dataclass(eq=False)
@@ -98,6 +119,22 @@ class LeanDecoder:
             made[kind] = torch.cat((cos, -sin[..., :half], sin[..., half:]), -1)[0]
         return made
 
+    def buffers(self, rows: int, count: int, grouped: bool = False) -> list[Buffers]:
+        """For each layer; those of one shape share them.
+
+        Args:
+            grouped: for attention by ``biases``, with one node a row.
+        """
+        made: dict[tuple[int, ...], Buffers] = {}
+        found: list[Buffers] = []
+        with torch.inference_mode(False):  # usable in and out of it
+            for layer in self.layers:
+                shape = (layer.heads, layer.kv_heads, *layer.qkv.shape, *layer.gate_up.shape)
+                if shape not in made:
+                    made[shape] = Buffers(layer, rows, count, grouped)
+                found.append(made[shape])
+        return found
+
     def embed(self, tokens: Tensor) -> Tensor:
         """``[B, N]`` → ``[B, N, d]``."""
         x = self.embed_tokens(tokens)
@@ -112,6 +149,7 @@ class LeanDecoder:
         self, tokens: Tensor, positions: Tensor, slots: Tensor, views: Sequence[tuple[Tensor, Tensor, Tensor]],
         tables: Mapping[str, Tensor], *, biases: Mapping[int, Tensor | None] | None = None,
         behind: tuple[Tensor, Tensor, Tensor] | None = None, captures: Sequence[int] = (),
+        buffers: Sequence[Buffers] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """One forward pass.
 
@@ -123,62 +161,60 @@ class LeanDecoder:
             tables: from :meth:`tables`.
             biases, behind: as the engine's ``Runner.forward`` takes them; one of them.
             captures: numbers of layers.
+            buffers: from :meth:`buffers` for this B and N; made anew if left out.
 
         Returns:
             Hidden states ``[B, N, d]`` after the final norm, and those that enter each captured layer.
         """
         rows, count = tokens.shape
+        buffers = buffers or self.buffers(rows, count, behind is None)
         x = self.embed(tokens).flatten(0, 1)  # [M, d], written over from here on
         turns = self.turns(positions, tables)
-        spots = (torch.arange(rows, device=tokens.device)[:, None], slots)
+        spots = (buffers[0].rows, slots)
         captured: dict[int, Tensor] = {}
-        for number, (layer, view) in enumerate(zip(self.layers, views, strict=True)):
+        for number, (layer, its, view) in enumerate(zip(self.layers, buffers, views, strict=True)):
             if number in captures:
                 captured[number] = x.view(rows, count, -1).clone()
-            run_layer(layer, x, (rows, count), spots, view, turns, biases, behind)
+            run_layer(layer, its, x, spots, view, turns[layer.rope], biases, behind)
         return self.norm(x).view(rows, count, -1), [captured[number] for number in captures]
 
 
 def run_layer(
-    layer: Layer, x: Tensor, shape: tuple[int, int], spots: tuple[Tensor, Tensor], view: tuple[Tensor, Tensor, Tensor],
-    turns: Mapping[str, Sequence[Tensor]], biases: Mapping[int, Tensor | None] | None,
-    behind: tuple[Tensor, Tensor, Tensor] | None,
+    layer: Layer, buffers: Buffers, x: Tensor, spots: tuple[Tensor, Tensor], view: tuple[Tensor, Tensor, Tensor],
+    turns: Sequence[Tensor], biases: Mapping[int, Tensor | None] | None, behind: tuple[Tensor, Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
-    """One layer, on ``x [M, d]`` in place. ``shape``: B and N; ``spots``: rows and slots that are written."""
-    rows, count = shape
+    """One layer, on ``x [M, d]`` in place. ``spots``: rows and slots that are written; ``turns``: cos and sin."""
     both, keys, values = view
-    heads, kv_heads = layer.heads, layer.kv_heads
-    width = keys.shape[-1]
-    qkv = linear(layer.before_attention(x), layer.qkv, layer.qkv_bias)
-    qkv = qkv.view(rows, count, heads + 2 * kv_heads, width)
-    cos, sin = turns[layer.rope]  # [B, N, 1, D]
-    qk = qkv[:, :, : heads + kv_heads]
+    qk, q = buffers.qk, buffers.q
+    qkv_form, out_form, gate_up_form, down_form = buffers.forms
+    product(qkv_form, layer.before_attention(x), layer.qkv, layer.qkv_bias, buffers.qkv)
+    cos, sin = turns  # [B, N, 1, D]
     if layer.qk_norm is not None:
         qk.copy_(layer.qk_norm(qk))
-    other = qk.roll(width // 2, -1)
+    other = qk.roll(qk.shape[-1] // 2, -1)
     qk.mul_(cos).addcmul_(other, sin)
-    q, kv = qkv.split((heads, 2 * kv_heads), 2)
-    both.index_put_(spots, kv.view(rows, count, 2, kv_heads, width))
-    q = q.transpose(1, 2)  # [B, H, N, D]
+    both.index_put_(spots, buffers.kv)
     if behind is not None:
         lengths, ancestors, depth = behind
         out = tree_attention_cached(
-            q, keys, values, lengths, ancestors, count, layer.scale, depth, depth, layer.window, layer.softcap
+            q, keys, values, lengths, ancestors, q.shape[2], layer.scale, depth, depth, layer.window, layer.softcap
         )  # fmt: skip
     else:
         assert biases is not None
         out = tree_attention(q, keys, values, biases[layer.window], layer.scale, layer.softcap)
-    out = out.transpose(1, 2).reshape(rows * count, -1)
-    _add(x, out, layer.out, layer.out_bias, layer.after_attention, layer.factor)
-    gate_up = linear(layer.before_mlp(x), layer.gate_up, layer.gate_up_bias)
-    gate, up = gate_up.chunk(2, -1)
-    _add(x, layer.act(gate) * up, layer.down, layer.down_bias, layer.after_mlp, layer.factor)
+    out = (out if buffers.grouped else out.transpose(1, 2)).reshape(len(x), -1)
+    _add(x, out_form, out, layer.out, layer.out_bias, layer.after_attention, layer.factor)
+    product(gate_up_form, layer.before_mlp(x), layer.gate_up, layer.gate_up_bias, buffers.gate_up)
+    y = layer.act(buffers.gate).mul_(buffers.up)
+    _add(x, down_form, y, layer.down, layer.down_bias, layer.after_mlp, layer.factor)
 
 
-def _add(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, norm: RMSNorm | None, factor: float) -> None:
-    """``x += factor · norm(linear(y))`` in place."""
+def _add(
+    x: Tensor, form: str, y: Tensor, matrix: Tensor, bias: Tensor | None, norm: RMSNorm | None, factor: float
+) -> None:
+    """``x += factor · norm(y matrix + bias)`` in place."""
     if bias is None and norm is None:
-        add_linear(x, y, weight, factor)
+        add_product(form, x, y, matrix, factor)
     else:
-        y = linear(y, weight, bias)
+        y = product(form, y, matrix, bias)
         x.add_(y if norm is None else norm(y), alpha=factor)

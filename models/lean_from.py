@@ -128,6 +128,8 @@ def _make(target: Target) -> LeanDecoder:
         raise NotLean("its layers do not each call attention once")
     facts = zip(decoder.layers, record, kinds, target.kv_shapes, strict=True)
     layers = [_layer(module, *rest, target) for module, *rest in facts]
+    if _contiguous not in decoder._state_dict_hooks.values():
+        decoder.register_state_dict_post_hook(_contiguous)
     factor = float(getattr(decoder, "embedding_multiplier", 1.0))
     made = LeanDecoder(decoder.embed_tokens, factor, rotary, layers, last_norm, target.context, target.device)
     tokens = _trial_tokens(target)
@@ -136,14 +138,22 @@ def _make(target: Target) -> LeanDecoder:
     count = tokens.shape[1]
     place = torch.arange(count, device=target.device)[None]
     turns, spots = made.turns(place, made.tables(count)), (place.new_zeros(1, 1), place)
-    for number, (layer, (kv_heads, width)) in enumerate(zip(layers, target.kv_shapes, strict=True)):
+    buffers = made.buffers(1, count)
+    for number, (layer, its, (kv_heads, width)) in enumerate(zip(layers, buffers, target.kv_shapes, strict=True)):
         pair = torch.zeros(2, 1, kv_heads, count, width, dtype=target.dtype, device=target.device)
         biases = {layer.window: causal_bias(0, count, layer.window, target.dtype, target.device)}
         x = entered[number].flatten(0, 1)
         view = (pair.permute(1, 3, 0, 2, 4), pair[0], pair[1])
-        run_layer(layer, x, (1, count), spots, view, turns, biases, None)
+        run_layer(layer, its, x, spots, view, turns[layer.rope], biases, None)
         _compare(x, entered[number + 1][0], f"its layer {number}")
     return made
+
+
+def _contiguous(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Views are no file's layout: ``save_pretrained`` gets copies of those."""
+    for name, weight in state.items():
+        if isinstance(weight, Tensor) and not weight.is_contiguous():
+            state[name] = weight.contiguous()
 
 
 def _trial_tokens(target: Target) -> Tensor:
@@ -202,8 +212,8 @@ def _layer(
     out, out_bias = _packed(attention, ["o_proj"], target)
     down, down_bias = _packed(mlp, ["down_proj"], target)
     kv_heads, width = kv_shape
-    heads = out.shape[1] // width
-    if qkv.shape[0] != (heads + 2 * kv_heads) * width or gate_up.shape[0] != 2 * down.shape[1]:
+    heads = out.shape[0] // width
+    if qkv.shape[1] != (heads + 2 * kv_heads) * width or gate_up.shape[1] != 2 * down.shape[0]:
         raise NotLean("its projections have other shapes than Llama's")
     return Layer(
         heads, kv_heads, *settings, rope, before, qkv, qkv_bias, _qk_norm(attention, heads, kv_heads, width, target),
@@ -237,7 +247,7 @@ def _qk_norm(attention: Any, heads: int, kv_heads: int, width: int, target: Targ
 
 
 def _packed(parent: Any, names: list[str], target: Target) -> tuple[Tensor, Tensor | None]:
-    """The weights and biases of linear modules one below the other, of which theirs become views."""
+    """The matrix ``[inputs, outputs]`` and the bias of linear modules side by side, of which theirs become views."""
     modules = [getattr(parent, name, None) for name in names]
     for name, module in zip(names, modules, strict=True):
         plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.dim() == 2
@@ -248,13 +258,18 @@ def _packed(parent: Any, names: list[str], target: Target) -> tuple[Tensor, Tens
     biases = [module.bias for module in linears if module.bias is not None]
     if biases and len(biases) != len(linears):
         raise NotLean(f"some of {', '.join(names)} have a bias")
-    return _pack([module.weight for module in linears]), _pack(biases) if biases else None
+    weights = [module.weight for module in linears]
+    # A CPU's products of a few rows read a matrix faster by inputs than by outputs, as nn.Linear keeps it.
+    whole = _pack(weights, by_inputs=target.device.type == "cpu")
+    return whole.t(), _pack(biases) if biases else None
 
 
-def _pack(parameters: Sequence[Tensor]) -> Tensor:
-    if len(parameters) == 1:
-        return parameters[0].detach()
-    whole = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+def _pack(parameters: Sequence[Tensor], by_inputs: bool = False) -> Tensor:
+    """Parameters one below the other, of which they become views; ``by_inputs``: in memory column by column."""
+    parts = [parameter.detach() for parameter in parameters]
+    if len(parts) == 1 and not by_inputs:
+        return parts[0]
+    whole = torch.cat([part.t() for part in parts], 1).t() if by_inputs else torch.cat(parts)
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parts]), strict=True):
         parameter.data = part
     return whole

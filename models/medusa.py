@@ -131,6 +131,6 @@ class MedusaHeads(nn.Module):
         if self.projection is None:
             return _project(features, lm_head)
         own = self.projection[: len(features)]
-        if len(own) and choose(features[0], own[0]) != "linear":  # each by itself is faster here
+        if len(own) and choose(features.shape[1], own[0].t()) != "blas":  # each by itself is faster here
             return torch.stack([linear(*pair) for pair in zip(features, own, strict=True)])
         return features @ own.transpose(1, 2)

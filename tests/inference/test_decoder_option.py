@@ -87,13 +87,15 @@ def test_what_cannot_be_lean(run_main, drafter, prompts, target, tmp_path):
     given = ["none", "--target", folder, "--prompts", prompts, *options]
     reason = "a GPTNeoXModel has no embed_tokens"
     line = f"error: target '{folder}' has no lean decoder: {reason}; use --decoder auto (lean=None)\n"
+    line = f"precision: float32 weights (as asked)\n{line}"
+    given += ["--dtype", "float32"]
     assert run_main(decode.main, *given, "--decoder", "lean") == (2, "", line)
     code, _, err = run_main(decode.main, *given)
     assert code == 0, err
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["execution"] == f"eager, transformers decoder ({reason})"
     bad = ["--target", folder, "--device", "cpu", "--nodes", 1, "--contexts", 9, "--repeat", 1, "--decoder", "lean"]
-    assert run_main(bench.main, *bad) == (2, "", line)
+    assert run_main(bench.main, *bad, "--dtype", "float32") == (2, "", line)
 
 
 @pytest.mark.parametrize(("option", "value"), [("--quantize", "8bit"), ("--device-map", "disk")])

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from draftsmith.kernels import linear as linears
-from draftsmith.kernels.linear import FORMS, MOST, add_linear, apply_linear, choose, linear
+from draftsmith.kernels.linear import FORMS, MOST, add_product, apply_linear, choose, linear, product
 
 
 @pytest.fixture(autouse=True)
@@ -20,80 +20,90 @@ def anew(monkeypatch, tmp_path):
 
 
 def prefer(monkeypatch, form):
-    monkeypatch.setattr(linears, "_measure", lambda weight: dict.fromkeys(linears._COUNTS, form))
+    monkeypatch.setattr(linears, "_measure", lambda matrix: dict.fromkeys(linears._COUNTS, form))
 
 
+@pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 3, 8, 32])
-def test_every_form_is_the_product(monkeypatch, form, rows):
+def test_every_form_is_the_product(monkeypatch, form, rows, by_columns):
     prefer(monkeypatch, form)
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(rows, 37), torch.randn(19, 37), torch.randn(19)
-    want = F.linear(x.double(), weight.double())
-    plain = (F.linear(x, weight) - want).norm()
+    x, matrix, bias = torch.randn(rows, 37), torch.randn(37, 19), torch.randn(19)
+    if by_columns:
+        matrix = matrix.t().contiguous().t()
+    want = x.double() @ matrix.double()
+    plain = (x @ matrix - want).norm()
     with torch.no_grad():
-        assert choose(x, weight) == form
-        assert (linear(x, weight) - want).norm() <= 2 * plain + 1e-6
-        assert (linear(x, weight, bias) - bias - want).norm() <= 3 * plain + 1e-5
-        found = linear(x.view(rows, 1, 37), weight, bias)
-        assert found.shape == (rows, 1, 19) and found.is_contiguous()
+        assert choose(rows, matrix) == form
+        assert (product(form, x, matrix) - want).norm() <= 2 * plain + 1e-6
+        out = torch.empty(rows, 19)
+        assert product(form, x, matrix, bias, out) is out
+        assert (out - bias - want).norm() <= 3 * plain + 1e-5
+        assert product(form, x, matrix, None, out) is out
+        assert (out - want).norm() <= 2 * plain + 1e-6
         total = torch.ones(rows, 19)
-        assert add_linear(total, x, weight, 0.5) is total
+        assert add_product(form, total, x, matrix, 0.5) is total
         assert (total - 1 - 0.5 * want).norm() <= 2 * plain + 1e-5
+        found = linear(x.view(rows, 1, 37), matrix.t(), bias)
+        assert found.shape == (rows, 1, 19) and (found[:, 0] - bias - want).norm() <= 3 * plain + 1e-5
 
 
 def test_the_choice_is_kept_for_the_next_process(monkeypatch):
-    weight, x = torch.randn(19, 37), torch.randn(3, 37)
+    matrix = torch.randn(19, 37).t()
     prefer(monkeypatch, "transposed")
     with torch.no_grad():
-        assert choose(x, weight) == "transposed"
+        assert choose(3, matrix) == "transposed"
     content = json.loads(linears._file().read_text())
-    assert content == {linears._machine(): {f"{n} x (19, 37) float32": "transposed" for n in (1, 2, 4, 8, 16, 32)}}
-    prefer(monkeypatch, "linear")
+    assert content == {
+        linears._machine(): {f"{n} x (37, 19) by columns, float32": "transposed" for n in (1, 2, 4, 8, 16, 32)}
+    }
+    prefer(monkeypatch, "blas")
     monkeypatch.setattr(linears, "_chosen", {})
     monkeypatch.setattr(linears, "_stored", None)
     with torch.no_grad():
-        assert choose(x, weight) == choose(x[:1].expand(4, -1), weight) == "transposed"
-        assert choose(x, torch.randn(20, 37)) == "linear"
+        assert choose(3, matrix) == choose(4, matrix) == "transposed"
+        assert choose(3, torch.randn(20, 37).t()) == "blas"
+        assert choose(3, matrix.contiguous()) == "blas", "another order in memory is another product"
     linears._file().write_text("[1, 2")
     monkeypatch.setattr(linears, "_chosen", {})
     monkeypatch.setattr(linears, "_stored", None)
     with torch.no_grad():
-        assert choose(x, weight) == "linear"
-    assert json.loads(linears._file().read_text())[linears._machine()]["4 x (19, 37) float32"] == "linear"
+        assert choose(3, matrix) == "blas"
+    assert json.loads(linears._file().read_text())[linears._machine()]["4 x (37, 19) by columns, float32"] == "blas"
 
 
 def test_measuring_is_short_and_has_a_budget(monkeypatch):
-    weight = torch.randn(4096, 512)
+    matrix = torch.randn(4096, 512).t()
     with torch.no_grad():
-        assert choose(torch.randn(4, 512), weight) in FORMS
+        assert choose(4, matrix) in FORMS
     assert 0 < linears._spent < 1
     monkeypatch.setattr(linears, "_spent", linears.BUDGET)
-    monkeypatch.setattr(linears, "_measure", lambda weight: pytest.fail("the budget is spent"))
+    monkeypatch.setattr(linears, "_measure", lambda matrix: pytest.fail("the budget is spent"))
     with torch.no_grad():
-        assert choose(torch.randn(8, 512), weight) in FORMS  # measured with the 4 rows
-        assert choose(torch.randn(8, 512), weight[1:]) == "linear"
+        assert choose(8, matrix) in FORMS  # measured with the 4 rows
+        assert choose(8, matrix[:, 1:]) == "blas"
 
 
 def test_the_shortest_time_wins(monkeypatch):
-    def slow(x, weight, bias):
+    def slow(x, matrix):
         for _ in range(20):
-            F.linear(x, weight, bias)
+            torch.mm(x, matrix)
 
-    monkeypatch.setattr(linears, "FORMS", {"linear": slow, "slow": slow, "fast": F.linear})
+    monkeypatch.setattr(linears, "FORMS", {"blas": slow, "slow": slow, "fast": torch.mm})
     assert set(linears._measure(torch.randn(64, 64)).values()) == {"fast"}
-    monkeypatch.setattr(linears, "FORMS", {"linear": F.linear, "slow": slow})
-    assert set(linears._measure(torch.randn(64, 64)).values()) == {"linear"}
+    monkeypatch.setattr(linears, "FORMS", {"blas": torch.mm, "slow": slow})
+    assert set(linears._measure(torch.randn(64, 64)).values()) == {"blas"}
 
 
 def test_where_nothing_is_chosen(monkeypatch):
-    monkeypatch.setattr(linears, "_look_up", lambda rows, weight: pytest.fail("nothing to choose here"))
-    weight = torch.randn(19, 37, requires_grad=True)
-    assert choose(torch.randn(2, 37), weight) == "linear"  # gradients
+    monkeypatch.setattr(linears, "_look_up", lambda rows, matrix: pytest.fail("nothing to choose here"))
+    matrix = torch.randn(37, 19)
+    assert choose(2, matrix) == "blas"  # gradients
     with torch.no_grad():
-        assert choose(torch.randn(MOST + 1, 37), weight) == "linear"
-        assert choose(torch.randn(0, 37), weight) == "linear"
-        assert choose(torch.empty(2, 37, device="meta"), weight.to("meta")) == "linear"
+        assert choose(MOST + 1, matrix) == "blas"
+        assert choose(0, matrix) == "blas"
+        assert choose(2, matrix.to("meta")) == "blas"
         module = torch.nn.Linear(37, 19)
         module.register_forward_hook(lambda module, args, out: out + 1)
         x = torch.randn(2, 37)
@@ -104,4 +114,4 @@ def test_no_place_to_keep_it(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))
     with torch.no_grad():
-        assert choose(torch.randn(2, 37), torch.randn(19, 37)) in FORMS
+        assert choose(2, torch.randn(37, 19)) in FORMS
