@@ -6,6 +6,8 @@
 A path's probability is the share of positions where head 1's r_1-th token, head 2's r_2-th token, … are all the true
 ones: joint counts, no independence assumed (Medusa, arXiv 2401.10774 §2.3.3, assumes it). A child never outnumbers its
 parent, so the N most frequent paths *are* the best tree of N nodes. Its size maximises E[tokens] / measured step time.
+Both are measured as well as the time given (--seconds) allows: on rows of the text in a fixed random order, and by
+steps of trees of all sizes in turn, where sizes that fall behind are timed no further.
 
 Shape letters: S sequences, T tokens, K draft heads.
 """
@@ -14,10 +16,12 @@ Shape letters: S sequences, T tokens, K draft heads.
 
 import argparse
 import itertools
+import math
+import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +42,9 @@ def parser() -> argparse.ArgumentParser:
         "if left out",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="answer length with --prompts")
+    parser.add_argument(
+        "--seconds", type=float, default=45, help="time that it may take once the target is loaded (default 45)"
+    )
     target_options(parser)
     return parser
 
@@ -49,15 +56,16 @@ import torch
 from filelock import Timeout
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.inference.answers import answer
 from draftsmith.inference.drafters.load import load_heads, read_heads
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.options import check_counts
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.step import find_lean
-from draftsmith.inference.terminal import progress
+from draftsmith.inference.terminal import console, progress
 from draftsmith.inference.tree import MOST_NODES, Topology, chain
 from draftsmith.models.artifact import device_name
 from draftsmith.models.medusa import MedusaHeads
@@ -66,7 +74,14 @@ from draftsmith.train.files import check_folder, locked, write_json
 
 MAX_RANK = 10  # ranks per head that a tree may use
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-TIMED_PROMPTS, TIMED_TOKENS = 5, 64  # decoded with each size
+RANKING, MOST_POSITIONS = 0.4, 8192  # ranks are counted for this share of the time, or at so many positions
+MOST_ROWS = 16  # of the text at once
+LOGITS = 512  # positions whose logits are in memory at once
+TIMED_PROMPTS, TIMED_TOKENS = 2, 8  # each size decodes one prompt a round, τ · TIMED_TOKENS tokens: as many steps
+TIMED_CONTEXT = 256  # tokens of a prompt
+MOST_ROUNDS = 40
+SETTLED = 0.01  # timing ends when no cost fell by more in the last two rounds with each prompt
+TIED = 0.02  # of two sizes whose speeds differ by less, the smaller is taken
 
 
 @torch.inference_mode()
@@ -101,7 +116,8 @@ def head_ranks(
         top = min(MAX_RANK, heads.config.vocab_size)
         features = heads.features(hidden.to(heads.weight.dtype))
         for k in range(num_heads):
-            best = heads.head_logits(k, features[k], target.lm_head).topk(top, -1).indices.cpu()  # [P, top]
+            logits = (heads.head_logits(k, some, target.lm_head) for some in features[k].split(LOGITS))
+            best = torch.cat([some.topk(top, -1).indices.cpu() for some in logits])  # [P, top]
             label = torch.full(ids.shape, -1)
             reached[:, : max(0, length - k - 2)] &= marks[:, k + 2 :]
             reached[:, max(0, length - k - 2) :] = False
@@ -168,6 +184,18 @@ def simulate(topology: Topology, ranks: Tensor) -> float:
     return tokens / steps if steps else 0.0
 
 
+def batches(count: int, rows: int, until: float, clock: Callable[[], float] = time.monotonic) -> Iterator[slice]:
+    """Slices of ``range(count)``, the first of so many rows, later ones of up to :data:`MOST_ROWS`: as many as the
+    caller is expected to be done with in time, going by the slice before."""
+    begin = 0
+    while rows > 0 and begin < count:
+        since, end = clock(), min(begin + rows, count)
+        yield slice(begin, end)
+        now = clock()
+        fit = (until - now) / max(now - since, 1e-9) * (end - begin)
+        begin, rows = end, int(min(max(2 * rows, 1), MOST_ROWS, max(0.0, fit)))
+
+
 @dataclass(frozen=True)
 class Choice:
     """One size of tree: expected τ, measured seconds per step, and tokens/s over plain decoding."""
@@ -178,47 +206,96 @@ class Choice:
     speedup: float
 
 
-def step_seconds(decoders: Sequence[SpeculativeDecoder], prompts: Sequence[list[int]]) -> list[float]:
-    """Measured seconds per step of each decoder, the median over all steps. The decoders take turns on each prompt, so
-    that whatever else the machine does meets all of them."""
-    times: list[list[float]] = [[] for _ in decoders]
-    for decoder in decoders:
-        decoder.generate([prompts[0]], 4, stop_ids=frozenset())
-    done = 0
-    with progress("timing trees", len(prompts) * len(decoders)) as advance:
-        for prompt in prompts:
-            for decoder, taken in zip(decoders, times, strict=True):
-                ends: list[float] = []
-                note = lambda *_, e=ends: e.append(time.perf_counter())  # noqa: E731
-                decoder.generate([prompt], TIMED_TOKENS, stop_ids=frozenset(), on_tokens=note)
-                taken += [end - begin for begin, end in itertools.pairwise(ends)]
-                done += 1
-                advance(done)
-    return [statistics.median(taken) for taken in times]
+@dataclass(frozen=True)
+class Costs:
+    """Seconds per step of each size, infinite where it was not timed; whole rounds; and the share by which the costs
+    that matter still fell in the last ones, if there were enough."""
+
+    seconds: list[float]
+    rounds: int
+    noise: float | None
+
+
+def race(run: Callable[[int, int], Sequence[float]], taus: Sequence[float], late: Callable[[], bool]) -> Costs:
+    """Time steps of all sizes in turn, in rounds, until the costs no longer fall or it is late.
+
+    What else runs on a machine only ever adds to a step's time, so the least of several counts. A size is passed over
+    while its speed, or what it could be at the cost of the next smaller size that was timed, is below a share of the
+    best one, which rises from a half to nine tenths as there are more rounds to rely on.
+
+    Args:
+        run: (size, turn) → the seconds of its steps, the same steps whenever the turn is the same.
+        taus: tokens per step by size, rising; the first is plain decoding.
+        late: asked before each run, once the first two sizes were timed.
+    """
+    least: list[dict[tuple[int, int], float]] = [{} for _ in taus]  # by turn and step
+    costs = [math.inf] * len(taus)
+    history: list[list[float]] = []
+    noise: float | None = None
+    for number in range(MOST_ROUNDS):
+        turn, share = number % TIMED_PROMPTS, min(0.9, 1 - 0.5 / (number // TIMED_PROMPTS + 1))
+        racing = [0]
+        for size, tau in enumerate(taus):
+            best = max(t / cost for t, cost in zip(taus, costs, strict=True))
+            bound = next((cost for cost in reversed(costs[: size + 1]) if cost < math.inf), 0.0)
+            if size > 1 and tau < share * best * bound:
+                continue
+            if costs[min(1, len(taus) - 1)] < math.inf and late():
+                return Costs(costs, number, noise)
+            for step, seconds in enumerate(run(size, turn)):
+                least[size][turn, step] = min(seconds, least[size].get((turn, step), math.inf))
+            costs[size] = statistics.mean(least[size].values())
+            racing.append(size)
+        history.append(list(costs))
+        if number >= 3 * TIMED_PROMPTS - 1:
+            noise = round(max(history[-1 - 2 * TIMED_PROMPTS][size] / costs[size] - 1 for size in racing), 4)
+            if noise <= SETTLED:
+                break
+    return Costs(costs, len(history), noise)
+
+
+def pick(choices: Sequence[Choice]) -> Choice:
+    """The smallest tree whose speed is the highest, but for :data:`TIED`."""
+    best = max(choice.speedup for choice in choices)
+    return next(choice for choice in choices if choice.speedup >= (1 - TIED) * best)
 
 
 def choose(
-    target: Target, heads: MedusaHeads, ranks: Tensor, prompts: Sequence[list[int]], lean: bool | None = None
-) -> list[Choice]:
-    """Every size of :data:`SIZES` with its expected τ and its measured cost on this device, by the decoder asked for
-    (``lean`` as :class:`SpeculativeDecoder` takes it)."""
-    from sklearn.isotonic import isotonic_regression  # takes a second
-
+    target: Target, heads: MedusaHeads, ranks: Tensor, prompts: Sequence[list[int]], sizes: Sequence[int],
+    late: Callable[[], bool], lean: bool | None = None,
+) -> tuple[list[Choice], Costs]:  # fmt: skip
+    """The sizes that were timed, with expected τ and cost on this device, by the decoder asked for (``lean`` as
+    :class:`SpeculativeDecoder` takes it). ``late``: as :func:`race` takes it."""
     trees: list[Topology] = []
-    for size in SIZES:
+    for size in sizes:
         topology = best_tree(ranks, size)
         if trees and topology.num_nodes == trees[-1].num_nodes:
             break  # the text holds no more paths
         trees.append(topology)
-    drafted = [SpeculativeDecoder(target, MedusaDrafter(heads, topology, target), lean=lean) for topology in trees]
-    plain, *measured = step_seconds([SpeculativeDecoder(target, lean=lean), *drafted], prompts)
-    # A larger tree is never cheaper: where one was measured to be, the machine was busy; neighbours share the blame.
-    seconds = isotonic_regression(measured)
-    choices: list[Choice] = []
-    for topology, taken in zip(trees, seconds, strict=True):
-        tau = simulate(topology, ranks)
-        choices.append(Choice(topology, tau, float(taken), tau * plain / float(taken)))
-    return choices
+    taus = [1.0, *(simulate(topology, ranks) for topology in trees)]
+    prompts = sorted(prompts, key=len, reverse=True)  # the first one's cache serves all
+    decoders: dict[int, SpeculativeDecoder] = {}
+    # This thread's time on a CPU: what else runs there disturbs it less. It leaves out waiting, for a GPU or a disk.
+    clock = time.perf_counter if target.spread or target.device.type != "cpu" else time.thread_time
+
+    def run(size: int, turn: int) -> list[float]:
+        prompt, ends = prompts[turn % len(prompts)], list[float]()
+        count = math.ceil(taus[size] * TIMED_TOKENS) + 1
+        if size not in decoders:
+            drafter = MedusaDrafter(heads, trees[size - 1], target) if size else None
+            decoders[size] = SpeculativeDecoder(target, drafter, lean=lean)
+            first = Request(prompt, 4, stop_ids=frozenset())  # allocates what all need, and tunes
+            decoders[size].serve([first], 1, longest=len(prompt) + count)
+        note = lambda *_: ends.append(clock())  # noqa: E731
+        decoders[size].generate([prompt], count, stop_ids=frozenset(), on_tokens=note)
+        return [end - begin for begin, end in itertools.pairwise(ends)]
+
+    costs = race(run, taus, late)
+    plain, *measured = costs.seconds
+    # A larger tree is never cheaper: where one was measured to be, the smaller one was disturbed.
+    seconds = list(itertools.accumulate(reversed(measured), min))[::-1]
+    timed = [each for each in zip(trees, taus[1:], seconds, measured, strict=True) if each[3] < math.inf]
+    return [Choice(tree, tau, cost, tau * plain / cost) for tree, tau, cost, _ in timed], costs
 
 
 def timing_prompts(tokens: Tensor, supervised: Tensor) -> list[list[int]]:
@@ -238,6 +315,11 @@ def timing_prompts(tokens: Tensor, supervised: Tensor) -> list[list[int]]:
         begin, end = int(answers[0]), int(answers[-1]) + 1
         prompts.append(tokens[row][: begin or -(-end // 2)].tolist())
     return prompts
+
+
+def joined(parts: Sequence[dict[str, Tensor]], name: str, padding: int = 0) -> Tensor:
+    """One tensor ``[S, T, …]`` of those of all parts, padded to the longest."""
+    return pad_sequence([row for part in parts for row in part[name]], batch_first=True, padding_value=padding)
 
 
 def check_idle(folder: Path) -> None:
@@ -261,6 +343,8 @@ def main() -> None:
     check_counts(nodes=args.nodes, max_new_tokens=args.max_new_tokens)
     if args.nodes is not None and args.nodes > MOST_NODES:
         raise ValueError(f"--nodes {args.nodes}: must be at most {MOST_NODES}")
+    if not 0 < args.seconds < math.inf:
+        raise ValueError(f"--seconds {args.seconds:g}: must be above 0")
     given = read_prompts(args.prompts) if args.prompts else []
     options = target_arguments(args)
     folder, config, weights = read_heads(args.drafter)
@@ -279,32 +363,55 @@ def main() -> None:
     target, heads = load_heads(folder, config, weights, args.target, options)
     lean = DECODERS[args.decoder]
     ran = "transformers" if isinstance(find_lean(target, lean), str) else "lean"
-    if args.prompts:
-        texts = encode_prompts(given, target)
-        with progress("answering prompts", len(texts)) as advance:
-            data = answer(target, texts, args.max_new_tokens, 32, advance, lean)
-    with progress("ranking", len(data["tokens"])) as advance:
-        ranks = head_ranks(target, heads, data["tokens"], data["supervised"], on_done=advance)
+    texts = encode_prompts(given, target)
+    rows = list(range(len(texts))) or data["supervised"].any(1).nonzero().flatten().tolist()
+    random.Random(0).shuffle(rows)
+    console.print(f"calibrating: at most {args.seconds:.0f} s", markup=False)
+    began = time.monotonic()
+    parts: list[dict[str, Tensor]] = []
+    with progress("calibrating (s)", math.ceil(args.seconds)) as advance:
+
+        def tell(*_: object) -> None:
+            advance(min(int(time.monotonic() - began), math.ceil(args.seconds)))
+
+        def late() -> bool:
+            tell()
+            return time.monotonic() - began > args.seconds
+
+        for part in batches(len(rows), 8 if texts else 1, began + RANKING * args.seconds):
+            some = rows[part]
+            if texts:
+                its = answer(target, [texts[row] for row in some], args.max_new_tokens, 32, tell, lean)
+            else:
+                its = {name: data[name][some] for name in ("tokens", "supervised")}
+            parts.append({**its, "ranks": head_ranks(target, heads, its["tokens"], its["supervised"])})
+            tell()
+            if sum(int((each["ranks"][..., 0] >= 0).sum()) for each in parts) >= MOST_POSITIONS:
+                break
+        ranks = joined(parts, "ranks", -1)
+        counted = time.monotonic()
+        room = max(1, min(TIMED_CONTEXT, target.context - 2 * TIMED_TOKENS))  # else there would be no step to time
+        prompts = [prompt[-room:] for prompt in timing_prompts(joined(parts, "tokens"), joined(parts, "supervised"))]
+        choices, costs = choose(target, heads, ranks, prompts, (args.nodes,) if args.nodes else SIZES, late, lean)
+    seconds = {"ranking": round(counted - began, 2), "timing": round(time.monotonic() - counted, 2)}
     begins = ranks[..., 0] >= 0
-    print(f"calibrating on {int(begins.sum()):,} positions of the target's own held-out text")
+    print(
+        f"calibrated on {int(begins.sum()):,} positions of the target's own held-out text ({seconds['ranking']:.0f} s) "
+        f"and {costs.rounds} rounds of timed steps ({seconds['timing']:.0f} s)"
+        + ("" if costs.noise is None else f"; the last ones lowered costs by {costs.noise:.1%} at most")
+    )
     accuracy = [
         [float((ranks[..., k] == r).sum() / (ranks[..., k] >= 0).sum()) for r in range(MAX_RANK)]
         for k in range(heads.config.num_draft_heads)
     ]
-    room = max(1, target.context - TIMED_TOKENS)  # else there would be no step to time
-    prompts = [prompt[-room:] for prompt in timing_prompts(data["tokens"], data["supervised"])]
-    choices = choose(target, heads, ranks, prompts, lean)
     print("  nodes  depth  expected τ  ms/step  expected speed-up")
     for c in choices:
         print(
             f"  {c.topology.num_nodes:5d}  {c.topology.max_depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:7.2f}"
             f"  {c.speedup:17.2f}"
         )
-    if args.nodes:
-        topology = best_tree(ranks, args.nodes)
-    else:
-        topology = max(choices, key=lambda c: c.speedup).topology
-    tau = simulate(topology, ranks)
+    chosen = pick(choices)
+    topology, tau = chosen.topology, chosen.tau
     chain_tau = simulate(chain(heads.config.num_draft_heads), ranks)
     calibration = {
         "positions": int(begins.sum()),
@@ -316,6 +423,9 @@ def main() -> None:
              "speedup": round(c.speedup, 4)}
             for c in choices
         ],
+        "seconds": seconds,
+        "rounds": costs.rounds,
+        "noise": costs.noise,
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "decoder": ran,
@@ -325,6 +435,8 @@ def main() -> None:
         f"{folder / 'tree.json'}: {topology.num_nodes} nodes, depth {topology.max_depth}, "
         f"expected τ {tau:.2f} (a chain: {chain_tau:.2f})"
     )
+    if chosen.speedup < 1:
+        print("plain decoding is faster here: these heads are too weak for what their tree costs")
 
 
 if __name__ == "__main__":

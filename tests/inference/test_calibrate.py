@@ -1,7 +1,10 @@
 import itertools
 import json
+import math
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,9 +12,20 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
-from draftsmith.inference import calibrate
+from draftsmith.inference import calibrate, terminal
 from draftsmith.inference.answers import answer
-from draftsmith.inference.calibrate import MAX_RANK, best_tree, head_ranks, path_counts, simulate
+from draftsmith.inference.calibrate import (
+    MAX_RANK,
+    Choice,
+    Costs,
+    batches,
+    best_tree,
+    head_ranks,
+    path_counts,
+    pick,
+    race,
+    simulate,
+)
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.tree import Topology, chain
@@ -166,6 +180,100 @@ def test_answers_are_the_targets_own(trained, teach):
         assert data["supervised"][row].tolist() == marks
 
 
+# ---- the time given, and the choice
+
+SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+TAUS = (1.0, 1.5, 1.7, 1.86, 1.99, 2.1, 2.19, 2.24, 2.34, 2.42, 2.47, 2.56, 2.67, 2.75)  # of the bundled heads
+
+
+class Machine:
+    """Steps of a known cost on a machine that other work slows down: a random share of each step's time, and in some
+    stretches twofold."""
+
+    def __init__(self, seed: int, noise: float, curve: float) -> None:
+        self.random, self.noise = random.Random(seed), noise
+        self.true = [0.005 * (1 + curve * (size - 1)) for size in SIZES]
+        self.runs = [0] * len(SIZES)
+        self.spent = 0.0
+
+    def run(self, size, turn):
+        self.runs[size] += 1
+        busy = 2.0 if self.random.random() < 0.3 * self.noise else 1.0
+        context = 1.0 + 0.1 * turn
+        steps = [self.true[size] * context * busy * (1 + self.noise * self.random.random()) for _ in range(8)]
+        self.spent += sum(steps)
+        return steps
+
+    def choices(self, costs: Costs) -> list[Choice]:
+        return [
+            Choice(Topology(tuple((rank,) for rank in range(nodes - 1))), tau, cost, tau / cost)
+            for nodes, tau, cost in zip(SIZES[1:], TAUS[1:], costs.seconds[1:], strict=True)
+        ]
+
+    def speed(self, nodes: int) -> float:
+        return TAUS[SIZES.index(nodes)] / self.true[SIZES.index(nodes)]
+
+
+@pytest.mark.parametrize("curve", [0.005, 0.02, 0.1])
+def test_the_choice_is_steady(curve):
+    """With up to 30 % on every step, and one run in eleven twice as slow, the trees chosen are, at their true costs,
+    within 5 % of the fastest; without noise the costs are the true ones."""
+    quiet = Machine(0, 0.0, curve)
+    known = race(quiet.run, TAUS, lambda: False)
+    assert known.noise == 0 and known.rounds == 6
+    always = [size for size, runs in enumerate(quiet.runs) if runs == 6]
+    assert [known.seconds[size] for size in always] == pytest.approx([1.05 * quiet.true[size] for size in always])
+    best = max(quiet.speed(nodes) for nodes in SIZES[1:])
+    assert quiet.speed(pick(quiet.choices(known)).topology.num_nodes) >= 0.98 * best
+    chosen = []
+    for seed in range(40):
+        machine = Machine(seed, 0.3, curve)
+        costs = race(machine.run, TAUS, lambda m=machine: m.spent > 6)
+        chosen.append(pick(machine.choices(costs)).topology.num_nodes)
+    assert min(map(quiet.speed, chosen)) >= 0.95 * best, sorted(chosen)
+
+
+def test_sizes_that_cannot_pay_are_left_out():
+    machine = Machine(0, 0.2, 1.0)
+    costs = race(machine.run, TAUS, lambda: False)
+    assert machine.runs[0] == machine.runs[1] == costs.rounds
+    assert costs.seconds[-1] == math.inf and sum(machine.runs[7:]) == 0
+
+
+def test_timing_ends_in_time():
+    machine = Machine(0, 0.2, 0.02)
+    costs = race(machine.run, TAUS, lambda: True)
+    assert machine.runs == [1, 1] + [0] * 12 and (costs.rounds, costs.noise) == (0, None)
+    machine = Machine(0, 5.0, 0.02)
+    race(machine.run, TAUS, lambda: machine.spent > 3)
+    assert 3 < machine.spent < 3 + 1.0
+
+
+def test_of_equal_trees_the_smaller():
+    trees = [Choice(chain(depth), 1.0, 1.0, speedup) for depth, speedup in enumerate((0.9, 1.19, 1.18, 1.2), 1)]
+    assert pick(trees) == trees[1]
+    assert pick(trees[:1]) == trees[0]
+    assert pick(trees[2:]) == trees[2]
+
+
+@pytest.mark.parametrize(
+    ("each", "until", "sizes"),
+    [
+        (1.0, 20.0, [1, 2, 4, 8, 5]),
+        (1.0, 0.5, [1]),  # something is always done
+        (0.0, 20.0, [1, 2, 4, 8, 16, 16, 16, 16, 16, 5]),
+        (4.0, 17.0, [1, 2, 1]),
+    ],
+)
+def test_rows_that_time_is_left_for(each, until, sizes):
+    seen: list[int] = []
+    for part in batches(100, 1, until, lambda: each * sum(seen)):
+        assert part.start == sum(seen)
+        seen.append(part.stop - part.start)
+    assert seen == sizes
+    assert [part.stop for part in batches(20, 8, 9.0, lambda: 0.0)] == [8, 20]
+
+
 # ---- the command
 
 
@@ -188,10 +296,9 @@ def heads_folder(tiny_lm, tmp_path):
     return folder, prompts
 
 
-def test_calibrate_on_prompts(run_main, heads_folder, monkeypatch):
-    """Chats are rendered; the tree has as many nodes as asked for."""
+def test_calibrate_on_prompts(run_main, heads_folder):
+    """Chats are rendered; the tree has as many nodes as asked for, and no other is timed."""
     folder, prompts = heads_folder
-    monkeypatch.setattr(calibrate, "SIZES", (2, 6))
     result = run_main(calibrate.main, folder)
     assert result == (2, "", f"error: {folder}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on\n")
     code, out, err = run_main(
@@ -203,15 +310,15 @@ def test_calibrate_on_prompts(run_main, heads_folder, monkeypatch):
     known = tree["calibration"]
     assert known["positions"] > 10
     assert known["expected_mean_accepted_length"] >= known["chain_mean_accepted_length"] >= 1
-    assert [size["nodes"] for size in known["sizes"]] == [2, 6]
+    assert [size["nodes"] for size in known["sizes"]] == [5]
 
 
 def test_the_tree_is_the_fastest_one(run_main, heads_folder, monkeypatch):
-    """Neither the one with the highest τ nor the one whose step is cheapest: 4 nodes cost here as much as 2, 8 nodes
-    far more."""
+    """Neither the one with the highest τ nor the one whose step is cheapest: 4 nodes cost here no more than 2, which
+    was disturbed, 8 nodes far more."""
     folder, prompts = heads_folder
     monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
-    monkeypatch.setattr(calibrate, "step_seconds", lambda decoders, prompts: [0.5, 1.0, 1.0, 50.0])
+    monkeypatch.setattr(calibrate, "race", lambda run, taus, late: Costs([0.5, 1.1, 1.0, 50.0], 1, None))
     code, out, err = run_main(
         calibrate.main, folder, "--prompts", prompts, "--max-new-tokens", 10**9, "--device", "cpu"
     )
@@ -246,7 +353,7 @@ def test_said_before_the_target_is_loaded(run_main, heads_folder, tmp_path):
     [
         ([(3, 9), None, (0, 9), (5, 6)], [(0, 3), (3, 5)]),  # rows without an answer, or without a prompt, give none
         ([(0, 9), None, (0, 1)], [(0, 5), (2, 1)]),  # documents
-        ([(row + 1, 9) for row in range(8)], [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ([(row + 1, 9) for row in range(8)], [(0, 1), (4, 5)]),
     ],
 )
 def test_prompts_that_are_timed(spans, expected):
@@ -278,6 +385,46 @@ def test_calibrate_on_held_out_rows(run_main, heads_folder, monkeypatch):
     save_file({"tokens": tokens}, stored)
     _, _, err = run_main(calibrate.main, folder, "--target", "/nowhere")
     assert err.startswith(f"error: {stored}: not the held-out rows of a run; pass --prompts")
+
+
+def test_it_ends_in_time_and_says_so(run_main, heads_folder, monkeypatch):
+    """Of a text that would take a minute as many rows are ranked as the time is for; the timing, which would not end
+    by itself, has the rest."""
+    folder, _ = heads_folder
+    stored = folder / "held_out" / "model.safetensors"
+    stored.parent.mkdir()
+    tokens = torch.randint(5, 250, (1200, 20), dtype=torch.int32)
+    save_file({"tokens": tokens, "supervised": (torch.arange(20) >= 6).expand(1200, 20).contiguous()}, stored)
+    count = head_ranks
+
+    def slow(target, heads, tokens, supervised):
+        time.sleep(0.05 * len(tokens))
+        return count(target, heads, tokens, supervised)
+
+    monkeypatch.setattr(calibrate, "head_ranks", slow)
+    monkeypatch.setattr(calibrate, "SETTLED", -1.0)
+    monkeypatch.setattr(calibrate, "MOST_ROUNDS", 10**9)
+    monkeypatch.setattr(calibrate, "SIZES", (2, 4))
+    monkeypatch.setattr(terminal, "SAY_EVERY", 0.5)
+    code, out, err = run_main(calibrate.main, folder, "--device", "cpu", "--seconds", 3)
+    assert code == 0, err
+    known = json.loads((folder / "tree.json").read_text())["calibration"]
+    assert 13 <= known["positions"] <= 13 * 24
+    assert 3 <= sum(known["seconds"].values()) < 20
+    assert "calibrating: at most 3 s" in err and "calibrating (s) 2/3" in err and "s left" in err
+    assert f"calibrated on {known['positions']} positions" in out
+    result = run_main(calibrate.main, folder, "--seconds", 0)
+    assert result == (2, "", "error: --seconds 0: must be above 0\n")
+
+
+def test_heads_too_weak_for_a_tree(run_main, heads_folder, monkeypatch):
+    folder, prompts = heads_folder
+    monkeypatch.setattr(calibrate, "race", lambda run, taus, late: Costs([1.0, 4.0, math.inf], 1, None))
+    monkeypatch.setattr(calibrate, "SIZES", (2, 4))
+    code, out, err = run_main(calibrate.main, folder, "--prompts", prompts, "--max-new-tokens", 30, "--device", "cpu")
+    assert code == 0, err
+    assert "plain decoding is faster here" in out and "2 nodes" in out
+    assert [size["nodes"] for size in json.loads((folder / "tree.json").read_text())["calibration"]["sizes"]] == [2]
 
 
 def test_runs_at_work_are_left_alone(run_main, heads_folder):
