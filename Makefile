@@ -28,10 +28,12 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo 'error: Python 3.10 or newer is needed; make install PYTHON=python3.12'; exit 2; }
-	@echo 'Installing into .venv: $(TORCH), then draftsmith and the rest. Quiet until done; some minutes the first time.'
+	@echo 'Installing into .venv what is fetched now: $(TORCH) (the CPU build has 190 MB, one with CUDA far more), and'
+	@echo 'about 115 packages of together 660 MB that draftsmith and its tools need. Those above 10 MB are named as they come.'
 	@test -x $(PY) || $(PYTHON) -m venv .venv
 	@version() { $(PY) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' 2>/dev/null; }; \
-	install() { $(PY) -m pip install --quiet --disable-pip-version-check "$$@"; }; \
+	install() { $(PY) -m pip install --progress-bar off --disable-pip-version-check "$$@" \
+	    | { grep -E 'Downloading .*\(([0-9]{2,}(\.[0-9]+)? MB|.* GB)\)' || true; }; }; \
 	[ '$(origin TORCH)' = file ] && version || install $(TORCH); \
 	version > .venv/torch.txt; \
 	install --constraint .venv/torch.txt --editable '.[dev]'; \
@@ -39,14 +41,15 @@ install: .venv/installed
 
 # A person's own commands, one after the other.
 demo: install
-	@printf '\n1/4 Training Medusa heads on what the target itself writes\n'
+	@printf '\nFour steps, a few minutes on two cores. Each says how long it takes here once it has tried.\n'
+	@printf '\n1/4 Training Medusa heads on what the target itself writes (how long is said in some seconds)\n'
 	time $(ACCELERATE) train/medusa.py recipes/tiny-medusa.yaml --restart
-	@printf '\n2/4 Choosing the tree that pays on this machine\n'
+	@printf '\n2/4 Choosing the tree that pays on this machine (a minute at most)\n'
 	time $(PY) inference/calibrate.py runs/demo
-	@printf '\n3/4 Cutting prompts from modules that no training saw\n'
+	@printf '\n3/4 Cutting prompts from modules that no training saw (some seconds)\n'
 	time $(PY) data/prompts.py stdlib --split test --count 40 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/demo/prompts.jsonl
-	@printf '\n4/4 Decoding the prompts with and without the drafter\n'
-	time $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --repeat 3 --report runs/demo --show 3
+	@printf '\n4/4 Decoding the prompts with and without the drafter (a minute of timing at most, then the rest is checked)\n'
+	time $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --seconds 60 --report runs/demo --show 3
 	@printf '\nThe drafter is in runs/demo, what was measured in runs/demo/report.json. Next, for example:\n'
 	@echo '  $(PY) inference/decode.py runs/demo --prompt "def read_config(path):" --raw'
 	@echo '  $(PY) inference/decode.py runs/demo --interactive --raw'

@@ -58,6 +58,7 @@ from draftsmith.models.stored import fingerprint, resolve_folder
 from draftsmith.models.target import Target as LoadedTarget
 from draftsmith.models.target import load_target
 from draftsmith.train import checkpoint, dry_run, loop, run, sharded
+from draftsmith.train.expect import training_seconds
 from draftsmith.train.features import hidden_states
 from draftsmith.train.files import json_object, locked
 from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
@@ -355,6 +356,17 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
                 d.num_draft_heads, d.num_layers, d.projection, target.hidden_size, target.vocab_size
             ))  # fmt: skip
         run.check_room(folder, sum(p.numel() for p in planned.parameters()), recipe, stages_of(recipe)[0][1])
+
+    sources_of_all = [*recipe.data.train, *recipe.data.validation]
+    asked_for = [source.answers for source in sources_of_all if source.answers is not None]
+    if len(asked_for) == len(sources_of_all) and not (resume or recipe.joint) and accelerator.num_processes == 1:
+        heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
+        cached = sum(ask.prompts for ask in asked_for) if recipe.cache_hidden != "none" else 0
+        with loop.autocast(accelerator, recipe.precision):
+            parts = training_seconds(target, heads, asked_for, cached, recipe, recipe.evaluate)
+        if parts and sum(parts.values()) > 10:
+            each = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items())
+            loop.console.print(f"this takes about {sum(parts.values()) / 60:.1f} min here: {each}")
 
     if recipe.data.packing:
         target.check_packing()
