@@ -271,10 +271,10 @@ def test_templates_without_sense(template, message):
 
 @pytest.mark.parametrize("what", ["9**(9**9)", "'x'|center(10**10)|length", "'x' * 10**10"])
 def test_constants_are_not_computed(what):
-    began = time.monotonic()
+    began = time.process_time()
     for template in (f"{{{{ {what} }}}}", f"{{% set x = {what} %}}", f"{{% if {what} %}}{{% endif %}}"):
         check_template(template)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_the_tokenizers_own_template_is_checked():

@@ -24,7 +24,7 @@ def read(endpoint, folder, sources, **environment):
     """What is said of each source, by a process of its own: the Hub's address is read at import."""
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder), **environment}
     command = [sys.executable, "-c", READ, json.dumps(sources)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

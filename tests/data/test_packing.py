@@ -57,9 +57,9 @@ def test_schedule_is_a_permutation_after_the_other(size):
 
 
 def test_schedule_of_a_source_with_one_row_is_fast():
-    began = time.monotonic()
+    began = time.process_time()
     assert len(schedule([1, 2], [1.0, 1.0], 1_000_000, 0)) == 1_000_000
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_schedule_draws_by_weight():

@@ -137,7 +137,7 @@ def test_one_process_makes_it_and_the_others_wait(tmp_path, cache):
     ranks = [context.Process(target=_slow, args=(source.source, str(cache), queue)) for _ in range(3)]
     for rank in ranks:
         rank.start()
-    results = sorted(queue.get(timeout=60) for _ in ranks)
+    results = sorted(queue.get(timeout=300) for _ in ranks)
     for rank in ranks:
         rank.join()
     assert results == [(5, 0), (5, 0), (5, 5)]

@@ -311,20 +311,34 @@ def test_self_distillation(world, stem, target):
     finish(world, f"{stem}-self-distill")
 
 
-def test_llama3_70b(world, endpoint):
-    """Answers from a server, which knows the model by its name; then ZeRO-3 with two processes instead of eight."""
-    url, asked = endpoint
+def answer_for_llama3_70b(world: World, url: str) -> None:
     distil(world, "llama3-70b-distill", "llama3-70b-zero3", "train_sft[:12]", "test_sft[:8]",
            f"endpoint.url={url}", "endpoint.concurrency=2")  # fmt: skip
+
+
+def train_llama3_70b(world: World, processes: int, *options: str) -> None:
+    words = first_line("llama3-70b-zero3")
+    words[words.index("--num_processes") + 1] = str(processes)  # instead of eight
+    succeed(world.launch(*words, *SIZES, *JOINT, f"export.push_to_hub={USER}/llama3-70b-zero3", *options))
+
+
+def test_llama3_70b(world, endpoint):
+    """Answers from a server, which knows the model by its name; then ZeRO-3."""
+    url, asked = endpoint
+    answer_for_llama3_70b(world, url)
     target = "meta-llama/Meta-Llama-3-70B-Instruct"
     assert {question["model"] for question in asked} == {target}
     assert world.hub.requested(f"models/{target}") == set(), "the server has the target"
     check_answers(world, "llama3-70b-held-out", [miniatures.chat(1000 + n) for n in range(8)])
-    words = first_line("llama3-70b-zero3")
-    words[words.index("--num_processes") + 1] = "2"
-    more = [*SIZES, *JOINT, f"export.push_to_hub={USER}/llama3-70b-zero3"]
-    succeed(world.launch(*words, *more))
+    train_llama3_70b(world, 1)
     check_requests(world, target)
+    finish(world, "llama3-70b-zero3")
+
+
+@pytest.mark.slow
+def test_llama3_70b_by_two_processes(world, endpoint):
+    answer_for_llama3_70b(world, endpoint[0])
+    train_llama3_70b(world, 2, "--restart")
     finish(world, "llama3-70b-zero3")
 
 

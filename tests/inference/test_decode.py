@@ -315,7 +315,7 @@ def test_arrow_keys_and_the_end_on_a_terminal(drafter):
     os.write(master, b"\x1b[A\n")
     wait_for_prompts(3)
     os.write(master, b"\x04")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     os.close(master)
     assert process.returncode == 0 and err.count("tokens in") == 2, err
     assert seen.count(b"import os") >= 2
@@ -329,7 +329,7 @@ def test_control_c_at_the_prompt(drafter):
     )  # fmt: skip
     assert "Type a message" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (2, "", "error: interrupted; files already written are whole\n")
 
 
@@ -525,7 +525,7 @@ def test_interrupted(drafter, prompts, tmp_path):
     while "decoding" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (2, "error: interrupted; files already written are whole\n")
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "report.json"}
     assert report.read_text() == "from before"

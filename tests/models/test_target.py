@@ -262,7 +262,7 @@ def test_no_such_target(name):
     with pytest.raises(FileNotFoundError) as error:
         load_target(name)
     assert str(error.value).startswith(f"'{name}': ") and "\n" not in str(error.value)
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 20
 
 
 def test_folder_inside_the_project_is_found_from_anywhere(tmp_path, monkeypatch):

@@ -148,7 +148,7 @@ def test_restart_follows_no_links_further_inside(tmp_path):
 def _hold(folder, entered, leave):
     with held(folder, "lm"):
         entered.set()
-        leave.wait(60)
+        leave.wait(300)
 
 
 def test_one_at_a_time(tmp_path):
@@ -156,7 +156,7 @@ def test_one_at_a_time(tmp_path):
     folder, entered, leave = tmp_path / "run", context.Event(), context.Event()
     other = context.Process(target=_hold, args=(folder, entered, leave))
     other.start()
-    assert entered.wait(60)
+    assert entered.wait(300)
     try:
         with (
             pytest.raises(ValueError, match="another command is working in this run; wait"),

@@ -1,7 +1,7 @@
 """Every shipped recipe trains with --tiny, writes an artifact, and that one decodes.
 
 In this process, which imports but once. By its first line, ``accelerate launch …``, each does the same in the slow
-test; of the fast ones tests/hub launches vicuna7b's and, with two processes, llama3-70b-zero3's.
+test; of the fast ones tests/hub launches vicuna7b's and llama3-70b-zero3's.
 """
 
 import importlib
