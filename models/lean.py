@@ -127,7 +127,7 @@ class LeanDecoder:
         """
         made: dict[tuple[int, ...], Buffers] = {}
         found: list[Buffers] = []
-        with torch.inference_mode(False):  # usable in and out of it
+        with torch.inference_mode(False), torch.no_grad():  # usable in and out of it
             for layer in self.layers:
                 shape = (layer.heads, layer.kv_heads, *layer.qkv.shape, *layer.gate_up.shape)
                 if shape not in made:

@@ -15,6 +15,7 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.step import ATTENTION, Runner
 from draftsmith.inference.tree import Topology, bitsets
+from draftsmith.kernels import linear as linears
 from draftsmith.kernels.tree_attention import ancestor_mask, causal_bias, tree_bias
 from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
@@ -361,3 +362,16 @@ def test_tiny_lm_is_lean():
     assert decoder.how == "not yet"
     decoder.generate([[1, 2, 3]], 2)
     assert decoder.how == "eager, lean decoder"
+
+
+def test_products_have_the_measured_forms(make, monkeypatch):
+    """Not the plain one only, which `choose` gives where gradients are on."""
+    monkeypatch.setattr(linears, "_chosen", {})
+    monkeypatch.setattr(linears, "_look_up", lambda rows, matrix: "transposed")
+    target = make("llama")
+    decoder = SpeculativeDecoder(target)
+    found = decoder.generate(PROMPTS, 8, stop_ids=frozenset())
+    (buffers,) = decoder._step.runner.buffers.values()
+    assert [each.forms for each in buffers] == [["transposed"] * 4] * 2
+    plain = SpeculativeDecoder(target, lean=False).generate(PROMPTS, 8, stop_ids=frozenset())
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
