@@ -327,6 +327,7 @@ def test_control_c_at_the_prompt(drafter):
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
+    assert process.stderr.readline().startswith("precision: ")
     assert "Type a message" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
