@@ -4,6 +4,7 @@ A line of JSON in: ``{"words": [SCRIPT, …], "environment": {…}}``. A line ou
 """
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -41,6 +42,8 @@ def run(words: list[str], environment: dict[str, str | None]) -> dict[str, Any]:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library writes past sys.stdout is no answer
+    for module in ("draftsmith.train.medusa", "peft"):  # while the first command runs in a process of its own
+        importlib.import_module(module)
     for line in sys.stdin:
         asked = json.loads(line)
         answers.write(json.dumps(run(asked["words"], asked["environment"])) + "\n")

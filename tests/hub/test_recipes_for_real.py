@@ -209,20 +209,28 @@ def check_prompts(world: World) -> None:
         assert wanted[0] == tokenizer.bos_token_id and row[: len(wanted)] == wanted
 
 
-def test_vicuna7b(world):
-    printed = train(world, "vicuna7b", *JOINT, launched=True)
+@pytest.fixture(scope="module")
+def vicuna7b(world: World) -> str:
+    """What its training printed."""
+    return train(world, "vicuna7b", *JOINT, launched=True)
+
+
+def test_vicuna7b(world, vicuna7b):
     check_requests(world, "lmsys/vicuna-7b-v1.5")
     asked = world.hub.requested("datasets/Aeala/ShareGPT_Vicuna_unfiltered")
     assert {name for name in asked if name.endswith(".json")} == {"ShareGPT_V4.3_unfiltered_cleaned_split.json"}
     held_out = sharegpt_chats(range(500))[:256]
     assert supervised(world, "vicuna7b", "lmsys/vicuna-7b-v1.5") == said(held_out)
     for split, rows, speaker, empty in (("train[500:]", 140, 4, 31), ("train[:500]", 500, 8, 151)):
-        (line,) = [line for line in printed.splitlines() if f"({split}): 2 of {rows} rows skipped: " in line]
+        (line,) = [line for line in vicuna7b.splitlines() if f"({split}): 2 of {rows} rows skipped: " in line]
         assert re.search(rf"1 × a turn is from an unknown speaker .*\(first: row {speaker}\)", line), line
         assert f"1 × an empty chat (first: row {empty})" in line
     check_prompts(world)
-    finish(world, "vicuna7b")
     assert {"adapter/adapter_config.json", "chat_template.jinja"} <= set(world.hub.files(f"models/{USER}/vicuna7b"))
+
+
+def test_vicuna7b_decodes(world, vicuna7b):
+    finish(world, "vicuna7b")
 
 
 @pytest.fixture
