@@ -6,6 +6,7 @@ import math
 import os
 import pty
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -379,6 +380,7 @@ def test_a_mismatch_fails_the_command(run_main, drafter, prompts, tmp_path, monk
 def one_line(result, *parts):
     code, _, err = result
     assert code == 2
+    err = re.sub(r"\Aprecision: .*\n", "", err)  # where the target was loaded
     assert err.startswith("error: ") and err.count("\n") == 1
     for part in parts:
         assert part in err
@@ -587,6 +589,7 @@ def test_typical_says_that_it_is_lossy(drafter, prompts, tmp_path, run_main):
 def test_modes_that_cannot_be(drafter, run_main, options, message):
     what = [] if "--interactive" in options else ["--prompt", "x"]
     code, _, err = run_main(decode.main, drafter, *what, *options)
+    err = re.sub(r"\Aprecision: .*\n", "", err)  # where the target was loaded
     assert code == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
