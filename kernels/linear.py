@@ -4,8 +4,8 @@
 
 BLAS libraries are made for one row and for many; between them the same product can cost several times more in one form
 than in another, by shape, row count, instruction set and threads. So each shape is timed once, when it is met, for row
-counts that are powers of two, and the choice is kept in a file for the next process. On a GPU, with gradients, in
-``torch.compile`` and above ``MOST`` rows it is ``F.linear``.
+counts that are powers of two, and the choice is kept in a file for the next process. On a GPU, with gradients and in
+``torch.compile`` it is PyTorch's own product.
 
 Shape letters: M rows, N outputs, K inputs.
 """
@@ -24,9 +24,8 @@ from torch.nn import functional as F
 
 from draftsmith.train.files import cache_folder, write_json
 
-MOST = 32  # rows; above, the forms differ little
 BUDGET = 1.0  # seconds of processor time that a process spends on timing; shapes met later take F.linear
-_COUNTS = (1, 2, 4, 8, 16, 32)  # rows that are timed; others take the next one's form
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # rows that are timed; others take the next one's form, more the last one's
 _SAMPLE = 1 << 21  # matrix entries that are timed of a larger matrix
 _LAYERS = 32  # matrices of a shape that take turns,
 _POOL = 1 << 24  # or fewer: this many entries in all
@@ -49,7 +48,6 @@ FORMS: dict[str, Form] = {"blas": torch.mm, "transposed": _transposed}
 if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
     FORMS["onednn"] = _onednn
 
-# By row count as it comes, for speed.
 _chosen: dict[tuple[int, torch.Size, bool, torch.dtype], str] = {}
 _stored: dict[str, str] | None = None  # by _key, as in the file
 _spent = 0.0
@@ -111,17 +109,18 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
 def choose(rows: int, matrix: Tensor) -> str:
     """The name in ``FORMS`` of the fastest product of ``rows`` rows with ``matrix [K, N]``, which may be in memory row
     by row or column by column."""
-    if not matrix.is_cpu or torch.compiler.is_compiling() or torch.is_grad_enabled() or not 0 < rows <= MOST:
+    if not matrix.is_cpu or torch.compiler.is_compiling() or torch.is_grad_enabled() or not rows:
         return "blas"
-    key = rows, matrix.shape, matrix.stride(1) == 1, matrix.dtype
+    count = min(1 << (rows - 1).bit_length(), _COUNTS[-1])
+    key = count, matrix.shape, matrix.stride(1) == 1, matrix.dtype
     form = _chosen.get(key)
     if form is None:
-        form = _chosen[key] = _look_up(1 << (rows - 1).bit_length(), matrix)
+        form = _chosen[key] = _look_up(count, matrix)
     return form
 
 
 def _look_up(rows: int, matrix: Tensor) -> str:
-    """The form for ``rows``, a power of two: known, or measured now while the budget lasts."""
+    """The form for ``rows``, one of ``_COUNTS``: known, or measured now while the budget lasts."""
     global _stored
     if _stored is None:
         _stored = _read()
