@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +134,18 @@ class Target:
     def logits(self, hidden: Tensor) -> Tensor:
         """The LM head with what some families do after it: ``[..., d] → [..., V]``."""
         logits = apply_linear(self.lm_head, hidden).to(hidden.device)
-        cap = getattr(self.config, "final_logit_softcapping", None)
+        cap, scale, divisor = self._after_head
         if cap:
             logits = torch.tanh(logits / cap) * cap
-        scale = getattr(self.config, "logit_scale", None)  # Cohere
         if scale:
             logits = logits * scale
-        divisor = getattr(self.config, "logits_scaling", None)  # Granite
         return logits / divisor if divisor else logits
+
+    @cached_property
+    def _after_head(self) -> list[float | None]:
+        """Soft cap (Gemma), factor (Cohere) and divisor (Granite) of the logits; a config is slow to ask."""
+        names = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        return [getattr(self.config, name, None) for name in names]
 
     @torch.no_grad()
     def check_packing(self) -> None:
