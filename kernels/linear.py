@@ -5,7 +5,8 @@
 BLAS libraries are made for one row and for many; between them the same product can cost several times more in one form
 than in another, by shape, row count, instruction set and threads. So each shape is timed once, when it is met, for row
 counts that are powers of two, and the choice is kept in a file for the next process. On a GPU, with gradients and in
-``torch.compile`` it is PyTorch's own product.
+``torch.compile`` it is PyTorch's own product. Of a frozen module's weight (an LM head) a copy in oneDNN's own layout is
+kept too, where that pays: a product of 8 rows then costs little more than one of a single row.
 
 Shape letters: M rows, N outputs, K inputs.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +43,26 @@ def _transposed(x: Tensor, matrix: Tensor) -> Tensor:
 
 def _onednn(x: Tensor, matrix: Tensor) -> Tensor:
     """oneDNN's product, which PyTorch does not take for float32; the matrix stays as it is."""
-    return torch.ops.mkldnn._linear_pointwise(x, matrix.t(), None, "none", [], "")
+    return _pointwise(x, matrix.t())
+
+
+def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+def _pack(matrix: Tensor) -> Tensor:
+    """A copy of ``[K, N]`` in oneDNN's layout, for any number of rows (made for 16)."""
+    return torch.ops.mkldnn._reorder_linear_weight(matrix.t().contiguous(), 16)
 
 
 FORMS: dict[str, Form] = {"blas": torch.mm, "transposed": _transposed}
 if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
     FORMS["onednn"] = _onednn
+PACKED = "packed"  # the form of a module's product with its packed copy
+CAN_PACK = "onednn" in FORMS and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
-_chosen: dict[tuple[int, torch.Size, bool, torch.dtype], str] = {}
+_packs: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = WeakKeyDictionary()
+_chosen: dict[tuple[int, torch.Size, bool, torch.dtype, bool], str] = {}
 _stored: dict[str, str] | None = None  # by _key, as in the file
 _spent = 0.0
 
@@ -96,51 +110,67 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
-    """``module(x)``, by :func:`linear` if it is a plain ``nn.Linear``: no subclass, no hooks (offloading, ZeRO-3)."""
+    """``module(x)``, as :func:`linear` or by a packed copy of its weight, if it is a plain ``nn.Linear``: no subclass,
+    no hooks (offloading, ZeRO-3)."""
     if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:  # its weight may be divided
         return module(x)
     if "forward" in module.__dict__ or torch.is_autocast_enabled("cpu"):
         return module(x)
     if module._forward_pre_hooks or module._forward_hooks:
         return module(x)
-    return linear(x, module.weight, module.bias)
+    weight, bias = module.weight, module.bias
+    frozen = CAN_PACK and not weight.requires_grad
+    if not frozen or choose(x.numel() // x.shape[-1], weight.t(), frozen) != PACKED:
+        return linear(x, weight, bias)
+    made = _pointwise(x.reshape(-1, x.shape[-1]), _packed(module)).view(*x.shape[:-1], -1)
+    return made if bias is None else made.add_(bias)
 
 
-def choose(rows: int, matrix: Tensor) -> str:
+def _packed(module: nn.Linear) -> Tensor:
+    """The packed copy of a module's weight, made anew when that was exchanged or written to."""
+    weight = module.weight
+    stamp = weight.data_ptr(), 0 if weight.is_inference() else weight._version
+    known = _packs.get(module)
+    if known is None or known[0] != stamp:
+        known = _packs[module] = stamp, _pack(weight.detach().t())
+    return known[1]
+
+
+def choose(rows: int, matrix: Tensor, packed: bool = False) -> str:
     """The name in ``FORMS`` of the fastest product of ``rows`` rows with ``matrix [K, N]``, which may be in memory row
-    by row or column by column."""
+    by row or column by column; or ``PACKED``, if a packed copy may be kept."""
     if not matrix.is_cpu or torch.compiler.is_compiling() or torch.is_grad_enabled() or not rows:
         return "blas"
     count = min(1 << (rows - 1).bit_length(), _COUNTS[-1])
-    key = count, matrix.shape, matrix.stride(1) == 1, matrix.dtype
+    key = count, matrix.shape, matrix.stride(1) == 1, matrix.dtype, packed
     form = _chosen.get(key)
     if form is None:
-        form = _chosen[key] = _look_up(count, matrix)
+        form = _chosen[key] = _look_up(count, matrix, packed)
     return form
 
 
-def _look_up(rows: int, matrix: Tensor) -> str:
+def _look_up(rows: int, matrix: Tensor, packed: bool) -> str:
     """The form for ``rows``, one of ``_COUNTS``: known, or measured now while the budget lasts."""
     global _stored
     if _stored is None:
         _stored = _read()
-    form = _stored.get(_key(rows, matrix), "")
-    if form not in FORMS:
+    form = _stored.get(_key(rows, matrix, packed), "")
+    if form not in FORMS and not (packed and form == PACKED):
         if _spent >= BUDGET:
             return "blas"
-        found = {_key(count, matrix): its for count, its in _measure(matrix).items()}
+        found = {_key(count, matrix, packed): its for count, its in _measure(matrix, packed).items()}
         _stored.update(found)
         _write(found)
-        form = _stored[_key(rows, matrix)]
+        form = _stored[_key(rows, matrix, packed)]
     return form
 
 
-def _key(rows: int, matrix: Tensor) -> str:
-    by = "rows" if matrix.stride(1) == 1 else "columns"
+def _key(rows: int, matrix: Tensor, packed: bool) -> str:
+    by = ("rows" if matrix.stride(1) == 1 else "columns") + (" or packed" if packed else "")
     return f"{rows} x {tuple(matrix.shape)} by {by}, {str(matrix.dtype).removeprefix('torch.')}"
 
 
-def _measure(matrix: Tensor) -> dict[int, str]:
+def _measure(matrix: Tensor, packed: bool) -> dict[int, str]:
     """The fastest form for each row count. Forms take turns, each time on another matrix, as in a model of many layers:
     one that stays in the cache says little. This thread's time is taken, and the shortest counts: what else runs on
     the machine only ever adds to it."""
@@ -153,18 +183,22 @@ def _measure(matrix: Tensor) -> dict[int, str]:
         pool = torch.ones(count, inputs, outputs, dtype=matrix.dtype)
     else:
         pool = torch.ones(count, outputs, inputs, dtype=matrix.dtype).transpose(1, 2)
+    forms = {name: (form, pool.unbind()) for name, form in FORMS.items()}
+    if packed:
+        with suppress(RuntimeError):  # oneDNN has no product of this dtype on this machine
+            forms[PACKED] = _pointwise, tuple(map(_pack, pool.unbind()))
     fastest: dict[int, str] = {}
     used = 0
     for rows in _COUNTS:
         x, since = pool.new_ones(rows, inputs), time.thread_time()
-        best = dict.fromkeys(FORMS, float("inf"))
+        best = dict.fromkeys(forms, float("inf"))
         for turn in range(12):
-            for name, form in FORMS.items():
+            for name, (form, matrices) in forms.items():
                 used += 1
                 start = time.thread_time()
                 try:
-                    form(x, pool[used % count])
-                except RuntimeError:  # oneDNN has no product of this dtype on this machine
+                    form(x, matrices[used % count])
+                except RuntimeError:
                     continue
                 if turn:  # the first one pays for what is set up once
                     best[name] = min(best[name], time.thread_time() - start)

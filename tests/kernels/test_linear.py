@@ -1,5 +1,6 @@
 """Every form of a product computes it; the choice is measured once, kept in a file, and may not be had of damage."""
 
+import copy
 import json
 
 import pytest
@@ -20,7 +21,7 @@ def anew(monkeypatch, tmp_path):
 
 
 def prefer(monkeypatch, form):
-    monkeypatch.setattr(linears, "_measure", lambda matrix: dict.fromkeys(linears._COUNTS, form))
+    monkeypatch.setattr(linears, "_measure", lambda matrix, packed: dict.fromkeys(linears._COUNTS, form))
 
 
 @pytest.mark.parametrize("by_columns", [False, True])
@@ -79,7 +80,7 @@ def test_measuring_is_short_and_has_a_budget(monkeypatch):
         assert choose(4, matrix) in FORMS
     assert 0 < linears._spent < 1
     monkeypatch.setattr(linears, "_spent", linears.BUDGET)
-    monkeypatch.setattr(linears, "_measure", lambda matrix: pytest.fail("the budget is spent"))
+    monkeypatch.setattr(linears, "_measure", lambda matrix, packed: pytest.fail("the budget is spent"))
     with torch.no_grad():
         assert choose(8, matrix) in FORMS  # measured with the 4 rows
         assert choose(8, matrix[:, 1:]) == "blas"
@@ -91,13 +92,13 @@ def test_the_shortest_time_wins(monkeypatch):
             torch.mm(x, matrix)
 
     monkeypatch.setattr(linears, "FORMS", {"blas": slow, "slow": slow, "fast": torch.mm})
-    assert set(linears._measure(torch.randn(64, 64)).values()) == {"fast"}
+    assert set(linears._measure(torch.randn(64, 64), False).values()) == {"fast"}
     monkeypatch.setattr(linears, "FORMS", {"blas": torch.mm, "slow": slow})
-    assert set(linears._measure(torch.randn(64, 64)).values()) == {"blas"}
+    assert set(linears._measure(torch.randn(64, 64), False).values()) == {"blas"}
 
 
 def test_where_nothing_is_chosen(monkeypatch):
-    monkeypatch.setattr(linears, "_look_up", lambda rows, matrix: pytest.fail("nothing to choose here"))
+    monkeypatch.setattr(linears, "_look_up", lambda rows, matrix, packed: pytest.fail("nothing to choose here"))
     matrix = torch.randn(37, 19)
     assert choose(2, matrix) == "blas"  # gradients
     with torch.no_grad():
@@ -114,3 +115,38 @@ def test_no_place_to_keep_it(monkeypatch, tmp_path):
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))
     with torch.no_grad():
         assert choose(2, torch.randn(37, 19)) in FORMS
+
+
+@pytest.mark.skipif(not linears.CAN_PACK, reason="this PyTorch is built without oneDNN")
+def test_a_frozen_weight_is_packed_and_noticed_when_written_to(monkeypatch):
+    form = {True: "packed", False: "blas"}
+    monkeypatch.setattr(linears, "_measure", lambda matrix, packed: dict.fromkeys(linears._COUNTS, form[packed]))
+    torch.manual_seed(0)
+    module = torch.nn.Linear(37, 19)
+    x = torch.randn(2, 3, 37)
+    packs = []
+    monkeypatch.setattr(linears, "_pack", lambda matrix, pack=linears._pack: packs.append(1) or pack(matrix))
+    module.requires_grad_(False)
+    with torch.no_grad():
+        for number, write in enumerate((lambda: None, lambda: module.weight.mul_(2), lambda: module.weight.add_(1)), 1):
+            write()
+            want = F.linear(x.double(), module.weight.double(), module.bias.double())
+            plain = (F.linear(x, module.weight, module.bias) - want).norm()
+            for _ in range(2):
+                assert (apply_linear(module, x) - want).norm() <= 3 * plain + 1e-6
+            assert len(packs) == number
+        copy.deepcopy(module)  # a packed tensor cannot be copied
+        module.requires_grad_(True)
+        apply_linear(module, x)
+    assert len(packs) == 3, "a weight that trains is not packed"
+
+
+@pytest.mark.skipif(not linears.CAN_PACK, reason="this PyTorch is built without oneDNN")
+def test_packed_is_measured_among_the_forms(monkeypatch):
+    def slow(x, matrix):
+        for _ in range(20):
+            torch.mm(x, matrix)
+
+    monkeypatch.setattr(linears, "FORMS", {"blas": slow})
+    assert set(linears._measure(torch.randn(64, 256), True).values()) == {"packed"}
+    assert set(linears._measure(torch.randn(64, 256), False).values()) == {"blas"}
