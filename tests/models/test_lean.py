@@ -367,7 +367,7 @@ def test_tiny_lm_is_lean():
 def test_products_have_the_measured_forms(make, monkeypatch):
     """Not the plain one only, which `choose` gives where gradients are on."""
     monkeypatch.setattr(linears, "_chosen", {})
-    monkeypatch.setattr(linears, "_look_up", lambda rows, matrix: "transposed")
+    monkeypatch.setattr(linears, "_look_up", lambda rows, matrix, packed: "transposed")
     target = make("llama")
     decoder = SpeculativeDecoder(target)
     found = decoder.generate(PROMPTS, 8, stop_ids=frozenset())
