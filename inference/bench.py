@@ -49,6 +49,10 @@ SHAPES: dict[str, dict[str, Any] | None] = {
         **_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     },
+    "smollm2-135m": {
+        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
+    },
     "tiny-lm": None,  # what the bundled model's own config says
 }  # fmt: skip
 RIGHT = 0.55  # how often a head's best token is right in the trees grown here
