@@ -3,7 +3,6 @@
 Shape letters: S sequences, T tokens.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,14 +17,15 @@ def answer(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     batch_size: int,
-    on_done: Callable[[int], None] | None = None,
+    on_done: Callable[[float], None] | None = None,
     lean: bool | None = None,
 ) -> dict[str, Tensor]:
     """Greedy continuations by the engine, padded to the length of the longest.
 
     Args:
         batch_size: how many are decoded at once.
-        on_done: called with the number of prompts done so far.
+        on_done: called with the number of prompts done so far, after each step of each; one under way counts by its
+            share of ``new_tokens``, so that the number grows as evenly as the work.
         lean: as :class:`SpeculativeDecoder` takes it.
 
     Returns:
@@ -35,14 +35,22 @@ def answer(
     answers: list[list[int]] = [[] for _ in prompts]
     # Prompts of similar length run together, so that little of what is read is padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    done = itertools.count(1)
+    made = 0  # tokens, as if every answer that has ended had new_tokens
+
+    def tell(count: int) -> None:
+        nonlocal made
+        made += count
+        if on_done:
+            on_done(made / new_tokens)
 
     def end(place: int, result: Generation) -> None:
         answers[order[place]] = result.tokens
-        if on_done:
-            on_done(next(done))
+        tell(new_tokens - len(result.tokens))
 
-    decoder.generate([prompts[i] for i in order], new_tokens, batch_size=batch_size, on_end=end)
+    decoder.generate(
+        [prompts[i] for i in order], new_tokens, batch_size=batch_size, on_end=end,
+        on_tokens=lambda _, new: tell(len(new)),
+    )  # fmt: skip
     rows = [[*prompt, *its] for prompt, its in zip(prompts, answers, strict=True)]
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int32)
     supervised = torch.zeros(tokens.shape, dtype=torch.bool)

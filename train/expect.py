@@ -1,7 +1,8 @@
-"""How long training Medusa heads will take here: a few passes of the same work, timed before it begins."""
+"""How long training Medusa heads will take here: small pieces of the same work, timed before it begins."""
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -13,60 +14,69 @@ from draftsmith.train.medusa_loss import Medusa1
 from draftsmith.train.recipe import Answers, Evaluate, Stage
 
 SMALL = 20_000_000  # parameters: passes of a larger target take too long to be made for an estimate
-ROWS, PROMPT = 16, 48  # rows of a timed pass through the target; tokens of the prompts that are continued for it
+DECODED, STEPS = 32, 5  # rows that are decoded at once, at most; steps of them, of which the shortest counts
+ROWS, SEQUENCES = 4, 2  # of a pass through the target; of a training step
 
 
 def training_seconds(
     target: Target, heads: MedusaHeads, asked: Sequence[Answers], cached: int, stage: Stage, evaluate: Evaluate
 ) -> dict[str, float] | None:
     """Seconds of each part of a run whose sources are all the target's own answers; None for a target that is too large
-    to try. The heads stay as they are.
+    to try, or whose context has no room to. Takes about a second itself; heads, target and random numbers stay as they
+    are.
 
     Args:
-        asked: the answers that are made; the first ones say how many rows are tried at once, and of what length.
+        asked: the answers that are made; the first ones say of what length, and how many at once.
         cached: rows whose hidden states are made once, 0 if every step makes its own.
     """
-    if sum(p.numel() for p in target.model.parameters()) > SMALL:
+    ask, room = asked[0], target.context - STEPS - 1  # the steps that are timed fit into it, too
+    if sum(p.numel() for p in target.model.parameters()) > SMALL or ask.prompt_tokens + ask.new_tokens > room:
         return None
-    ask = asked[0]
-    rows, length = min(ask.batch_size, ask.prompts), ask.prompt_tokens + ask.new_tokens
+    rows, length = min(ask.batch_size, ask.prompts, DECODED), ask.prompt_tokens + ask.new_tokens
     tokens = torch.randint(target.vocab_size, (max(rows, ROWS), length), generator=torch.Generator().manual_seed(0))
-    decoder, prompts = SpeculativeDecoder(target), tokens[:rows, : min(PROMPT, ask.prompt_tokens)].tolist()
-
-    def decode(count: int) -> None:
-        decoder.generate(prompts, count, batch_size=rows, stop_ids=frozenset())
-
-    decode(2)
-    short, longer = _seconds(lambda: decode(2)), _seconds(lambda: decode(6))
-    step = max(0.0, longer - short) / 4 / rows
-    tokens = tokens[:ROWS].to(target.device)
-    supervised = torch.zeros_like(tokens, dtype=torch.bool)
+    supervised = torch.zeros(tokens.shape, dtype=torch.bool)
     supervised[:, ask.prompt_tokens :] = True
+    halfway = ask.prompt_tokens + ask.new_tokens // 2  # a step takes longer the more it looks back on
+    step = _step_seconds(target, tokens[:rows, :halfway].tolist()) / rows
+    some = tokens[:ROWS].to(target.device)
     with torch.no_grad():
-        hidden = target.hidden(tokens)
-        forward = _seconds(lambda: target.hidden(tokens)) / ROWS
-        ranking = _seconds(lambda: head_ranks(target, heads, tokens.cpu(), supervised.cpu())) / ROWS
-    module = Medusa1(target, heads)
-    sequences = min(stage.batch.sequences, ROWS)
-    batch = {"tokens": tokens[:sequences], "supervised": supervised[:sequences], "hidden": hidden[:sequences]}
-
-    def train() -> None:
-        module(batch, module.count(batch))[0].backward()
-        module.zero_grad()
-
-    train()
-    learning = _seconds(train) * stage.batch.sequences / sequences
-    answers = sum(a.prompts * (forward * a.prompt_tokens / length + step * a.new_tokens) for a in asked)
+        forward = _seconds(lambda: target.hidden(some)) / ROWS
+        ranking = _seconds(lambda: head_ranks(target, heads, tokens[:ROWS], supervised[:ROWS])) / ROWS
+        batch = {"tokens": some[:SEQUENCES], "supervised": supervised[:SEQUENCES].to(target.device)}
+        hidden = target.hidden(batch["tokens"])
+    module, trained = Medusa1(target, heads), list(heads.parameters())
+    counts = hidden.new_ones(heads.config.num_draft_heads)
+    learning = _seconds(lambda: torch.autograd.grad(module.heads_loss(batch, hidden, counts)[0], trained)) / SEQUENCES
+    sequences = stage.steps * stage.batch.sequences
     looks = -(-stage.steps // evaluate.every)
     return {
-        "answers": answers,
-        "hidden states": forward * (cached or stage.steps * stage.batch.sequences),
-        "steps": stage.steps * learning,
+        "answers": sum(a.prompts * (forward * a.prompt_tokens / length + step * a.new_tokens) for a in asked),
+        "hidden states": forward * (cached or sequences),
+        "steps": learning * sequences,
         "evaluation": looks * ranking * evaluate.sequences,
     }
 
 
+def _step_seconds(target: Target, prompts: list[list[int]]) -> float:
+    """Of a step that decodes all these prompts: the shortest, because the first ones choose forms and make room."""
+    times: list[float] = []
+
+    def note(number: int, new: list[int]) -> None:
+        if number == 0:
+            times.append(time.perf_counter())
+
+    with torch.autocast(target.device.type, enabled=False):  # answers are made without
+        decoder = SpeculativeDecoder(target)
+        decoder.generate(prompts, STEPS + 1, batch_size=len(prompts), stop_ids=frozenset(), on_tokens=note)
+    return min(after - before for before, after in pairwise(times))
+
+
 def _seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
+    """Of the second of two runs: the first one warms up."""
+    began = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     return time.perf_counter() - began

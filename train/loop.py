@@ -34,6 +34,7 @@ Batch = dict[str, Tensor]
 console = make_console()
 LOG_EVERY = 10  # steps between two lines of metrics.jsonl
 SAY_EVERY = 15.0  # seconds between two printed lines where there is no terminal for a progress bar
+KNOWN = 0.1  # share of some work that has to be done before the time it still takes is said
 
 
 class Note:
@@ -51,13 +52,17 @@ class Note:
         if self.bar.disable:
             console.print(f"{what} …")
 
-    def done(self, count: int) -> None:
-        """``count`` of ``total`` are done."""
-        self.bar.update(self.task, completed=count)
+    def done(self, count: float) -> None:
+        """``count`` of ``total`` are done; parts of one count, too."""
         now = time.monotonic()
-        if self.bar.disable and now - self.said > SAY_EVERY:
-            left = (now - self.began) / count * (self.total - count)
-            console.print(f"  {count}/{self.total}  {left:.0f} s left")
+        if not self.bar.disable:
+            if now - self.said > 0.1 or count >= self.total:  # a bar costs more than a step of some work
+                self.bar.update(self.task, completed=count)
+                self.said = now
+        elif now - self.said > SAY_EVERY:
+            left = (now - self.began) / count * (self.total - count) if count else 0.0
+            rest = f"  {left:.0f} s left" if count >= KNOWN * self.total else ""
+            console.print(f"  {int(count)}/{self.total}{rest}")
             self.said = now
 
     def close(self) -> None:

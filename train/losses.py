@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 HEAD_DECAY = 0.8  # weight of Medusa head k in the loss: 0.8^k (arXiv 2401.10774 §2.2.1)
-LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that exist at one time; on a CPU, what malloc keeps and re-uses
+LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits that exist at one time; on a CPU, what malloc keeps and re-uses
 
 
 def shifted_labels(tokens: Tensor, supervised: Tensor, shift: int, segment: Tensor | None = None) -> Tensor:
@@ -65,12 +65,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     logits.copy_(slope)
                 right = label.clamp(min=0)[:, None]
                 labelled = (label != -100)[:, None]
-                top, best = logits.max(-1, keepdim=True)
+                top = logits.amax(-1, keepdim=True)  # the place of it would cost as much as the softmax
                 chosen = logits.gather(1, right)
                 logits.sub_(top).exp_()
                 total = logits.sum(-1, keepdim=True)
                 losses += torch.where(labelled, total.log() + top - chosen, 0.0).sum()
-                hits += ((best == right) & labelled).sum()
+                hits += ((chosen == top) & labelled).sum()
                 if not any(wants):
                     continue
                 # softmax − one-hot, nothing where there is no label
@@ -112,7 +112,7 @@ def linear_cross_entropy(
         labels: ``[...]``, −100 where there is no label.
 
     Returns:
-        (sum of the losses in fp32, number of labels that were the argmax), both scalars.
+        (sum of the losses in fp32, number of labels that no token's logit exceeded), both scalars.
     """
     chunk = chunk or max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // weight.shape[0])
     losses, hits = _LinearCrossEntropy.apply(features, weight, bias, labels, chunk, torch.is_grad_enabled())

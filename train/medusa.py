@@ -361,7 +361,8 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
     asked_for = [source.answers for source in sources_of_all if source.answers is not None]
     if len(asked_for) == len(sources_of_all) and not (resume or recipe.joint) and accelerator.num_processes == 1:
         heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
-        cached = sum(ask.prompts for ask in asked_for) if recipe.cache_hidden != "none" else 0
+        to_train = [source.answers for source in recipe.data.train if source.answers is not None]
+        cached = sum(ask.prompts for ask in to_train) if recipe.cache_hidden != "none" else 0
         with loop.autocast(accelerator, recipe.precision):
             parts = training_seconds(target, heads, asked_for, cached, recipe, recipe.evaluate)
         if parts and sum(parts.values()) > 10:

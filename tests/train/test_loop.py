@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -358,6 +359,18 @@ def test_two_processes_train_like_one(tmp_path, uninterrupted):
     one, two = (checkpoint.read_tensors(tmp_path / n / "checkpoints/step-14") for n in ("1", "2"))
     for name in one:
         torch.testing.assert_close(one[name], two[name], atol=2e-6, rtol=0)
+
+
+def test_the_time_left_is_said_once_it_is_known(monkeypatch, capsys):
+    """After the first of many it would be a guess; parts of one count."""
+    monkeypatch.setattr(loop, "SAY_EVERY", -1.0)
+    note = loop.Note("answers", 40)
+    for count in (0, 0.5, 3.9, 4.0, 20.5, 40):
+        note.done(count)
+    note.close()
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "answers …" and lines[:3] == ["  0/40", "  0/40", "  3/40"]
+    assert [re.fullmatch(r"  (\d+)/40  \d+ s left", line).group(1) for line in lines[3:]] == ["4", "20", "40"]
 
 
 if __name__ == "__main__":

@@ -384,6 +384,22 @@ def test_fifty_kills_at_random_moments(recipe, run_main):
     assert metrics(folder, "simulated_tau") == metrics(recipe.parent / "long", "simulated_tau")
 
 
+def test_what_is_foretold(recipe, run_main, monkeypatch):
+    """The time is judged from all answers, and from the hidden states of the rows that are trained on."""
+    told = []
+
+    def foretell(target, heads, asked, cached, *_):
+        told.append(([ask.prompts for ask in asked], cached))
+        return {"answers": 30.0, "steps": 60.0}
+
+    monkeypatch.setattr(medusa, "training_seconds", foretell)
+    for name, cache in (("foretold", "none"), ("foretold-cached", "memory")):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(medusa, "rows_of", lambda *_: kill())
+            run_main(medusa.main, recipe, f"run.name={name}", f"cache_hidden={cache}")
+    assert told == [([16, 8], 0), ([16, 8], 16)]
+
+
 def test_answers_belong_to_what_was_asked(recipe, run_main, monkeypatch):
     """A run that failed before its first checkpoint leaves answers; a changed recipe does not train on them."""
     run = [recipe, "run.name=asked", "steps=2"]
