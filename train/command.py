@@ -17,6 +17,10 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+# Before torch is imported: large tensors on a CPU go into huge pages where Linux allows it, since a pass over a model's
+# weights otherwise waits for address translation.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 if TYPE_CHECKING:  # --help needs none of it
     from rich.console import Console
 
