@@ -259,8 +259,8 @@ def _packed(parent: Any, names: list[str], target: Target) -> tuple[Tensor, Tens
     if biases and len(biases) != len(linears):
         raise NotLean(f"some of {', '.join(names)} have a bias")
     weights = [module.weight for module in linears]
-    # A CPU's products of a few rows read a matrix faster by inputs than by outputs, as nn.Linear keeps it.
-    whole = _pack(weights, by_inputs=target.device.type == "cpu")
+    # A CPU's float32 products of a few rows read a matrix faster by inputs than by outputs, as nn.Linear keeps it.
+    whole = _pack(weights, by_inputs=target.device.type == "cpu" and target.dtype == torch.float32)
     return whole.t(), _pack(biases) if biases else None
 
 
