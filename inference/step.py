@@ -345,6 +345,7 @@ class Step:
         self.depths = torch.arange(drafter.max_depth + 1, device=device)
         graph = static and device.type == "cuda" and drafter.static
         self.eagerly = "" if graph else "eager"  # how steps run, if not in a CUDA graph
+        self._whole_bias: tuple[StaticTree, Tensor] | None = None  # of one row that fills the cache
         self._graphs: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
         if device.type == "cuda":
             self._host = [torch.empty(self.told.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
@@ -451,7 +452,13 @@ class Step:
     def _bias(self, tree: TokenTree, mask: Tensor, seen: int, window: int) -> Tensor | None:
         if self.static or self.rows > 1 or window:
             return tree_bias(self.cache.lengths, mask, tree.depth, seen, window, self.target.dtype)
-        return None if mask.shape[1] == 1 else tree_bias_one_row(mask, seen, self.target.dtype)  # a lone root sees all
+        if mask.shape[1] == 1:  # a lone root sees all
+            return None
+        if tree.static is None:
+            return tree_bias_one_row(mask, seen, self.target.dtype)
+        if self._whole_bias is None or self._whole_bias[0] is not tree.static:
+            self._whole_bias = tree.static, tree_bias_one_row(mask, self.capacity, self.target.dtype)
+        return self._whole_bias[1][..., self.capacity - seen :]
 
     def launch(self, clock: Clock | None = None) -> Told:
         """Run a step; the function returned gives the rows of ``told``, waiting for the device if need be.

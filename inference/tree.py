@@ -51,8 +51,7 @@ class TokenTree:
     mask: ``[B, N, N]`` bool, ``ancestors`` unpacked, where the drafter has it at hand.
     draws: how the tokens were chosen, for sampling; None if nothing was left to chance: every node is then a one-hot
         draw of its parent's, in the order of the nodes.
-    paths: ``[B, N, A]`` int64 the node numbers on the way to each node by depth, the root first; entry d behind a
-        node's depth is d. Where the drafter has it at hand.
+    static: the tree of fixed shape that was filled, if it was one.
     """
 
     tokens: Tensor
@@ -62,7 +61,7 @@ class TokenTree:
     valid: Tensor
     mask: Tensor | None = None
     draws: Draws | None = None
-    paths: Tensor | None = None
+    static: "StaticTree | None" = None
 
 
 def one_hot_draws(parent: Tensor, valid: Tensor, most: int) -> Draws:
@@ -146,7 +145,14 @@ def chain(depth: int) -> Topology:
 
 
 class StaticTree:
-    """A topology on a device; only the tokens change from step to step."""
+    """A topology on a device; only the tokens change from step to step.
+
+    paths: ``[N, A]`` int64 the node numbers on the way to each node by depth, the root first; entry d behind a node's
+        depth is d.
+    above: ``[1, N]`` int64 parents, 0 at the root.
+    levels: ``[1, N]`` int64 depths.
+    others: ``[1, N, N]`` bool, row i True at i and its ancestors but the root.
+    """
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         parent = topology.parents
@@ -162,18 +168,20 @@ class StaticTree:
         for node in range(1, len(parent)):
             paths.append([*paths[parent[node]], node])
         deepest = topology.max_depth + 1
-        self.paths = torch.tensor([path + list(range(len(path), deepest)) for path in paths], device=device)[None]
+        self.paths = torch.tensor([path + list(range(len(path), deepest)) for path in paths], device=device)
+        self.above, self.levels = self.parent.clamp(min=0).long(), self.depth.long()
+        self.others = self.mask.clone()
+        self.others[..., 0] = False
 
     def fill(self, tokens: Tensor) -> TokenTree:
         """The tree with these tokens ``[B, N]`` (views, nothing is copied)."""
         rows = tokens.shape[0]
         parts = (self.parent, self.depth, self.ancestors, self.valid, self.mask)
-        draws, paths = self.draws, self.paths
+        draws = self.draws
         if rows > 1:
             draws = Draws(*(part.expand(rows, -1, -1) for part in (draws.child, draws.kind, draws.law)))
-            paths = paths.expand(rows, -1, -1)
             parts = tuple(part.expand(rows, *part.shape[1:]) for part in parts)
-        return TokenTree(tokens, *parts, draws, paths)
+        return TokenTree(tokens, *parts, draws, self)
 
 
 def read_tree(path: Path) -> Topology:

@@ -41,7 +41,8 @@ def _finite(values: Tensor) -> Tensor:
 
 def _finite_on_path(values: Tensor, path: Tensor, length: Tensor) -> Tensor:
     """Whether the values ``[B, N]`` of all nodes on the accepted path are finite: ``[B]`` bool."""
-    on_path = values.gather(1, path.clamp(max=values.shape[1] - 1))  # [B, A]
+    nodes = values.shape[1]
+    on_path = values.gather(1, path if path.shape[1] <= nodes else path.clamp(max=nodes - 1))  # [B, A]
     behind = torch.arange(path.shape[1], device=path.device) > length[:, None]
     return (_finite(on_path) | behind).all(-1)
 
@@ -55,11 +56,15 @@ def verify_greedy(tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int)
         logits: ``[B, N, V]`` the target's, row i behind node i.
         max_depth: of the deepest node (A − 1).
     """
-    choice = logits.argmax(-1)  # [B, N]
-    best = logits.gather(-1, choice[..., None])[..., 0]  # NaN where a logit is
+    best, choice = logits.max(-1)  # [B, N]; best is NaN where a logit is
     if max_depth == 0:  # plain decoding: the root alone, nothing to agree with
         none = torch.zeros_like(choice[:, 0])
         return Verdict(none[:, None], none, none, choice[:, 0], _finite(best[:, 0]))
+    if tree.static is not None:  # every node is one, and little is left to find out
+        wrong = tree.tokens != choice.gather(1, tree.static.above.expand_as(choice))
+        astray = (tree.static.others & wrong[:, None, :]).any(-1)
+        length, node = tree.static.levels.masked_fill(astray, -1).max(-1)
+        return _verdict(tree, mask, node, length, choice, best, max_depth)
     agrees = tree.tokens == choice.gather(1, tree.parent.clamp(min=0).long())
     agrees = agrees & tree.valid
     agrees[:, 0].fill_(True)
@@ -75,8 +80,8 @@ def _verdict(
     """The verdict of a deepest accepted node: its path, and the token that ``choice [B, N]`` puts behind it;
     ``values [B, N]`` are finite where the target's logits are."""
     bonus = choice.gather(1, node[:, None]).squeeze(1)
-    if tree.paths is not None:
-        path = tree.paths.gather(1, node[:, None, None].expand(-1, 1, tree.paths.shape[2]))[:, 0]
+    if tree.static is not None:
+        path = tree.static.paths[node]
         return Verdict(path, length, node, bonus, _finite_on_path(values, path, length))
     on_path = mask.gather(1, node[:, None, None].expand(-1, 1, mask.shape[2])).squeeze(1)  # [B, N]
     rows, nodes = on_path.shape

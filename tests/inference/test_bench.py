@@ -180,7 +180,7 @@ def test_the_commit_moves_nodes(running, batch):
     commit, given = case.step.cache.commit, []
     case.step.cache.commit = lambda path, length: (commit(path, length), given.append((path, length)))
     moved, seconds = case.moving_commit(1)
-    paths = StaticTree(tree, CPU).paths[0].tolist()
+    paths = StaticTree(tree, CPU).paths.tolist()
     (path,) = [p for p in paths if sum(a != b for a, b in enumerate(p)) == moved][:1]
     assert moved == max(sum(a != b for a, b in enumerate(p)) for p in paths) >= 2 and seconds > 0
     ((_, length),) = given  # which is all that a kernel looks at
@@ -297,7 +297,7 @@ def test_what_does_not_fit_is_left_out(run_main, quick, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--shape llama9", "--shape llama9: no such shape; there are llama2-7b, llama3-8b, tiny-lm, small"),
+        ("--shape llama9", "--shape llama9: no such shape; there are llama2-7b, llama3-8b, smollm2-135m, tiny-lm, small"),
         ("--target no/such/folder", "'no/such/folder': there is no such folder, and a Hub id would be USER/NAME"),
         ("--shape small --nodes 4 0", "--nodes 0: must be at least 1"),
         ("--shape small --repeat 0", "--repeat 0: must be at least 1"),

@@ -104,7 +104,7 @@ def test_a_static_trees_paths_are_those_of_its_mask():
     shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0))), torch.device("cpu"))
     tree = shape.fill(torch.randint(VOCAB, (400, 8)))
     logits = torch.randn(400, 8, VOCAB)
-    known, found = (verify_greedy(t, tree.mask, logits, 3) for t in (tree, replace(tree, paths=None)))
+    known, found = (verify_greedy(t, tree.mask, logits, 3) for t in (tree, replace(tree, static=None)))
     for name in ("path", "length", "node", "bonus"):
         assert torch.equal(getattr(known, name), getattr(found, name)), name
     assert set(known.length.tolist()) == {0, 1, 2, 3}
@@ -120,7 +120,7 @@ def test_logits_that_are_not_finite_matter_on_the_path(mode, static, value):
     shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0))), torch.device("cpu"))
     tokens = torch.randint(vocabulary, (rows, nodes))
     tokens[:, [5, 4]] = (tokens[:, [1, 2]] + 1) % vocabulary  # their siblings' are other ones
-    tree = shape.fill(tokens) if static else replace(shape.fill(tokens), paths=None)
+    tree = shape.fill(tokens) if static else replace(shape.fill(tokens), static=None)
     sampling = {"temperature 0": Sampling(temperature=0), "min_p": Sampling(min_p=0.1)}.get(mode, Sampling())
     settings = Settings([sampling, Sampling()] * (rows // 2), torch.device("cpu"))
     coins = torch.rand(rows, nodes, 2), torch.rand(rows)
@@ -160,7 +160,7 @@ def test_padding_is_never_accepted(mode):
     shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0))), torch.device("cpu"))
     tree = shape.fill(torch.tensor([[1, 0, 0, 0]] * 4))
     valid = torch.arange(4) < torch.tensor([1, 2, 3, 4])[:, None]
-    tree = replace(tree, valid=valid, draws=None, parent=torch.where(valid, tree.parent, 0))
+    tree = replace(tree, static=None, valid=valid, draws=None, parent=torch.where(valid, tree.parent, 0))
     logits = torch.zeros(4, 4, VOCAB).index_fill(2, torch.tensor([0]), 50.0)
     p = law(logits, Settings([Sampling()] * 4, torch.device("cpu")))
     verdict = {
