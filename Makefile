@@ -57,7 +57,7 @@ demo: install
 
 test: install
 	@echo 'All tests but the slow ones, in two processes of one thread each:'
-	@$(PY) -m pytest -q -m 'not slow' -n 2 --dist worksteal --durations 5
+	@$(PY) -m pytest -q -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder --durations 5
 
 test-full: install
 	@echo 'All tests, the slow ones too:'
