@@ -297,7 +297,7 @@ def test_what_does_not_fit_is_left_out(run_main, quick, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--shape llama9", "--shape llama9: no such shape; there are llama2-7b, llama3-8b, smollm2-135m, tiny-lm, small"),
+        ("--shape llama9", f"--shape llama9: no such shape; there are {', '.join([*bench.SHAPES, 'small'])}"),
         ("--target no/such/folder", "'no/such/folder': there is no such folder, and a Hub id would be USER/NAME"),
         ("--shape small --nodes 4 0", "--nodes 0: must be at least 1"),
         ("--shape small --repeat 0", "--repeat 0: must be at least 1"),
