@@ -164,7 +164,8 @@ def test_weights_are_held_once_and_the_model_still_works(make, tmp_path):
     )
     after = target.model.state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
-    assert torch.equal(target.hidden(torch.tensor([PROMPTS[0]])), hidden)
+    # The same numbers in another order in memory: some machines' products add them in another order then.
+    torch.testing.assert_close(target.hidden(torch.tensor([PROMPTS[0]])), hidden, rtol=1e-5, atol=1e-6)
     target.model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(again[name], weight) for name, weight in before.items())
