@@ -267,7 +267,7 @@ class Case:
 
     def moving_commit(self, count: int) -> tuple[int, float | None]:
         """The most nodes that the commit of a path of this tree moves, and its median seconds."""
-        paths = StaticTree(self.topology, self.device).paths
+        paths = StaticTree(self.topology.parents, self.device).paths
         moves = (paths != torch.arange(paths.shape[1], device=self.device)).sum(-1).tolist()
         node = moves.index(max(moves))
         if not moves[node]:  # a chain stays where it is

@@ -16,7 +16,6 @@ import torch
 
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.step import (
-    ATTENTION,
     MODES,
     PHASES,
     Clock,
@@ -26,6 +25,7 @@ from draftsmith.inference.step import (
     Step,
     Told,
     capacity_for,
+    engine_attention,
     find_lean,
     on_device,
 )
@@ -66,11 +66,15 @@ class Generation:
     tokens: new tokens, up to and including the first stop id; nothing after it.
     accepted: committed tokens of each step, bonus token included, after trimming; the prefill's token is not counted.
     finish_reason: ``stop`` (a stop id or string), ``length`` (the limit) or ``context`` (the target's last position).
+    proposed, accepted_from: for each of the drafter's ``sources``, how many nodes it proposed, and how many of the
+        committed tokens were among them; a token that several proposed counts for each.
     """
 
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    proposed: list[int] = field(default_factory=list)
+    accepted_from: list[int] = field(default_factory=list)
 
 
 class SpeculativeDecoder:
@@ -196,7 +200,8 @@ class SpeculativeDecoder:
         capacity = capacity_for(longest, self.drafter)
         clock = Clock(self.seconds, self.target.device) if instrument else None
         results: list[Generation] = []
-        with torch.inference_mode(), self.target.attention(ATTENTION), on_device(self.target.device):
+        models = [self.target, *self.drafter.models]
+        with torch.inference_mode(), engine_attention(models), on_device(self.target.device):
             step = self._make_step(mode, batch_size, capacity)
             queue = _Queue(self, step, iter(requests), longest, results, on_tokens, on_end)
             launched: deque[tuple[Told, list[_Text | None]]] = deque()
@@ -260,8 +265,9 @@ class SpeculativeDecoder:
     def _make_step(self, mode: Mode, rows: int, capacity: int) -> Step:
         """The step of the call before, if its cache is large enough; else a larger one in its place."""
         step = self._step
-        if step is not None and step.runner.found != find_lean(self.target, self.lean):
-            step = self._step = None  # the target's modules or weights were exchanged
+        exchanged = step is not None and step.runner.found != find_lean(self.target, self.lean)  # modules or weights
+        if step is not None and (exchanged or not step.has_drafter):
+            step = self._step = None
         if step is None or (step.mode, step.rows, step.static) != (mode, rows, self.static) or step.capacity < capacity:
             if step is not None:
                 self._step = step = None
@@ -363,15 +369,26 @@ class _Queue:
             if text is not None and not text.result.finish_reason:
                 if said[0] < 0:
                     raise self._not_finite(text)
-                self._add(row, text, said[1 : said[0]] + said[-1:], step=True)
+                deepest = self.decoder.drafter.max_depth
+                kept = self._add(row, text, [*said[1 : said[0]], said[deepest + 1]], step=True)
+                if self.step.num_sources:
+                    self._count(text.result, said[deepest + 2 :][: min(kept, said[0] - 1)], said[2 * deepest + 2 :])
+
+    def _count(self, result: Generation, drafted: list[int], proposed: list[int]) -> None:
+        """Add the sources of a step's accepted tokens (a bit each), and how many nodes each source proposed."""
+        if not result.proposed:
+            result.proposed, result.accepted_from = [0] * len(proposed), [0] * len(proposed)
+        for source, nodes in enumerate(proposed):
+            result.proposed[source] += nodes
+            result.accepted_from[source] += sum(bits >> source & 1 for bits in drafted)
 
     def _not_finite(self, text: _Text) -> FloatingPointError:
         dtype = str(self.decoder.target.dtype).removeprefix("torch.")
         do = "use bfloat16 or float32" if dtype == "float16" else "its weights may be damaged"
         return FloatingPointError(f"prompt {text.number + 1}: the target's logits are not finite in {dtype}; {do}")
 
-    def _add(self, row: int, text: _Text, new: list[int], *, step: bool) -> None:
-        """Append tokens, trimmed where the text ends."""
+    def _add(self, row: int, text: _Text, new: list[int], *, step: bool) -> int:
+        """Append tokens, trimmed where the text ends; how many are left of them."""
         result, request = text.result, text.request
         stops = self.decoder.target.stop_ids if request.stop_ids is None else request.stop_ids
         new = new[: text.limit - len(result.tokens)]
@@ -399,6 +416,7 @@ class _Queue:
             self.step.end(row)
             if self.on_end:
                 self.on_end(text.number, result)
+        return len(new)
 
     def _stop_string(self, tokens: list[int], before: int, strings: Sequence[str]) -> int:
         """How many tokens it takes until the text contains one of the strings, more than ``before``; or 0."""

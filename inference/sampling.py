@@ -182,17 +182,18 @@ def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tenso
 _LOW = 0xFFFFFFFF
 
 
-def uniforms(seed: Tensor, step: Tensor, count: int) -> Tensor:
-    """Philox 4×32-10 (Salmon et al., 2011): ``[B, count]`` float32 in [0, 1), a function of seed, step and place alone,
-    so that a request's numbers do not depend on its batch mates.
+def uniforms(seed: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
+    """Philox 4×32-10 (Salmon et al., 2011): ``[B, count]`` float32 in [0, 1), a function of seed, step, stream and place
+    alone, so that a request's numbers do not depend on its batch mates.
 
     Args:
         seed, step: ``[B]`` int64.
+        stream: 0 for the verifier; each drafter that draws at random has its own (``State.stream``).
     """
     blocks = -(-count // 4)
     place = torch.arange(blocks, device=seed.device)[None].expand(len(seed), -1)
     c0, c1 = place & _LOW, step[:, None].expand(-1, blocks) & _LOW
-    c2, c3 = (step[:, None] >> 32).expand(-1, blocks) & _LOW, torch.zeros_like(place)
+    c2, c3 = (step[:, None] >> 32).expand(-1, blocks) & _LOW, torch.full_like(place, stream)
     k0, k1 = (seed[:, None] & _LOW).expand(-1, blocks), (seed[:, None] >> 32).expand(-1, blocks) & _LOW
     for _ in range(10):
         low0, low2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64-bit products; the wrapped sign does not reach the parts

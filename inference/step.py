@@ -13,21 +13,24 @@ Shape letters: B rows, T prompt tokens, N nodes, D depth of the deepest node, d 
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.sampling import Sampling, Settings, law, uniforms
-from draftsmith.inference.tree import StaticTree, TokenTree, Topology
+from draftsmith.inference.tree import StaticTree, TokenTree, one_hot_draws
 from draftsmith.inference.verify import Verdict, verify_greedy, verify_sample, verify_typical
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.tree_attention import (
+    TreeKeys,
     ancestor_mask,
     causal_bias,
     tree_attention,
@@ -50,8 +53,8 @@ PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    softcap: float | None = None, biases: dict[int, Tensor | None] | None = None,
-    behind: tuple[Tensor, Tensor, Tensor] | None = None, **kwargs: Any,
+    softcap: float | None = None, biases: Mapping[int, Tensor | None] | None = None,
+    behind: TreeKeys | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What ``transformers`` calls in every layer; the engine hands over ``biases`` or ``behind`` (see ``Runner``)."""
     if kwargs.get("s_aux") is not None:
@@ -59,10 +62,9 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window or 0
     if behind is not None:
-        lengths, ancestors, depth = behind
-        count = query.shape[2]
+        lengths, ancestors, depth, key_depth = behind
         out = tree_attention_cached(
-            query, key, value, lengths, ancestors, count, scale, depth, depth, window, softcap
+            query, key, value, lengths, ancestors, key_depth.shape[1], scale, depth, key_depth, window, softcap
         )  # fmt: skip
     else:
         assert biases is not None, "the engine's attention needs the engine's mask"
@@ -80,54 +82,80 @@ class State:
 
     root: ``[B]`` int64, the committed token whose K/V is not cached yet.
     length: ``[B]`` int64, cached tokens.
-    feature: ``[B, d]``, the target's last hidden state that predicted the root.
+    feature: ``[B, F]``, the target's last hidden state that predicted the root, then what entered each layer that the
+        drafter captures.
+    active: ``[B]`` bool, False in rows without a text; what is proposed there is not looked at.
+    settings: sampling parameters by row, for a drafter that draws at random; None where drafts are deterministic.
+    step: ``[B]`` int64, the steps of each row's text so far; with the seed it makes fresh random numbers.
+    stream: number of the drafter among those that draw at random in one step, from 1 on.
     """
 
     root: Tensor
     length: Tensor
     feature: Tensor
+    active: Tensor
+    settings: Settings | None
+    step: Tensor
+    stream: int = 1
 
 
 class Drafter(Protocol):
-    """What the engine asks of a drafter.
+    """What the engine asks of a drafter; one that keeps nothing of the texts has ``propose`` alone. A drafter with
+    caches or buffers belongs to one decoder at a time.
 
-    num_nodes, max_depth: bound every tree it proposes.
-    static: ``propose`` and ``absorb`` make the same shapes every time and ask the device for nothing, so that a CUDA
-        graph can hold them.
+    num_nodes, max_depth, branching: bound every tree it proposes: nodes (the root included), depth of the deepest one,
+        draws of a node.
+    static: ``propose`` and ``absorb`` make the same shapes every time and ask the device for nothing if ``allocate``
+        asked for it, so that a CUDA graph can hold them.
+    captures: layers of the target whose input it reads too; F = d · (1 + how many).
+    models: other causal LMs that it runs; the engine puts its attention on them.
+    sources: names of what proposes, which the report counts by; with one at least, its trees say ``source``.
     """
 
     num_nodes: int
     max_depth: int
+    branching: int
     static: bool
+    captures: Sequence[int] = ()
+    models: Sequence[Target] = ()
+    sources: Sequence[str] = ()
 
-    def prefill(self, hidden: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
-        """A chunk of the prompts that begin in ``rows``: hidden states ``[b, T, d]`` of tokens ``[b, T]`` at positions
-        ``start``…; a chunk that starts at 0 puts an end to what the rows held before."""
-        ...
+    def allocate(self, cache: KVCache, static: bool) -> None:
+        """Make caches and buffers for the rows and the capacity of the target's cache, whose ``lengths`` they may
+        share. Called before the first text, and again when the engine's own buffers change."""
+
+    def buffers(self) -> Sequence[Tensor]:
+        """What ``propose`` and ``absorb`` change and the next step reads, but for K/V behind a row's length: the steps
+        that warm up a graph capture are undone by putting these back."""
+        return ()
+
+    def begin(self, rows: slice) -> None:
+        """New texts begin in these rows; their prompts follow by ``prefill``."""
+
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+        """A chunk of the prompts that begin in ``rows``: features ``[b, T, F]`` of tokens ``[b, T]`` at positions
+        ``start``…. Shorter prompts are padded; a row's length, known at the first ``propose``, says how far."""
 
     def propose(self, state: State) -> TokenTree: ...
 
-    def absorb(self, verdict: Verdict, tree: TokenTree, hidden: Tensor) -> None:
-        """After each step: what was accepted, and the target's hidden states ``[B, N, d]``."""
-        ...
+    def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
+        """After each step, while ``state`` is still that of ``propose``: what was accepted, and the target's features
+        ``[B, N, F]`` of the tree's nodes. Where ``verdict.own`` is given the tree holds others' nodes, too."""
+
+    def end(self, row: int) -> None:
+        """The text in this row has ended; it runs on with an empty prefix until another begins there."""
 
 
-class PlainDrafter:
+class PlainDrafter(Drafter):
     """Proposes nothing: the root alone. Plain decoding by the same engine, the baseline of every speed-up."""
 
-    num_nodes, max_depth, static = 1, 0, True
+    num_nodes, max_depth, branching, static = 1, 0, 0, True
 
     def __init__(self, device: torch.device) -> None:
-        self.tree = StaticTree(Topology(()), device)
-
-    def prefill(self, hidden: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
-        pass
+        self.tree = StaticTree([-1], device)
 
     def propose(self, state: State) -> TokenTree:
         return self.tree.fill(state.root[:, None])
-
-    def absorb(self, verdict: Verdict, tree: TokenTree, hidden: Tensor) -> None:
-        pass
 
 
 def find_lean(target: Target, lean: bool | None) -> LeanDecoder | str:
@@ -144,45 +172,118 @@ def find_lean(target: Target, lean: bool | None) -> LeanDecoder | str:
 
 
 class Runner:
-    """A causal LM on a cache: one forward pass of tree nodes or of a prompt's chunk. ``logits`` is the target's own.
+    """A causal LM on a cache: forward passes of tree nodes and of prompts' chunks. ``logits`` is the model's own.
 
     Args:
+        target: the model; a drafter's own models are run in the same way.
+        static: forward passes of trees look at the whole cache and ask the device for nothing.
+        compiled: those of the same shape at every step by ``torch.compile``.
         lean: run the lean decoder (True), the model's own modules (False), or lean where that can be (None).
 
     Raises:
         ValueError: the lean decoder is asked for and cannot be.
     """
 
-    def __init__(self, target: Target, cache: KVCache, compiled: bool = False, lean: bool | None = None) -> None:
-        self.target, self.cache = target, cache
+    def __init__(
+        self, target: Target, cache: KVCache, static: bool = False, compiled: bool = False, lean: bool | None = None
+    ) -> None:
+        self.target, self.cache, self.static = target, cache, static
         self.found = find_lean(target, lean)
         self.lean = self.found if isinstance(self.found, LeanDecoder) else None
         self.modules: Callable[..., Any] = target.decoder if self.lean is None else self.lean.forward
         self.compiled = torch.compile(self.modules, dynamic=False) if compiled else self.modules
         self.tables = {} if self.lean is None else self.lean.tables(cache.capacity)
         self.buffers: dict[tuple[int, int, bool], list[Buffers]] = {}  # of steps, by their shape
+        self.last_position = target.context - 1
+        # The attention kernel, where Triton is; for wider heads its tiles do not fit.
+        self.kernel = why_not_triton(cache.lengths) is None and max(width for _, width in target.kv_shapes) <= 256
+        self.numbers = torch.arange(cache.capacity, device=target.device)
         config = target.config
         layers = getattr(config, "layer_types", None) or []
         sliding = getattr(config, "sliding_window", None) or 0
         # Every window some layer may ask for; 0 is full attention.
         self.windows = {0, sliding} if sliding or "sliding_attention" in layers else {0}
+        self._fixed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # masks, and biases of one row, by (Q, T)
+
+    def chunk(self, tokens: Tensor, start: int, captures: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+        """A chunk ``[b, T]`` of prompts at positions ``start``…, of the rows in the cache's window.
+
+        Returns:
+            As :meth:`forward`.
+        """
+        rows, count = tokens.shape
+        positions = self.numbers[None, start : start + count]
+        biases: dict[int, Tensor | None] = {
+            w: causal_bias(start, count, w, self.target.dtype, self.target.device) for w in self.windows
+        }
+        at = positions.clamp(max=self.last_position).expand(rows, -1)
+        return self.forward(tokens, at, positions, start + count, biases=biases, captures=captures)
+
+    def nodes(
+        self, tokens: Tensor, lengths: Tensor, ancestors: Tensor, depth: Tensor, *, first: int = 0,
+        key_depth: Tensor | None = None, mask: Tensor | None = None, fixed: bool = False, sees_all: bool = False,
+        captures: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """Nodes ``first``, ``first + 1``, … of a tree behind each row's prefix, whose earlier nodes have been run.
+
+        Args:
+            tokens: ``[B, Q]`` int64.
+            lengths: ``[B]`` int64, tokens of each row's prefix; the tree's node i is in slot length + i.
+            ancestors: ``[B, Q, W]`` int64 bitsets over the tree's T = ``first`` + Q first nodes.
+            depth: ``[B, Q]`` int32.
+            key_depth: ``[B, T]`` int32 of these T nodes; left out where ``first`` is 0.
+            mask: ``[B, Q, T]`` bool, ``ancestors`` unpacked, if at hand.
+            fixed: ``mask`` is the same tensor at every call with this Q and T, and never changes.
+            sees_all: every query sees all T nodes (one node; the end of a chain).
+            captures: as :meth:`forward`.
+        """
+        cache, count = self.cache, tokens.shape[1]
+        total = first + count
+        whole = self.kernel or self.static
+        seen = cache.capacity if whole else int(lengths.max()) + total
+        biases: Mapping[int, Tensor | None] | None = None
+        behind: TreeKeys | None = None
+        if self.kernel:
+            behind = TreeKeys(lengths, ancestors, depth, depth if key_depth is None else key_depth)
+        elif sees_all and not self.static and cache.rows == 1 and self.windows == {0}:
+            biases = {0: None}
+        else:
+            mask = ancestor_mask(ancestors, total) if mask is None else mask
+            biases = {w: self._bias(lengths, mask, depth, key_depth, seen, w, fixed) for w in self.windows}
+        positions = (lengths[:, None] + depth).clamp(max=self.last_position)
+        slots = lengths[:, None] + self.numbers[first:total]
+        return self.forward(tokens, positions, slots, seen, biases=biases, behind=behind, step=True, captures=captures)
+
+    def _bias(
+        self, lengths: Tensor, mask: Tensor, depth: Tensor, key_depth: Tensor | None, seen: int, window: int,
+        fixed: bool,
+    ) -> Tensor:  # fmt: skip
+        dtype, capacity = self.target.dtype, self.cache.capacity
+        if self.static or self.cache.rows > 1 or window:
+            return tree_bias(lengths, mask, depth, seen, window, dtype, key_depth)
+        if not fixed:
+            return tree_bias_one_row(mask, seen, dtype)
+        shape = (mask.shape[1], mask.shape[2])
+        if shape not in self._fixed or self._fixed[shape][0] is not mask:
+            self._fixed[shape] = mask, tree_bias_one_row(mask, capacity, dtype)
+        return self._fixed[shape][1][..., capacity - seen :]
 
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: int, *,
-        biases: dict[int, Tensor | None] | None = None, behind: tuple[Tensor, Tensor, Tensor] | None = None,
-        step: bool = False,
-    ) -> Tensor:  # fmt: skip
+        biases: Mapping[int, Tensor | None] | None = None, behind: TreeKeys | None = None, step: bool = False,
+        captures: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run ``tokens [B, N]`` at ``positions`` into ``slots``, looking at the first ``seen`` slots.
 
         Args:
             biases: the additive mask ``[B or 1, 1, N, seen]`` for each of ``windows``; None where all is seen.
-            behind: or, for the Triton kernel, lengths ``[B]``, ancestor bitsets ``[B, N, W]`` and depths ``[B, N]`` of
-                a tree behind each row's prefix.
+            behind: or, for the Triton kernel, what it takes.
             step: the shapes stay the same from step to step: buffers are kept, and it is done by ``torch.compile`` if
                 the runner was made for it.
+            captures: numbers of layers.
 
         Returns:
-            Hidden states ``[B, N, d]`` after the final norm.
+            Hidden states ``[B, N, d]`` after the final norm, and those that enter each captured layer.
         """
         self.cache.slots, self.cache.seen = slots, seen
         decoder = self.compiled if step else self.modules
@@ -194,19 +295,27 @@ class Runner:
                     buffers = self.buffers[shape] = self.lean.buffers(*shape)
             return decoder(
                 tokens, positions, slots, self.cache.views(), self.tables, biases=biases, behind=behind,
-                buffers=buffers,
-            )[0]  # fmt: skip
-        return decoder(
+                captures=captures, buffers=buffers,
+            )  # fmt: skip
+        options: dict[str, Any] = {"output_hidden_states": True} if captures else {}
+        out = decoder(
             input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, biases=biases,
-            behind=behind,
-        ).last_hidden_state.to(tokens.device)  # fmt: skip
+            behind=behind, **options,
+        )  # fmt: skip
+        captured = [out.hidden_states[number].to(tokens.device) for number in captures]
+        return out.last_hidden_state.to(tokens.device), captured
+
+
+def joined_features(hidden: Tensor, captured: Sequence[Tensor]) -> Tensor:
+    """``[B, N, F]`` of what :meth:`Runner.forward` returns."""
+    return torch.cat((hidden, *captured), -1) if captured else hidden
 
 
 class Chooser:
     """What a mode decides: a row's first token and each step's verdict, with what that remembers of each row's text."""
 
-    def __init__(self, mode: Mode, rows: int, target: Target) -> None:
-        self.mode, self.target = mode, target
+    def __init__(self, mode: Mode, rows: int, target: Target, branching: int) -> None:
+        self.mode, self.target, self.branching = mode, target, branching
         self.settings = Settings([Sampling()] * rows, target.device)
         self.step = torch.zeros(rows, dtype=torch.int64, device=target.device)
         self.seen: Tensor | None = None  # [B, V] uint8, the tokens of each text, once a repetition penalty counts them
@@ -265,10 +374,11 @@ class Chooser:
             s = self.settings
             return verify_typical(tree, mask, p, max_depth, s.epsilon[:, None], s.delta[:, None])
         rows, nodes = tree.tokens.shape
-        most = nodes - 1 if tree.draws is None else tree.draws.child.shape[2]
+        draws = tree.draws or one_hot_draws(tree.parent, tree.valid, min(self.branching, nodes - 1))
+        most = draws.child.shape[2]
         self.step += 1
         coins = uniforms(self.settings.seed, self.step, nodes * most + 1)
-        return verify_sample(tree, p, coins[:, :-1].view(rows, nodes, most), coins[:, -1], max_depth)
+        return verify_sample(tree, p, coins[:, :-1].view(rows, nodes, most), coins[:, -1], max_depth, draws)
 
     def saw(self, tokens: Tensor, length: Tensor) -> None:
         """A step's tokens ``[B, D + 1]``: the accepted ones of the first D, then the bonus token."""
@@ -303,7 +413,20 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+@contextmanager
+def engine_attention(models: Sequence[Target]) -> Iterator[None]:
+    """Inside, these models' own modules attend as the engine says."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(model.attention(ATTENTION))
+        yield
+
+
 Told = Callable[[], list[list[int]]]
+
+
+# The step that a drafter's caches and buffers were last allocated for.
+_STEP_OF: MutableMapping[Drafter, "weakref.ref[Step]"] = WeakIdKeyDictionary()
 
 
 class Step:
@@ -329,26 +452,36 @@ class Step:
         self.target, self.drafter, self.mode = target, drafter, mode
         self.rows, self.capacity, self.static, self.compiled = rows, capacity, static, compiled
         self.cache = KVCache(target, rows, capacity)
-        self.runner = Runner(target, self.cache, compiled, lean)
-        feature = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=device)
-        self.state = State(torch.zeros(rows, dtype=torch.int64, device=device), self.cache.lengths, feature)
+        self.runner = Runner(target, self.cache, static, compiled, lean)
+        self.captures = tuple(drafter.captures)
+        width = target.hidden_size * (1 + len(self.captures))
+        feature = torch.zeros(rows, width, dtype=target.dtype, device=device)
         self.running = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.chooser = Chooser(mode, rows, target)
+        self.chooser = Chooser(mode, rows, target, drafter.branching)
+        root = torch.zeros(rows, dtype=torch.int64, device=device)
+        settings = self.chooser.settings if mode == "sample" else None
+        self.state = State(root, self.cache.lengths, feature, self.running, settings, self.chooser.step)
         # By row: how many tokens the step commits (−1: the target's logits are not finite), the drafted ones on the
-        # accepted path, the bonus token.
-        self.told = torch.zeros(rows, drafter.max_depth + 2, dtype=torch.int64, device=device)
-        self.last_position = target.context - 1
-        # The attention kernel, where Triton is; for wider heads its tiles do not fit.
-        self.kernel = why_not_triton(self.told) is None and max(width for _, width in target.kv_shapes) <= 256
+        # accepted path, the bonus token; of a drafter with named sources also who proposed each drafted one (a bit for
+        # each source), and how many nodes each source proposed.
+        self.num_sources = len(drafter.sources)
+        columns = drafter.max_depth + 2 + (drafter.max_depth + self.num_sources if self.num_sources else 0)
+        self.told = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+        self.source_bits = torch.arange(self.num_sources, device=device)
+        drafter.allocate(self.cache, static)
+        _STEP_OF[drafter] = weakref.ref(self)
         self.row_numbers = torch.arange(rows, device=device)
-        self.node_numbers = torch.arange(drafter.num_nodes, device=device)
         self.depths = torch.arange(drafter.max_depth + 1, device=device)
         graph = static and device.type == "cuda" and drafter.static
         self.eagerly = "" if graph else "eager"  # how steps run, if not in a CUDA graph
-        self._whole_bias: tuple[StaticTree, Tensor] | None = None  # of one row that fills the cache
         self._graphs: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
         if device.type == "cuda":
             self._host = [torch.empty(self.told.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether the drafter's caches and buffers are still this step's: another decoder may have taken it over."""
+        return _STEP_OF[self.drafter]() is self
 
     @property
     def how(self) -> str:
@@ -368,6 +501,7 @@ class Step:
         """
         device, cache = self.target.device, self.cache
         self.chooser.begin(rows, prompts, samplings)
+        self.drafter.begin(rows)
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         longest = max(map(len, prompts))
         padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
@@ -376,19 +510,15 @@ class Step:
         for start in range(0, longest, PREFILL_CHUNK):
             tokens = padded[:, start : start + PREFILL_CHUNK]
             count, seen = tokens.shape[1], min(start + PREFILL_CHUNK, longest)
-            positions = torch.arange(start, seen, device=device)[None]
-            biases: dict[int, Tensor | None] = {
-                w: causal_bias(start, count, w, self.target.dtype, device) for w in self.runner.windows
-            }
-            hidden = self.runner.forward(tokens, positions.expand(len(prompts), -1), positions, seen, biases=biases)
-            self.drafter.prefill(hidden, tokens, start, rows)
+            features = joined_features(*self.runner.chunk(tokens, start, self.captures))
+            self.drafter.prefill(features, tokens, start, rows)
             last = (lengths - 1 - start).clamp(0, count - 1)
             here = (lengths - 1 >= start) & (lengths - 1 < seen)
-            ends = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
+            ends = features.gather(1, last[:, None, None].expand(-1, 1, features.shape[2])).squeeze(1)
             feature.copy_(torch.where(here[:, None], ends, feature))
         cache.window = None
         cache.lengths[rows] = lengths
-        self.state.root[rows] = self.chooser.first(self.target.logits(feature), rows)
+        self.state.root[rows] = self.chooser.first(self.target.logits(feature[:, : self.target.hidden_size]), rows)
         self.running[rows] = True
         first = self.state.root[rows].tolist()
         if clock:
@@ -405,6 +535,7 @@ class Step:
         """Nothing more is wanted in this row until another text begins there; it runs on with an empty prefix."""
         self.running[row] = False
         self.cache.lengths[row] = 0
+        self.drafter.end(row)
 
     def run(self, clock: Clock | None = None) -> None:
         """Take all rows on by one step; what it committed stands in ``told``."""
@@ -413,21 +544,11 @@ class Step:
         if clock:
             clock.lap("draft")
         count = tree.tokens.shape[1]
-        kernel = self.kernel
-        seen = self.capacity if kernel or self.static else int(cache.lengths.max()) + count
         mask = ancestor_mask(tree.ancestors, count) if tree.mask is None else tree.mask
-        biases = None if kernel else {w: self._bias(tree, mask, seen, w) for w in self.runner.windows}
-        behind = (cache.lengths, tree.ancestors, tree.depth) if kernel else None
-        hidden = self.runner.forward(
-            tree.tokens,
-            (cache.lengths[:, None] + tree.depth).clamp(max=self.last_position),
-            cache.lengths[:, None]
-            + (self.node_numbers if count == len(self.node_numbers) else self.node_numbers[:count]),
-            seen,
-            biases=biases,
-            behind=behind,
-            step=True,
-        )
+        hidden, captured = self.runner.nodes(
+            tree.tokens, cache.lengths, tree.ancestors, tree.depth, mask=mask, fixed=tree.static is not None,
+            sees_all=count == 1, captures=self.captures,
+        )  # fmt: skip
         logits = self.target.logits(hidden)
         if clock:
             clock.lap("verify")
@@ -435,30 +556,25 @@ class Step:
         drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
         committed = (verdict.length + 1) * self.running
         said = torch.where(verdict.finite, committed, -1)
-        torch.cat((said[:, None], drafted, verdict.bonus[:, None]), 1, out=self.told)
-        self.chooser.saw(self.told[:, 1:], verdict.length)
+        parts = [said[:, None], drafted, verdict.bonus[:, None]]
+        self.chooser.saw(torch.cat(parts[1:], 1), verdict.length)
+        if self.num_sources:
+            assert tree.source is not None
+            by_node = tree.source[..., None] >> self.source_bits & 1  # [B, N, sources]
+            parts += [tree.source.gather(1, verdict.path[:, 1:].clamp(max=count - 1)), by_node.sum(1)]
+        torch.cat(parts, 1, out=self.told)
         if clock:
             clock.lap("accept")
         # Often the nodes stand where they should; a lone root always does.
         if self.drafter.max_depth and (self.static or bool((verdict.path != self.depths).any())):
             cache.commit(verdict.path, verdict.length)
-        self.drafter.absorb(verdict, tree, hidden)
+        features = joined_features(hidden, captured)
+        self.drafter.absorb(state, verdict, tree, features)
         cache.lengths += committed
         state.root.copy_(verdict.bonus)
-        state.feature.copy_(hidden[self.row_numbers, verdict.node])
+        state.feature.copy_(features[self.row_numbers, verdict.node])
         if clock:
             clock.lap("commit")
-
-    def _bias(self, tree: TokenTree, mask: Tensor, seen: int, window: int) -> Tensor | None:
-        if self.static or self.rows > 1 or window:
-            return tree_bias(self.cache.lengths, mask, tree.depth, seen, window, self.target.dtype)
-        if mask.shape[1] == 1:  # a lone root sees all
-            return None
-        if tree.static is None:
-            return tree_bias_one_row(mask, seen, self.target.dtype)
-        if self._whole_bias is None or self._whole_bias[0] is not tree.static:
-            self._whole_bias = tree.static, tree_bias_one_row(mask, self.capacity, self.target.dtype)
-        return self._whole_bias[1][..., self.capacity - seen :]
 
     def launch(self, clock: Clock | None = None) -> Told:
         """Run a step; the function returned gives the rows of ``told``, waiting for the device if need be.
@@ -496,6 +612,7 @@ class Step:
         """Hold a step in a CUDA graph. The steps that warm it up run on the present state, which is put back after."""
         buffers = [self.state.root, self.state.feature, self.cache.lengths, self.chooser.step, self.told]
         buffers += [] if self.chooser.seen is None else [self.chooser.seen]
+        buffers += self.drafter.buffers()
         kept = [buffer.clone() for buffer in buffers]
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         stream = torch.cuda.Stream()

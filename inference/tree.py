@@ -30,13 +30,16 @@ class Draws:
     kind: ``[B, N, K]`` int8, as :mod:`draftsmith.kernels.verify` names them: ``ONE_HOT`` (the drafter had no choice),
         ``IID``, or ``WITHOUT_REPLACEMENT`` of what the node drew before from the same law.
     law: ``[B, N, K]`` int64 row of ``q``; unused for one-hot draws.
-    q: ``[B, R, V]`` float32 the processed laws drawn from, over the target's vocabulary; None if all are one-hot.
+    q: ``[B, R, Vq]`` float32 the processed laws drawn from; None if all are one-hot.
+    ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once; None
+        if they are the target's vocabulary (Vq = V).
     """
 
     child: Tensor
     kind: Tensor
     law: Tensor
     q: Tensor | None = None
+    ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class TokenTree:
     draws: how the tokens were chosen, for sampling; None if nothing was left to chance: every node is then a one-hot
         draw of its parent's, in the order of the nodes.
     static: the tree of fixed shape that was filled, if it was one.
+    source: ``[B, N]`` int64, a bit for each of the drafter's ``sources`` that proposed the node; 0 at the root and at
+        padding.
+    chance: ``[B, N]`` float32 how likely the drafter takes each node to be accepted, all those above it included: 1 at
+        the root, no more than its parent's elsewhere. By it a merged tree is cut to what pays; it decides nothing else.
     """
 
     tokens: Tensor
@@ -62,6 +69,8 @@ class TokenTree:
     mask: Tensor | None = None
     draws: Draws | None = None
     static: "StaticTree | None" = None
+    source: Tensor | None = None
+    chance: Tensor | None = None
 
 
 def one_hot_draws(parent: Tensor, valid: Tensor, most: int) -> Draws:
@@ -145,7 +154,9 @@ def chain(depth: int) -> Topology:
 
 
 class StaticTree:
-    """A topology on a device; only the tokens change from step to step.
+    """A tree of fixed shape on a device; only the tokens change from step to step.
+
+    parents: of each node, −1 at the root (node 0), parents before their children.
 
     paths: ``[N, A]`` int64 the node numbers on the way to each node by depth, the root first; entry d behind a node's
         depth is d.
@@ -154,26 +165,25 @@ class StaticTree:
     others: ``[1, N, N]`` bool, row i True at i and its ancestors but the root.
     """
 
-    def __init__(self, topology: Topology, device: torch.device) -> None:
-        parent = topology.parents
-        self.topology = topology
+    def __init__(self, parents: Sequence[int], device: torch.device) -> None:
+        parent = list(parents)
+        paths: list[list[int]] = [[0]]
+        for node in range(1, len(parent)):
+            paths.append([*paths[parent[node]], node])
         self.parent = torch.tensor(parent, dtype=torch.int32, device=device)[None]
-        self.depth = torch.tensor(topology.depths, dtype=torch.int32, device=device)[None]
+        self.depth = torch.tensor([len(path) - 1 for path in paths], dtype=torch.int32, device=device)[None]
         self.ancestors = bitsets(parent).to(device)[None]
         self.valid = torch.ones(1, len(parent), dtype=torch.bool, device=device)
         self.mask = ancestor_mask(self.ancestors, len(parent))
         most = max((parent.count(node) for node in range(len(parent))), default=0)
         self.draws = one_hot_draws(self.parent, self.valid, most)
-        paths: list[list[int]] = [[0]]
-        for node in range(1, len(parent)):
-            paths.append([*paths[parent[node]], node])
-        deepest = topology.max_depth + 1
+        deepest = max(map(len, paths))
         self.paths = torch.tensor([path + list(range(len(path), deepest)) for path in paths], device=device)
         self.above, self.levels = self.parent.clamp(min=0).long(), self.depth.long()
         self.others = self.mask.clone()
         self.others[..., 0] = False
 
-    def fill(self, tokens: Tensor) -> TokenTree:
+    def fill(self, tokens: Tensor, source: Tensor | None = None) -> TokenTree:
         """The tree with these tokens ``[B, N]`` (views, nothing is copied)."""
         rows = tokens.shape[0]
         parts = (self.parent, self.depth, self.ancestors, self.valid, self.mask)
@@ -181,7 +191,7 @@ class StaticTree:
         if rows > 1:
             draws = Draws(*(part.expand(rows, -1, -1) for part in (draws.child, draws.kind, draws.law)))
             parts = tuple(part.expand(rows, *part.shape[1:]) for part in parts)
-        return TokenTree(tokens, *parts, draws, self)
+        return TokenTree(tokens, *parts, draws, self, source)
 
 
 def read_tree(path: Path) -> Topology:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.inference.tree import TokenTree, one_hot_draws
+from draftsmith.inference.tree import Draws, TokenTree, one_hot_draws
 from draftsmith.kernels import verify as kernels
 
 
@@ -26,6 +26,8 @@ class Verdict:
     bonus: ``[B]`` int64 the target's token behind it: the next root.
     finite: ``[B]`` bool, False where the target's logits behind a node of the path are NaN or +∞, or all −∞: then
         nothing may be committed.
+    own: ``[B, A]`` int64, for a drafter whose tree was merged into another's: the numbers that the nodes of ``path``
+        had in its own tree, −1 where it did not propose the node; None if the tree is its own.
     """
 
     path: Tensor
@@ -33,6 +35,7 @@ class Verdict:
     node: Tensor
     bonus: Tensor
     finite: Tensor
+    own: Tensor | None = None
 
 
 def _finite(values: Tensor) -> Tensor:
@@ -92,7 +95,9 @@ def _verdict(
     return Verdict(path, length, node, bonus, _finite_on_path(values, path, length))
 
 
-def verify_sample(tree: TokenTree, p: Tensor, coins: Tensor, last_coin: Tensor, max_depth: int) -> Verdict:
+def verify_sample(
+    tree: TokenTree, p: Tensor, coins: Tensor, last_coin: Tensor, max_depth: int, draws: Draws | None = None
+) -> Verdict:
     """Test each node's draws in order against the target's law, and draw the bonus token from what is left of it.
 
         r ← p;  for each draw (x, q):  accept x iff u < r[x] / q[x],  else r ← norm((r − q)+);  bonus ~ r
@@ -100,15 +105,16 @@ def verify_sample(tree: TokenTree, p: Tensor, coins: Tensor, last_coin: Tensor, 
     What is committed has the law of plain sampling if the draws have the laws they say (ALGORITHMS §2).
 
     Args:
-        tree: the drafted tree; without ``draws``, all one-hot.
+        tree: the drafted tree.
         p: ``[B, N, V]`` float32 the distribution behind each node; NaN throughout where its logits are not finite.
         coins: ``[B, N, K]`` float32 in [0, 1), fresh.
         last_coin: ``[B]`` float32 in [0, 1), fresh.
         max_depth: of the deepest node (A − 1).
+        draws: those of the tree, or all one-hot, if left out.
     """
-    d = tree.draws or one_hot_draws(tree.parent, tree.valid, tree.tokens.shape[1] - 1)
+    draws = draws or tree.draws or one_hot_draws(tree.parent, tree.valid, tree.tokens.shape[1] - 1)
     path, length, node, bonus = kernels.verify_sample(
-        p, tree.tokens, d.child, d.kind, d.law, d.q, coins, last_coin, max_depth
+        p, tree.tokens, draws.child, draws.kind, draws.law, draws.q, coins, last_coin, max_depth, ids=draws.ids
     )
     return Verdict(path, length, node, bonus, _finite_on_path(p[..., 0], path, length))
 

@@ -15,6 +15,7 @@ L + depth(i).
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,41 +46,61 @@ def ancestor_mask(ancestors: Tensor, num_nodes: int) -> Tensor:
     return (ancestors[..., bit // 64] >> (bit % 64)) & 1 != 0
 
 
-def tree_bias(lengths: Tensor, mask: Tensor, depth: Tensor, slots: int, window: int, dtype: torch.dtype) -> Tensor:
+class TreeKeys(NamedTuple):
+    """Which keys the Q queries of a forward pass see, as :func:`tree_attention_cached` takes it.
+
+    lengths: ``[B]`` int64, cached tokens per row (L).
+    ancestors: ``[B, Q, W]`` int64 bitsets over the tree keys.
+    depth: ``[B, Q]`` int32 of the queries.
+    key_depth: ``[B, T]`` int32 of the tree keys, which are in slots L, L + 1, ….
+    """
+
+    lengths: Tensor
+    ancestors: Tensor
+    depth: Tensor
+    key_depth: Tensor
+
+
+def tree_bias(
+    lengths: Tensor, mask: Tensor, depth: Tensor, slots: int, window: int, dtype: torch.dtype,
+    key_depth: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The additive mask of a tree behind each row's own prefix.
 
     Args:
         lengths: ``[B]`` int64, cached tokens per row (L).
-        mask: ``[B, N, N]`` bool from :func:`ancestor_mask`.
-        depth: ``[B, N]`` depth of each node, the root's being 0.
-        slots: S, how many cache slots are looked at; at least max(L) + N.
+        mask: ``[B, Q, T]`` bool, as :func:`ancestor_mask` makes it: which of the T tree keys a query sees.
+        depth: ``[B, Q]`` depth of each query, the root's being 0.
+        slots: S, how many cache slots are looked at; at least max(L) + T.
         window: a node at position p sees keys at positions > p − window; 0 for no window.
+        key_depth: ``[B, T]`` depth of the tree keys; the queries' own if left out (T = Q).
 
     Returns:
-        ``[B, 1, N, S]`` of ``dtype``: 0 or −inf. Every row sees at least itself.
+        ``[B, 1, Q, S]`` of ``dtype``: 0 or −inf. Every row sees at least itself.
     """
-    num_nodes = mask.shape[1]
+    queries, keys = mask.shape[1:]
     offset = torch.arange(slots, device=lengths.device) - lengths[:, None]  # [B, S], ≥ 0 inside the tree
-    inside = offset.clamp(0, num_nodes - 1)
-    seen = mask.gather(2, inside[:, None, :].expand(-1, num_nodes, -1))
-    seen = seen & (offset < num_nodes)[:, None] | (offset < 0)[:, None]
+    inside = offset.clamp(0, keys - 1)
+    seen = mask.expand(len(lengths), -1, -1).gather(2, inside[:, None, :].expand(-1, queries, -1))
+    seen = seen & (offset < keys)[:, None] | (offset < 0)[:, None]
     if window:
-        key_depth = torch.where(offset < 0, offset, depth.gather(1, inside).to(offset.dtype))  # position − L
-        seen = seen & (depth[..., None] - key_depth[:, None] < window)
+        its_depth = (depth if key_depth is None else key_depth).expand(len(lengths), -1)
+        position = torch.where(offset < 0, offset, its_depth.gather(1, inside).to(offset.dtype))  # less L
+        seen = seen & (depth[..., None] - position[:, None] < window)
     return torch.zeros(seen.shape, dtype=dtype, device=lengths.device).masked_fill_(~seen, float("-inf"))[:, None]
 
 
 def tree_bias_one_row(mask: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
-    """:func:`tree_bias` for a single row without a window, whose prefix fills all slots but the tree's: L = S − N.
+    """:func:`tree_bias` for a single row without a window, whose prefix fills all slots but the tree's: L = S − T.
 
     Args:
-        mask: ``[1, N, N]`` bool.
+        mask: ``[1, Q, T]`` bool.
 
     Returns:
-        ``[1, 1, N, S]``.
+        ``[1, 1, Q, S]``.
     """
-    square = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-    return F.pad(square, (slots - mask.shape[1], 0))[:, None]
+    inside = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return F.pad(inside, (slots - mask.shape[2], 0))[:, None]
 
 
 def causal_bias(start: int, queries: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:

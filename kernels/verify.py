@@ -39,11 +39,13 @@ def draw(weights: Tensor, coin: Tensor) -> Tensor:
 
 
 def acceptances_reference(
-    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, law: Tensor, q: Tensor | None
+    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, law: Tensor, q: Tensor | None, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Phase A: chance ``[B, N, K]`` that a draw is accepted if those before it were not (0 where there is none), rest
     ``[B, N, V]`` the law of what is emitted if none is. Arguments as in :func:`verify_sample`."""
     r = p
+    if q is not None and ids is not None:  # over the target's vocabulary
+        q = q.new_zeros(*q.shape[:2], p.shape[-1]).scatter_(2, ids.expand_as(q), q)
     chances: list[Tensor] = []
     drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # (token, law, whether without replacement) of earlier draws
     for turn in range(child.shape[2]):
@@ -73,10 +75,10 @@ def acceptances_reference(
 
 def verify_sample_reference(
     p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, law: Tensor, q: Tensor | None, coins: Tensor,
-    last_coin: Tensor, max_depth: int,
+    last_coin: Tensor, max_depth: int, ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The definition of :func:`verify_sample`."""
-    chance, rest = acceptances_reference(p, tokens, child, kind, law, q)
+    chance, rest = acceptances_reference(p, tokens, child, kind, law, q, ids)
     accepted = coins < chance
     node = torch.zeros(len(p), dtype=torch.int64, device=p.device)
     length = torch.zeros_like(node)
@@ -301,7 +303,7 @@ def verify_tile(most: int, vocabulary: int) -> dict[str, int]:
 
 def verify_sample(
     p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, law: Tensor, q: Tensor | None, coins: Tensor,
-    last_coin: Tensor, max_depth: int, block: int = 0,
+    last_coin: Tensor, max_depth: int, block: int = 0, ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Test each node's draws in order against the target's law, and draw the bonus token from what is left of it.
 
@@ -312,18 +314,20 @@ def verify_sample(
         kind: ``[B, N, K]`` integers: 0 one-hot, 1 i.i.d., 2 without replacement of what the node drew before from the
             same law.
         law: ``[B, N, K]`` int64 row of ``q``; unused for one-hot draws.
-        q: ``[B, R, V]`` float32 the laws drawn from; None if all draws are one-hot.
+        q: ``[B, R, Vq]`` float32 the laws drawn from; None if all draws are one-hot.
         coins: ``[B, N, K]`` float32 in [0, 1), fresh.
         last_coin: ``[B]`` float32 in [0, 1), fresh.
         max_depth: of the deepest node (A − 1).
         block: how much of the vocabulary is looked at at once; 0 chooses.
+        ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once;
+            None if they are the target's vocabulary (Vq = V).
 
     Returns:
         path ``[B, A]`` (node numbers by depth; entry d behind the accepted length is d), length ``[B]``, the last
         accepted node ``[B]`` and the bonus token ``[B]``, all int64.
     """
     if why_not_triton(p):
-        return verify_sample_reference(p, tokens, child, kind, law, q, coins, last_coin, max_depth)
+        return verify_sample_reference(p, tokens, child, kind, law, q, coins, last_coin, max_depth, ids)
     rows, nodes, vocabulary = p.shape
     most = child.shape[2]
     p, tokens, child, kind, law, coins, last_coin = (

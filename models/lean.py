@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.kernels.linear import add_product, choose, product
-from draftsmith.kernels.tree_attention import tree_attention, tree_attention_cached
+from draftsmith.kernels.tree_attention import TreeKeys, tree_attention, tree_attention_cached
 
 
 class RMSNorm:
@@ -148,7 +148,7 @@ class LeanDecoder:
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, views: Sequence[tuple[Tensor, Tensor, Tensor]],
         tables: Mapping[str, Tensor], *, biases: Mapping[int, Tensor | None] | None = None,
-        behind: tuple[Tensor, Tensor, Tensor] | None = None, captures: Sequence[int] = (),
+        behind: TreeKeys | None = None, captures: Sequence[int] = (),
         buffers: Sequence[Buffers] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """One forward pass.
@@ -181,7 +181,7 @@ class LeanDecoder:
 
 def run_layer(
     layer: Layer, buffers: Buffers, x: Tensor, spots: tuple[Tensor, Tensor], view: tuple[Tensor, Tensor, Tensor],
-    turns: Sequence[Tensor], biases: Mapping[int, Tensor | None] | None, behind: tuple[Tensor, Tensor, Tensor] | None,
+    turns: Sequence[Tensor], biases: Mapping[int, Tensor | None] | None, behind: TreeKeys | None,
 ) -> None:  # fmt: skip
     """One layer, on ``x [M, d]`` in place. ``spots``: rows and slots that are written; ``turns``: cos and sin."""
     both, keys, values = view
@@ -195,9 +195,10 @@ def run_layer(
     qk.mul_(cos).addcmul_(other, sin)
     both.index_put_(spots, buffers.kv)
     if behind is not None:
-        lengths, ancestors, depth = behind
+        lengths, ancestors, depth, key_depth = behind
         out = tree_attention_cached(
-            q, keys, values, lengths, ancestors, q.shape[2], layer.scale, depth, depth, layer.window, layer.softcap
+            q, keys, values, lengths, ancestors, key_depth.shape[1], layer.scale, depth, key_depth, layer.window,
+            layer.softcap,
         )  # fmt: skip
     else:
         assert biases is not None

@@ -8,16 +8,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from draftsmith.inference.step import State
+from draftsmith.inference.step import Drafter, State
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology
-from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.head_topk import MOST, head_topk
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Heads on a target's last hidden state, in a calibrated tree. Deterministic: every draw is one-hot.
 
     Raises:
@@ -37,7 +36,8 @@ class MedusaDrafter:
         self.heads = heads.to(target.device, target.dtype)
         self.lm_head = target.lm_head
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
-        self.tree = StaticTree(topology, target.device)
+        self.tree = StaticTree(topology.parents, target.device)
+        self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
         self.ranks = topology.max_rank + 1
         # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
         flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
@@ -48,9 +48,6 @@ class MedusaDrafter:
         plain = type(lm_head) is torch.nn.Linear and lm_head.bias is None and not target.spread
         if plain and heads.projection is None and 0 < self.ranks <= MOST and why_not_triton(self.choice) is None:
             self.one_matrix = cast(Tensor, lm_head.weight)
-
-    def prefill(self, hidden: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
-        """Heads keep nothing of the prompt."""
 
     def propose(self, state: State) -> TokenTree:
         best = self._best(state.feature).transpose(0, 1).flatten(1)  # [B, K·R]
@@ -63,6 +60,3 @@ class MedusaDrafter:
         features = self.heads.features(feature, self.max_depth)
         ids = head_topk(features.flatten(0, 1), self.one_matrix, self.ranks)[1]
         return ids.unflatten(0, features.shape[:2])
-
-    def absorb(self, verdict: Verdict, tree: TokenTree, hidden: Tensor) -> None:
-        """Heads keep nothing of what was accepted; the engine hands them its last hidden state."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference.step import State
+from draftsmith.inference.step import Drafter, State
 from draftsmith.inference.tree import TokenTree, bitsets
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.artifact import write_drafter, write_json
@@ -18,7 +18,7 @@ from draftsmith.models.target import load_target
 VOCAB = 61
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Untrained heads accept nothing and so test nothing; this drafter makes every accepted length 0 … D occur.
 
     Every step it draws a new tree for each row: the true continuation along D random nodes, always with the last node
@@ -36,7 +36,7 @@ class ScriptedDrafter:
         num_nodes: int, max_depth: int, seed: int = 0,
     ) -> None:  # fmt: skip
         self.target, self.prompts, self.truth, self.wanted = target, prompts, truth, wanted
-        self.num_nodes, self.max_depth, self.static = num_nodes, max_depth, False
+        self.num_nodes, self.max_depth, self.branching, self.static = num_nodes, max_depth, num_nodes, False
         self.random = random.Random(seed)
         self.rows = [_Row(self.random.sample(range(max_depth + 1), max_depth + 1)) for _ in prompts]
         self.prefilled: list[tuple[int, Tensor]] = []
@@ -45,8 +45,8 @@ class ScriptedDrafter:
         self.steps = 0
         self.moves = 0  # steps whose accepted path is not 0, 1, 2, …
 
-    def prefill(self, hidden: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
-        assert hidden.shape == (*tokens.shape, self.target.hidden_size)
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+        assert features.shape == (*tokens.shape, self.target.hidden_size)
         self.prefilled.append((start, tokens.clone()))
         if start == 0:
             begun = 1 + max(self.at, default=-1)
@@ -110,7 +110,7 @@ class ScriptedDrafter:
         valid = [True] * nodes + [False] * padding
         return tokens + [0] * padding, parents + [above] * padding, depths + [at] * padding, valid
 
-    def absorb(self, verdict: Verdict, tree: TokenTree, hidden: Tensor) -> None:
+    def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
         for place, number in enumerate(self.at):
             row = self.rows[number]
             if not row.active:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.step import ATTENTION, Step
+from draftsmith.inference.step import ATTENTION, Drafter, Step
 from draftsmith.inference.tree import Topology
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
@@ -64,9 +64,8 @@ def test_rows_are_refilled_at_once(lesson):
     decoder = SpeculativeDecoder(target)
     steps = 0
 
-    class Counting:
-        num_nodes, max_depth, static = 1, 0, False
-        prefill, absorb = decoder.drafter.prefill, decoder.drafter.absorb
+    class Counting(Drafter):
+        num_nodes, max_depth, branching, static = 1, 0, 0, False
 
         def propose(self, state):
             nonlocal steps

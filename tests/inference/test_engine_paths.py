@@ -8,13 +8,14 @@ import torch
 
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.step import Drafter
 from draftsmith.inference.tree import StaticTree, Topology
 
 NONE = frozenset()
 PROMPTS = [[7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12]]
 
 
-class BranchDrafter:
+class BranchDrafter(Drafter):
     """Drafts the true text on one chosen path of a fixed tree, wrong tokens elsewhere.
 
     Args:
@@ -26,12 +27,9 @@ class BranchDrafter:
 
     def __init__(self, target, prompts, truth, topology, leaves, seed=0):
         self.prompts, self.truth, self.leaves = prompts, truth, leaves
-        self.topology, self.tree = topology, StaticTree(topology, target.device)
-        self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
+        self.topology, self.tree = topology, StaticTree(topology.parents, target.device)
+        self.num_nodes, self.max_depth, self.branching = topology.num_nodes, topology.max_depth, topology.num_nodes
         self.random, self.accepted = random.Random(seed), []
-
-    def prefill(self, hidden, tokens, start, rows):
-        pass
 
     def propose(self, state):
         rows = []
@@ -47,7 +45,7 @@ class BranchDrafter:
                 rows[-1].append(token if right else (token + 1 + self.random.randrange(60)) % 61)
         return self.tree.fill(torch.tensor(rows, device=self.tree.parent.device))
 
-    def absorb(self, verdict, tree, hidden):
+    def absorb(self, state, verdict, tree, features):
         self.accepted += verdict.path[verdict.length == self.max_depth].tolist()
 
 

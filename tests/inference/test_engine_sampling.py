@@ -133,8 +133,8 @@ def test_the_check_on_the_users_machine(decoder, monkeypatch):
     assert right.passed and right.checked == 2 * 256 * 2 and right.mismatches == 0 and right.p_value > ALPHA
     verify = stepping.verify_sample
 
-    def credulous(tree, p, coins, last_coin, max_depth) -> Verdict:
-        return verify(tree, p, coins * 0.1, last_coin, max_depth)  # accepts too much
+    def credulous(tree, p, coins, last_coin, max_depth, draws) -> Verdict:
+        return verify(tree, p, coins * 0.1, last_coin, max_depth, draws)  # accepts too much
 
     monkeypatch.setattr(stepping, "verify_sample", credulous)
     wrong = check_sample(decoder, [PROMPT, [2, 2]], Sampling(temperature=0.9), batch_size=256)

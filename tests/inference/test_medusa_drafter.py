@@ -31,7 +31,9 @@ def test_nodes_are_the_heads_ranks(make_target, projection):
     assert (drafter.num_nodes, drafter.max_depth) == (11, 4)
     feature = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
     root = torch.tensor([5, 0, 60])
-    tree = drafter.propose(State(root, torch.tensor([4, 1, 9]), feature))
+    tree = drafter.propose(
+        State(root, torch.tensor([4, 1, 9]), feature, torch.ones(3, dtype=torch.bool), None, torch.zeros_like(root))
+    )
     mask = ancestor_mask(tree.ancestors, 11)
     nodes = [(), *topology.paths]
     for row in range(3):

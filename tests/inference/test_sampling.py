@@ -205,7 +205,7 @@ Q2 = [0.10, 0.45, 0.05, 0.30, 0.10]
 def flat_tree(tokens, kind, q=None, law_rows=None, child=None):
     """A root with one level of children: ``tokens [B, k]``, the same kind for all draws."""
     rows, k = tokens.shape
-    shape = StaticTree(Topology(tuple((i,) for i in range(k))), CPU)
+    shape = StaticTree(Topology(tuple((i,) for i in range(k))).parents, CPU)
     tree = shape.fill(torch.cat([torch.zeros(rows, 1, dtype=torch.int64), tokens], 1))
     if child is None:
         child = torch.arange(1, k + 1).expand(rows, k)
@@ -289,7 +289,7 @@ def test_the_exact_law_two_levels_down():
     p1, q1 = torch.rand(2, vocabulary, dtype=torch.float64).softmax(-1)
     p2, q2 = torch.rand(2, vocabulary, vocabulary, dtype=torch.float64).softmax(-1)  # behind each first token
     topology = Topology(((0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1)))
-    shape = StaticTree(topology, CPU)  # nodes: 1, 2, 3 below 1, 4, 5, 6 below 4
+    shape = StaticTree(topology.parents, CPU)  # nodes: 1, 2, 3 below 1, 4, 5, 6 below 4
     rows, weights = [], []
     for tokens in itertools.product(range(vocabulary), repeat=6):
         a, aa, ab, b, ba, bb = tokens
@@ -511,7 +511,7 @@ def test_greedy_is_temperature_zero():
 def test_typical_acceptance_by_its_formula():
     torch.manual_seed(0)
     topology = Topology(((0,), (0, 0), (1,), (1, 0), (2,)))
-    shape = StaticTree(topology, CPU)
+    shape = StaticTree(topology.parents, CPU)
     rows, vocabulary = 300, 6
     tokens, p = torch.randint(vocabulary, (rows, 6)), (torch.randn(rows, 6, vocabulary) * 2).softmax(-1)
     tree = shape.fill(tokens)

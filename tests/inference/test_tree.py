@@ -128,7 +128,7 @@ def test_chain_is_one_path():
 def test_static_tree():
     topology = Topology(IN_ORDER)
     tokens = torch.arange(16).reshape(2, 8)
-    tree = StaticTree(topology, torch.device("cpu")).fill(tokens)
+    tree = StaticTree(topology.parents, torch.device("cpu")).fill(tokens)
     assert tree.tokens is tokens
     assert tree.parent.tolist() == [topology.parents] * 2 and tree.parent.dtype == torch.int32
     assert tree.depth.tolist() == [topology.depths] * 2

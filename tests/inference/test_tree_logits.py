@@ -42,7 +42,7 @@ def test_tree_logits_equal_each_path_run_alone(make_target, family, rows):
     biases = {w: tree_bias(cache.lengths, mask, depth, seen, w, torch.float32) for w in runner.windows}
     with target.attention(ATTENTION):
         runner.forward(padded, at.expand(rows, -1), at, longest, biases=causal)
-        ours = target.logits(runner.forward(tokens, positions, slots, seen, biases=biases))
+        ours = target.logits(runner.forward(tokens, positions, slots, seen, biases=biases)[0])
     for row, prefix in enumerate(prefixes):
         for node, path in enumerate(paths):
             alone = torch.tensor([prefix + [int(tokens[row, above]) for above in path]], device=here)

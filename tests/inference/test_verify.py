@@ -14,6 +14,8 @@ from draftsmith.kernels.tree_attention import ancestor_mask
 
 VOCAB = 3
 
+SEVEN = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0)))
+
 
 @st.composite
 def trees(draw):
@@ -101,7 +103,9 @@ def test_every_length_is_accepted_and_rejected():
 
 def test_a_static_trees_paths_are_those_of_its_mask():
     torch.manual_seed(0)
-    shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0))), torch.device("cpu"))
+    shape = StaticTree(
+        Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0))).parents, torch.device("cpu")
+    )
     tree = shape.fill(torch.randint(VOCAB, (400, 8)))
     logits = torch.randn(400, 8, VOCAB)
     known, found = (verify_greedy(t, tree.mask, logits, 3) for t in (tree, replace(tree, static=None)))
@@ -117,7 +121,9 @@ def test_logits_that_are_not_finite_matter_on_the_path(mode, static, value):
     """One bad node in each tree, of which some lie on the accepted path, at every depth."""
     torch.manual_seed(0)
     rows, nodes, vocabulary = 1000, 8, 3
-    shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0))), torch.device("cpu"))
+    shape = StaticTree(
+        Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0))).parents, torch.device("cpu")
+    )
     tokens = torch.randint(vocabulary, (rows, nodes))
     tokens[:, [5, 4]] = (tokens[:, [1, 2]] + 1) % vocabulary  # their siblings' are other ones
     tree = shape.fill(tokens) if static else replace(shape.fill(tokens), static=None)
@@ -157,7 +163,7 @@ def test_logits_that_are_not_finite_matter_on_the_path(mode, static, value):
 @pytest.mark.parametrize("mode", ["greedy", "sample", "typical"])
 def test_padding_is_never_accepted(mode):
     """A chain whose nodes the target is sure of, of which the last ones are padding."""
-    shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0))), torch.device("cpu"))
+    shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0))).parents, torch.device("cpu"))
     tree = shape.fill(torch.tensor([[1, 0, 0, 0]] * 4))
     valid = torch.arange(4) < torch.tensor([1, 2, 3, 4])[:, None]
     tree = replace(tree, static=None, valid=valid, draws=None, parent=torch.where(valid, tree.parent, 0))

@@ -16,7 +16,7 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.step import ATTENTION, Runner
 from draftsmith.inference.tree import Topology, bitsets
 from draftsmith.kernels import linear as linears
-from draftsmith.kernels.tree_attention import ancestor_mask, causal_bias, tree_bias
+from draftsmith.kernels.tree_attention import TreeKeys, ancestor_mask, causal_bias, tree_bias
 from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
 from draftsmith.models.medusa import MedusaHeads
@@ -77,19 +77,19 @@ def run(target: Target, lean: bool, parents: list[list[int]], path: str) -> torc
         tokens = torch.tensor([[*p, *[0] * (longest - len(p))] for p in PROMPTS[:rows]])
         places = torch.arange(longest)[None]
         biases = {w: causal_bias(0, longest, w, target.dtype, target.device) for w in runner.windows}
-        prompt = runner.forward(tokens, places.expand(rows, -1), places, longest, biases=biases)
+        prompt, _ = runner.forward(tokens, places.expand(rows, -1), places, longest, biases=biases)
         lengths = torch.tensor([len(p) for p in PROMPTS[:rows]])
         prompt = torch.where((places < lengths[:, None])[..., None], prompt, 0)
         depth = torch.tensor([depths(parent) for parent in parents], dtype=torch.int32)
         ancestors = torch.stack([bitsets(parent) for parent in parents])
         mask = ancestor_mask(ancestors, nodes)
         seen = cache.capacity
-        tree = runner.forward(
+        tree, _ = runner.forward(
             torch.arange(rows * nodes).view(rows, nodes) * 7 % 61, lengths[:, None] + depth,
             lengths[:, None] + torch.arange(nodes), seen,
             biases={w: tree_bias(lengths, mask, depth, seen, w, target.dtype) for w in runner.windows}
             if path == "biases" else None,
-            behind=(lengths, ancestors, depth) if path == "behind" else None,
+            behind=TreeKeys(lengths, ancestors, depth, depth) if path == "behind" else None,
         )  # fmt: skip
     return torch.cat([prompt, tree], 1).double()
 
