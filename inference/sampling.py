@@ -183,8 +183,8 @@ _LOW = 0xFFFFFFFF
 
 
 def uniforms(seed: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
-    """Philox 4×32-10 (Salmon et al., 2011): ``[B, count]`` float32 in [0, 1), a function of seed, step, stream and place
-    alone, so that a request's numbers do not depend on its batch mates.
+    """Philox 4×32-10 (Salmon et al., 2011): ``[B, count]`` float32 in [0, 1), a function of seed, step, stream and
+    place alone, so that a request's numbers do not depend on its batch mates.
 
     Args:
         seed, step: ``[B]`` int64.
