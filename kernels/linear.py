@@ -11,21 +11,18 @@ kept too, where that pays: a product of 8 rows then costs little more than one o
 Shape letters: M rows, N outputs, K inputs.
 """
 
-import json
-import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.train.files import cache_folder, write_json
+from draftsmith.kernels.measured import read_measured, write_measured
 
+FILE = "linear.json"  # in the cache folder
 BUDGET = 1.0  # seconds of processor time that a process spends on timing; shapes met later take F.linear
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)  # rows that are timed; others take the next one's form, more the last one's
 _SAMPLE = 1 << 21  # matrix entries that are timed of a larger matrix
@@ -153,14 +150,14 @@ def _look_up(rows: int, matrix: Tensor, packed: bool) -> str:
     """The form for ``rows``, one of ``_COUNTS``: known, or measured now while the budget lasts."""
     global _stored
     if _stored is None:
-        _stored = _read()
+        _stored = {str(key): str(form) for key, form in read_measured(FILE).items()}
     form = _stored.get(_key(rows, matrix, packed), "")
     if form not in FORMS and not (packed and form == PACKED):
         if _spent >= BUDGET:
             return "blas"
         found = {_key(count, matrix, packed): its for count, its in _measure(matrix, packed).items()}
         _stored.update(found)
-        _write(found)
+        write_measured(FILE, found)
         form = _stored[_key(rows, matrix, packed)]
     return form
 
@@ -208,42 +205,3 @@ def _measure(matrix: Tensor, packed: bool) -> dict[int, str]:
         fastest[rows] = name if best[name] < _GAIN * best["blas"] else "blas"
     _spent += time.thread_time() - begun
     return fastest
-
-
-def _file() -> Path:
-    return cache_folder() / "linear.json"
-
-
-def _machine() -> str:
-    """What the choices depend on besides the shape."""
-    cpu = [platform.machine()]
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-        parts = dict(line.split(":", 1) for line in lines if ":" in line)
-        parts = {name.strip(): value.strip() for name, value in parts.items()}
-        cpu = [parts.get(name, "?") for name in ("model name", "cpu family", "model")]
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{'/'.join(cpu)} {capability}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-
-
-def _everything() -> dict[str, Any]:
-    """The file's content: machine → shape → form. A file that is missing or damaged is begun anew."""
-    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: a user without a home folder
-        content = json.loads(_file().read_bytes())
-        if isinstance(content, dict):
-            return content
-    return {}
-
-
-def _read() -> dict[str, str]:
-    known = _everything().get(_machine())
-    return {str(key): str(form) for key, form in known.items()} if isinstance(known, dict) else {}
-
-
-def _write(found: dict[str, str]) -> None:
-    with suppress(OSError, RuntimeError):  # nowhere to keep it: the next process measures again
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        content = _everything()
-        known = content.get(_machine())
-        content[_machine()] = {**(known if isinstance(known, dict) else {}), **found}
-        write_json(_file(), content)

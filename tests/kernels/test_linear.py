@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 from draftsmith.kernels import linear as linears
 from draftsmith.kernels.linear import FORMS, add_product, apply_linear, choose, linear, product
+from draftsmith.kernels.measured import machine
+from draftsmith.train.files import cache_folder
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +57,9 @@ def test_the_choice_is_kept_for_the_next_process(monkeypatch):
     prefer(monkeypatch, "transposed")
     with torch.no_grad():
         assert choose(3, matrix) == "transposed"
-    content = json.loads(linears._file().read_text())
+    content = json.loads((cache_folder() / linears.FILE).read_text())
     assert content == {
-        linears._machine(): {f"{n} x (37, 19) by columns, float32": "transposed" for n in (1, 2, 4, 8, 16, 32, 64)}
+        machine(): {f"{n} x (37, 19) by columns, float32": "transposed" for n in (1, 2, 4, 8, 16, 32, 64)}
     }
     prefer(monkeypatch, "blas")
     monkeypatch.setattr(linears, "_chosen", {})
@@ -66,12 +68,14 @@ def test_the_choice_is_kept_for_the_next_process(monkeypatch):
         assert choose(3, matrix) == choose(4, matrix) == choose(1000, matrix) == "transposed"
         assert choose(3, torch.randn(20, 37).t()) == "blas"
         assert choose(3, matrix.contiguous()) == "blas", "another order in memory is another product"
-    linears._file().write_text("[1, 2")
+    (cache_folder() / linears.FILE).write_text("[1, 2")
     monkeypatch.setattr(linears, "_chosen", {})
     monkeypatch.setattr(linears, "_stored", None)
     with torch.no_grad():
         assert choose(3, matrix) == "blas"
-    assert json.loads(linears._file().read_text())[linears._machine()]["4 x (37, 19) by columns, float32"] == "blas"
+    assert (
+        json.loads((cache_folder() / linears.FILE).read_text())[machine()]["4 x (37, 19) by columns, float32"] == "blas"
+    )
 
 
 def test_measuring_is_short_and_has_a_budget(monkeypatch):

@@ -1,0 +1,100 @@
+"""What a step of a target costs by its number of rows (nodes × batch), measured on this device."""
+
+import itertools
+import time
+from collections.abc import Mapping
+
+import torch
+
+from draftsmith.inference.step import Drafter, State, Step, capacity_for, engine_attention, find_lean
+from draftsmith.inference.tree import StaticTree, TokenTree, chain
+from draftsmith.kernels.measured import read_measured, write_measured
+from draftsmith.models.target import Target
+
+FILE = "steps.json"  # in the cache folder
+SECONDS = 0.7  # no step is begun later
+SIZES = (1, 8, 4, 2, 16, 32, 64)  # in the order in which they are timed
+ROUNDS = 40
+CONTEXT = 128  # cached tokens
+
+
+class StepCosts:
+    """Seconds of a step by its number of rows: measured at some, linear between them and beyond the last."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        points = sorted(seconds.items())
+        if len(points) == 1:  # too slow for a second step to be timed
+            points.append((points[0][0] + 10, 2 * points[0][1]))
+        self.plain = points[0][1]
+        self.points = [(rows, each / self.plain) for rows, each in points]
+
+    def of(self, rows: int) -> float:
+        """Time of a step of so many rows over that of a plain step."""
+        pairs = list(itertools.pairwise(self.points))
+        (low, cost), (high, next_cost) = next((pair for pair in pairs if rows <= pair[1][0]), pairs[-1])
+        return cost + (next_cost - cost) * (rows - low) / (high - low)
+
+    def table(self, nodes: int, batch: int) -> list[float]:
+        """Of trees of 1 … ``nodes`` nodes in a batch of so many rows, over that of a plain step of the batch."""
+        plain = self.of(batch)
+        return [self.of(count * batch) / plain for count in range(1, nodes + 1)]
+
+
+class _Fixed(Drafter):
+    """A chain of one token, for timing."""
+
+    static = True
+
+    def __init__(self, nodes: int, device: torch.device) -> None:
+        self.tree = StaticTree(chain(nodes - 1).parents, device)
+        self.num_nodes, self.max_depth, self.branching = nodes, nodes - 1, 1
+
+    def propose(self, state: State) -> TokenTree:
+        return self.tree.fill(state.root[:, None].expand(-1, self.num_nodes))
+
+
+def step_costs(target: Target, lean: bool | None = None) -> StepCosts:
+    """What a step of this target costs on this machine, timed once (about a second) and kept in the cache folder.
+
+    Args:
+        lean: as :class:`draftsmith.inference.engine.SpeculativeDecoder` takes it.
+    """
+    ran = "transformers" if isinstance(find_lean(target, lean), str) else "lean"
+    key = f"{target.fingerprint}, {target.dtype}, {target.device}, {ran}"
+    known = read_measured(FILE).get(key)
+    if target.fingerprint and isinstance(known, dict):
+        return StepCosts({int(rows): float(seconds) for rows, seconds in known.items()})
+    seconds = _measure(target, lean)
+    if target.fingerprint:
+        write_measured(FILE, {key: seconds})
+    return StepCosts(seconds)
+
+
+@torch.inference_mode()
+def _measure(target: Target, lean: bool | None) -> dict[int, float]:
+    """Seconds of a step by rows. What else runs on a machine only ever adds to a step's time, so the least counts."""
+    context = min(CONTEXT, target.context // 2)
+    sizes = [size for size in SIZES if context + 2 * size < target.context]
+    steps: dict[int, Step] = {}
+    least: dict[int, float] = {}
+    until = 0.0
+    with engine_attention([target]):
+        for _, size in itertools.product(range(ROUNDS), sizes):
+            if until and time.perf_counter() > until:
+                break
+            if size not in steps:
+                drafter = _Fixed(size, target.device)
+                steps[size] = Step(target, drafter, "greedy", 1, capacity_for(context, drafter), lean=lean)
+                steps[size].running.fill_(True)
+                _time(steps[size], context)  # the first one allocates and tunes
+            taken = _time(steps[size], context)
+            least[size] = min(taken, least.get(size, taken))
+            until = until or time.perf_counter() + SECONDS
+    return least
+
+
+def _time(step: Step, context: int) -> float:
+    step.cache.lengths.fill_(context)
+    began = time.perf_counter()
+    step.launch()()
+    return time.perf_counter() - began
