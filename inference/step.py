@@ -375,10 +375,11 @@ class Chooser:
             return verify_typical(tree, mask, p, max_depth, s.epsilon[:, None], s.delta[:, None])
         rows, nodes = tree.tokens.shape
         draws = tree.draws or one_hot_draws(tree.parent, tree.valid, min(self.branching, nodes - 1))
-        most = draws.child.shape[2]
         self.step += 1
-        coins = uniforms(self.settings.seed, self.step, nodes * most + 1)
-        return verify_sample(tree, p, coins[:, :-1].view(rows, nodes, most), coins[:, -1], max_depth, draws)
+        # A node's numbers, and the last one, stay the same however large the tree is: it may be padded for batch mates.
+        coins = uniforms(self.settings.seed, self.step, 1 + nodes * self.branching)
+        by_node = coins[:, 1:].view(rows, nodes, self.branching)[..., : draws.child.shape[2]]
+        return verify_sample(tree, p, by_node, coins[:, 0], max_depth, draws)
 
     def saw(self, tokens: Tensor, length: Tensor) -> None:
         """A step's tokens ``[B, D + 1]``: the accepted ones of the first D, then the bonus token."""
@@ -599,6 +600,12 @@ class Step:
 
         return read
 
+    def buffers(self) -> list[Tensor]:
+        """What a step changes and the next one reads, but for K/V behind a row's length; the rows' lengths first."""
+        seen = [] if self.chooser.seen is None else [self.chooser.seen]
+        own = [self.cache.lengths, self.state.root, self.state.feature, self.chooser.step, self.told]
+        return [*own, *seen, *self.drafter.buffers()]
+
     def _replay(self) -> None:
         graph = self._graphs.get(self.chooser.kind)
         if graph is None:
@@ -610,9 +617,7 @@ class Step:
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         """Hold a step in a CUDA graph. The steps that warm it up run on the present state, which is put back after."""
-        buffers = [self.state.root, self.state.feature, self.cache.lengths, self.chooser.step, self.told]
-        buffers += [] if self.chooser.seen is None else [self.chooser.seen]
-        buffers += self.drafter.buffers()
+        buffers = self.buffers()
         kept = [buffer.clone() for buffer in buffers]
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         stream = torch.cuda.Stream()
@@ -621,7 +626,7 @@ class Step:
             with torch.cuda.stream(stream):
                 for _ in range(3):
                     self.run()
-                    self.cache.lengths.copy_(kept[2])  # nothing may run beyond the cache
+                    self.cache.lengths.copy_(kept[0])  # nothing may run beyond the cache
                 # A target that asks the device for numbers (some mixtures of experts) is found out here: a capture that
                 # fails half-way leaves its marks on the process.
                 torch.cuda.set_sync_debug_mode("error")
@@ -629,7 +634,7 @@ class Step:
                     self.run()
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
-                self.cache.lengths.copy_(kept[2])
+                self.cache.lengths.copy_(kept[0])
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                     self.run()
         except torch.OutOfMemoryError:

@@ -1,7 +1,9 @@
 """A scripted drafter: it knows what each row's target writes next, and drafts that with a mistake at a chosen depth."""
 
 import random
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,9 @@ from draftsmith.inference.verify import Verdict
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
+
+sys.path.insert(0, str(Path(__file__).parent))  # lossless_suite.py
+pytest.register_assert_rewrite("lossless_suite")
 
 VOCAB = 61
 

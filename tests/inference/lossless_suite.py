@@ -1,0 +1,319 @@
+"""Checks that any drafter has to pass, in one call:
+
+    from lossless_suite import check_drafter
+
+    def test_lossless(make_target):
+        check_drafter(make_target, lambda target: MyDrafter(target, depth=4))
+
+The function given makes a fresh drafter for a target (a random Llama of two layers, see :func:`phrases` and
+:func:`soft`); a drafter that has to have a model of its own derives one from the target (a copy whose weights are
+perturbed). The parts are functions of their own: :func:`check_greedy`, :func:`check_sampling`, :func:`check_seeds`,
+:func:`check_warm_up`, :func:`check_static`. Each returns what it saw, so that a test can ask for more: for example
+that every accepted length occurred.
+
+``own``: whether a row's drafts depend on that row's text alone. If not (trees cut by what the whole batch costs),
+a request may take other steps in a batch than alone, and only its greedy tokens and its distribution are fixed.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
+from draftsmith.inference.sampling import Sampling, Settings, law
+from draftsmith.inference.step import Drafter, Mode, Step, engine_attention
+from draftsmith.models.target import Target
+
+MakeDrafter = Callable[[Target], Drafter]
+ALPHA = 1e-6
+NONE: frozenset[int] = frozenset()
+CONTEXT = 96
+STARTS = [[7, 3, 19, 44, 5, 3, 28], [9], [58, 1, 30, 12], [44, 2, 6], [12, 9, 1], [33, 5, 20, 8, 51], [21, 6, 17]]
+OWN = [24, 30, 20, 9, 28, 16, 24]  # so much of its own text belongs to each prompt: something to draft from
+LIMITS = [28, 3, 0, 40, 1, 33, 17]
+SMALL, SMALL_PROMPT, NEW = 5, [3, 1, 4, 1, 3, 1, 0, 4, 1], 4
+SAMPLINGS = {"plain": Sampling(), "cut": Sampling(temperature=0.8, top_k=4, repetition_penalty=1.3)}
+
+
+def phrases(make_target: Callable[..., Target]) -> Target:
+    """A target whose greedy text is made of phrases that recur and then go on differently; 61 tokens, context 96."""
+    target = make_target("llama", max_position_embeddings=CONTEXT)
+    with torch.no_grad():
+        for name, weight in target.model.named_parameters():
+            if "o_proj" in name:
+                weight.mul_(0.02)  # less of the context
+    return target
+
+
+def soft(make_target: Callable[..., Target]) -> Target:
+    """A target of 5 tokens whose distributions leave much to chance."""
+    target = make_target("llama", vocab_size=SMALL)
+    with torch.no_grad():
+        target.lm_head.weight.mul_(0.25)
+    return target
+
+
+def check_drafter(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> None:
+    """All of the checks."""
+    check_static(make_target, make)
+    check_warm_up(make_target, make)
+    check_greedy(make_target, make, own=own)
+    if own:
+        check_seeds(make_target, make)
+    check_sampling(make_target, make, "plain", static=True)
+    check_sampling(make_target, make, "cut", static=False)
+
+
+def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> Counter[int]:
+    """Greedy decoding writes what plain decoding writes: each request alone, all through one row, and in a batch of 3
+    rows that are refilled, eager and static; with limits, stop ids inside a path, and the context's end.
+
+    Returns:
+        How often a step of the requests alone committed so many tokens.
+    """
+    target = phrases(make_target)
+    requests, truth = _greedy_requests(target)
+    alone = [SpeculativeDecoder(target, make(target)).serve([request], 1)[0] for request in requests]
+    inside = 0
+    for number, (request, result) in enumerate(zip(list(requests), alone, strict=True)):
+        stop = _inside_a_path(result)
+        if stop:
+            requests.append(Request(request.prompt, request.max_new_tokens, stop_ids=frozenset([result.tokens[stop]])))
+            truth.append(truth[number][: stop + 1])
+            inside += 1
+    alone += [SpeculativeDecoder(target, make(target)).serve([request], 1)[0] for request in requests[len(alone) :]]
+    lengths = Counter(length for result in alone for length in result.accepted)
+    deepest = make(target).max_depth
+    assert lengths[deepest + 1], f"no step accepted a path of the full depth {deepest}: {lengths}"
+    assert lengths[1], f"every step accepted something: {lengths}"
+    assert inside, "no text could be stopped inside a path"
+    _compare("alone", alone, [Generation(tokens) for tokens in truth], steps=False)
+    reasons = Counter(result.finish_reason for result in alone)
+    assert reasons["context"] and reasons["length"] and reasons["stop"] == inside, reasons
+    for static, rows in itertools.product((False, True), (1, 3)):
+        decoder = SpeculativeDecoder(target, make(target), static=static)
+        for order in (list(range(len(requests))), list(range(len(requests)))[::-1]):  # and again, on the same buffers
+            results = decoder.serve([requests[number] for number in order], rows)
+            where = f"{rows} rows, {'static' if static else 'eager'}, order {order}"
+            _compare(where, results, [alone[number] for number in order], steps=own)
+    return lengths
+
+
+def _greedy_requests(target: Target) -> tuple[list[Request], list[list[int]]]:
+    """Requests without stop ids, the last of which runs into the context's end, and what plain decoding writes."""
+    plain = SpeculativeDecoder(target)
+    texts = [plain.generate([start], CONTEXT, stop_ids=NONE)[0].tokens for start in STARTS]
+    whole = [start + text for start, text in zip(STARTS, texts, strict=True)]
+    padded = torch.tensor([text[:CONTEXT] for text in whole], device=target.device)
+    best = target.logits(target.hidden(padded)).topk(2).values
+    assert float((best[..., 0] - best[..., 1]).amin()) > 1e-4, "a near-tie, which rounding may decide: another target"
+    prompts = [text[: len(start) + own] for text, start, own in zip(whole, STARTS, OWN, strict=True)]
+    limits = LIMITS[:]
+    prompts.append(whole[1][: CONTEXT - 12])
+    limits.append(1000)
+    requests = [Request(prompt, limit, stop_ids=NONE) for prompt, limit in zip(prompts, limits, strict=True)]
+    return requests, [plain.serve([request], 1)[0].tokens for request in requests]
+
+
+def _inside_a_path(result: Generation) -> int:
+    """The place of a token that is new in the text, and not the last one of its step; 0 if there is none."""
+    ends = set(itertools.accumulate(result.accepted, initial=0))  # the prefill's token is number 0
+    for place, token in enumerate(result.tokens):
+        if place not in ends and token not in result.tokens[:place]:
+            return place
+    return 0
+
+
+def _compare(where: str, results: Sequence[Generation], wanted: Sequence[Generation], *, steps: bool) -> None:
+    for number, (result, right) in enumerate(zip(results, wanted, strict=True)):
+        assert result.tokens == right.tokens, f"{where}: text {number}: {result.tokens} instead of {right.tokens}"
+        if steps:
+            both = f"{result.accepted} instead of {right.accepted}"
+            assert result.accepted == right.accepted, f"{where}: text {number}: the steps committed {both}"
+            assert result.finish_reason == right.finish_reason
+
+
+def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:
+    """A request's seed makes its text and its steps: alone with a fresh drafter, and in batches of 1 and 3 rows that
+    are refilled, eager and static."""
+    target = soft(make_target)
+    each = [
+        Sampling(seed=9, temperature=0.8), Sampling(seed=4, top_k=3), Sampling(seed=9), Sampling(temperature=0),
+        Sampling(seed=3, top_p=0.8), Sampling(seed=7, temperature=1.3), Sampling(seed=1 << 40), Sampling(seed=2),
+    ]  # fmt: skip
+    requests = [
+        Request((SMALL_PROMPT * 3)[number : 2 * number + 2], 6 + 7 * number % 25, sampling, NONE)
+        for number, sampling in enumerate(each)
+    ]
+    alone = [SpeculativeDecoder(target, make(target)).serve([one], 1, mode="sample")[0] for one in requests]
+    assert max(length for result in alone for length in result.accepted) > 1, "no draft was accepted"
+    for static, rows in itertools.product((False, True), (1, 3)):
+        decoder = SpeculativeDecoder(target, make(target), static=static)
+        for order in (list(range(len(each))), [6, 3, 7, 0, 5, 1, 4, 2]):
+            results = decoder.serve([requests[number] for number in order], rows, mode="sample")
+            where = f"{rows} rows, {'static' if static else 'eager'}, order {order}"
+            _compare(where, results, [alone[number] for number in order], steps=True)
+
+
+@torch.no_grad()
+def check_sampling(
+    make_target: Callable[..., Target], make: MakeDrafter, name: str = "plain", *, static: bool = False,
+    count: int = 16_000, rows: int = 2000,
+) -> Counter[int]:  # fmt: skip
+    """4 new tokens, the last 3 of them by steps, have the target's own distribution: jointly, and each two neighbours.
+
+    The texts go through fewer rows than they are, so that rows begin others while their neighbours go on.
+
+    Returns:
+        How many texts took so many steps.
+    """
+    target = soft(make_target)
+    outputs, steps = _sampled(target, make(target), SAMPLINGS[name], count, rows, static)
+    assert sum(steps.values()) - steps[1] > count / 2, f"steps of most texts do not follow on one another: {steps}"
+    assert steps[1] + steps[2] > count / 20, f"hardly any draft was accepted: {steps}"
+    chance = joint_distribution(target, SAMPLINGS[name])
+    assert chance.max() < 0.5, "the distribution leaves something to chance"
+    found = p_value(outputs, chance)
+    assert found > ALPHA, f"{name}: the texts do not have the target's distribution: p = {found:.1e}"
+    return steps
+
+
+def _sampled(
+    target: Target, drafter: Drafter, sampling: Sampling, count: int, rows: int, static: bool
+) -> tuple[torch.Tensor, Counter[int]]:
+    decoder = SpeculativeDecoder(target, drafter, static=static)
+    requests = [Request(SMALL_PROMPT, NEW, Sampling(**{**vars(sampling), "seed": seed}), NONE) for seed in range(count)]
+    results = decoder.serve(requests, rows, mode="sample")
+    return torch.tensor([r.tokens for r in results]), Counter(len(r.accepted) for r in results)
+
+
+def joint_distribution(target: Target, sampling: Sampling) -> np.ndarray:
+    """The probability of each continuation of ``SMALL_PROMPT`` by ``NEW`` tokens: ``[5, 5, 5, 5]`` float64, by plain
+    forward passes over each of them."""
+    ends = list(itertools.product(range(SMALL), repeat=NEW))
+    texts = torch.tensor([[*SMALL_PROMPT, *end] for end in ends])
+    logits = target.logits(target.hidden(texts[:, :-1].to(target.device))).cpu()
+    chance = torch.ones(len(texts), dtype=torch.float64)
+    settings = Settings([sampling] * len(texts), torch.device("cpu"))
+    for here in range(len(SMALL_PROMPT), texts.shape[1]):
+        seen = torch.zeros(len(texts), 1, SMALL, dtype=torch.bool)
+        seen[:, 0].scatter_(1, texts[:, :here], True)
+        p = law(logits[:, here - 1 : here], settings, seen)[:, 0].double()
+        chance *= p.gather(1, texts[:, here, None])[:, 0]
+    return (chance / chance.sum()).numpy().reshape([SMALL] * NEW)
+
+
+def p_value(outputs: torch.Tensor, chance: np.ndarray) -> float:
+    """The smallest of the χ² tests of whole texts and of each two neighbouring tokens; what is rarer than five
+    expected is counted together.
+
+    Args:
+        outputs: ``[count, NEW]`` int64.
+        chance: as :func:`joint_distribution` gives it.
+    """
+    counts = np.zeros_like(chance)
+    np.add.at(counts, tuple(outputs.numpy().T), 1)
+    assert counts[chance == 0].sum() == 0, "something that the target never says"
+    tests = [(counts, chance)]
+    for place in range(NEW - 1):
+        others = tuple(axis for axis in range(NEW) if axis not in (place, place + 1))
+        tests.append((counts.sum(others), chance.sum(others)))
+    found = 1.0
+    for seen, wanted in tests:
+        expected, seen = wanted.flatten() * len(outputs), seen.flatten()
+        rare = expected < 5
+        expected, seen = np.append(expected[~rare], expected[rare].sum()), np.append(seen[~rare], seen[rare].sum())
+        kept = expected > 0
+        found = min(found, stats.chisquare(seen[kept], expected[kept] * seen.sum() / expected.sum()).pvalue)
+    return found
+
+
+def check_warm_up(make_target: Callable[..., Target], make: MakeDrafter) -> None:
+    """What a CUDA graph's capture does, on any device: steps that are undone by putting back ``buffers()`` and the
+    engine's own buffers change nothing of what follows, not even later texts."""
+    for mode, target in (("greedy", phrases(make_target)), ("sample", soft(make_target))):
+        once = _steps(target, make(target), mode, warm_up=[])
+        for warm_up in ([0], [1], [4], [6], [0, 2, 3, 5, 8]):
+            again = _steps(target, make(target), mode, warm_up=warm_up)
+            assert again == once, f"{mode}: steps undone before step {warm_up}: {again} instead of {once}"
+
+
+def _steps(target: Target, drafter: Drafter, mode: Mode, warm_up: Sequence[int]) -> list[list[list[int]]]:
+    """What each of ten static steps committed in the rows that held a text; a text ends and another begins."""
+    vocabulary, told = target.vocab_size, []
+    prompts = [[token % vocabulary for token in prompt * 2] for prompt in (STARTS[0], STARTS[5], STARTS[2])]
+    samplings = [Sampling(seed=5), Sampling(seed=6, temperature=0.7), Sampling(seed=7, repetition_penalty=1.2)]
+    capacity = max(map(len, prompts)) + 14 * (drafter.max_depth + 1) + drafter.num_nodes
+    step = Step(target, drafter, mode, 3, capacity, static=True)
+    with torch.inference_mode(), engine_attention([target, *drafter.models]):
+        step.reset()
+        step.begin(slice(0, 2), prompts[:2], samplings[:2])
+        active = [0, 1]
+        for number in range(10):
+            if number == 3:
+                step.begin(slice(2, 3), prompts[2:], samplings[2:])
+                active = [0, 1, 2]
+            if number == 6:  # an ended row runs on for a step
+                step.end(0)
+                active = [1, 2]
+            if number == 7:
+                step.begin(slice(0, 1), prompts[1:2], samplings[1:2])
+                active = [0, 1, 2]
+            if number in warm_up:
+                buffers = step.buffers()
+                kept = [buffer.clone() for buffer in buffers]
+                lengths = step.cache.lengths.clone()
+                for _ in range(3):
+                    step.run()
+                    step.cache.lengths.copy_(lengths)
+                for buffer, before in zip(buffers, kept, strict=True):
+                    buffer.copy_(before)
+            step.run()
+            said = step.told.tolist()
+            told.append([[row, *said[row][1 : said[row][0]], said[row][drafter.max_depth + 1]] for row in active])
+    return told
+
+
+class Watch(TorchDispatchMode):
+    """Refuses operations whose result the host waits for."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "lift_fresh", "equal", "is_nonzero")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in self.REFUSED, f"{name} in a static step"
+        return func(*args, **(kwargs or {}))
+
+
+def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
+    """Trees keep to the drafter's bounds; those of static steps have one shape, and the device is asked for nothing."""
+    target = phrases(make_target)
+    for mode, static in itertools.product(("greedy", "sample"), (False, True)):
+        drafter = make(target)
+        shapes, propose = set(), drafter.propose
+
+        def proposed(state, drafter=drafter, propose=propose, shapes=shapes):
+            tree = propose(state)
+            rows, nodes = tree.tokens.shape
+            assert nodes <= drafter.num_nodes and tree.depth.shape == tree.parent.shape == (rows, nodes)
+            assert tree.tokens[:, 0] is not None and tree.valid.shape == (rows, nodes)
+            shapes.add((nodes, None if tree.draws is None else tuple(tree.draws.child.shape)))
+            return tree
+
+        drafter.propose = proposed
+        step = Step(target, drafter, mode, 2, 128, static=static)
+        with torch.inference_mode(), engine_attention([target, *drafter.models]):
+            step.reset()
+            step.begin(slice(0, 2), STARTS[:2], [Sampling(seed=1), Sampling(seed=2, top_k=9)])
+            for _ in range(5):
+                if static and drafter.static:
+                    with Watch():
+                        step.run()
+                else:
+                    step.run()
+        assert not (static and drafter.static) or len(shapes) == 1, shapes

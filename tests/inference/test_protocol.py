@@ -1,0 +1,86 @@
+"""A drafter that uses nothing but the protocol passes the checks of lossless_suite.py; mistakes that its protocol makes
+possible do not."""
+
+import pytest
+import torch
+from lossless_suite import check_drafter, check_greedy, check_sampling, check_seeds, check_warm_up
+
+from draftsmith.inference.sampling import uniforms
+from draftsmith.inference.step import Drafter
+from draftsmith.inference.tree import Draws, StaticTree, TokenTree
+from draftsmith.kernels.verify import WITHOUT_REPLACEMENT, draw
+
+PARENTS = [-1, 0, 0, 1, 1, 3]  # the largest tree; each row takes its first nodes
+EXPANDED = [0, 1, 3]  # nodes with children
+
+
+class BigramDrafter(Drafter):
+    """Counts which token follows which, row by row, and drafts from six sevenths of the vocabulary by these counts,
+    in trees of 2 to 6 nodes; how many, follows from what was committed before."""
+
+    num_nodes, max_depth, branching, static = len(PARENTS), 3, 2, True
+
+    def __init__(self, target):
+        self.vocabulary, self.device = target.vocab_size, target.device
+        self.ids = torch.tensor([token for token in range(self.vocabulary) if token % 7 != 3], device=self.device)
+        self.tree = StaticTree(PARENTS, self.device)
+        self.law = torch.tensor([[[0], [1], [0], [2], [0], [0]]], device=self.device).expand(-1, -1, self.branching)
+
+    def allocate(self, cache, static):
+        rows, self.fixed = cache.rows, static
+        self.prompt = torch.zeros(rows, cache.capacity, dtype=torch.int64, device=self.device)
+        self.counts = torch.zeros(rows, self.vocabulary**2, device=self.device)  # after any prompt, once it is read
+        self.unread, self.size = torch.zeros(2, rows, dtype=torch.int64, device=self.device)
+
+    def buffers(self):
+        return self.counts, self.unread, self.size
+
+    def begin(self, rows):
+        self.counts[rows], self.unread[rows], self.size[rows] = 0, 1, 0
+
+    def prefill(self, features, tokens, start, rows):
+        self.prompt[rows, start : start + tokens.shape[1]] = tokens
+
+    def learn(self, before, after, much):
+        self.counts.scatter_add_(1, before * self.vocabulary + after, much.float())
+
+    def propose(self, state):
+        rows, length = len(state.root), state.length[:, None]
+        self.prompt.scatter_(1, length, state.root[:, None])
+        inside = torch.arange(self.prompt.shape[1] - 1, device=self.device) < length
+        self.learn(self.prompt[:, :-1], self.prompt[:, 1:], inside * self.unread[:, None])
+        self.unread.zero_()
+        size = 2 + self.size % (self.num_nodes - 1)
+        nodes = self.num_nodes if self.fixed else int(size.max())
+        tokens, q = state.root[:, None].repeat(1, self.num_nodes), []
+        noise = None if state.settings is None else self.noise(state).view(rows, 3, 2)
+        table = self.counts.view(rows, self.vocabulary, self.vocabulary)[:, :, self.ids]
+        for turn, node in enumerate(EXPANDED):
+            left = table.gather(1, tokens[:, node, None, None].expand(-1, 1, len(self.ids)))[:, 0] + 0.1
+            q.append(left / left.sum(-1, keepdim=True))
+            for draw_number, child in enumerate(n for n in range(self.num_nodes) if PARENTS[n] == node):
+                place = left.argmax(-1) if noise is None else draw(left, noise[:, turn, draw_number])
+                tokens[:, child] = self.ids[place]
+                left = left.scatter(1, place[:, None], 0.0)
+        valid = torch.arange(nodes, device=self.device) < size[:, None]
+        child, law = (part[:, :nodes].expand(rows, -1, -1) for part in (self.tree.draws.child, self.law))
+        child = torch.where(child < size[:, None, None], child, -1)
+        kind = torch.full_like(child, WITHOUT_REPLACEMENT, dtype=torch.int8)
+        draws = None if noise is None else Draws(child, kind, law, torch.stack(q, 1), self.ids[None, None])
+        shape = (part[:, :nodes].expand(rows, -1) for part in (self.tree.parent, self.tree.depth))
+        ancestors = self.tree.ancestors[:, :nodes].expand(rows, -1, -1)
+        return TokenTree(tokens[:, :nodes], *shape, ancestors, valid, draws=draws)
+
+    def noise(self, state):
+        return uniforms(state.settings.seed, state.step, 6, stream=state.stream)
+
+    def absorb(self, state, verdict, tree, features):
+        path = tree.tokens.gather(1, verdict.path.clamp(max=tree.tokens.shape[1] - 1))
+        depth = torch.arange(path.shape[1], device=self.device)
+        after = torch.where(depth < verdict.length[:, None], path.roll(-1, 1), verdict.bonus[:, None])
+        self.learn(path, after, depth <= verdict.length[:, None])
+        self.size += verdict.length + verdict.bonus
+
+
+def test_lossless(make_target):
+    check_drafter(make_target, BigramDrafter)
