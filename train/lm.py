@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -132,8 +132,17 @@ class LmStage(Stage):
 class LmRecipe(Recipe):
     model: Model
     init_from: Name | None = Field(default=None, description="a folder whose weights and tokenizer to begin with")
+    tokenizer: Name | None = Field(
+        default=None, description="a folder whose tokenizer to use; left out, init_from's, or one trained on the text"
+    )
     lookahead: Lookahead | None = None
     stages: Annotated[list[LmStage], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _one_tokenizer(self) -> "LmRecipe":
+        if self.init_from and self.tokenizer:
+            raise ValueError("init_from brings its tokenizer; leave out one of 'init_from' and 'tokenizer'")
+        return self
 
     @model_validator(mode="after")
     def _finite(self) -> "LmRecipe":
@@ -340,11 +349,32 @@ def check_beginning(recipe: LmRecipe) -> None:
                  "intermediate_size"):  # fmt: skip
         if stored.get(name) != own[name]:
             raise ValueError(f"{where}: its shape is not the recipe's model: {name} {stored.get(name)} ≠ {own[name]}")
-    missing = {END_OF_TEXT, END_OF_TURN} - load_tokenizer(folder).get_vocab().keys()
+    check_ends(where, load_tokenizer(folder).get_vocab())
+
+
+def check_ends(where: str, vocabulary: Collection[str]) -> None:
+    """Raises: ValueError: a tokenizer's vocabulary lacks our end tokens."""
+    missing = {END_OF_TEXT, END_OF_TURN} - set(vocabulary)
     if missing:
         raise ValueError(
             f"{where}: its tokenizer has no {' and no '.join(sorted(missing))}; begin with a model of train/lm.py"
         )
+
+
+def other_tokenizer(recipe: LmRecipe) -> PreTrainedTokenizerFast:
+    """The tokenizer that the recipe names, of another model.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, it lacks our end tokens, or the model has no room for all of it.
+    """
+    where, folder = f"tokenizer={recipe.tokenizer}", resolve_folder(str(recipe.tokenizer))
+    if not (folder / "tokenizer.json").is_file():
+        raise FileNotFoundError(f"{where}: no tokenizer there (tokenizer.json)")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    check_ends(where, tokenizer.get_vocab())
+    if len(tokenizer) > recipe.model.vocab_size:
+        raise ValueError(f"{where}: it has {len(tokenizer)} entries; set model.vocab_size={len(tokenizer)}")
+    return tokenizer
 
 
 def dry(recipe: LmRecipe) -> None:
@@ -412,6 +442,8 @@ def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     elif recipe.init_from:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve_folder(recipe.init_from))
+    elif recipe.tokenizer:
+        tokenizer = other_tokenizer(recipe)
     else:
         loop.console.print("training the tokenizer …")
         tokenizer = train_tokenizer(recipe.data.train, m.vocab_size, m.max_position_embeddings)
