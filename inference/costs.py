@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from draftsmith.inference.step import Drafter, State, Step, capacity_for, engine_attention, find_lean
 from draftsmith.inference.tree import StaticTree, TokenTree, chain
@@ -15,6 +16,7 @@ FILE = "steps.json"  # in the cache folder
 SECONDS = 0.7  # no step is begun later
 SIZES = (1, 8, 4, 2, 16, 32, 64)  # in the order in which they are timed
 ROUNDS = 40
+ENOUGH = 5  # rounds whose least times are kept
 CONTEXT = 128  # cached tokens
 
 
@@ -22,7 +24,9 @@ class StepCosts:
     """Seconds of a step by its number of rows: measured at some, linear between them and beyond the last."""
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
-        points = sorted(seconds.items())
+        rows, times = zip(*sorted(seconds.items()), strict=True)
+        # A larger step is hardly cheaper: where one was measured to be, the smaller one was disturbed.
+        points = list(zip(rows, list(itertools.accumulate(reversed(times), min))[::-1], strict=True))
         if len(points) == 1:  # too slow for a second step to be timed
             points.append((points[0][0] + 10, 2 * points[0][1]))
         self.plain = points[0][1]
@@ -38,6 +42,27 @@ class StepCosts:
         """Of trees of 1 … ``nodes`` nodes in a batch of so many rows, over that of a plain step of the batch."""
         plain = self.of(batch)
         return [self.of(count * batch) / plain for count in range(1, nodes + 1)]
+
+
+# Where what is proposed decides which random numbers are used (sampling), a seed has to be the same text on every day:
+# a step of a model of some 100 M parameters on a CPU.
+STANDARD = StepCosts({1: 1.0, 2: 1.4, 4: 1.45, 8: 1.6, 16: 2.0, 32: 3.0, 64: 5.0})
+
+
+def paying(chance: Tensor, table: Tensor, together: bool) -> Tensor:
+    """How many of each row's nodes pay: as many as maximise expected tokens / time.
+
+    Args:
+        chance: ``[B, n]`` of acceptance, falling; the root's 1 first.
+        table: ``[n]`` time of a step of 1 … n nodes.
+        together: choose one number for the whole batch, by the tokens of all rows; else each row's own, which does not
+            depend on the others.
+
+    Returns:
+        ``[B or 1]`` int64, at least 1.
+    """
+    expected = chance.sum(0, keepdim=True) if together else chance
+    return (expected.cumsum(-1) / table).argmax(-1) + 1
 
 
 class _Fixed(Drafter):
@@ -56,6 +81,8 @@ class _Fixed(Drafter):
 def step_costs(target: Target, lean: bool | None = None) -> StepCosts:
     """What a step of this target costs on this machine, timed once (about a second) and kept in the cache folder.
 
+    Where other work or the target's size leaves too little time, they are not kept: the next process times again.
+
     Args:
         lean: as :class:`draftsmith.inference.engine.SpeculativeDecoder` takes it.
     """
@@ -64,20 +91,21 @@ def step_costs(target: Target, lean: bool | None = None) -> StepCosts:
     known = read_measured(FILE).get(key)
     if target.fingerprint and isinstance(known, dict):
         return StepCosts({int(rows): float(seconds) for rows, seconds in known.items()})
-    seconds = _measure(target, lean)
-    if target.fingerprint:
+    seconds, rounds = _measure(target, lean)
+    if target.fingerprint and rounds >= ENOUGH:
         write_measured(FILE, {key: seconds})
     return StepCosts(seconds)
 
 
 @torch.inference_mode()
-def _measure(target: Target, lean: bool | None) -> dict[int, float]:
-    """Seconds of a step by rows. What else runs on a machine only ever adds to a step's time, so the least counts."""
+def _measure(target: Target, lean: bool | None) -> tuple[dict[int, float], int]:
+    """Seconds of a step by rows, and how often each size was timed at least. What else runs on a machine only ever adds
+    to a step's time, so the least counts."""
     context = min(CONTEXT, target.context // 2)
     sizes = [size for size in SIZES if context + 2 * size < target.context]
     steps: dict[int, Step] = {}
     least: dict[int, float] = {}
-    until = 0.0
+    until, timed = 0.0, 0
     with engine_attention([target]):
         for _, size in itertools.product(range(ROUNDS), sizes):
             if until and time.perf_counter() > until:
@@ -89,8 +117,9 @@ def _measure(target: Target, lean: bool | None) -> dict[int, float]:
                 _time(steps[size], context)  # the first one allocates and tunes
             taken = _time(steps[size], context)
             least[size] = min(taken, least.get(size, taken))
+            timed += 1
             until = until or time.perf_counter() + SECONDS
-    return least
+    return least, timed // len(sizes)
 
 
 def _time(step: Step, context: int) -> float:

@@ -1,0 +1,274 @@
+"""Several drafters as one: their trees merged into one token tree within a node budget (SpecInfer, arXiv 2305.09781
+§4.1).
+
+The set of node sequences of the merged tree is the union of theirs: nodes of the same path are one node, which keeps
+the draws of each source. In sampling mode every draw is tested with the distribution it was drawn from; what is merged
+is computation, not probability.
+
+Which nodes are kept is decided step by step by the sources' own estimates of acceptance (``TokenTree.chance``) and by
+what a step costs by its rows: the N likeliest nodes, where N maximises expected tokens / time. Nodes that were drawn at
+random are all kept, and which of the others are does not depend on what was drawn (ALGORITHMS §2, C2).
+
+Shape letters: B rows, M candidates (the root and every source's nodes), N nodes kept, D depth of the deepest node,
+K draws of a node, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.cache import KVCache
+from draftsmith.inference.costs import STANDARD, StepCosts, paying
+from draftsmith.inference.step import Drafter, State
+from draftsmith.inference.tree import Draws, StaticTree, TokenTree, one_hot_draws
+from draftsmith.inference.verify import Verdict
+from draftsmith.kernels.tree_attention import ancestor_mask
+from draftsmith.models.target import Target
+
+DRAWN = 2.0  # tokens that drafters which draw at random are taken to bring in a step, when others' nodes are chosen
+
+
+@dataclass
+class Candidates:
+    """The root and all other nodes of all trees, one tree after the other.
+
+    tokens, parent, depth: ``[B, M]`` int64; the root is its own parent.
+    wanted: ``[B, M]`` bool, at first: valid; then: kept.
+    chance: ``[B, M]`` float32.
+    path: ``[B, M, D]`` the tokens on the way to each node plus 1, 0 behind it.
+    same: ``[B, M]`` int64 the first wanted candidate of the same path; M if there is none.
+    """
+
+    tokens: Tensor
+    parent: Tensor
+    depth: Tensor
+    wanted: Tensor
+    chance: Tensor
+    path: Tensor
+    same: Tensor
+
+
+class MergedDrafter(Drafter):
+    """A merge of drafters. No two valid nodes of one drafter's tree may stand for the same path, and each says how
+    likely its nodes are (``TokenTree.chance``).
+
+    Args:
+        drafters: by name; the order is that in which draws at random are tested, before all others.
+        num_nodes: of the merged tree at most, the root included.
+        costs: of the target's steps; left out: as many nodes as the budget allows.
+
+    Raises:
+        ValueError: the budget leaves no room for what the drafters draw at random.
+    """
+
+    def __init__(
+        self, drafters: Mapping[str, Drafter], target: Target, num_nodes: int, costs: StepCosts | None = None
+    ) -> None:
+        self.drafters, self.target, self.costs = list(drafters.values()), target, costs
+        self.sources = tuple(drafters)
+        self.static = all(drafter.static for drafter in self.drafters)
+        self.max_depth = max(drafter.max_depth for drafter in self.drafters)
+        self.branching = sum(drafter.branching for drafter in self.drafters)
+        self.most = 1 + sum(drafter.num_nodes - 1 for drafter in self.drafters)
+        self.num_nodes = min(num_nodes, self.most)
+        self.models = tuple(model for drafter in self.drafters for model in drafter.models)
+        self.captures = tuple(sorted({layer for drafter in self.drafters for layer in drafter.captures}))
+        # Of each drafter the columns of the features it reads; None if all of them.
+        self.columns: list[Tensor | None] = []
+        for drafter in self.drafters:
+            width, places = target.hidden_size, [0, *(1 + self.captures.index(layer) for layer in drafter.captures)]
+            columns = [torch.arange(place * width, (place + 1) * width, device=target.device) for place in places]
+            self.columns.append(None if tuple(drafter.captures) == self.captures else torch.cat(columns))
+        self.root = StaticTree([-1], target.device)
+
+    def allocate(self, cache: KVCache, static: bool) -> None:
+        self.fixed = static
+        for drafter in self.drafters:
+            drafter.allocate(cache, static)
+        device = self.target.device
+        # Of trees of 1, 2, … nodes; in sampling mode each row decides for itself, and the same on every machine.
+        each = self.costs.table(self.most, cache.rows) if self.costs else [1.0] * self.most
+        self.cost = torch.tensor(each, device=device)
+        self.standard_cost = torch.tensor(STANDARD.table(self.most, 1) if self.costs else each, device=device)
+        self.numbers = torch.arange(max(self.most, self.max_depth + 1), device=device)
+        self.bit = torch.ones(1, dtype=torch.int64, device=device) << torch.arange(64, device=device)
+        self.nothing = torch.zeros(cache.rows, 1, dtype=torch.int64, device=device)
+
+    def buffers(self) -> Sequence[Tensor]:
+        return [buffer for drafter in self.drafters for buffer in drafter.buffers()]
+
+    def begin(self, rows: slice) -> None:
+        for drafter in self.drafters:
+            drafter.begin(rows)
+
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+        for drafter, columns in zip(self.drafters, self.columns, strict=True):
+            drafter.prefill(_part(features, columns), tokens, start, rows)
+
+    def propose(self, state: State) -> TokenTree:
+        trees = [drafter.propose(its) for drafter, its in zip(self.drafters, self._states(state), strict=True)]
+        if not self.fixed and all(tree.tokens.shape[1] == 1 for tree in trees):
+            self.own = [self.nothing] * len(trees)
+            return self.root.fill(state.root[:, None], self.nothing)
+        drawn = [tree.draws is not None and tree.draws.q is not None for tree in trees]
+        sizes = [tree.tokens.shape[1] - 1 for tree in trees]
+        candidates = self._candidates(trees)
+        count = self._choose(candidates, sizes, drawn, together=state.settings is None)
+        return self._assemble(candidates, count, trees, sizes, drawn)
+
+    def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
+        behind = self.numbers[: verdict.path.shape[1]] > verdict.length[:, None]
+        path = (verdict.path if verdict.own is None else verdict.own).masked_fill(behind, -1)
+        for drafter, its, columns, own in zip(self.drafters, self._states(state), self.columns, self.own, strict=True):
+            numbers = torch.where(path >= 0, own.gather(1, path.clamp(min=0)), -1)
+            drafter.absorb(its, replace(verdict, own=numbers), tree, _part(features, columns))
+
+    def end(self, row: int) -> None:
+        for drafter in self.drafters:
+            drafter.end(row)
+
+    def _states(self, state: State) -> list[State]:
+        return [
+            replace(state, feature=_part(state.feature, columns), stream=16 * state.stream + number)
+            for number, columns in enumerate(self.columns)
+        ]
+
+    def _candidates(self, trees: Sequence[TokenTree]) -> Candidates:
+        levels = self.numbers[1 : self.max_depth + 1]
+        parts: list[tuple[Tensor, ...]] = []
+        shift = 0
+        for tree, name in zip(trees, self.sources, strict=True):
+            assert tree.chance is not None, f"{name}: its trees do not say how likely their nodes are"
+            mask = ancestor_mask(tree.ancestors, tree.tokens.shape[1]) if tree.mask is None else tree.mask
+            # A sum of one number and zeros: exact.
+            by_depth = torch.where(tree.depth[..., None] == levels, tree.tokens[..., None] + 1, 0).double()
+            parent = tree.parent.long().clamp(min=0)
+            parent = torch.where(parent > 0, parent + shift, 0)
+            its = (tree.tokens, parent, tree.depth.long(), tree.valid, tree.chance, mask.double() @ by_depth)
+            parts.append(tuple(part[:, 1:] for part in its) if parts else its)  # one root is that of all
+            shift += tree.tokens.shape[1] - 1
+        rows = len(self.nothing)
+        joined = [
+            torch.cat([part.expand(rows, *part.shape[1:]) for part in column], 1) for column in zip(*parts, strict=True)
+        ]
+        return Candidates(*joined, same=joined[0])
+
+    def _choose(self, c: Candidates, sizes: Sequence[int], drawn: Sequence[bool], together: bool) -> int:
+        """Narrow ``wanted`` to the nodes that are kept, one of each path; how many nodes the merged tree has."""
+        total = c.tokens.shape[1]
+        numbers, cost = self.numbers[:total], self.cost if together else self.standard_cost
+        equal = (c.path[:, :, None] == c.path[:, None]).all(-1)  # [B, M, M]
+        c.same = (equal & c.wanted[:, None]).int().argmax(-1)
+        # Of several sources' estimates: as if they were right or wrong independently of each other.
+        doubt = torch.log1p(-c.chance.clamp(max=0.9999)) * c.wanted
+        joint = -torch.expm1(torch.zeros_like(doubt).scatter_add_(1, c.same, doubt))
+        if not any(drawn):
+            c.wanted = c.wanted & (c.same == numbers)
+            c.chance = torch.where(c.wanted, joint, 0.0)
+            c.chance[:, 0].fill_(1.0)
+            likeliest, order = c.chance.sort(-1, descending=True, stable=True)
+            most = min(self.num_nodes, total)
+            pays = numbers[most - 1 : most] + 1 if self.fixed else paying(likeliest[:, :most], cost[:most], together)
+            c.wanted = c.wanted & (order.argsort(-1) < pays[:, None])
+            return most if self.fixed else int(pays.max())
+        # Nodes drawn at random stay; of the others a number that does not depend on them, chosen among themselves.
+        by_chance = torch.tensor([False, *(each for size, each in zip(sizes, drawn, strict=True) for _ in range(size))],
+                                 device=c.tokens.device)  # fmt: skip
+        others = c.wanted & ~by_chance
+        others[:, 0].fill_(False)
+        first = (equal & others[:, None]).int().argmax(-1)
+        others = others & (first == numbers)
+        likeliest, order = torch.where(others, c.chance, 0.0).sort(-1, descending=True, stable=True)
+        reserved = 1 + sum(drafter.num_nodes - 1 for drafter, each in zip(self.drafters, drawn, strict=True) if each)
+        room = max(0, min(self.num_nodes - reserved, total))
+        pays = torch.full_like(self.nothing[:1, 0], room)
+        if room and not self.fixed:
+            before = torch.full_like(likeliest[:, :1], DRAWN)
+            likeliest = torch.cat((before, likeliest[:, :room]), 1)
+            pays = paying(likeliest, cost[reserved - 1 : reserved + room], together=False) - 1
+        c.wanted = (c.wanted & by_chance) | (others & (order.argsort(-1) < pays[:, None]))
+        c.wanted[:, 0].fill_(True)
+        equal = equal & c.wanted[:, None]
+        c.same = torch.where(equal.any(-1), equal.int().argmax(-1), total)
+        c.wanted = c.wanted & (c.same == numbers)
+        c.chance = joint
+        return min(self.num_nodes, total) if self.fixed else int(c.wanted.sum(-1).max())
+
+    def _assemble(
+        self, c: Candidates, count: int, trees: Sequence[TokenTree], sizes: Sequence[int], drawn: Sequence[bool]
+    ) -> TokenTree:
+        total = c.tokens.shape[1]
+        order = torch.where(c.wanted, self.numbers[:total], total).sort(-1).values[:, :count]  # parents come first
+        valid = order < total
+        # Where each candidate is in the merged tree; ``count`` if nowhere.
+        place = torch.full((len(order), total + 1), count, device=order.device)
+        place = place.scatter_(1, torch.where(valid, order, total), torch.where(valid, self.numbers[:count], count))
+        place = place.gather(1, c.same)
+        order = order.clamp(max=total - 1)
+        tokens, depth, chance = (part.gather(1, order) for part in (c.tokens, c.depth, c.chance))
+        parent = torch.where(valid, place.gather(1, c.parent.gather(1, order)), 0)
+        parent[:, 0].fill_(-1)
+        path = c.path.gather(1, order[..., None].expand(-1, -1, c.path.shape[2]))
+        above = path[:, None]
+        mask = ((path[:, :, None] == above) | (above == 0)).all(-1) & valid[:, None]  # [B, N, N]
+        self.own, source = [], torch.zeros_like(place[:, : count + 1])
+        first = 0
+        for number, size in enumerate(sizes):
+            its_place = torch.cat((self.nothing, place[:, first + 1 : first + 1 + size]), 1)
+            its_place = torch.where(trees[number].valid, its_place, count)
+            own = torch.full_like(source, -1).scatter_(1, its_place, self.numbers[: size + 1].expand(len(place), -1))
+            self.own.append(own[:, :count])
+            source = source + ((own > 0).long() << number)
+            first += size
+        source = source[:, :count]
+        tree = TokenTree(
+            tokens, parent.int(), depth.int(), self._bitsets(mask), valid, mask, None, None, source, chance
+        )
+        return replace(tree, draws=self._draws(tree, trees, drawn)) if any(drawn) else tree
+
+    def _bitsets(self, mask: Tensor) -> Tensor:
+        """``[B, N, N]`` bool → ``[B, N, W]`` int64."""
+        words = mask.split(64, -1)
+        return torch.stack([(word * self.bit[: word.shape[-1]]).sum(-1) for word in words], -1)
+
+    def _draws(self, tree: TokenTree, trees: Sequence[TokenTree], drawn: Sequence[bool]) -> Draws:
+        """Each source's draws at every node: those at random first, then the others in the order of the nodes."""
+        children, kinds, laws, distributions = [], [], [], list[Tensor]()
+        rows, count = tree.tokens.shape
+        source = tree.source
+        assert source is not None
+        certain = 0  # bits of the sources that leave nothing to chance
+        for number, its in enumerate(trees):
+            if not drawn[number]:
+                certain |= 1 << number
+                continue
+            d, own = its.draws, self.own[number]
+            assert d is not None and d.q is not None
+            at = own.clamp(min=0)[..., None].expand(-1, -1, d.child.shape[2])
+            # Where its own nodes are in the merged tree.
+            place = torch.zeros(rows, its.tokens.shape[1] + 1, dtype=torch.int64, device=own.device)
+            place.scatter_(1, torch.where(own >= 0, own, its.tokens.shape[1]), self.numbers[:count].expand(rows, -1))
+            child = d.child.expand(rows, -1, -1).gather(1, at)
+            moved = place.gather(1, child.clamp(min=0).flatten(1)).view_as(child)
+            children.append(torch.where((child >= 0) & (own >= 0)[..., None], moved, -1))
+            kinds.append(d.kind.expand(rows, -1, -1).gather(1, at))
+            laws.append(d.law.expand(rows, -1, -1).gather(1, at) + sum(q.shape[1] for q in distributions))
+            q = d.q.expand(rows, -1, -1)
+            if d.ids is not None or q.shape[2] != self.target.vocab_size:
+                assert d.ids is not None
+                wide = q.new_zeros(rows, q.shape[1], self.target.vocab_size)
+                q = wide.scatter_(2, d.ids.expand(q.shape), q)
+            distributions.append(q)
+        if certain:
+            most = sum(drafter.branching for drafter, each in zip(self.drafters, drawn, strict=True) if not each)
+            rest = one_hot_draws(tree.parent, tree.valid & (source & certain != 0), min(most, count - 1))
+            children.append(rest.child)
+            kinds.append(rest.kind)
+            laws.append(rest.law)
+        return Draws(torch.cat(children, 2), torch.cat(kinds, 2), torch.cat(laws, 2), torch.cat(distributions, 1))
+
+
+def _part(features: Tensor, columns: Tensor | None) -> Tensor:
+    return features if columns is None else features[..., columns]
