@@ -157,6 +157,7 @@ class StaticTree:
     """A tree of fixed shape on a device; only the tokens change from step to step.
 
     parents: of each node, −1 at the root (node 0), parents before their children.
+    max_depth: of the drafter, for which A = max_depth + 1, if its trees may be deeper than this one.
 
     paths: ``[N, A]`` int64 the node numbers on the way to each node by depth, the root first; entry d behind a node's
         depth is d.
@@ -165,7 +166,7 @@ class StaticTree:
     others: ``[1, N, N]`` bool, row i True at i and its ancestors but the root.
     """
 
-    def __init__(self, parents: Sequence[int], device: torch.device) -> None:
+    def __init__(self, parents: Sequence[int], device: torch.device, max_depth: int = 0) -> None:
         parent = list(parents)
         paths: list[list[int]] = [[0]]
         for node in range(1, len(parent)):
@@ -177,13 +178,13 @@ class StaticTree:
         self.mask = ancestor_mask(self.ancestors, len(parent))
         most = max((parent.count(node) for node in range(len(parent))), default=0)
         self.draws = one_hot_draws(self.parent, self.valid, most)
-        deepest = max(map(len, paths))
+        deepest = max(max_depth + 1, *map(len, paths))
         self.paths = torch.tensor([path + list(range(len(path), deepest)) for path in paths], device=device)
         self.above, self.levels = self.parent.clamp(min=0).long(), self.depth.long()
         self.others = self.mask.clone()
         self.others[..., 0] = False
 
-    def fill(self, tokens: Tensor, source: Tensor | None = None) -> TokenTree:
+    def fill(self, tokens: Tensor, source: Tensor | None = None, chance: Tensor | None = None) -> TokenTree:
         """The tree with these tokens ``[B, N]`` (views, nothing is copied)."""
         rows = tokens.shape[0]
         parts = (self.parent, self.depth, self.ancestors, self.valid, self.mask)
@@ -191,7 +192,7 @@ class StaticTree:
         if rows > 1:
             draws = Draws(*(part.expand(rows, -1, -1) for part in (draws.child, draws.kind, draws.law)))
             parts = tuple(part.expand(rows, *part.shape[1:]) for part in parts)
-        return TokenTree(tokens, *parts, draws, self, source)
+        return TokenTree(tokens, *parts, draws, self, source, chance)
 
 
 def read_tree(path: Path) -> Topology:
