@@ -39,6 +39,7 @@ class Candidates:
     chance: ``[B, M]`` float32.
     path: ``[B, M, D]`` the tokens on the way to each node plus 1, 0 behind it.
     same: ``[B, M]`` int64 the first wanted candidate of the same path; M if there is none.
+    proposed: ``[B, M]`` bool, False where a source's node is not valid, or was left out before sources were compared.
     """
 
     tokens: Tensor
@@ -48,6 +49,7 @@ class Candidates:
     chance: Tensor
     path: Tensor
     same: Tensor
+    proposed: Tensor
 
 
 class MergedDrafter(Drafter):
@@ -86,6 +88,8 @@ class MergedDrafter(Drafter):
     def allocate(self, cache: KVCache, static: bool) -> None:
         self.fixed = static
         for drafter in self.drafters:
+            if hasattr(drafter, "most_missing"):
+                drafter.most_missing = self.max_depth  # pyright: ignore
             drafter.allocate(cache, static)
         device = self.target.device
         # Of trees of 1, 2, … nodes; in sampling mode each row decides for itself, and the same on every machine.
@@ -153,7 +157,7 @@ class MergedDrafter(Drafter):
         joined = [
             torch.cat([part.expand(rows, *part.shape[1:]) for part in column], 1) for column in zip(*parts, strict=True)
         ]
-        return Candidates(*joined, same=joined[0])
+        return Candidates(*joined, same=joined[0], proposed=joined[3])
 
     def _choose(self, c: Candidates, sizes: Sequence[int], drawn: Sequence[bool], together: bool) -> int:
         """Narrow ``wanted`` to the nodes that are kept, one of each path; how many nodes the merged tree has."""
@@ -168,7 +172,7 @@ class MergedDrafter(Drafter):
             c.wanted = c.wanted & (c.same == numbers)
             c.chance = torch.where(c.wanted, joint, 0.0)
             c.chance[:, 0].fill_(1.0)
-            likeliest, order = c.chance.sort(-1, descending=True, stable=True)
+            likeliest, order = c.chance.sort(dim=-1, descending=True, stable=True)
             most = min(self.num_nodes, total)
             pays = numbers[most - 1 : most] + 1 if self.fixed else paying(likeliest[:, :most], cost[:most], together)
             c.wanted = c.wanted & (order.argsort(-1) < pays[:, None])
@@ -180,7 +184,7 @@ class MergedDrafter(Drafter):
         others[:, 0].fill_(False)
         first = (equal & others[:, None]).int().argmax(-1)
         others = others & (first == numbers)
-        likeliest, order = torch.where(others, c.chance, 0.0).sort(-1, descending=True, stable=True)
+        likeliest, order = torch.where(others, c.chance, 0.0).sort(dim=-1, descending=True, stable=True)
         reserved = 1 + sum(drafter.num_nodes - 1 for drafter, each in zip(self.drafters, drawn, strict=True) if each)
         room = max(0, min(self.num_nodes - reserved, total))
         pays = torch.full_like(self.nothing[:1, 0], room)
@@ -190,6 +194,7 @@ class MergedDrafter(Drafter):
             pays = paying(likeliest, cost[reserved - 1 : reserved + room], together=False) - 1
         c.wanted = (c.wanted & by_chance) | (others & (order.argsort(-1) < pays[:, None]))
         c.wanted[:, 0].fill_(True)
+        c.proposed = c.wanted
         equal = equal & c.wanted[:, None]
         c.same = torch.where(equal.any(-1), equal.int().argmax(-1), total)
         c.wanted = c.wanted & (c.same == numbers)
@@ -213,11 +218,12 @@ class MergedDrafter(Drafter):
         path = c.path.gather(1, order[..., None].expand(-1, -1, c.path.shape[2]))
         above = path[:, None]
         mask = ((path[:, :, None] == above) | (above == 0)).all(-1) & valid[:, None]  # [B, N, N]
-        self.own, source = [], torch.zeros_like(place[:, : count + 1])
+        self.own, source = [], self.nothing.repeat(1, count + 1)
         first = 0
         for number, size in enumerate(sizes):
-            its_place = torch.cat((self.nothing, place[:, first + 1 : first + 1 + size]), 1)
-            its_place = torch.where(trees[number].valid, its_place, count)
+            its = slice(first + 1, first + 1 + size)
+            its_place = torch.where(c.proposed[:, its], place[:, its], count)
+            its_place = torch.cat((self.nothing, its_place), 1)
             own = torch.full_like(source, -1).scatter_(1, its_place, self.numbers[: size + 1].expand(len(place), -1))
             self.own.append(own[:, :count])
             source = source + ((own > 0).long() << number)
