@@ -13,11 +13,14 @@ replacement, what of its law was still to be had. Any r(x) is p(x) and the laws 
 them again, so nothing of size V is written. Where every draw is one-hot, what is left after some of them is p without
 their tokens, and one pass over V gives all chances.
 
+A q over a reduced vocabulary is not widened: a map from the target's tokens to the entries of q is made before the
+launch, and looked up wherever q is read; a token without an entry has probability 0.
+
 Draws are tested in their order, and uniforms are arguments, so that the kernel and the reference can be compared token
 for token. Sums are taken in another order than PyTorch's: a coin within rounding of a border may
 fall on the other side.
 
-Shape letters: B rows, N nodes, K draws of a node, V vocabulary, R laws, A depth of the deepest node + 1.
+Shape letters: B rows, N nodes, K draws of a node, V vocabulary, Vq that of q, R laws, A depth of the deepest node + 1.
 """
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
@@ -114,39 +117,58 @@ def _draws_of(tokens, child, kind, law, batch, node, N, K, turns):
 
 
 @jit
-def _still_to_be_had(q, x, token, kind, law, turns, turn, source, V):
-    """Row ``source`` of q at tokens x, without what the node drew from it before ``turn``."""
-    earlier = (turns < turn) & (kind == 2) & (law == source)
-    gone = tl.sum(((x[:, None] == token[None, :]) & earlier[None, :]).to(tl.int32), 1) > 0
-    return tl.load(q + source * V + x, mask=(x < V) & (gone == 0), other=0.0)
+def _q_at(q, entry, source, x, mask, V, VQ, entry_row, HAS_IDS: constexpr):
+    """Row ``source`` of q at tokens x; 0 outside the mask, and where the token has no entry in a reduced vocabulary.
+
+    entry: the row's map of the target's tokens to entries of q, −1 where there is none; its next law is ``entry_row``
+    further (0: the same map).
+    """
+    if HAS_IDS:
+        its_entry = tl.load(entry + source * entry_row + x, mask=mask, other=-1)
+        values = tl.load(q + source * VQ + its_entry, mask=its_entry >= 0, other=0.0)
+    else:
+        values = tl.load(q + source * V + x, mask=mask, other=0.0)
+    return values
 
 
 @jit
-def _law_of(q, x, token, kind, law, scale, turns, turn, V):
+def _still_to_be_had(q, entry, x, token, kind, law, turns, turn, source, V, VQ, entry_row, HAS_IDS: constexpr):
+    """Row ``source`` of q at tokens x, without what the node drew from it before ``turn``."""
+    earlier = (turns < turn) & (kind == 2) & (law == source)
+    gone = tl.sum(((x[:, None] == token[None, :]) & earlier[None, :]).to(tl.int32), 1) > 0
+    return _q_at(q, entry, source, x, (x < V) & (gone == 0), V, VQ, entry_row, HAS_IDS)
+
+
+@jit
+def _law_of(q, entry, x, token, kind, law, scale, turns, turn, V, VQ, entry_row, HAS_IDS: constexpr):
     """The law of draw ``turn`` at tokens x. Where an earlier draw is out of the bag it should be 0, and is not: r is 0
     there, because that draw was rejected (r < q), so (r − q)+ is 0 with either."""
     if _pick(kind, turns, turn) == 0:
         values = (x == _pick(token, turns, turn)).to(tl.float32)
     else:
-        values = tl.load(q + _pick(law, turns, turn) * V + x, mask=x < V, other=0.0) / _pick(scale, turns, turn)
+        values = _q_at(q, entry, _pick(law, turns, turn), x, x < V, V, VQ, entry_row, HAS_IDS)
+        values = values / _pick(scale, turns, turn)
     return values
 
 
 @jit
-def _residual(p, q, x, token, kind, law, scale, mass, turns, last, V):
+def _residual(
+    p, q, entry, x, token, kind, law, scale, mass, turns, last, V, VQ, entry_row, HAS_IDS: constexpr
+):  # fmt: skip
     """r before draw ``last`` at tokens x. A mass of 0: no draw, or nothing to subtract it from."""
     r = tl.load(p + x, mask=x < V, other=0.0)
     for turn in range(last):
         its_mass = _pick(mass, turns, turn)
         if its_mass > 0:
-            r = tl.maximum(r - _law_of(q, x, token, kind, law, scale, turns, turn, V), 0.0) / its_mass
+            its_q = _law_of(q, entry, x, token, kind, law, scale, turns, turn, V, VQ, entry_row, HAS_IDS)
+            r = tl.maximum(r - its_q, 0.0) / its_mass
     return r
 
 
 @jit
 def _acceptances_kernel(
-    p, tokens, child, kind, law, q, chance, mass_out, scale_out, N, K, R, V,
-    BLOCK_K: constexpr, BLOCK_V: constexpr,
+    p, tokens, child, kind, law, q, entry, chance, mass_out, scale_out, N, K, R, V, VQ, entry_batch, entry_row,
+    HAS_IDS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr,
 ):  # fmt: skip
     """Phase A, any draws: one node per program, a pass over V for every draw (and one before it for a draw without
     replacement, for what its law has left)."""
@@ -155,7 +177,8 @@ def _acceptances_kernel(
     turns = tl.arange(0, BLOCK_K)
     there, token, its_kind, its_law = _draws_of(tokens, child, kind, law, batch, node, N, K, turns)
     p += (batch * N + node) * V
-    q += batch * R * V
+    q += batch * R * VQ
+    entry += batch * entry_batch
     chances = tl.zeros([BLOCK_K], tl.float32)
     mass = tl.zeros([BLOCK_K], tl.float32)
     scale = tl.full([BLOCK_K], 1.0, tl.float32)
@@ -169,7 +192,9 @@ def _acceptances_kernel(
                 had = tl.zeros([BLOCK_V], tl.float32)
                 for start in range(0, V, BLOCK_V):
                     x = start + tl.arange(0, BLOCK_V)
-                    had += _still_to_be_had(q, x, token, its_kind, its_law, turns, turn, source, V)
+                    had += _still_to_be_had(
+                        q, entry, x, token, its_kind, its_law, turns, turn, source, V, VQ, entry_row, HAS_IDS
+                    )  # fmt: skip
                 scale = tl.where(turns == turn, tl.sum(had, 0), scale)
             its_token = _pick(token, turns, turn)
             left = tl.zeros([BLOCK_V], tl.float32)
@@ -177,8 +202,12 @@ def _acceptances_kernel(
             q_there = tl.zeros([BLOCK_V], tl.float32)
             for start in range(0, V, BLOCK_V):
                 x = start + tl.arange(0, BLOCK_V)
-                r = _residual(p, q, x, token, its_kind, its_law, scale, mass, turns, turn, V)
-                its_q = _law_of(q, x, token, its_kind, its_law, scale, turns, turn, V)
+                r = _residual(
+                    p, q, entry, x, token, its_kind, its_law, scale, mass, turns, turn, V, VQ, entry_row, HAS_IDS
+                )  # fmt: skip
+                its_q = _law_of(
+                    q, entry, x, token, its_kind, its_law, scale, turns, turn, V, VQ, entry_row, HAS_IDS
+                )  # fmt: skip
                 left += tl.maximum(r - its_q, 0.0)
                 r_there += tl.where(x == its_token, r, 0.0)
                 q_there += tl.where(x == its_token, its_q, 0.0)
@@ -229,10 +258,14 @@ def _one_hot_acceptances_kernel(
 
 
 @jit
-def _weights(p, q, x, V, token, kind, law, scale, mass, turns, draws, HAS_Q: constexpr):
+def _weights(
+    p, q, entry, x, V, VQ, entry_row, token, kind, law, scale, mass, turns, draws, HAS_Q: constexpr, HAS_IDS: constexpr
+):  # fmt: skip
     """What is left at tokens x once all draws of a node are rejected."""
     if HAS_Q:
-        weights = _residual(p, q, x, token, kind, law, scale, mass, turns, draws, V)
+        weights = _residual(
+            p, q, entry, x, token, kind, law, scale, mass, turns, draws, V, VQ, entry_row, HAS_IDS
+        )  # fmt: skip
     else:
         drawn = tl.sum((x[:, None] == token[None, :]).to(tl.int32), 1) > 0
         weights = tl.load(p + x, mask=(x < V) & (drawn == 0), other=0.0)
@@ -241,8 +274,9 @@ def _weights(p, q, x, V, token, kind, law, scale, mass, turns, draws, HAS_Q: con
 
 @jit
 def _walk_and_draw_kernel(
-    p, tokens, child, kind, law, q, chance, mass_in, scale_in, coins, last_coin, path, length_out, node_out, bonus,
-    N, K, R, V, max_depth, HAS_Q: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr,
+    p, tokens, child, kind, law, q, entry, chance, mass_in, scale_in, coins, last_coin, path, length_out, node_out,
+    bonus, N, K, R, V, VQ, entry_batch, entry_row, max_depth, HAS_Q: constexpr, HAS_IDS: constexpr, BLOCK_K: constexpr,
+    BLOCK_V: constexpr,
 ):  # fmt: skip
     """Phases B and C: one row per program."""
     batch = tl.program_id(0).to(tl.int64)
@@ -270,24 +304,36 @@ def _walk_and_draw_kernel(
         place = (batch * N + node) * K + turns
         mass = tl.load(mass_in + place, mask=turns < K, other=0.0)
         scale = tl.load(scale_in + place, mask=turns < K, other=1.0)
-        q += batch * R * V
+        q += batch * R * VQ
+        entry += batch * entry_batch
     draws = tl.max(tl.where(there, turns + 1, 0), 0)
     p += (batch * N + node) * V
     total = tl.zeros([BLOCK_V], tl.float64)
     for start in range(0, V, BLOCK_V):
         x = start + tl.arange(0, BLOCK_V)
-        total += _weights(p, q, x, V, token, its_kind, its_law, scale, mass, turns, draws, HAS_Q).to(tl.float64)
+        total += _weights(
+            p, q, entry, x, V, VQ, entry_row, token, its_kind, its_law, scale, mass, turns, draws, HAS_Q, HAS_IDS
+        ).to(tl.float64)  # fmt: skip
     border = tl.load(last_coin + batch).to(tl.float64) * tl.sum(total, 0)
     before = tl.sum(total, 0) * 0  # the sum of the blocks before
     found = V + tl.zeros([BLOCK_V], tl.int32)  # by lane, the first token whose sum is above the border
     for start in range(0, V, BLOCK_V):
         x = start + tl.arange(0, BLOCK_V)
-        w = _weights(p, q, x, V, token, its_kind, its_law, scale, mass, turns, draws, HAS_Q).to(tl.float64)
+        w = _weights(
+            p, q, entry, x, V, VQ, entry_row, token, its_kind, its_law, scale, mass, turns, draws, HAS_Q, HAS_IDS
+        ).to(tl.float64)  # fmt: skip
         sums = before + tl.cumsum(w, 0)
         found = tl.minimum(found, tl.where((sums > border) & (w > 0), x, V))
         before += tl.sum(w, 0)
     token_found = tl.min(found, 0)
     tl.store(bonus + batch, tl.where(token_found < V, token_found, 0).to(tl.int64))
+
+
+def entries_of(ids: Tensor, vocabulary: int) -> Tensor:
+    """Where each of the target's tokens is in a reduced vocabulary: ``ids [.., Vq]`` int64 → ``[.., V]`` int32, −1
+    where it is not."""
+    entries = torch.full((*ids.shape[:-1], vocabulary), -1, dtype=torch.int32, device=ids.device)
+    return entries.scatter_(-1, ids, torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device).expand_as(ids))
 
 
 def verify_tile(most: int, vocabulary: int) -> dict[str, int]:
@@ -337,7 +383,13 @@ def verify_sample(
     if block:
         tile["BLOCK_V"] = block
     has_q = q is not None
-    laws = p if q is None else q.contiguous()  # a pointer that nobody follows
+    laws = p if q is None else q.contiguous()  # p: a pointer that nobody follows
+    has_ids = has_q and ids is not None
+    entries, strides = laws, [0, 0]  # as above
+    if has_q and ids is not None:
+        entries = entries_of(ids, vocabulary)
+        strides = [0 if size == 1 else stride for size, stride in zip(ids.shape, entries.stride(), strict=True)][:2]
+    sizes = (nodes, most, laws.shape[1], vocabulary, laws.shape[2], *strides)
     chance = torch.empty(child.shape, dtype=torch.float32, device=p.device)
     mass, scale = torch.empty_like(chance), torch.empty_like(chance)
     path = torch.empty(rows, max_depth + 1, dtype=torch.int64, device=p.device)
@@ -345,14 +397,14 @@ def verify_sample(
     with torch.cuda.device_of(p):
         if most and has_q:
             _acceptances_kernel[(rows, nodes)](
-                p, tokens, child, kind, law, laws, chance, mass, scale, nodes, most, laws.shape[1], vocabulary, **tile
+                p, tokens, child, kind, law, laws, entries, chance, mass, scale, *sizes, HAS_IDS=has_ids, **tile
             )
         elif most:
             _one_hot_acceptances_kernel[(rows, nodes)](
                 p, tokens, child, kind, law, chance, nodes, most, vocabulary, **tile
             )
         _walk_and_draw_kernel[(rows,)](
-            p, tokens, child, kind, law, laws, chance, mass, scale, coins, last_coin, path, length, node, bonus,
-            nodes, most, laws.shape[1], vocabulary, max_depth, HAS_Q=has_q, **tile,
+            p, tokens, child, kind, law, laws, entries, chance, mass, scale, coins, last_coin, path, length, node,
+            bonus, *sizes, max_depth, HAS_Q=has_q, HAS_IDS=has_ids, **tile,
         )  # fmt: skip
     return path, length, node, bonus

@@ -25,8 +25,17 @@ def random_law(rng, size, sharp):
     return torch.tensor(weights).double().div(sum(weights)).float()
 
 
-def random_rows(rng, rows, nodes, most, size, laws, kinds):
-    """``rows`` trees whose draws really come from the laws they name: p, tokens, child, kind, law, q, depth."""
+def random_ids(rng, rows, laws, size, reduced, shared):
+    """A reduced vocabulary of ``reduced`` tokens, in any order: the same for all rows, all laws of a row, or not."""
+    ids = torch.tensor([[rng.sample(range(size), reduced) for _ in range(laws)] for _ in range(rows)])
+    return ids[: 1 if "rows" in shared else rows, : 1 if "laws" in shared else laws]
+
+
+def random_rows(rng, rows, nodes, most, size, laws, kinds, ids=None):
+    """``rows`` trees whose draws really come from the laws they name: p, tokens, child, kind, law, q, depth.
+
+    ids: of a reduced vocabulary, to which the laws are cut.
+    """
     p, q = torch.empty(rows, nodes, size), torch.empty(rows, max(laws, 1), size)
     tokens = torch.zeros(rows, nodes, dtype=torch.int64)
     child = torch.full((rows, nodes, most), -1)
@@ -42,6 +51,10 @@ def random_rows(rng, rows, nodes, most, size, laws, kinds):
             q[row, source] = (
                 base if choice < 0.5 else p[row, rng.randrange(nodes)] if choice < 0.7 else random_law(rng, size, False)
             )
+            if ids is not None:
+                kept = ids[row % len(ids), source % ids.shape[1]]
+                q[row, source] = torch.zeros(size).scatter(0, kept, q[row, source][kept] + 0.01)
+                q[row, source] /= q[row, source].sum()
         depth, used = [0], 1
         for node in range(nodes):
             if node >= used:
@@ -69,6 +82,8 @@ def random_rows(rng, rows, nodes, most, size, laws, kinds):
                     tokens[row, below[token]] = token
                 child[row, node, turn], kind[row, node, turn], law[row, node, turn] = below[token], its_kind, source
         deepest = max(deepest, *depth)
+    if ids is not None:
+        q = q.gather(2, ids.expand(rows, laws, -1))
     return p, tokens, child, kind, law, q if laws else None, deepest
 
 
@@ -76,7 +91,7 @@ def explained(tree, p, coins, last_coin, row, path, length):
     """Whether some coin of the walk, or the last one, lies at a border, computed in float64."""
     d = tree.draws
     q = None if d.q is None else d.q.double()
-    chance, rest = acceptances_reference(p.double(), tree.tokens, d.child, d.kind, d.law, q)
+    chance, rest = acceptances_reference(p.double(), tree.tokens, d.child, d.kind, d.law, q, d.ids)
     nodes = path[row, : length[row] + 1]
     if chance.shape[-1] and float((coins[row, nodes] - chance[row, nodes]).abs().min()) < NEAR:
         return True
@@ -84,18 +99,19 @@ def explained(tree, p, coins, last_coin, row, path, length):
     return float((sums / sums[-1] - last_coin[row]).abs().min()) < NEAR
 
 
-def compare(device, rng, rows, nodes, most, size, laws, kinds, block, last_coin=None):
+def compare(device, rng, rows, nodes, most, size, laws, kinds, block, last_coin=None, ids=None):
     """Returns how many rows differed, each within rounding of a border, and the accepted lengths."""
-    p, tokens, child, kind, law, q, deepest = random_rows(rng, rows, nodes, most, size, laws, kinds)
+    p, tokens, child, kind, law, q, deepest = random_rows(rng, rows, nodes, most, size, laws, kinds, ids)
     generator = torch.Generator().manual_seed(rng.randrange(1 << 32))
     coins = torch.rand(rows, nodes, most, generator=generator)
     if last_coin is None:
         last_coin = torch.rand(rows, 3, generator=generator)[:, -1]  # a column, as the engine's is
     none = torch.zeros(rows, nodes, dtype=torch.int32)
-    tree = TokenTree(tokens, none, none, none[..., None].long(), none == 0, draws=Draws(child, kind, law, q))
-    wanted = verify_sample_reference(p, tokens, child, kind, law, q, coins, last_coin, deepest)
+    tree = TokenTree(tokens, none, none, none[..., None].long(), none == 0, draws=Draws(child, kind, law, q, ids))
+    wanted = verify_sample_reference(p, tokens, child, kind, law, q, coins, last_coin, deepest, ids)
     there = [x if x is None else x.to(device) for x in (p, tokens, child, kind, law, q, coins, last_coin)]
-    got = [x.cpu() for x in verify_sample(*there, deepest, block=block)]
+    its_ids = None if ids is None else ids.to(device)
+    got = [x.cpu() for x in verify_sample(*there, deepest, block=block, ids=its_ids)]
     assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(got, wanted, strict=True))
     same = torch.stack([(a == b).reshape(rows, -1).all(1) for a, b in zip(got, wanted, strict=True)]).all(0)
     for row in (~same).nonzero()[:, 0].tolist():
@@ -121,6 +137,38 @@ def test_replay(device, seed, rows, nodes, most, size, laws, kinds, block):
     differed, lengths = compare(device, random.Random(seed), rows, nodes, most, size, laws, kinds, block)
     assert differed <= 1 and len(lengths) == rows
     assert {0, 1, 2} <= set(lengths)
+
+
+@seeds
+@pytest.mark.parametrize("shared", [(), ("rows",), ("laws",), ("rows", "laws")], ids="-".join)
+@pytest.mark.parametrize(("rows", "nodes", "most", "size", "reduced", "laws", "kinds", "block"), [
+    (40, 3, 2, 7, 3, 2, ANY, 8), (8, 4, 3, 33, 17, 2, ANY, 32), (7, 3, 3, 70, 33, 3, ANY, 0),
+    (10, 4, 3, 13, 5, 2, [WITHOUT_REPLACEMENT], 16),
+])  # fmt: skip
+def test_replay_of_reduced_vocabularies(device, seed, rows, nodes, most, size, reduced, laws, kinds, block, shared):
+    """Laws over some of the target's tokens; one-hot draws of the others, too."""
+    rng = random.Random(seed)
+    ids = random_ids(rng, rows, laws, size, reduced, shared)
+    differed, lengths = compare(device, rng, rows, nodes, most, size, laws, kinds, block, ids=ids)
+    assert differed <= 1 and len(lengths) == rows
+    assert len(set(lengths)) > 1
+
+
+def test_a_draw_outside_the_reduced_vocabulary(device):
+    """A one-hot draw's token has no entry in q; then r = (1, 2, 0, 4) / 7, and 3 is drawn with q(3) = 0.8."""
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4]).repeat(200, 3, 1)
+    q, ids = torch.tensor([[[0.8, 0.2]]]).repeat(200, 1, 1), torch.tensor([[[3, 0]]])
+    tokens = torch.tensor([[0, 2, 3]]).repeat(200, 1)
+    child = torch.tensor([[[1, 2], [-1, -1], [-1, -1]]]).repeat(200, 1, 1)
+    kind = torch.tensor([ONE_HOT, IID], dtype=torch.int8).expand_as(child)
+    number = torch.arange(200)
+    coins = (torch.stack([number, number * 37 % 200], 1)[:, None] / 200 + 1e-3).repeat(1, 3, 1)
+    there = [x.to(device) for x in (p, tokens, child, kind, torch.zeros_like(child), q, coins, number / 200)]
+    _, length, node, bonus = (x.cpu() for x in verify_sample(*there, 1, block=2, ids=ids.to(device)))
+    first, second = coins[:, 0, 0] < 0.3, coins[:, 0, 1] < 4 / 7 / 0.8
+    assert torch.equal(node, torch.where(first, 1, torch.where(second, 2, 0)))
+    assert len(set(node.tolist())) == 3 and torch.equal(length, (node > 0).long())
+    assert (bonus[node == 0] == 1).all(), "(r − q)+ is left of token 1 alone"
 
 
 @seeds
