@@ -43,6 +43,9 @@ def random_rows(rng, rows, nodes, most, size, laws, kinds, ids=None):
     deepest = 0
     for row in range(rows):
         base = random_law(rng, size, rng.random() < 0.5)
+        if ids is not None:  # most of the mass where drafts come from
+            base[ids[row % len(ids), 0]] += 0.2
+            base /= base.sum()
         for node in range(nodes):  # near one another, so that something is accepted
             mixed = 0.6 * base + 0.4 * random_law(rng, size, rng.random() < 0.5)
             p[row, node] = mixed / mixed.sum()
