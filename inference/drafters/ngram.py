@@ -113,7 +113,8 @@ class NgramDrafter(Drafter):
         device = torch.device("cpu") if self.on_host else self.device
         # Token p of a text is in column p + longest: a match ends before the text's first token, where −1 is.
         columns = self.longest + cache.capacity
-        self.history = torch.full((cache.rows, columns), -1, dtype=torch.int64, device=device)
+        self.history = torch.zeros(cache.rows, columns, dtype=torch.int64, device=device)
+        self.history[:, : self.longest] = -1
         # By class: tokens that were right, and all; at first those of the prior.
         prior = torch.tensor([[share * STRENGTH for share in PRIOR], [STRENGTH] * len(PRIOR)])
         self.prior = prior.to(device)

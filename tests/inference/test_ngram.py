@@ -1,0 +1,350 @@
+"""Drafting from the text's own past, against a plain Python reference, and through the checks of every drafter."""
+
+import itertools
+import random
+
+import lossless_suite
+import pytest
+import torch
+
+from draftsmith.inference.cache import KVCache
+from draftsmith.inference.costs import StepCosts
+from draftsmith.inference.drafters.ngram import BEGINS, PRIOR, STRENGTH, NgramDrafter
+from draftsmith.inference.step import State
+from draftsmith.inference.verify import Verdict
+from draftsmith.kernels.tree_attention import ancestor_mask
+
+CAPACITY = 160
+MODES = pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+FREE = StepCosts({1: 1.0, 30_000: 2.0})  # nodes cost little, also in a batch of thousands
+
+
+class Reference:
+    """One text, its candidates, and what came true in it."""
+
+    def __init__(self, longest, shortest, depth, branches):
+        self.longest, self.shortest, self.depth, self.branches = longest, shortest, depth, branches
+        self.right = [share * STRENGTH for share in PRIOR]
+        self.tried = [STRENGTH] * len(PRIOR)
+
+    def matches(self, text):
+        """(tokens that match, where the match ends), the best first."""
+        found = []
+        for end in range(len(text) - 1):
+            length = 0
+            while length < min(self.longest, end + 1) and text[end - length] == text[len(text) - 1 - length]:
+                length += 1
+            if length >= self.shortest:
+                found.append((length, end))
+        return sorted(found, reverse=True)[: self.branches]
+
+    def nodes(self, text):
+        """Path → (chance, class), in the order of the nodes."""
+        nodes = {}
+        for turn, (length, end) in enumerate(self.matches(text)):
+            path, chance, own = (), 1.0, turn == 0
+            for k in range(self.depth):
+                path += (text[end + 1 + k % (len(text) - 1 - end)],)
+                if path not in nodes:
+                    kind = max(n for n, begin in enumerate(BEGINS) if begin <= length + k)
+                    kind += 0 if own else len(BEGINS)
+                    own = True
+                    nodes[path] = (chance * self.right[kind] / self.tried[kind], kind)
+                chance = nodes[path][0]
+        return nodes
+
+    def absorb(self, nodes, committed):
+        for path, (_, kind) in nodes.items():
+            if len(path) <= len(committed) and list(path[:-1]) == committed[: len(path) - 1]:
+                self.tried[kind] += 1
+                self.right[kind] += path[-1] == committed[len(path) - 1]
+
+
+class Driver:
+    """A drafter driven by hand, of texts that are known."""
+
+    def __init__(self, target, rows, static, **options):
+        self.drafter, self.target = NgramDrafter(target, **options), target
+        self.cache = KVCache(target, rows, CAPACITY)
+        self.root = torch.zeros(rows, dtype=torch.int64)
+        self.drafter.allocate(self.cache, static)
+
+    def begin(self, rows, prompts, chunk=7):
+        """The prompts but for their last tokens, the roots, padded with the last token of the longest."""
+        self.drafter.begin(rows)
+        longest = max(map(len, prompts)) - 1
+        padding = [prompt[-1] for prompt in prompts]
+        padded = [[*p[:-1], *[end] * (longest + 1 - len(p))] for p, end in zip(prompts, padding, strict=True)]
+        tokens = torch.tensor(padded).view(len(prompts), longest)
+        for start in range(0, longest, chunk):
+            part = tokens[:, start : start + chunk]
+            self.drafter.prefill(torch.zeros(*part.shape, 1), part, start, rows)
+        self.cache.lengths[rows] = torch.tensor([len(prompt) - 1 for prompt in prompts])
+        self.root[rows] = torch.tensor([prompt[-1] for prompt in prompts])
+
+    def end(self, row):
+        self.cache.lengths[row] = 0
+        self.drafter.end(row)
+
+    def propose(self):
+        lengths = self.cache.lengths
+        self.state = State(self.root, lengths, torch.zeros(len(lengths), 1), lengths > 0, None, lengths)
+        self.tree = self.drafter.propose(self.state)
+        return [self.paths(row) for row in range(len(lengths))]
+
+    def paths(self, row):
+        """Path → (chance, node) of a row's valid nodes but the root; everything else the tree says agrees with it."""
+        tree, found, names = self.tree, {}, {0: ()}
+        rows, nodes = tree.tokens.shape
+        assert nodes <= self.drafter.num_nodes and tree.ancestors.shape[2] == -(-nodes // 64)
+        assert tree.parent.dtype == tree.depth.dtype == torch.int32
+        assert tree.tokens.shape == tree.valid.shape == tree.source.shape == tree.chance.shape == (rows, nodes)
+        assert bool((tree.tokens[row] >= 0).all())
+        mask = ancestor_mask(tree.ancestors, nodes)
+        if tree.mask is not None:
+            assert torch.equal(mask, tree.mask)
+        assert bool(mask[row, :, 0].all()), "a node that sees nothing of its tree"
+        assert int(tree.parent[row, 0]) == -1 and float(tree.chance[row, 0]) == 1 and int(tree.source[row, 0]) == 0
+        above = {0: {0}}
+        for node in range(1, nodes):
+            if not tree.valid[row, node]:
+                assert float(tree.chance[row, node]) == 0 and int(tree.source[row, node]) == 0
+                continue
+            parent = int(tree.parent[row, node])
+            names[node] = (*names[parent], int(tree.tokens[row, node]))
+            above[node] = above[parent] | {node}
+            assert int(tree.depth[row, node]) == len(names[node]) and int(tree.source[row, node]) == 1
+            assert set(mask[row, node].nonzero().flatten().tolist()) == above[node]
+            assert names[node] not in found, "two nodes for one path"
+            found[names[node]] = (float(tree.chance[row, node]), node)
+        return found
+
+    def absorb(self, futures):
+        """Accept what the futures say; returns what each row commits."""
+        depth = self.drafter.max_depth
+        paths, lengths, committed = [], [], []
+        for row, future in enumerate(futures):
+            nodes, path = self.paths(row), [0]
+            while len(path) <= depth and tuple(future[: len(path)]) in nodes:
+                path.append(nodes[tuple(future[: len(path)])][1])
+            lengths.append(len(path) - 1)
+            paths.append(path + list(range(len(path), depth + 1)))
+            committed.append(list(future[: len(path)]) if self.cache.lengths[row] else [])
+        length, path = torch.tensor(lengths), torch.tensor(paths)
+        bonus = torch.tensor([future[n] for future, n in zip(futures, lengths, strict=True)])
+        node = path.gather(1, length[:, None])[:, 0]
+        verdict = Verdict(path, length, node, bonus, torch.ones_like(node, dtype=torch.bool))
+        self.drafter.absorb(self.state, verdict, self.tree, torch.zeros(*self.tree.tokens.shape, 1))
+        self.cache.lengths += (length + 1) * (self.cache.lengths > 0)
+        self.root.copy_(bonus)
+        return committed
+
+
+def repetitive(rng, count, alphabet):
+    """A random text, half of which is copied from before, now and then as a loop."""
+    text = [rng.randrange(alphabet)]
+    while len(text) < count:
+        if rng.random() < 0.5:
+            text.append(rng.randrange(alphabet))
+        else:
+            back = rng.randint(1, len(text))
+            text += [text[len(text) - back + k % back] for k in range(rng.choice([1, 3, 6, 12, 50]))]
+    return text[:count]
+
+
+@MODES
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"longest": 10, "shortest": 2, "depth": 10, "branches": 2},
+        {"longest": 4, "shortest": 1, "depth": 5, "branches": 3},
+        {"longest": 1, "shortest": 1, "depth": 1, "branches": 1},
+        {"longest": 6, "shortest": 3, "depth": 23, "branches": 3},  # 70 nodes: two words
+    ],
+    ids=str,
+)
+def test_reference(make_target, options, static):
+    """Candidates, their order and chances, in a ragged batch whose rows begin other texts while their neighbours go
+    on."""
+    rng, rows = random.Random(repr(options)), 3
+    driver = Driver(make_target("llama"), rows, static, **options)
+    texts, done, references = [[] for _ in range(rows)], [0] * rows, [Reference(**options) for _ in range(rows)]
+    seen = {"nothing": 0, "forks": 0, "periodic": 0, "accepted": 0, "all": 0}
+    for step in range(60):
+        for row in range(rows):
+            if not driver.cache.lengths[row] and (step == 0 or rng.random() < 0.7):
+                texts[row] = repetitive(rng, 140, rng.choice([2, 3, 6]))
+                done[row] = rng.choice([1, 2, 9, 40, 80])  # tokens that are known, the root included
+                references[row] = Reference(**options)
+                driver.begin(slice(row, row + 1), [texts[row][: done[row]]])
+                if done[row] == 1:  # the root alone: an engine's text has a prompt before it
+                    driver.end(row)
+        found = driver.propose()
+        assert not static or driver.tree.tokens.shape[1] == driver.drafter.num_nodes
+        wanted = []
+        for row, reference in enumerate(references):
+            text = texts[row][: done[row]] if driver.cache.lengths[row] else []
+            wanted.append(reference.nodes(text) if text else {})
+            assert list(found[row]) == list(wanted[row]), f"step {step}, row {row}"
+            for path, (chance, _) in wanted[row].items():
+                assert found[row][path][0] == pytest.approx(chance, rel=1e-5)
+            seen["nothing"] += not found[row]
+            seen["forks"] += len(found[row]) > options["depth"]
+            seen["periodic"] += any(len(text) - 1 - end < options["depth"] for _, end in reference.matches(text))
+        committed = driver.absorb([texts[row][done[row] :] + [0] * 30 for row in range(rows)])
+        for row, reference in enumerate(references):
+            reference.absorb(wanted[row], committed[row])
+            done[row] += len(committed[row])
+            seen["accepted"] += len(committed[row]) > 1
+            seen["all"] += len(committed[row]) == options["depth"] + 1
+            if driver.cache.lengths[row] and done[row] > 140 - 26:
+                driver.end(row)
+    impossible = {"forks", "periodic"} if options["depth"] == options["branches"] == 1 else set()
+    assert {what for what, count in seen.items() if not count} == impossible, seen
+
+
+def proposed(make_target, static, text, before=(), **options):
+    """Paths that are proposed for a text, alone in a row that has held others before."""
+    driver = Driver(make_target("llama"), 1, static, **options)
+    for each in (*before, text):
+        driver.begin(slice(0, 1), [list(each)])
+        (found,) = driver.propose()
+    return list(found)
+
+
+def chain(*tokens):
+    return [tokens[:count] for count in range(1, len(tokens) + 1)]
+
+
+@MODES
+def test_matches_and_their_order(make_target, static):
+    options = {"depth": 2, "shortest": 1, "longest": 3}
+
+    def one(text, branches=1, **more):
+        return proposed(make_target, static, text, branches=branches, **(options | more))
+
+    # The longest match, though others are more recent.
+    assert one([1, 2, 3, 7, 7, 9, 3, 8, 8, 1, 2, 3]) == chain(7, 7)
+    assert one([1, 2, 3, 7, 7, 9, 3, 8, 8, 1, 2, 3], longest=1) == chain(8, 8)  # both count as one token
+    # Of equally long ones the most recent; the other one is the second branch.
+    assert one([2, 3, 7, 7, 2, 3, 8, 8, 5, 2, 3]) == chain(8, 8)
+    assert one([2, 3, 7, 7, 2, 3, 8, 8, 5, 2, 3], branches=2) == chain(8, 8) + chain(7, 7)
+    # At least `shortest`.
+    assert one([4, 3, 7, 7, 5, 3], shortest=2) == []
+    assert one([5, 3, 7, 7, 5, 3], shortest=2) == chain(7, 7)
+    # A match ends with the text's first token.
+    assert one([3, 7, 7, 5, 3]) == chain(7, 7)
+    assert one([3, 7, 7, 5, 3], shortest=2) == []
+    # Continuations into the text's end go on from the match again.
+    assert one([9, 1, 2, 1, 2], depth=5) == chain(1, 2, 1, 2, 1)
+    assert one([5, 5], depth=3) == chain(5, 5, 5)
+    # Branches share the nodes of the path that they have in common.
+    assert one([3, 7, 8, 6, 3, 7, 9, 6, 3], branches=2) == [*chain(7, 9), (7, 8)]
+    assert one([3, 7, 8, 6, 3, 7, 8, 6, 4, 3], branches=2) == chain(7, 8)
+    assert one([3, 1, 1, 3, 7, 8, 6, 3, 7, 9, 6, 3], branches=3) == [*chain(7, 9), (7, 8), *chain(1, 1)]
+
+
+@MODES
+def test_nothing_behind_the_text_is_seen(make_target, static):
+    """Padding (equal to the root here), and what an earlier text left in the row."""
+    options = {"depth": 3, "shortest": 1}
+    assert proposed(make_target, static, [1, 2, 3], before=[[3, 4] * 20], **options) == []
+    driver = Driver(make_target("llama"), 2, static, **options)
+    driver.begin(slice(0, 2), [[1, 2, 3], [4, 5, 6, 7, 8, 6]])
+    assert [list(paths) for paths in driver.propose()] == [[], chain(7, 8, 6)]
+    driver.end(1)
+    assert [list(paths) for paths in driver.propose()] == [[], []]
+
+
+@MODES
+def test_chance_follows_the_text(make_target, static):
+    """It begins as measured elsewhere, and in a loop and in a text without repetition soon says so; of an earlier text
+    in the row nothing is left."""
+    options = {"longest": 4, "shortest": 1, "depth": 3, "branches": 1}
+    driver = Driver(make_target("llama"), 1, static, **options)
+    never = [token for number in range(6, 46) for token in (number, 5)]  # behind a 5 never what was there before
+    always = [1, 2] * 60
+    for text, first in ((never, 5), (always, 2), (never, 5)):
+        driver.begin(slice(0, 1), [[first, text[0], first]])
+        (found,) = driver.propose()
+        assert next(iter(found.values()))[0] == pytest.approx(PRIOR[0]), "something is left of the text before"
+        place, steps = 2, 0
+        while steps < 20 or int(driver.root) != first:
+            driver.propose()
+            place += len(driver.absorb([text[place : place + 4]])[0])
+            steps += 1
+        (found,) = driver.propose()
+        chance = next(iter(found.values()))[0]
+        assert chance < 0.6 * PRIOR[0] if text is never else chance > 0.85
+
+
+def connected(nodes):
+    """All sets of paths that hold each path's own beginning."""
+    paths = list(nodes)
+    for kept in itertools.product((False, True), repeat=len(paths)):
+        chosen = {path for path, keep in zip(paths, kept, strict=True) if keep}
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
+            yield chosen
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.1, 0.2, 0.3, 1.0])
+def test_nodes_by_cost(make_target, slope):
+    """The best expected tokens per time among all trees with as many nodes in each row, by trying them all."""
+    rng, target = random.Random(0), make_target("llama")
+    costs = StepCosts({1: 1.0, 2: 1.0 + slope, 4: 1 + 1.5 * slope, 60: 1 + 30 * slope})
+    options = {"longest": 5, "shortest": 1, "depth": 4}
+    sizes = set()
+    for case in range(25):
+        rows = 1 + case % 3
+        prompts = [repetitive(rng, rng.randint(2, 40), 3) for _ in range(rows)]
+        whole, cut = (Driver(target, rows, False, **options, costs=each) for each in (None, costs))
+        found = []
+        for driver in (whole, cut):
+            driver.begin(slice(0, rows), prompts)
+            if rows == 3:
+                driver.end(1)
+            found.append(driver.propose())
+        best = [
+            {
+                count: max((sum(nodes[path][0] for path in kept) for kept in trees), default=0.0)
+                for count, trees in itertools.groupby(sorted(connected(nodes), key=len), key=len)
+            }
+            for nodes in found[0]
+        ]
+        active = rows - (rows == 3)
+
+        def value(gains, count, rows=rows, active=active):
+            return (active + sum(gains)) / costs.of(count * rows)
+
+        ideal = max(
+            value([max(gain for size, gain in each.items() if size < count) for each in best], count)
+            for count in range(1, 10)
+        )
+        count = cut.tree.tokens.shape[1]
+        sizes.add(count)
+        assert all(set(few) <= set(many) for few, many in zip(found[1], found[0], strict=True))
+        got = [sum(chance for chance, _ in nodes.values()) for nodes in found[1]]
+        assert value(got, count) == pytest.approx(ideal, rel=1e-5)
+    assert (1 in sizes) == (slope > 0.1) or len(sizes) > 3
+
+
+def test_lossless(make_target):
+    lossless_suite.check_drafter(make_target, lambda target: NgramDrafter(target, depth=4, shortest=1))
+
+
+def test_lossless_by_cost(make_target):
+    def make(target):
+        return NgramDrafter(target, depth=4, shortest=1, costs=FREE)
+
+    lossless_suite.check_greedy(make_target, make, own=False)
+    lossless_suite.check_sampling(make_target, make, "cut")
+
+
+def test_numbers_are_checked(make_target):
+    target = make_target("llama")
+    with pytest.raises(ValueError, match="shortest 3, longest 2: a match has 1 ≤ shortest ≤ longest tokens"):
+        NgramDrafter(target, shortest=3, longest=2)
+    with pytest.raises(ValueError, match="shortest 0"):
+        NgramDrafter(target, shortest=0)
+    with pytest.raises(ValueError, match="depth 0, branches 2: each has to be at least 1"):
+        NgramDrafter(target, depth=0)
