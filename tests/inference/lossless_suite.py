@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling, Settings, law
 from draftsmith.inference.step import Drafter, Mode, Step, engine_attention
+from draftsmith.inference.tree import TokenTree
 from draftsmith.models.target import Target
 
 MakeDrafter = Callable[[Target], Drafter]
@@ -163,11 +164,9 @@ def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:
 @torch.no_grad()
 def check_sampling(
     make_target: Callable[..., Target], make: MakeDrafter, name: str = "plain", *, static: bool = False,
-    count: int = 16_000, rows: int = 2000,
+    count: int = 12_000, rows: int = 2000,
 ) -> Counter[int]:  # fmt: skip
     """4 new tokens, the last 3 of them by steps, have the target's own distribution: jointly, and each two neighbours.
-
-    The texts go through fewer rows than they are, so that rows begin others while their neighbours go on.
 
     Returns:
         How many texts took so many steps.
@@ -187,8 +186,10 @@ def _sampled(
     target: Target, drafter: Drafter, sampling: Sampling, count: int, rows: int, static: bool
 ) -> tuple[torch.Tensor, Counter[int]]:
     decoder = SpeculativeDecoder(target, drafter, static=static)
-    requests = [Request(SMALL_PROMPT, NEW, Sampling(**{**vars(sampling), "seed": seed}), NONE) for seed in range(count)]
-    results = decoder.serve(requests, rows, mode="sample")
+    results: list[Generation] = []
+    for first in range(0, count, rows):
+        each = [Sampling(**{**vars(sampling), "seed": seed}) for seed in range(first, first + rows)]
+        results += decoder.generate([SMALL_PROMPT] * rows, NEW, mode="sample", sampling=each, stop_ids=NONE)
     return torch.tensor([r.tokens for r in results]), Counter(len(r.accepted) for r in results)
 
 
@@ -297,12 +298,13 @@ def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
         drafter = make(target)
         shapes, propose = set(), drafter.propose
 
-        def proposed(state, drafter=drafter, propose=propose, shapes=shapes):
+        def proposed(state, drafter=drafter, propose=propose, shapes=shapes, static=static):
             tree = propose(state)
             rows, nodes = tree.tokens.shape
             assert nodes <= drafter.num_nodes and tree.depth.shape == tree.parent.shape == (rows, nodes)
-            assert tree.tokens[:, 0] is not None and tree.valid.shape == (rows, nodes)
             shapes.add((nodes, None if tree.draws is None else tuple(tree.draws.child.shape)))
+            if not static:
+                _check_tree(tree, state.root, drafter)
             return tree
 
         drafter.propose = proposed
@@ -317,3 +319,23 @@ def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
                 else:
                     step.run()
         assert not (static and drafter.static) or len(shapes) == 1, shapes
+
+
+def _check_tree(tree: TokenTree, root: torch.Tensor, drafter: Drafter) -> None:
+    """What ``TokenTree`` promises, node by node."""
+    assert torch.equal(tree.tokens[:, 0], root)
+    for row, (parents, depths, valid) in enumerate(
+        zip(tree.parent.tolist(), tree.depth.tolist(), tree.valid.tolist(), strict=True)
+    ):
+        assert parents[0] == -1 and depths[0] == 0 and valid[0]
+        children: dict[int, list[int]] = {}
+        for node in range(1, len(parents)):
+            if valid[node]:
+                assert 0 <= parents[node] < node and depths[node] == depths[parents[node]] + 1 <= drafter.max_depth
+                assert valid[parents[node]]
+                bits = tree.ancestors[row, node].tolist()
+                above = [other for other in range(node) if bits[other // 64] >> other % 64 & 1]
+                assert above and above[-1] == parents[node] and len(above) == depths[node]
+                children.setdefault(parents[node], []).append(int(tree.tokens[row, node]))
+        for tokens in children.values():
+            assert len(tokens) == len(set(tokens)) <= drafter.branching, "two nodes are the same path"

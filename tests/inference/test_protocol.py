@@ -1,6 +1,8 @@
 """A drafter that uses nothing but the protocol passes the checks of lossless_suite.py; mistakes that its protocol makes
 possible do not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from lossless_suite import check_drafter, check_greedy, check_sampling, check_seeds, check_warm_up
@@ -36,7 +38,7 @@ class BigramDrafter(Drafter):
         return self.counts, self.unread, self.size
 
     def begin(self, rows):
-        self.counts[rows], self.unread[rows], self.size[rows] = 0, 1, 0
+        self.counts[rows], self.unread[rows], self.size[rows] = 0, 1, 3
 
     def prefill(self, features, tokens, start, rows):
         self.prompt[rows, start : start + tokens.shape[1]] = tokens
@@ -84,3 +86,65 @@ class BigramDrafter(Drafter):
 
 def test_lossless(make_target):
     check_drafter(make_target, BigramDrafter)
+
+
+class Forgetful(BigramDrafter):
+    """What a text before it taught is still there when another begins in the row."""
+
+    def begin(self, rows):
+        self.unread[rows] = 1
+
+
+class Undeclared(BigramDrafter):
+    """The steps that warm up a capture leave their marks on the counts."""
+
+    def buffers(self):
+        return self.unread, self.size
+
+
+class StaleDistribution(BigramDrafter):
+    """From a text's second step on, q is that of the step before."""
+
+    def allocate(self, cache, static):
+        super().allocate(cache, static)
+        self.q = torch.full((cache.rows, 3, len(self.ids)), 1 / len(self.ids), device=self.device)
+
+    def propose(self, state):
+        tree = super().propose(state)
+        if tree.draws is None:
+            return tree
+        stale = torch.where((state.step == 1)[:, None, None], self.q, tree.draws.q)
+        self.q.copy_(tree.draws.q)
+        return replace(tree, draws=replace(tree.draws, q=stale))
+
+
+class RepeatedNoise(BigramDrafter):
+    """Every step draws with the verifier's numbers of the text's first step."""
+
+    def noise(self, state):
+        return uniforms(state.settings.seed, state.step * 0 + 1, 6)
+
+
+class RepeatedNoiseOfItsOwn(BigramDrafter):
+    """Every step draws with the same numbers, which nothing but this drafter uses."""
+
+    def noise(self, state):
+        return uniforms(state.settings.seed, state.step * 0, 6, stream=state.stream)
+
+
+def test_state_that_a_new_text_finds(make_target):
+    with pytest.raises(AssertionError, match="the steps committed|instead of"):
+        check_greedy(make_target, Forgetful)
+    with pytest.raises(AssertionError, match="instead of"):
+        check_seeds(make_target, Forgetful)
+
+
+def test_state_that_is_not_put_back(make_target):
+    with pytest.raises(AssertionError, match="steps undone before step"):
+        check_warm_up(make_target, Undeclared)
+
+
+@pytest.mark.parametrize("wrong", [StaleDistribution, RepeatedNoise, RepeatedNoiseOfItsOwn])
+def test_draws_that_are_not_fresh_or_not_of_their_distribution(make_target, wrong):
+    with pytest.raises(AssertionError, match="the texts do not have the target's distribution: p = "):
+        check_sampling(make_target, wrong, count=4000)
