@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 from draftsmith.train.command import before_imports, run_command
@@ -74,6 +75,7 @@ from draftsmith.train.files import check_folder, locked, write_json
 
 MAX_RANK = 10  # ranks per head that a tree may use
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+CANDIDATES = 24  # paths that a merge may choose from
 RANKING, MOST_POSITIONS = 0.4, 8192  # ranks are counted for this share of the time, or at so many positions
 MOST_ROWS = 16  # of the text at once
 LOGITS = 512  # positions whose logits are in memory at once
@@ -156,6 +158,13 @@ def best_tree(ranks: Tensor, nodes: int) -> Topology:
     # Ties go to the shorter path, so that no child comes without its parent.
     order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
     return Topology(tuple(order[: nodes - 1]))
+
+
+def candidates(ranks: Tensor) -> list[dict[str, Any]]:
+    """The paths that came true most often, and how often: what a merge with other drafters chooses nodes from."""
+    counts, positions = path_counts(ranks)
+    paths = best_tree(ranks, CANDIDATES + 1).paths
+    return [{"path": list(path), "rate": round(counts[path] / positions, 4)} for path in paths]
 
 
 def simulate(topology: Topology, ranks: Tensor) -> float:
@@ -417,6 +426,7 @@ def main() -> None:
         "positions": int(begins.sum()),
         "expected_mean_accepted_length": round(tau, 4),
         "chain_mean_accepted_length": round(chain_tau, 4),
+        "candidates": candidates(ranks),
         "accuracy_by_head_and_rank": [[round(a, 4) for a in row] for row in accuracy],
         "sizes": [
             {"nodes": c.topology.num_nodes, "tau": round(c.tau, 4), "seconds_per_step": c.seconds,

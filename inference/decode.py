@@ -5,9 +5,16 @@
     python inference/decode.py none --target models/tiny-lm --interactive --raw
     python inference/decode.py runs/demo --prompt 'import ' --raw --mode sample --temperature 0.8 --top-p 0.95 --seed 1
     python inference/decode.py runs/a runs/b --prompts P.jsonl --baseline engine        # two drafters, one table
+    python inference/decode.py ngram --target models/tiny-lm --prompts P.jsonl          # drafts from the text itself
+    python inference/decode.py runs/demo+ngram --prompts P.jsonl                        # both, in one token tree
+    python inference/decode.py draft_model:runs/tiny-draft@2,2,1 --target models/tiny-lm --prompts P.jsonl
 
-DRAFTER is a run folder, a Hub id, or `none` (plain decoding). Exit codes: 0 done, 1 failed (also: output that is not
-the target's own under --check-lossless), 2 wrong usage or bad input.
+DRAFTER is a run folder or a Hub id, or one that needs no training: `none` (plain decoding), `ngram` (`ngram:2-10` for
+matches of 2 to 10 tokens), `draft_model:PATH` (any causal LM with the target's tokenizer; `@2,2,1` gives its children
+by depth, else it drafts a chain). Several joined by `+` are merged into one token tree.
+
+Exit codes: 0 done, 1 failed (also: output that is not the target's own under --check-lossless), 2 wrong usage or bad
+input.
 """
 
 import argparse
@@ -155,7 +162,12 @@ def show_texts(tokenizer: Any, prompts: Sequence[list[int]], results: Sequence["
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="a run folder, a Hub id, or 'none'")
+    parser.add_argument(
+        "drafters",
+        nargs="+",
+        metavar="DRAFTER",
+        help="a run folder, a Hub id, none, ngram, draft_model:PATH, or several joined by +",
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="one prompt; the text is printed as it is decoded")
     what.add_argument(
@@ -269,12 +281,11 @@ def main() -> None:
     if args.compile and options["device"] == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         raise ValueError("--compile on a CPU needs a C++ compiler (g++ or clang++), and there is none on the path")
     torch.set_num_threads(args.threads or available_cores())
-    target, drafters = None, []
+    target, drafters, lean = None, [], DECODERS[args.decoder]
     for name in args.drafters:
-        target, drafter = load_drafter(name, target, target_name=args.target, tree=args.tree, **options)
+        target, drafter = load_drafter(name, target, target_name=args.target, tree=args.tree, lean=lean, **options)
         drafters.append(drafter)
     assert target is not None
-    lean = DECODERS[args.decoder]
     first = SpeculativeDecoder(target, drafters[0], compiled=args.compile, lean=lean)
     if args.interactive:
         return interact(first, args)
@@ -292,7 +303,8 @@ def main() -> None:
     reporting.print_table(reports, console)
     for report in reports:
         if args.report:
-            folder = args.report if len(reports) == 1 else args.report / Path(report["drafter"]).name
+            # Of several the first one's is in the folder itself.
+            folder = args.report if report is reports[0] else args.report / Path(report["drafter"]).name
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "report.json", report)
             reporting.plot(report, folder / "report.png")

@@ -66,13 +66,15 @@ class Generation:
     tokens: new tokens, up to and including the first stop id; nothing after it.
     accepted: committed tokens of each step, bonus token included, after trimming; the prefill's token is not counted.
     finish_reason: ``stop`` (a stop id or string), ``length`` (the limit) or ``context`` (the target's last position).
-    proposed, accepted_from: for each of the drafter's ``sources``, how many nodes it proposed, and how many of the
-        committed tokens were among them; a token that several proposed counts for each.
+    drafted: nodes that were proposed, of a drafter with named ``sources``.
+    proposed, accepted_from: for each of them, how many nodes it proposed, and how many of the committed tokens were
+        among them; what several proposed counts for each.
     """
 
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    drafted: int = 0
     proposed: list[int] = field(default_factory=list)
     accepted_from: list[int] = field(default_factory=list)
 
@@ -375,10 +377,12 @@ class _Queue:
                     self._count(text.result, said[deepest + 2 :][: min(kept, said[0] - 1)], said[2 * deepest + 2 :])
 
     def _count(self, result: Generation, drafted: list[int], proposed: list[int]) -> None:
-        """Add the sources of a step's accepted tokens (a bit each), and how many nodes each source proposed."""
+        """Add the sources of a step's accepted tokens (a bit each), how many nodes it had, and how many each source
+        proposed."""
+        result.drafted += proposed[0]
         if not result.proposed:
-            result.proposed, result.accepted_from = [0] * len(proposed), [0] * len(proposed)
-        for source, nodes in enumerate(proposed):
+            result.proposed, result.accepted_from = [0] * (len(proposed) - 1), [0] * (len(proposed) - 1)
+        for source, nodes in enumerate(proposed[1:]):
             result.proposed[source] += nodes
             result.accepted_from[source] += sum(bits >> source & 1 for bits in drafted)
 

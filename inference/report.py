@@ -40,8 +40,14 @@ def repeated_rate(tokens: Sequence[int], n: int = 4) -> tuple[int, int]:
     return len(grams) - len(set(grams)), len(grams)
 
 
-def acceptance(results: Sequence[Generation], max_depth: int, num_nodes: int) -> dict[str, Any]:
-    """What was accepted, by the promised names. τ counts the bonus token, not the prefill's; plain decoding has 1."""
+def acceptance(
+    results: Sequence[Generation], max_depth: int, num_nodes: int, sources: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What was accepted, by the promised names. τ counts the bonus token, not the prefill's; plain decoding has 1.
+
+    Args:
+        sources: of the drafter, which counted its nodes by them; else every step proposed ``num_nodes`` − 1.
+    """
     lengths = [length for result in results for length in result.accepted]
     steps = len(lengths)
     per_position = [sum(length > place for length in lengths) for place in range(1, max_depth + 1)]
@@ -57,6 +63,14 @@ def acceptance(results: Sequence[Generation], max_depth: int, num_nodes: int) ->
             before.update(tokens=length, steps=1)
         again, grams = repeated_rate(result.tokens)
         repeats.update(again=again, grams=grams)
+    counted = [result for result in results if result.proposed]
+    by_source = {
+        name: {
+            "proposed_nodes": sum(result.proposed[number] for result in counted),
+            "accepted_tokens": sum(result.accepted_from[number] for result in counted),
+        }
+        for number, name in enumerate(sources)
+    }
     return {
         "new_tokens": sum(len(result.tokens) for result in results),
         "steps": steps,
@@ -72,10 +86,11 @@ def acceptance(results: Sequence[Generation], max_depth: int, num_nodes: int) ->
         },
         "spec_decode": {
             "num_drafts": steps,
-            "num_draft_tokens": steps * (num_nodes - 1),
+            "num_draft_tokens": sum(result.drafted for result in counted) if sources else steps * (num_nodes - 1),
             "num_accepted_tokens": sum(length - 1 for length in lengths),
             "num_accepted_tokens_per_pos": per_position,
         },
+        **({"sources": by_source} if sources else {}),
     }  # fmt: skip
 
 
@@ -147,6 +162,12 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
                 f"{lossless['near_ties']} near-ties[/{colour}] ({lossless['checked']} tokens checked)"
             )
         console.print(f"{escape(report['drafter'])}: {verdict}", soft_wrap=True)
+        if len(report.get("sources", {})) > 1:
+            told = [
+                f"{name} proposed {its['proposed_nodes']} nodes, {its['accepted_tokens']} accepted"
+                for name, its in report["sources"].items()
+            ]
+            console.print(f"  {'; '.join(told)}", markup=False, soft_wrap=True)
 
 
 def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:

@@ -464,9 +464,9 @@ class Step:
         self.state = State(root, self.cache.lengths, feature, self.running, settings, self.chooser.step)
         # By row: how many tokens the step commits (−1: the target's logits are not finite), the drafted ones on the
         # accepted path, the bonus token; of a drafter with named sources also who proposed each drafted one (a bit for
-        # each source), and how many nodes each source proposed.
+        # each source), how many nodes the tree has but for the root, and how many each source proposed.
         self.num_sources = len(drafter.sources)
-        columns = drafter.max_depth + 2 + (drafter.max_depth + self.num_sources if self.num_sources else 0)
+        columns = drafter.max_depth + 2 + (drafter.max_depth + 1 + self.num_sources if self.num_sources else 0)
         self.told = torch.zeros(rows, columns, dtype=torch.int64, device=device)
         self.source_bits = torch.arange(self.num_sources, device=device)
         drafter.allocate(self.cache, static)
@@ -562,7 +562,8 @@ class Step:
         if self.num_sources:
             assert tree.source is not None
             by_node = tree.source[..., None] >> self.source_bits & 1  # [B, N, sources]
-            parts += [tree.source.gather(1, verdict.path[:, 1:].clamp(max=count - 1)), by_node.sum(1)]
+            drafted_by = tree.source.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
+            parts += [drafted_by, (tree.source != 0).sum(1, keepdim=True), by_node.sum(1)]
         torch.cat(parts, 1, out=self.told)
         if clock:
             clock.lap("accept")

@@ -350,7 +350,8 @@ def evaluate(
                 else:
                     plain_texts = [reference[n].tokens for n in range(len(prompts))]
                     lossless = check_greedy(target, prompts, [r.tokens for r in results], plain_texts, advance)
-        counted = reporting.acceptance(results, decoder.drafter.max_depth, decoder.drafter.num_nodes)
+        drafter = decoder.drafter
+        counted = reporting.acceptance(results, drafter.max_depth, drafter.num_nodes, drafter.sources)
         over = {base: speedup(timed[name], timed[base]) for base in compared}
         accepted = [length for n in clocked for length in results[n].accepted]
         reports.append(

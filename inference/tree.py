@@ -220,7 +220,38 @@ def read_tree(path: Path) -> Topology:
         isinstance(one, list | tuple) and all(type(rank) is int for rank in one) for one in paths
     ):
         raise ValueError(f"{path}: a tree is a list of rank paths such as [[0], [0, 0], [1]]")
+    return _topology(path, paths)
+
+
+def _topology(path: Path, paths: Sequence[Sequence[int]]) -> Topology:
     try:
         return Topology(tuple(tuple(one) for one in paths if one))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def read_candidates(path: Path) -> tuple[Topology, list[float]]:
+    """The paths that a merge may choose from, and how often each came true in calibration: those that
+    ``tree.json`` lists as ``calibration.candidates``; else the tree's own, taken to be right every other time at each
+    depth.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`read_tree`.
+    """
+    topology = read_tree(path)
+    try:
+        content = parse_json(read_text(path, "tree"), str(path))
+    except ValueError:
+        content = None  # nested tuples
+    calibration = content.get("calibration") if isinstance(content, dict) else None
+    listed = calibration.get("candidates") if isinstance(calibration, dict) else None
+    if not isinstance(listed, list):
+        return topology, [0.5 ** len(one) for one in topology.paths]
+    rates: dict[Ranks, float] = {}
+    for one in listed:
+        ranks, rate = (one.get("path"), one.get("rate")) if isinstance(one, dict) else (None, None)
+        if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks) or not isinstance(rate, float):
+            raise ValueError(f'{path}: a candidate is {one!r}, not {{"path": [0, 1], "rate": 0.4}}')
+        rates[tuple(ranks)] = rate
+    topology = _topology(path, list(rates))
+    return topology, [rates[one] for one in topology.paths]

@@ -3,6 +3,8 @@
 Shape letters: B rows, K heads, R ranks kept per head, N nodes, d hidden width, V vocabulary.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -19,13 +21,18 @@ from draftsmith.models.target import Target
 class MedusaDrafter(Drafter):
     """Heads on a target's last hidden state, in a calibrated tree. Deterministic: every draw is one-hot.
 
+    Args:
+        chances: that each path of the topology is accepted, in its order; a merge chooses nodes by them.
+
     Raises:
         ValueError: the tree is deeper than there are heads, or asks for a rank beyond the vocabulary.
     """
 
     static = True
 
-    def __init__(self, heads: MedusaHeads, topology: Topology, target: Target) -> None:
+    def __init__(
+        self, heads: MedusaHeads, topology: Topology, target: Target, chances: Sequence[float] | None = None
+    ) -> None:
         config = heads.config
         if topology.max_depth > config.num_draft_heads:
             raise ValueError(
@@ -38,6 +45,7 @@ class MedusaDrafter(Drafter):
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.tree = StaticTree(topology.parents, target.device)
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
+        self.chance = None if chances is None else torch.tensor([[1.0, *chances]], device=target.device)  # [1, N]
         self.ranks = topology.max_rank + 1
         # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
         flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
@@ -51,7 +59,8 @@ class MedusaDrafter(Drafter):
 
     def propose(self, state: State) -> TokenTree:
         best = self._best(state.feature).transpose(0, 1).flatten(1)  # [B, K·R]
-        return self.tree.fill(torch.cat([state.root[:, None], best.index_select(1, self.choice)], 1))
+        tree = self.tree.fill(torch.cat([state.root[:, None], best.index_select(1, self.choice)], 1))
+        return tree if self.chance is None else replace(tree, chance=self.chance.expand_as(tree.tokens))
 
     def _best(self, feature: Tensor) -> Tensor:
         """The R most likely tokens of each head: ``[B, d] → [K, B, R]``."""
