@@ -13,6 +13,7 @@ TV is the total variation between the variant's law and the target's):
     drawn at temperature .7, ratio at 1                                      wrong_temperature                   .10
     a draft kept only if its own q > .15                                     wrong_kept_if_likely                .12
     draws of a shortlist verified with the full vocabulary's q               wrong_shortlist_with_the_full_law   .069
+    two reduced vocabularies merged, the ids of the first taken for both     wrong_shortlist_of_the_other_drafter
     duplicate siblings counted twice by a target-only coin                   wrong_duplicates_counted_twice      (.153)
     typical acceptance                                                       wrong_typical
 
@@ -61,7 +62,7 @@ def verify_sample(tree, p, coins, last_coin, max_depth):
     """The verifier under test, on --device: on a GPU, its kernels."""
     there = WHERE["verifier"]
     d = tree.draws
-    draws = Draws(*(None if part is None else part.to(there) for part in (d.child, d.kind, d.law, d.q)))
+    draws = Draws(*(None if part is None else part.to(there) for part in (d.child, d.kind, d.law, d.q, d.ids)))
     parts = (tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid)
     moved = TokenTree(*(part.to(there) for part in parts), draws=draws)
     verdict = verify.verify_sample(moved, p.to(there), coins.to(there), last_coin.to(there), max_depth)
@@ -202,7 +203,7 @@ Q = [0.60, 0.05, 0.20, 0.05, 0.10]
 Q2 = [0.10, 0.45, 0.05, 0.30, 0.10]
 
 
-def flat_tree(tokens, kind, q=None, law_rows=None, child=None):
+def flat_tree(tokens, kind, q=None, law_rows=None, child=None, ids=None):
     """A root with one level of children: ``tokens [B, k]``, the same kind for all draws."""
     rows, k = tokens.shape
     shape = StaticTree(Topology(tuple((i,) for i in range(k))).parents, CPU)
@@ -217,7 +218,7 @@ def flat_tree(tokens, kind, q=None, law_rows=None, child=None):
     if law_rows is not None:
         laws[:, 0] = torch.tensor(law_rows)
     return TokenTree(
-        tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid, tree.mask, Draws(table, kinds, laws, q)
+        tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid, tree.mask, Draws(table, kinds, laws, q, ids)
     )
 
 
@@ -225,7 +226,7 @@ def output_law(tree, p):
     """The law of the first emitted token by phase A alone, per row: no coin is thrown. Float64."""
     d = tree.draws
     child = d.child
-    chance, rest = acceptances_reference(p, tree.tokens, child, d.kind, d.law, d.q)
+    chance, rest = acceptances_reference(p, tree.tokens, child, d.kind, d.law, d.q, d.ids)
     out = torch.zeros(p.shape[0], p.shape[2], dtype=torch.float64)
     alive = torch.ones(p.shape[0], dtype=torch.float64)
     for turn in range(chance.shape[2]):
@@ -268,6 +269,39 @@ def test_the_exact_law(kind, k, p, q):
     else:
         assert abs(weights.sum() - 1) < 1e-12
         assert ((weights[:, None] * out).sum(0) - behind[0, 0]).abs().max() < 1e-12
+
+
+# A reduced vocabulary of three tokens, in an order of its own, and what Q and Q2 leave to it and to another one.
+IDS, OTHER_IDS = [4, 0, 2], [1, 3, 0]
+REDUCED = [Q[token] / sum(Q[t] for t in IDS) for token in IDS]
+REDUCED2 = [Q2[token] / sum(Q2[t] for t in OTHER_IDS) for token in OTHER_IDS]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("kind", [IID, WITHOUT_REPLACEMENT])
+@pytest.mark.parametrize("p", [P, Q2, [0, 0.5, 0, 0.5, 0], [0, 0, 1.0, 0, 0]])
+def test_the_exact_distribution_with_a_reduced_vocabulary(kind, k, p):
+    chosen = list(sequences(REDUCED, k, kind == IID))
+    tokens = torch.tensor([[IDS[entry] for entry in t] for t, _ in chosen])
+    weights = torch.tensor([w for _, w in chosen], dtype=torch.float64)
+    q = torch.tensor(REDUCED, dtype=torch.float64).expand(len(tokens), 1, -1)
+    behind = torch.tensor(p, dtype=torch.float64).expand(len(tokens), k + 1, -1)
+    tree = flat_tree(tokens, kind, q, ids=torch.tensor([[IDS]]))
+    assert ((weights[:, None] * output_law(tree, behind)).sum(0) - behind[0, 0]).abs().max() < 1e-12
+
+
+def test_the_exact_distribution_with_two_reduced_vocabularies():
+    """One draw from each of two drafters with vocabularies of their own; where they agree, one child keeps both."""
+    out = torch.zeros(5, dtype=torch.float64)
+    q = torch.tensor([[REDUCED, REDUCED2]], dtype=torch.float64)
+    ids = torch.tensor([[IDS, OTHER_IDS]])
+    behind = torch.tensor(P, dtype=torch.float64).expand(1, 3, -1)
+    for (a, of_a), (b, of_b) in itertools.product(
+        zip(IDS, REDUCED, strict=True), zip(OTHER_IDS, REDUCED2, strict=True)
+    ):
+        child = torch.tensor([[1, 1 if a == b else 2]])
+        out += of_a * of_b * output_law(flat_tree(torch.tensor([[a, b]]), IID, q, [0, 1], child, ids), behind)[0]
+    assert (out - behind[0, 0]).abs().max() < 1e-12
 
 
 def test_the_exact_law_of_merged_trees():
@@ -365,7 +399,28 @@ def merged(g, n):
     return sampled(P, flat_tree(tokens, IID, torch.tensor([Q, Q2]).expand(n, -1, -1), [0, 1], child), g)
 
 
-@pytest.mark.parametrize("right", [iid, without_replacement, one_hot, merged])
+def shortlist(g, n, k=3, kind=IID):
+    """Draws from a reduced vocabulary, as ``ids`` say; ``wrong_shortlist_with_the_full_law`` leaves them out."""
+    tokens = torch.tensor(IDS)[drawn(REDUCED, n, k, kind == IID, g)]
+    return sampled(P, flat_tree(tokens, kind, torch.tensor(REDUCED).expand(n, 1, -1), ids=torch.tensor([[IDS]])), g)
+
+
+def shortlist_without_replacement(g, n):
+    return shortlist(g, n, 2, WITHOUT_REPLACEMENT)
+
+
+def merged_shortlists(g, n):
+    """One draw from each of two different reduced vocabularies at one node."""
+    a, b = torch.tensor(IDS)[drawn(REDUCED, n, 1, True, g)], torch.tensor(OTHER_IDS)[drawn(REDUCED2, n, 1, True, g)]
+    child = torch.stack([torch.ones(n, dtype=torch.int64), torch.where(a == b, 1, 2)[:, 0]], 1)
+    q, ids = torch.tensor([REDUCED, REDUCED2]).expand(n, -1, -1), torch.tensor([[IDS, OTHER_IDS]])
+    return sampled(P, flat_tree(torch.cat([a, b], 1), IID, q, [0, 1], child, ids), g)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [iid, without_replacement, one_hot, merged, shortlist, shortlist_without_replacement, merged_shortlists],
+)
 def test_sampled_verdicts_have_the_targets_law(right):
     assert p_value(right(torch.Generator().manual_seed(7), 500_000), P) > ALPHA
 
@@ -423,6 +478,14 @@ def wrong_shortlist_with_the_full_law(g, n):
     return sampled(P, flat_tree(tokens, IID, torch.tensor(Q).expand(n, 1, -1)), g)
 
 
+def wrong_shortlist_of_the_other_drafter(g, n):
+    """Two reduced vocabularies merged at one node, the first one's ids taken for both."""
+    a, b = torch.tensor(IDS)[drawn(REDUCED, n, 1, True, g)], torch.tensor(OTHER_IDS)[drawn(REDUCED2, n, 1, True, g)]
+    child = torch.stack([torch.ones(n, dtype=torch.int64), torch.where(a == b, 1, 2)[:, 0]], 1)
+    q = torch.tensor([REDUCED, REDUCED2]).expand(n, -1, -1)
+    return sampled(P, flat_tree(torch.cat([a, b], 1), IID, q, [0, 1], child, torch.tensor([[IDS]])), g)
+
+
 def wrong_residual_not_renormalised(g, n):
     """Written out: r ← (r − q)+, never divided by its sum."""
     tokens = drawn(Q, n, 3, True, g)
@@ -461,6 +524,7 @@ WRONG = {
     wrong_without_replacement_as_iid: 0.037, wrong_residual_not_renormalised: 0.036, wrong_sorted_by_q: 0.235,
     wrong_kept_the_best_two: 0.10, wrong_temperature: 0.10, wrong_kept_if_likely: 0.12,
     wrong_shortlist_with_the_full_law: 0.069, wrong_duplicates_counted_twice: None, wrong_typical: None,
+    wrong_shortlist_of_the_other_drafter: None,
 }  # fmt: skip
 
 
