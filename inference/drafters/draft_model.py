@@ -13,12 +13,12 @@ deepest node + 1.
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.cache import KVCache
+from draftsmith.inference.costs import STANDARD, StepCosts
 from draftsmith.inference.sampling import law, uniforms
 from draftsmith.inference.step import Drafter, Runner, State
 from draftsmith.inference.tree import MOST_NODES, Draws, StaticTree, TokenTree, bitsets
@@ -28,14 +28,7 @@ from draftsmith.kernels.verify import IID, WITHOUT_REPLACEMENT, draw
 from draftsmith.models.target import Target
 
 _NEVER = 1 << 40  # more tokens than any text has
-
-
-class Costs(Protocol):
-    """What a step of the target costs by its rows."""
-
-    def of(self, rows: int) -> float:
-        """Time of a target step with so many rows (nodes × batch) over that of a plain step."""
-        ...
+_STANDARD_PASS = 0.25  # a forward pass of a draft model over a plain step of the target, where it may not be measured
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
@@ -83,8 +76,8 @@ class DraftModelDrafter(Drafter):
         model: the draft model, on the target's device.
         expansion: k_i children of every node at depth i − 1.
         costs, draft_cost: of a target's step by rows; of a forward pass of the model with one row, over a plain step of
-            the target. With both, eager steps end a tree early where another level does not pay. Trees then depend on
-            the batch: with sampling the same seed may make another text there, of the same distribution.
+            the target. With both, eager steps end a tree early where another level does not pay: of a whole batch, or
+            in sampling mode row by row and by standard costs, so that a seed is one text in any batch and on any day.
 
     Attributes:
         most_missing: accepted tokens of a step that the model may not have run. A merge whose trees hold others' nodes
@@ -96,7 +89,7 @@ class DraftModelDrafter(Drafter):
     """
 
     def __init__(
-        self, model: Target, target: Target, expansion: Sequence[int], *, costs: Costs | None = None,
+        self, model: Target, target: Target, expansion: Sequence[int], *, costs: StepCosts | None = None,
         draft_cost: float | None = None,
     ) -> None:  # fmt: skip
         check_vocabulary(model, target)
@@ -133,7 +126,7 @@ class DraftModelDrafter(Drafter):
             parents += [firsts[depth] + node // children for node in range(counts[depth + 1])]
         self.firsts = [*firsts, len(parents)]
         # Trees of 0, 1, … levels below the root: a step may end early.
-        self.trees = [StaticTree(parents[:end], target.device) for end in self.firsts[1:]]
+        self.trees = [StaticTree(parents[:end], target.device, self.max_depth) for end in self.firsts[1:]]
         self.most_missing = 1
 
     def allocate(self, cache: KVCache, static: bool) -> None:
@@ -168,13 +161,17 @@ class DraftModelDrafter(Drafter):
         self.turns = torch.arange(max(self.num_nodes, self.max_depth, self.most_missing) + 2, device=device)
         self.ones = torch.ones(rows, 1, device=device)
         self.ran = 0  # the deepest level that the model ran in this step
-        self.times: list[float] = []  # of a step whose tree has 0, 1, … levels, over that of a plain step
-        if self.eager and self.costs is not None and self.draft_cost is not None:
-            passes = [0.0]
-            for count in self.counts:
-                passes.append(passes[-1] + self.draft_cost * self.costs.of(rows * count))
-            verified = [self.costs.of(rows * end) for end in self.firsts[1:]]
-            self.times = [one + other for one, other in zip(passes, verified, strict=False)]
+        self.saves = self.eager and self.costs is not None and self.draft_cost is not None
+        if self.costs is not None and self.draft_cost is not None:
+            self.times = self._times(self.costs, self.draft_cost, rows)
+            self.standard_times = self._times(STANDARD, _STANDARD_PASS, 1)
+
+    def _times(self, costs: StepCosts, draft_cost: float, rows: int) -> list[float]:
+        """Of a step whose tree has 0, 1, … levels, over that of a plain step with one row."""
+        passes = [0.0]
+        for count in self.counts:
+            passes.append(passes[-1] + draft_cost * costs.of(rows * count))
+        return [one + costs.of(rows * end) for one, end in zip(passes, self.firsts[1:], strict=False)]
 
     def buffers(self) -> Sequence[Tensor]:
         return self.cached, self.behind
@@ -202,12 +199,18 @@ class DraftModelDrafter(Drafter):
             settings.uses_penalty = False  # any distribution will do, so long as it is the one that was drawn from
             coins = uniforms(settings.seed, state.step, self.num_nodes - 1, state.stream)  # one for each drawn node
             valid.append(self.ones > 0)
-        reached: list[float] = []  # tokens that each level is expected to bring, over all texts
+        reached: list[list[float]] = []  # Σ chance by level and row
+        goes_on = [True] * self.rows
         for depth, level in enumerate(self.levels[:-1]):
-            if self.times:
-                reached.append(float((chances[-1].sum(1) * state.active).sum()))
-                if depth and not self._pays(reached):
+            if self.saves:
+                reached.append((chances[-1].sum(1) * state.active).tolist())
+                if depth and settings is None and not _pays([sum(level) for level in reached], self.times):
                     break
+                if depth and settings is not None:
+                    by_row = zip(goes_on, zip(*reached, strict=True), strict=True)
+                    goes_on = [before and _pays(its, self.standard_times) for before, its in by_row]
+                    if not any(goes_on):
+                        break
             if depth:
                 hidden = self._run(level, tokens[-1], state.length)
             self.ran = depth
@@ -221,12 +224,15 @@ class DraftModelDrafter(Drafter):
                 its_coins = coins[:, below.first - 1 : below.first + below.count - 1].view(self.rows, -1, k)
                 best, there = draw_children(q, its_coins)
                 there = there & valid[-1][..., None]
+                if not all(goes_on):
+                    there = there & torch.tensor(goes_on, device=there.device)[:, None, None]
                 valid.append(there.flatten(1))
                 laws.append(q)
                 # Nothing here may depend on which token was drawn: by it a merge may leave a draw out. A confident
                 # draft is accepted nearly always, a flat one about every other time; what was rejected leaves less.
                 accepted = 0.5 + 0.5 * q.amax(-1, keepdim=True)
-                chance = chances[-1][..., None] * accepted * (1 - accepted) ** self.turns[:k] * there
+                likely = accepted * (1 - accepted) ** self.turns[:k]
+                chance = torch.where(there, chances[-1][..., None] * likely, 0.0)
             tokens.append(best.flatten(1))
             chances.append(chance.flatten(1))
         tree = self.trees[len(tokens) - 1].fill(torch.cat(tokens, 1))
@@ -238,10 +244,7 @@ class DraftModelDrafter(Drafter):
         if own is None:
             own, kept = path, length.clamp(max=self.ran)
         else:  # as far as its own tree went and was run; what is behind follows as missing
-            if path.shape[1] - 1 > self.most_missing:
-                raise ValueError(
-                    f"most_missing {self.most_missing}: the tree is {path.shape[1] - 1} deep; set it to that"
-                )
+            assert path.shape[1] - 1 <= self.most_missing, "the merge's trees are deeper than it said"
             depths = self.turns[: path.shape[1]]
             its = (own >= 0) & (own < self.firsts[self.ran + 1]) & (depths <= length[:, None])
             kept = its.long().cumprod(1).sum(1) - 1
@@ -291,21 +294,27 @@ class DraftModelDrafter(Drafter):
         if q.shape[2] < self.target_vocabulary:
             q = torch.nn.functional.pad(q, (0, self.target_vocabulary - q.shape[2]))
         kind = torch.full_like(tree.draws.kind, WITHOUT_REPLACEMENT if child.shape[2] > 1 else IID)
-        law_of = self.turns[: child.shape[1]][None, :, None].expand_as(child)
+        law_of = self.turns[: child.shape[1]].clamp(max=q.shape[1] - 1)[None, :, None].expand_as(child)
         return replace(tree, valid=valid, static=None, draws=Draws(child, kind, law_of, q))
 
-    def _pays(self, reached: Sequence[float]) -> bool:
-        """Whether more levels bring more tokens for their time: ``reached`` are the expected tokens of each level so
-        far, and the next ones are taken to fall off as the last one did."""
-        expected, last = sum(reached), reached[-1]
-        rate, levels = expected / self.times[len(reached) - 1], len(reached)
-        falls = min(1.0, last / reached[-2]) if reached[-2] else 0.0
-        for time in self.times[levels:]:
-            last *= falls
-            expected += last
-            if expected / time > rate:
-                return True
+
+def _pays(reached: Sequence[float], times: Sequence[float]) -> bool:
+    """Whether more levels bring more tokens for their time. The next ones are taken to fall off as the last one did.
+
+    Args:
+        reached: expected tokens of each level so far, from the root's on.
+        times: of a step whose tree has 0, 1, … levels.
+    """
+    if not reached[-1]:
         return False
+    expected, last, levels = sum(reached), reached[-1], len(reached)
+    rate, falls = expected / times[levels - 1], min(1.0, last / reached[-2])
+    for time in times[levels:]:
+        last *= falls
+        expected += last
+        if expected / time > rate:
+            return True
+    return False
 
 
 def draw_children(q: Tensor, coins: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,8 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
-NOTHING_OF_THE_HUB = {"tiny-distill", "tiny-lm", "tiny-medusa", "tiny-medusa2"}  # tests/train/test_shipped_recipes.py
+# tests/train/test_shipped_recipes.py
+NOTHING_OF_THE_HUB = {"tiny-distill", "tiny-draft", "tiny-lm", "tiny-medusa", "tiny-medusa2"}
 SIZES = [
     "target.dtype=float32", "data.max_length=224", "steps=4", "batch={sequences: 4, accumulate: 2}",
     "precision.autocast=none", "precision.threads=1", "checkpoint.every=4", "evaluate={every: 2, sequences: 8}",

@@ -212,6 +212,23 @@ def test_a_tokenizer_without_our_end_token(trained, tmp_path):
         lm.check_beginning(recipe)
 
 
+def test_another_models_tokenizer(run_main, trained, tmp_path):
+    """``tokenizer`` takes another model's as it is, for a model of another shape."""
+    recipe = ROOT / "recipes/tiny-draft.yaml"
+    small = [*SMALL, "lookahead=null", "model.num_layers=1", f"tokenizer={trained}", f"run.output_dir={tmp_path}"]
+    stage = "stages=[{name: a, max_length: 32, steps: 1, optim: {lr: 1e-3}, batch: {sequences: 4}}]"
+    code, out, err = run_main(lm.main, recipe, *small, stage)
+    assert code == 0, err
+    assert "training the tokenizer" not in out
+    assert (trained / "tokenizer.json").read_bytes() == (tmp_path / "tiny-draft" / "tokenizer.json").read_bytes()
+    code, _, err = run_main(lm.main, recipe, *small, stage, "run.name=a", "model.vocab_size=300")
+    assert code == 2 and err == f"error: tokenizer={trained}: it has 420 entries; set model.vocab_size=420\n"
+    code, _, err = run_main(lm.main, recipe, *small, stage, "run.name=b", f"init_from={trained}")
+    assert code == 2 and "leave out one of 'init_from' and 'tokenizer'" in err
+    code, _, err = run_main(lm.main, recipe, *small, stage, "run.name=c", f"tokenizer={tmp_path}")
+    assert code == 2 and err == f"error: tokenizer={tmp_path}: no tokenizer there (tokenizer.json)\n"
+
+
 def test_chats_that_the_template_refuses_are_skipped(tmp_path, tiny_lm):
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
     tokenizer.chat_template = "{% if messages|length > 2 %}{{ raise_exception('one turn') }}{% endif %}" + lm.TEMPLATE

@@ -9,6 +9,7 @@ from draftsmith.train.recipe import Batch, Optim, Recipe, Stage, read_recipe, wr
 ROOT = Path(__file__).parents[2]
 SHIPPED = {
     "tiny-distill.yaml": ("train/distill.py", "DistillRecipe"),
+    "tiny-draft.yaml": ("train/lm.py", "LmRecipe"),
     "tiny-lm.yaml": ("train/lm.py", "LmRecipe"),
     "tiny-medusa.yaml": ("train/medusa.py", "MedusaRecipe"),
     "tiny-medusa2.yaml": ("train/medusa.py", "MedusaRecipe"),
