@@ -40,7 +40,7 @@ from draftsmith.models.target import Target
 BEGINS = (1, 2, 3, 5, 10)  # the shortest match of each class
 PRIOR = (0.22, 0.45, 0.60, 0.70, 0.95, 0.09, 0.10, 0.15, 0.16, 0.35)  # of each class, then of others' first tokens
 STRENGTH = 8.0  # tokens of the text that count as much as the prior; 4 to 12 do as well on the texts above
-MOST_TREES = 256  # shapes of trees that are kept
+MOST_SHAPES = 256  # of trees, that are kept
 
 
 @dataclass
@@ -65,6 +65,21 @@ class _Nodes:
         return _Nodes(
             [self.tokens[node] for node in nodes], parents, [], [], [self.chance[node] for node in nodes]
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tree's shape: for one row a filled tree on the device, for several what is padded and put together.
+
+    source: ``[1, N]`` int64, 0 at the root and 1 elsewhere.
+    depth: of each node.
+    ancestors: of each node its bitset's words.
+    """
+
+    tree: StaticTree
+    source: Tensor
+    depth: list[int]
+    ancestors: list[list[int]]
 
 
 class NgramDrafter(Drafter):
@@ -105,7 +120,7 @@ class NgramDrafter(Drafter):
         # The class of a token behind a match of so many tokens, those of its continuation before it included.
         lengths = range(longest + depth)
         self.classes = [max(0, sum(begin <= length for begin in BEGINS) - 1) for length in lengths]
-        self.trees: dict[tuple[int, ...], tuple[StaticTree, Tensor]] = {}
+        self.shapes: dict[tuple[int, ...], _Shape] = {}
         self.found: list[_Nodes] = []  # of the step under way, by row
         self.lengths: list[int] = []
 
@@ -222,37 +237,36 @@ class NgramDrafter(Drafter):
                 best, count = expected / self.times[number], number + 1
         return [nodes.kept(sorted(order[:count])) for nodes, order in zip(found, ranked, strict=True)]
 
-    def _one_tree(self, nodes: _Nodes) -> TokenTree:
-        """A single row's tree: of those that only differ in their tokens, everything else is kept."""
-        shape = tuple(nodes.parents)
-        if shape not in self.trees:
-            if len(self.trees) >= MOST_TREES:
-                self.trees.clear()
-            source = torch.ones(1, len(shape), dtype=torch.int64, device=self.device)
+    def _shape(self, parents: list[int]) -> "_Shape":
+        """Everything but the tokens and the chances of a tree; kept, as shapes recur."""
+        key = tuple(parents)
+        if key not in self.shapes:
+            if len(self.shapes) >= MOST_SHAPES:
+                self.shapes.clear()
+            tree = StaticTree(parents, self.device, self.max_depth)
+            source = torch.ones(1, len(parents), dtype=torch.int64, device=self.device)
             source[:, 0] = 0
-            self.trees[shape] = StaticTree(shape, self.device, self.max_depth), source
-        tree, source = self.trees[shape]
+            self.shapes[key] = _Shape(tree, source, tree.depth[0].tolist(), tree.ancestors[0].tolist())
+        return self.shapes[key]
+
+    def _one_tree(self, nodes: _Nodes) -> TokenTree:
+        shape = self._shape(nodes.parents)
         tokens = torch.tensor([nodes.tokens], device=self.device)
-        chance = torch.tensor([nodes.chance], device=self.device)
-        return tree.fill(tokens, source, chance)
+        return shape.tree.fill(tokens, shape.source, torch.tensor([nodes.chance], device=self.device))
 
     def _trees(self, found: list[_Nodes], most: int) -> TokenTree:
-        """The trees of several rows, padded with children of the root to ``most`` nodes."""
+        """The trees of several rows, padded with leaves of the root to ``most`` nodes."""
         words = -(-most // 64)
         tokens, parents, depths, bits, chance, sources = [], [], [], [], [], []
         for nodes in found:
-            padding = most - len(nodes.tokens)
+            shape, padding = self._shape(nodes.parents), most - len(nodes.tokens)
             tokens.append(nodes.tokens + [0] * padding)
             parents.append(nodes.parents + [0] * padding)
+            depths.append(shape.depth + [1] * padding)
             chance.append(nodes.chance + [0.0] * padding)
             sources.append([0] + [1] * (len(nodes.tokens) - 1) + [0] * padding)
-            depth, above = [0], [1]
-            for node, parent in enumerate(parents[-1][1:], 1):
-                depth.append(depth[parent] + 1)
-                above.append(above[parent] | 1 << node)
-            depths.append(depth)
-            bits.append([[each >> 64 * word & (1 << 64) - 1 for word in range(words)] for each in above])
-        ancestors = torch.from_numpy(np.array(bits, dtype=np.uint64).view(np.int64))
+            more = [0] * (words - len(shape.ancestors[0]))
+            bits.append([each + more for each in shape.ancestors] + [[1] + [0] * (words - 1)] * padding)
         source = torch.tensor(sources, device=self.device)
         valid = source > 0
         valid[:, 0] = True
@@ -260,7 +274,8 @@ class NgramDrafter(Drafter):
             torch.tensor(tokens, device=self.device),
             torch.tensor(parents, dtype=torch.int32, device=self.device),
             torch.tensor(depths, dtype=torch.int32, device=self.device),
-            ancestors.to(self.device), valid, source=source, chance=torch.tensor(chance, device=self.device),
+            torch.tensor(bits, device=self.device),
+            valid, source=source, chance=torch.tensor(chance, device=self.device),
         )  # fmt: skip
 
     def _absorb_on_host(self, verdict: Verdict, tree: TokenTree) -> None:

@@ -278,6 +278,21 @@ def test_chance_follows_the_text(make_target, static):
         assert chance < 0.6 * PRIOR[0] if text is never else chance > 0.85
 
 
+@MODES
+def test_buffers(make_target, static):
+    """A step that is undone by putting them back leaves nothing behind."""
+    driver, text = Driver(make_target("llama"), 1, static, shortest=1), [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1]
+    driver.begin(slice(0, 1), [text])
+    before = driver.propose()
+    buffers = [*driver.drafter.buffers(), driver.cache.lengths, driver.root]
+    kept = [buffer.clone() for buffer in buffers]
+    driver.absorb([[2, 3, 1, 2, 3, 1, 2, 4, 2, 6, 1, 1]])
+    assert driver.propose() != before
+    for buffer, old in zip(buffers, kept, strict=True):
+        buffer.copy_(old)
+    assert driver.propose() == before
+
+
 def connected(nodes):
     """All sets of paths that hold each path's own beginning."""
     paths = list(nodes)
@@ -341,9 +356,7 @@ def test_lossless(make_target):
 
 
 # A row for each text: rows that begin others, each with a prefill of its own, would take a minute.
-@pytest.mark.parametrize(
-    ("name", "static", "costs"), [("plain", True, None), ("cut", False, None), ("cut", False, FREE)]
-)
+@pytest.mark.parametrize(("name", "static", "costs"), [("plain", True, None), ("cut", False, FREE)])
 def test_lossless_sampling(make_target, name, static, costs):
     def make(target):
         return NgramDrafter(target, depth=3, shortest=1, costs=costs)
@@ -353,11 +366,13 @@ def test_lossless_sampling(make_target, name, static, costs):
 
 
 def test_lossless_by_cost(make_target):
+    """Trees of all sizes and depths follow on one another."""
+
     def make(target):
-        return NgramDrafter(target, depth=4, shortest=1, costs=FREE)
+        return NgramDrafter(target, depth=4, shortest=1, costs=StepCosts({1: 1.0, 9: 3.0, 27: 4.0}))
 
     lossless_suite.check_static(make_target, make)
-    lossless_suite.check_greedy(make_target, make, own=False)
+    assert len(lossless_suite.check_greedy(make_target, make, own=False)) > 3
 
 
 def test_numbers_are_checked(make_target):
