@@ -1,7 +1,7 @@
 """Drafting with a draft model, beside transformers' assisted generation with the same two models.
 
     python inference/bench_assisted.py --target models/tiny-lm --draft runs/tiny-draft --prompts runs/demo/prompts.jsonl
-    python inference/bench_assisted.py --target T --draft D --prompts P.jsonl --expansion 2 2 1 --seconds 99 --out F.json
+    python inference/bench_assisted.py --target T --draft D --prompts P.jsonl --expansion 2 2 1 --seconds 9 --out F.json
 
 Four methods take turns on each prompt, greedily: our engine with the draft model; our engine alone (plain);
 ``generate(assistant_model=…)`` with its defaults (assisted); ``generate`` alone (generate). Ratios are of tokens/s,
