@@ -159,14 +159,14 @@ def test_replay_of_reduced_vocabularies(device, seed, rows, nodes, most, size, r
 
 def test_a_draw_outside_the_reduced_vocabulary(device):
     """A one-hot draw's token has no entry in q; then r = (1, 2, 0, 4) / 7, and 3 is drawn with q(3) = 0.8."""
-    p = torch.tensor([0.1, 0.2, 0.3, 0.4]).repeat(200, 3, 1)
-    q, ids = torch.tensor([[[0.8, 0.2]]]).repeat(200, 1, 1), torch.tensor([[[3, 0]]])
-    tokens = torch.tensor([[0, 2, 3]]).repeat(200, 1)
-    child = torch.tensor([[[1, 2], [-1, -1], [-1, -1]]]).repeat(200, 1, 1)
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4]).repeat(30, 3, 1)
+    q, ids = torch.tensor([[[0.8, 0.2]]]).repeat(30, 1, 1), torch.tensor([[[3, 0]]])
+    tokens = torch.tensor([[0, 2, 3]]).repeat(30, 1)
+    child = torch.tensor([[[1, 2], [-1, -1], [-1, -1]]]).repeat(30, 1, 1)
     kind = torch.tensor([ONE_HOT, IID], dtype=torch.int8).expand_as(child)
-    number = torch.arange(200)
-    coins = (torch.stack([number, number * 37 % 200], 1)[:, None] / 200 + 1e-3).repeat(1, 3, 1)
-    there = [x.to(device) for x in (p, tokens, child, kind, torch.zeros_like(child), q, coins, number / 200)]
+    number = torch.arange(30)
+    coins = (torch.stack([number, number * 7 % 30], 1)[:, None] / 30 + 1e-3).repeat(1, 3, 1)
+    there = [x.to(device) for x in (p, tokens, child, kind, torch.zeros_like(child), q, coins, number / 30)]
     _, length, node, bonus = (x.cpu() for x in verify_sample(*there, 1, block=2, ids=ids.to(device)))
     first, second = coins[:, 0, 0] < 0.3, coins[:, 0, 1] < 4 / 7 / 0.8
     assert torch.equal(node, torch.where(first, 1, torch.where(second, 2, 0)))
