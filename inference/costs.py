@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from draftsmith.inference.cache import KVCache
 from draftsmith.inference.step import Drafter, State, Step, capacity_for, engine_attention, find_lean
 from draftsmith.inference.tree import StaticTree, TokenTree, chain
 from draftsmith.kernels.measured import read_measured, write_measured
@@ -37,6 +38,10 @@ class StepCosts:
         pairs = list(itertools.pairwise(self.points))
         (low, cost), (high, next_cost) = next((pair for pair in pairs if rows <= pair[1][0]), pairs[-1])
         return cost + (next_cost - cost) * (rows - low) / (high - low)
+
+    def seconds(self, batch: int) -> float:
+        """Of a plain step with so many rows."""
+        return self.plain * self.of(batch)
 
     def table(self, nodes: int, batch: int) -> list[float]:
         """Of trees of 1 … ``nodes`` nodes in a batch of so many rows, over that of a plain step of the batch."""
@@ -127,3 +132,24 @@ def _time(step: Step, context: int) -> float:
     began = time.perf_counter()
     step.launch()()
     return time.perf_counter() - began
+
+
+@torch.inference_mode()
+def draft_time(drafter: Drafter, target: Target, costs: StepCosts) -> float:
+    """Time of a drafter's ``propose`` with one row, eagerly, over a plain step of the target; it is timed here, for a
+    tenth of a second at most."""
+    cache = KVCache(target, 1, capacity_for(CONTEXT, drafter))
+    drafter.allocate(cache, False)
+    zero = torch.zeros(1, dtype=torch.int64, device=target.device)
+    width = target.hidden_size * (1 + len(drafter.captures))
+    feature = torch.zeros(1, width, dtype=target.dtype, device=target.device)
+    state = State(zero, zero, feature, zero == 0, None, zero)
+    drafter.propose(state)
+    least, until = float("inf"), time.perf_counter() + 0.1
+    for _ in range(20):
+        began = time.perf_counter()
+        drafter.propose(state)
+        least = min(least, time.perf_counter() - began)
+        if time.perf_counter() > until:
+            break
+    return least / costs.plain

@@ -99,6 +99,20 @@ class State:
     stream: int = 1
 
 
+@dataclass(frozen=True)
+class Price:
+    """What it takes and brings to ask a drafter whose trees always have the same shape.
+
+    time: of drafting, over a plain step of the target.
+    nodes: of its tree, the root included.
+    tokens: that a step with its tree alone is expected to commit.
+    """
+
+    time: float
+    nodes: int
+    tokens: float
+
+
 class Drafter(Protocol):
     """What the engine asks of a drafter; one that keeps nothing of the texts has ``propose`` alone. A drafter with
     caches or buffers belongs to one decoder at a time.
@@ -109,6 +123,7 @@ class Drafter(Protocol):
         asked for it, so that a CUDA graph can hold them.
     captures: layers of the target whose input it reads too; F = d · (1 + how many).
     models: other causal LMs that it runs; the engine puts its attention on them.
+    price: where it is known before drafting; a merge asks such a drafter only where it pays.
     sources: names of what proposes, which the report counts by; with one at least, its trees say ``source``.
     """
 
@@ -119,6 +134,7 @@ class Drafter(Protocol):
     captures: Sequence[int] = ()
     models: Sequence[Target] = ()
     sources: Sequence[str] = ()
+    price: Price | None = None
 
     def allocate(self, cache: KVCache, static: bool) -> None:
         """Make caches and buffers for the rows and the capacity of the target's cache, whose ``lengths`` they may

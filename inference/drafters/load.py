@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.inference.costs import StepCosts, step_costs
+from draftsmith.inference.costs import StepCosts, draft_time, step_costs
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
@@ -30,8 +30,8 @@ class _Part:
     """A drafter before its target is loaded.
 
     target: what the drafter's config says.
-    build: makes it, given the target, the step costs (None: it keeps all its nodes for a merge to choose from) and the
-        load options.
+    build: makes it, given the target, the step costs by which it chooses its nodes (None: it proposes all) and the load
+        options.
     own_target: the target as the drafter wants it (its adapter, its chat template).
     """
 
@@ -95,7 +95,7 @@ def load_drafter(
     costs = step_costs(loaded, lean) if dynamic and (len(parts) > 1 or parts[0].target is None) else None
     if len(parts) == 1:
         return loaded, parts[0].build(loaded, costs, options)
-    drafters = {each: part.build(loaded, None, options) for each, part in zip(names, parts, strict=True)}
+    drafters = {each: part.build(loaded, costs, options) for each, part in zip(names, parts, strict=True)}
     return loaded, MergedDrafter(drafters, loaded, NODES, costs)
 
 
@@ -121,7 +121,10 @@ def _part(name: str, tree: str, merged: bool) -> _Part:
 
     def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
         heads = MedusaHeads.from_artifact(config, weights, str(folder))
-        return MedusaDrafter(heads, topology, target, chances)
+        drafter = MedusaDrafter(heads, topology, target, chances)
+        if costs is None or chances is None:
+            return drafter
+        return MedusaDrafter(heads, topology, target, chances, costs, draft_time(drafter, target, costs))
 
     def own_target(loaded: Target, keep_template: bool) -> Target:
         return target_of(folder, config, loaded, keep_template=keep_template)

@@ -3,26 +3,46 @@
 Shape letters: B rows, K heads, R ranks kept per head, N nodes, d hidden width, V vocabulary.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from draftsmith.inference.step import Drafter, State
+from draftsmith.inference.cache import KVCache
+from draftsmith.inference.costs import STANDARD, StepCosts
+from draftsmith.inference.step import Drafter, Price, State
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.head_topk import MOST, head_topk
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 
+_STANDARD_TIME = 0.1  # of drafting over a plain step, where it may not be measured
+
+
+class _Shape:
+    """A topology as the heads fill it."""
+
+    def __init__(self, topology: Topology, device: torch.device, max_depth: int) -> None:
+        self.tree = StaticTree(topology.parents, device, max_depth)
+        self.depth, self.ranks = topology.max_depth, topology.max_rank + 1
+        # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
+        flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
+        self.choice = torch.tensor(flat, dtype=torch.int64, device=device)
+        self.chance: Tensor | None = None  # [1, N]
+
 
 class MedusaDrafter(Drafter):
     """Heads on a target's last hidden state, in a calibrated tree. Deterministic: every draw is one-hot.
 
     Args:
-        chances: that each path of the topology is accepted, in its order; a merge chooses nodes by them.
+        chances: that each path of the topology is accepted, in its order; with them the tree says how likely its nodes
+            are.
+        costs, draft_time: of the target's steps; of drafting, over a plain step of the target. With both and
+            ``chances``, eager steps take only the nodes of the topology that pay: in sampling mode by standard costs,
+            so that a seed is the same text on every day.
 
     Raises:
         ValueError: the tree is deeper than there are heads, or asks for a rank beyond the vocabulary.
@@ -31,8 +51,9 @@ class MedusaDrafter(Drafter):
     static = True
 
     def __init__(
-        self, heads: MedusaHeads, topology: Topology, target: Target, chances: Sequence[float] | None = None
-    ) -> None:
+        self, heads: MedusaHeads, topology: Topology, target: Target, chances: Sequence[float] | None = None,
+        costs: StepCosts | None = None, draft_time: float | None = None,
+    ) -> None:  # fmt: skip
         config = heads.config
         if topology.max_depth > config.num_draft_heads:
             raise ValueError(
@@ -43,29 +64,57 @@ class MedusaDrafter(Drafter):
         self.heads = heads.to(target.device, target.dtype)
         self.lm_head = target.lm_head
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
-        self.tree = StaticTree(topology.parents, target.device)
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
-        self.chance = None if chances is None else torch.tensor([[1.0, *chances]], device=target.device)  # [1, N]
-        self.ranks = topology.max_rank + 1
-        # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
-        flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
-        self.choice = torch.tensor(flat, dtype=torch.int64, device=target.device)
+        self.topology, self.chances, self.device = topology, chances, target.device
+        self.costs, self.draft_time = costs, draft_time
+        self.greedy = self.sampled = self._shape(range(len(topology.paths)))
         # Where all heads share a plain matrix, a kernel finds their best tokens without writing their logits.
         self.one_matrix: Tensor | None = None
-        lm_head = target.lm_head
+        lm_head, ranks = target.lm_head, topology.max_rank + 1
         plain = type(lm_head) is torch.nn.Linear and lm_head.bias is None and not target.spread
-        if plain and heads.projection is None and 0 < self.ranks <= MOST and why_not_triton(self.choice) is None:
+        if plain and heads.projection is None and 0 < ranks <= MOST and why_not_triton(self.greedy.choice) is None:
             self.one_matrix = cast(Tensor, lm_head.weight)
 
-    def propose(self, state: State) -> TokenTree:
-        best = self._best(state.feature).transpose(0, 1).flatten(1)  # [B, K·R]
-        tree = self.tree.fill(torch.cat([state.root[:, None], best.index_select(1, self.choice)], 1))
-        return tree if self.chance is None else replace(tree, chance=self.chance.expand_as(tree.tokens))
+    def allocate(self, cache: KVCache, static: bool) -> None:
+        self.greedy = self.sampled = self._shape(range(len(self.topology.paths)))
+        self.price = None
+        if static or self.chances is None or self.costs is None or self.draft_time is None:
+            return
+        self.greedy, tokens = self._paying(self.costs.table(self.num_nodes, cache.rows), self.draft_time)
+        self.sampled, _ = self._paying(STANDARD.table(self.num_nodes, 1), _STANDARD_TIME)
+        self.price = Price(self.draft_time, len(self.greedy.choice) + 1, tokens)
 
-    def _best(self, feature: Tensor) -> Tensor:
+    def _paying(self, table: Sequence[float], draft_time: float) -> tuple[_Shape, float]:
+        """The likeliest paths, as many as make the most expected tokens per time, and these tokens."""
+        assert self.chances is not None
+        chances, paths = self.chances, self.topology.paths
+        order = sorted(range(len(paths)), key=lambda path: (-chances[path], len(paths[path])))
+        tokens = [*itertools.accumulate((chances[path] for path in order), initial=1.0)]
+        speeds = [1.0, *(reached / (time + draft_time) for reached, time in zip(tokens[1:], table[1:], strict=True))]
+        count = speeds.index(max(speeds))
+        return self._shape(order[:count]), tokens[count]
+
+    def _shape(self, numbers: Sequence[int]) -> _Shape:
+        """These of the topology's paths."""
+        numbers = sorted(numbers)  # paths are sorted
+        shape = _Shape(Topology(tuple(self.topology.paths[number] for number in numbers)), self.device, self.max_depth)
+        if self.chances is not None:
+            shape.chance = torch.tensor([[1.0, *(self.chances[number] for number in numbers)]], device=self.device)
+        return shape
+
+    def propose(self, state: State) -> TokenTree:
+        shape = self.greedy if state.settings is None else self.sampled
+        chance = None if shape.chance is None else shape.chance.expand(len(state.root), -1)
+        if not len(shape.choice):
+            return shape.tree.fill(state.root[:, None], chance=chance)
+        best = self._best(state.feature, shape).transpose(0, 1).flatten(1)  # [B, K·R]
+        tokens = torch.cat([state.root[:, None], best.index_select(1, shape.choice)], 1)
+        return shape.tree.fill(tokens, chance=chance)
+
+    def _best(self, feature: Tensor, shape: _Shape) -> Tensor:
         """The R most likely tokens of each head: ``[B, d] → [K, B, R]``."""
         if self.one_matrix is None:
-            return self.heads.logits(feature, self.lm_head, self.max_depth).topk(self.ranks, -1).indices
-        features = self.heads.features(feature, self.max_depth)
-        ids = head_topk(features.flatten(0, 1), self.one_matrix, self.ranks)[1]
+            return self.heads.logits(feature, self.lm_head, shape.depth).topk(shape.ranks, -1).indices
+        features = self.heads.features(feature, shape.depth)
+        ids = head_topk(features.flatten(0, 1), self.one_matrix, shape.ranks)[1]
         return ids.unflatten(0, features.shape[:2])

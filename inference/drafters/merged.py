@@ -9,6 +9,9 @@ Which nodes are kept is decided step by step by the sources' own estimates of ac
 what a step costs by its rows: the N likeliest nodes, where N maximises expected tokens / time. Nodes that were drawn at
 random are all kept, and which of the others are does not depend on what was drawn (ALGORITHMS §2, C2).
 
+Where steps have fixed shapes, or something is drawn at random, all of this is tensor operations, about 60; in other
+eager steps the host does it.
+
 Shape letters: B rows, M candidates (the root and every source's nodes), N nodes kept, D depth of the deepest node,
 K draws of a node, V vocabulary.
 """
@@ -21,12 +24,15 @@ from torch import Tensor
 
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import STANDARD, StepCosts, paying
+from draftsmith.inference.host_tree import HostTree, HostTrees
+from draftsmith.inference.host_tree import paying as paying_on_host
 from draftsmith.inference.step import Drafter, State
 from draftsmith.inference.tree import Draws, StaticTree, TokenTree, one_hot_draws
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.target import Target
 
+MERGE_SECONDS = 1e-4  # what merging takes on a CPU
 DRAWN = 2.0  # tokens that drafters which draw at random are taken to bring in a step, when others' nodes are chosen
 
 
@@ -60,9 +66,6 @@ class MergedDrafter(Drafter):
         drafters: by name; the order is that in which draws at random are tested, before all others.
         num_nodes: of the merged tree at most, the root included.
         costs: of the target's steps; left out: as many nodes as the budget allows.
-
-    Raises:
-        ValueError: the budget leaves no room for what the drafters draw at random.
     """
 
     def __init__(
@@ -83,7 +86,8 @@ class MergedDrafter(Drafter):
             width, places = target.hidden_size, [0, *(1 + self.captures.index(layer) for layer in drafter.captures)]
             columns = [torch.arange(place * width, (place + 1) * width, device=target.device) for place in places]
             self.columns.append(None if tuple(drafter.captures) == self.captures else torch.cat(columns))
-        self.root = StaticTree([-1], target.device)
+        self.root = StaticTree([-1], target.device, self.max_depth)
+        self.bits = [1 << number for number in range(len(self.drafters))]
 
     def allocate(self, cache: KVCache, static: bool) -> None:
         self.fixed = static
@@ -94,11 +98,15 @@ class MergedDrafter(Drafter):
         device = self.target.device
         # Of trees of 1, 2, … nodes; in sampling mode each row decides for itself, and the same on every machine.
         each = self.costs.table(self.most, cache.rows) if self.costs else [1.0] * self.most
-        self.cost = torch.tensor(each, device=device)
-        self.standard_cost = torch.tensor(STANDARD.table(self.most, 1) if self.costs else each, device=device)
+        standard = STANDARD.table(self.most, 1) if self.costs else each
+        self.times, self.standard_times = each[: self.num_nodes], standard[: self.num_nodes]
+        self.cost, self.standard_cost = torch.tensor(each, device=device), torch.tensor(standard, device=device)
+        self.merging = MERGE_SECONDS / self.costs.seconds(cache.rows) if self.costs else 0.0
+        self.trees = HostTrees(device, self.max_depth)
         self.numbers = torch.arange(max(self.most, self.max_depth + 1), device=device)
         self.bit = torch.ones(1, dtype=torch.int64, device=device) << torch.arange(64, device=device)
         self.nothing = torch.zeros(cache.rows, 1, dtype=torch.int64, device=device)
+        self.certain = torch.ones(cache.rows, 1, device=device)
 
     def buffers(self) -> Sequence[Tensor]:
         return [buffer for drafter in self.drafters for buffer in drafter.buffers()]
@@ -112,21 +120,86 @@ class MergedDrafter(Drafter):
             drafter.prefill(_part(features, columns), tokens, start, rows)
 
     def propose(self, state: State) -> TokenTree:
-        trees = [drafter.propose(its) for drafter, its in zip(self.drafters, self._states(state), strict=True)]
-        if not self.fixed and all(tree.tokens.shape[1] == 1 for tree in trees):
-            self.own = [self.nothing] * len(trees)
-            return self.root.fill(state.root[:, None], self.nothing)
+        together = state.settings is None
+        trees = self._ask(state, together)
         drawn = [tree.draws is not None and tree.draws.q is not None for tree in trees]
         sizes = [tree.tokens.shape[1] - 1 for tree in trees]
+        if not self.fixed and not any(drawn):
+            return self._on_host(trees, sizes, state, together)
         candidates = self._candidates(trees)
-        count = self._choose(candidates, sizes, drawn, together=state.settings is None)
+        count = self._choose(candidates, sizes, drawn, together)
         return self._assemble(candidates, count, trees, sizes, drawn)
+
+    def _ask(self, state: State, together: bool) -> list[TokenTree]:
+        """Each drafter's tree. Eagerly, a drafter whose price is known is asked after the others, and only if what its
+        nodes bring is worth its time beside theirs."""
+        states = self._states(state)
+        if self.fixed or not together or not self.costs:
+            return [drafter.propose(its) for drafter, its in zip(self.drafters, states, strict=True)]
+        nothing = self.root.fill(state.root[:, None], self.nothing, self.certain)
+        trees = [nothing] * len(self.drafters)
+        later = [number for number, drafter in enumerate(self.drafters) if drafter.price is not None]
+        tokens, nodes = 1.0, 0  # of a row, expected
+        for number, (drafter, its) in enumerate(zip(self.drafters, states, strict=True)):
+            if number not in later:
+                tree = trees[number] = drafter.propose(its)
+                assert tree.chance is not None
+                if tree.tokens.shape[1] > 1:
+                    tokens += (float(tree.chance.sum()) - len(tree.chance)) / len(tree.chance)
+                    nodes += tree.tokens.shape[1] - 1
+        time = self.times[min(nodes, self.num_nodes - 1)]
+        for number in later:
+            price = self.drafters[number].price
+            assert price is not None
+            more = nodes + price.nodes - 1
+            its_time = self.times[min(more, self.num_nodes - 1)] + price.time + (self.merging if nodes else 0.0)
+            if (tokens + price.tokens - 1) / its_time > tokens / time:
+                trees[number] = self.drafters[number].propose(states[number])
+                tokens, nodes, time = tokens + price.tokens - 1, more, its_time
+        return trees
+
+    def _on_host(self, trees: Sequence[TokenTree], sizes: Sequence[int], state: State, together: bool) -> TokenTree:
+        """The merged tree, and in ``own`` each drafter's numbers of its nodes."""
+        rows = len(self.nothing)
+        active = state.active.tolist()
+        merged = [HostTree([root], [-1], [0], [1.0]) for root in state.root.tolist()]
+        known: list[dict[tuple[int, int], int]] = [{} for _ in range(rows)]  # (parent, token) → node
+        places: list[list[list[int]]] = []  # by drafter and row, where each of its nodes is in the merged tree
+        for number, tree in enumerate(trees):
+            if not sizes[number]:
+                places.append([[0]] * rows)
+                continue
+            assert tree.chance is not None, f"{self.sources[number]}: its trees do not say how likely their nodes are"
+            parts = (tree.tokens, tree.parent, tree.valid, tree.chance)
+            lists = (part.expand(rows, -1).tolist() for part in parts)
+            places.append([
+                _add(self.bits[number], *row) for row in zip(merged, known, *lists, strict=True)
+            ])  # fmt: skip
+        if sum(sizes):
+            kept = paying_on_host(
+                merged, self.times if together else self.standard_times, active if together else None
+            )  # fmt: skip
+        else:
+            kept = [[0]] * rows
+        count = max(map(len, kept))
+        self.own = []
+        for its_places in places:
+            owns = []
+            for nodes, place in zip(kept, its_places, strict=True):
+                its = {at: node for node, at in enumerate(place)}
+                owns.append([its.get(node, -1) for node in nodes] + [-1] * (count - len(nodes)))
+            self.own.append(torch.tensor(owns, device=self.nothing.device))
+        if count == 1:
+            return self.root.fill(state.root[:, None], self.nothing, self.certain)
+        return self.trees.make([tree.kept(nodes) for tree, nodes in zip(merged, kept, strict=True)])
 
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
         behind = self.numbers[: verdict.path.shape[1]] > verdict.length[:, None]
         path = (verdict.path if verdict.own is None else verdict.own).masked_fill(behind, -1)
         for drafter, its, columns, own in zip(self.drafters, self._states(state), self.columns, self.own, strict=True):
             numbers = torch.where(path >= 0, own.gather(1, path.clamp(min=0)), -1)
+            if type(drafter).absorb is Drafter.absorb:
+                continue  # it keeps nothing
             drafter.absorb(its, replace(verdict, own=numbers), tree, _part(features, columns))
 
     def end(self, row: int) -> None:
@@ -274,6 +347,33 @@ class MergedDrafter(Drafter):
             kinds.append(rest.kind)
             laws.append(rest.law)
         return Draws(torch.cat(children, 2), torch.cat(kinds, 2), torch.cat(laws, 2), torch.cat(distributions, 1))
+
+
+def _add(
+    bit: int, merged: HostTree, known: dict[tuple[int, int], int], tokens: Sequence[int], parents: Sequence[int],
+    valid: Sequence[bool], chance: Sequence[float],
+) -> list[int]:  # fmt: skip
+    """Add a source's nodes to a row's tree; where each of them is there, −1 where it is not valid.
+
+    Estimates of several sources are combined as if they were right or wrong independently of each other."""
+    place = [0]
+    for node in range(1, len(tokens)):
+        if not valid[node]:
+            place.append(-1)
+            continue
+        key = (place[parents[node]], tokens[node])
+        at = known.get(key)
+        if at is None:
+            at = known[key] = len(merged.tokens)
+            merged.tokens.append(tokens[node])
+            merged.parents.append(key[0])
+            merged.sources.append(bit)
+            merged.chance.append(chance[node])
+        else:
+            merged.sources[at] |= bit
+            merged.chance[at] = 1 - (1 - merged.chance[at]) * (1 - chance[node])
+        place.append(at)
+    return place
 
 
 def _part(features: Tensor, columns: Tensor | None) -> Tensor:

@@ -93,7 +93,7 @@ def paths_of(tree, row):
             on_path.add(above)
             above = int(tree.parent[row, above])
         assert {n for n, bit in enumerate(bits) if bit} == on_path
-        assert tree.mask[row, node].nonzero().flatten().tolist() == sorted(on_path)
+        assert tree.mask is None or tree.mask[row, node].nonzero().flatten().tolist() == sorted(on_path)
         assert int(tree.depth[row, node]) == len(path)
         assert tuple(path) not in found, "one node of each path"
         found[tuple(path)] = node, int(tree.source[row, node])
