@@ -2,12 +2,17 @@
 
     python inference/calibrate.py runs/demo              # writes runs/demo/tree.json
     python inference/calibrate.py runs/demo --nodes 32   # a tree of 32 nodes, whatever it costs here
+    python inference/calibrate.py ngram --target models/tiny-lm     # only what steps cost, for drafters without a tree
 
 A path's probability is the share of positions where head 1's r_1-th token, head 2's r_2-th token, … are all the true
 ones: joint counts, no independence assumed (Medusa, arXiv 2401.10774 §2.3.3, assumes it). A child never outnumbers its
 parent, so the N most frequent paths *are* the best tree of N nodes. Its size maximises E[tokens] / measured step time.
 Both are measured as well as the time given (--seconds) allows: on rows of the text in a fixed random order, and by
 steps of trees of all sizes in turn, where sizes that fall behind are timed no further.
+
+`ngram`, `draft_model:PATH` and merges (`runs/demo+ngram`) choose their nodes step by step, by their own estimates of
+acceptance and by what a step costs by its rows. The latter is timed at their first use and kept in the cache folder;
+calibrating times it again, and calibrates the drafter folder that is part of a merge.
 
 Shape letters: S sequences, T tokens, K draft heads.
 """
@@ -32,7 +37,7 @@ from draftsmith.train.command import before_imports, run_command
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafter", help="a drafter folder, for example runs/demo")
+    parser.add_argument("drafter", help="a drafter folder, for example runs/demo, or another name that decode.py takes")
     parser.add_argument(
         "--nodes", type=int, help="nodes of the tree, root included; measured on this device if left out"
     )
@@ -60,7 +65,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.inference.answers import answer
-from draftsmith.inference.drafters.load import load_heads, read_heads
+from draftsmith.inference.costs import step_costs
+from draftsmith.inference.drafters.load import has_folder, load_heads, parts_of, read_heads
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.options import check_counts
@@ -70,7 +76,7 @@ from draftsmith.inference.terminal import console, progress
 from draftsmith.inference.tree import MOST_NODES, Topology, chain
 from draftsmith.models.artifact import device_name
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.target import Target, check_safetensors
+from draftsmith.models.target import Target, check_safetensors, load_target
 from draftsmith.train.files import check_folder, locked, write_json
 
 MAX_RANK = 10  # ranks per head that a tree may use
@@ -345,6 +351,13 @@ def check_idle(folder: Path) -> None:
             raise ValueError(f"{folder}: another command is working in this run; wait until it has ended") from None
 
 
+def print_costs(target: Target, lean: bool | None) -> None:
+    """Time the target's steps again, and say what they cost."""
+    costs = step_costs(target, lean, again=True)
+    print(f"a plain step: {costs.plain * 1e3:.2f} ms; times that by nodes: ", end="")
+    print(", ".join(f"{rows}: {cost:.2f}" for rows, cost in costs.points))
+
+
 def main() -> None:
     args = parser().parse_intermixed_args()
     if args.nodes is not None and args.nodes < 2:
@@ -356,7 +369,15 @@ def main() -> None:
         raise ValueError(f"--seconds {args.seconds:g}: must be above 0")
     given = read_prompts(args.prompts) if args.prompts else []
     options = target_arguments(args)
-    folder, config, weights = read_heads(args.drafter)
+    lean = DECODERS[args.decoder]
+    folders = [part for part in parts_of(args.drafter) if has_folder(part)]
+    if not folders:
+        if not args.target:
+            raise ValueError(f"'{args.drafter}' has no target of its own: pass --target")
+        return print_costs(load_target(args.target, **options), lean)
+    if len(folders) > 1:
+        raise ValueError(f"'{args.drafter}' has {len(folders)} drafter folders; calibrate each by itself")
+    folder, config, weights = read_heads(folders[0])
     check_folder("DRAFTER", folder)
     check_idle(folder)
     stored = folder / "held_out" / "model.safetensors"
@@ -370,7 +391,6 @@ def main() -> None:
         if not data["supervised"].any():
             raise ValueError(f"{folder}: no held-out row has an answer; pass --prompts FILE.jsonl to calibrate on")
     target, heads = load_heads(folder, config, weights, args.target, options)
-    lean = DECODERS[args.decoder]
     ran = "transformers" if isinstance(find_lean(target, lean), str) else "lean"
     texts = encode_prompts(given, target)
     rows = list(range(len(texts))) or data["supervised"].any(1).nonzero().flatten().tolist()
@@ -445,6 +465,8 @@ def main() -> None:
         f"{folder / 'tree.json'}: {topology.num_nodes} nodes, depth {topology.max_depth}, "
         f"expected τ {tau:.2f} (a chain: {chain_tau:.2f})"
     )
+    if len(parts_of(args.drafter)) > 1:
+        print_costs(target, lean)
     if chosen.speedup < 1:
         print("plain decoding is faster here: these heads are too weak for what their tree costs")
 

@@ -83,18 +83,19 @@ class _Fixed(Drafter):
         return self.tree.fill(state.root[:, None].expand(-1, self.num_nodes))
 
 
-def step_costs(target: Target, lean: bool | None = None) -> StepCosts:
+def step_costs(target: Target, lean: bool | None = None, again: bool = False) -> StepCosts:
     """What a step of this target costs on this machine, timed once (about a second) and kept in the cache folder.
 
     Where other work or the target's size leaves too little time, they are not kept: the next process times again.
 
     Args:
         lean: as :class:`draftsmith.inference.engine.SpeculativeDecoder` takes it.
+        again: time them even if they are known.
     """
     ran = "transformers" if isinstance(find_lean(target, lean), str) else "lean"
     key = f"{target.fingerprint}, {target.dtype}, {target.device}, {ran}"
     known = read_measured(FILE).get(key)
-    if target.fingerprint and isinstance(known, dict):
+    if target.fingerprint and isinstance(known, dict) and not again:
         return StepCosts({int(rows): float(seconds) for rows, seconds in known.items()})
     seconds, rounds = _measure(target, lean)
     if target.fingerprint and rounds >= ENOUGH:

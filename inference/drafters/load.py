@@ -56,6 +56,11 @@ def parts_of(name: str) -> list[str]:
     return parts
 
 
+def has_folder(part: str) -> bool:
+    """Whether one of :func:`parts_of` is a drafter folder or Hub id."""
+    return part not in ("none", NGRAM) and not part.startswith((f"{NGRAM}:", DRAFT_MODEL))
+
+
 def load_drafter(
     name: str, target: Target | None = None, *, target_name: str | None = None, tree: str = "auto",
     lean: bool | None = None, **options: Any,
@@ -106,10 +111,8 @@ def _needed(target_name: str | None, drafter: str) -> str:
 
 
 def _part(name: str, tree: str, merged: bool) -> _Part:
-    if name == NGRAM or name.startswith(f"{NGRAM}:"):
-        return _ngram(name)
-    if name.startswith(DRAFT_MODEL):
-        return _draft_model(name)
+    if not has_folder(name):
+        return _draft_model(name) if name.startswith(DRAFT_MODEL) else _ngram(name)
     folder, config, weights = read_drafter(name)
     _check_type(folder, config, "is not known to this version; known: medusa")
     path = folder / "tree.json" if tree == "auto" else Path(tree)
