@@ -4,8 +4,8 @@ few nodes of a tree."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from draftsmith.inference.tree import StaticTree, TokenTree
 
@@ -74,45 +74,57 @@ class HostTrees:
 
     def __init__(self, device: torch.device, max_depth: int) -> None:
         self.device, self.max_depth = device, max_depth
-        self.shapes: dict[tuple[int, ...], StaticTree] = {}
+        self.shapes: dict[tuple[int, ...], _Shape] = {}
 
     def make(self, trees: Sequence[HostTree]) -> TokenTree:
         """``[B, N]``; rows with fewer nodes than others are padded with children of the root that are not valid."""
         if len(trees) > 1:
             return self._padded(trees, max(len(tree.tokens) for tree in trees))
         (tree,) = trees
-        shape = tuple(tree.parents)
-        if shape not in self.shapes:
-            if len(self.shapes) >= MOST_SHAPES:
-                self.shapes.clear()
-            self.shapes[shape] = StaticTree(shape, self.device, self.max_depth)
         tokens, sources = torch.tensor([[tree.tokens], [tree.sources]], device=self.device)
         chance = torch.tensor([tree.chance], device=self.device)
-        return self.shapes[shape].fill(tokens, sources, chance)
+        return self._shape(tree.parents).tree.fill(tokens, sources, chance)
+
+    def _shape(self, parents: Sequence[int]) -> "_Shape":
+        key = tuple(parents)
+        if key not in self.shapes:
+            if len(self.shapes) >= MOST_SHAPES:
+                self.shapes.clear()
+            tree = StaticTree(parents, self.device, self.max_depth)
+            self.shapes[key] = _Shape(tree, tree.depth[0].tolist(), tree.ancestors[0].tolist())
+        return self.shapes[key]
 
     def _padded(self, trees: Sequence[HostTree], most: int) -> TokenTree:
         words = -(-most // 64)
         tokens, parents, depths, bits, chance, sources, valid = [], [], [], [], [], [], []
         for tree in trees:
-            padding = most - len(tree.tokens)
+            shape, padding = self._shape(tree.parents), most - len(tree.tokens)
             tokens.append(tree.tokens + [0] * padding)
             parents.append(tree.parents + [0] * padding)
+            depths.append(shape.depth + [1] * padding)
             chance.append(tree.chance + [0.0] * padding)
             sources.append(tree.sources + [0] * padding)
             valid.append([True] * len(tree.tokens) + [False] * padding)
-            depth, above = [0], [1]
-            for node, parent in enumerate(parents[-1][1:], 1):
-                depth.append(depth[parent] + 1)
-                above.append(above[parent] | 1 << node)
-            depths.append(depth)
-            bits.append([[each >> 64 * word & (1 << 64) - 1 for word in range(words)] for each in above])
-        ancestors = torch.from_numpy(np.array(bits, dtype=np.uint64).view(np.int64))
+            more = [0] * (words - len(shape.ancestors[0]))
+            bits.append([each + more for each in shape.ancestors] + [[1] + [0] * (words - 1)] * padding)
 
-        def made(values: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+        def made(values: Sequence[Sequence[float]] | Sequence[Sequence[Sequence[int]]], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
         return TokenTree(
-            made(tokens, torch.int64), made(parents, torch.int32), made(depths, torch.int32),
-            ancestors.to(self.device), made(valid, torch.bool), source=made(sources, torch.int64),
-            chance=made(chance, torch.float32),
+            made(tokens, torch.int64), made(parents, torch.int32), made(depths, torch.int32), made(bits, torch.int64),
+            made(valid, torch.bool), source=made(sources, torch.int64), chance=made(chance, torch.float32),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tree's shape: for one row a tree to be filled, for several what is padded and put together.
+
+    depth: of each node.
+    ancestors: of each node its bitset's words.
+    """
+
+    tree: StaticTree
+    depth: list[int]
+    ancestors: list[list[int]]

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftsmith.inference.cache import KVCache
-from draftsmith.inference.costs import StepCosts
+from draftsmith.inference.costs import STANDARD, StepCosts
+from draftsmith.inference.host_tree import HostTree, HostTrees, paying
 from draftsmith.inference.step import Drafter, State
 from draftsmith.inference.tree import StaticTree, TokenTree
 from draftsmith.inference.verify import Verdict
@@ -40,46 +41,19 @@ from draftsmith.models.target import Target
 BEGINS = (1, 2, 3, 5, 10)  # the shortest match of each class
 PRIOR = (0.22, 0.45, 0.60, 0.70, 0.95, 0.09, 0.10, 0.15, 0.16, 0.35)  # of each class, then of others' first tokens
 STRENGTH = 8.0  # tokens of the text that count as much as the prior; 4 to 12 do as well on the texts above
-MOST_SHAPES = 256  # of trees, that are kept
 
 
 @dataclass
-class _Nodes:
-    """One row's candidates; node 0 is the root.
+class _Candidates:
+    """One row's candidates.
 
     children: of each node, in order.
     classes: which entry of ``PRIOR`` each node belongs to.
-    chance: how likely each node is to be accepted.
     """
 
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
+    tree: HostTree
     children: list[list[int]] = field(default_factory=lambda: [[]])
     classes: list[int] = field(default_factory=lambda: [-1])
-    chance: list[float] = field(default_factory=lambda: [1.0])
-
-    def kept(self, nodes: list[int]) -> "_Nodes":
-        """Some of them alone, in the given order, parents before their children; ``children`` is left out."""
-        number = {-1: -1} | {node: place for place, node in enumerate(nodes)}
-        parents = [number[self.parents[node]] for node in nodes]
-        return _Nodes(
-            [self.tokens[node] for node in nodes], parents, [], [], [self.chance[node] for node in nodes]
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """A tree's shape: for one row a filled tree on the device, for several what is padded and put together.
-
-    source: ``[1, N]`` int64, 0 at the root and 1 elsewhere.
-    depth: of each node.
-    ancestors: of each node its bitset's words.
-    """
-
-    tree: StaticTree
-    source: Tensor
-    depth: list[int]
-    ancestors: list[list[int]]
 
 
 class NgramDrafter(Drafter):
@@ -98,7 +72,8 @@ class NgramDrafter(Drafter):
         depth: tokens of a continuation.
         branches: continuations of a row at most.
         costs: in eager mode, propose as many nodes, the likeliest ones first, as make the most expected tokens per
-            time: the same number in each row, so that it depends on the other rows. Left out: all candidates.
+            time: the same number in each row, so that it depends on the other rows; in sampling mode each row's own
+            number, by standard costs, so that a seed is one text in any batch and on any day. Left out: all candidates.
 
     Raises:
         ValueError: a number is less than 1, or ``shortest`` more than ``longest``.
@@ -120,8 +95,7 @@ class NgramDrafter(Drafter):
         # The class of a token behind a match of so many tokens, those of its continuation before it included.
         lengths = range(longest + depth)
         self.classes = [max(0, sum(begin <= length for begin in BEGINS) - 1) for length in lengths]
-        self.shapes: dict[tuple[int, ...], _Shape] = {}
-        self.found: list[_Nodes] = []  # of the step under way, by row
+        self.found: list[_Candidates] = []  # of the step under way, by row
         self.lengths: list[int] = []
 
     def allocate(self, cache: KVCache, static: bool) -> None:
@@ -139,7 +113,9 @@ class NgramDrafter(Drafter):
             self.text, self.seen = self.history.numpy(), self.counts.numpy()  # the same memory
             self.windows = np.lib.stride_tricks.sliding_window_view(self.text, self.longest, axis=1)  # [B, S + 1, G]
             if self.costs is not None:
-                self.times = [self.costs.of(count * cache.rows) for count in range(1, self.num_nodes + 1)]
+                self.times = self.costs.table(self.num_nodes, cache.rows)
+                self.standard_times = STANDARD.table(self.num_nodes, 1)
+            self.trees = HostTrees(self.device, self.max_depth)
             self.root = StaticTree([-1], self.device, self.max_depth)
             self.nothing = torch.zeros(cache.rows, 1, dtype=torch.int64, device=self.device)
             self.certain = torch.ones(cache.rows, 1, device=self.device)
@@ -174,20 +150,23 @@ class NgramDrafter(Drafter):
     def _propose_on_host(self, state: State) -> TokenTree:
         roots, self.lengths = state.root.tolist(), state.length.tolist()
         self.found = [self._candidates(row, root, self.lengths[row]) for row, root in enumerate(roots)]
-        chosen = self.found
-        most = max(len(nodes.tokens) for nodes in chosen)
-        if most > 1 and self.costs is not None:
-            chosen = self._worth(chosen)
-            most = max(len(nodes.tokens) for nodes in chosen)
-        if most == 1:
+        trees = [candidates.tree for candidates in self.found]
+        if self.costs is not None and any(len(tree.tokens) > 1 for tree in trees):
+            if state.settings is None:
+                kept = paying(trees, self.times, [length > 0 for length in self.lengths])
+            else:
+                kept = paying(trees, self.standard_times, None)
+            trees = [tree.kept(nodes) for tree, nodes in zip(trees, kept, strict=True)]
+        if all(len(tree.tokens) == 1 for tree in trees):
             return self.root.fill(state.root[:, None], self.nothing, self.certain)
-        return self._one_tree(chosen[0]) if len(chosen) == 1 else self._trees(chosen, most)
+        return self.trees.make(trees)
 
-    def _candidates(self, row: int, root: int, length: int) -> _Nodes:
+    def _candidates(self, row: int, root: int, length: int) -> _Candidates:
         """The nodes of all continuations, with the chance of each."""
         text, start = self.text[row], self.longest
         text[start + length] = root
-        nodes = _Nodes([root])
+        tree = HostTree([root], [-1], [0], [1.0])
+        nodes = _Candidates(tree)
         ends = (text[start : start + length] == root).nonzero()[0]
         if not len(ends):
             return nodes
@@ -209,74 +188,21 @@ class NgramDrafter(Drafter):
             for place, token in enumerate(tokens):
                 known = None
                 if not forked:
-                    known = next((child for child in nodes.children[node] if nodes.tokens[child] == token), None)
+                    known = next((child for child in nodes.children[node] if tree.tokens[child] == token), None)
                 if known is None:
                     kind = self.classes[matched + place]
                     if not forked:
                         kind, forked = kind + len(BEGINS), True
-                    known = len(nodes.tokens)
-                    nodes.tokens.append(token)
-                    nodes.parents.append(node)
+                    known = len(tree.tokens)
+                    tree.tokens.append(token)
+                    tree.parents.append(node)
+                    tree.sources.append(1)
+                    tree.chance.append(tree.chance[node] * shares[kind])
                     nodes.children[node].append(known)
                     nodes.children.append([])
                     nodes.classes.append(kind)
-                    nodes.chance.append(nodes.chance[node] * shares[kind])
                 node = known
         return nodes
-
-    def _worth(self, found: list[_Nodes]) -> list[_Nodes]:
-        """Each row's likeliest nodes, as many as make the most expected tokens of all rows per time of the step."""
-        # A parent is at least as likely as its child, and stands before it among equals.
-        ranked = [sorted(range(len(nodes.tokens)), key=lambda node, of=nodes.chance: -of[node]) for nodes in found]
-        expected, best, count = 0.0, 0.0, 1
-        for number in range(max(map(len, ranked))):
-            for nodes, order, length in zip(found, ranked, self.lengths, strict=True):
-                if length and number < len(order):  # a row without a text has an empty prefix
-                    expected += nodes.chance[order[number]]
-            if expected / self.times[number] > best:
-                best, count = expected / self.times[number], number + 1
-        return [nodes.kept(sorted(order[:count])) for nodes, order in zip(found, ranked, strict=True)]
-
-    def _shape(self, parents: list[int]) -> "_Shape":
-        """Everything but the tokens and the chances of a tree; kept, as shapes recur."""
-        key = tuple(parents)
-        if key not in self.shapes:
-            if len(self.shapes) >= MOST_SHAPES:
-                self.shapes.clear()
-            tree = StaticTree(parents, self.device, self.max_depth)
-            source = torch.ones(1, len(parents), dtype=torch.int64, device=self.device)
-            source[:, 0] = 0
-            self.shapes[key] = _Shape(tree, source, tree.depth[0].tolist(), tree.ancestors[0].tolist())
-        return self.shapes[key]
-
-    def _one_tree(self, nodes: _Nodes) -> TokenTree:
-        shape = self._shape(nodes.parents)
-        tokens = torch.tensor([nodes.tokens], device=self.device)
-        return shape.tree.fill(tokens, shape.source, torch.tensor([nodes.chance], device=self.device))
-
-    def _trees(self, found: list[_Nodes], most: int) -> TokenTree:
-        """The trees of several rows, padded with leaves of the root to ``most`` nodes."""
-        words = -(-most // 64)
-        tokens, parents, depths, bits, chance, sources = [], [], [], [], [], []
-        for nodes in found:
-            shape, padding = self._shape(nodes.parents), most - len(nodes.tokens)
-            tokens.append(nodes.tokens + [0] * padding)
-            parents.append(nodes.parents + [0] * padding)
-            depths.append(shape.depth + [1] * padding)
-            chance.append(nodes.chance + [0.0] * padding)
-            sources.append([0] + [1] * (len(nodes.tokens) - 1) + [0] * padding)
-            more = [0] * (words - len(shape.ancestors[0]))
-            bits.append([each + more for each in shape.ancestors] + [[1] + [0] * (words - 1)] * padding)
-        source = torch.tensor(sources, device=self.device)
-        valid = source > 0
-        valid[:, 0] = True
-        return TokenTree(
-            torch.tensor(tokens, device=self.device),
-            torch.tensor(parents, dtype=torch.int32, device=self.device),
-            torch.tensor(depths, dtype=torch.int32, device=self.device),
-            torch.tensor(bits, device=self.device),
-            valid, source=source, chance=torch.tensor(chance, device=self.device),
-        )  # fmt: skip
 
     def _absorb_on_host(self, verdict: Verdict, tree: TokenTree) -> None:
         accepted, bonus = verdict.length.tolist(), verdict.bonus.tolist()
@@ -292,7 +218,7 @@ class NgramDrafter(Drafter):
                 node = -1
                 for child in children:
                     tried[nodes.classes[child]] += 1
-                    if nodes.tokens[child] == token:
+                    if nodes.tree.tokens[child] == token:
                         right[nodes.classes[child]] += 1
                         node = child
                 if node < 0:
