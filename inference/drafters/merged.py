@@ -103,6 +103,7 @@ class MergedDrafter(Drafter):
         self.cost, self.standard_cost = torch.tensor(each, device=device), torch.tensor(standard, device=device)
         self.merging = MERGE_SECONDS / self.costs.seconds(cache.rows) if self.costs else 0.0
         self.trees = HostTrees(device, self.max_depth)
+        self.flags = torch.arange(2, device=device).bool()[:, None].repeat(1, self.most)  # a row False, a row True
         self.numbers = torch.arange(max(self.most, self.max_depth + 1), device=device)
         self.bit = torch.ones(1, dtype=torch.int64, device=device) << torch.arange(64, device=device)
         self.nothing = torch.zeros(cache.rows, 1, dtype=torch.int64, device=device)
@@ -251,8 +252,8 @@ class MergedDrafter(Drafter):
             c.wanted = c.wanted & (order.argsort(-1) < pays[:, None])
             return most if self.fixed else int(pays.max())
         # Nodes drawn at random stay; of the others a number that does not depend on them, chosen among themselves.
-        by_chance = torch.tensor([False, *(each for size, each in zip(sizes, drawn, strict=True) for _ in range(size))],
-                                 device=c.tokens.device)  # fmt: skip
+        parts = [self.flags[int(each), :size] for size, each in zip(sizes, drawn, strict=True)]
+        by_chance = torch.cat([self.flags[0, :1], *parts])  # [M]
         others = c.wanted & ~by_chance
         others[:, 0].fill_(False)
         first = (equal & others[:, None]).int().argmax(-1)
