@@ -179,9 +179,6 @@ class DraftModelDrafter(Drafter):
     def begin(self, rows: slice) -> None:
         self.cached[rows] = _NEVER  # the prefill runs all of the prompt
 
-    def end(self, row: int) -> None:
-        self.cached[row] = _NEVER
-
     def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
         self.cache.window = None if rows.stop - rows.start == self.rows else rows
         self.runner.chunk(self._readable(tokens), start)

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from draftsmith.inference.costs import StepCosts
+from draftsmith.inference.drafters import draft_model
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary, draw_children
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
@@ -38,7 +39,7 @@ STEEP = StepCosts({1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0})
 def perturbed(target: Target, noise: float = 0.04, vocabulary: int = 0, **config: object) -> Target:
     """A copy of the target whose weights are disturbed, those of a target of few tokens more; with another number of
     ids, and other fields of its config."""
-    noise *= 100 if target.vocab_size == lossless_suite.SMALL else 1
+    noise *= 200 if target.vocab_size == lossless_suite.SMALL else 1
     model = copy.deepcopy(target.model)
     if vocabulary:
         model.resize_token_embeddings(vocabulary, mean_resizing=False)
@@ -77,7 +78,7 @@ class Checked(DraftModelDrafter):
             self.model.decoder(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True)
         for own, fresh in zip(self.cache.layers, cache.layers, strict=True):
             for mine, right in ((own.keys, fresh.keys), (own.values, fresh.values)):
-                torch.testing.assert_close(mine[row, :, :count], right[0], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(mine[row, :, :count], right[0], atol=1e-4, rtol=1e-3)
 
     def propose(self, state):
         for row, text in self.texts.items():
@@ -234,6 +235,30 @@ def test_fewer_tokens_than_draws(make_target, monkeypatch):
     assert min(padding) > 0
 
 
+def test_every_draw_has_a_uniform_of_its_own(make_target, monkeypatch):
+    """Of the drafter's stream, by the step of each text; a node's children do not share one."""
+    target = lossless_suite.soft(make_target)
+    drafter = DraftModelDrafter(perturbed(target), target, [2, 2, 1])
+    used, drawn = [], []
+    uniforms, draw_from = draft_model.uniforms, draft_model.draw_children
+
+    def noted(seed, step, count, stream):
+        assert stream == 1
+        drawn.append([])
+        used.append(uniforms(seed, step, count, stream)[0])
+        return used[-1][None]
+
+    def drawing(q, coins):
+        drawn[-1] += coins.flatten().tolist()
+        return draw_from(q, coins)
+
+    monkeypatch.setattr(draft_model, "uniforms", noted)
+    monkeypatch.setattr(draft_model, "draw_children", drawing)
+    SpeculativeDecoder(target, drafter, static=False).generate([[3, 1]], 24, mode="sample", stop_ids=NONE)
+    assert len(used) > 5 and drawn == [each.tolist() for each in used], "all of them, each once"
+    assert len({number for step in drawn for number in step}) == 10 * len(used), "and other ones in each step"
+
+
 def test_draws_without_replacement():
     """The pairs drawn have the distribution q(x) · q(y) / (1 − q(x))."""
     q = torch.tensor([0.5, 0.2, 0.0, 0.3])
@@ -370,7 +395,7 @@ def test_expansions_that_cannot_be(make_target, expansion, message):
 
 def test_capture_warm_up_leaves_the_cache_alone(make_target):
     """Steps that are undone write no slot before a row's length, also where tokens are missing."""
-    check_warm_up(make_target, lambda t: Checked(perturbed(t, 0.1), t, [2, 1]))
+    check_warm_up(make_target, lambda t: Checked(perturbed(t, 0.004), t, [2, 1]))
 
 
 def test_a_request_with_a_seed_is_one_text(make_target):
