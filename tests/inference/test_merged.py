@@ -12,7 +12,7 @@ from scipy import stats
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import StepCosts, paying
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.sampling import Sampling, Settings
+from draftsmith.inference.sampling import Sampling, Settings, uniforms
 from draftsmith.inference.step import Drafter, State
 from draftsmith.inference.tree import Draws, TokenTree, bitsets
 from draftsmith.inference.verify import Verdict, verify_sample
@@ -175,12 +175,13 @@ class Drawing(Drafter):
 
     static, num_nodes, max_depth, branching = True, 3, 2, 1
 
-    def __init__(self, q, generator):
-        self.q, self.generator = torch.tensor(q), generator
+    def __init__(self, q):
+        self.q = torch.tensor(q)
 
     def propose(self, state):
         rows = len(state.root)
-        drawn = torch.multinomial(self.q.expand(rows, -1), 2, replacement=True, generator=self.generator)
+        coins = uniforms(state.settings.seed, state.step, 2, state.stream)
+        drawn = torch.searchsorted(self.q.cumsum(0), coins, right=True).clamp(max=4)
         parent = torch.tensor([-1, 0, 1], dtype=torch.int32).expand(rows, -1)
         ones = torch.ones(rows, 3, dtype=torch.bool)
         child = torch.tensor([[1], [2], [-1]]).expand(rows, -1, -1)
@@ -230,27 +231,31 @@ def small(make_target):
 @pytest.mark.parametrize("certain", [False, True])
 def test_the_distribution_of_merged_draws(small, certain):
     """Two drafters draw from different distributions at the same nodes, and often the same token; a third one is
-    certain of what it proposes. Two tokens, jointly: those of plain sampling. Merged to a set they are not."""
+    certain of what it proposes. Two tokens, jointly: those of plain sampling. Merged to a set they are not, nor where
+    both draw with the same random numbers."""
     rows = 300_000
     generator = torch.Generator().manual_seed(3)
-    drafters = [Drawing(Q, generator), Drawing(Q2, generator)]
+    drafters = [Drawing(Q), Drawing(Q2)]
     if certain:
         always = {(1,): 0.5, (1, 0): 0.3, (0,): 0.2}
         drafters.append(Given(always))
-    tree = merged(small, drafters, rows, costs=StepCosts({1: 1.0, 2: 1.1})).propose(state_of(rows, sampled=True))
+    state = state_of(rows, sampled=True)
+    drafter = merged(small, drafters, rows, costs=StepCosts({1: 1.0, 2: 1.1}))
+    tree = drafter.propose(state)
     agree = (tree.valid.sum(1) < tree.valid.shape[1]).float().mean()
     assert agree > 0.1, "they often propose the same"
     assert chi_square(first_two(tree, rows, generator)) > 1e-6
     assert chi_square(first_two(merged_to_a_set(tree), rows, generator)) < 1e-6
+    drafter._states = lambda state: [state] * len(drafters)
+    assert chi_square(first_two(drafter.propose(state), rows, generator)) < 1e-6
 
 
 def test_what_is_kept_does_not_depend_on_what_was_drawn(small):
     """The number of nodes of a certain source stays the same whatever the others drew and shared (C2)."""
     rows = 500
-    generator = torch.Generator().manual_seed(4)
     sure = Given({(1,): 0.5, (0,): 0.4, (2,): 0.3, (3,): 0.2})
     for nodes, costs, wanted in ((6, None, 3), (5, None, 2), (1000, StepCosts({1: 1.0, 2: 1.1}), 4)):
-        drafter = merged(small, [Drawing(Q, generator), sure], rows, nodes=nodes, costs=costs)
+        drafter = merged(small, [Drawing(Q), sure], rows, nodes=nodes, costs=costs)
         tree = drafter.propose(state_of(rows, sampled=True))
         kept = {tuple(sorted(int(tree.tokens[row, n]) for n in range(tree.tokens.shape[1]) if tree.source[row, n] & 2))
                 for row in range(rows)}  # fmt: skip
