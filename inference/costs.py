@@ -14,9 +14,9 @@ from draftsmith.kernels.measured import read_measured, write_measured
 from draftsmith.models.target import Target
 
 FILE = "steps.json"  # in the cache folder
-SECONDS = 0.9  # no step is begun later
+SECONDS, AGAIN_SECONDS = 0.9, 4.0  # no step is begun later; where they are asked for again, by someone who waits
 SIZES = (1, 8, 4, 2, 16, 32, 64)  # in the order in which they are timed
-ROUNDS = 40
+ROUNDS = 100
 TURN = 4  # steps in a row: the first ones find other sizes' data in the processor's caches
 ENOUGH = 5  # rounds whose least times are kept
 CONTEXT = 128  # cached tokens
@@ -91,21 +91,21 @@ def step_costs(target: Target, lean: bool | None = None, again: bool = False) ->
 
     Args:
         lean: as :class:`draftsmith.inference.engine.SpeculativeDecoder` takes it.
-        again: time them even if they are known.
+        again: time them even if they are known, for longer.
     """
     ran = "transformers" if isinstance(find_lean(target, lean), str) else "lean"
     key = f"{target.fingerprint}, {target.dtype}, {target.device}, {ran}"
     known = read_measured(FILE).get(key)
     if target.fingerprint and isinstance(known, dict) and not again:
         return StepCosts({int(rows): float(seconds) for rows, seconds in known.items()})
-    seconds, rounds = _measure(target, lean)
+    seconds, rounds = _measure(target, lean, AGAIN_SECONDS if again else SECONDS)
     if target.fingerprint and rounds >= ENOUGH:
         write_measured(FILE, {key: seconds})
     return StepCosts(seconds)
 
 
 @torch.inference_mode()
-def _measure(target: Target, lean: bool | None) -> tuple[dict[int, float], int]:
+def _measure(target: Target, lean: bool | None, budget: float) -> tuple[dict[int, float], int]:
     """Seconds of a step by rows, and how often each size was timed at least. What else runs on a machine only ever adds
     to a step's time, so the least counts."""
     context = min(CONTEXT, target.context // 2)
@@ -125,7 +125,7 @@ def _measure(target: Target, lean: bool | None) -> tuple[dict[int, float], int]:
             taken = min(_time(steps[size], context) for _ in range(TURN))
             least[size] = min(taken, least.get(size, taken))
             timed += 1
-            until = until or time.perf_counter() + SECONDS
+            until = until or time.perf_counter() + budget
     return least, timed // len(sizes)
 
 
@@ -141,7 +141,7 @@ def draft_time(drafter: Drafter, target: Target, costs: StepCosts) -> float:
     """Time of a drafter's ``propose`` with one row, eagerly, over a plain step of the target; it is timed here, for a
     tenth of a second at most."""
     cache = KVCache(target, 1, capacity_for(CONTEXT, drafter))
-    drafter.allocate(cache, False)
+    drafter.allocate(cache, drafter.max_depth, False)
     zero = torch.zeros(1, dtype=torch.int64, device=target.device)
     width = target.hidden_size * (1 + len(drafter.captures))
     feature = torch.zeros(1, width, dtype=target.dtype, device=target.device)

@@ -136,9 +136,14 @@ class Drafter(Protocol):
     sources: Sequence[str] = ()
     price: Price | None = None
 
-    def allocate(self, cache: KVCache, static: bool) -> None:
+    def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         """Make caches and buffers for the rows and the capacity of the target's cache, whose ``lengths`` they may
-        share. Called before the first text, and again when the engine's own buffers change."""
+        share. Called before the first text, and again when the engine's own buffers change.
+
+        Args:
+            max_depth: of the deepest node that a verdict may accept; in a merge another drafter's may be deeper.
+            static: as the class says.
+        """
 
     def buffers(self) -> Sequence[Tensor]:
         """What ``propose`` and ``absorb`` change and the next step reads, but for K/V behind a row's length: the steps
@@ -485,7 +490,7 @@ class Step:
         columns = drafter.max_depth + 2 + (drafter.max_depth + 1 + self.num_sources if self.num_sources else 0)
         self.told = torch.zeros(rows, columns, dtype=torch.int64, device=device)
         self.source_bits = torch.arange(self.num_sources, device=device)
-        drafter.allocate(self.cache, static)
+        drafter.allocate(self.cache, drafter.max_depth, static)
         _STEP_OF[drafter] = weakref.ref(self)
         self.row_numbers = torch.arange(rows, device=device)
         self.depths = torch.arange(drafter.max_depth + 1, device=device)

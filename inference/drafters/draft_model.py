@@ -79,10 +79,6 @@ class DraftModelDrafter(Drafter):
             the target. With both, eager steps end a tree early where another level does not pay: of a whole batch, or
             in sampling mode row by row and by standard costs, so that a seed is one text in any batch and on any day.
 
-    Attributes:
-        most_missing: accepted tokens of a step that the model may not have run. A merge whose trees hold others' nodes
-            sets it to the depth of its deepest node before :meth:`allocate`.
-
     Raises:
         ValueError: the vocabularies differ, the models are on different devices, or the expansion is empty, not
             positive, or too large.
@@ -127,10 +123,10 @@ class DraftModelDrafter(Drafter):
         self.firsts = [*firsts, len(parents)]
         # Trees of 0, 1, … levels below the root: a step may end early.
         self.trees = [StaticTree(parents[:end], target.device, self.max_depth) for end in self.firsts[1:]]
-        self.most_missing = 1
 
-    def allocate(self, cache: KVCache, static: bool) -> None:
+    def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         rows, device = cache.rows, cache.lengths.device
+        self.most_missing = max_depth  # accepted tokens of a step that the model may not have run
         self.rows, self.eager = rows, not static
         self.cache = KVCache(self.model, rows, cache.capacity)
         self.cache.lengths = cache.lengths  # shared: both hold the same text

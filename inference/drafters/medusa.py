@@ -75,7 +75,7 @@ class MedusaDrafter(Drafter):
         if plain and heads.projection is None and 0 < ranks <= MOST and why_not_triton(self.greedy.choice) is None:
             self.one_matrix = cast(Tensor, lm_head.weight)
 
-    def allocate(self, cache: KVCache, static: bool) -> None:
+    def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         self.greedy = self.sampled = self._shape(range(len(self.topology.paths)))
         self.price = None
         if static or self.chances is None or self.costs is None or self.draft_time is None:

@@ -98,7 +98,7 @@ class NgramDrafter(Drafter):
         self.found: list[_Candidates] = []  # of the step under way, by row
         self.lengths: list[int] = []
 
-    def allocate(self, cache: KVCache, static: bool) -> None:
+    def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         self.on_host = not static
         device = torch.device("cpu") if self.on_host else self.device
         # Token p of a text is in column p + longest: a match ends before the text's first token, where −1 is.

@@ -72,7 +72,7 @@ def state_of(rows, sampled=False):
 def merged(target, drafters, rows, *, nodes=1000, costs=None, static=False):
     names = {f"source {number}": drafter for number, drafter in enumerate(drafters)}
     drafter = MergedDrafter(names, target, nodes, costs)
-    drafter.allocate(KVCache(target, rows, 8), static)
+    drafter.allocate(KVCache(target, rows, 8), drafter.max_depth, static)
     return drafter
 
 

@@ -67,7 +67,7 @@ class Driver:
         self.drafter, self.target = NgramDrafter(target, **options), target
         self.cache = KVCache(target, rows, CAPACITY)
         self.root = torch.zeros(rows, dtype=torch.int64)
-        self.drafter.allocate(self.cache, static)
+        self.drafter.allocate(self.cache, self.drafter.max_depth, static)
 
     def begin(self, rows, prompts, chunk=7):
         """The prompts but for their last tokens, the roots, padded with the last token of the longest."""

@@ -28,7 +28,7 @@ class BigramDrafter(Drafter):
         self.tree = StaticTree(PARENTS, self.device)
         self.law = torch.tensor([[[0], [1], [0], [2], [0], [0]]], device=self.device).expand(-1, -1, self.branching)
 
-    def allocate(self, cache, static):
+    def allocate(self, cache, max_depth, static):
         rows, self.fixed = cache.rows, static
         self.prompt = torch.zeros(rows, cache.capacity, dtype=torch.int64, device=self.device)
         self.counts = torch.zeros(rows, self.vocabulary**2, device=self.device)  # after any prompt, once it is read
@@ -105,8 +105,8 @@ class Undeclared(BigramDrafter):
 class StaleDistribution(BigramDrafter):
     """From a text's second step on, q is that of the step before."""
 
-    def allocate(self, cache, static):
-        super().allocate(cache, static)
+    def allocate(self, cache, max_depth, static):
+        super().allocate(cache, max_depth, static)
         self.q = torch.full((cache.rows, 3, len(self.ids)), 1 / len(self.ids), device=self.device)
 
     def propose(self, state):
