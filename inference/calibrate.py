@@ -66,10 +66,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.inference.answers import answer
 from draftsmith.inference.costs import step_costs
-from draftsmith.inference.drafters.load import has_folder, load_heads, parts_of, read_heads
+from draftsmith.inference.drafters.load import has_folder, load_heads, read_heads
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
-from draftsmith.inference.options import check_counts
+from draftsmith.inference.options import check_counts, parts_of
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.step import find_lean
 from draftsmith.inference.terminal import console, progress

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.inference.options import SAMPLING, check_counts, check_threads
+from draftsmith.inference.options import SAMPLING, check_counts, check_threads, short_name
 from draftsmith.inference.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.inference.terminal import console, end_text, separate_text, write_text
 from draftsmith.inference.text import TextStream, decode_text, visible
@@ -236,7 +236,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--show {args.show}: must be at least 0")
     if args.compile and args.device_map != "none":
         raise ValueError("--compile needs the whole target on one device; leave out --device-map")
-    if len({Path(name).name for name in args.drafters}) < len(args.drafters):
+    if len({short_name(name) for name in args.drafters}) < len(args.drafters):
         raise ValueError("two of the drafters have the same name, and so would their reports")
     given_sampling = [name for name in SAMPLING if getattr(args, name) is not None]
     if args.mode == "greedy" and given_sampling:
@@ -303,12 +303,14 @@ def main() -> None:
     reporting.print_table(reports, console)
     for report in reports:
         if args.report:
-            # Of several the first one's is in the folder itself.
-            folder = args.report if report is reports[0] else args.report / Path(report["drafter"]).name
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / "report.json", report)
-            reporting.plot(report, folder / "report.png")
-            console.print(f"wrote {folder / 'report.json'} and {folder / 'report.png'}", markup=False, soft_wrap=True)
+            # Of several drafters each one's is in a folder of its own, and the first one's in the given folder, too.
+            folders = [args.report / short_name(report["drafter"])] if len(reports) > 1 else []
+            for folder in [*folders, args.report] if report is reports[0] else folders:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_json(folder / "report.json", report)
+                reporting.plot(report, folder / "report.png")
+                written = f"wrote {folder / 'report.json'} and {folder / 'report.png'}"
+                console.print(written, markup=False, soft_wrap=True)
     if any(report["lossless"] and not report["lossless"]["passed"] for report in reports):
         raise SystemExit(1)
 

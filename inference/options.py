@@ -1,6 +1,7 @@
 """Checks of a command line, before anything slow. Light to import."""
 
 import os
+from pathlib import Path
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "epsilon")  # --mode sample, typical
 LARGEST = (1 << 31) - 1
@@ -26,3 +27,24 @@ def check_threads(threads: int | None) -> None:
     most = max(256, os.cpu_count() or 1)
     if threads is not None and threads > most:
         raise ValueError(f"--threads {threads}: must be at most {most}")
+
+
+def parts_of(name: str) -> list[str]:
+    """The drafters that a name joins by ``+``; a folder's own name may hold one.
+
+    Raises:
+        ValueError: nothing between two of them, or ``none`` among several.
+    """
+    parts = [name] if Path(name).exists() else name.split("+")
+    if not all(parts):
+        raise ValueError(f"'{name}': a drafter is missing beside '+'; for example runs/demo+ngram")
+    if len(parts) > 1 and "none" in parts:
+        raise ValueError(f"'{name}': 'none' proposes nothing; leave it out")
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"'{name}': the same drafter twice; leave one out")
+    return parts
+
+
+def short_name(name: str) -> str:
+    """A drafter's name without the folders that lead to it: of its report's folder, and in tables."""
+    return "+".join(Path(part).name for part in parts_of(name))

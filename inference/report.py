@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.inference.engine import Generation
+from draftsmith.inference.options import short_name
 from draftsmith.inference.text import TextStream
 from draftsmith.train.files import replacing
 
@@ -126,7 +127,8 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
                     ratios[place] = f"{speed / baselines[base]['tokens_per_second']:.2f}"
             table.add_row(label, f"{speed:.1f}", *ratios, "1.00" if key != "prompt_lookup" else "–", "–")
     for report in reports:
-        name = report["drafter"] if len(report["drafter"]) <= 21 else "…" + report["drafter"][-20:]
+        name = report["drafter"] if len(report["drafter"]) <= 21 else short_name(report["drafter"])
+        name = name if len(name) <= 21 else "…" + name[-20:]
         before = report["repetition"]["mean_accepted_length_before_first_loop"]
         ratios = [ratio_cell(report, name) for name in SPEEDUPS.values()]
         table.add_row(

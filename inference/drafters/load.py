@@ -13,6 +13,7 @@ from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_v
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.options import parts_of
 from draftsmith.inference.step import Drafter
 from draftsmith.inference.tree import Topology, read_candidates, read_tree
 from draftsmith.models.adapter import target_of
@@ -38,22 +39,6 @@ class _Part:
     build: Callable[[Target, StepCosts | None, dict[str, Any]], Drafter]
     target: str | None = None
     own_target: Callable[[Target, bool], Target] | None = None
-
-
-def parts_of(name: str) -> list[str]:
-    """The drafters that a name joins by ``+``; a folder's own name may hold one.
-
-    Raises:
-        ValueError: nothing between two of them, or ``none`` among several.
-    """
-    parts = [name] if Path(name).exists() else name.split("+")
-    if not all(parts):
-        raise ValueError(f"'{name}': a drafter is missing beside '+'; for example runs/demo+ngram")
-    if len(parts) > 1 and "none" in parts:
-        raise ValueError(f"'{name}': 'none' proposes nothing; leave it out")
-    if len(set(parts)) < len(parts):
-        raise ValueError(f"'{name}': the same drafter twice; leave one out")
-    return parts
 
 
 def has_folder(part: str) -> bool:
@@ -84,7 +69,9 @@ def load_drafter(
         FileNotFoundError, ValueError: one of them is missing, damaged, or not for the other.
     """
     if name == "none":
-        return target or load_target(_needed(target_name, name), **options), None
+        if target is None and not target_name:
+            raise ValueError("'none' is no drafter and knows no target: pass --target")
+        return target or load_target(str(target_name), **options), None
     names = parts_of(name)
     parts = [_part(each, tree, merged=len(names) > 1) for each in names]
     if target is None:

@@ -22,6 +22,7 @@ from scipy.stats import t as t_distribution
 
 from draftsmith.inference import calibrate, decode, options, timing
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.options import short_name
 from draftsmith.inference.prompts import Prompt
 from draftsmith.inference.text import decode_text
 from draftsmith.models.artifact import write_json
@@ -354,6 +355,33 @@ def test_two_drafters_two_reports(run_main, drafter, target, prompts, tmp_path):
     assert heads["new_tokens"] == none["new_tokens"] == heads["lossless"]["checked"] == 8 + 6
 
 
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+def test_drafters_without_training(run_main, drafter, target, tiny_lm, prompts, tmp_path, mode):
+    """n-grams, a draft model (the target itself, so that everything it proposes greedily is right) and merges."""
+    model = f"draft_model:{tiny_lm}@2,1,1"
+    names = ["ngram", "ngram:1-3", model, f"{drafter}+ngram", f"{model}+ngram", f"{drafter}+{model}+ngram"]
+    code, _, err = run_main(
+        decode.main, *names, "--target", tiny_lm, "--prompts", prompts, "--max-new-tokens", 12, "--threads", 1,
+        "--check-lossless", "--mode", mode, "--baseline", "none", "--report", tmp_path / "out",
+    )  # fmt: skip
+    assert code == 0, err
+    reports = [json.loads((tmp_path / "out" / short_name(name) / "report.json").read_text()) for name in names]
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == reports[0], "the first one's"
+    for name, report in zip(names, reports, strict=True):
+        assert report["drafter"] == name and report["lossless"]["passed"]
+        sources, counted = report.get("sources", {}), report["spec_decode"]
+        assert list(sources) == ([] if name == model else name.split("+") if "+" in name else ["ngram"])
+        for its in sources.values():
+            assert 0 <= its["accepted_tokens"] <= its["proposed_nodes"] <= counted["num_draft_tokens"]
+        total = sum(its["accepted_tokens"] for its in sources.values())
+        assert not sources or counted["num_accepted_tokens"] <= total <= counted["num_accepted_tokens"] * len(sources)
+    if mode == "greedy":
+        steady = [report for report in reports if model in report["drafter"]]
+        lengths = [report["mean_accepted_length"] for report in steady]
+        assert lengths[0] > 1.5 and min(lengths) > 1.1, f"what the target itself proposes is right: {lengths}"
+        assert reports[4]["sources"][model]["accepted_tokens"] > 0
+
+
 def test_a_mismatch_fails_the_command(run_main, drafter, prompts, tmp_path, monkeypatch):
     """All reports are written first."""
     generate = SpeculativeDecoder.generate
@@ -399,6 +427,18 @@ def test_bad_prompts(run_main, drafter, tmp_path):
     "arguments, message",
     [
         (["/nowhere/at/all"], "'/nowhere/at/all': there is no such folder"),
+        (["ngram"], "'ngram' has no target of its own: pass --target"),
+        (["ngram:5"], "'ngram:5': for matches of 2 to 10 tokens write ngram:2-10"),
+        (
+            ["ngram:9-2", "--target", "models/tiny-lm"],
+            "shortest 9, longest 2: a match has 1 ≤ shortest ≤ longest tokens",
+        ),
+        (["ngram+"], "'ngram+': a drafter is missing beside '+'; for example runs/demo+ngram"),
+        (["ngram+none"], "'ngram+none': 'none' proposes nothing; leave it out"),
+        (["ngram+ngram"], "'ngram+ngram': the same drafter twice; leave one out"),
+        (["draft_model:"], "'draft_model:': write draft_model:PATH, or draft_model:PATH@2,2,1"),
+        (["draft_model:models/tiny-lm@2,x"], "write draft_model:PATH, or draft_model:PATH@2,2,1"),
+        (["draft_model:/no/model", "--target", "models/tiny-lm"], "'/no/model': there is no such folder"),
         (["none"], "'none' is no drafter and knows no target: pass --target"),
         (["MODEL"], "this is a model, not a drafter; to decode with it alone: none --target"),
         (["none", "--target", "DRAFTER"], "this is a drafter, not a target; pass it as DRAFTER"),

@@ -1,0 +1,60 @@
+"""What a step costs by its rows: measured, kept, and interpolated."""
+
+import pytest
+import torch
+
+from draftsmith.inference import costs
+from draftsmith.inference.costs import StepCosts, draft_time, step_costs
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.tree import Topology
+from draftsmith.kernels.measured import read_measured
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import load_target
+
+
+def test_between_and_beyond_what_was_measured():
+    its = StepCosts({1: 2e-3, 4: 3e-3, 8: 5e-3})
+    assert [its.of(rows) for rows in (1, 2, 4, 6, 8, 12)] == pytest.approx([1, 1 + 0.5 / 3, 1.5, 2.0, 2.5, 3.5])
+    assert its.table(4, 2) == pytest.approx([1.0, *(its.of(rows) / its.of(2) for rows in (4, 6, 8))])
+    assert its.seconds(4) == pytest.approx(3e-3)
+    disturbed = StepCosts({1: 2e-3, 2: 9e-3, 4: 3e-3})
+    assert disturbed.of(2) == pytest.approx(1.5), "two rows never cost more than four"
+    assert StepCosts({1: 2.0}).of(11) == pytest.approx(2.0), "nothing but one size was timed"
+
+
+def test_timed_once_and_kept(tiny_lm, tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs, "SECONDS", 0.3)
+    target = load_target(str(tiny_lm))
+    first = step_costs(target)
+    assert first.plain > 0 and all(cost >= 1 for _, cost in first.points) and first.points[-1][0] >= 8
+    (kept,) = read_measured(costs.FILE).values()
+    assert {int(rows): seconds for rows, seconds in kept.items()}[1] >= first.plain
+    monkeypatch.setattr(costs, "_measure", None)
+    assert step_costs(target).points == first.points, "not timed again"
+    with pytest.raises(TypeError):
+        step_costs(target, lean=False)  # another decoder's steps are others
+
+
+def test_the_price_of_drafting(make_target):
+    target = make_target("llama")
+    drafter = MedusaDrafter(MedusaHeads.for_target(target, 2, 1, "shared"), Topology(((0,), (0, 0))), target)
+    assert 0 < draft_time(drafter, target, StepCosts({1: 1.0, 2: 1.5})) < 0.1, "of a second"
+
+
+@pytest.mark.parametrize(("slope", "nodes"), [(0.05, 4), (0.3, 3), (2.0, 1)])
+def test_medusa_takes_the_nodes_that_pay(make_target, slope, nodes):
+    """Chances .6, .4, .2 by the cost of a node; in sampling mode by standard costs, whatever was measured."""
+    target = make_target("llama")
+    heads, topology = MedusaHeads.for_target(target, 2, 1, "shared"), Topology(((0,), (0, 0), (1,)))
+    its = StepCosts({1: 1.0, 11: 1.0 + 10 * slope})
+    drafter = MedusaDrafter(heads, topology, target, [0.6, 0.4, 0.2], its, 0.01)
+    cache = costs.KVCache(target, 1, 16)
+    drafter.allocate(cache, drafter.max_depth, False)
+    assert drafter.greedy.tree.parent.shape[1] == nodes
+    assert drafter.sampled.tree.parent.shape[1] == 4
+    assert drafter.price is not None and drafter.price.nodes == nodes
+    assert drafter.price.tokens == pytest.approx(1 + sum([0.6, 0.4, 0.2][: nodes - 1]))
+    drafter.allocate(cache, drafter.max_depth, True)
+    assert drafter.greedy.tree.parent.shape[1] == 4 and drafter.price is None, "fixed shapes"
+    assert torch.equal(drafter.greedy.tree.parent, drafter.sampled.tree.parent)
