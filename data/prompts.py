@@ -1,6 +1,7 @@
 """Prompts cut from modules of one split, as a JSONL file that inference/decode.py reads.
 
     python data/prompts.py stdlib --split test --count 48 --prompt-tokens 96 --tokenizer models/tiny-lm --out P.jsonl
+    python data/prompts.py readmes --count 48 --prompt-tokens 96 --tokenizer models/tiny-lm --out P.jsonl    # English
 
 Each prompt begins at a line's start and has exactly --prompt-tokens tokens. The prompts are spread over as many modules
 as there are; which modules belong to the split depends on their names alone, so no training recipe has seen them.
@@ -145,7 +146,7 @@ def positive(text: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", help="'stdlib' or 'package:NAME'")
+    parser.add_argument("source", help="'stdlib', 'package:NAME', or 'readmes': installed packages' descriptions")
     parser.add_argument("--split", choices=get_args(sources.Split), default="test", help="default: test")
     parser.add_argument("--count", type=positive, default=48, help="how many prompts (default 48)")
     parser.add_argument("--prompt-tokens", type=positive, default=96, help="tokens in each (default 96)")
@@ -153,8 +154,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
     args = parser.parse_args()
-    if args.source != "stdlib" and not args.source.startswith("package:"):
-        parser.error(f"source '{args.source}' is neither 'stdlib' nor 'package:NAME'")
+    if args.source not in ("stdlib", "readmes") and not args.source.startswith("package:"):
+        parser.error(f"source '{args.source}' is none of 'stdlib', 'readmes' and 'package:NAME'")
     make_parent(args.out)
     cut = prompts(
         args.source, args.split, args.count, args.prompt_tokens, load_tokenizer(args.tokenizer), args.seed

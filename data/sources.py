@@ -94,6 +94,17 @@ def _all_documents(source: str) -> tuple[Document, ...]:
     return tuple(documents)
 
 
+def _readmes() -> list[Document]:
+    """The descriptions of the installed packages: English prose, on which nothing is trained."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        meta = distribution.metadata
+        text = str(meta.get_payload() or meta.get("Description") or "")
+        if len(text) >= 2000 and meta.get("Name"):
+            found[f"readmes/{meta['Name'].lower()}"] = text
+    return [Document(path, text) for path, text in sorted(found.items())]
+
+
 def _telling_lines(text: str) -> list[int]:
     """Hashes of the lines long enough to tell one file from another."""
     return [hash(line) for line in {raw.strip() for raw in text.splitlines()} if len(line) >= 20]
@@ -119,13 +130,17 @@ def _is_copy(document: Document) -> bool:
 
 @cache
 def documents(source: str, split: Split = "train") -> tuple[Document, ...]:
-    """The modules of a source (``stdlib`` or ``package:NAME``) in a split, sorted by path.
+    """The modules of a source (``stdlib`` or ``package:NAME``) in a split, sorted by path; of ``readmes``, whose test
+    split is all of it, the installed packages' descriptions.
 
     Raises:
         FileNotFoundError: the package is not installed.
         ValueError: the split is empty.
     """
-    chosen = [d for d in _all_documents(source) if split_of(d.path) == split]
+    if source == "readmes":
+        chosen = _readmes() if split == "test" else []
+    else:
+        chosen = [d for d in _all_documents(source) if split_of(d.path) == split]
     if split == "train":
         chosen = [d for d in chosen if not _is_copy(d)]
     if not chosen:

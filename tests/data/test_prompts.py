@@ -256,3 +256,15 @@ def test_help_is_soon_there(script):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("[]\n"), done.stdout[-300:] + done.stderr
+
+
+def test_readmes(tokenizer):
+    """Installed packages' descriptions, on which nothing can be trained by asking for the training split."""
+    cut = prompts("readmes", "test", 12, 48, tokenizer, 0)
+    assert cut == prompts("readmes", "test", 12, 48, tokenizer, 0) and len({p.text for p in cut}) == 12
+    assert {p.source.split("/")[0] for p in cut} == {"readmes"} and "readmes/rich" in {
+        d.path for d in sources.documents("readmes", "test")
+    }
+    for split in ("train", "validation"):
+        with pytest.raises(ValueError, match=f"source 'readmes' has no text in split '{split}'"):
+            sources.documents("readmes", split)

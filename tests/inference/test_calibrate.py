@@ -2,6 +2,7 @@ import itertools
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
-from draftsmith.inference import calibrate, terminal
+from draftsmith.inference import calibrate, costs, terminal
 from draftsmith.inference.answers import answer
 from draftsmith.inference.calibrate import (
     MAX_RANK,
@@ -26,9 +27,11 @@ from draftsmith.inference.calibrate import (
     race,
     simulate,
 )
+from draftsmith.inference.costs import step_costs
+from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.tree import Topology, chain
+from draftsmith.inference.tree import Topology, chain, read_candidates
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
@@ -314,6 +317,34 @@ def test_calibrate_on_prompts(run_main, heads_folder):
     assert known["positions"] > 10
     assert known["expected_mean_accepted_length"] >= known["chain_mean_accepted_length"] >= 1
     assert [size["nodes"] for size in known["sizes"]] == [5]
+
+
+def test_what_has_no_tree(run_main, heads_folder, tiny_lm, monkeypatch, tmp_path):
+    """Of names without a folder what steps cost is timed, of a merge also its folder's tree, whose candidates are those
+    that a merge chooses from."""
+    folder, prompts = heads_folder
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(costs, "AGAIN_SECONDS", 0.3)
+    code, out, err = run_main(calibrate.main, "ngram", "--target", tiny_lm, "--device", "cpu")
+    assert code == 0 and re.fullmatch(
+        r"a plain step: [\d.]+ ms; times that by nodes: 1: 1.00(, \d+: [\d.]+)+\n", out
+    ), err
+    assert run_main(calibrate.main, "ngram")[2] == "error: 'ngram' has no target of its own: pass --target\n"
+    two = run_main(calibrate.main, f"{folder}+runs/other")[2]
+    assert two == f"error: '{folder}+runs/other' has 2 drafter folders; calibrate each by itself\n"
+    code, out, err = run_main(
+        calibrate.main, f"{folder}+ngram", "--prompts", prompts, "--nodes", 5, "--seconds", 3, "--device", "cpu"
+    )
+    assert code == 0 and "a plain step:" in out, err
+    calibration = json.loads((folder / "tree.json").read_text())["calibration"]
+    topology, rates = read_candidates(folder / "tree.json")
+    assert len(rates) == len(calibration["candidates"]) >= 4 and max(rates) < 1
+    for path, rate in zip(topology.paths, rates, strict=True):
+        above = dict(zip(topology.paths, rates, strict=True)).get(path[:-1], 1.0)
+        assert 0 < rate <= above
+    loaded, drafter = load_drafter(f"{folder}+ngram")
+    assert drafter is not None and drafter.sources == (str(folder), "ngram")
+    assert step_costs(loaded).points == step_costs(loaded).points, "kept"
 
 
 def test_the_tree_is_the_fastest_one(run_main, heads_folder, monkeypatch):
