@@ -123,6 +123,7 @@ class Drafter(Protocol):
         asked for it, so that a CUDA graph can hold them.
     captures: layers of the target whose input it reads too; F = d · (1 + how many).
     models: other causal LMs that it runs; the engine puts its attention on them.
+    random: in sampling mode its nodes are drawn at random, and its trees say so by ``draws`` with distributions.
     price: where it is known before drafting; a merge asks such a drafter only where it pays.
     sources: names of what proposes, which the report counts by; with one at least, its trees say ``source``.
     """
@@ -134,6 +135,7 @@ class Drafter(Protocol):
     captures: Sequence[int] = ()
     models: Sequence[Target] = ()
     sources: Sequence[str] = ()
+    random: bool = False
     price: Price | None = None
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:

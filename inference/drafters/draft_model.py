@@ -108,7 +108,7 @@ class DraftModelDrafter(Drafter):
             raise ValueError(
                 f"{given}: a tree of {self.num_nodes} nodes; at most {MOST_NODES} can be verified in a step"
             )
-        self.static = True
+        self.static = self.random = True
         self.models = (model,)
         self.model, self.expansion, self.counts = model, tuple(expansion), counts
         self.costs, self.draft_cost = costs, draft_cost

@@ -64,7 +64,7 @@ class MergedDrafter(Drafter):
 
     Args:
         drafters: by name; the order is that in which draws at random are tested, before all others.
-        num_nodes: of the merged tree at most, the root included.
+        num_nodes: of the merged tree at most, the root included; what may be drawn at random has room in any case.
         costs: of the target's steps; left out: as many nodes as the budget allows.
     """
 
@@ -77,7 +77,9 @@ class MergedDrafter(Drafter):
         self.max_depth = max(drafter.max_depth for drafter in self.drafters)
         self.branching = sum(drafter.branching for drafter in self.drafters)
         self.most = 1 + sum(drafter.num_nodes - 1 for drafter in self.drafters)
-        self.num_nodes = min(num_nodes, self.most)
+        self.reserved = 1 + sum(drafter.num_nodes - 1 for drafter in self.drafters if drafter.random)
+        self.num_nodes = min(max(num_nodes, self.reserved), self.most)
+        self.random = self.reserved > 1
         self.models = tuple(model for drafter in self.drafters for model in drafter.models)
         self.captures = tuple(sorted({layer for drafter in self.drafters for layer in drafter.captures}))
         # Of each drafter the columns of the features it reads; None if all of them.
@@ -122,6 +124,7 @@ class MergedDrafter(Drafter):
         together = state.settings is None
         trees = self._ask(state, together)
         drawn = [tree.draws is not None and tree.draws.q is not None for tree in trees]
+        assert all(each <= drafter.random for each, drafter in zip(drawn, self.drafters, strict=True))
         sizes = [tree.tokens.shape[1] - 1 for tree in trees]
         if not self.fixed and not any(drawn):
             return self._on_host(trees, sizes, state, together)
@@ -196,9 +199,9 @@ class MergedDrafter(Drafter):
         behind = self.numbers[: verdict.path.shape[1]] > verdict.length[:, None]
         path = (verdict.path if verdict.own is None else verdict.own).masked_fill(behind, -1)
         for drafter, its, columns, own in zip(self.drafters, self._states(state), self.columns, self.own, strict=True):
-            numbers = torch.where(path >= 0, own.gather(1, path.clamp(min=0)), -1)
             if type(drafter).absorb is Drafter.absorb:
                 continue  # it keeps nothing
+            numbers = torch.where(path >= 0, own.gather(1, path.clamp(min=0)), -1)
             drafter.absorb(its, replace(verdict, own=numbers), tree, _part(features, columns))
 
     def end(self, row: int) -> None:
@@ -257,8 +260,8 @@ class MergedDrafter(Drafter):
         first = (equal & others[:, None]).int().argmax(-1)
         others = others & (first == numbers)
         likeliest, order = torch.where(others, c.chance, 0.0).sort(dim=-1, descending=True, stable=True)
-        reserved = 1 + sum(drafter.num_nodes - 1 for drafter, each in zip(self.drafters, drawn, strict=True) if each)
-        room = max(0, min(self.num_nodes - reserved, total))
+        reserved = self.reserved
+        room = min(self.num_nodes - reserved, total)
         pays = torch.full_like(self.nothing[:1, 0], room)
         if room and not self.fixed:
             before = torch.full_like(likeliest[:, :1], DRAWN)

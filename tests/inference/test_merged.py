@@ -173,7 +173,7 @@ def test_members_learn_their_own_numbers(target):
 class Drawing(Drafter):
     """Draws a chain of two tokens from a fixed distribution in every row."""
 
-    static, num_nodes, max_depth, branching = True, 3, 2, 1
+    static, random, num_nodes, max_depth, branching = True, True, 3, 2, 1
 
     def __init__(self, q):
         self.q = torch.tensor(q)
