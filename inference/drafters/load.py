@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.inference.costs import StepCosts, draft_time, step_costs
-from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -137,8 +137,9 @@ def _draft_model(name: str) -> _Part:
     children = [int(k) for k in expansion.split(",")] if expansion else CHAIN
 
     def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
-        model = load_target(path, **{**options, "device": str(target.device)})
-        check_vocabulary(model, target)
+        # Whole and unquantised, however the target is loaded: it is small, and runs several times a step.
+        some = {name: options[name] for name in ("dtype", "trust_remote_code") if name in options}
+        model = load_target(path, device=str(target.device), **some)
         draft_cost = None
         if target.device.type == "cpu" and not target.spread:
             costs = step_costs(target) if costs is None else costs
