@@ -122,14 +122,15 @@ class Checked(DraftModelDrafter):
 
 @pytest.mark.parametrize("name", EXPANSIONS)
 def test_lossless(make_target, name):
-    """The whole suite, but for one check of sampling each: eager, and static."""
+    """All of the suite; greedy decoding in the next test, and one check of sampling each: eager, and static."""
 
     def make(target):
         return DraftModelDrafter(perturbed(target), target, EXPANSIONS[name])
 
-    for check in (check_static, check_warm_up, check_greedy, check_seeds):
+    for check in (check_static, check_warm_up, check_seeds):
         check(make_target, make)
-    check_sampling(make_target, make, "plain" if name == "tree" else "cut", static=name == "tree", count=8000)
+    static = name == "tree"
+    check_sampling(make_target, make, "plain" if static else "cut", static=static, count=6000, rows=6000)
 
 
 @pytest.mark.parametrize("name", EXPANSIONS)
