@@ -33,6 +33,7 @@ from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.target import Target
 
 MERGE_SECONDS = 3e-4  # what merging takes on a CPU, here and in each drafter's own record of it
+TRUST = 8.0  # tokens that count as much as a drafter's price says, beside what its nodes brought in a text so far
 DRAWN = 2.0  # tokens that drafters which draw at random are taken to bring in a step, when others' nodes are chosen
 
 
@@ -103,6 +104,9 @@ class MergedDrafter(Drafter):
         self.cost, self.standard_cost = torch.tensor(each, device=device), torch.tensor(standard, device=device)
         self.merging = MERGE_SECONDS / self.costs.seconds(cache.rows) if self.costs else 0.0
         self.trees = HostTrees(device, self.max_depth)
+        # Of each drafter by row: accepted nodes that it proposed, and as many as its price promised.
+        self.brought, self.promised = ([[TRUST] * cache.rows for _ in self.drafters] for _ in range(2))
+        self.asked: dict[int, list[float]] = {}  # drafters with a price that were in this step → by row, promised
         self.flags = torch.arange(2, device=device).bool()[:, None].repeat(1, self.most)  # a row False, a row True
         self.numbers = torch.arange(max(self.most, max_depth + 1), device=device)
         self.bit = torch.ones(1, dtype=torch.int64, device=device) << torch.arange(64, device=device)
@@ -113,8 +117,9 @@ class MergedDrafter(Drafter):
         return [buffer for drafter in self.drafters for buffer in drafter.buffers()]
 
     def begin(self, rows: slice) -> None:
-        for drafter in self.drafters:
+        for drafter, brought, promised in zip(self.drafters, self.brought, self.promised, strict=True):
             drafter.begin(rows)
+            brought[rows] = promised[rows] = [TRUST] * (rows.stop - rows.start)
 
     def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
         for drafter, columns in zip(self.drafters, self.columns, strict=True):
@@ -127,6 +132,9 @@ class MergedDrafter(Drafter):
         assert all(each <= drafter.random for each, drafter in zip(drawn, self.drafters, strict=True))
         sizes = [tree.tokens.shape[1] - 1 for tree in trees]
         if not self.fixed and not any(drawn):
+            some = [number for number, size in enumerate(sizes) if size]
+            if len(some) == 1 and sizes[some[0]] < self.num_nodes:
+                return self._alone(trees[some[0]], some[0])
             return self._on_host(trees, sizes, state, together)
         candidates = self._candidates(trees)
         count = self._choose(candidates, sizes, drawn, together)
@@ -134,8 +142,9 @@ class MergedDrafter(Drafter):
 
     def _ask(self, state: State, together: bool) -> list[TokenTree]:
         """Each drafter's tree. Eagerly, a drafter whose price is known is asked after the others, and only if what its
-        nodes bring is worth its time beside theirs."""
+        nodes bring, going by the texts so far, is worth its time beside theirs."""
         states = self._states(state)
+        self.asked = {}
         if self.fixed or not together or not self.costs:
             return [drafter.propose(its) for drafter, its in zip(self.drafters, states, strict=True)]
         nothing = self.root.fill(state.root[:, None], self.nothing, self.certain)
@@ -155,10 +164,23 @@ class MergedDrafter(Drafter):
             assert price is not None
             more = nodes + price.nodes - 1
             its_time = self.times[min(more, self.num_nodes - 1)] + price.time + (self.merging if nodes else 0.0)
-            if (tokens + price.tokens - 1) / its_time > tokens / time:
+            ratios = [a / b for a, b in zip(self.brought[number], self.promised[number], strict=True)]
+            gain = (price.tokens - 1) * sum(ratios) / len(ratios)
+            if (tokens + gain) / its_time > tokens / time:
                 trees[number] = self.drafters[number].propose(states[number])
-                tokens, nodes, time = tokens + price.tokens - 1, more, its_time
+                tokens, nodes, time = tokens + gain, more, its_time
+                self.asked[number] = [price.tokens - 1] * len(self.nothing)
         return trees
+
+    def _alone(self, tree: TokenTree, number: int) -> TokenTree:
+        """The tree of the only drafter that proposes something."""
+        size = tree.tokens.shape[1]
+        none = torch.full_like(tree.tokens, -1)
+        none[:, 0].fill_(0)
+        self.own = [none] * len(self.drafters)
+        self.own[number] = self.numbers[:size].expand_as(tree.tokens)
+        proposed = (tree.depth > 0) & tree.valid
+        return replace(tree, source=proposed.expand_as(tree.tokens).long() << number)
 
     def _on_host(self, trees: Sequence[TokenTree], sizes: Sequence[int], state: State, together: bool) -> TokenTree:
         """The merged tree, and in ``own`` each drafter's numbers of its nodes."""
@@ -167,13 +189,15 @@ class MergedDrafter(Drafter):
         merged = [HostTree([root], [-1], [0], [1.0]) for root in state.root.tolist()]
         known: list[dict[tuple[int, int], int]] = [{} for _ in range(rows)]  # (parent, token) → node
         places: list[list[list[int]]] = []  # by drafter and row, where each of its nodes is in the merged tree
+        chances: dict[int, list[list[float]]] = {}
         for number, tree in enumerate(trees):
             if not sizes[number]:
                 places.append([[0]] * rows)
                 continue
             assert tree.chance is not None, f"{self.sources[number]}: its trees do not say how likely their nodes are"
             parts = (tree.tokens, tree.parent, tree.valid, tree.chance)
-            lists = (part.expand(rows, -1).tolist() for part in parts)
+            lists = [part.expand(rows, -1).tolist() for part in parts]
+            chances[number] = lists[-1]
             places.append([
                 _add(self.bits[number], *row) for row in zip(merged, known, *lists, strict=True)
             ])  # fmt: skip
@@ -185,12 +209,17 @@ class MergedDrafter(Drafter):
             kept = [[0]] * rows
         count = max(map(len, kept))
         self.own = []
-        for its_places in places:
+        for number, its_places in enumerate(places):
             owns = []
             for nodes, place in zip(kept, its_places, strict=True):
                 its = {at: node for node, at in enumerate(place)}
                 owns.append([its.get(node, -1) for node in nodes] + [-1] * (count - len(nodes)))
             self.own.append(torch.tensor(owns, device=self.nothing.device))
+            if number in self.asked:  # for what was left out it is not blamed
+                self.asked[number] = [
+                    sum(chance[node] for node in own if node > 0)
+                    for chance, own in zip(chances[number], owns, strict=True)
+                ]
         if count == 1:
             return self.root.fill(state.root[:, None], self.nothing, self.certain)
         return self.trees.make([tree.kept(nodes) for tree, nodes in zip(merged, kept, strict=True)])
@@ -198,11 +227,24 @@ class MergedDrafter(Drafter):
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
         behind = self.numbers[: verdict.path.shape[1]] > verdict.length[:, None]
         path = (verdict.path if verdict.own is None else verdict.own).masked_fill(behind, -1)
+        self._note(state, verdict)
         for drafter, its, columns, own in zip(self.drafters, self._states(state), self.columns, self.own, strict=True):
             if type(drafter).absorb is Drafter.absorb:
                 continue  # it keeps nothing
             numbers = torch.where(path >= 0, own.gather(1, path.clamp(min=0)), -1)
             drafter.absorb(its, replace(verdict, own=numbers), tree, _part(features, columns))
+
+    def _note(self, state: State, verdict: Verdict) -> None:
+        """What the drafters brought that were asked for their price."""
+        if not self.asked:
+            return
+        paths, lengths, active = verdict.path.tolist(), verdict.length.tolist(), state.active.tolist()
+        for number, promised in self.asked.items():
+            owns = self.own[number].tolist()
+            for row, (path, length, own) in enumerate(zip(paths, lengths, owns, strict=True)):
+                if active[row]:
+                    self.brought[number][row] += sum(own[node] >= 0 for node in path[1 : length + 1])
+                    self.promised[number][row] += promised[row]
 
     def end(self, row: int) -> None:
         for drafter in self.drafters:

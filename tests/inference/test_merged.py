@@ -13,7 +13,7 @@ from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import StepCosts, paying
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.sampling import Sampling, Settings, uniforms
-from draftsmith.inference.step import Drafter, State
+from draftsmith.inference.step import Drafter, Price, State
 from draftsmith.inference.tree import Draws, TokenTree, bitsets
 from draftsmith.inference.verify import Verdict, verify_sample
 from draftsmith.kernels.verify import IID
@@ -267,3 +267,27 @@ def test_paying_by_row_and_together():
     table = torch.tensor([1.0, 1.3, 1.75])
     assert paying(chance, table, together=False).tolist() == [3, 1]
     assert paying(chance, table, together=True).tolist() == [2]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_whether_it_pays_to_ask(target, right):
+    """A drafter of known price is asked after the others: while its nodes come true as its price says, and not any more
+    once they have not for some steps. In another text it begins anew."""
+    priced = Given({(1,): 0.8, (1, 2): 0.7})
+    priced.price = Price(0.3, 3, 2.5)
+    other = Given({(5,): 0.4}, nodes=2)
+    drafter = merged(target, [priced, other], 1, costs=StepCosts({1: 1e-2, 2: 1.1e-2, 8: 1.8e-2}))
+    state, asked = state_of(1), []
+    zeros = torch.zeros(1, dtype=torch.int64)
+    for _ in range(20):
+        tree = drafter.propose(state)
+        found = {path: node for path, (node, _) in paths_of(tree, 0).items()}
+        asked.append((1,) in found)
+        assert (5,) in found, "it pays in any case"
+        path = [0, found[1,], found[1, 2]] if right and asked[-1] else [0, 1, 2]
+        length = torch.tensor([2 if right and asked[-1] else 0])
+        verdict = Verdict(torch.tensor([path]), length, length, zeros, zeros.bool())
+        drafter.absorb(state, verdict, tree, torch.zeros(1, tree.tokens.shape[1], 32))
+    assert asked[0] and (all(asked) if right else not any(asked[8:]))
+    drafter.begin(slice(0, 1))
+    assert (1,) in paths_of(drafter.propose(state), 0)
