@@ -143,7 +143,8 @@ class Drafter(Protocol):
         share. Called before the first text, and again when the engine's own buffers change.
 
         Args:
-            max_depth: of the deepest node that a verdict may accept; in a merge another drafter's may be deeper.
+            max_depth: of the deepest node that a verdict may accept; in a merge another drafter's may be deeper. Filled
+                ``StaticTree`` s are made for this depth.
             static: as the class says.
         """
 
@@ -568,6 +569,7 @@ class Step:
         if clock:
             clock.lap("draft")
         count = tree.tokens.shape[1]
+        assert tree.static is None or tree.static.paths.shape[1] == len(self.depths), "made for another max_depth"
         mask = ancestor_mask(tree.ancestors, count) if tree.mask is None else tree.mask
         hidden, captured = self.runner.nodes(
             tree.tokens, cache.lengths, tree.ancestors, tree.depth, mask=mask, fixed=tree.static is not None,

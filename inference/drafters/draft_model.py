@@ -121,8 +121,7 @@ class DraftModelDrafter(Drafter):
             firsts.append(len(parents))
             parents += [firsts[depth] + node // children for node in range(counts[depth + 1])]
         self.firsts = [*firsts, len(parents)]
-        # Trees of 0, 1, … levels below the root: a step may end early.
-        self.trees = [StaticTree(parents[:end], target.device, self.max_depth) for end in self.firsts[1:]]
+        self.parents = parents
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         rows, device = cache.rows, cache.lengths.device
@@ -131,6 +130,8 @@ class DraftModelDrafter(Drafter):
         self.cache = KVCache(self.model, rows, cache.capacity)
         self.cache.lengths = cache.lengths  # shared: both hold the same text
         self.runner = Runner(self.model, self.cache, static)
+        # Of 0, 1, … levels below the root: a step may end early.
+        self.trees = [StaticTree(self.parents[:end], device, max_depth) for end in self.firsts[1:]]
         whole = self.trees[-1]
         self.levels: list[_Level] = []
         for first, count, children in zip(self.firsts, self.counts, (*self.expansion, 0), strict=False):

@@ -66,7 +66,7 @@ class MedusaDrafter(Drafter):
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
         self.topology, self.chances, self.device = topology, chances, target.device
-        self.costs, self.draft_time = costs, draft_time
+        self.costs, self.draft_time, self.deepest = costs, draft_time, self.max_depth
         self.greedy = self.sampled = self._shape(range(len(topology.paths)))
         # Where all heads share a plain matrix, a kernel finds their best tokens without writing their logits.
         self.one_matrix: Tensor | None = None
@@ -76,6 +76,7 @@ class MedusaDrafter(Drafter):
             self.one_matrix = cast(Tensor, lm_head.weight)
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
+        self.deepest = max_depth
         self.greedy = self.sampled = self._shape(range(len(self.topology.paths)))
         self.price = None
         if static or self.chances is None or self.costs is None or self.draft_time is None:
@@ -97,7 +98,7 @@ class MedusaDrafter(Drafter):
     def _shape(self, numbers: Sequence[int]) -> _Shape:
         """These of the topology's paths."""
         numbers = sorted(numbers)  # paths are sorted
-        shape = _Shape(Topology(tuple(self.topology.paths[number] for number in numbers)), self.device, self.max_depth)
+        shape = _Shape(Topology(tuple(self.topology.paths[number] for number in numbers)), self.device, self.deepest)
         if self.chances is not None:
             shape.chance = torch.tensor([[1.0, *(self.chances[number] for number in numbers)]], device=self.device)
         return shape

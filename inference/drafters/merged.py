@@ -89,7 +89,6 @@ class MergedDrafter(Drafter):
             width, places = target.hidden_size, [0, *(1 + self.captures.index(layer) for layer in drafter.captures)]
             columns = [torch.arange(place * width, (place + 1) * width, device=target.device) for place in places]
             self.columns.append(None if tuple(drafter.captures) == self.captures else torch.cat(columns))
-        self.root = StaticTree([-1], target.device, self.max_depth)
         self.bits = [1 << number for number in range(len(self.drafters))]
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
@@ -103,7 +102,8 @@ class MergedDrafter(Drafter):
         self.times, self.standard_times = each[: self.num_nodes], standard[: self.num_nodes]
         self.cost, self.standard_cost = torch.tensor(each, device=device), torch.tensor(standard, device=device)
         self.merging = MERGE_SECONDS / self.costs.seconds(cache.rows) if self.costs else 0.0
-        self.trees = HostTrees(device, self.max_depth)
+        self.trees = HostTrees(device, max_depth)
+        self.root = StaticTree([-1], device, max_depth)
         # Of each drafter by row: accepted nodes that it proposed, and as many as its price promised.
         self.brought, self.promised = ([[TRUST] * cache.rows for _ in self.drafters] for _ in range(2))
         self.asked: dict[int, list[float]] = {}  # drafters with a price that were in this step → by row, promised

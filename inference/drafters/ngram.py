@@ -115,8 +115,8 @@ class NgramDrafter(Drafter):
             if self.costs is not None:
                 self.times = self.costs.table(self.num_nodes, cache.rows)
                 self.standard_times = STANDARD.table(self.num_nodes, 1)
-            self.trees = HostTrees(self.device, self.max_depth)
-            self.root = StaticTree([-1], self.device, self.max_depth)
+            self.trees = HostTrees(self.device, max_depth)
+            self.root = StaticTree([-1], self.device, max_depth)
             self.nothing = torch.zeros(cache.rows, 1, dtype=torch.int64, device=self.device)
             self.certain = torch.ones(cache.rows, 1, device=self.device)
             return

@@ -75,6 +75,11 @@ def test_lossless_sampling(make_target, kind, static):
 
 def test_lossless_by_cost(make_target):
     """Trees cut by cost, and heads that are asked where it pays."""
-    check_greedy(make_target, merge("heads and n-grams", COSTS, 12), own=False)
+
+    def deeper(target):  # heads look three tokens ahead
+        ngram = NgramDrafter(target, depth=5, shortest=1, costs=COSTS)
+        return MergedDrafter({"heads": heads(target, COSTS), "ngram": ngram}, target, 12, COSTS)
+
+    check_greedy(make_target, deeper, own=False)
     # 4 nodes would be fewer than the draft model's own tree has, which its cache has to hold.
     check_greedy(make_target, merge("a draft model and n-grams", COSTS, 4), own=False)
