@@ -33,6 +33,7 @@ from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.target import Target
 
 MERGE_SECONDS = 3e-4  # what merging takes on a CPU, here and in each drafter's own record of it
+MARGIN = 1.1  # by so much it has to pay: a step that accepts nodes of several sources takes longer than was measured
 TRUST = 8.0  # tokens that count as much as a drafter's price says, beside what its nodes brought in a text so far
 DRAWN = 2.0  # tokens that drafters which draw at random are taken to bring in a step, when others' nodes are chosen
 
@@ -126,14 +127,14 @@ class MergedDrafter(Drafter):
             drafter.prefill(_part(features, columns), tokens, start, rows)
 
     def propose(self, state: State) -> TokenTree:
-        together = state.settings is None
+        together, self.only = state.settings is None, -1
         trees = self._ask(state, together)
         drawn = [tree.draws is not None and tree.draws.q is not None for tree in trees]
         assert all(each <= drafter.random for each, drafter in zip(drawn, self.drafters, strict=True))
         sizes = [tree.tokens.shape[1] - 1 for tree in trees]
         if not self.fixed and not any(drawn):
             some = [number for number, size in enumerate(sizes) if size]
-            if len(some) == 1 and sizes[some[0]] < self.num_nodes:
+            if len(some) == 1 and self._all_pay(trees[some[0]], state, together):
                 return self._alone(trees[some[0]], some[0])
             return self._on_host(trees, sizes, state, together)
         candidates = self._candidates(trees)
@@ -166,21 +167,28 @@ class MergedDrafter(Drafter):
             its_time = self.times[min(more, self.num_nodes - 1)] + price.time + (self.merging if nodes else 0.0)
             ratios = [a / b for a, b in zip(self.brought[number], self.promised[number], strict=True)]
             gain = (price.tokens - 1) * sum(ratios) / len(ratios)
-            if (tokens + gain) / its_time > tokens / time:
+            if (tokens + gain) / its_time > MARGIN * tokens / time:
                 trees[number] = self.drafters[number].propose(states[number])
                 tokens, nodes, time = tokens + gain, more, its_time
                 self.asked[number] = [price.tokens - 1] * len(self.nothing)
         return trees
 
+    def _all_pay(self, tree: TokenTree, state: State, together: bool) -> bool:
+        """Whether none of a tree's nodes would be left out."""
+        assert tree.chance is not None
+        rows = tree.chance.expand(len(self.nothing), -1).tolist()
+        nodes = list(range(len(rows[0])))
+        kept = paying_on_host(
+            [HostTree(nodes, [], [], chance) for chance in rows], self.times if together else self.standard_times,
+            state.active.tolist() if together else None,
+        )  # fmt: skip
+        return all(len(each) >= sum(chance > 0 for chance in row) for each, row in zip(kept, rows, strict=True))
+
     def _alone(self, tree: TokenTree, number: int) -> TokenTree:
-        """The tree of the only drafter that proposes something."""
-        size = tree.tokens.shape[1]
-        none = torch.full_like(tree.tokens, -1)
-        none[:, 0].fill_(0)
-        self.own = [none] * len(self.drafters)
-        self.own[number] = self.numbers[:size].expand_as(tree.tokens)
-        proposed = (tree.depth > 0) & tree.valid
-        return replace(tree, source=proposed.expand_as(tree.tokens).long() << number)
+        """The tree of the only drafter that proposes something, as it is."""
+        self.only = number
+        source = (tree.depth > 0) & tree.valid if tree.source is None else tree.source
+        return replace(tree, source=source.expand_as(tree.tokens).long() << number)
 
     def _on_host(self, trees: Sequence[TokenTree], sizes: Sequence[int], state: State, together: bool) -> TokenTree:
         """The merged tree, and in ``own`` each drafter's numbers of its nodes."""
@@ -225,14 +233,20 @@ class MergedDrafter(Drafter):
         return self.trees.make([tree.kept(nodes) for tree, nodes in zip(merged, kept, strict=True)])
 
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
-        behind = self.numbers[: verdict.path.shape[1]] > verdict.length[:, None]
-        path = (verdict.path if verdict.own is None else verdict.own).masked_fill(behind, -1)
         self._note(state, verdict)
-        for drafter, its, columns, own in zip(self.drafters, self._states(state), self.columns, self.own, strict=True):
-            if type(drafter).absorb is Drafter.absorb:
-                continue  # it keeps nothing
-            numbers = torch.where(path >= 0, own.gather(1, path.clamp(min=0)), -1)
-            drafter.absorb(its, replace(verdict, own=numbers), tree, _part(features, columns))
+        for number, (drafter, its) in enumerate(zip(self.drafters, self._states(state), strict=True)):
+            if type(drafter).absorb is not Drafter.absorb:  # it keeps something
+                own = verdict.own if number == self.only else self._own_path(number, verdict)
+                drafter.absorb(its, replace(verdict, own=own), tree, _part(features, self.columns[number]))
+
+    def _own_path(self, number: int, verdict: Verdict) -> Tensor:
+        """``Verdict.own`` for one of the drafters."""
+        depth = self.numbers[: verdict.path.shape[1]]
+        path = verdict.path if verdict.own is None else verdict.own
+        if self.only >= 0:
+            return torch.where(depth == 0, path, -1)
+        path = path.masked_fill(depth > verdict.length[:, None], -1)
+        return torch.where(path >= 0, self.own[number].gather(1, path.clamp(min=0)), -1)
 
     def _note(self, state: State, verdict: Verdict) -> None:
         """What the drafters brought that were asked for their price."""
@@ -240,10 +254,11 @@ class MergedDrafter(Drafter):
             return
         paths, lengths, active = verdict.path.tolist(), verdict.length.tolist(), state.active.tolist()
         for number, promised in self.asked.items():
-            owns = self.own[number].tolist()
-            for row, (path, length, own) in enumerate(zip(paths, lengths, owns, strict=True)):
+            owns = None if number == self.only else self.own[number].tolist()
+            for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):
                 if active[row]:
-                    self.brought[number][row] += sum(own[node] >= 0 for node in path[1 : length + 1])
+                    its = length if owns is None else sum(owns[row][node] >= 0 for node in path[1 : length + 1])
+                    self.brought[number][row] += its
                     self.promised[number][row] += promised[row]
 
     def end(self, row: int) -> None:

@@ -151,7 +151,7 @@ def test_the_nodes_that_pay(target, data):
     kept = [path for path in paths_of(tree, 0) if path]
     assert len(kept) < most or not kept
     speed = (1 + sum(joint[path] for path in kept)) / costs.of(len(kept) + 1)
-    assert speed == pytest.approx(max(speeds), rel=1e-5)
+    assert speed == pytest.approx(max(speeds), rel=1e-3)
     assert tree.tokens.shape[1] == len(kept) + 1, "no padding"
 
 
