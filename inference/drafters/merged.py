@@ -90,10 +90,11 @@ class MergedDrafter(Drafter):
             width, places = target.hidden_size, [0, *(1 + self.captures.index(layer) for layer in drafter.captures)]
             columns = [torch.arange(place * width, (place + 1) * width, device=target.device) for place in places]
             self.columns.append(None if tuple(drafter.captures) == self.captures else torch.cat(columns))
+        self.states: tuple[State, list[State]] | None = None  # the engine's, and as each drafter sees it
         self.bits = [1 << number for number in range(len(self.drafters))]
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
-        self.fixed = static
+        self.fixed, self.states = static, None
         for drafter in self.drafters:
             drafter.allocate(cache, max_depth, static)
         device = self.target.device
@@ -266,10 +267,12 @@ class MergedDrafter(Drafter):
             drafter.end(row)
 
     def _states(self, state: State) -> list[State]:
-        return [
-            replace(state, feature=_part(state.feature, columns), stream=16 * state.stream + number)
-            for number, columns in enumerate(self.columns)
-        ]
+        if self.states is None or self.states[0] is not state:  # the engine changes its buffers in place
+            views = [replace(state, stream=16 * state.stream + number) for number in range(len(self.drafters))]
+            self.states = state, views
+        for its, columns in zip(self.states[1], self.columns, strict=True):
+            its.feature = _part(state.feature, columns)
+        return self.states[1]
 
     def _candidates(self, trees: Sequence[TokenTree]) -> Candidates:
         levels = self.numbers[1 : self.max_depth + 1]

@@ -60,7 +60,7 @@ class Given(Drafter):
         return TokenTree(*parts, chance=chance)
 
     def absorb(self, state, verdict, tree, features):
-        self.absorbed.append(verdict.own.tolist())
+        self.absorbed.append(None if verdict.own is None else verdict.own.tolist())
 
 
 def state_of(rows, sampled=False):
