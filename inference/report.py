@@ -202,7 +202,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         "prompt_lookup": "prompt-\nlookup",
     }
     bars = {names[key]: baselines[key]["tokens_per_second"] for key in names if key in baselines}
-    bars[report["drafter"]] = report["tokens_per_second"]
+    bars[short_name(report["drafter"]).replace("+", "\n+ ")] = report["tokens_per_second"]
     drawn = speed.bar(list(bars), list(bars.values()), color=["#b8bcc6"] * (len(bars) - 1) + ["#2f7d4f"])
     plain = baselines.get("engine", {}).get("tokens_per_second")
     said = [f"{v:.0f}" + (f"\n{v / plain:.2f}×" if plain else "") for v in bars.values()]
