@@ -345,7 +345,7 @@ def test_a_process_killed_by_the_system_goes_on_bit_for_bit(recipe, whole):
 @pytest.mark.slow
 def test_fifty_kills_at_random_moments(recipe, run_main):
     """Killed by the system at any moment of its life, and resumed, fifty times over one run: the same weights."""
-    options = [recipe, "steps=1500", "evaluate.every=100", "checkpoint.every=10", "optim.lr=1e-3"]
+    options = [recipe, "steps=3000", "evaluate.every=100", "checkpoint.every=10", "optim.lr=1e-3"]
     assert run_main(medusa.main, *options, "run.name=long")[0] == 0
     command = [sys.executable, "train/medusa.py", *options, "run.name=kills"]
     folder, chance, kills, lives = recipe.parent / "kills", random.Random(0), 0, 0
@@ -377,7 +377,7 @@ def test_fifty_kills_at_random_moments(recipe, run_main):
     assert kills == 50, "the run has to be long enough for fifty"
     for name in (
         "model.safetensors",
-        "checkpoints/step-1500/optimizer.safetensors",
+        "checkpoints/step-3000/optimizer.safetensors",
         "checkpoints/best/medusa-1/model.safetensors",
     ):
         assert (folder / name).read_bytes() == (recipe.parent / "long" / name).read_bytes(), name
