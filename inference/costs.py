@@ -50,8 +50,8 @@ class StepCosts:
         return [self.of(count * batch) / plain for count in range(1, nodes + 1)]
 
 
-# Where what is proposed decides which random numbers are used (sampling), a seed has to be the same text on every day:
-# a step of a model of some 100 M parameters on a CPU.
+# Where what is proposed decides which random numbers are used (sampling), a seed has to be the same text on every day.
+# About what BENCHMARKS.md has for the shape of a model of 135 M parameters on a CPU; 64 rows are extrapolated.
 STANDARD = StepCosts({1: 1.0, 2: 1.4, 4: 1.45, 8: 1.6, 16: 2.0, 32: 3.0, 64: 5.0})
 
 
@@ -96,7 +96,7 @@ def step_costs(target: Target, lean: bool | None = None, again: bool = False) ->
     ran = "transformers" if isinstance(find_lean(target, lean), str) else "lean"
     key = f"{target.fingerprint}, {target.dtype}, {target.device}, {ran}"
     known = read_measured(FILE).get(key)
-    if target.fingerprint and isinstance(known, dict) and not again:
+    if target.fingerprint and known and isinstance(known, dict) and not again:
         return StepCosts({int(rows): float(seconds) for rows, seconds in known.items()})
     seconds, rounds = _measure(target, lean, AGAIN_SECONDS if again else SECONDS)
     if target.fingerprint and rounds >= ENOUGH:
@@ -109,7 +109,7 @@ def _measure(target: Target, lean: bool | None, budget: float) -> tuple[dict[int
     """Seconds of a step by rows, and how often each size was timed at least. What else runs on a machine only ever adds
     to a step's time, so the least counts."""
     context = min(CONTEXT, target.context // 2)
-    sizes = [size for size in SIZES if context + 2 * size < target.context]
+    sizes = [size for size in SIZES if context + 2 * size < target.context] or [1]
     steps: dict[int, Step] = {}
     least: dict[int, float] = {}
     until, timed = 0.0, 0

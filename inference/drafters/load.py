@@ -140,10 +140,7 @@ def _draft_model(name: str) -> _Part:
         # Whole and unquantised, however the target is loaded: it is small, and runs several times a step.
         some = {name: options[name] for name in ("dtype", "trust_remote_code") if name in options}
         model = load_target(path, device=str(target.device), **some)
-        draft_cost = None
-        if target.device.type == "cpu" and not target.spread:
-            costs = step_costs(target) if costs is None else costs
-            draft_cost = step_costs(model).plain / costs.plain
+        draft_cost = None if costs is None or target.spread else step_costs(model).plain / costs.plain
         return DraftModelDrafter(model, target, children, costs=costs, draft_cost=draft_cost)
 
     return _Part(build)

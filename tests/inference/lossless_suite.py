@@ -285,7 +285,7 @@ def _steps(target: Target, drafter: Drafter, mode: Mode, warm_up: Sequence[int])
 
 
 class Watch(TorchDispatchMode):
-    """Refuses operations whose result the host waits for."""
+    """Refuses what a CUDA graph cannot hold: a number read by the host, a shape that depends on one, a new constant."""
 
     REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "lift_fresh", "equal", "is_nonzero")
 

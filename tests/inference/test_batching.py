@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import torch._dynamo.utils
-from torch.utils._python_dispatch import TorchDispatchMode
+from lossless_suite import Watch
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
@@ -158,17 +158,6 @@ def test_requests_that_make_no_sense(make_target, batch_size, options, message):
             [Request(**{"prompt": [1], "max_new_tokens": 3} | options)], batch_size
         )
     assert str(error.value) == message
-
-
-class Watch(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: a number read by the host, a shape that depends on one, a new constant."""
-
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "lift_fresh", "equal", "is_nonzero")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in self.REFUSED, f"{name} in a static step"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample", "typical"])

@@ -58,3 +58,9 @@ def test_medusa_takes_the_nodes_that_pay(make_target, slope, nodes):
     drafter.allocate(cache, drafter.max_depth, True)
     assert drafter.greedy.tree.parent.shape[1] == 4 and drafter.price is None, "fixed shapes"
     assert torch.equal(drafter.greedy.tree.parent, drafter.sampled.tree.parent)
+
+
+def test_a_target_of_hardly_any_context(make_target):
+    """Where no tree of several nodes fits, a plain step alone is timed."""
+    its = step_costs(make_target("llama", max_position_embeddings=3))
+    assert its.points[0] == (1, 1.0) and its.of(11) == pytest.approx(2.0)
