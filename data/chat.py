@@ -25,9 +25,9 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from draftsmith.common.command import first_line
 from draftsmith.data.packing import Sample
 from draftsmith.data.rows import OddRow
-from draftsmith.train.command import first_line
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is checked without it
     from transformers import BatchEncoding, PreTrainedTokenizerBase

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import ConfigDict
 
+from draftsmith.common.command import make_console, run_command
+from draftsmith.common.recipe import read_recipe
+from draftsmith.common.sections import Recipe, Target
 from draftsmith.data.prompts import positive
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train.command import make_console, run_command
-from draftsmith.train.recipe import Recipe, Target, read_recipe
 
 if TYPE_CHECKING:  # take seconds to import, and --help needs none of it
     from rich.text import Text

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from draftsmith.common.command import run_command
+from draftsmith.common.files import write_text
 from draftsmith.data import sources
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train.command import run_command
-from draftsmith.train.files import write_text
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and --help needs none of it
     from transformers import PreTrainedTokenizerBase

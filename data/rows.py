@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from draftsmith.common.command import first_line
+from draftsmith.common.files import parse_json, read_text
+from draftsmith.common.sections import Source
 from draftsmith.data import sources
-from draftsmith.train.command import first_line
-from draftsmith.train.files import parse_json, read_text
-from draftsmith.train.recipe import Source
 
 T = TypeVar("T")
 MOST_REASONS = 20  # told apart; a template may give every row its own

@@ -14,9 +14,9 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftsmith.common.sections import Source
 from draftsmith.data.chat import Message, fields_of, read_row
 from draftsmith.data.rows import OddRow, Skipped, rows, usable
-from draftsmith.train.recipe import Source
 
 TOO_LONG = "too long"
 OTHER_SIDE = (

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.common.files import json_object, write_text
+from draftsmith.common.sections import Data, Source
 from draftsmith.data.packing import Rows
 from draftsmith.data.rows import Skipped, rows
 from draftsmith.data.tokenized import check, encoded, read_template
-from draftsmith.train.files import json_object, write_text
-from draftsmith.train.recipe import Data, Source
 
 WINDOW = 1000  # samples that are in memory at a time, and shuffled among themselves
 

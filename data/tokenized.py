@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from draftsmith.common.files import cache_folder, locked, read_text, replacing
+from draftsmith.common.sections import Data, Source
 from draftsmith.data.chat import check_template, encode, read_row
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.data.rows import OddRow, Skipped, rows, usable
-from draftsmith.train.files import cache_folder, locked, read_text, replacing
-from draftsmith.train.recipe import Data, Source
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is read without it
     from transformers import PreTrainedTokenizerBase

@@ -35,9 +35,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from draftsmith.common.command import available_cores, before_imports, run_command
 from draftsmith.inference.options import check_counts, check_threads
 from draftsmith.models.options import DECODERS, choose_device, decoder_option, dtype_option
-from draftsmith.train.command import available_cores, before_imports, run_command
 
 Projection = Literal["own", "shared"]
 _LLAMA: dict[str, Any] = {
@@ -90,6 +90,7 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from draftsmith.common.files import check_folder, write_json
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.report import write_figure
 from draftsmith.inference.step import ATTENTION, Clock, PlainDrafter, Step, capacity_for
@@ -102,7 +103,6 @@ from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
 from draftsmith.models.stored import local_folder
 from draftsmith.models.target import Target, load_target
-from draftsmith.train.files import check_folder, write_json
 
 
 def release() -> None:

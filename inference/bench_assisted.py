@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from draftsmith.common.command import available_cores, before_imports, run_command
 from draftsmith.inference.options import check_counts, check_threads
 from draftsmith.models.options import choose_device, dtype_option
-from draftsmith.train.command import available_cores, before_imports, run_command
 
 OURS, PLAIN, ASSISTED, GENERATE = "draft_model", "plain", "assisted", "generate"
 
@@ -51,6 +51,7 @@ if __name__ == "__main__":
 import torch
 from rich.table import Table
 
+from draftsmith.common.files import check_folder, write_json
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.prompts import encode_prompts, read_prompts
@@ -67,7 +68,6 @@ from draftsmith.inference.timing import (
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.precision import say
 from draftsmith.models.target import Target, load_target
-from draftsmith.train.files import check_folder, write_json
 
 
 def methods_of(target: Target, draft: Target, expansion: list[int], max_new_tokens: int) -> dict[str, Method]:

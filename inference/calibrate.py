@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith.common.command import before_imports, run_command
 from draftsmith.models.options import DECODERS, target_arguments, target_options
-from draftsmith.train.command import before_imports, run_command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,6 +64,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from draftsmith.common.files import check_folder, locked, write_json
+from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.answers import answer
 from draftsmith.inference.costs import step_costs
 from draftsmith.inference.drafters.load import has_folder, load_heads, read_heads
@@ -72,12 +74,11 @@ from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.options import check_counts, parts_of
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.step import find_lean
-from draftsmith.inference.terminal import console, progress
+from draftsmith.inference.terminal import console
 from draftsmith.inference.tree import MOST_NODES, Topology, chain
 from draftsmith.models.artifact import device_name
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, check_safetensors, load_target
-from draftsmith.train.files import check_folder, locked, write_json
 
 MAX_RANK = 10  # ranks per head that a tree may use
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -398,7 +399,7 @@ def main() -> None:
     console.print(f"calibrating: at most {args.seconds:.0f} s", markup=False)
     began = time.monotonic()
     parts: list[dict[str, Tensor]] = []
-    with progress("calibrating (s)", math.ceil(args.seconds)) as advance:
+    with ProgressBar("calibrating (s)", math.ceil(args.seconds), console, transient=True) as advance:
 
         def tell(*_: object) -> None:
             advance(min(int(time.monotonic() - began), math.ceil(args.seconds)))

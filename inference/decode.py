@@ -26,13 +26,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.common.command import available_cores, run_command
+from draftsmith.common.files import check_folder, write_json
 from draftsmith.inference.options import SAMPLING, check_counts, check_threads, short_name
 from draftsmith.inference.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.inference.terminal import console, end_text, separate_text, write_text
 from draftsmith.inference.text import TextStream, decode_text, visible
 from draftsmith.models.options import DECODERS, target_arguments, target_options
-from draftsmith.train.command import available_cores, run_command
-from draftsmith.train.files import check_folder, write_json
 
 if TYPE_CHECKING:  # torch and transformers take seconds: main imports them once the command line is known to be right
     from draftsmith.inference.engine import Generation, SpeculativeDecoder

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.common.files import parse_json, read_text
 from draftsmith.data.rows import OddRow
-from draftsmith.train.files import parse_json, read_text
 
 if TYPE_CHECKING:
     from draftsmith.models.target import Target

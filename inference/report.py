@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from draftsmith.common.files import replacing
 from draftsmith.inference.engine import Generation
 from draftsmith.inference.options import short_name
 from draftsmith.inference.text import TextStream
-from draftsmith.train.files import replacing
 
 # What a report compares with → the field of the speed-up; each has another one, NAME_interval.
 SPEEDUPS = {

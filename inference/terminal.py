@@ -5,16 +5,11 @@ Off a terminal nothing is wrapped or coloured.
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from draftsmith.inference.text import visible
 
-SAY_EVERY = 10.0  # seconds between two lines of progress without a terminal
 _WIDE = 10_000  # columns: nothing is wrapped
 
 
@@ -27,30 +22,6 @@ def make_console(*, stderr: bool) -> Console:
 
 
 console = make_console(stderr=True)
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress bar with the time left; without a terminal a line every :data:`SAY_EVERY` seconds. The yielded function
-    takes how many of ``total`` are done."""
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("eta"),
-        TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal,
-    )  # fmt: skip
-    task = bar.add_task(what, total=total)
-    began = said = time.monotonic()
-
-    def done(count: int) -> None:
-        nonlocal said
-        bar.update(task, completed=count)
-        now = time.monotonic()
-        if bar.disable and count and now - said > SAY_EVERY:
-            left = (now - began) / count * (total - count)
-            console.print(f"  {what} {count}/{total}  {left:.0f} s left", markup=False)
-            said = now
-
-    with bar:
-        yield done
 
 
 def write_text(text: str, *, drafted: bool = False) -> None:

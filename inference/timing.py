@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from draftsmith.common.progress import ProgressBar
 from draftsmith.inference import report as reporting
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.lossless import check_greedy, check_sample
 from draftsmith.inference.options import SAMPLING
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.step import Drafter
-from draftsmith.inference.terminal import console, progress
+from draftsmith.inference.terminal import console
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.options import DECODERS
 from draftsmith.models.target import Target
@@ -212,7 +213,7 @@ def run_rounds(
     order = list(methods)
     total, since = rounds * len(groups), time.perf_counter()
     console.print(f"decoding {len(prompts)} prompts by {', '.join(methods)}; rounds: {rounds}", markup=False)
-    with progress("decoding", total) as advance:
+    with ProgressBar("decoding", total, console, transient=True) as advance:
         for done, (_, place) in enumerate(itertools.product(range(rounds), range(len(groups))), 1):
             for name in order:
                 timed[name].run(methods[name], prompts, groups[place], place)
@@ -344,7 +345,7 @@ def evaluate(
         lossless = None
         if args.check_lossless:
             console.print(f"checking {name} against plain decoding …", markup=False)
-            with progress("checking", len(prompts)) as advance:
+            with ProgressBar("checking", len(prompts), console, transient=True) as advance:
                 if sampled:
                     lossless = check_sample(decoder, prompts, sampling_of(args), on_prompt=advance)
                 else:

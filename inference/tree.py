@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftsmith.common.files import parse_json, read_text
 from draftsmith.kernels.tree_attention import ancestor_mask
-from draftsmith.train.files import parse_json, read_text
 
 Ranks = tuple[int, ...]
 MOST_NODES = 4096  # of a tree that is read: every node is a row of the target's logits

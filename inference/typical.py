@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.common.command import available_cores, before_imports, run_command
 from draftsmith.models.options import DECODERS, target_arguments, target_options
-from draftsmith.train.command import available_cores, before_imports, run_command
 
 EPSILONS = (0.01, 0.03, 0.06, 0.09, 0.13, 0.17, 0.21, 0.25)
 
@@ -50,6 +50,8 @@ if __name__ == "__main__":
 import torch
 from rich.table import Table
 
+from draftsmith.common.files import check_folder, write_json
+from draftsmith.common.progress import ProgressBar
 from draftsmith.inference import report as reporting
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
@@ -57,11 +59,10 @@ from draftsmith.inference.options import check_counts
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.sampling import COLDEST, Sampling
 from draftsmith.inference.step import Mode
-from draftsmith.inference.terminal import console, make_console, progress
+from draftsmith.inference.terminal import console, make_console
 from draftsmith.inference.timing import each_with_its_seed
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.target import Target
-from draftsmith.train.files import check_folder, write_json
 
 
 @torch.inference_mode()
@@ -98,7 +99,7 @@ def sweep(
     for _, engine, mode, _ in ways[:4]:  # first calls allocate; on a GPU they compile and capture
         engine.generate(longest, max_new_tokens, mode=mode, sampling=Sampling(temperature), batch_size=batch_size)
     done = 0
-    with progress("decoding", rounds * len(ways)) as advance:
+    with ProgressBar("decoding", rounds * len(ways), console, transient=True) as advance:
         for _ in range(rounds):
             for name, engine, mode, sampling in ways:
                 each = each_with_its_seed(sampling, prompts)

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.train.command import before_imports, run_command
+from draftsmith.common.command import before_imports, run_command
 
 KERNELS = ("attention", "commit", "verify", "head_topk")
 
@@ -55,12 +55,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftsmith.common.files import check_folder, write_json
 from draftsmith.kernels.backend import triton
 from draftsmith.kernels.commit import commit
 from draftsmith.kernels.head_topk import head_topk
 from draftsmith.kernels.tree_attention import ancestor_mask, tree_attention, tree_attention_cached, tree_bias
 from draftsmith.kernels.verify import ONE_HOT, WITHOUT_REPLACEMENT, verify_sample, verify_sample_reference
-from draftsmith.train.files import check_folder, write_json
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COLD_BYTES = 256 << 20  # of data that a graph goes round, beyond any L2 cache

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.train.files import cache_folder, write_json
+from draftsmith.common.files import cache_folder, write_json
 
 
 def machine() -> str:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from draftsmith.common.command import first_line
+from draftsmith.common.files import json_object, read_text, replacing_folder
 from draftsmith.models.artifact import TEMPLATE, check_target
 from draftsmith.models.stored import check_safetensors, save_tensors
 from draftsmith.models.target import Target
-from draftsmith.train.command import first_line
-from draftsmith.train.files import json_object, read_text, replacing_folder
 
 FOLDER = "adapter"  # of a drafter folder that comes with one
 

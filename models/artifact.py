@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftsmith.common.command import first_line
+from draftsmith.common.files import json_object, replacing_folder, write_json, write_text
+from draftsmith.common.files import read_json as read_json
 from draftsmith.models.stored import check_safetensors, local_folder, resolve_folder, save_tensors
 from draftsmith.models.target import Target
-from draftsmith.train.command import first_line
-from draftsmith.train.files import json_object, replacing_folder, write_json, write_text
-from draftsmith.train.files import read_json as read_json
 
 
 def version() -> str:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
-from draftsmith.train.command import first_line
-from draftsmith.train.files import cache_folder, json_object, locked, parse_json, replacing, write_json
+from draftsmith.common.command import first_line
+from draftsmith.common.files import cache_folder, json_object, locked, parse_json, replacing, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor

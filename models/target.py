@@ -32,6 +32,7 @@ from transformers import (
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
+from draftsmith.common.files import json_object
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.models.options import DEVICE_MAPS, QUANTIZE, choose_device
 from draftsmith.models.precision import DTYPES, choose_dtype, describe
@@ -44,7 +45,6 @@ from draftsmith.models.stored import (
     with_safetensors,
 )
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train.files import json_object
 
 _SMALL = 1 << 30  # bytes of weights that load at once
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from draftsmith.common.command import first_line
 from draftsmith.models.stored import resolve_folder
-from draftsmith.train.command import first_line
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase

@@ -170,7 +170,7 @@ def run_main() -> Callable[..., tuple[int, str, str]]:
 
     script: the command's name, as a report shows it.
     """
-    from draftsmith.train.command import run_command
+    from draftsmith.common.command import run_command
 
     def run(main: Callable[[], None], *arguments: object, script: str = "command") -> tuple[int, str, str]:
         out, err = io.StringIO(), io.StringIO()

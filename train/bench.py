@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from draftsmith.train.command import available_cores, before_imports, make_console, run_command
-from draftsmith.train.files import check_folder
+from draftsmith.common.command import available_cores, before_imports, make_console, run_command
+from draftsmith.common.files import check_folder
 
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 PARSER.add_argument("--heads", type=int, default=5)

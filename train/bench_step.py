@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from draftsmith.common.command import available_cores, before_imports, make_console, run_command
+from draftsmith.common.files import check_folder
 from draftsmith.models import options
-from draftsmith.train.command import available_cores, before_imports, make_console, run_command
-from draftsmith.train.files import check_folder
 
 STAGES = ("medusa-1", "medusa-2")
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -39,6 +39,7 @@ if __name__ == "__main__":
 import torch
 from rich.table import Table
 
+from draftsmith.common.sections import Batch, Optim
 from draftsmith.inference.bench import SHAPES, random_target
 from draftsmith.kernels.bench import DTYPES
 from draftsmith.models.adapter import add_lora
@@ -49,7 +50,6 @@ from draftsmith.models.target import Target
 from draftsmith.train.loop import checkpoint_activations
 from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
 from draftsmith.train.optim import make_optimizer
-from draftsmith.train.recipe import Batch, Optim
 
 console = make_console()
 

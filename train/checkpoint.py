@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from draftsmith.common.files import json_object
 from draftsmith.models.precision import DTYPES
 from draftsmith.models.stored import save_tensors
-from draftsmith.train.files import json_object
 
 _ADVICE = "delete that folder to fall back on the checkpoint before it, or pass --restart"
 

@@ -20,7 +20,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from draftsmith.train.command import available_cores, before_imports, run_command
+from draftsmith.common.command import available_cores, before_imports, run_command
 
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 PARSER.add_argument("recipe", help="a YAML file, for example recipes/tiny-distill.yaml")
@@ -36,6 +36,10 @@ import torch
 from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.common.files import json_object
+from draftsmith.common.progress import ProgressBar
+from draftsmith.common.recipe import Section, read_recipe, write_recipe
+from draftsmith.common.sections import Name, Positive, Run, Sequences, Share, Source, Target, Threads, Tokens
 from draftsmith.data.chat import Message, apply_template
 from draftsmith.data.endpoint import Server, check_server, in_threads
 from draftsmith.data.rows import OddRow, Skipped
@@ -53,22 +57,7 @@ from draftsmith.models.precision import DTYPES, describe
 from draftsmith.models.stored import fingerprint, resolve_folder
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import run
-from draftsmith.train.files import json_object
-from draftsmith.train.loop import Note, console, dtype_of
-from draftsmith.train.recipe import (
-    Name,
-    Positive,
-    Run,
-    Section,
-    Sequences,
-    Share,
-    Source,
-    Target,
-    Threads,
-    Tokens,
-    read_recipe,
-    write_recipe,
-)  # fmt: skip
+from draftsmith.train.loop import console, dtype_of
 from draftsmith.train.tiny import SAMPLES, tiny_target, valid, write_target
 
 NO_TEMPLATE = "chat template"  # why a prompt failed, beside the reasons of data/endpoint.py
@@ -387,7 +376,7 @@ def distill(
     note_down()
     if todo and recipe.endpoint and recipe.backend == "endpoint":
         check_server(recipe.endpoint.url)
-    note = Note(f"{len(todo):,} of {len(seeds):,} prompts to answer, by {recipe.backend}", len(todo))
+    bar = ProgressBar(f"{len(todo):,} of {len(seeds):,} prompts to answer, by {recipe.backend}", len(todo), console)
     asked, answered, in_vain, noted = 0, 0, 0, time.monotonic()  # in_vain: how many since the last answer
 
     def end(talk: Talk) -> None:
@@ -400,7 +389,7 @@ def distill(
             shards.fail(seed.id, seed.source, why.reason, why.detail)
             in_vain += why.reason not in OWN_FAULT
         asked += 1
-        note.done(asked)
+        bar(asked)
         if time.monotonic() - noted > NOTE_EVERY:
             note_down()
             noted = time.monotonic()
@@ -410,11 +399,10 @@ def distill(
     stopped: BaseException | None = None
     try:
         if todo:
-            backend(recipe, (Talk(seed, recipe.self_talk) for seed in todo), end)
+            with bar:
+                backend(recipe, (Talk(seed, recipe.self_talk) for seed in todo), end)
     except (NobodyError, KeyboardInterrupt) as error:
         stopped = error
-    finally:
-        note.close()
     if isinstance(stopped, KeyboardInterrupt):
         shards = Shards(shards.folder)  # it may have come between a line and its counting
     shards.tidy()

@@ -9,14 +9,14 @@ import yaml
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftsmith.common.command import first_line, make_console
+from draftsmith.common.sections import Optim, Recipe, Target
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.step import Drafter
 from draftsmith.models.precision import matmul_rate
 from draftsmith.models.stored import local_folder
 from draftsmith.models.target import Target as LoadedTarget
-from draftsmith.train.command import first_line, make_console
 from draftsmith.train.losses import LOGITS
-from draftsmith.train.recipe import Optim, Recipe, Target
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5}
 console = make_console()

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import torch
 
+from draftsmith.common.sections import Answers, Evaluate, Stage
 from draftsmith.inference.calibrate import head_ranks
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 from draftsmith.train.medusa_loss import Medusa1
-from draftsmith.train.recipe import Answers, Evaluate, Stage
 
 SMALL = 20_000_000  # parameters: passes of a larger target take too long to be made for an estimate
 DECODED, STEPS = 32, 5  # rows that are decoded at once, at most; steps of them, of which the shortest counts

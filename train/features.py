@@ -11,10 +11,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from draftsmith.common.files import read_json, write_json
+from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
 from draftsmith.models.target import Target
 from draftsmith.train import loop, sharded
-from draftsmith.train.files import read_json, write_json
 
 
 def hidden_states(
@@ -66,16 +67,15 @@ def hidden_states(
     mine = missing if together else missing[accelerator.process_index :: accelerator.num_processes]
     writes = stored is None or not sharded.spreads() or accelerator.is_main_process
     loop.console.print(f"  cache_hidden: {what} {where}, {free / 1e9:.1f} GB are free")
-    note = loop.Note("the target's hidden states", len(mine))
-    for count, number in enumerate(mine, 1):
-        place = range(number * batch_size, min((number + 1) * batch_size, len(rows)))
-        batch = {key: value.to(target.device) for key, value in rows.batch(place).items()}
-        made = target.hidden(batch["tokens"].long(), batch.get("positions"))
-        if writes:
-            kept[place.start : place.stop] = made
-            done[number] = 1
-        note.done(count)
-    note.close()
+    with ProgressBar("the target's hidden states", len(mine), loop.console) as bar:
+        for count, number in enumerate(mine, 1):
+            place = range(number * batch_size, min((number + 1) * batch_size, len(rows)))
+            batch = {key: value.to(target.device) for key, value in rows.batch(place).items()}
+            made = target.hidden(batch["tokens"].long(), batch.get("positions"))
+            if writes:
+                kept[place.start : place.stop] = made
+                done[number] = 1
+            bar(count)
     accelerator.wait_for_everyone()
     if stored and not done.all():
         raise ValueError(

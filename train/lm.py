@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from draftsmith.train.command import before_imports, run_command, training_parser
+from draftsmith.common.command import before_imports, run_command, training_parser
 
 PARSER = training_parser(
     __doc__, "recipes/tiny-lm.yaml", "stages.0.steps=20", "two steps of every stage with a far smaller model"
@@ -31,6 +31,10 @@ from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.common.files import json_object, replacing_folder
+from draftsmith.common.progress import ProgressBar
+from draftsmith.common.recipe import Section, read_recipe, write_recipe
+from draftsmith.common.sections import Factor, Layers, Name, Recipe, Share, Source, Stage, Tokens
 from draftsmith.data import packing, sources
 from draftsmith.data.chat import Completion, apply_template, read_row
 from draftsmith.data.prompts import prompts
@@ -43,21 +47,7 @@ from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import checkpoint, dry_run, loop, run, sharded
-from draftsmith.train.files import json_object, replacing_folder
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
-from draftsmith.train.recipe import (
-    Factor,
-    Layers,
-    Name,
-    Recipe,
-    Section,
-    Share,
-    Source,
-    Stage,
-    Tokens,
-    read_recipe,
-    write_recipe,
-)  # fmt: skip
 from draftsmith.train.tiny import tiny
 from draftsmith.train.track import Trackers
 
@@ -240,9 +230,8 @@ def write_on(module: LanguageModel, tokenizer: PreTrainedTokenizerFast, ask: Unl
     split = cast(sources.Split, source.split)
     found = prompts(source.source, split, wanted.prompts, wanted.prompt_tokens, tokenizer, seed)
     target = Target(copy.deepcopy(module.model).eval(), tokenizer, "the model in training", "")
-    note = loop.Note(f"the model continues {len(found)} prompts from {source.source}", len(found))
-    rows = answer(target, [p.tokens for p in found], wanted.new_tokens, wanted.batch_size, note.done)
-    note.close()
+    with ProgressBar(f"the model continues {len(found)} prompts from {source.source}", len(found), loop.console) as bar:
+        rows = answer(target, [p.tokens for p in found], wanted.new_tokens, wanted.batch_size, bar)
     again = repeated(rows["tokens"], rows["supervised"], ask.ngram)
     loop.console.print(f"  {float(again.sum() / rows['supervised'].sum()):.0%} of it repeats {ask.ngram}-grams")
     return {"written": rows["tokens"], "again": again}
@@ -310,12 +299,11 @@ def encode(source: Source, tokenizer: PreTrainedTokenizerFast, max_skipped: floa
     skipped.check(source.source, max_skipped)
     if skipped.count:
         loop.console.print(f"  {source.source} ({source.split}): {skipped}")
-    note = loop.Note(f"tokenizing {source.source} ({source.split})", len(documents))
-    for begin in range(0, len(documents), 256):
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(documents[begin : begin + 256])
-        found += [encoding.ids for encoding in encodings]
-        note.done(len(found))
-    note.close()
+    with ProgressBar(f"tokenizing {source.source} ({source.split})", len(documents), loop.console) as bar:
+        for begin in range(0, len(documents), 256):
+            encodings = tokenizer.backend_tokenizer.encode_batch_fast(documents[begin : begin + 256])
+            found += [encoding.ids for encoding in encodings]
+            bar(len(found))
     return found
 
 

@@ -17,56 +17,22 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.common.command import available_cores, interruptible, make_console
+from draftsmith.common.files import append, parse_json, write_text
+from draftsmith.common.progress import ProgressBar
+from draftsmith.common.sections import Checkpoint, Evaluate, Precision, R, Stage, Target
 from draftsmith.models import precision
 from draftsmith.models.stored import resolve_folder, stored_dtype
 from draftsmith.train import checkpoint, sharded
-from draftsmith.train.command import available_cores, interruptible, make_console
-from draftsmith.train.files import append, parse_json, write_text
 from draftsmith.train.optim import make_optimizer
-from draftsmith.train.recipe import Checkpoint, Evaluate, Precision, R, Stage, Target
 from draftsmith.train.track import Trackers
 
 Batch = dict[str, Tensor]
 console = make_console()
 LOG_EVERY = 10  # steps between two lines of metrics.jsonl
-SAY_EVERY = 15.0  # seconds between two printed lines where there is no terminal for a progress bar
-KNOWN = 0.1  # share of some work that has to be done before the time it still takes is said
-
-
-class Note:
-    """Progress of work that is no training: a bar on a terminal, else a line now and then."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self.what, self.total, self.said = what, total, time.monotonic()
-        self.began = self.said
-        self.bar = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("eta"), TimeRemainingColumn(), console=console, disable=not console.is_terminal,
-        )  # fmt: skip
-        self.bar.start()
-        self.task = self.bar.add_task(what, total=total)
-        if self.bar.disable:
-            console.print(f"{what} …")
-
-    def done(self, count: float) -> None:
-        """``count`` of ``total`` are done; parts of one count, too."""
-        now = time.monotonic()
-        if not self.bar.disable:
-            if now - self.said > 0.1 or count >= self.total:  # a bar costs more than a step of some work
-                self.bar.update(self.task, completed=count)
-                self.said = now
-        elif now - self.said > SAY_EVERY:
-            left = (now - self.began) / count * (self.total - count) if count else 0.0
-            rest = f"  {left:.0f} s left" if count >= KNOWN * self.total else ""
-            console.print(f"  {int(count)}/{self.total}{rest}")
-            self.said = now
-
-    def close(self) -> None:
-        self.bar.stop()
 
 
 def make_accelerator(wanted: Precision) -> Accelerator:
@@ -289,22 +255,16 @@ def fit(
         if accelerator.is_main_process:
             job.record({"step": job.step, "stage": name, **metrics, "best": better})
             shown = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
-            progress.console.print(f"  step {job.step}: {shown}{' (best so far)' if better else ''}")
+            console.print(f"  step {job.step}: {shown}{' (best so far)' if better else ''}")
             if better:
                 checkpoint.write_tensors(job.checkpoints / "best" / name, checkpoint.trainable_state(original))
 
-    bar = Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(),
-        console=console, disable=not (console.is_terminal and accelerator.is_main_process),
-    )  # fmt: skip
     sums: dict[str, Tensor] = {}
     tokens = 0
-    since = said = time.monotonic()
-    began = since
+    since, note = time.monotonic(), ""
     original.train()
-    with bar as progress, interruptible() as asked_to_stop:
-        task = progress.add_task(name, total=stage.steps, completed=start, note="")
+    bar = ProgressBar(name, stage.steps, console, start=start, disable=not accelerator.is_main_process)
+    with bar, interruptible() as asked_to_stop:
         for step in range(start, stage.steps):
             rate = learning_rate(stage, step)
             for group in optimizer.param_groups:
@@ -355,13 +315,8 @@ def fit(
                 if accelerator.is_main_process:
                     job.record(line)
                 note = f"loss {means['loss']:.3f}  {speed:,.0f} tokens/s"
-                progress.update(task, note=note)
-                if bar.disable and accelerator.is_main_process and (now - said > SAY_EVERY or step == stage.steps - 1):
-                    left = (now - began) / (step + 1 - start) * (stage.steps - step - 1)
-                    console.print(f"  {name} {step + 1}/{stage.steps}  {note}  {left:.0f} s left")
-                    said = now
                 sums, tokens, since = {}, 0, now
-            progress.update(task, completed=step + 1)
+            bar(step + 1, note)
             ends = step == stage.steps - 1
             if ends or (step + 1) % job.evaluation.every == 0:
                 evaluate()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
-from draftsmith.train.command import before_imports, run_command, training_parser
+from draftsmith.common.command import before_imports, run_command, training_parser
 
 PARSER = training_parser(
     __doc__, "recipes/tiny-medusa.yaml", "optim.lr=1e-3", "two steps on a small random target and bundled samples"
@@ -31,6 +31,10 @@ from accelerate import Accelerator, PartialState
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from draftsmith.common.files import json_object, locked
+from draftsmith.common.progress import ProgressBar
+from draftsmith.common.recipe import Section, read_recipe, write_recipe
+from draftsmith.common.sections import Layers, Name, Recipe, Source, Stage, Target
 from draftsmith.data import packing, sources
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.data.prompts import prompts
@@ -60,9 +64,7 @@ from draftsmith.models.target import load_target
 from draftsmith.train import checkpoint, dry_run, loop, run, sharded
 from draftsmith.train.expect import training_seconds
 from draftsmith.train.features import hidden_states
-from draftsmith.train.files import json_object, locked
 from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
-from draftsmith.train.recipe import Layers, Name, Recipe, Section, Source, Stage, Target, read_recipe, write_recipe
 from draftsmith.train.tiny import tiny, write_target
 from draftsmith.train.track import Trackers
 
@@ -143,9 +145,9 @@ def answered(source: Source, target: LoadedTarget, seed: int, folder: Path) -> T
             note_of_it.unlink(missing_ok=True)
             split = cast(sources.Split, source.split)
             found = prompts(source.source, split, ask.prompts, ask.prompt_tokens, target.tokenizer, seed)
-            note = loop.Note(f"the target answers {len(found)} prompts from {source.source} ({split})", len(found))
-            made = answer(target, [p.tokens for p in found], ask.new_tokens, ask.batch_size, note.done)
-            note.close()
+            what = f"the target answers {len(found)} prompts from {source.source} ({split})"
+            with ProgressBar(what, len(found), loop.console) as bar:
+                made = answer(target, [p.tokens for p in found], ask.new_tokens, ask.batch_size, bar)
             checkpoint.write_tensors(folder, made)
             write_json(note_of_it, asked)
     lengths = (made["supervised"].long() * torch.arange(1, made["supervised"].shape[1] + 1)).amax(1)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from draftsmith.common.recipe import Section
+from draftsmith.common.sections import Factor, Name, Positive, Stage
 from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 from draftsmith.train import loop
 from draftsmith.train.losses import HEAD_DECAY, LOGITS, linear_cross_entropy, shifted_labels
-from draftsmith.train.recipe import Factor, Name, Positive, Section, Stage
 
 
 class Lora(Section):

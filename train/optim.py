@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.train.recipe import Optim
+from draftsmith.common.sections import Optim
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -15,10 +15,10 @@ from typing import Literal
 
 from filelock import Timeout
 
+from draftsmith.common.files import json_object, locked, read_text, write_json
+from draftsmith.common.sections import Recipe, Stage
 from draftsmith.data.tokenized import read_template
 from draftsmith.train import checkpoint, sharded
-from draftsmith.train.files import json_object, locked, read_text, write_json
-from draftsmith.train.recipe import Recipe, Stage
 
 Kind = Literal["distill", "lm", "medusa"]  # the script's name
 _MARK, _LOCK = ".run", ".lock"

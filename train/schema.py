@@ -10,8 +10,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from draftsmith.train.command import run_command
-from draftsmith.train.files import write_json
+from draftsmith.common.command import run_command
+from draftsmith.common.files import write_json
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "schema"
 RECIPES = {"distill": "DistillRecipe", "lm": "LmRecipe", "medusa": "MedusaRecipe"}

@@ -8,10 +8,11 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.common.files import json_object
+from draftsmith.common.recipe import S
+from draftsmith.common.sections import R, Target
 from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.stored import local_folder, resolve_folder
-from draftsmith.train.files import json_object
-from draftsmith.train.recipe import R, S, Target
 
 STEPS, LENGTH = 2, 96
 _BUNDLED = "models/tiny-lm"  # its tokenizer serves every tiny target

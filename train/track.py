@@ -7,9 +7,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from draftsmith.train.command import make_console
-from draftsmith.train.files import read_text, write_text
-from draftsmith.train.recipe import Track
+from draftsmith.common.command import make_console
+from draftsmith.common.files import read_text, write_text
+from draftsmith.common.sections import Track
 
 WAIT = 30.0  # seconds that a tracker's network may take to answer, and again to take the last lines
 console = make_console()

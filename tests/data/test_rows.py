@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from draftsmith.common.sections import Source
 from draftsmith.data.rows import MOST_REASONS, OddRow, Skipped, rows, usable
-from draftsmith.train.recipe import Source
 
 DEEP = "[" * 100_000
 FINE = '{"text": "fine"}'

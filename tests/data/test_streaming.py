@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from draftsmith.common.sections import Data, Source
 from draftsmith.data import streaming
 from draftsmith.data.packing import Rows
 from draftsmith.data.streaming import StreamedRows
 from draftsmith.data.tokenized import tokenized
-from draftsmith.train.recipe import Data, Source
 
 ROOT = Path(__file__).parents[2]
 

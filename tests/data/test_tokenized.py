@@ -9,10 +9,10 @@ import pytest
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
+from draftsmith.common.sections import Data, Source
 from draftsmith.data import tokenized as module
 from draftsmith.data.rows import Skipped
 from draftsmith.data.tokenized import read_template, tokenized
-from draftsmith.train.recipe import Data, Source
 
 ROOT = Path(__file__).parents[2]
 CHATS = [

@@ -26,6 +26,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from draftsmith.common.recipe import read_recipe, write_recipe
+from draftsmith.common.sections import Data, Source
 from draftsmith.data import preview
 from draftsmith.data import prompts as cutting
 from draftsmith.data.tokenized import tokenized
@@ -38,7 +40,6 @@ from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import distill, lm, medusa
-from draftsmith.train.recipe import Data, Source, read_recipe, write_recipe
 
 ROOT = Path(__file__).parents[2]
 SEEDED = any(argument.startswith("--hypothesis-seed") for argument in sys.argv)

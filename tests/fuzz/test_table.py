@@ -9,7 +9,7 @@ test_interrupts.py; printed bytes, encodings of terminals, a closed stdout: infe
 streamed text: inference/test_text.py; arrow keys, closed stdin, lines too long for the context:
 inference/test_decode.py; modes, stop strings and sampling parameters of the engine: inference/test_engine_inputs.py;
 NaN: inference/test_engine_finite.py; endpoints: data/test_endpoint.py, train/test_distill.py; full disks:
-train/test_files.py; rows: data/test_rows.py; templates: data/test_chat.py.
+common/test_files.py; rows: data/test_rows.py; templates: data/test_chat.py.
 """
 
 import json

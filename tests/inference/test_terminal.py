@@ -13,6 +13,7 @@ from threading import Thread
 
 import pytest
 
+from draftsmith.common import progress
 from draftsmith.inference import terminal
 from draftsmith.inference.terminal import write_text
 from draftsmith.inference.text import visible
@@ -21,7 +22,7 @@ CHARACTERS = [chr(code) for code in [*range(0xA0), 0xE9, 0x3C4, 0x2028, 0x200F, 
 WRITER = """
 import json, sys
 from draftsmith.inference.terminal import console, end_text, write_text
-from draftsmith.train.command import run_command
+from draftsmith.common.command import run_command
 
 def main():
     for number, text in enumerate(json.load(sys.stdin)):
@@ -111,9 +112,9 @@ def test_closed_stdout(monkeypatch):
 
 
 def test_progress_in_lines(monkeypatch, capsys):
-    monkeypatch.setattr(terminal, "SAY_EVERY", 0.0)
-    with terminal.progress("working", 3) as done:
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    with progress.ProgressBar("working", 3, terminal.console) as done:
         done(1)
         done(3)
     out, err = capsys.readouterr()
-    assert out == "" and re.fullmatch(r"  working 1/3  \d+ s left\n  working 3/3  0 s left\n", err)
+    assert out == "" and re.fullmatch(r"working …\n  working 1/3  \d+ s left\n  working 3/3  0 s left\n", err)

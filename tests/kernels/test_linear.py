@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from draftsmith.common.files import cache_folder
 from draftsmith.kernels import linear as linears
 from draftsmith.kernels.linear import FORMS, add_product, apply_linear, choose, linear, product
 from draftsmith.kernels.measured import machine
-from draftsmith.train.files import cache_folder
 
 
 @pytest.fixture(autouse=True)

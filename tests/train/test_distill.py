@@ -17,6 +17,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from draftsmith.common.sections import Data, Source
 from draftsmith.data import endpoint, seeds, shards
 from draftsmith.data.rows import OddRow
 from draftsmith.data.seeds import Seed, Talk, Unanswered, read_seed, read_seeds
@@ -28,7 +29,6 @@ from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import distill, medusa
-from draftsmith.train.recipe import Data, Source
 from draftsmith.train.run import held
 
 ROOT = Path(__file__).parents[2]

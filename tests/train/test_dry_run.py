@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from draftsmith.common.sections import Optim
 from draftsmith.models.artifact import read_json
 from draftsmith.train import dry_run, lm, medusa, schema
-from draftsmith.train.recipe import Optim
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,12 +5,12 @@ import time
 import pytest
 import torch
 
+from draftsmith.common.sections import Answers, Evaluate, Optim, Stage
 from draftsmith.inference.answers import answer
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import expect
 from draftsmith.train.medusa_loss import Medusa1
-from draftsmith.train.recipe import Answers, Evaluate, Optim, Stage
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from draftsmith.common.sections import Precision
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.models.target import Target
 from draftsmith.train import features, loop
 from draftsmith.train.features import hidden_states
-from draftsmith.train.recipe import Precision
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from draftsmith.common.recipe import read_recipe
+from draftsmith.common.sections import Source
 from draftsmith.data.rows import Skipped
 from draftsmith.train import lm
-from draftsmith.train.recipe import Source, read_recipe
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

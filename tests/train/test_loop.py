@@ -17,8 +17,9 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.nn import functional as F
 
+from draftsmith.common import progress
+from draftsmith.common.sections import Batch, Checkpoint, Evaluate, Optim, Precision, Stage
 from draftsmith.train import checkpoint, loop
-from draftsmith.train.recipe import Batch, Checkpoint, Evaluate, Optim, Precision, Stage
 from draftsmith.train.run import begin
 
 VOCAB, WIDTH, LENGTH = 13, 8, 6
@@ -363,14 +364,13 @@ def test_two_processes_train_like_one(tmp_path, uninterrupted):
 
 def test_the_time_left_is_said_once_it_is_known(monkeypatch, capsys):
     """After the first of many it would be a guess; parts of one count."""
-    monkeypatch.setattr(loop, "SAY_EVERY", -1.0)
-    note = loop.Note("answers", 40)
-    for count in (0, 0.5, 3.9, 4.0, 20.5, 40):
-        note.done(count)
-    note.close()
+    monkeypatch.setattr(progress, "LINE_EVERY", -1.0)
+    with progress.ProgressBar("answers", 40, loop.console) as bar:
+        for count in (0, 0.5, 3.9, 4.0, 20.5, 40):
+            bar(count)
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "answers …" and lines[:3] == ["  0/40", "  0/40", "  3/40"]
-    assert [re.fullmatch(r"  (\d+)/40  \d+ s left", line).group(1) for line in lines[3:]] == ["4", "20", "40"]
+    assert first == "answers …" and lines[:3] == ["  answers 0/40", "  answers 0/40", "  answers 3/40"]
+    assert [re.fullmatch(r"  answers (\d+)/40  \d+ s left", line).group(1) for line in lines[3:]] == ["4", "20", "40"]
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from draftsmith.common.sections import Optim
 from draftsmith.train.optim import MuonAdamW, make_optimizer
-from draftsmith.train.recipe import Optim
 
 
 class Tied(nn.Module):

@@ -179,7 +179,7 @@ def test_a_process_holds_its_part(strategy, tiny_lm, tmp_path):
         "import sys\n"
         "from draftsmith.models.target import load_target\n"
         "from draftsmith.train import loop, sharded\n"
-        "from draftsmith.train.recipe import Precision\n"
+        "from draftsmith.common.sections import Precision\n"
         "accelerator = loop.make_accelerator(Precision(threads=1))\n"
         "with sharded.placing(accelerator, 'float32') as place:\n"
         "    target = load_target(sys.argv[1], place=place)\n"

@@ -7,8 +7,8 @@ import time
 import pytest
 import wandb
 
+from draftsmith.common.sections import Track
 from draftsmith.train import track
-from draftsmith.train.recipe import Track
 
 LINES = [{"step": 10, "stage": "a", "loss": 2.5, "best": True}, {"step": 20, "stage": "a", "loss": 1.5}]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from filelock import Timeout
 
-from draftsmith.train import checkpoint, files
-from draftsmith.train.files import (
+from draftsmith.common import files
+from draftsmith.common.files import (
     append,
     json_object,
     parse_json,
@@ -23,6 +23,7 @@ from draftsmith.train.files import (
     write_json,
     write_text,
 )
+from draftsmith.train import checkpoint
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Files, read and written so that nothing is lost and every failure is one line. A leaf that any command may import.
+"""Files, read and written so that nothing is lost and every failure is one line.
 
 Written: under a temporary name, then renamed; a write that fails leaves what stood there before, and no temporary file.
 Read: UTF-8 text with or without a byte order mark, JSON, JSON lines; what is wrong is said with its place.

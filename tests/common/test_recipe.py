@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.train.recipe import Batch, Optim, Recipe, Stage, read_recipe, write_recipe
+from draftsmith.common.recipe import read_recipe, write_recipe
+from draftsmith.common.sections import Batch, Optim, Recipe, Stage
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = {

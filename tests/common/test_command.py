@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.common.command import first_line, interruptible, run_command
+from draftsmith.common.progress import ProgressBar
 from draftsmith.train import dry_run, loop, track
-from draftsmith.train.command import first_line, interruptible, run_command
 
 
 def fail_with(error):
@@ -144,7 +145,8 @@ def test_names_are_printed_as_they_are(console, capsys, monkeypatch):
         patch.setattr(console, "_force_terminal", True)
         console.print(said)
         if console is loop.console:
-            loop.Note("tokenizing x[/b]", 1).close()
+            with ProgressBar("tokenizing x[/b]", 1, console):
+                pass
     plain, on_a_terminal, *bar = capsys.readouterr().out.splitlines()
     assert plain == said and on_a_terminal == said
     assert (console is not loop.console) or "tokenizing x[/b]" in "".join(bar)

@@ -1,4 +1,4 @@
-"""What every command shares: one line for an error, the exit code, Ctrl-C. A leaf that any command may import.
+"""What every command shares: one line for an error, the exit code, Ctrl-C.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or bad input (and a run its user interrupted).
 

@@ -1,0 +1,270 @@
+"""Recipes: YAML read into strict typed objects. The only reader of YAML.
+
+Unknown keys, wrong types and impossible combinations are one ``ValueError`` line with file, field and the nearest valid
+key.
+"""
+
+import copy
+import difflib
+import os
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from draftsmith.common.files import read_text, write_text
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+S = TypeVar("S", bound=Section)
+
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,39})")
+_FLOAT = re.compile(
+    r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?\Z|[-+]?\.inf\Z|\.nan\Z", re.IGNORECASE
+)
+_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
+_BYTES = 1_000_000  # of a file
+_VALUES = 10_000  # in one recipe; aliases count as what they stand for
+
+
+def _scalar(text: str) -> Any:
+    """What an unquoted YAML scalar is: null, true or false, a decimal number, else text.
+
+    These are YAML 1.2's words and numbers. By YAML 1.1, ``no`` is false, ``017`` is 15, ``1:30`` is 90, ``2024-01-01``
+    is a date and ``2e-3`` is text.
+    """
+    if text in _WORDS or text in ("Null", "NULL", "True", "TRUE", "False", "FALSE"):
+        return _WORDS[text.lower()]
+    if _INT.fullmatch(text):
+        return int(text)
+    if _FLOAT.match(text):
+        return float(text.replace(".", "")) if "n" in text.lower() else float(text)
+    return text
+
+
+def _document(text: str) -> Any:
+    """The one YAML document in ``text``, as plain values. An alias is a copy of what its anchor names, so that an
+    override changes one of them.
+
+    Raises:
+        yaml.YAMLError: it is no YAML, or has what recipes do without: tags, merge keys, keys that are no text, a key
+            given twice, a second document, too many values.
+    """
+    events: Iterator[Any] = yaml.parse(text, yaml.SafeLoader)
+    anchors: dict[str, tuple[Any, int]] = {}  # the value, and how many values it is
+    count = 0
+
+    def wrong(event: Any, problem: str) -> yaml.MarkedYAMLError:
+        return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+    def text_of(event: yaml.ScalarEvent) -> str:
+        if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in event.value):
+            raise wrong(event, "text cannot hold a null character or half of a surrogate pair")
+        return event.value
+
+    def key_of(event: Any) -> str:
+        if not isinstance(event, yaml.ScalarEvent) or event.tag:
+            raise wrong(event, "a key is a word; a list, mapping, alias or tag cannot be one")
+        if event.value == "<<" and event.style is None:
+            raise wrong(event, "merge keys (<<) are not supported; write the keys out, or set them by overrides")
+        return text_of(event)
+
+    def value_of(event: Any) -> Any:
+        nonlocal count
+        before = count
+        count += anchors.get(event.anchor, (None, 0))[1] if isinstance(event, yaml.AliasEvent) else 1
+        if count > _VALUES:
+            raise wrong(event, f"more than {_VALUES:,} values; no recipe is so long")
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in anchors:
+                raise wrong(event, f"there is no anchor &{event.anchor} before this alias")
+            return copy.deepcopy(anchors[event.anchor][0])
+        if event.tag:
+            raise wrong(
+                event, f"tags ({event.tag.replace('tag:yaml.org,2002:', '!!')}) are not supported; leave it out"
+            )
+        value: Any
+        if isinstance(event, yaml.ScalarEvent):
+            value = _scalar(text_of(event)) if event.implicit[0] else text_of(event)
+        elif isinstance(event, yaml.SequenceStartEvent):
+            value = []
+            while not isinstance(entry := next(events), yaml.SequenceEndEvent):
+                value.append(value_of(entry))
+        else:
+            value = {}
+            while not isinstance(entry := next(events), yaml.MappingEndEvent):
+                if (key := key_of(entry)) in value:
+                    raise wrong(entry, f"key {key!r} is given twice")
+                value[key] = value_of(next(events))
+        if event.anchor:
+            anchors[event.anchor] = value, count - before
+        return value
+
+    found = None
+    next(events)  # the stream begins
+    if isinstance(next(events), yaml.DocumentStartEvent):
+        found = value_of(next(events))
+        next(events)  # the document ends
+        if not isinstance(event := next(events), yaml.StreamEndEvent):
+            raise wrong(event, "a second document begins here; a recipe is one")
+    return found
+
+
+def _yaml(text: str, where: str, *, lines: bool = False) -> Any:
+    """The value of YAML text; ``lines``: an error says in which one."""
+    try:
+        return _document(text)
+    except yaml.YAMLError as error:
+        problem, line = getattr(error, "problem", None) or str(error).splitlines()[0], None
+        if mark := getattr(error, "problem_mark", None):
+            line = mark.line + 1
+        elif isinstance(error, yaml.reader.ReaderError):  # a character that YAML does not allow
+            line = text.count("\n", 0, int(error.position)) + 1
+    except RecursionError:
+        problem, line = "nested too deeply", None
+    except (ValueError, OverflowError):  # PyYAML hands the number of an escape such as "\UFFFFFFFF" to chr()
+        problem, line = "an escape in quotes stands for no character", None
+    place = f":{line}" if lines and line else ""
+    raise ValueError(f"{where}{place}: not valid YAML: {_short(problem)}")
+
+
+def _short(text: str, most: int = 100) -> str:
+    """At most so many characters of a text, on one line."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:most])
+    return shown if len(text) <= most else f"{shown}…"
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes inside an annotation such as ``list[Stage]`` or ``Answers | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for a in typing.get_args(annotation) for section in _sections(a)]
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """All dotted keys below a section; those of a list's entries as an override of its first one."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        entry = "0." if typing.get_origin(field.annotation) is list else ""
+        for section in _sections(field.annotation):
+            keys += _keys(section, f"{prefix}{name}.{entry}")
+    return keys
+
+
+def _nearest(model: type[BaseModel], path: tuple[str | int, ...]) -> str:
+    """«; nearest valid key: …» for a key that does not exist: among its siblings first, then everywhere."""
+    section: type[BaseModel] | None = model
+    for part in path[:-1]:
+        if isinstance(part, int) or section is None:
+            continue
+        field = section.model_fields.get(part)
+        found = _sections(field.annotation) if field else []
+        section = found[0] if found else None
+    siblings = list(section.model_fields) if section else []
+    last = str(path[-1])[:100]
+    near = difflib.get_close_matches(last, siblings, n=1)
+    if near:
+        return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), near[0]])
+    everywhere = {key.rsplit(".", 1)[-1]: key for key in reversed(_keys(model))}  # the first of a name wins
+    near = difflib.get_close_matches(last, everywhere, n=1)
+    if near:
+        return f"; nearest valid key: {everywhere[near[0]]}"
+    return f"; valid keys here: {', '.join(siblings)}" if siblings else ""
+
+
+def _explain(error: ValidationError, model: type[BaseModel], where: str, overrides: typing.Sequence[str]) -> str:
+    first = error.errors()[0]
+    path = tuple(p for p in first["loc"] if not (isinstance(p, str) and p.startswith("function-")))
+    field = ".".join(map(str, path)) or "recipe"
+    for override in overrides:  # name those that reach this field, and no innocent one
+        key = override.partition("=")[0] + "."
+        if key.startswith(f"{field}.") or f"{field}.".startswith(key):
+            where += f" with {_short(override)}"
+    more = len(error.errors()) - 1
+    tail = f" (and {more} more)" if more else ""
+    got = first["input"]
+    shown = f", got {_short(repr(got))}" if isinstance(got, (str, int, float, bool, type(None))) else ""
+    if first["type"] == "extra_forbidden":
+        return f"{where}: unknown key '{_short(field)}'{_nearest(model, path)}{tail}"
+    if first["type"] == "missing":
+        return f"{where}: '{field}' is missing; add it{tail}"
+    if first["type"] in ("model_type", "dict_type"):
+        kind = shown or f", got a {type(got).__name__}"
+        return f"{where}: '{field}': this is a section; write its fields below it{kind}{tail}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: '{field}': {_short(message[0].lower() + message[1:], 400)}{shown}{tail}"
+
+
+def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[str] = ()) -> S:
+    """Read ``path`` as a ``recipe``; ``overrides`` are ``section.field=value`` (the value is YAML; ``a.0.b`` reaches
+    into lists).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: one line with file, field and the nearest valid key.
+    """
+    path = Path(path)
+    if os.path.lexists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise ValueError(f"{path}: not a file (a device, or a link that leads nowhere); a recipe is needed")
+    if not os.path.lexists(path):
+        there = sorted(p.stem for p in path.parent.glob("*.yaml")) if os.path.isdir(path.parent) else []
+        near = difflib.get_close_matches(path.stem[:100], there, n=1)
+        hint = f"; did you mean {path.parent / (near[0] + '.yaml')}?" if near else ""
+        raise FileNotFoundError(f"{path}: there is no such recipe{hint}")
+    if os.path.isfile(path) and (size := os.path.getsize(path)) > _BYTES:
+        raise ValueError(f"{path}: {size:,} bytes; no recipe is so long")
+    content = _yaml(read_text(path, "recipe"), str(path), lines=True)
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path}: a recipe is a mapping of sections (run, data, optim, …), got "
+            f"{'nothing' if content is None else type(content).__name__}"
+        )
+    for override in overrides:
+        _override(content, override, str(path))
+    try:
+        return recipe.model_validate(content)
+    except ValidationError as error:
+        raise ValueError(_explain(error, recipe, str(path), overrides)) from None
+
+
+def _override(content: dict[str, Any], override: str, path: str) -> None:
+    """Set what ``section.field=value`` names."""
+    key, equals, value = override.partition("=")
+    parts = key.split(".")
+    if not equals or not all(parts) or len(parts) > 32:
+        raise ValueError(f"'{_short(override)}' is no override; write section.field=value, for example optim.lr=1e-3")
+    where, key = f"{path} with {_short(override)}", _short(key)
+    node: Any = content
+    for part, last in zip(parts, [False] * (len(parts) - 1) + [True], strict=True):
+        at: Any = part
+        if isinstance(node, list):
+            if not re.fullmatch("[0-9]{1,5}", part) or int(part) >= len(node):
+                raise ValueError(f"{where}: '{key}': the list has {len(node)} entries, counted from 0")
+            at = int(part)
+        if last:
+            node[at] = _yaml(value, where)
+            return
+        node = node[at] if isinstance(node, list) else node.setdefault(part, {})
+        if not isinstance(node, (dict, list)):
+            raise ValueError(f"{where}: '{key}': '{_short(part)}' is a value, not a section")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that :func:`_scalar` would read as a number, and YAML 1.1 would not."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def write_recipe(recipe: Section, path: Path, command: str) -> None:
+    """Save the resolved recipe, atomically, headed by the command that ran it."""
+    text = yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    write_text(path, f"# {_short(command, len(command))}\n{text}")

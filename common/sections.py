@@ -1,0 +1,286 @@
+"""The sections that recipes share; a script adds its own by subclassing :class:`Recipe` and :class:`Stage`."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from draftsmith.common.recipe import Section
+
+# Bounds keep a slip of the keyboard from asking for more memory or threads than any machine has.
+Positive = Annotated[int, Field(gt=0, le=1_000_000_000)]
+Tokens = Annotated[int, Field(gt=0, le=1 << 20)]  # of a sequence
+Sequences = Annotated[int, Field(gt=0, le=1 << 16)]  # at once
+Layers = Annotated[int, Field(gt=0, le=64)]
+Threads = Annotated[int, Field(gt=0, le=1024)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
+Name = Annotated[str, Field(min_length=1)]
+SAMPLES = 100_000_000  # sequences of a stage: their order is kept in memory
+
+
+def _repository(text: str) -> str:
+    """The Hub's rules for USER/NAME."""
+    parts = text.split("/")
+    part = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
+    if len(parts) != 2 or not all(re.fullmatch(part, p) for p in parts) or re.search(r"--|\.\.|\.git$", text):
+        raise ValueError(
+            "a Hub id is USER/NAME; both are letters, digits, '-', '_' and '.', at most 96, with neither '--' nor '..'"
+        )
+    return text
+
+
+HubId = Annotated[str, AfterValidator(_repository)]
+
+
+class Run(Section):
+    name: Name = Field(description="the run's folder is output_dir/name")
+    output_dir: Name = "runs"
+    seed: Seed = 0
+
+    @field_validator("name")
+    @classmethod
+    def _inside(cls, name: str) -> str:
+        if any(part in ("", ".", "..") for part in name.split("/")):
+            raise ValueError("the run's folder has to be inside of output_dir: a name without '.', '..' and outer '/'")
+        if not name.isprintable() or name != name.strip() or len(name.encode()) > 200:
+            raise ValueError("a name has at most 200 bytes, no control characters and no spaces around it")
+        return name
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+
+class Target(Section):
+    name: Name = Field(description="a folder or a Hub id")
+    revision: Name | None = None
+    model_type: Name | None = Field(
+        default=None, description="the target's family (llama, qwen3, …), so that --tiny and --dry-run need no download"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="of its weights; auto: on a GPU the dtype it is stored in, on a CPU float32"
+    )
+    quantize: Literal["none", "8bit", "4bit"] = Field(
+        default="none", description="load the frozen target's weights in 8 or 4 bits (needs bitsandbytes)"
+    )
+    trust_remote_code: bool = False
+
+
+class Answers(Section):
+    """The target continues prompts cut from a source; what it wrote is what the drafter trains on."""
+
+    prompts: int = Field(gt=0, le=10_000_000)
+    prompt_tokens: Tokens = 64
+    new_tokens: Tokens = 128
+    batch_size: Sequences = 64
+
+
+LOCAL_FILES = (".json", ".jsonl", ".parquet", ".txt")
+
+
+class Source(Section):
+    """Where samples come from."""
+
+    source: str = Field(
+        description="stdlib or package:NAME (text from this machine), a .json, .jsonl, .parquet or .txt file (one "
+        "document) or several (runs/x/shard-*.jsonl), or the Hub id of a data set; rows hold messages, conversations, "
+        "prompt and completion, or text"
+    )
+    subset: Name | None = Field(default=None, description="a Hub data set's configuration")
+    files: Name | None = Field(
+        default=None, description="which of a Hub data set's files: a name or a pattern; all if left out"
+    )
+    split: Name = Field(default="train", description="stdlib and packages: train, validation or test, by module path")
+    limit: Positive | None = Field(default=None, description="only the first so many rows")
+    weight: Factor = Field(default=1.0, description="relative share of the samples")
+    form: Literal["text", "chat"] = Field(
+        default="text", description="stdlib and packages: whole files, or docstring → function dialogues"
+    )
+    streaming: bool = Field(
+        default=False, description="files and Hub data sets: read while training, for what is too large to keep"
+    )
+    answers: Answers | None = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether it is text that every machine has, with splits by module path."""
+        return self.source == "stdlib" or self.source.startswith("package:")
+
+    @property
+    def is_file(self) -> bool:
+        return self.source.endswith(LOCAL_FILES)
+
+    @model_validator(mode="after")
+    def _known(self) -> "Source":
+        if self.files is not None and (self.installed or self.is_file):
+            raise ValueError(f"source {self.source!r}: 'files' is for a Hub data set, whose files it names")
+        if self.streaming and (self.installed or self.source.endswith(".txt")):
+            raise ValueError(f"source {self.source!r}: 'streaming' is for .json, .jsonl, .parquet and Hub data sets")
+        if self.installed:
+            if self.source != "stdlib" and not re.fullmatch(r"package:[A-Za-z0-9_]+", self.source):
+                raise ValueError(f"source {self.source!r}: after 'package:' comes the name it is imported by")
+            if self.split not in ("train", "validation", "test"):
+                raise ValueError(
+                    f"source {self.source!r} has the splits train, validation and test, not {self.split!r}"
+                )
+            return self
+        if not self.is_file:
+            try:
+                _repository(self.source)
+            except ValueError:
+                raise ValueError(
+                    f"source {self.source!r} is neither 'stdlib', 'package:NAME', a file ({', '.join(LOCAL_FILES)}) "
+                    "nor a data set's Hub id (USER/NAME)"
+                ) from None
+        for name in ("answers", "form"):
+            if getattr(self, name) not in (None, "text"):
+                raise ValueError(f"source {self.source!r}: '{name}' is for stdlib and package:NAME")
+        return self
+
+
+class Data(Section):
+    train: list[Source] = Field(min_length=1)
+    validation: list[Source] = Field(min_length=1)
+    max_length: Tokens = Field(default=512, description="tokens in a row; longer samples are cut")
+    packing: bool = Field(default=False, description="several samples to a row; they do not see each other")
+    template: Name | None = Field(
+        default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
+    )
+    max_skipped: Share = Field(
+        default=0.1, description="share of rows that cannot be used (unknown speaker, empty chat, …) that is an error"
+    )
+    max_unsupervised: Share = Field(
+        default=0.1, description="share of samples without a label (cut before the assistant speaks) that is an error"
+    )
+
+    @model_validator(mode="after")
+    def _ends(self) -> "Data":
+        for source in self.validation:
+            if source.streaming and source.limit is None:
+                raise ValueError(
+                    f"validation source {source.source!r} is streamed; say with 'limit' how many rows of it"
+                )
+        return self
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Optim(Section):
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon: from scratch only; matrices by Muon, embeddings and norms by AdamW"
+    )
+    eight_bit: bool = Field(default=False, description="AdamW with a quarter of its memory (needs bitsandbytes)")
+    lr: float = Field(ge=1e-12, le=100)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
+    weight_decay: float = Field(default=0.0, ge=0, le=100)
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0, le=SAMPLES)
+    final_lr: Share = Field(default=0.0, description="share of lr that a linear or cosine schedule ends at")
+    clip: float = Field(default=1.0, ge=1e-6, le=1e9, description="largest norm of a step's gradient")
+
+    @model_validator(mode="after")
+    def _possible(self) -> "Optim":
+        if self.eight_bit and self.name != "adamw":
+            raise ValueError(f"eight_bit is for adamw, not for {self.name}")
+        return self
+
+
+class Batch(Section):
+    sequences: Sequences = Field(description="sequences per optimizer step, over all processes")
+    accumulate: Positive = Field(default=1, description="micro-batches the sequences are split into")
+
+    @model_validator(mode="after")
+    def _even(self) -> "Batch":
+        if self.sequences % self.accumulate:
+            raise ValueError(f"sequences={self.sequences} is not a multiple of accumulate={self.accumulate}")
+        return self
+
+
+class Precision(Section):
+    autocast: Literal["auto", "none", "bfloat16"] = Field(
+        default="auto", description="of the products in training; auto: bfloat16 where the device has it in hardware"
+    )
+    compile: bool = Field(default=False, description="torch.compile the training step (needs a C++ compiler)")
+    threads: Threads | None = Field(default=None, description="CPU threads; all cores if left out")
+    gradient_checkpointing: bool = Field(
+        default=False, description="make activations again in the backward pass: less memory, a third more time"
+    )
+
+
+class Checkpoint(Section):
+    every: Positive = 200
+    keep: Positive = 2
+
+
+class Evaluate(Section):
+    every: Positive = 200
+    sequences: Positive = 64
+    decode: Positive | None = Field(
+        default=None, description="decode held-out prompts with the engine every so many steps: the real τ"
+    )
+    prompts: Positive = Field(default=8, description="how many of them")
+
+    @model_validator(mode="after")
+    def _together(self) -> "Evaluate":
+        if self.decode and self.decode % self.every:
+            raise ValueError(f"decode={self.decode} is not a multiple of every={self.every}")
+        return self
+
+
+class Track(Section):
+    """Where metrics go besides metrics.jsonl."""
+
+    wandb: bool = False
+    project: Name = Field(default="draftsmith", description="the Weights & Biases project")
+    offline: bool = Field(default=False, description="keep what wandb gets in the run folder, to be sent later")
+    tensorboard: bool = Field(default=False, description="into the run folder's tensorboard/")
+
+
+class Export(Section):
+    """What happens to the finished run."""
+
+    push_to_hub: HubId | None = Field(
+        default=None, description="upload the run folder, without checkpoints, as USER/NAME"
+    )
+    private: bool = True
+    merged: bool = Field(
+        default=False,
+        description="after joint training: write the target with its adapter merged in, too (target/); all of it has "
+        "to fit into CPU memory",
+    )
+
+
+class Stage(Section):
+    """One call of the training loop. A script with several stages lists them; one with a single stage inherits them."""
+
+    optim: Optim
+    batch: Batch
+    steps: Positive
+
+    @model_validator(mode="after")
+    def _schedulable(self) -> "Stage":
+        if self.steps * self.batch.sequences > SAMPLES:
+            raise ValueError(
+                f"steps={self.steps} × batch.sequences={self.batch.sequences} are more than the {SAMPLES:,} sequences "
+                "that a stage may have; lower steps"
+            )
+        return self
+
+
+class Recipe(Section):
+    """The sections that every recipe shares."""
+
+    run: Run
+    data: Data
+    precision: Precision = Precision()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluate: Evaluate = Evaluate()
+    track: Track = Track()
+    export: Export = Export()
+
+
+R = TypeVar("R", bound=Recipe)
