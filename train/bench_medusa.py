@@ -48,7 +48,7 @@ from draftsmith.inference.lossless import check_greedy
 from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.timing import Method, run_rounds
 from draftsmith.models.artifact import device_name, read_json, versions, write_json
-from draftsmith.train import run
+from draftsmith.train import folders
 from draftsmith.train.medusa import SIMULATED_NODES
 
 console = make_console(None if sys.stdout.isatty() else 110)  # the table is wider than 80
@@ -74,7 +74,7 @@ def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -
         return folder
     if not (folder / "answers").exists():  # the same for all, and made by the first
         for other in sorted(out.glob("*/answers")):
-            run.mark(folder, "medusa")
+            folders.mark(folder, "medusa")
             shutil.copytree(other, folder / "answers")
             break
     where = [f"run.name={folder.name}", f"run.output_dir={out}"]

@@ -56,7 +56,7 @@ from draftsmith.models.options import choose_device
 from draftsmith.models.precision import DTYPES, describe
 from draftsmith.models.stored import fingerprint, resolve_folder
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train import run
+from draftsmith.train import folders
 from draftsmith.train.loop import console, dtype_of
 from draftsmith.train.tiny import SAMPLES, tiny_target, valid, write_target
 
@@ -340,7 +340,7 @@ def main() -> None:
     if args.dry_run:
         return dry(recipe, seeds_of(recipe)[0])
     folder = recipe.run.folder
-    with run.held(folder, "distill"):
+    with folders.held(folder, "distill"):
         seeds, skipped = seeds_of(recipe)
         if args.tiny and recipe.target:
             write_target(recipe.target)

@@ -46,7 +46,7 @@ from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train import checkpoint, dry_run, loop, run, sharded
+from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
 from draftsmith.train.tiny import tiny
 from draftsmith.train.track import Trackers
@@ -378,7 +378,7 @@ def dry(recipe: LmRecipe) -> None:
     dry_run.show(loop.with_precision(recipe, accelerator), plans, accelerator.device, accelerator.num_processes)
     small = tiny(recipe, "dry-run")
     folder = small.run.folder
-    with run.held(folder, "lm"):
+    with folders.held(folder, "lm"):
         tokenizer = train_tokenizer(small.data.train[:1], small.model.vocab_size, small.model.max_position_embeddings)
         config = config_of(small.model, 0)
         config.vocab_size = len(tokenizer)
@@ -404,10 +404,12 @@ def main() -> None:
         )
     for stage in recipe.stages:
         loop.micro_batch(stage, stage.name, accelerator.num_processes)
-    run.check(recipe, recipe.stages)
-    with run.held(recipe.run.folder, "lm", accelerator.is_main_process):
+    folders.check(recipe, recipe.stages)
+    with folders.held(recipe.run.folder, "lm", accelerator.is_main_process):
         with accelerator.main_process_first():
-            resume = run.begin(recipe.run.folder, args.resume, args.restart or args.tiny, accelerator.is_main_process)
+            resume = folders.begin(
+                recipe.run.folder, args.resume, args.restart or args.tiny, accelerator.is_main_process
+            )
         train(loop.with_precision(recipe, accelerator, resume), accelerator, resume, command)
 
 
@@ -421,7 +423,7 @@ def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str
     m = recipe.model
     if accelerator.is_main_process:
         write_recipe(recipe, folder / "recipe.yaml", command)
-        run.check_room(folder, parameters_of(m), recipe, recipe.stages[0])
+        folders.check_room(folder, parameters_of(m), recipe, recipe.stages[0])
     if recipe.init_from and not resume:
         check_beginning(recipe)
 

@@ -61,7 +61,7 @@ from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.stored import fingerprint, resolve_folder
 from draftsmith.models.target import Target as LoadedTarget
 from draftsmith.models.target import load_target
-from draftsmith.train import checkpoint, dry_run, loop, run, sharded
+from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
 from draftsmith.train.expect import training_seconds
 from draftsmith.train.features import hidden_states
 from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
@@ -300,7 +300,7 @@ def dry(recipe: MedusaRecipe, command: str) -> None:
         dry_run.show(recipe, plans, accelerator.device, accelerator.num_processes)
     small = tiny(recipe, "dry-run")
     folder, facts = small.run.folder, {"command": command, "steps": 0}
-    with run.held(folder, "medusa"):
+    with folders.held(folder, "medusa"):
         write_target(small.target)
         target = load_target(small.target.name)
         untrained = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
@@ -326,10 +326,12 @@ def main() -> None:
             "a target that is spread over processes is not quantised or compiled: target.quantize=none, "
             "precision.compile=false"
         )
-    run.check(recipe, [stage for _, stage in stages_of(recipe)])
-    with run.held(recipe.run.folder, "medusa", accelerator.is_main_process):
+    folders.check(recipe, [stage for _, stage in stages_of(recipe)])
+    with folders.held(recipe.run.folder, "medusa", accelerator.is_main_process):
         with accelerator.main_process_first():
-            resume = run.begin(recipe.run.folder, args.resume, args.restart or args.tiny, accelerator.is_main_process)
+            resume = folders.begin(
+                recipe.run.folder, args.resume, args.restart or args.tiny, accelerator.is_main_process
+            )
             if args.tiny and accelerator.is_main_process:
                 write_target(recipe.target)
         train(loop.with_precision(recipe, accelerator, resume), accelerator, resume, command)
@@ -357,7 +359,7 @@ def train(recipe: MedusaRecipe, accelerator: Accelerator, resume: bool, command:
             planned = MedusaHeads(MedusaConfig(
                 d.num_draft_heads, d.num_layers, d.projection, target.hidden_size, target.vocab_size
             ))  # fmt: skip
-        run.check_room(folder, sum(p.numel() for p in planned.parameters()), recipe, stages_of(recipe)[0][1])
+        folders.check_room(folder, sum(p.numel() for p in planned.parameters()), recipe, stages_of(recipe)[0][1])
 
     sources_of_all = [*recipe.data.train, *recipe.data.validation]
     asked_for = [source.answers for source in sources_of_all if source.answers is not None]

@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
-from draftsmith.inference import calibrate, costs, terminal
+from draftsmith.inference import calibrate, costs
 from draftsmith.inference.answers import answer
 from draftsmith.inference.calibrate import (
     MAX_RANK,
@@ -439,7 +439,7 @@ def test_it_ends_in_time_and_says_so(run_main, heads_folder, monkeypatch):
     monkeypatch.setattr(calibrate, "SETTLED", -1.0)
     monkeypatch.setattr(calibrate, "MOST_ROUNDS", 10**9)
     monkeypatch.setattr(calibrate, "SIZES", (2, 4))
-    monkeypatch.setattr(terminal, "SAY_EVERY", 0.5)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.5)
     code, out, err = run_main(calibrate.main, folder, "--device", "cpu", "--seconds", 3)
     assert code == 0, err
     known = json.loads((folder / "tree.json").read_text())["calibration"]

@@ -29,7 +29,7 @@ from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import distill, medusa
-from draftsmith.train.run import held
+from draftsmith.train.folders import held
 
 ROOT = Path(__file__).parents[2]
 NEW = 12  # tokens of an answer

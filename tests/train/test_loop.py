@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from draftsmith.common import progress
 from draftsmith.common.sections import Batch, Checkpoint, Evaluate, Optim, Precision, Stage
 from draftsmith.train import checkpoint, loop
-from draftsmith.train.run import begin
+from draftsmith.train.folders import begin
 
 VOCAB, WIDTH, LENGTH = 13, 8, 6
 

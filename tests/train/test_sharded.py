@@ -20,7 +20,7 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.artifact import write_json
 from draftsmith.models.target import load_target
 from draftsmith.train import medusa, sharded
-from draftsmith.train.run import mark
+from draftsmith.train.folders import mark
 
 ROOT = Path(__file__).parents[2]
 SPREAD = ["fsdp", "zero3"]

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftsmith.train import checkpoint, run
-from draftsmith.train.run import begin, held
+from draftsmith.train import checkpoint, folders
+from draftsmith.train.folders import begin, held
 
 ROOT = Path(__file__).parents[2]
 
@@ -301,17 +301,17 @@ def test_what_is_missing(sections, message, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     recipe = recipe_of(**sections)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        run.check(recipe, [recipe])
-    run.check(recipe_of(), [recipe_of()])
+        folders.check(recipe, [recipe])
+    folders.check(recipe_of(), [recipe_of()])
 
 
 def test_checkpoints_that_cannot_fit(tmp_path, monkeypatch):
     def room(steps=30, **checkpoints):
         recipe = recipe_of(checkpoint={"every": 10, "keep": 1, **checkpoints}, steps=steps)
-        run.check_room(tmp_path, 1000, recipe, recipe)
+        folders.check_room(tmp_path, 1000, recipe, recipe)
 
     def free(count):
-        monkeypatch.setattr(run.shutil, "disk_usage", lambda path: SimpleNamespace(free=count))
+        monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=count))
 
     free(24_000)  # weights, two moments, of two checkpoints: a new one comes before the oldest goes
     room()
