@@ -13,6 +13,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
+from draftsmith.common import progress
 from draftsmith.inference import calibrate, costs
 from draftsmith.inference.answers import answer
 from draftsmith.inference.calibrate import (
