@@ -10,7 +10,7 @@ Formats, told by a row's fields:
 What the assistant wrote is marked by the chat template's ``{% generation %}`` block, else found by comparing renderings
 of the chat that end before and behind each of its turns. Where neither works it is an error, never a guess.
 
-What is wrong with one row is an :class:`draftsmith.data.rows.OddRow`; what is wrong with all of them, a ``ValueError``.
+What is wrong with one row is an :class:`draftsmith.data.rows.UnusableRow`; what is wrong with all of them, a ``ValueError``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftsmith.common.command import first_line
 from draftsmith.data.packing import Sample
-from draftsmith.data.rows import OddRow
+from draftsmith.data.rows import UnusableRow
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is checked without it
     from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -54,11 +54,11 @@ class Completion:
 
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str):
-        raise OddRow(f"{what} is no text")
+        raise UnusableRow(f"{what} is no text")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise OddRow(f"{what} holds half of a surrogate pair, which is no text") from None
+        raise UnusableRow(f"{what} holds half of a surrogate pair, which is no text") from None
     return value
 
 
@@ -69,21 +69,21 @@ def read_messages(turns: object, role_key: str, text_key: str) -> list[Message]:
         role_key, text_key: the names of a turn's fields; roles are ShareGPT's speakers if the first is ``from``.
 
     Raises:
-        OddRow: they are no list of turns, or one has an unknown role or something else than text.
+        UnusableRow: they are no list of turns, or one has an unknown role or something else than text.
     """
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise OddRow("its turns are no list")
+        raise UnusableRow("its turns are no list")
     chat: list[Message] = []
     for turn in turns:
         if not isinstance(turn, Mapping) or role_key not in turn or text_key not in turn:
-            raise OddRow(f"a turn has no '{role_key}' or no '{text_key}'")
+            raise UnusableRow(f"a turn has no '{role_key}' or no '{text_key}'")
         role, text = turn[role_key], turn[text_key]
         if role_key == "from":
             if not isinstance(role, str) or role not in _SHAREGPT:
-                raise OddRow(f"a turn is from an unknown speaker (known: {', '.join(_SHAREGPT)})")
+                raise UnusableRow(f"a turn is from an unknown speaker (known: {', '.join(_SHAREGPT)})")
             role = _SHAREGPT[role]
         elif role not in _ROLES:
-            raise OddRow(f"a turn has an unknown role (known: {', '.join(_ROLES)})")
+            raise UnusableRow(f"a turn has an unknown role (known: {', '.join(_ROLES)})")
         if isinstance(text, list) and text and all(isinstance(p, Mapping) and p.get("type") == "text" for p in text):
             text = "".join(_text(part.get("text"), f"a turn's '{text_key}'") for part in text)  # OpenAI's content parts
         chat.append({"role": role, "content": _text(text, f"a turn's '{text_key}'")})
@@ -100,7 +100,7 @@ def read_row(row: Mapping[str, Any]) -> str | list[Message] | Completion:
     dropped (cut ShareGPT chats begin with them).
 
     Raises:
-        OddRow: it has none of the known formats, is malformed, or nobody asks anything in it.
+        UnusableRow: it has none of the known formats, is malformed, or nobody asks anything in it.
     """
     if row.get("messages") is not None:
         chat = read_messages(row["messages"], "role", "content")
@@ -116,17 +116,17 @@ def read_row(row: Mapping[str, Any]) -> str | list[Message] | Completion:
     elif row.get("text") is not None:
         text = _text(row["text"], "its 'text'")
         if not text:
-            raise OddRow("its 'text' is empty")
+            raise UnusableRow("its 'text' is empty")
         return text
     else:
-        raise OddRow(
+        raise UnusableRow(
             f"it has {fields_of(row)}; needed is one of messages, conversations, prompt and completion, or text"
         )
     if not chat:
-        raise OddRow("an empty chat")
+        raise UnusableRow("an empty chat")
     first = next((i for i, m in enumerate(chat) if m["role"] in ("user", "tool")), None)
     if first is None:
-        raise OddRow("a chat without a turn of the user")
+        raise UnusableRow("a chat without a turn of the user")
     return [m for i, m in enumerate(chat) if i >= first or m["role"] != "assistant"]
 
 
@@ -182,16 +182,16 @@ def apply_template(
     """What ``tokenizer.apply_chat_template`` makes of a chat.
 
     Raises:
-        OddRow: the template refuses the chat or fails on it; a template is a program, and may raise anything.
+        UnusableRow: the template refuses the chat or fails on it; a template is a program, and may raise anything.
     """
     try:
         return tokenizer.apply_chat_template(cast(Any, messages), chat_template=template, **options)
     except MemoryError:
         raise
     except jinja2.TemplateError as error:
-        raise OddRow(f"the chat template refuses this chat: {first_line(error, 100)}") from None
+        raise UnusableRow(f"the chat template refuses this chat: {first_line(error, 100)}") from None
     except Exception as error:
-        raise OddRow(
+        raise UnusableRow(
             f"the chat template fails on this chat: {type(error).__name__} ({first_line(error, 100)})"
         ) from None
 
@@ -207,7 +207,7 @@ def encode(
             not said the end token that a template puts behind it.
 
     Raises:
-        OddRow: the template refuses this chat, fails on it, or does not let the assistant's part be told from the rest.
+        UnusableRow: the template refuses this chat, fails on it, or does not let the assistant's part be told from the rest.
         ValueError: the template does so with any chat, there is none, or the tokenizer is a slow one.
     """
     if isinstance(content, str):
@@ -221,10 +221,10 @@ def encode(
     else:
         try:
             sample = _encode_chat(content, tokenizer, template)
-        except OddRow as odd:
+        except UnusableRow as odd:
             try:
                 _encode_chat(_PLAIN, tokenizer, template)
-            except OddRow:
+            except UnusableRow:
                 raise ValueError(str(odd)) from None
             raise
         _unmark_ends(sample, finish_reasons, tokenizer)
@@ -273,7 +273,7 @@ def _encode_chat(chat: list[Message], tokenizer: PreTrainedTokenizerBase, templa
         if upto.startswith(before) and full.startswith(upto):
             spans.append((len(before), len(upto)))
         elif i == last:  # earlier turns may be rendered otherwise once they are history (Qwen3 drops their thinking)
-            raise OddRow(
+            raise UnusableRow(
                 "the chat template renders the prompt of the last turn otherwise than the turn itself, so that the "
                 f"assistant's part cannot be found; {_ADVICE}"
             )

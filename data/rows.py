@@ -27,7 +27,7 @@ MOST_REASONS = 20  # told apart; a template may give every row its own
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class OddRow(ValueError):
+class UnusableRow(ValueError):
     """A row that cannot be used. The message is the reason, without values of the row, so that equal ones add up."""
 
 
@@ -83,16 +83,16 @@ class Skipped:
 def usable(
     found: Iterable[tuple[str, Any]], read: Callable[[Mapping[str, Any]], T], skipped: Skipped
 ) -> Iterator[tuple[str, T]]:
-    """Place and result of ``read`` for each row; a row on which it raises :class:`OddRow` is noted and left out."""
+    """Place and result of ``read`` for each row; a row on which it raises :class:`UnusableRow` is noted and left out."""
     for place, row in found:
         skipped.rows += 1
         try:
-            if isinstance(row, OddRow):
+            if isinstance(row, UnusableRow):
                 raise row
             if not isinstance(row, Mapping):
-                raise OddRow("no mapping of fields")
+                raise UnusableRow("no mapping of fields")
             result = read(row)
-        except OddRow as error:
+        except UnusableRow as error:
             skipped.add(str(error), place)
             continue
         yield place, result
@@ -101,7 +101,7 @@ def usable(
 def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]:
     """A source's rows, each with its place (of a streamed source those behind the first ``skip``), and a text that
     changes when they do (of a streamed source, only when what is asked for does). A row that cannot even be parsed
-    is an :class:`OddRow`.
+    is an :class:`UnusableRow`.
 
     Raises:
         FileNotFoundError, ValueError: there is no such source, or it cannot be read.
@@ -244,13 +244,13 @@ def _parsed(row: Any) -> Any:
     try:
         return parse_json(row.decode(), "")
     except UnicodeDecodeError:
-        return OddRow("not UTF-8 text")
+        return UnusableRow("not UTF-8 text")
     except ValueError as error:
         return _reason(error)
 
 
-def _reason(error: ValueError) -> OddRow:
-    return OddRow(str(error).removeprefix(": ").partition(" (")[0])  # less the place within the row
+def _reason(error: ValueError) -> UnusableRow:
+    return UnusableRow(str(error).removeprefix(": ").partition(" (")[0])  # less the place within the row
 
 
 # ---- the Hub

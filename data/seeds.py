@@ -16,7 +16,7 @@ from typing import Any
 
 from draftsmith.common.sections import Source
 from draftsmith.data.chat import Message, fields_of, read_row
-from draftsmith.data.rows import OddRow, Skipped, rows, usable
+from draftsmith.data.rows import UnusableRow, Skipped, rows, usable
 
 TOO_LONG = "too long"
 OTHER_SIDE = (
@@ -47,27 +47,27 @@ def read_seed(row: Mapping[str, Any]) -> tuple[Message, ...]:
     """What a row asks. It ends before the first result of a tool, which belongs to a call that the target has not made.
 
     Raises:
-        OddRow: it has none of the known formats, is malformed, or nobody asks anything in it.
+        UnusableRow: it has none of the known formats, is malformed, or nobody asks anything in it.
     """
     prompt, turns = row.get("prompt"), row.get("turns")
     if row.get("messages") is not None or row.get("conversations") is not None:
         chat = read_row(row)
     elif turns is not None:
         if isinstance(turns, str) or not isinstance(turns, Sequence):
-            raise OddRow("its 'turns' are no list of texts")
+            raise UnusableRow("its 'turns' are no list of texts")
         chat = read_row({"messages": [{"role": "user", "content": turn} for turn in turns]})
     elif isinstance(prompt, str):
         chat = read_row({"messages": [{"role": "user", "content": prompt}]})
     elif prompt is not None:
         chat = read_row({"messages": prompt})
     else:
-        raise OddRow(f"it has {fields_of(row)}; a seed needs one of messages, conversations, turns or prompt")
+        raise UnusableRow(f"it has {fields_of(row)}; a seed needs one of messages, conversations, turns or prompt")
     assert isinstance(chat, list)
     asked = [m for m in itertools.takewhile(lambda m: m["role"] != "tool", chat) if m["role"] != "assistant"]
     while asked and asked[-1]["role"] != "user":
         asked.pop()
     if not asked:
-        raise OddRow("the user asks nothing")
+        raise UnusableRow("the user asks nothing")
     return tuple(asked)
 
 

@@ -19,7 +19,7 @@ from draftsmith.common.files import cache_folder, locked, read_text, replacing
 from draftsmith.common.sections import Data, Source
 from draftsmith.data.chat import check_template, encode, read_row
 from draftsmith.data.packing import Sample, Tokenized
-from draftsmith.data.rows import OddRow, Skipped, rows, usable
+from draftsmith.data.rows import UnusableRow, Skipped, rows, usable
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is read without it
     from transformers import PreTrainedTokenizerBase
@@ -124,7 +124,7 @@ def encoded(
         reasons = reasons if isinstance(reasons, list) else ()
         try:
             return encode(read_row(row), tokenizer, template, data.max_length, reasons)
-        except OddRow:
+        except UnusableRow:
             raise
         except ValueError as error:
             raise ValueError(f"data source '{source.source}': {error}") from None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.common.files import parse_json, read_text
-from draftsmith.data.rows import OddRow
+from draftsmith.data.rows import UnusableRow
 
 if TYPE_CHECKING:
     from draftsmith.models.target import Target
@@ -43,7 +43,7 @@ class Prompt:
             raise ValueError(f"{self.where}: target '{target.name}' has no chat template; {_PLAIN}")
         try:
             rendered = apply_template(self.messages, tokenizer, None, add_generation_prompt=True, tokenize=False)
-        except OddRow as odd:
+        except UnusableRow as odd:
             raise ValueError(f"{self.where}: target '{target.name}': {odd}; {_PLAIN}") from None
         return list(tokenizer(str(rendered), add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -105,7 +105,7 @@ def _prompt(entry: Any, where: str) -> Prompt:
 
     try:
         chat = read_messages(value, "role", "content")
-    except OddRow as odd:
+    except UnusableRow as odd:
         raise ValueError(f"{where}: {odd}") from None
     asked = chat[:-1] if chat[-1]["role"] == "assistant" else chat
     if not asked:

@@ -42,7 +42,7 @@ from draftsmith.common.recipe import Section, read_recipe, write_recipe
 from draftsmith.common.sections import Name, Positive, Run, Sequences, Share, Source, Target, Threads, Tokens
 from draftsmith.data.chat import Message, apply_template
 from draftsmith.data.endpoint import Server, check_server, in_threads
-from draftsmith.data.rows import OddRow, Skipped
+from draftsmith.data.rows import UnusableRow, Skipped
 from draftsmith.data.seeds import TOO_LONG, Seed, Talk, Unanswered, read_seeds
 from draftsmith.data.shards import Shards, open_shards
 from draftsmith.data.tokenized import read_template
@@ -193,7 +193,7 @@ def encode(messages: list[Message], tokenizer: PreTrainedTokenizerBase, template
     check_has_template(tokenizer, template)
     try:
         text = apply_template(messages, tokenizer, template, add_generation_prompt=True, tokenize=False)
-    except OddRow as error:
+    except UnusableRow as error:
         raise Unanswered(NO_TEMPLATE, str(error)) from None
     return list(cast(list[int], tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]))
 

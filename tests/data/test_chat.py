@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from draftsmith.data.chat import Completion, check_template, encode, read_row
-from draftsmith.data.rows import OddRow
+from draftsmith.data.rows import UnusableRow
 
 ROOT = Path(__file__).parents[2]
 SPECIAL = {
@@ -200,7 +200,7 @@ def test_plain_formats():
 )
 def test_odd_rows(row, message):
     """The reason holds nothing of the row, so that equal reasons add up."""
-    with pytest.raises(OddRow, match=message):
+    with pytest.raises(UnusableRow, match=message):
         read_row(row)
 
 
@@ -221,7 +221,7 @@ def test_a_template_that_thinks_ahead_is_an_error():
 
 def test_a_template_that_refuses_a_chat():
     chat = [{"role": "system", "content": "x"}, *CHAT]
-    with pytest.raises(OddRow, match="refuses this chat: only user and assistant roles"):
+    with pytest.raises(UnusableRow, match="refuses this chat: only user and assistant roles"):
         encode(chat, tokenizer_of("mistral"), None, 100)
 
 
@@ -243,11 +243,11 @@ def test_templates_that_raise(failure, marks):
     if marks:
         plain += "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
     some = "{% if messages | length > 2 %}" + failure + "{% endif %}" + plain
-    with pytest.raises(OddRow, match=FAILS[failure]):
+    with pytest.raises(UnusableRow, match=FAILS[failure]):
         encode(CHAT, tokenizer_of("chatml"), some, 100)
     with pytest.raises(ValueError, match=FAILS[failure]) as error:
         encode(CHAT, tokenizer_of("chatml"), failure + plain, 100)
-    assert not isinstance(error.value, OddRow)
+    assert not isinstance(error.value, UnusableRow)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_the_tokenizers_own_template_is_checked():
     tokenizer.chat_template = "{% for %}"
     with pytest.raises(ValueError, match="the tokenizer's own chat template: no Jinja template") as error:
         encode(CHAT, tokenizer, None, 100)
-    assert not isinstance(error.value, OddRow)
+    assert not isinstance(error.value, UnusableRow)
     several = tokenizer_of("chatml")
     several.chat_template = {"default": several.chat_template, "tool_use": "{{ 1 / 0 }}"}
     assert encode(CHAT, several, None, 999) == encode(CHAT, tokenizer_of("chatml"), None, 999)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from draftsmith.common.sections import Source
-from draftsmith.data.rows import MOST_REASONS, OddRow, Skipped, rows, usable
+from draftsmith.data.rows import MOST_REASONS, UnusableRow, Skipped, rows, usable
 
 DEEP = "[" * 100_000
 FINE = '{"text": "fine"}'
@@ -16,7 +16,7 @@ FINE = '{"text": "fine"}'
 def read(path, skip=0, **fields):
     """(place, row or reason) of each row."""
     found = rows(Source(source=str(path), **fields), skip)[0]
-    return [(place, f"odd: {row}" if isinstance(row, OddRow) else row) for place, row in found]
+    return [(place, f"odd: {row}" if isinstance(row, UnusableRow) else row) for place, row in found]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

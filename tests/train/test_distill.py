@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.common.sections import Data, Source
 from draftsmith.data import endpoint, seeds, shards
-from draftsmith.data.rows import OddRow
+from draftsmith.data.rows import UnusableRow
 from draftsmith.data.seeds import Seed, Talk, Unanswered, read_seed, read_seeds
 from draftsmith.data.shards import Shards
 from draftsmith.data.tokenized import tokenized
@@ -117,7 +117,7 @@ def test_seeds_of_every_format():
         ({"prompt": "\ud800"}, "half of a surrogate pair"),
         ({"conversations": [{"from": "bard", "value": "x"}]}, "a turn is from an unknown speaker"),
     ]:
-        with pytest.raises(OddRow, match=message):
+        with pytest.raises(UnusableRow, match=message):
             read_seed(wrong)
 
 
