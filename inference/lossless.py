@@ -72,7 +72,7 @@ def check_sample(
     A token's place in its law, most likely first, drawn evenly within the token's own share, is uniform if the law is
     right (the randomised probability integral transform), whatever came before: samples of all prompts make one test.
     """
-    from scipy.stats import chisquare  # scikit-learn brings it; it takes half a second
+    from scipy.stats import chisquare  # takes half a second to import
 
     target, result = decoder.target, SampleCheck()
     places: list[list[float]] = [[], []]

@@ -116,7 +116,7 @@ def speedup(method: Timed, base: Timed) -> Speedup:
     how far the ratio would move with other prompts of this kind. Percentiles are those of the expanded interval
     (Hesterberg, arXiv 1411.5279), without which an interval of few groups is too narrow.
     """
-    from scipy.stats import norm, t  # scikit-learn brings it; it takes half a second
+    from scipy.stats import norm, t  # takes half a second to import
 
     columns = torch.tensor(
         [method.tokens, method.typical_seconds, base.tokens, base.typical_seconds], dtype=torch.float64

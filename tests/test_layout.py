@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[1]
 ROOMS = ("common", "kernels", "models", "data", "inference", "train")
 # common ← kernels ← models ← data ← inference ← train
@@ -85,6 +90,36 @@ def test_no_init_files():
 def test_type_checkers_see_every_room():
     for room in ROOMS:
         assert (ROOT / ".types/draftsmith" / room).resolve() == ROOT / room
+
+
+IMPORTED_AS = {
+    "pyyaml": "yaml",
+    "scikit-learn": "sklearn",
+    "protobuf": "google",
+}  # where distribution and module differ
+
+
+def declared(requirements: list[str]) -> set[str]:
+    """The modules that requirements such as ``numpy>=1.26; sys_platform == 'linux'`` bring in."""
+    names = [re.match(r"[A-Za-z0-9_.-]+", requirement)[0].lower() for requirement in requirements]
+    return {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
+
+
+@pytest.mark.parametrize("folder", [*ROOMS, "tests"])
+def test_every_imported_library_is_declared(folder):
+    """What another package brings along today may be gone with its next version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    known = {"draftsmith", *sys.stdlib_module_names, *declared(project["dependencies"] + extras["gpu"])}
+    known |= declared(extras["tensorboard"])
+    if folder == "tests":
+        known |= declared(extras["dev"]) | {path.stem for path in modules("tests")}  # helpers beside the tests
+    for path in modules(folder):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] in known, f"{path.relative_to(ROOT)}: declare {name} in pyproject.toml"
 
 
 @pytest.fixture(scope="module")
