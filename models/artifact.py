@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftsmith import __version__
 from draftsmith.common.command import first_line
 from draftsmith.common.files import json_object, replacing_folder, write_json, write_text
 from draftsmith.common.files import read_json as read_json
@@ -24,14 +25,10 @@ from draftsmith.models.stored import check_safetensors, local_folder, resolve_fo
 from draftsmith.models.target import Target
 
 
-def version() -> str:
-    return importlib.metadata.version("draftsmith")
-
-
 def versions() -> dict[str, str]:
     """The versions that a figure depends on."""
     found = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate")}
-    return {"draftsmith": version(), "python": platform.python_version(), **found}
+    return {"draftsmith": __version__, "python": platform.python_version(), **found}
 
 
 def device_name(device: str | torch.device) -> str:
@@ -93,7 +90,7 @@ def write_drafter(
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(weights, folder / "model.safetensors")
-    config = {"draftsmith_version": version(), "drafter_type": drafter_type, **shape, "target": target.describe()}
+    config = {"draftsmith_version": __version__, "drafter_type": drafter_type, **shape, "target": target.describe()}
     write_json(folder / "config.json", config)
     write_json(folder / "provenance.json", facts)
     (folder / TEMPLATE).unlink(missing_ok=True)

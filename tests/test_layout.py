@@ -128,7 +128,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     copy = tmp_path_factory.mktemp("source")
     for folder in (*ROOMS, "recipes"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+    for file in ("pyproject.toml", "__init__.py", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / file, copy)
     build = "import setuptools.build_meta as b; print(b.build_wheel('dist'))"
     done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True)
@@ -137,7 +137,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
 
 
 def test_wheel_holds_every_file(wheel):
-    wanted = {p.relative_to(ROOT).as_posix() for room in ROOMS for p in modules(room)}
+    wanted = {"__init__.py", *(p.relative_to(ROOT).as_posix() for room in ROOMS for p in modules(room))}
     wanted |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "recipes").rglob("*.yaml")}
     data = ["models/tiny-lm/*", "recipes/templates/*", "recipes/schema/*", "data/samples.jsonl"]
     wanted |= {p.relative_to(ROOT).as_posix() for pattern in data for p in ROOT.glob(pattern)}
@@ -160,6 +160,30 @@ def test_commands_run_from_the_wheel(wheel, tmp_path):
         cwd=tmp_path, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.split() == [str(tmp_path / f"draftsmith/data/{n}.py") for n in ("prompts", "sources")]
+
+
+PRINT_VERSION = """
+import draftsmith
+from draftsmith.models.artifact import versions
+print(draftsmith.__version__, versions()["draftsmith"])
+"""
+
+
+@pytest.mark.parametrize("installed", ["editable", "wheel", "path"])
+def test_version(wheel, tmp_path, installed):
+    """The package's version is that of the wheel's metadata, from wherever it is imported."""
+    (metadata,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
+    (version,) = re.findall(r"(?m)^Version: (.+)$", wheel.read(metadata).decode())
+    environment = dict(os.environ)
+    if installed == "wheel":
+        wheel.extractall(tmp_path)
+        environment["PYTHONPATH"] = str(tmp_path)
+    elif installed == "path":
+        environment["PYTHONPATH"] = str(ROOT / ".types")
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT_VERSION], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.split() == [version, version], done.stderr
 
 
 def test_git_keeps_data_and_models():
