@@ -4,16 +4,18 @@
     python kernels/bench.py attention --batches 1 8 --contexts 4096  # one kernel, some shapes
     python kernels/bench.py --out kernels.json                       # the table as JSON too, with device and versions
 
-    attention   beside SDPA with an additive mask, flex_attention, and FlashInfer where it is installed (a batch of 1)
+    attention   beside SDPA with an additive mask, flex_attention, and FlashInfer where it is installed (batch 1)
     commit      beside gather + scatter
     verify      beside the same phases in plain PyTorch, drafts one-hot or drawn without replacement
     head_topk   beside F.linear + topk
 
-Calls are held in CUDA graphs, over as many copies of the data as do not fit in the L2 cache
-together: a model's layers do not find their own cache there either. A row gives the median time of one call with its
-20 % and 80 % quantiles, and which share of the time is the least that this device could need: the bytes that have to
-move at its measured copy bandwidth, or the products at its measured matrix rate, whichever takes longer. Before it is
-timed every call's result is compared with the plain one's.
+Calls are captured in CUDA graphs, over as many copies of the data as do not fit in the L2 cache together: a model's
+layers do not find their own data there either. A row gives the median time of one call, its 20 % and 80 % quantiles,
+and the ratio of the lower bound of this device to the median: the bytes that have to move at the measured copy
+bandwidth, or the products at the measured matrix rate, whichever takes longer. Each result is first compared with the
+plain one's. Slow calls are repeated less often, so that one row takes a few seconds at most after compiling.
+
+Under TRITON_INTERPRET=1 without a GPU the same runs on the CPU: the results are compared, the times mean nothing.
 """
 
 # ruff: noqa: E402
@@ -21,6 +23,7 @@ timed every call's result is compared with the plain one's.
 import argparse
 import importlib.util
 import platform
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,19 +59,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.common.files import check_folder, write_json
-from draftsmith.kernels.backend import triton
+from draftsmith.kernels.backend import INTERPRETING, triton
 from draftsmith.kernels.commit import commit
 from draftsmith.kernels.head_topk import head_topk
 from draftsmith.kernels.tree_attention import ancestor_mask, tree_attention, tree_attention_cached, tree_bias
 from draftsmith.kernels.verify import ONE_HOT, WITHOUT_REPLACEMENT, verify_sample, verify_sample_reference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-COLD_BYTES = 256 << 20  # of data that a graph goes round, beyond any L2 cache
+COLD_BYTES = 256 << 20  # of data that a graph reads in turn, beyond any L2 cache
+LIMIT = 2.0 if torch.cuda.is_available() else 0.1  # seconds of timing for one row, after compiling
 
 
 @dataclass
 class Device:
-    """What this device was measured to do: bytes/s (read and written) and multiply-adds/s · 2."""
+    """Measured limits of a device: bytes/s (read and written) and multiply-adds/s · 2."""
 
     copy_bandwidth: float
     matmul_rate: float
@@ -76,7 +80,12 @@ class Device:
 
 @dataclass
 class Row:
-    """One way of doing one operation. Times in microseconds; ``of_bound``: the least time over the median."""
+    """One implementation of one operation. Times in microseconds.
+
+    moved, operations: bytes and multiply-adds · 2 that one call needs at least.
+    of_bound: the lower bound of the time over the median.
+    difference: largest absolute difference from the plain result; for verify the share of rows that differ.
+    """
 
     kernel: str
     way: str
@@ -84,65 +93,105 @@ class Row:
     median_us: float
     low_us: float
     high_us: float
+    moved: float
+    operations: float
     of_bound: float
     difference: float
 
 
-def seconds(calls: Sequence[Callable[[], Any]], repeats: int = 30) -> tuple[float, float, float]:
-    """Median, 20 % and 80 % quantile of the time of one call, all of them captured in one CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compile and warm up outside the capture
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    rounds = max(1, 10 // len(calls))
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    times: list[float] = []
-    for _ in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / rounds / len(calls))
-    ordered = torch.tensor(times[3:], dtype=torch.float64)
-    median, low, high = ordered.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist()
+def seconds(calls: Sequence[Callable[[], Any]], repeats: int = 30, limit: float = LIMIT) -> tuple[float, float, float]:
+    """Median, 20 % and 80 % quantile of the seconds of one call. On a GPU all calls are captured in one CUDA graph.
+
+    Args:
+        calls: run one after the other.
+        repeats: of all calls; fewer, at least three, where they would take longer than ``limit`` seconds.
+    """
+    take, once = (_capture if torch.cuda.is_available() else _run)(calls, repeats, limit)
+    times = [take() for _ in range(max(4, min(repeats + 3, int(limit / once))))]
+    ordered = torch.tensor(times[min(3, len(times) - 3) :], dtype=torch.float64)  # the first ones warm up
+    median, low, high = (ordered / len(calls)).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist()
     return median, low, high
 
 
-def measure_device(dtype: torch.dtype) -> Device:
-    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+def _run(calls: Sequence[Callable[[], Any]], repeats: int, limit: float) -> tuple[Callable[[], float], float]:
+    """On the CPU: a function that runs all calls and returns their seconds, and how long it takes."""
+
+    def take() -> float:
+        began = timeit.default_timer()
+        for call in calls:
+            call()
+        return timeit.default_timer() - began
+
+    return take, take()
+
+
+def _capture(calls: Sequence[Callable[[], Any]], repeats: int, limit: float) -> tuple[Callable[[], float], float]:
+    """On a GPU: a function that replays a graph of the calls and returns the seconds of all calls, and how long it
+    takes."""
+
+    def elapsed(run: Callable[[], None]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def run_all() -> None:
+        for call in calls:
+            call()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compile and warm up outside the capture
+        run_all()
+        once = elapsed(run_all)
+    torch.cuda.current_stream().wait_stream(stream)
+    rounds = max(1, min(10 // len(calls), int(limit / once / (repeats + 3))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            run_all()
+    return lambda: elapsed(graph.replay) / rounds, once * rounds
+
+
+def measure_device(dtype: torch.dtype, device: str = "cuda") -> Device:
+    """Copy bandwidth over 1 GiB and the rate of a product of 8192 × 8192 matrices (on a CPU far smaller ones), each in
+    about :data:`LIMIT` seconds at most."""
+    size, width = (1 << 30, 8192) if device == "cuda" else (1 << 24, 256)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = seconds([lambda: target.copy_(source)])[0]
-    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=dtype)
-    return Device(2 * source.numel() / copy, 2 * 8192**3 / seconds([lambda: a @ b])[0])
+    a, b = torch.randn(2, width, width, device=device, dtype=dtype)
+    return Device(2 * source.numel() / copy, 2 * width**3 / seconds([lambda: a @ b])[0])
 
 
 class Table:
-    """Times what it is given, prints each row at once and keeps it."""
+    """Measure, print and keep rows."""
 
-    def __init__(self, device: Device) -> None:
-        self.device, self.rows = device, list[Row]()
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name, self.rows = device, name, list[Row]()
 
     def try_to(self, bench: Callable[..., None], args: argparse.Namespace, *sizes: int) -> None:
         try:
             bench(args, self, *sizes)
         except torch.cuda.OutOfMemoryError:
             print(f"{bench.__name__}{sizes}: does not fit into this GPU's memory, left out", flush=True)
+        if args.out:  # after each shape: what was measured outlives a command that is ended
+            versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+            facts = {"device": self.name, **asdict(self.device), "dtype": args.dtype, "versions": versions}
+            write_json(args.out, facts | {"rows": [asdict(row) for row in self.rows]})
 
     def add(
         self, kernel: str, way: str, shape: dict[str, int], calls: Sequence[Callable[[], Any]], moved: float,
         operations: float, difference: float,
     ) -> None:  # fmt: skip
-        """``moved`` bytes and ``operations`` (multiply-adds · 2) are the least that one call needs."""
+        """Time the calls; the other arguments are fields of :class:`Row`."""
         median, low, high = seconds(calls)
         bound = max(moved / self.device.copy_bandwidth, operations / self.device.matmul_rate)
-        row = Row(kernel, way, shape, median * 1e6, low * 1e6, high * 1e6, bound / median, difference)
+        row = Row(
+            kernel, way, shape, median * 1e6, low * 1e6, high * 1e6, moved, operations, bound / median, difference
+        )  # fmt: skip
         self.rows.append(row)
         sizes = " ".join(f"{name}={size}" for name, size in shape.items())
         print(
@@ -152,8 +201,9 @@ class Table:
         )
 
 
-def copies(bytes_each: int) -> int:
-    return max(1, min(64, -(-COLD_BYTES // bytes_each)))
+def copies(bytes_each: int, device: str) -> int:
+    """How many copies of the data exceed a GPU's L2 cache."""
+    return max(1, min(64, -(-COLD_BYTES // bytes_each))) if device == "cuda" else 1
 
 
 def random_tree(nodes: int) -> tuple[Tensor, Tensor]:
@@ -165,24 +215,28 @@ def random_tree(nodes: int) -> tuple[Tensor, Tensor]:
         mask[node] |= mask[above]
         depth[node] = depth[above] + 1
     words = F.pad(mask, (0, -nodes % 64)).view(nodes, -1, 64).long()
-    return (words << torch.arange(64)).sum(-1)[None].cuda(), depth[None].cuda()
+    return (words << torch.arange(64)).sum(-1)[None], depth[None]
 
 
 def bench_attention(args: argparse.Namespace, table: Table, batch: int, context: int, nodes: int) -> None:
     dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
     slots, scale = context + nodes, width**-0.5
     held = 2 * batch * kv_heads * slots * width * dtype.itemsize
-    caches = [torch.randn(2, batch, kv_heads, slots, width, device="cuda", dtype=dtype) for _ in range(copies(held))]
-    q = torch.randn(batch, nodes, heads, width, device="cuda", dtype=dtype).transpose(1, 2)
-    ancestors, depth = (part.expand(batch, *part.shape[1:]) for part in random_tree(nodes))
-    lengths = torch.full((batch,), context, device="cuda")
+    caches = [
+        torch.randn(2, batch, kv_heads, slots, width, device=args.device, dtype=dtype)
+        for _ in range(copies(held, args.device))
+    ]
+    q = torch.randn(batch, nodes, heads, width, device=args.device, dtype=dtype).transpose(1, 2)
+    ancestors, depth = (part.to(args.device).expand(batch, *part.shape[1:]) for part in random_tree(nodes))
+    lengths = torch.full((batch,), context, device=args.device)
     mask = ancestor_mask(ancestors, nodes)
     bias = tree_bias(lengths, mask, depth, slots, 0, dtype)
     ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "SDPA": lambda k, v: tree_attention(q, k, v, bias, scale),
         "triton": lambda k, v: tree_attention_cached(q, k, v, lengths, ancestors, nodes, scale),
-        "flex_attention": flex_attention_way(q, mask, context, slots, scale),
     }
+    if args.device == "cuda":
+        ways["flex_attention"] = flex_attention_way(q, mask, context, slots, scale)
     if batch == 1 and importlib.util.find_spec("flashinfer"):
         flashinfer: Any = importlib.import_module("flashinfer")
         seen = bias[0, 0] == 0
@@ -211,7 +265,7 @@ def flex_attention_way(
     def seen(b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
         return (slot < context) | mask[b, query, (slot - context).clamp(0, nodes - 1)]
 
-    blocks = create_block_mask(seen, q.shape[0], None, nodes, slots, device="cuda")
+    blocks = create_block_mask(seen, q.shape[0], None, nodes, slots, device=q.device)
     compiled = torch.compile(flex_attention)
     return lambda k, v: compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True)
 
@@ -219,15 +273,15 @@ def flex_attention_way(
 def bench_commit(args: argparse.Namespace, table: Table, batch: int, nodes: int) -> None:
     dtype, depth, context = DTYPES[args.dtype], 5, 256
     storage = torch.randn(
-        args.layers, 2, batch, args.kv_heads, context + nodes, args.width, device="cuda", dtype=dtype
+        args.layers, 2, batch, args.kv_heads, context + nodes, args.width, device=args.device, dtype=dtype
     )  # fmt: skip
     generator = torch.Generator().manual_seed(nodes)
     drafted = [torch.randperm(nodes - 1, generator=generator)[:depth].sort().values + 1 for _ in range(batch)]
-    path = F.pad(torch.stack(drafted), (1, 0)).cuda()
-    lengths, length = torch.full((batch,), context, device="cuda"), torch.full((batch,), depth, device="cuda")
+    path = F.pad(torch.stack(drafted), (1, 0)).to(args.device)
+    lengths, length = torch.full((batch,), context, device=args.device), torch.full((batch,), depth, device=args.device)
 
     def gather_scatter(storage: Tensor) -> None:
-        numbers = torch.arange(depth + 1, device="cuda")
+        numbers = torch.arange(depth + 1, device=args.device)
         shape = (*storage.shape[:4], depth + 1, storage.shape[5])
         source = (lengths[:, None] + path)[None, None, :, None, :, None].expand(shape)
         target = (lengths[:, None] + numbers)[None, None, :, None, :, None].expand(shape)
@@ -238,7 +292,7 @@ def bench_commit(args: argparse.Namespace, table: Table, batch: int, nodes: int)
     for name, way in ways.items():
         moved = storage.clone()
         way(moved)
-        results.append(moved[..., : context + depth + 1, :])
+        results.append(moved[..., : context + depth + 1, :].clone())  # timing moves them again
         difference = float((results[-1] - results[0]).abs().max())
         size = 2 * depth * storage[..., 0, :].numel() * dtype.itemsize
         call = lambda way=way, moved=moved: way(moved)  # noqa: E731
@@ -247,21 +301,23 @@ def bench_commit(args: argparse.Namespace, table: Table, batch: int, nodes: int)
 
 def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int) -> None:
     vocabulary, most = args.vocabulary, 4
-    p = torch.randn(batch, nodes, vocabulary, device="cuda").mul(3).softmax(-1)
+    p = torch.randn(batch, nodes, vocabulary, device=args.device).mul(3).softmax(-1)
     tokens = p.flatten(0, 1).multinomial(1).view(batch, nodes)
-    numbers = torch.arange(nodes * most, device="cuda").view(nodes, most) + 1  # node i's draws lead to 4i + 1 … 4i + 4
+    numbers = (
+        torch.arange(nodes * most, device=args.device).view(nodes, most) + 1
+    )  # node i's draws lead to 4i + 1 … 4i + 4
     child = torch.where(numbers < nodes, numbers, -1).expand(batch, -1, -1)
-    law = torch.arange(nodes, device="cuda")[:, None].expand(nodes, most).expand(batch, -1, -1)
-    coins, last = torch.rand(batch, nodes, most, device="cuda"), torch.rand(batch, device="cuda")
+    q_row = torch.arange(nodes, device=args.device)[:, None].expand(nodes, most).expand(batch, -1, -1)
+    uniforms, last = torch.rand(batch, nodes, most, device=args.device), torch.rand(batch, device=args.device)
     for kind, q in ((ONE_HOT, None), (WITHOUT_REPLACEMENT, torch.randn_like(p).mul(3).add(p.log()).softmax(-1))):
         shape = {"B": batch, "N": nodes, "V": vocabulary}
-        arguments = (p, tokens, child, torch.full_like(child, kind, dtype=torch.int8), law, q, coins, last, 4)
+        arguments = (p, tokens, child, torch.full_like(child, kind, dtype=torch.int8), q_row, q, uniforms, last, 4)
         wanted = verify_sample_reference(*arguments)
-        inner = min(nodes, -(-(nodes - 1) // most))  # nodes that have draws: their laws have to be read once
+        inner = min(nodes, -(-(nodes - 1) // most))  # nodes that have draws: their distributions have to be read once
         size = 4.0 * batch * vocabulary * (inner * (1 if q is None else 2) + 1)
         for way, function in (("plain PyTorch", verify_sample_reference), ("triton", verify_sample)):
             got = function(*arguments)
-            # Rows that come out otherwise: a coin within rounding of a border.
+            # Rows that come out otherwise: a uniform within rounding of a border.
             differs = torch.stack([(a == b).view(batch, -1).all(1) for a, b in zip(got, wanted, strict=True)]).all(0)
             name = f"{way}, {'one-hot' if q is None else 'drawn'}"
             call = lambda function=function: function(*arguments)  # noqa: B023, E731
@@ -270,11 +326,11 @@ def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int)
 
 def bench_head_topk(args: argparse.Namespace, table: Table, batch: int) -> None:
     dtype, rows, count = DTYPES[args.dtype], 5 * batch, 10  # five heads
-    features = torch.randn(rows, args.hidden, device="cuda", dtype=dtype)
+    features = torch.randn(rows, args.hidden, device=args.device, dtype=dtype)
     size = args.vocabulary * args.hidden * dtype.itemsize
     weights = [
-        torch.randn(args.vocabulary, args.hidden, device="cuda", dtype=dtype) * args.hidden**-0.5
-        for _ in range(copies(size))
+        torch.randn(args.vocabulary, args.hidden, device=args.device, dtype=dtype) * args.hidden**-0.5
+        for _ in range(copies(size, args.device))
     ]
     exact = F.linear(features.float(), weights[0].float()).topk(count).values
     for name, way in (
@@ -293,16 +349,17 @@ def main() -> None:
     if unknown := set(wanted) - set(KERNELS):
         raise ValueError(f"{', '.join(sorted(unknown))}: no such kernel; there are {', '.join(KERNELS)}")
     check_folder("--out", args.out and args.out.parent)
-    if not torch.cuda.is_available():
-        raise ValueError("the kernels are measured on a CUDA GPU, and there is none here")
     if triton is None:
         raise ValueError("triton is not installed; it comes with a CUDA build of torch")
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cpu" and not INTERPRETING:
+        raise ValueError("the kernels are measured on a CUDA GPU, and there is none here")
     if min(args.nodes) < 8:
         raise ValueError(f"--nodes {min(args.nodes)}: has to be at least 8")
 
     with torch.inference_mode():
-        table = Table(measure_device(DTYPES[args.dtype]))
-        name = torch.cuda.get_device_name()
+        name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, interpreted"
+        table = Table(measure_device(DTYPES[args.dtype], args.device), name)
         print(
             f"{name}: copies {table.device.copy_bandwidth / 1e12:.2f} TB/s (read and written), multiplies "
             f"{args.dtype} at {table.device.matmul_rate / 1e12:.0f} TFLOP/s\n"
@@ -320,13 +377,6 @@ def main() -> None:
                     table.try_to(bench_verify, args, batch, nodes)
             if "head_topk" in wanted:
                 table.try_to(bench_head_topk, args, batch)
-    if args.out:
-        versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
-        report = {
-            "device": name, **asdict(table.device), "dtype": args.dtype, "versions": versions,
-            "rows": [asdict(row) for row in table.rows],
-        }  # fmt: skip
-        write_json(args.out, report)
 
 
 if __name__ == "__main__":
