@@ -1,15 +1,19 @@
 """A drafter folder: write, read, check. The folder is the artifact: the same files go to the Hub.
 
-``config.json`` holds ``draftsmith_version``, ``drafter_type``, the drafter's shape and its target;
-``model.safetensors`` its weights; ``tree.json`` the calibrated tree; ``provenance.json`` where it all came from.
+``config.json`` holds ``draftsmith_version``, ``drafter_type``, the drafter's shape, its target and its ``parts``;
+``model.safetensors`` its weights; ``tree.json`` the calibrated tree; ``provenance.json`` how it was made. A part is a
+sub-folder with a config and weights of its own, for example a small causal LM; a drafter of parts alone has no
+``model.safetensors`` at the top.
 """
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from draftsmith import __version__
 from draftsmith.common.command import first_line
 from draftsmith.common.files import json_object, replacing_folder, write_json, write_text
 from draftsmith.common.files import read_json as read_json
-from draftsmith.models.stored import check_safetensors, local_folder, resolve_folder, save_tensors
+from draftsmith.models.stored import check_safetensors, fingerprint, local_folder, resolve_folder, save_tensors
 from draftsmith.models.target import Target
 
 
@@ -46,17 +50,28 @@ def device_name(device: str | torch.device) -> str:
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
+def commit_of(root: Path) -> str | None:
+    """The commit of the git repository whose top folder is ``root``, with ``-dirty`` if files differ from it; None if
+    ``root`` is no such folder (a wheel's, also inside another project's repository), or git is missing."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return None
+        return git("describe", "--always", "--dirty")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def provenance(**facts: Any) -> dict[str, Any]:
     """Versions, device, commit and date, with the facts a script adds."""
-    root = Path(__file__).resolve().parent.parent
-    git = subprocess.run(
-        ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
     return {
         **facts,
         "versions": versions(),
         "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
-        "git_commit": git.stdout.strip() or None,
+        "git_commit": commit_of(Path(__file__).resolve().parents[1]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -78,20 +93,28 @@ TEMPLATE = "chat_template.jinja"  # in a drafter's folder
 
 def write_drafter(
     folder: Path, drafter_type: str, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target,
-    facts: Mapping[str, Any], template: str | None = None,
+    facts: Mapping[str, Any], template: str | None = None, parts: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Write a drafter's weights, ``config.json``, ``provenance.json`` and model card, each whole or not at all.
 
     Args:
+        weights: tensors of the top folder; may be empty if there are parts.
         template: the chat template it was trained with, where that is not the target's own.
+        parts: names of sub-folders, already written, without which the drafter cannot be loaded.
 
     Raises:
+        FileNotFoundError, ValueError: a part is missing or damaged.
         OSError: the disk is full, or it cannot be written.
     """
+    assert weights or parts
+    _check_parts(folder, parts)
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(weights, folder / "model.safetensors")
+    if weights:
+        save_tensors(weights, folder / "model.safetensors")
     config = {"draftsmith_version": __version__, "drafter_type": drafter_type, **shape, "target": target.describe()}
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config | ({"parts": list(parts)} if parts else {}))
+    if not weights:
+        (folder / "model.safetensors").unlink(missing_ok=True)  # of an earlier export
     write_json(folder / "provenance.json", facts)
     (folder / TEMPLATE).unlink(missing_ok=True)
     if template:
@@ -131,10 +154,11 @@ Elsewhere, write this folder's path in place of the `.`, or `USER/NAME` if it is
 
 
 def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """A drafter's folder, config and weights.
+    """A drafter's folder, config and weights. The weights of its parts are checked, but not loaded; those of the top
+    folder are empty if it has none.
 
     Raises:
-        FileNotFoundError: there is no such drafter.
+        FileNotFoundError: there is no such drafter, or a file or part of it is missing.
         ValueError: a file is damaged, or the folder holds something else.
     """
     folder = resolve_folder(name)
@@ -145,7 +169,10 @@ def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     if "drafter_type" not in config:
         raise ValueError(f"{folder}: this is a model, not a drafter; to decode with it alone: none --target {name}")
     _check_config(folder / "config.json", config)
+    _check_parts(folder, config.get("parts", ()))
     if not (folder / "model.safetensors").exists():
+        if config.get("parts"):
+            return folder, config, {}
         raise FileNotFoundError(f"{folder}: no model.safetensors here; fetch or train the drafter again")
     check_safetensors(folder)
     weights = load_file(folder / "model.safetensors")
@@ -159,7 +186,7 @@ _TARGET_FIELDS = ("fingerprint", "revision", "adapter", "merged_fingerprint")
 
 
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:
-    """What every drafter's config says of its type and its target.
+    """What every drafter's config says of its type, its target and its parts.
 
     Raises:
         ValueError: a field is missing or of another type.
@@ -176,51 +203,94 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
         if not isinstance(target.get(field), str | None):
             raise ValueError(f"{file}: field 'target.{field}' is {target[field]!r}; it has to be text")
     adapter = target.get("adapter")
-    if adapter and (Path(adapter).name != adapter or adapter in (".", "..")):
+    if adapter and not _FOLDER_NAME.fullmatch(adapter):
         raise ValueError(f"{file}: field 'target.adapter' is {adapter!r}; it has to be a folder in this one")
+    parts = config.get("parts", [])
+    if not isinstance(parts, list) or not all(isinstance(part, str) and _FOLDER_NAME.fullmatch(part) for part in parts):
+        raise ValueError(f"{file}: field 'parts' is {parts!r}; it has to be a list of folders in this one")
 
 
-_PUBLISHED = [
+_FOLDER_NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # of a part: it stays inside the folder, and no pattern matches more
+
+
+def _check_parts(folder: Path, parts: Sequence[str]) -> None:
+    """Each part has a config and whole weights: those of a model, or of an adapter.
+
+    Raises:
+        FileNotFoundError, ValueError: a part, its config or its weights are missing or damaged.
+    """
+    for part in parts:
+        if not (folder / part).is_dir():
+            raise FileNotFoundError(f"{folder}: part '{part}' is missing; fetch or train the drafter again")
+        adapter = (folder / part / "adapter_config.json").exists()
+        json_object(folder / part / ("adapter_config.json" if adapter else "config.json"), "config of a part")
+        if not check_safetensors(folder / part):
+            raise FileNotFoundError(f"{folder / part}: no weights here; fetch or train the drafter again")
+
+
+def part_folders(folder: Path) -> list[str]:
+    """The sub-folders that belong to an artifact by its ``config.json``, sorted: its parts, its target's adapter, and
+    the target with that adapter merged in (found by its fingerprint). Anything else in the folder, such as checkpoints
+    or files of a user's own, is none; nor is anything before a ``config.json`` is written.
+    """
+    try:
+        config = json_object(folder / "config.json")
+        _check_config(folder / "config.json", {"drafter_type": "", **config})
+    except (OSError, ValueError):
+        return []
+    names = {*config.get("parts", []), config["target"].get("adapter")}
+    merged = config["target"].get("merged_fingerprint")
+    for other in folder.glob("*/config.json") if merged else ():
+        with contextlib.suppress(OSError, ValueError):  # damaged: not the one
+            if fingerprint(other.parent) == merged:
+                names.add(other.parent.name)
+    return sorted(name for name in names if name and (folder / name).is_dir())
+
+
+_FILES = (
     "config.json", "model.safetensors", "tree.json", "README.md", "recipe.yaml", "provenance.json", "metrics.jsonl",
-    TEMPLATE, "report.json", "report.png", "adapter/*", "target/*",
-]  # fmt: skip
+    TEMPLATE, "report.json", "report.png",
+)  # fmt: skip
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
-    """Upload a run folder's artifact to the Hub, no checkpoints and no training data; returns the address.
+    """Upload a run folder's artifact to the Hub: its files and its :func:`part_folders`, no checkpoints and no training
+    data; returns the address.
 
     Raises:
         ValueError: nobody is logged in, or the Hub refuses; the folder stays as it is.
     """
     from huggingface_hub import HfApi  # only where something is uploaded
 
+    published = [*_FILES, *(f"{part}/*" for part in part_folders(folder))]
     try:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(
-            repo_id=repository, folder_path=folder, allow_patterns=_PUBLISHED, commit_message="Uploaded by draftsmith"
-        )
+            repo_id=repository, folder_path=folder, allow_patterns=published, ignore_patterns=["*.tmp", "*.tmp/*"],
+            commit_message="Uploaded by draftsmith",
+        )  # fmt: skip
     except Exception as error:  # the Hub's client raises a dozen unrelated types
         reason = first_line(error)
         raise ValueError(
             f"uploading {folder} to {repository} failed ({reason}); the folder is whole. Log in with hf auth login, "
-            f"then: hf upload {repository} {folder} . --include {' '.join(_PUBLISHED)}"
+            f"then: hf upload {repository} {folder} . --include {' '.join(published)}"
         ) from None
     return f"{api.endpoint}/{repository}"
 
 
 def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> None:
-    """Refuse a drafter that was trained for another target: its drafts would be noise.
+    """Refuse a drafter that was trained for another target: hardly any of its drafts would be accepted.
 
     Raises:
-        ValueError: width, vocabulary or fingerprint differ.
+        ValueError: the fingerprint differs, or the width or vocabulary, where the config states them.
     """
     trained_for = config["target"]["name_or_path"]
     wrong = f"{folder}: this drafter was trained for target '{trained_for}', not for '{target.name}'"
     for field, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if config.get(field) != own:
+        if config.get(field, own) != own:
             raise ValueError(
-                f"{wrong}: {field} {config.get(field)} ≠ {own}; train one for it, or pass --target {trained_for}"
+                f"{wrong}: {field} {config[field]} ≠ {own}; train one for it, or pass --target {trained_for}"
             )
     stored, merged = (config["target"].get(name) or "" for name in ("fingerprint", "merged_fingerprint"))
     if not stored and target.fingerprint:
