@@ -1,23 +1,16 @@
-"""Samples of other people's formats to token ids and the mask of what is supervised.
-
-Formats, told by a row's fields:
-
-    messages        [{"role": "user", "content": …}, …]         OpenAI
-    conversations   [{"from": "human", "value": …}, …]          ShareGPT
-    prompt, completion                                          plain text, or two lists of messages
-    text                                                        a document, supervised throughout
+"""Documents, conversations and completions to token ids and the mask of what is supervised; prompts to token ids.
 
 What the assistant wrote is marked by the chat template's ``{% generation %}`` block, else found by comparing renderings
 of the chat that end before and behind each of its turns. Where neither works it is an error, never a guess.
 
-What is wrong with one row is an :class:`draftsmith.data.rows.UnusableRow`; what is wrong with all of them, a ``ValueError``.
+What is wrong with one row is an :class:`draftsmith.data.rows.UnusableRow`; what is wrong with all of them, a
+``ValueError``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,108 +19,17 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftsmith.common.command import first_line
+from draftsmith.data.formats import Completion, Message
 from draftsmith.data.packing import Sample
 from draftsmith.data.rows import UnusableRow
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is checked without it
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-Message = dict[str, str]
-_SHAREGPT = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
-    "system": "system", "tool": "tool",
-}  # fmt: skip
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
 _LARGEST_TEMPLATE = 1_000_000  # characters; the largest ones in use have some ten thousand
 _PLAIN: list[Message] = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello!"}]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ADVICE = "give the recipe a data.template with {% generation %}…{% endgeneration %} around what the assistant writes"
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A prompt and what follows it, as plain text."""
-
-    prompt: str
-    completion: str
-
-
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise UnusableRow(f"{what} is no text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise UnusableRow(f"{what} holds half of a surrogate pair, which is no text") from None
-    return value
-
-
-def read_messages(turns: object, role_key: str, text_key: str) -> list[Message]:
-    """A chat's turns, checked; a content of text parts (OpenAI's) becomes one text.
-
-    Args:
-        role_key, text_key: the names of a turn's fields; roles are ShareGPT's speakers if the first is ``from``.
-
-    Raises:
-        UnusableRow: they are no list of turns, or one has an unknown role or something else than text.
-    """
-    if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise UnusableRow("its turns are no list")
-    chat: list[Message] = []
-    for turn in turns:
-        if not isinstance(turn, Mapping) or role_key not in turn or text_key not in turn:
-            raise UnusableRow(f"a turn has no '{role_key}' or no '{text_key}'")
-        role, text = turn[role_key], turn[text_key]
-        if role_key == "from":
-            if not isinstance(role, str) or role not in _SHAREGPT:
-                raise UnusableRow(f"a turn is from an unknown speaker (known: {', '.join(_SHAREGPT)})")
-            role = _SHAREGPT[role]
-        elif role not in _ROLES:
-            raise UnusableRow(f"a turn has an unknown role (known: {', '.join(_ROLES)})")
-        if isinstance(text, list) and text and all(isinstance(p, Mapping) and p.get("type") == "text" for p in text):
-            text = "".join(_text(part.get("text"), f"a turn's '{text_key}'") for part in text)  # OpenAI's content parts
-        chat.append({"role": role, "content": _text(text, f"a turn's '{text_key}'")})
-    return chat
-
-
-def fields_of(row: Mapping[str, Any]) -> str:
-    """The names of a row's fields that hold something, for a message."""
-    return ", ".join(str(name) for name, value in row.items() if value is not None)[:80] or "nothing"
-
-
-def read_row(row: Mapping[str, Any]) -> str | list[Message] | Completion:
-    """A row of a data set as a document, a chat or a completion. Turns of the assistant before anyone has asked are
-    dropped (cut ShareGPT chats begin with them).
-
-    Raises:
-        UnusableRow: it has none of the known formats, is malformed, or nobody asks anything in it.
-    """
-    if row.get("messages") is not None:
-        chat = read_messages(row["messages"], "role", "content")
-    elif row.get("conversations") is not None:
-        turns = row["conversations"]
-        openai = isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping) and "role" in turns[0]
-        chat = read_messages(turns, *(("role", "content") if openai else ("from", "value")))
-    elif row.get("prompt") is not None and row.get("completion") is not None:
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return Completion(_text(prompt, "its 'prompt'"), _text(completion, "its 'completion'"))
-        chat = read_messages(prompt, "role", "content") + read_messages(completion, "role", "content")
-    elif row.get("text") is not None:
-        text = _text(row["text"], "its 'text'")
-        if not text:
-            raise UnusableRow("its 'text' is empty")
-        return text
-    else:
-        raise UnusableRow(
-            f"it has {fields_of(row)}; needed is one of messages, conversations, prompt and completion, or text"
-        )
-    if not chat:
-        raise UnusableRow("an empty chat")
-    first = next((i for i, m in enumerate(chat) if m["role"] in ("user", "tool")), None)
-    if first is None:
-        raise UnusableRow("a chat without a turn of the user")
-    return [m for i, m in enumerate(chat) if i >= first or m["role"] != "assistant"]
 
 
 class _Generation(jinja2.ext.Extension):
@@ -196,6 +98,20 @@ def apply_template(
         ) from None
 
 
+def encode_prompt(
+    prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None = None
+) -> list[int]:
+    """The token ids of what is to be continued or answered: of a text with the special tokens that the tokenizer adds,
+    of a conversation as the template (the tokenizer's own, if None) renders it, the assistant's turn begun.
+
+    Raises:
+        UnusableRow: there is no template, or it refuses the conversation or fails on it.
+    """
+    if isinstance(prompt, str):
+        return list(cast(list[int], tokenizer(prompt, verbose=False)["input_ids"]))
+    return _ids(tokenizer, str(apply_template(prompt, tokenizer, template, add_generation_prompt=True, tokenize=False)))
+
+
 def encode(
     content: str | list[Message] | Completion, tokenizer: PreTrainedTokenizerBase, template: str | None,
     max_length: int, finish_reasons: Sequence[str] = (),
@@ -207,7 +123,7 @@ def encode(
             not said the end token that a template puts behind it.
 
     Raises:
-        UnusableRow: the template refuses this chat, fails on it, or does not let the assistant's part be told from the rest.
+        UnusableRow: the template refuses this chat, fails on it, or does not show which part is the assistant's.
         ValueError: the template does so with any chat, there is none, or the tokenizer is a slow one.
     """
     if isinstance(content, str):

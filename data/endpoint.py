@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar, cast
 
-from draftsmith.data.chat import Message
+from draftsmith.data.formats import Message
 from draftsmith.data.seeds import TOO_LONG, Unanswered
 
 KEY = "OPENAI_API_KEY"  # the only place a key is read from; it is neither stored nor printed

@@ -83,7 +83,7 @@ class Skipped:
 def usable(
     found: Iterable[tuple[str, Any]], read: Callable[[Mapping[str, Any]], T], skipped: Skipped
 ) -> Iterator[tuple[str, T]]:
-    """Place and result of ``read`` for each row; a row on which it raises :class:`UnusableRow` is noted and left out."""
+    """Place and result of ``read`` for each row; a row on which it raises :class:`UnusableRow` is noted and skipped."""
     for place, row in found:
         skipped.rows += 1
         try:

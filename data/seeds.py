@@ -10,13 +10,13 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.common.sections import Source
-from draftsmith.data.chat import Message, fields_of, read_row
-from draftsmith.data.rows import UnusableRow, Skipped, rows, usable
+from draftsmith.data.formats import Message, Turns, read_prompt
+from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
 TOO_LONG = "too long"
 OTHER_SIDE = (
@@ -43,26 +43,16 @@ class Seed:
         return sum(message["role"] == "user" for message in self.messages)
 
 
-def read_seed(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    """What a row asks. It ends before the first result of a tool, which belongs to a call that the target has not made.
+def read_seed(row: Any) -> tuple[Message, ...]:
+    """The user's and the system's messages of a row, up to the last one of the user and before the first result of a
+    tool, which belongs to a call that the target has not made.
 
     Raises:
-        UnusableRow: it has none of the known formats, is malformed, or nobody asks anything in it.
+        UnusableRow: as :func:`draftsmith.data.formats.read_prompt`; or the user asks nothing.
     """
-    prompt, turns = row.get("prompt"), row.get("turns")
-    if row.get("messages") is not None or row.get("conversations") is not None:
-        chat = read_row(row)
-    elif turns is not None:
-        if isinstance(turns, str) or not isinstance(turns, Sequence):
-            raise UnusableRow("its 'turns' are no list of texts")
-        chat = read_row({"messages": [{"role": "user", "content": turn} for turn in turns]})
-    elif isinstance(prompt, str):
-        chat = read_row({"messages": [{"role": "user", "content": prompt}]})
-    elif prompt is not None:
-        chat = read_row({"messages": prompt})
-    else:
-        raise UnusableRow(f"it has {fields_of(row)}; a seed needs one of messages, conversations, turns or prompt")
-    assert isinstance(chat, list)
+    content = read_prompt(row)
+    texts = content.texts if isinstance(content, Turns) else [content] if isinstance(content, str) else []
+    chat = content if isinstance(content, list) else [{"role": "user", "content": text} for text in texts]
     asked = [m for m in itertools.takewhile(lambda m: m["role"] != "tool", chat) if m["role"] != "assistant"]
     while asked and asked[-1]["role"] != "user":
         asked.pop()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.files import append, json_object, parse_json, replacing
-from draftsmith.data.chat import Message
+from draftsmith.data.formats import Message
 
 LINES = 1000  # of a shard
 _OWN = re.compile(r"shard-\d{5}\.jsonl|(failures\.jsonl|manifest\.json|recipe\.yaml)(\.tmp)?")

@@ -17,9 +17,10 @@ from safetensors.numpy import save_file
 
 from draftsmith.common.files import cache_folder, locked, read_text, replacing
 from draftsmith.common.sections import Data, Source
-from draftsmith.data.chat import check_template, encode, read_row
+from draftsmith.data.chat import check_template, encode
+from draftsmith.data.formats import read_sample
 from draftsmith.data.packing import Sample, Tokenized
-from draftsmith.data.rows import UnusableRow, Skipped, rows, usable
+from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is read without it
     from transformers import PreTrainedTokenizerBase
@@ -123,7 +124,7 @@ def encoded(
         reasons = row.get("finish_reason")
         reasons = reasons if isinstance(reasons, list) else ()
         try:
-            return encode(read_row(row), tokenizer, template, data.max_length, reasons)
+            return encode(read_sample(row), tokenizer, template, data.max_length, reasons)
         except UnusableRow:
             raise
         except ValueError as error:

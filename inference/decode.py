@@ -116,14 +116,14 @@ def interact(decoder: "SpeculativeDecoder", args: argparse.Namespace) -> None:
         if not line:
             return
         if chat is None:
-            ids = Prompt(line, where="this line").encode(target)
+            ids = Prompt(line, "this line").encode(target)
         else:
             chat.append({"role": "user", "content": line})
-            ids = Prompt(messages=chat, where="this line").encode(target)
+            ids = Prompt(chat, "this line").encode(target)
             if len(ids) >= target.context and len(chat) > 1:
                 console.print(f"the target's context of {target.context} tokens is full; a new conversation begins")
                 chat = chat[-1:]
-                ids = Prompt(messages=chat, where="this line").encode(target)
+                ids = Prompt(chat, "this line").encode(target)
         if not 0 < len(ids) < target.context:
             console.print(
                 f"this line has {len(ids)} tokens, and the target's context of {target.context} holds them with the "
@@ -290,8 +290,8 @@ def main() -> None:
     if args.interactive:
         return interact(first, args)
     if args.prompt is not None:
-        message = [{"role": "user", "content": args.prompt}] if is_chat(target.tokenizer, args) else None
-        given = [Prompt(args.prompt, message, "--prompt")]
+        chat = is_chat(target.tokenizer, args)
+        given = [Prompt([{"role": "user", "content": args.prompt}] if chat else args.prompt, "--prompt")]
     prompts = encode_prompts(given, target)
     if args.prompt is not None and not args.report and not args.check_lossless:
         stream(first, prompts[0], args)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from draftsmith.common.command import available_cores, before_imports, run_command
 
@@ -40,9 +40,10 @@ from draftsmith.common.files import json_object
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.recipe import Section, read_recipe, write_recipe
 from draftsmith.common.sections import Name, Positive, Run, Sequences, Share, Source, Target, Threads, Tokens
-from draftsmith.data.chat import Message, apply_template
+from draftsmith.data.chat import encode_prompt
 from draftsmith.data.endpoint import Server, check_server, in_threads
-from draftsmith.data.rows import UnusableRow, Skipped
+from draftsmith.data.formats import Message
+from draftsmith.data.rows import Skipped, UnusableRow
 from draftsmith.data.seeds import TOO_LONG, Seed, Talk, Unanswered, read_seeds
 from draftsmith.data.shards import Shards, open_shards
 from draftsmith.data.tokenized import read_template
@@ -192,10 +193,9 @@ def encode(messages: list[Message], tokenizer: PreTrainedTokenizerBase, template
     """
     check_has_template(tokenizer, template)
     try:
-        text = apply_template(messages, tokenizer, template, add_generation_prompt=True, tokenize=False)
+        return encode_prompt(messages, tokenizer, template)
     except UnusableRow as error:
         raise Unanswered(NO_TEMPLATE, str(error)) from None
-    return list(cast(list[int], tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"]))
 
 
 def by_engine(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk], None]) -> None:

@@ -36,7 +36,8 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.common.recipe import Section, read_recipe, write_recipe
 from draftsmith.common.sections import Factor, Layers, Name, Recipe, Share, Source, Stage, Tokens
 from draftsmith.data import packing, sources
-from draftsmith.data.chat import Completion, apply_template, read_row
+from draftsmith.data.chat import apply_template
+from draftsmith.data.formats import Completion, read_sample
 from draftsmith.data.prompts import prompts
 from draftsmith.data.rows import Skipped, usable
 from draftsmith.data.rows import rows as rows_of
@@ -256,7 +257,7 @@ def texts(source: Source, tokenizer: PreTrainedTokenizerFast | None, skipped: Sk
     that cannot be used are left out and noted in ``skipped``."""
 
     def read(row: Mapping[str, Any]) -> list[str]:
-        content = read_row(row)
+        content = read_sample(row)
         if isinstance(content, str):
             return [content]
         if isinstance(content, Completion):

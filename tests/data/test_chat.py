@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from draftsmith.data.chat import Completion, check_template, encode, read_row
+from draftsmith.data.chat import check_template, encode
+from draftsmith.data.formats import Completion, read_sample
 from draftsmith.data.rows import UnusableRow
 
 ROOT = Path(__file__).parents[2]
@@ -160,21 +161,21 @@ SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": 
     ],
 )  # fmt: skip
 def test_formats(row):
-    assert read_row(row) == CHAT
+    assert read_sample(row) == CHAT
 
 
 def test_plain_formats():
-    assert read_row({"text": "x", "messages": None}) == "x"
-    assert read_row({"prompt": "a", "completion": "b"}) == Completion("a", "b")
+    assert read_sample({"text": "x", "messages": None}) == "x"
+    assert read_sample({"prompt": "a", "completion": "b"}) == Completion("a", "b")
     system = {"role": "system", "content": "s"}
-    assert read_row({"messages": [system, {"role": "assistant", "content": "hi"}, *CHAT]}) == [system, *CHAT]
+    assert read_sample({"messages": [system, {"role": "assistant", "content": "hi"}, *CHAT]}) == [system, *CHAT]
 
 
 @pytest.mark.parametrize(
     "row, message",
     [
         ({"question": 1, "answer": 2}, "it has question, answer; needed is one of messages, conversations, prompt and"),
-        ({"messages": "hello"}, "its turns are no list"),
+        ({"messages": "hello"}, "messages is a text; a list of messages is needed"),
         ({"messages": [{"role": "user"}]}, "a turn has no 'role' or no 'content'"),
         ({"messages": [None]}, "a turn has no 'role' or no 'content'"),
         ({"conversations": [*SHAREGPT, {"from": "bard", "value": "y"}]}, "a turn is from an unknown speaker"),
@@ -182,26 +183,26 @@ def test_plain_formats():
         ({"messages": [{"role": "model", "content": "y"}]}, "a turn has an unknown role"),
         ({"messages": [{"role": None, "content": "y"}]}, "a turn has an unknown role"),
         ({"messages": [{"role": {}, "content": "y"}]}, "a turn has an unknown role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "a turn's 'content' is no text"),
-        ({"messages": [{"role": "user", "content": None}]}, "a turn's 'content' is no text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a turn's 'content' is no text"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "a turn's 'content' is no text"),
+        ({"messages": [{"role": "user", "content": 5}]}, "a turn's 'content' is a number; a text is needed"),
+        ({"messages": [{"role": "user", "content": None}]}, "a turn's 'content' is null"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a turn's 'content' is a list"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "a turn's 'content' is a number"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "'content' holds half of a surrogate pair"),
-        ({"messages": []}, "an empty chat"),
-        ({"conversations": []}, "an empty chat"),
-        ({"conversations": [{"from": "gpt", "value": "alone"}]}, "a chat without a turn of the user"),
+        ({"messages": []}, "an empty conversation"),
+        ({"conversations": []}, "an empty conversation"),
+        ({"conversations": [{"from": "gpt", "value": "alone"}]}, "a conversation without a turn of the user"),
         ({"messages": None, "text": None, "id": 3}, "it has id; needed is one of messages"),
         ({}, "it has nothing; needed is one of messages"),
-        ({"text": 5}, "its 'text' is no text"),
-        ({"text": ""}, "its 'text' is empty"),
-        ({"prompt": "x", "completion": ["y"]}, "its turns are no list"),
+        ({"text": 5}, "text is a number; a text is needed"),
+        ({"text": ""}, "text is an empty text; a text is needed"),
+        ({"prompt": "x", "completion": ["y"]}, "prompt is a text; a list of messages is needed"),
         ({"prompt": "x", "completion": None}, "it has prompt; needed is one of"),
     ],
 )
-def test_odd_rows(row, message):
+def test_unusable_rows(row, message):
     """The reason holds nothing of the row, so that equal reasons add up."""
     with pytest.raises(UnusableRow, match=message):
-        read_row(row)
+        read_sample(row)
 
 
 # ---- what cannot be told

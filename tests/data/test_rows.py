@@ -7,7 +7,7 @@ import os
 import pytest
 
 from draftsmith.common.sections import Source
-from draftsmith.data.rows import MOST_REASONS, UnusableRow, Skipped, rows, usable
+from draftsmith.data.rows import MOST_REASONS, Skipped, UnusableRow, rows, usable
 
 DEEP = "[" * 100_000
 FINE = '{"text": "fine"}'
@@ -174,7 +174,7 @@ def test_reasons_do_not_grow_without_end():
 def test_the_bound(count, rows, most, of, refused):
     skipped = Skipped(rows)
     if count:
-        skipped.add("an empty chat", "row 3", count)
+        skipped.add("an empty conversation", "row 3", count)
     if refused:
         with pytest.raises(ValueError, match=f"source .x.: {count} of {rows} rows skipped: {count} × an empty"):
             skipped.check("x", most, of)

@@ -150,11 +150,15 @@ def test_one_process_makes_it_and_the_others_wait(tmp_path, cache):
             [{"messages": CHATS[0]}, {"question": "x"}, {"question": "y"}, {"messages": []}],
             {},
             "a.jsonl': 3 of 4 rows skipped: 2 × it has question; needed is one of messages, conversations, prompt and "
-            "completion, or text (first: line 2); 1 × an empty chat (first: line 4). That is more than "
+            "completion, or text (first: line 2); 1 × an empty conversation (first: line 4). That is more than "
             "data.max_skipped=0.1 of them; mend the data, or raise data.max_skipped",
         ),
-        ([{"messages": CHATS[0]}, {"messages": []}], {"max_skipped": 0.0}, "1 of 2 rows skipped: 1 × an empty chat"),
-        ([{"messages": []}], {"max_skipped": 1.0}, "has no row left: 1 of 1 rows skipped: 1 × an empty chat"),
+        (
+            [{"messages": CHATS[0]}, {"messages": []}],
+            {"max_skipped": 0.0},
+            "1 of 2 rows skipped: 1 × an empty conversation",
+        ),
+        ([{"messages": []}], {"max_skipped": 1.0}, "has no row left: 1 of 1 rows skipped: 1 × an empty conversation"),
         ([{"messages": CHATS[0]}], {"template": "{{ 1 / 0 }}"}, "a.jsonl': the chat template fails on this chat: Zero"),
         (
             [{"messages": CHATS[0]}] * 4,
@@ -191,12 +195,12 @@ def test_odd_rows_are_skipped_counted_and_remembered(tmp_path, tokenizer, cache,
     source = write(tmp_path / "a.jsonl", [chats[0], bard, *chats[1:], bard, {"messages": []}])
     first = tokenized(source, data(max_skipped=0.2), tokenizer)
     unknown = next(reason for reason in first.skipped.reasons if "unknown speaker" in reason)
-    assert first.skipped == Skipped(23, {unknown: (2, "line 2"), "an empty chat": (1, "line 23")})
+    assert first.skipped == Skipped(23, {unknown: (2, "line 2"), "an empty conversation": (1, "line 23")})
     assert parts(first, tokenizer) == parts(tokenized(write(tmp_path / "b.jsonl", chats), data(), tokenizer), tokenizer)
     monkeypatch.setattr(module, "encode", None)  # what is kept needs it no more
     again = tokenized(source, data(max_skipped=0.2), tokenizer)
     assert again.skipped == first.skipped and again.sha256() == first.sha256()
-    with pytest.raises(ValueError, match=r"3 of 23 rows skipped: 2 × .* \(first: line 2\); 1 × an empty chat"):
+    with pytest.raises(ValueError, match=r"3 of 23 rows skipped: 2 × .* \(first: line 2\); 1 × an empty conversation"):
         tokenized(source, data(max_skipped=0.1), tokenizer)
 
 

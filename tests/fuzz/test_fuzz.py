@@ -435,8 +435,10 @@ def test_prompts(folder, target, content):
         return
     assert len(prompts) == sum(bool(line.strip()) for line in content.decode("utf-8-sig").split("\n"))
     for prompt in prompts:
-        prompt.text.encode()  # no half surrogate pair
-        for message in prompt.messages or []:
+        if isinstance(prompt.content, str):
+            prompt.content.encode()  # no half surrogate pair
+            continue
+        for message in prompt.content:
             assert isinstance(message["content"], str) and message["content"].encode() is not None
             assert message["content"] not in ("None", "null") or b"None" in content or b"null" in content
     try:
@@ -445,8 +447,8 @@ def test_prompts(folder, target, content):
         assert said(error).startswith(str(path))
         return
     for prompt, ids in zip(prompts, encoded, strict=True):
-        if prompt.messages is None:
-            assert target.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == prompt.text
+        if isinstance(prompt.content, str):
+            assert target.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == prompt.content
 
 
 # ---- data rows

@@ -225,7 +225,7 @@ def test_vicuna7b(world, vicuna7b):
     for split, rows, speaker, empty in (("train[500:]", 140, 4, 31), ("train[:500]", 500, 8, 151)):
         (line,) = [line for line in vicuna7b.splitlines() if f"({split}): 2 of {rows} rows skipped: " in line]
         assert re.search(rf"1 × a turn is from an unknown speaker .*\(first: row {speaker}\)", line), line
-        assert f"1 × an empty chat (first: row {empty})" in line
+        assert f"1 × an empty conversation (first: row {empty})" in line
     check_prompts(world)
     assert {"adapter/adapter_config.json", "chat_template.jinja"} <= set(world.hub.files(f"models/{USER}/vicuna7b"))
 

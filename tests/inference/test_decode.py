@@ -225,7 +225,7 @@ def test_streamed_text_is_the_text(target, capsys, cut):
 
 
 def user(text):
-    return Prompt("", [{"role": "user", "content": text}])
+    return Prompt([{"role": "user", "content": text}])
 
 
 @pytest.mark.parametrize("raw", [True, False])
@@ -266,7 +266,7 @@ def test_a_conversation_keeps_its_history(run_main, drafter, target, monkeypatch
     chat, answers = [], []
     for line in ("a = é", "b = 2"):
         chat.append({"role": "user", "content": line})
-        (result,) = SpeculativeDecoder(target).generate([Prompt("", chat).encode(target)], 5)
+        (result,) = SpeculativeDecoder(target).generate([Prompt(chat).encode(target)], 5)
         answers.append(decode_text(target.tokenizer, result.tokens))
         chat.append({"role": "assistant", "content": answers[-1]})
     assert (code, out, err.count("tokens in")) == (0, "\n".join(answers), 2)

@@ -22,51 +22,55 @@ def test_read_prompts(tmp_path):
         json.dumps({"prompt": None, "messages": [{"role": "user", "content": parts}]}),
         '{"prompt": "\\ud83d\\ude42"}',
         json.dumps({"messages": [USER, {"role": "function", "content": "7"}]}),  # as in training data
+        json.dumps({"prompt": [USER], "completion": chat[1:]}),
+        json.dumps({"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]}),
+        json.dumps({"prompt": "Hello", "messages": chat}),  # some data sets have both: the conversation is asked
     ]
     path.write_bytes("\n".join(lines).encode())
     assert read_prompts(path) == [
         Prompt("a\u2028b\x85c\u2029 \n d"),
-        Prompt("", [*chat, {"role": "user", "content": "Bye"}]),
-        Prompt("", [USER]),
-        Prompt("", [{"role": "user", "content": "first"}]),
-        Prompt("", [{"role": "user", "content": "one two"}]),
+        Prompt([*chat, {"role": "user", "content": "Bye"}]),
+        Prompt([USER]),
+        Prompt([{"role": "user", "content": "first"}]),
+        Prompt([{"role": "user", "content": "one two"}]),
         Prompt("🙂"),
-        Prompt("", [USER, {"role": "function", "content": "7"}]),
+        Prompt([USER, {"role": "function", "content": "7"}]),
+        *[Prompt([USER])] * 3,
     ]
     assert [prompt.where for prompt in read_prompts(path)][1:3] == [f"{path}:3", f"{path}:4"]
 
 
 LINES = [
-    ('{"prompt": null}', "not a prompt: no prompt, messages or turns"),
-    ('{"prompt": 5}', "prompt is a number; a text is needed"),
-    ('{"prompt": true}', "prompt is true; a text is needed"),
-    ('{"prompt": ["a"]}', "prompt is a list; a text is needed"),
-    ('{"prompt": {}}', "prompt is an empty object; a text is needed"),
-    ('{"prompt": ""}', "prompt is an empty text; a text is needed"),
+    ('{"prompt": null}', "it has nothing; needed is one of messages, conversations, turns or prompt"),
+    ('{"prompt": 5}', "prompt is a number; a text or a list of messages is needed"),
+    ('{"prompt": true}', "prompt is true; a text or a list of messages is needed"),
+    ('{"prompt": ["a"]}', "a turn has no 'role' or no 'content'"),
+    ('{"prompt": {}}', "prompt is an empty object; a text or a list"),
+    ('{"prompt": ""}', "prompt is an empty text; a text or a list"),
     ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
     ('{"prompt": "a"', "not valid JSON"),
-    ('{"text": "a"}', "not a prompt: no prompt, messages or turns"),
-    ('"prompt"', "not a prompt but a text"),
-    ("null", "not a prompt but null"),
-    ("[]", "not a prompt but an empty list"),
-    ("NaN", "not a prompt but a number"),
+    ('{"text": "a"}', "it has text; needed is one of messages"),
+    ('"prompt"', "a text instead of an object with fields"),
+    ("null", "null instead of an object with fields"),
+    ("[]", "an empty list instead of an object with fields"),
+    ("NaN", "a number instead of an object with fields"),
     ("[" * 100_000, "nested too deeply"),
     ('{"a":' * 100_000, "nested too deeply"),
-    ('{"messages": []}', "messages is an empty list; a list is needed"),
-    ('{"messages": "hello"}', "messages is a text; a list is needed"),
+    ('{"messages": []}', "an empty conversation"),
+    ('{"messages": "hello"}', "messages is a text; a list of messages is needed"),
     ('{"messages": ["hello"]}', "a turn has no 'role' or no 'content'"),
     ('{"messages": [{"role": "user"}]}', "a turn has no 'role' or no 'content'"),
-    ('{"messages": [{"role": "user", "content": null}]}', "a turn's 'content' is no text"),
-    ('{"messages": [{"role": "user", "content": 7}]}', "a turn's 'content' is no text"),
-    ('{"messages": [{"role": "user", "content": []}]}', "a turn's 'content' is no text"),
-    ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "a turn's 'content' is no text"),
-    ('{"messages": [{"role": "user", "content": ["a"]}]}', "a turn's 'content' is no text"),
+    ('{"messages": [{"role": "user", "content": null}]}', "a turn's 'content' is null; a text is needed"),
+    ('{"messages": [{"role": "user", "content": 7}]}', "a turn's 'content' is a number"),
+    ('{"messages": [{"role": "user", "content": []}]}', "a turn's 'content' is an empty list"),
+    ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "a turn's 'content' is a list"),
+    ('{"messages": [{"role": "user", "content": ["a"]}]}', "a turn's 'content' is a list"),
     ('{"messages": [{"role": "bard", "content": "a"}]}', "a turn has an unknown role (known: system, developer, user"),
     ('{"messages": [{"role": 7, "content": "a"}]}', "a turn has an unknown role (known: system"),
     ('{"messages": [{"role": [], "content": "a"}]}', "a turn has an unknown role (known: system"),
-    ('{"messages": [{"role": "assistant", "content": "a"}]}', "nobody asks"),
-    ('{"turns": []}', "turns is an empty list"),
-    ('{"turns": "abc"}', "turns is a text; a list is needed"),
+    ('{"messages": [{"role": "assistant", "content": "a"}]}', "no message but one of the assistant"),
+    ('{"turns": []}', "turns is an empty list; a list of texts is needed"),
+    ('{"turns": "abc"}', "turns is a text; a list of texts is needed"),
     ('{"turns": ["a", null]}', "one of the turns is null; a text is needed"),
 ]
 
@@ -97,7 +101,7 @@ def test_files_that_are_none(tmp_path):
 def test_prompts_are_encoded_as_the_target_does(target):
     tokenizer = target.tokenizer
     assert Prompt("x = 1").encode(target) == tokenizer("x = 1")["input_ids"]
-    text = tokenizer.decode(Prompt("", [USER]).encode(target))
+    text = tokenizer.decode(Prompt([USER]).encode(target))
     assert text == "<|user|>\nHello<|end|>\n<|assistant|>\n"
 
 
@@ -114,7 +118,7 @@ def test_prompts_are_encoded_as_the_target_does(target):
 def test_templates_that_refuse(target, monkeypatch, template, message):
     monkeypatch.setattr(target.tokenizer, "chat_template", template)
     with pytest.raises(ValueError) as error:
-        encode_prompts([Prompt("fine"), Prompt("", [USER], "p.jsonl:2")], target)
+        encode_prompts([Prompt("fine"), Prompt([USER], "p.jsonl:2")], target)
     assert str(error.value).startswith("p.jsonl:2: ") and message.format(target.name) in str(error.value)
     assert "\n" not in str(error.value)
     assert 'give the text as it is (--raw, or lines of {"prompt": …})' in str(error.value)

@@ -107,13 +107,13 @@ def test_seeds_of_every_format():
     assert read_seed({"messages": [user, said, {"role": "tool", "content": "3"}, user]}) == (user,)
     assert read_seed({"messages": [user, said, system]}) == (user,)
     for wrong, message in [
-        ({"messages": [system, said]}, "a chat without a turn of the user"),
+        ({"messages": [system, said]}, "the user asks nothing"),
         ({"messages": [{"role": "tool", "content": "3"}, user]}, "the user asks nothing"),
-        ({"text": "a"}, "it has text; a seed needs"),
-        ({"turns": "a"}, "no list of texts"),
-        ({"turns": []}, "an empty chat"),
-        ({"turns": ["a", None]}, "a turn's 'content' is no text"),
-        ({"prompt": 5}, "its turns are no list"),
+        ({"text": "a"}, "it has text; needed is one of"),
+        ({"turns": "a"}, "turns is a text; a list of texts is needed"),
+        ({"turns": []}, "turns is an empty list"),
+        ({"turns": ["a", None]}, "one of the turns is null"),
+        ({"prompt": 5}, "prompt is a number; a text or a list of messages is needed"),
         ({"prompt": "\ud800"}, "half of a surrogate pair"),
         ({"conversations": [{"from": "bard", "value": "x"}]}, "a turn is from an unknown speaker"),
     ]:
@@ -137,14 +137,12 @@ def test_ids_are_of_the_content_not_of_the_place(tmp_path):
     with pytest.raises(ValueError, match="asks anything"):
         ids([chat])
     odd = {"messages": None, "conversations": "x"}
-    assert ids([a, odd, b]) == ([first, second], 1), "an odd row changes nothing about the others"
-    with pytest.raises(
-        ValueError, match=r"seeds\.jsonl': 2 of 3 rows skipped: 2 × its turns are no list \(first: line 2"
-    ):
+    assert ids([a, odd, b]) == ([first, second], 1), "an unusable row changes nothing about the others"
+    with pytest.raises(ValueError, match=r"seeds\.jsonl': 2 of 3 rows skipped: 2 × conversations is a text; .* 2"):
         ids([a, odd, odd])
 
 
-def test_odd_rows_of_several_sources(tmp_path):
+def test_unusable_rows_of_several_sources(tmp_path):
     for name, lines in (("a", ['{"prompt": "x"}', "{"]), ("b", ["[" * 100_000, '{"prompt": "y"}', '{"text": ""}'])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     sources = [Source(source=str(tmp_path / f"{name}.jsonl")) for name in "ab"]
@@ -155,7 +153,7 @@ def test_odd_rows_of_several_sources(tmp_path):
         (1, "JSON nested too deeply", f"line 1 of {tmp_path}/b.jsonl"),
         (
             1,
-            "it has text; a seed needs one of messages, conversations, turns or prompt",
+            "it has text; needed is one of messages, conversations, turns or prompt",
             f"line 3 of {tmp_path}/b.jsonl",
         ),
     ]
