@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -87,10 +88,27 @@ def _heeds_interrupts() -> bool:
     return in_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # started by nohup or with & from a script
 
 
+def _refuse_other_checkout() -> None:
+    """Exit with one line if the running script lies in one checkout of this project and the library in another: the
+    script would run with modules of another state."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None or not getattr(main, "__file__", None):
+        return  # python -m, or no script at all
+    script, library = Path(str(main.__file__)).resolve(), Path(__file__).resolve().parents[1]
+    own = script.parent.parent  # a command is a file in one of the rooms
+    if own != library and (own / "common" / "command.py").is_file():
+        _stop(
+            f"{script}: this script is part of {own}, but this Python imports draftsmith from {library}; install "
+            f"the script's (pip install --editable {own}), or run {library / script.relative_to(own)}",
+            2,
+        )
+
+
 def before_imports(parser: argparse.ArgumentParser) -> None:
     """Call this in a script before it imports anything slow: ``--help`` and wrong usage answer at once, and Ctrl-C
     during the imports is one line. ``main`` parses the command line again."""
     _print_anything()
+    _refuse_other_checkout()
     parser.parse_intermixed_args()
 
     def leave(signum: int, frame: FrameType | None) -> None:
@@ -110,6 +128,7 @@ def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoRetur
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked workers would warn about it
     _print_anything()
+    _refuse_other_checkout()
     interrupted = False
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
@@ -171,20 +190,24 @@ def _out_of_memory(error: Exception) -> bool:
     return known or "can't allocate memory" in str(error)
 
 
-def training_parser(description: str | None, recipe: str, override: str, tiny: str) -> argparse.ArgumentParser:
-    """The command line of the training scripts.
+def recipe_parser(
+    description: str | None, recipe: str, override: str, tiny: str | None = None, *,
+    resume: str = "go on from the newest checkpoint",
+    restart: str = "begin anew, deleting earlier checkpoints of this run",
+    dry_run: str = "say what it would cost; train nothing",
+) -> argparse.ArgumentParser:  # fmt: skip
+    """The command line of a command that reads a recipe.
 
     Args:
         recipe, override: examples.
-        tiny: what --tiny does.
+        tiny, resume, restart, dry_run: help of these flags; without ``tiny`` the command has none of them.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help=f"a YAML file, for example {recipe}")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help=f"for example {override}")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    parser.add_argument("--restart", action="store_true", help="begin anew, deleting earlier checkpoints of this run")
-    parser.add_argument("--tiny", action="store_true", help=tiny)
-    parser.add_argument("--dry-run", action="store_true", help="say what it would cost; train nothing")
+    if tiny is not None:
+        for flag, what in {"--resume": resume, "--restart": restart, "--tiny": tiny, "--dry-run": dry_run}.items():
+            parser.add_argument(flag, action="store_true", help=what)
     return parser
 
 
