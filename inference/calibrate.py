@@ -1,20 +1,19 @@
-"""Calibrate a drafter's tree: which rank paths come true on held-out text, and how many nodes pay on this device.
+"""Calibrate a drafter's tree: which rank paths are right on held-out text, and how many nodes pay on this device.
 
     python inference/calibrate.py runs/demo              # writes runs/demo/tree.json
     python inference/calibrate.py runs/demo --nodes 32   # a tree of 32 nodes, whatever it costs here
-    python inference/calibrate.py ngram --target models/tiny-lm     # only what steps cost, for drafters without a tree
+    python inference/calibrate.py ngram --target models/tiny-lm     # step costs alone, for drafters without a tree
 
-A path's probability is the share of positions where head 1's r_1-th token, head 2's r_2-th token, … are all the true
-ones: joint counts, no independence assumed (Medusa, arXiv 2401.10774 §2.3.3, assumes it). A child never outnumbers its
-parent, so the N most frequent paths *are* the best tree of N nodes. Its size maximises E[tokens] / measured step time.
-Both are measured as well as the time given (--seconds) allows: on rows of the text in a fixed random order, and by
-steps of trees of all sizes in turn, where sizes that fall behind are timed no further.
+The best tree of each size and its expected tokens per step follow from the ranks that the drafter gives to the true
+tokens (inference/ranks.py); the size written maximises E[tokens] / measured step time. Both are measured as well as the
+time given (--seconds) allows: on rows of the text in a fixed random order, and by steps of trees of all sizes in turn,
+where sizes that fall behind are timed no further.
 
 `ngram`, `draft_model:PATH` and merges (`runs/demo+ngram`) choose their nodes step by step, by their own estimates of
-acceptance and by what a step costs by its rows. The latter is timed at their first use and kept in the cache folder;
-calibrating times it again, and calibrates the drafter folder that is part of a merge.
+acceptance and by what a step costs by its number of rows. These costs are timed at their first use and kept in the
+cache folder; calibrating times them again, and calibrates the drafter folder that is part of a merge.
 
-Shape letters: S sequences, T tokens, K draft heads.
+Shape letters: S sequences, T tokens, K depths (draft heads).
 """
 
 # ruff: noqa: E402
@@ -25,11 +24,9 @@ import math
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from draftsmith.common.command import before_imports, run_command
 from draftsmith.models.options import DECODERS, target_arguments, target_options
@@ -58,7 +55,6 @@ def parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     before_imports(parser())
 
-import torch
 from filelock import Timeout
 from safetensors.torch import load_file
 from torch import Tensor
@@ -68,140 +64,30 @@ from draftsmith.common.files import check_folder, locked, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.answers import answer
 from draftsmith.inference.costs import step_costs
-from draftsmith.inference.drafters.load import has_folder, load_heads, read_heads
-from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.drafters.load import Calibration, family_of, has_folder, read_named
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.options import check_counts, parts_of
 from draftsmith.inference.prompts import encode_prompts, read_prompts
-from draftsmith.inference.step import find_lean
+from draftsmith.inference.ranks import accuracy, best_tree, candidates, simulate
+from draftsmith.inference.runner import find_lean
 from draftsmith.inference.terminal import console
-from draftsmith.inference.tree import MOST_NODES, Topology, chain
+from draftsmith.inference.tree import MAX_NODES, Topology, chain
+from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name
-from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, check_safetensors, load_target
 
-MAX_RANK = 10  # ranks per head that a tree may use
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-CANDIDATES = 24  # paths that a merge may choose from
-RANKING, MOST_POSITIONS = 0.4, 8192  # ranks are counted for this share of the time, or at so many positions
-MOST_ROWS = 16  # of the text at once
-LOGITS = 512  # positions whose logits are in memory at once
+RANKING, MAX_POSITIONS = 0.4, 8192  # ranks are counted for this share of the time, or at so many positions
+MAX_ROWS = 16  # of the text at once
 TIMED_PROMPTS, TIMED_TOKENS = 2, 8  # each size decodes one prompt a round, τ · TIMED_TOKENS tokens: as many steps
 TIMED_CONTEXT = 256  # tokens of a prompt
-MOST_ROUNDS = 40
+MAX_ROUNDS = 40
 SETTLED = 0.01  # timing ends when no cost fell by more in the last two rounds with each prompt
 TIED = 0.02  # of two sizes whose speeds differ by less, the smaller is taken
 
 
-@torch.inference_mode()
-def head_ranks(
-    target: Target,
-    heads: MedusaHeads,
-    tokens: Tensor,
-    supervised: Tensor,
-    batch_size: int = 16,
-    on_done: Callable[[int], None] | None = None,
-) -> Tensor:
-    """The rank that each head gave to the true token.
-
-    Args:
-        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.answers.answer` returns them.
-        on_done: called with the number of sequences done so far.
-
-    Returns:
-        ``[S, T, K]`` int64: at position t, head k's rank of x_{t+k+1}; ``MAX_RANK`` if it is not among the best, −1
-        where there is no such label or where position t + 1 is no answer's token (no step begins there).
-    """
-    sequences, length = tokens.shape
-    num_heads = heads.config.num_draft_heads
-    ranks = torch.full((sequences, length, num_heads), -1, dtype=torch.int64)
-    for start in range(0, sequences, batch_size):
-        ids = tokens[start : start + batch_size].long()
-        marks = supervised[start : start + batch_size]
-        begins = torch.zeros_like(marks)
-        begins[:, :-1] = marks[:, 1:]
-        reached = begins.clone()  # every token up to the label is the same answer's
-        hidden = target.hidden(ids.to(target.device))[begins.to(target.device)]
-        top = min(MAX_RANK, heads.config.vocab_size)
-        features = heads.features(hidden.to(heads.weight.dtype))
-        for k in range(num_heads):
-            logits = (heads.head_logits(k, some, target.lm_head) for some in features[k].split(LOGITS))
-            best = torch.cat([some.topk(top, -1).indices.cpu() for some in logits])  # [P, top]
-            label = torch.full(ids.shape, -1)
-            reached[:, : max(0, length - k - 2)] &= marks[:, k + 2 :]
-            reached[:, max(0, length - k - 2) :] = False
-            label[:, : max(0, length - k - 2)] = ids[:, k + 2 :]
-            label = torch.where(reached, label, -1)
-            label = label[begins]
-            match = best == label[:, None]
-            rank = torch.where(match.any(-1), match.int().argmax(-1), MAX_RANK)
-            ranks[start : start + batch_size, :, k][begins] = torch.where(label >= 0, rank, -1)
-        if on_done:
-            on_done(min(start + batch_size, sequences))
-    return ranks
-
-
-def path_counts(ranks: Tensor) -> tuple[Counter[tuple[int, ...]], int]:
-    """How often each rank path was wholly true, and the number of positions where all heads have a label."""
-    full = ranks[(ranks >= 0).all(-1)]
-    counts: Counter[tuple[int, ...]] = Counter()
-    for row in full.tolist():
-        for depth, rank in enumerate(row):
-            if rank >= MAX_RANK:
-                break
-            counts[tuple(row[: depth + 1])] += 1
-    return counts, len(full)
-
-
-def best_tree(ranks: Tensor, nodes: int) -> Topology:
-    """The tree of at most ``nodes`` nodes (root included) with the highest expected accepted length.
-
-    Raises:
-        ValueError: there is no position to count on.
-    """
-    counts, positions = path_counts(ranks)
-    if not positions:
-        raise ValueError("no calibration position: the answers are shorter than the number of draft heads")
-    # Ties go to the shorter path, so that no child comes without its parent.
-    order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
-    return Topology(tuple(order[: nodes - 1]))
-
-
-def candidates(ranks: Tensor) -> list[dict[str, Any]]:
-    """The paths that came true most often, and how often: what a merge with other drafters chooses nodes from."""
-    counts, positions = path_counts(ranks)
-    paths = best_tree(ranks, CANDIDATES + 1).paths
-    return [{"path": list(path), "rate": round(counts[path] / positions, 4)} for path in paths]
-
-
-def simulate(topology: Topology, ranks: Tensor) -> float:
-    """Mean accepted length τ (bonus token included) of a tree, by walking the sequences step by step: exact for greedy
-    decoding, since the sequences are the target's own.
-
-    Args:
-        ranks: ``[S, T, K]`` from :func:`head_ranks`.
-    """
-    known = set(topology.paths)
-    tokens = steps = 0
-    for row in ranks.tolist():
-        begins = [t for t, at in enumerate(row) if at[0] >= 0]
-        if not begins:
-            continue
-        t, end = begins[0], begins[-1]
-        while t <= end:
-            if row[t][0] < 0:  # between two answers, or an answer's last token
-                t += 1
-                continue
-            accepted = 0
-            while accepted < len(row[t]) and tuple(row[t][: accepted + 1]) in known:
-                accepted += 1
-            tokens += min(accepted, end - t) + 1  # a bonus token behind the text's end is not committed
-            steps, t = steps + 1, t + accepted + 1
-    return tokens / steps if steps else 0.0
-
-
 def batches(count: int, rows: int, until: float, clock: Callable[[], float] = time.monotonic) -> Iterator[slice]:
-    """Slices of ``range(count)``, the first of so many rows, later ones of up to :data:`MOST_ROWS`: as many as the
+    """Slices of ``range(count)``, the first of so many rows, later ones of up to :data:`MAX_ROWS`: as many as the
     caller is expected to be done with in time, going by the slice before."""
     begin = 0
     while rows > 0 and begin < count:
@@ -209,7 +95,7 @@ def batches(count: int, rows: int, until: float, clock: Callable[[], float] = ti
         yield slice(begin, end)
         now = clock()
         fit = (until - now) / max(now - since, 1e-9) * (end - begin)
-        begin, rows = end, int(min(max(2 * rows, 1), MOST_ROWS, max(0.0, fit)))
+        begin, rows = end, int(min(max(2 * rows, 1), MAX_ROWS, max(0.0, fit)))
 
 
 @dataclass(frozen=True)
@@ -248,7 +134,7 @@ def race(run: Callable[[int, int], Sequence[float]], taus: Sequence[float], late
     costs = [math.inf] * len(taus)
     history: list[list[float]] = []
     noise: float | None = None
-    for number in range(MOST_ROUNDS):
+    for number in range(MAX_ROUNDS):
         turn, share = number % TIMED_PROMPTS, min(0.9, 1 - 0.5 / (number // TIMED_PROMPTS + 1))
         racing = [0]
         for size, tau in enumerate(taus):
@@ -277,11 +163,18 @@ def pick(choices: Sequence[Choice]) -> Choice:
 
 
 def choose(
-    target: Target, heads: MedusaHeads, ranks: Tensor, prompts: Sequence[list[int]], sizes: Sequence[int],
+    target: Target, calibration: Calibration, ranks: Tensor, prompts: Sequence[list[int]], sizes: Sequence[int],
     late: Callable[[], bool], lean: bool | None = None,
 ) -> tuple[list[Choice], Costs]:  # fmt: skip
-    """The sizes that were timed, with expected τ and cost on this device, by the decoder asked for (``lean`` as
-    :class:`SpeculativeDecoder` takes it). ``late``: as :func:`race` takes it."""
+    """The sizes that were timed, with expected τ and cost on this device.
+
+    Args:
+        ranks: ``[S, T, K]`` of the text.
+        prompts: that the timed steps decode.
+        sizes: numbers of nodes, rising.
+        late: as :func:`race` takes it.
+        lean: as :class:`SpeculativeDecoder` takes it.
+    """
     trees: list[Topology] = []
     for size in sizes:
         topology = best_tree(ranks, size)
@@ -298,10 +191,10 @@ def choose(
         prompt, ends = prompts[turn % len(prompts)], list[float]()
         count = math.ceil(taus[size] * TIMED_TOKENS) + 1
         if size not in decoders:
-            drafter = MedusaDrafter(heads, trees[size - 1], target) if size else None
+            drafter = calibration.build(target, trees[size - 1]) if size else None
             decoders[size] = SpeculativeDecoder(target, drafter, lean=lean)
             first = Request(prompt, 4, stop_ids=frozenset())  # allocates what all need, and tunes
-            decoders[size].serve([first], 1, longest=len(prompt) + count)
+            decoders[size].serve([first], 1, max_length=len(prompt) + count)
         note = lambda *_: ends.append(clock())  # noqa: E731
         decoders[size].generate([prompt], count, stop_ids=frozenset(), on_tokens=note)
         return [end - begin for begin, end in itertools.pairwise(ends)]
@@ -352,11 +245,37 @@ def check_idle(folder: Path) -> None:
             raise ValueError(f"{folder}: another command is working in this run; wait until it has ended") from None
 
 
+def read_held_out(folder: Path) -> dict[str, Tensor]:
+    """A run's held-out rows: ``tokens``, ``supervised`` ``[S, T]``, at least one with an answer.
+
+    Raises:
+        FileNotFoundError, ValueError: there are none, or the file is damaged.
+    """
+    stored, instead = folder / "held_out" / "model.safetensors", "pass --prompts FILE.jsonl to calibrate on"
+    if not stored.exists():
+        raise FileNotFoundError(f"{folder}: holds no held-out rows; {instead}")
+    if not {"tokens", "supervised"} <= check_safetensors(stored.parent).keys():
+        raise ValueError(f"{stored}: not the held-out rows of a run; {instead}")
+    data = load_file(stored)
+    if not data["supervised"].any():
+        raise ValueError(f"{folder}: no held-out row has an answer; {instead}")
+    return data
+
+
 def print_costs(target: Target, lean: bool | None) -> None:
-    """Time the target's steps again, and say what they cost."""
-    costs = step_costs(target, lean, again=True)
-    print(f"a plain step: {costs.plain * 1e3:.2f} ms; times that by nodes: ", end="")
+    """Time the target's steps again and print what they cost."""
+    costs = step_costs(target, lean, remeasure=True)
+    print(f"a plain step: {costs.plain_seconds * 1e3:.2f} ms; times that by nodes: ", end="")
     print(", ".join(f"{rows}: {cost:.2f}" for rows, cost in costs.points))
+
+
+def print_choices(choices: Sequence[Choice]) -> None:
+    print("  nodes  depth  expected τ  ms/step  expected speed-up")
+    for c in choices:
+        print(
+            f"  {c.topology.num_nodes:5d}  {c.topology.max_depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:7.2f}"
+            f"  {c.speedup:17.2f}"
+        )
 
 
 def main() -> None:
@@ -364,35 +283,29 @@ def main() -> None:
     if args.nodes is not None and args.nodes < 2:
         raise ValueError(f"--nodes {args.nodes}: a tree has at least 2 nodes, the root and one draft")
     check_counts(nodes=args.nodes, max_new_tokens=args.max_new_tokens)
-    if args.nodes is not None and args.nodes > MOST_NODES:
-        raise ValueError(f"--nodes {args.nodes}: must be at most {MOST_NODES}")
+    if args.nodes is not None and args.nodes > MAX_NODES:
+        raise ValueError(f"--nodes {args.nodes}: must be at most {MAX_NODES}")
     if not 0 < args.seconds < math.inf:
         raise ValueError(f"--seconds {args.seconds:g}: must be above 0")
     given = read_prompts(args.prompts) if args.prompts else []
     options = target_arguments(args)
     lean = DECODERS[args.decoder]
     folders = [part for part in parts_of(args.drafter) if has_folder(part)]
+    if len(folders) > 1:
+        raise ValueError(f"'{args.drafter}' has {len(folders)} drafter folders; calibrate each by itself")
     if not folders:
         if not args.target:
             raise ValueError(f"'{args.drafter}' has no target of its own: pass --target")
         return print_costs(load_target(args.target, **options), lean)
-    if len(folders) > 1:
-        raise ValueError(f"'{args.drafter}' has {len(folders)} drafter folders; calibrate each by itself")
-    folder, config, weights = read_heads(folders[0])
+    folder, config, weights = read_named(folders[0])
+    family, target_name = family_of(folder, config), args.target or config["target"]["name_or_path"]
+    if not hasattr(family, "calibration"):  # it has no tree
+        return print_costs(target_of(folder, config, load_target(target_name, **options)), lean)
+    drafter: Calibration = family.calibration(folder, config, weights)
     check_folder("DRAFTER", folder)
     check_idle(folder)
-    stored = folder / "held_out" / "model.safetensors"
-    data: dict[str, Tensor] = {}
-    if not args.prompts:
-        if not stored.exists():
-            raise FileNotFoundError(f"{folder}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on")
-        if not {"tokens", "supervised"} <= check_safetensors(stored.parent).keys():
-            raise ValueError(f"{stored}: not the held-out rows of a run; pass --prompts FILE.jsonl to calibrate on")
-        data = load_file(stored)
-        if not data["supervised"].any():
-            raise ValueError(f"{folder}: no held-out row has an answer; pass --prompts FILE.jsonl to calibrate on")
-    target, heads = load_heads(folder, config, weights, args.target, options)
-    ran = "transformers" if isinstance(find_lean(target, lean), str) else "lean"
+    data = {} if given else read_held_out(folder)
+    target = target_of(folder, config, load_target(target_name, **options))
     texts = encode_prompts(given, target)
     rows = list(range(len(texts))) or data["supervised"].any(1).nonzero().flatten().tolist()
     random.Random(0).shuffle(rows)
@@ -414,41 +327,32 @@ def main() -> None:
                 its = answer(target, [texts[row] for row in some], args.max_new_tokens, 32, tell, lean)
             else:
                 its = {name: data[name][some] for name in ("tokens", "supervised")}
-            parts.append({**its, "ranks": head_ranks(target, heads, its["tokens"], its["supervised"])})
+            parts.append({**its, "ranks": drafter.ranks(target, its["tokens"], its["supervised"])})
             tell()
-            if sum(int((each["ranks"][..., 0] >= 0).sum()) for each in parts) >= MOST_POSITIONS:
+            if sum(int((each["ranks"][..., 0] >= 0).sum()) for each in parts) >= MAX_POSITIONS:
                 break
         ranks = joined(parts, "ranks", -1)
         counted = time.monotonic()
         room = max(1, min(TIMED_CONTEXT, target.context - 2 * TIMED_TOKENS))  # else there would be no step to time
         prompts = [prompt[-room:] for prompt in timing_prompts(joined(parts, "tokens"), joined(parts, "supervised"))]
-        choices, costs = choose(target, heads, ranks, prompts, (args.nodes,) if args.nodes else SIZES, late, lean)
+        sizes = (args.nodes,) if args.nodes else SIZES
+        choices, costs = choose(target, drafter, ranks, prompts, sizes, late, lean)
+    positions = int((ranks[..., 0] >= 0).sum())
     seconds = {"ranking": round(counted - began, 2), "timing": round(time.monotonic() - counted, 2)}
-    begins = ranks[..., 0] >= 0
     print(
-        f"calibrated on {int(begins.sum()):,} positions of the target's own held-out text ({seconds['ranking']:.0f} s) "
+        f"calibrated on {positions:,} positions of the target's own held-out text ({seconds['ranking']:.0f} s) "
         f"and {costs.rounds} rounds of timed steps ({seconds['timing']:.0f} s)"
         + ("" if costs.noise is None else f"; the last ones lowered costs by {costs.noise:.1%} at most")
     )
-    accuracy = [
-        [float((ranks[..., k] == r).sum() / (ranks[..., k] >= 0).sum()) for r in range(MAX_RANK)]
-        for k in range(heads.config.num_draft_heads)
-    ]
-    print("  nodes  depth  expected τ  ms/step  expected speed-up")
-    for c in choices:
-        print(
-            f"  {c.topology.num_nodes:5d}  {c.topology.max_depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:7.2f}"
-            f"  {c.speedup:17.2f}"
-        )
+    print_choices(choices)
     chosen = pick(choices)
-    topology, tau = chosen.topology, chosen.tau
-    chain_tau = simulate(chain(heads.config.num_draft_heads), ranks)
+    chain_tau = simulate(chain(drafter.max_depth), ranks)
     calibration = {
-        "positions": int(begins.sum()),
-        "expected_mean_accepted_length": round(tau, 4),
+        "positions": positions,
+        "expected_mean_accepted_length": round(chosen.tau, 4),
         "chain_mean_accepted_length": round(chain_tau, 4),
         "candidates": candidates(ranks),
-        "accuracy_by_head_and_rank": [[round(a, 4) for a in row] for row in accuracy],
+        "accuracy_by_head_and_rank": accuracy(ranks),
         "sizes": [
             {"nodes": c.topology.num_nodes, "tau": round(c.tau, 4), "seconds_per_step": c.seconds,
              "speedup": round(c.speedup, 4)}
@@ -459,17 +363,18 @@ def main() -> None:
         "noise": costs.noise,
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "decoder": ran,
+        "decoder": "transformers" if isinstance(find_lean(target, lean), str) else "lean",
     }  # fmt: skip
-    write_json(folder / "tree.json", {"paths": [list(path) for path in topology.paths], "calibration": calibration})
+    paths = [list(path) for path in chosen.topology.paths]
+    write_json(folder / "tree.json", {"paths": paths, "calibration": calibration})
     print(
-        f"{folder / 'tree.json'}: {topology.num_nodes} nodes, depth {topology.max_depth}, "
-        f"expected τ {tau:.2f} (a chain: {chain_tau:.2f})"
+        f"{folder / 'tree.json'}: {chosen.topology.num_nodes} nodes, depth {chosen.topology.max_depth}, "
+        f"expected τ {chosen.tau:.2f} (a chain: {chain_tau:.2f})"
     )
     if len(parts_of(args.drafter)) > 1:
         print_costs(target, lean)
     if chosen.speedup < 1:
-        print("plain decoding is faster here: these heads are too weak for what their tree costs")
+        print("plain decoding is faster here: too few drafts are accepted for what the tree's steps cost")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ def commit_of(root: Path) -> str | None:
     ``root`` is no such folder (a wheel's, also inside another project's repository), or git is missing."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():

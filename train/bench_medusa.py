@@ -40,14 +40,16 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from draftsmith.inference import report as reporting
-from draftsmith.inference.calibrate import best_tree, head_ranks, simulate
-from draftsmith.inference.drafters.load import load_heads, read_heads
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.lossless import check_greedy
 from draftsmith.inference.prompts import read_prompts
+from draftsmith.inference.ranks import best_tree, head_ranks, simulate
 from draftsmith.inference.timing import Method, run_rounds
-from draftsmith.models.artifact import device_name, read_json, versions, write_json
+from draftsmith.models.adapter import target_of
+from draftsmith.models.artifact import device_name, read_drafter, read_json, versions, write_json
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import load_target
 from draftsmith.train import folders
 from draftsmith.train.medusa import SIMULATED_NODES
 
@@ -89,7 +91,9 @@ def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -
 def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> dict[str, Any]:
     """τ, speed-up over plain decoding of the same target, losslessness, and drift of one finished run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target, heads = load_heads(*read_heads(str(folder)), None, {"device": device})
+    _, config, weights = read_drafter(str(folder))
+    heads = MedusaHeads.from_artifact(config, weights, str(folder)).to(device)
+    target = target_of(folder, config, load_target(config["target"]["name_or_path"], device=device))
     kept = load_file(folder / "held_out" / "model.safetensors")
     ranks = head_ranks(target, heads, kept["tokens"], kept["supervised"])
     tree = best_tree(ranks, SIMULATED_NODES)

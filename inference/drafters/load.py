@@ -1,49 +1,109 @@
-"""Drafters by name: ``none``, a folder or Hub id, ``ngram``, ``draft_model:PATH``, and several joined by ``+``."""
+"""Drafters by name: ``none``, a folder or Hub id, ``ngram``, ``draft_model:PATH``, and several joined by ``+``.
 
+A family of trained drafters is one module, entered in :data:`FAMILIES` under the ``drafter_type`` of its folders'
+config.json and imported when the first of them is loaded. It has two plain functions:
+
+``open_drafter(folder, config, weights, tree, merged) → Part``
+    A drafter before its target is loaded; everything that needs no target is checked here. ``folder``: Path. ``config``
+    and ``weights``: what :func:`draftsmith.models.artifact.read_drafter` read. ``tree``: the file of its tree, which
+    exists or was named by the user; None for a family without ``calibration``. ``merged``: several drafters propose one
+    tree together, so it needs an acceptance probability for each of its nodes.
+
+``calibration(folder, config, weights) → Calibration``
+    What inference/calibrate.py measures a tree with. Only a family whose drafters have a fixed tree (tree.json) has
+    this function; of others it times the target's steps alone.
+
+That a drafter belongs to the target (fingerprint, width, vocabulary, adapter, chat template) is checked for all.
+"""
+
+import difflib
+import importlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
-from draftsmith.inference.costs import StepCosts, draft_time, step_costs
+from draftsmith.inference.costs import StepCosts, step_costs
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.options import parts_of
-from draftsmith.inference.step import Drafter
-from draftsmith.inference.tree import Topology, read_candidates, read_tree
+from draftsmith.inference.tree import Topology
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import read_drafter
-from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, load_target
 
-NODES = 40  # of a merged tree at most, the root included
+FAMILIES = {"medusa": "draftsmith.inference.drafters.medusa"}  # drafter_type → module
+MERGED_NODES = 40  # of a merged tree at most, the root included
 CHAIN = (1,) * 8  # the expansion of a draft model, if none is given
 NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A drafter before its target is loaded.
 
-    target: what the drafter's config says.
-    build: makes it, given the target, the step costs by which it chooses its nodes (None: it proposes all) and the load
-        options.
-    own_target: the target as the drafter wants it (its adapter, its chat template).
+    build: makes it, given the target, the step costs by which it chooses its nodes (None: it proposes all of them) and
+        the options of :func:`load_target`, for models of its own.
+    uses_costs: it chooses its nodes by step costs also when it is not merged with others.
     """
 
     build: Callable[[Target, StepCosts | None, dict[str, Any]], Drafter]
-    target: str | None = None
-    own_target: Callable[[Target, bool], Target] | None = None
+    uses_costs: bool = False
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How a drafter with a fixed tree is calibrated.
+
+    max_depth: K of the deepest tree it can propose.
+    ranks: (target, tokens ``[S, T]``, supervised ``[S, T]``) → ``[S, T, K]`` int64: the rank that the drafter gives, at
+        each depth, to the true token behind the true ones (:func:`draftsmith.inference.ranks.draft_labels` and
+        ``label_ranks`` help). A drafter that proposes a single chain gives rank 0 or ``MAX_RANK``.
+    build: (target, topology) → the drafter with this tree.
+    """
+
+    max_depth: int
+    ranks: Callable[[Target, Tensor, Tensor], Tensor]
+    build: Callable[[Target, Topology], Drafter]
 
 
 def has_folder(part: str) -> bool:
     """Whether one of :func:`parts_of` is a drafter folder or Hub id."""
     return part not in ("none", NGRAM) and not part.startswith((f"{NGRAM}:", DRAFT_MODEL))
+
+
+def family_of(folder: Path, config: dict[str, Any]) -> ModuleType:
+    """The module of a drafter's family.
+
+    Raises:
+        ValueError: its drafter_type is not in :data:`FAMILIES`.
+    """
+    kind = config["drafter_type"]
+    if kind not in FAMILIES:
+        near = difflib.get_close_matches(kind, FAMILIES, n=1)
+        hint = f"; nearest: {near[0]}" if near else ""
+        known = ", ".join(sorted(FAMILIES))
+        raise ValueError(f"{folder}: drafter_type '{kind}' is not known to this version; known: {known}{hint}")
+    return importlib.import_module(FAMILIES[kind])
+
+
+def read_named(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """:func:`read_drafter`, with a hint where a name without a folder is misspelt."""
+    try:
+        return read_drafter(name)
+    except FileNotFoundError as error:
+        kind = name.partition(":")[0]
+        near = difflib.get_close_matches(kind, ("none", NGRAM, f"{DRAFT_MODEL}PATH"), n=1)
+        if not near or "/" in kind or os.path.lexists(name):
+            raise
+        raise FileNotFoundError(f"{error}; did you mean {near[0]}?") from None
 
 
 def load_drafter(
@@ -66,71 +126,55 @@ def load_drafter(
         options: of :func:`load_target`.
 
     Raises:
-        FileNotFoundError, ValueError: one of them is missing, damaged, or not for the other.
+        FileNotFoundError, ValueError: one of them is missing, damaged, or not for the other; or a tree is given to
+            drafters without one.
     """
-    if name == "none":
-        if target is None and not target_name:
-            raise ValueError("'none' is no drafter and knows no target: pass --target")
-        return target or load_target(str(target_name), **options), None
-    names = parts_of(name)
-    parts = [_part(each, tree, merged=len(names) > 1) for each in names]
-    if target is None:
-        known = next((part.target for part in parts if part.target), None)
-        loaded = load_target(target_name or known or _needed(None, name), **options)
-    else:
-        loaded = target
-    for part in parts:
-        if part.own_target is not None:
-            loaded = part.own_target(loaded, target is not None)
+    names = [] if name == "none" else parts_of(name)
+    stored = {each: read_named(each) for each in names if has_folder(each)}
+    families = {each: family_of(*stored[each][:2]) for each in stored}
+    if tree != "auto" and not any(hasattr(family, "calibration") for family in families.values()):
+        raise ValueError(f"--tree {tree}: '{name}' has no tree of its own that another could replace; leave it out")
+    parts: dict[str, Part] = {}
+    for each in names:
+        if each not in stored:
+            parts[each] = _draft_model(each) if each.startswith(DRAFT_MODEL) else _ngram(each)
+            continue
+        folder, config, weights = stored[each]
+        path = None
+        if hasattr(families[each], "calibration"):
+            path = folder / "tree.json" if tree == "auto" else Path(tree)
+            if tree == "auto" and not path.exists():
+                raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {each}")
+        parts[each] = families[each].open_drafter(folder, config, weights, path, len(names) > 1)
+
+    known = next((config["target"]["name_or_path"] for _, config, _ in stored.values()), None)
+    if target is None and not (target_name or known):
+        what = "'none' is no drafter and knows no target" if not names else f"'{name}' has no target of its own"
+        raise ValueError(f"{what}: pass --target")
+    loaded = target or load_target(str(target_name or known), **options)
+    for folder, config, _ in stored.values():
+        loaded = target_of(folder, config, loaded, keep_template=target is not None)
+    if not parts:
+        return loaded, None
     # Where steps have fixed shapes (on a GPU) further rows are nearly free and nothing is decided step by step.
     dynamic = loaded.device.type == "cpu" or loaded.spread
-    costs = step_costs(loaded, lean) if dynamic and (len(parts) > 1 or parts[0].target is None) else None
-    if len(parts) == 1:
-        return loaded, parts[0].build(loaded, costs, options)
-    drafters = {each: part.build(loaded, costs, options) for each, part in zip(names, parts, strict=True)}
-    return loaded, MergedDrafter(drafters, loaded, NODES, costs)
+    uses_costs = len(parts) > 1 or any(part.uses_costs for part in parts.values())
+    costs = step_costs(loaded, lean) if dynamic and uses_costs else None
+    drafters = {each: part.build(loaded, costs, options) for each, part in parts.items()}
+    if len(drafters) == 1:
+        return loaded, drafters[name]
+    return loaded, MergedDrafter(drafters, loaded, MERGED_NODES, costs)
 
 
-def _needed(target_name: str | None, drafter: str) -> str:
-    if not target_name:
-        raise ValueError(f"'{drafter}' has no target of its own: pass --target")
-    return target_name
-
-
-def _part(name: str, tree: str, merged: bool) -> _Part:
-    if not has_folder(name):
-        return _draft_model(name) if name.startswith(DRAFT_MODEL) else _ngram(name)
-    folder, config, weights = read_drafter(name)
-    _check_type(folder, config, "is not known to this version; known: medusa")
-    path = folder / "tree.json" if tree == "auto" else Path(tree)
-    if tree == "auto" and not path.exists():
-        raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {name}")
-    # A merge chooses from more nodes than the calibrated tree has.
-    topology, chances = read_candidates(path) if merged else (read_tree(path), None)
-    _check_tree(path, topology, config)
-
-    def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
-        heads = MedusaHeads.from_artifact(config, weights, str(folder))
-        drafter = MedusaDrafter(heads, topology, target, chances)
-        if costs is None or chances is None:
-            return drafter
-        return MedusaDrafter(heads, topology, target, chances, costs, draft_time(drafter, target, costs))
-
-    def own_target(loaded: Target, keep_template: bool) -> Target:
-        return target_of(folder, config, loaded, keep_template=keep_template)
-
-    return _Part(build, config["target"]["name_or_path"], own_target)
-
-
-def _ngram(name: str) -> _Part:
+def _ngram(name: str) -> Part:
     given = re.fullmatch(r"ngram(?::(\d+)-(\d+))?", name)
     if given is None:
         raise ValueError(f"'{name}': for matches of 2 to 10 tokens write ngram:2-10")
     lengths = {} if given[1] is None else {"shortest": int(given[1]), "longest": int(given[2])}
-    return _Part(lambda target, costs, options: NgramDrafter(target, costs=costs, **lengths))
+    return Part(lambda target, costs, options: NgramDrafter(target, costs=costs, **lengths), uses_costs=True)
 
 
-def _draft_model(name: str) -> _Part:
+def _draft_model(name: str) -> Part:
     path, _, expansion = name.removeprefix(DRAFT_MODEL).partition("@")
     if not path or (expansion and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", expansion)):
         raise ValueError(f"'{name}': write draft_model:PATH, or draft_model:PATH@2,2,1 for its children by depth")
@@ -140,39 +184,7 @@ def _draft_model(name: str) -> _Part:
         # Whole and unquantised, however the target is loaded: it is small, and runs several times a step.
         some = {name: options[name] for name in ("dtype", "trust_remote_code") if name in options}
         model = load_target(path, device=str(target.device), **some)
-        draft_cost = None if costs is None or target.spread else step_costs(model).plain / costs.plain
+        draft_cost = None if costs is None or target.spread else step_costs(model).plain_seconds / costs.plain_seconds
         return DraftModelDrafter(model, target, children, costs=costs, draft_cost=draft_cost)
 
-    return _Part(build)
-
-
-def read_heads(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """A Medusa drafter's folder, config and weights, calibrated or not.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`read_drafter`; also if it is of another type.
-    """
-    folder, config, weights = read_drafter(name)
-    _check_type(folder, config, "has no heads to calibrate")
-    return folder, config, weights
-
-
-def load_heads(
-    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target_name: str | None, options: dict[str, Any]
-) -> tuple[Target, MedusaHeads]:
-    """The target of what :func:`read_heads` read, and the heads on its device, checked against each other."""
-    target = load_target(target_name or config["target"]["name_or_path"], **options)
-    target = target_of(folder, config, target)
-    return target, MedusaHeads.from_artifact(config, weights, str(folder)).to(target.device)
-
-
-def _check_type(folder: Path, config: dict[str, Any], wrong: str) -> None:
-    if config["drafter_type"] != "medusa":
-        raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}' {wrong}")
-
-
-def _check_tree(path: Path, topology: Topology, config: dict[str, Any]) -> None:
-    """What :class:`MedusaDrafter` refuses, said before the target is loaded, with the file's name."""
-    heads = config.get("num_draft_heads")
-    if isinstance(heads, int) and topology.max_depth > heads:
-        raise ValueError(f"{path}: the tree is {topology.max_depth} deep, but there are {heads} draft heads")
+    return Part(build, uses_costs=True)

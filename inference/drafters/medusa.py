@@ -5,18 +5,21 @@ Shape letters: B rows, K heads, R ranks kept per head, N nodes, d hidden width, 
 
 import itertools
 from collections.abc import Sequence
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.cache import KVCache
-from draftsmith.inference.costs import STANDARD, StepCosts
-from draftsmith.inference.step import Drafter, Price, State
-from draftsmith.inference.tree import StaticTree, TokenTree, Topology
+from draftsmith.inference.costs import STANDARD_COSTS, StepCosts, draft_time
+from draftsmith.inference.drafters.load import Calibration, Part
+from draftsmith.inference.drafters.protocol import Drafter, DraftEstimate, State
+from draftsmith.inference.ranks import head_ranks
+from draftsmith.inference.tree import StaticTree, TokenTree, Topology, read_candidates, read_tree
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.head_topk import MOST, head_topk
-from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
 
 _STANDARD_TIME = 0.1  # of drafting over a plain step, where it may not be measured
@@ -31,18 +34,17 @@ class _Shape:
         # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
         flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
         self.choice = torch.tensor(flat, dtype=torch.int64, device=device)
-        self.chance: Tensor | None = None  # [1, N]
+        self.acceptance: Tensor | None = None  # [1, N]
 
 
 class MedusaDrafter(Drafter):
     """Heads on a target's last hidden state, in a calibrated tree. Deterministic: every draw is one-hot.
 
     Args:
-        chances: that each path of the topology is accepted, in its order; with them the tree says how likely its nodes
-            are.
-        costs, draft_time: of the target's steps; of drafting, over a plain step of the target. With both and
-            ``chances``, eager steps take only the nodes of the topology that pay: in sampling mode by standard costs,
-            so that a seed is the same text on every day.
+        acceptances: acceptance probability of each path of the topology, in its order; the trees then have them, too.
+        costs, draft_time: costs of the target's steps; time of drafting, over a plain step of the target. With both and
+            ``acceptances``, eager steps propose only the nodes of the topology that pay: in sampling mode by standard
+            costs, so that a seed gives the same text on every machine.
 
     Raises:
         ValueError: the tree is deeper than there are heads, or asks for a rank beyond the vocabulary.
@@ -51,21 +53,15 @@ class MedusaDrafter(Drafter):
     static = True
 
     def __init__(
-        self, heads: MedusaHeads, topology: Topology, target: Target, chances: Sequence[float] | None = None,
+        self, heads: MedusaHeads, topology: Topology, target: Target, acceptances: Sequence[float] | None = None,
         costs: StepCosts | None = None, draft_time: float | None = None,
     ) -> None:  # fmt: skip
-        config = heads.config
-        if topology.max_depth > config.num_draft_heads:
-            raise ValueError(
-                f"the tree is {topology.max_depth} deep, but there are {config.num_draft_heads} draft heads"
-            )
-        if topology.max_rank >= config.vocab_size:
-            raise ValueError(f"the tree asks for rank {topology.max_rank} of a vocabulary of {config.vocab_size}")
+        _check_topology(topology, heads.config)
         self.heads = heads.to(target.device, target.dtype)
         self.lm_head = target.lm_head
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
-        self.topology, self.chances, self.device = topology, chances, target.device
+        self.topology, self.acceptances, self.device = topology, acceptances, target.device
         self.costs, self.draft_time, self.deepest = costs, draft_time, self.max_depth
         self.greedy = self.sampled = self._shape(range(len(topology.paths)))
         # Where all heads share a plain matrix, a kernel finds their best tokens without writing their logits.
@@ -78,19 +74,19 @@ class MedusaDrafter(Drafter):
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         self.deepest = max_depth
         self.greedy = self.sampled = self._shape(range(len(self.topology.paths)))
-        self.price = None
-        if static or self.chances is None or self.costs is None or self.draft_time is None:
+        self.estimate = None
+        if static or self.acceptances is None or self.costs is None or self.draft_time is None:
             return
         self.greedy, tokens = self._paying(self.costs.table(self.num_nodes, cache.rows), self.draft_time)
-        self.sampled, _ = self._paying(STANDARD.table(self.num_nodes, 1), _STANDARD_TIME)
-        self.price = Price(self.draft_time, len(self.greedy.choice) + 1, tokens)
+        self.sampled, _ = self._paying(STANDARD_COSTS.table(self.num_nodes, 1), _STANDARD_TIME)
+        self.estimate = DraftEstimate(self.draft_time, len(self.greedy.choice) + 1, tokens)
 
     def _paying(self, table: Sequence[float], draft_time: float) -> tuple[_Shape, float]:
         """The likeliest paths, as many as make the most expected tokens per time, and these tokens."""
-        assert self.chances is not None
-        chances, paths = self.chances, self.topology.paths
-        order = sorted(range(len(paths)), key=lambda path: (-chances[path], len(paths[path])))
-        tokens = [*itertools.accumulate((chances[path] for path in order), initial=1.0)]
+        assert self.acceptances is not None
+        acceptances, paths = self.acceptances, self.topology.paths
+        order = sorted(range(len(paths)), key=lambda path: (-acceptances[path], len(paths[path])))
+        tokens = [*itertools.accumulate((acceptances[path] for path in order), initial=1.0)]
         speeds = [1.0, *(reached / (time + draft_time) for reached, time in zip(tokens[1:], table[1:], strict=True))]
         count = speeds.index(max(speeds))
         return self._shape(order[:count]), tokens[count]
@@ -99,18 +95,20 @@ class MedusaDrafter(Drafter):
         """These of the topology's paths."""
         numbers = sorted(numbers)  # paths are sorted
         shape = _Shape(Topology(tuple(self.topology.paths[number] for number in numbers)), self.device, self.deepest)
-        if self.chances is not None:
-            shape.chance = torch.tensor([[1.0, *(self.chances[number] for number in numbers)]], device=self.device)
+        if self.acceptances is not None:
+            shape.acceptance = torch.tensor(
+                [[1.0, *(self.acceptances[number] for number in numbers)]], device=self.device
+            )
         return shape
 
     def propose(self, state: State) -> TokenTree:
         shape = self.greedy if state.settings is None else self.sampled
-        chance = None if shape.chance is None else shape.chance.expand(len(state.root), -1)
+        acceptance = None if shape.acceptance is None else shape.acceptance.expand(len(state.root), -1)
         if not len(shape.choice):
-            return shape.tree.fill(state.root[:, None], chance=chance)
+            return shape.tree.fill(state.root[:, None], acceptance=acceptance)
         best = self._best(state.feature, shape).transpose(0, 1).flatten(1)  # [B, K·R]
         tokens = torch.cat([state.root[:, None], best.index_select(1, shape.choice)], 1)
-        return shape.tree.fill(tokens, chance=chance)
+        return shape.tree.fill(tokens, acceptance=acceptance)
 
     def _best(self, feature: Tensor, shape: _Shape) -> Tensor:
         """The R most likely tokens of each head: ``[B, d] → [K, B, R]``."""
@@ -119,3 +117,52 @@ class MedusaDrafter(Drafter):
         features = self.heads.features(feature, shape.depth)
         ids = head_topk(features.flatten(0, 1), self.one_matrix, shape.ranks)[1]
         return ids.unflatten(0, features.shape[:2])
+
+
+def _check_topology(topology: Topology, config: MedusaConfig, where: str = "") -> None:
+    if topology.max_depth > config.num_draft_heads:
+        raise ValueError(
+            f"{where}the tree is {topology.max_depth} deep, but there are {config.num_draft_heads} draft heads"
+        )
+    if topology.max_rank >= config.vocab_size:
+        raise ValueError(f"{where}the tree asks for rank {topology.max_rank} of a vocabulary of {config.vocab_size}")
+
+
+# ---- the family, as inference/drafters/load.py describes it
+
+
+def open_drafter(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
+) -> Part:
+    """Heads and their tree, checked against each other.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such tree, it is damaged, or it does not fit the heads; or the
+            weights are not those that the config promises.
+    """
+    assert tree is not None
+    # A merge chooses from more nodes than the calibrated tree has.
+    topology, acceptances = read_candidates(tree) if merged else (read_tree(tree), None)
+    heads = MedusaHeads.from_artifact(config, weights, str(folder))
+    _check_topology(topology, heads.config, f"{tree}: ")
+
+    def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
+        drafter = MedusaDrafter(heads, topology, target, acceptances)
+        if costs is None or acceptances is None:
+            return drafter
+        return MedusaDrafter(heads, topology, target, acceptances, costs, draft_time(drafter, target, costs))
+
+    return Part(build)
+
+
+def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
+    """Each head's rank of the true token; trees as deep as there are heads."""
+    heads = MedusaHeads.from_artifact(config, weights, str(folder))
+
+    def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
+        return head_ranks(target, heads.to(target.device), tokens, supervised)
+
+    def build(target: Target, topology: Topology) -> Drafter:
+        return MedusaDrafter(heads, topology, target)
+
+    return Calibration(heads.config.num_draft_heads, ranks, build)

@@ -16,22 +16,13 @@ from safetensors.torch import save_file
 from draftsmith.common import progress
 from draftsmith.inference import calibrate, costs
 from draftsmith.inference.answers import answer
-from draftsmith.inference.calibrate import (
-    MAX_RANK,
-    Choice,
-    Costs,
-    batches,
-    best_tree,
-    head_ranks,
-    path_counts,
-    pick,
-    race,
-    simulate,
-)
+from draftsmith.inference.calibrate import Choice, Costs, batches, pick, race
 from draftsmith.inference.costs import step_costs
+from draftsmith.inference.drafters import medusa
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.ranks import MAX_RANK, best_tree, head_ranks, path_counts, simulate
 from draftsmith.inference.tree import Topology, chain, read_candidates
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.medusa import MedusaHeads
@@ -436,9 +427,9 @@ def test_it_ends_in_time_and_says_so(run_main, heads_folder, monkeypatch):
         time.sleep(0.05 * len(tokens))
         return count(target, heads, tokens, supervised)
 
-    monkeypatch.setattr(calibrate, "head_ranks", slow)
+    monkeypatch.setattr(medusa, "head_ranks", slow)
     monkeypatch.setattr(calibrate, "SETTLED", -1.0)
-    monkeypatch.setattr(calibrate, "MOST_ROUNDS", 10**9)
+    monkeypatch.setattr(calibrate, "MAX_ROUNDS", 10**9)
     monkeypatch.setattr(calibrate, "SIZES", (2, 4))
     monkeypatch.setattr(progress, "LINE_EVERY", 0.5)
     code, out, err = run_main(calibrate.main, folder, "--device", "cpu", "--seconds", 3)
