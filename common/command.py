@@ -8,6 +8,7 @@ what to do. The same exception raised inside a library is a defect of ours and k
 
 import argparse
 import errno
+import io
 import os
 import signal
 import sys
@@ -79,7 +80,7 @@ def _drop_output() -> None:
 def _print_anything() -> None:
     """Characters that the terminal's encoding lacks are printed as escapes instead of ending the command."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 

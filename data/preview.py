@@ -9,13 +9,12 @@ Supervised tokens are green and underlined on a terminal, and stand between ⟦ 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from typing import TYPE_CHECKING
 
 from pydantic import ConfigDict
 
-from draftsmith.common.command import make_console, run_command
+from draftsmith.common.command import make_console, recipe_parser, run_command
 from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Recipe, Target
 from draftsmith.data.prompts import positive
@@ -80,9 +79,7 @@ def skipped_table(skipped: Skipped) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="a YAML file in recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser = recipe_parser(__doc__, "recipes/tiny-medusa.yaml", "data.max_length=1024")
     parser.add_argument("--count", type=positive, default=3, help="samples of each source (default 3)")
     parser.add_argument("--validation", action="store_true", help="the validation sources instead of the training ones")
     parser.add_argument("--tokenizer", help="a folder or Hub id; the recipe's target if left out")

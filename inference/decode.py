@@ -2,7 +2,7 @@
 
     python inference/decode.py runs/demo --prompt 'def read_config(path):' --raw
     python inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --baseline all --check-lossless --report DIR
-    python inference/decode.py none --target models/tiny-lm --interactive --raw
+    python inference/decode.py runs/demo --interactive               # a conversation; with --raw each line is continued
     python inference/decode.py runs/demo --prompt 'import ' --raw --mode sample --temperature 0.8 --top-p 0.95 --seed 1
     python inference/decode.py runs/a runs/b --prompts P.jsonl --baseline engine        # two drafters, one table
     python inference/decode.py ngram --target models/tiny-lm --prompts P.jsonl          # drafts from the text itself
@@ -18,146 +18,17 @@ input.
 """
 
 import argparse
-import contextlib
 import shutil
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftsmith.common.command import available_cores, run_command
-from draftsmith.common.files import check_folder, write_json
+from draftsmith.common.files import check_folder
 from draftsmith.inference.options import SAMPLING, check_counts, check_threads, short_name
 from draftsmith.inference.prompts import Prompt, encode_prompts, read_prompts
-from draftsmith.inference.terminal import console, end_text, separate_text, write_text
-from draftsmith.inference.text import TextStream, decode_text, visible
+from draftsmith.inference.terminal import console
 from draftsmith.models.options import DECODERS, target_arguments, target_options
-
-if TYPE_CHECKING:  # torch and transformers take seconds: main imports them once the command line is known to be right
-    from draftsmith.inference.engine import Generation, SpeculativeDecoder
-
-
-def stream(decoder: "SpeculativeDecoder", prompt: list[int], args: argparse.Namespace) -> "Generation":
-    """Decode one prompt and write its text as it comes: green is drafted and accepted, plain is the target's own."""
-    from draftsmith.inference.timing import choice
-
-    text = TextStream(decoder.target.tokenizer)
-    written = ""  # the last piece
-
-    def write(piece: str, drafted: bool) -> None:
-        nonlocal written
-        write_text(piece, drafted=drafted)
-        written = piece or written
-
-    def show(row: int, new: list[int]) -> None:
-        for place, token in enumerate(new, 1):
-            write(text.add([token]), place < len(new))
-
-    began = time.perf_counter()
-    (result,) = decoder.generate([prompt], args.max_new_tokens, on_tokens=show, **choice(args, [prompt]))
-    seconds = time.perf_counter() - began
-    write(text.end(), False)
-    end_text(written)
-    tau = sum(result.accepted) / len(result.accepted) if result.accepted else 1.0
-    console.print(
-        f"[dim]{len(result.tokens)} tokens in {seconds:.2f} s ({len(result.tokens) / seconds:.0f}/s), "
-        f"{len(result.accepted)} steps, τ {tau:.2f}, ended by {result.finish_reason}[/dim]"
-    )
-    return result
-
-
-def read_line() -> str | None:
-    """A line from stdin without its end; None at the end of the input.
-
-    Raises:
-        ValueError: it is not UTF-8.
-    """
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        with contextlib.suppress(ImportError):  # not every Python is built with it
-            import readline  # noqa: F401  # arrow keys and the history of lines, in input()
-
-        try:
-            line = input("> ")
-        except EOFError:
-            console.print()
-            return None
-    else:
-        if sys.stdin.isatty():
-            console.print("> ", end="")
-        source = getattr(sys.stdin, "buffer", sys.stdin)
-        given = source.readline()
-        if not given:
-            return None
-        line = given.decode("utf-8", "surrogateescape") if isinstance(given, bytes) else given
-    line = line.rstrip("\r\n")
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        raise ValueError("this line is not UTF-8 text; nothing was asked") from None
-    return line
-
-
-def interact(decoder: "SpeculativeDecoder", args: argparse.Namespace) -> None:
-    """Prompts from stdin until an empty line or the end of the input. With a chat template they are the user's turns of
-    a conversation, which begins anew when it fills the target's context; without one, or with --raw, each line is a
-    prompt of its own."""
-    target = decoder.target
-    chat: list[dict[str, str]] | None = [] if is_chat(target.tokenizer, args) else None
-    answers = 0
-    what = "Type a message" if chat is not None else "Type a prompt"
-    console.print(f"[dim]{what}; an empty line ends. Green: drafted and accepted; plain: the target's own.[/dim]")
-    while True:
-        try:
-            line = read_line()
-        except ValueError as error:
-            console.print(str(error), markup=False)
-            continue
-        if not line:
-            return
-        if chat is None:
-            ids = Prompt(line, "this line").encode(target)
-        else:
-            chat.append({"role": "user", "content": line})
-            ids = Prompt(chat, "this line").encode(target)
-            if len(ids) >= target.context and len(chat) > 1:
-                console.print(f"the target's context of {target.context} tokens is full; a new conversation begins")
-                chat = chat[-1:]
-                ids = Prompt(chat, "this line").encode(target)
-        if not 0 < len(ids) < target.context:
-            console.print(
-                f"this line has {len(ids)} tokens, and the target's context of {target.context} holds them with the "
-                "answer; nothing was asked"
-            )
-            if chat is not None:
-                chat = []
-            continue
-        if answers:
-            separate_text()
-        result = stream(decoder, ids, args)
-        answers += 1
-        if chat is not None:
-            chat.append({"role": "assistant", "content": decode_text(target.tokenizer, result.tokens)})
-
-
-def is_chat(tokenizer: Any, args: argparse.Namespace) -> bool:
-    """Whether --prompt and --interactive are messages for the target's chat template."""
-    return bool(tokenizer.chat_template) and not args.raw
-
-
-def show_texts(tokenizer: Any, prompts: Sequence[list[int]], results: Sequence["Generation"]) -> None:
-    """Write answers to stdout, a line feed between two; headings and the ends of the prompts to stderr."""
-    from draftsmith.inference.report import pieces
-
-    for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), 1):
-        if number > 1:
-            separate_text()
-        console.print(f"prompt {number}: [green]green[/green] was drafted and accepted, plain is the target's own")
-        console.print(visible(decode_text(tokenizer, prompt[-48:])), style="dim", markup=False)
-        found = pieces(tokenizer, result)
-        for text, drafted in found:
-            write_text(text, drafted=drafted)
-        end_text(found[-1][0] if found else "")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -174,12 +45,12 @@ def parser() -> argparse.ArgumentParser:
         "--prompts", type=Path, metavar="FILE.jsonl", help='lines of {"prompt": …}, {"messages": …} or {"turns": …}'
     )
     what.add_argument(
-        "--interactive", action="store_true", help="prompts from the terminal; with a template a conversation"
+        "--interactive", action="store_true", help="a conversation; texts to continue where there is no chat template"
     )
     parser.add_argument(
         "--raw", action="store_true",
-        help="--prompt and --interactive as they are; without it, messages for the target's chat template where it has "
-        "one",
+        help="--prompt and --interactive are texts to continue; without it, messages for the target's chat template "
+        "where it has one",
     )  # fmt: skip
     parser.add_argument(
         "--mode", choices=["greedy", "sample", "typical"], default="greedy",
@@ -249,7 +120,7 @@ def check(args: argparse.Namespace) -> None:
     if args.interactive and measured:
         raise ValueError("--interactive measures nothing; leave out --report and --check-lossless, or use --prompts")
     if args.interactive and sys.stdin is None:
-        raise ValueError("--interactive reads prompts from stdin, which is closed; use --prompt or --prompts")
+        raise ValueError("--interactive reads stdin, which is closed; use --prompt or --prompts")
     if not args.prompts and not measured and len(args.drafters) > 1:
         raise ValueError("--prompt and --interactive take one DRAFTER; compare several with --prompts")
     if args.prompt == "":
@@ -275,6 +146,7 @@ def main() -> None:
     from draftsmith.inference import timing
     from draftsmith.inference.drafters.load import load_drafter
     from draftsmith.inference.engine import SpeculativeDecoder
+    from draftsmith.inference.interactive import interact, stream
 
     timing.sampling_of(args)  # its ranges
     options = target_arguments(args)
@@ -287,30 +159,26 @@ def main() -> None:
         drafters.append(drafter)
     assert target is not None
     first = SpeculativeDecoder(target, drafters[0], compiled=args.compile, lean=lean)
+
+    def options(prompt: list[int]) -> dict[str, Any]:
+        return {"max_new_tokens": args.max_new_tokens, **timing.choice(args, [prompt])}
+
     if args.interactive:
-        return interact(first, args)
+        return interact(first, options, raw=args.raw)
     if args.prompt is not None:
-        chat = is_chat(target.tokenizer, args)
+        chat = target.tokenizer.chat_template and not args.raw
         given = [Prompt([{"role": "user", "content": args.prompt}] if chat else args.prompt, "--prompt")]
     prompts = encode_prompts(given, target)
     if args.prompt is not None and not args.report and not args.check_lossless:
-        stream(first, prompts[0], args)
+        stream(first, prompts[0], options(prompts[0]))
         return
 
     reports, outputs = timing.evaluate(args.drafters, target, drafters, prompts, args)
     shown = max(args.show, 1) if args.prompt is not None else args.show
-    show_texts(target.tokenizer, prompts[:shown], outputs[0][:shown])
+    reporting.print_texts(target.tokenizer, prompts[:shown], outputs[0][:shown], console)
     reporting.print_table(reports, console)
-    for report in reports:
-        if args.report:
-            # Of several drafters each one's is in a folder of its own, and the first one's in the given folder, too.
-            folders = [args.report / short_name(report["drafter"])] if len(reports) > 1 else []
-            for folder in [*folders, args.report] if report is reports[0] else folders:
-                folder.mkdir(parents=True, exist_ok=True)
-                write_json(folder / "report.json", report)
-                reporting.plot(report, folder / "report.png")
-                written = f"wrote {folder / 'report.json'} and {folder / 'report.png'}"
-                console.print(written, markup=False, soft_wrap=True)
+    if args.report:
+        reporting.write_reports(reports, args.report, console)
     if any(report["lossless"] and not report["lossless"]["passed"] for report in reports):
         raise SystemExit(1)
 

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.common.files import replacing
+from draftsmith.common.files import replacing, write_json
 from draftsmith.inference.engine import Generation
 from draftsmith.inference.options import short_name
-from draftsmith.inference.text import TextStream
+from draftsmith.inference.terminal import end_text, separate_text, write_text
+from draftsmith.inference.text import TextStream, decode_text, visible
 
 # What a report compares with → the field of the speed-up; each has another one, NAME_interval.
 SPEEDUPS = {
@@ -165,11 +166,11 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
             )
         console.print(f"{escape(report['drafter'])}: {verdict}", soft_wrap=True)
         if len(report.get("sources", {})) > 1:
-            told = [
+            shares = [
                 f"{name} proposed {its['proposed_nodes']} nodes, {its['accepted_tokens']} accepted"
                 for name, its in report["sources"].items()
             ]
-            console.print(f"  {'; '.join(told)}", markup=False, soft_wrap=True)
+            console.print(f"  {'; '.join(shares)}", markup=False, soft_wrap=True)
 
 
 def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
@@ -185,6 +186,32 @@ def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
     stream = TextStream(tokenizer)
     found = [(stream.add([token]), own) for token, own in zip(result.tokens, drafted, strict=True)]
     return [(text, own) for text, own in [*found, (stream.end(), False)] if text]
+
+
+def print_texts(tokenizer: Any, prompts: Sequence[list[int]], results: Sequence[Generation], console: Console) -> None:
+    """Write answers to stdout, a line feed between two; headings and the ends of the prompts to ``console``."""
+    for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), 1):
+        if number > 1:
+            separate_text()
+        console.print(f"prompt {number}: [green]green[/green] was drafted and accepted, plain is the target's own")
+        console.print(visible(decode_text(tokenizer, prompt[-48:])), style="dim", markup=False)
+        found = pieces(tokenizer, result)
+        for text, drafted in found:
+            write_text(text, drafted=drafted)
+        end_text(found[-1][0] if found else "")
+
+
+def write_reports(reports: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
+    """Write report.json and report.png; of several drafters each one's in a folder of its own, named by the drafter,
+    and the first one's in ``folder``, too."""
+    for report in reports:
+        folders = [folder / short_name(report["drafter"])] if len(reports) > 1 else []
+        for place in [*folders, folder] if report is reports[0] else folders:
+            place.mkdir(parents=True, exist_ok=True)
+            write_json(place / "report.json", report)
+            plot(report, place / "report.png")
+            written = f"wrote {place / 'report.json'} and {place / 'report.png'}"
+            console.print(written, markup=False, soft_wrap=True)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

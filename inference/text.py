@@ -2,7 +2,10 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftsmith.models.target import Target
 
 _KEPT = 8  # tokens that stay in the window when older ones leave it
 _WINDOW = 24  # tokens in the window beyond which they do
@@ -12,6 +15,11 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a byte-fallback token
 def decode_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of a whole answer: without special tokens, spaces as they were written."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def answer_text(target: "Target", tokens: Sequence[int]) -> str:
+    """The text of a whole answer without the stop token that ends it, be that one special or not."""
+    return decode_text(target.tokenizer, tokens[:-1] if tokens and tokens[-1] in target.stop_ids else tokens)
 
 
 class TextStream:

@@ -9,7 +9,6 @@ The same command, after a kill too, goes on where it stopped and asks again what
 Exit codes: 0 done, 1 nobody answers, 2 wrong usage or bad input, or interrupted.
 """
 
-import argparse
 import hashlib
 import json
 import shlex
@@ -20,15 +19,13 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.common.command import available_cores, before_imports, run_command
+from draftsmith.common.command import available_cores, before_imports, recipe_parser, run_command
 
-PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-PARSER.add_argument("recipe", help="a YAML file, for example recipes/tiny-distill.yaml")
-PARSER.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example self_talk=1")
-PARSER.add_argument("--resume", action="store_true", help="go on where it stopped; it does so anyway")
-PARSER.add_argument("--restart", action="store_true", help="begin anew, deleting this run's answers")
-PARSER.add_argument("--tiny", action="store_true", help="a few answers of a small random target")
-PARSER.add_argument("--dry-run", action="store_true", help="say what would be asked; ask and write nothing")
+PARSER = recipe_parser(
+    __doc__, "recipes/tiny-distill.yaml", "self_talk=1", "a few answers of a small random target",
+    resume="go on where it stopped; it does so anyway", restart="begin anew, deleting this run's answers",
+    dry_run="show what would be sent; send and write nothing",
+)  # fmt: skip
 if __name__ == "__main__":
     before_imports(PARSER)
 
@@ -50,7 +47,7 @@ from draftsmith.data.tokenized import read_template
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.text import decode_text
+from draftsmith.inference.text import answer_text
 from draftsmith.inference.turns import serve_turns
 from draftsmith.models.artifact import provenance, write_json
 from draftsmith.models.options import choose_device
@@ -236,8 +233,7 @@ def by_engine(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk]
         return Request(prompt, min(d.max_new_tokens, longest - len(prompt)), recipe.sampling(talk))
 
     def hear(talk: Talk, result: Generation) -> bool:
-        tokens = result.tokens[:-1] if result.tokens[-1] in target.stop_ids else result.tokens
-        talk.hear(decode_text(tokenizer, tokens), result.finish_reason)
+        talk.hear(answer_text(target, result.tokens), result.finish_reason)
         if talk.ask is None:
             end(talk)
         return talk.ask is not None

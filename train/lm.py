@@ -7,24 +7,21 @@ Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing len
 """
 
 import copy
-import hashlib
 import itertools
-import shlex
-import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
-from draftsmith.common.command import before_imports, run_command, training_parser
+from draftsmith.common.command import before_imports, recipe_parser, run_command
 
-PARSER = training_parser(
+PARSER = recipe_parser(
     __doc__, "recipes/tiny-lm.yaml", "stages.0.steps=20", "two steps of every stage with a far smaller model"
 )
 if __name__ == "__main__":
     before_imports(PARSER)
 
 import torch
-from accelerate import Accelerator
 from pydantic import Field, model_validator
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -33,8 +30,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.common.files import json_object, replacing_folder
 from draftsmith.common.progress import ProgressBar
-from draftsmith.common.recipe import Section, read_recipe, write_recipe
-from draftsmith.common.sections import Factor, Layers, Name, Recipe, Share, Source, Stage, Tokens
+from draftsmith.common.recipe import Section
+from draftsmith.common.sections import (
+    TINY_LENGTH, Factor, Layers, Name, Share, Source, Stage, Tokens, TrainingRecipe,
+)  # fmt: skip
 from draftsmith.data import packing, sources
 from draftsmith.data.chat import apply_template
 from draftsmith.data.formats import Completion, read_sample
@@ -42,15 +41,15 @@ from draftsmith.data.prompts import prompts
 from draftsmith.data.rows import Skipped, usable
 from draftsmith.data.rows import rows as rows_of
 from draftsmith.inference.answers import answer
-from draftsmith.models.artifact import provenance, write_model
+from draftsmith.models.artifact import write_model
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
+from draftsmith.train import checkpoint, loop
+from draftsmith.train.dry_run import Plan
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
-from draftsmith.train.tiny import tiny
-from draftsmith.train.track import Trackers
+from draftsmith.train.run import Run, Script, run_script
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
@@ -66,6 +65,11 @@ Width = Annotated[int, Field(gt=0, le=1 << 18)]
 
 
 class Model(Section):
+    tiny: ClassVar[dict[str, Any]] = {
+        "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 48,
+        "max_position_embeddings": 512, "vocab_size": 512,
+    }  # fmt: skip
+
     vocab_size: int = Field(
         default=4096, ge=256 + 2 + len(ROLES), le=1 << 20, description="at least the bytes and special tokens"
     )
@@ -110,24 +114,23 @@ class Unlikelihood(Section):
         return self
 
 
-# A folder is named by it.
-StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
-
-
 class LmStage(Stage):
-    name: StageName
+    tiny: ClassVar[dict[str, Any]] = {**Stage.tiny, "max_length": TINY_LENGTH}
+
     max_length: Tokens
     unlikelihood: Unlikelihood | None = None
 
 
-class LmRecipe(Recipe):
+class LmRecipe(TrainingRecipe):
+    tiny: ClassVar[dict[str, Any]] = {"init_from": None, "tokenizer": None}  # another tokenizer has more entries
+
     model: Model
     init_from: Name | None = Field(default=None, description="a folder whose weights and tokenizer to begin with")
     tokenizer: Name | None = Field(
         default=None, description="a folder whose tokenizer to use; left out, init_from's, or one trained on the text"
     )
     lookahead: Lookahead | None = None
-    stages: Annotated[list[LmStage], Field(min_length=1)]
+    stages: list[LmStage] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _one_tokenizer(self) -> "LmRecipe":
@@ -137,6 +140,8 @@ class LmRecipe(Recipe):
 
     @model_validator(mode="after")
     def _finite(self) -> "LmRecipe":
+        if self.export.push_to_hub:
+            raise ValueError("export.push_to_hub uploads drafters; upload a model with: hf upload USER/NAME FOLDER")
         for source in self.data.train:
             if source.streaming and source.limit is None:
                 raise ValueError(
@@ -175,7 +180,7 @@ class LanguageModel(nn.Module):
         counts = [(labels != -100).sum() for labels in self._labels(batch["tokens"])]
         return torch.stack([*counts, batch["again"].sum()] if "again" in batch else counts)
 
-    def forward(self, batch: loop.Batch, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, batch: loop.Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = batch["tokens"].long()
         hidden = self.model.model(tokens, use_cache=False).last_hidden_state
         labels = self._labels(tokens)
@@ -366,82 +371,74 @@ def other_tokenizer(recipe: LmRecipe) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def dry(recipe: LmRecipe) -> None:
-    """Print what the recipe would do and cost, then write and decode its tiny form untrained."""
-    accelerator = loop.make_accelerator(recipe.precision)
-    if not accelerator.is_main_process:
-        return
-    parameters = parameters_of(recipe.model)
-    plans = [
-        dry_run.Plan(s.name, 0, parameters, 0.0, s.optim, s.steps, s.batch.sequences * s.max_length)
-        for s in recipe.stages
-    ]
-    dry_run.show(loop.with_precision(recipe, accelerator), plans, accelerator.device, accelerator.num_processes)
-    small = tiny(recipe, "dry-run")
-    folder = small.run.folder
-    with folders.held(folder, "lm"):
-        tokenizer = train_tokenizer(small.data.train[:1], small.model.vocab_size, small.model.max_position_embeddings)
-        config = config_of(small.model, 0)
-        config.vocab_size = len(tokenizer)
-        write_model(folder, LlamaForCausalLM(config), tokenizer, provenance(command="--dry-run"))
-        target = load_target(str(folder))
-        said = dry_run.decode_a_little(target)
-    loop.console.print(f"an untrained tiny model written to {folder}: {said}")
+class Packed:
+    """Rows of one source: documents that follow each other, ``[S, T]`` int32."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.length = rows, rows.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, numbers: Sequence[int], length: int | None = None) -> loop.Batch:
+        return {"tokens": self.rows[list(numbers)]}
 
 
-def main() -> None:
-    args = PARSER.parse_intermixed_args()
-    command = "accelerate launch train/lm.py " + shlex.join(sys.argv[1:])
-    recipe = read_recipe(args.recipe, LmRecipe, args.overrides)
-    if args.dry_run:
-        return dry(recipe)
-    if args.tiny:
-        recipe = tiny(recipe)
-    accelerator = loop.make_accelerator(recipe.precision)
-    if sharded.spreads():
-        raise ValueError(
-            "this command trains every weight, and ZeRO-3 and FSDP spread frozen ones; launch it with "
-            "recipes/accelerate/zero2.yaml"
-        )
-    for stage in recipe.stages:
-        loop.micro_batch(stage, stage.name, accelerator.num_processes)
-    folders.check(recipe, recipe.stages)
-    with folders.held(recipe.run.folder, "lm", accelerator.is_main_process):
-        with accelerator.main_process_first():
-            resume = folders.begin(
-                recipe.run.folder, args.resume, args.restart or args.tiny, accelerator.is_main_process
-            )
-        train(loop.with_precision(recipe, accelerator, resume), accelerator, resume, command)
-
-
-def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str) -> None:
-    """From the tokenizer to the exported model.
-
-    Args:
-        resume: there is a checkpoint to go on from.
-    """
-    folder = recipe.run.folder
-    m = recipe.model
-    if accelerator.is_main_process:
-        write_recipe(recipe, folder / "recipe.yaml", command)
-        folders.check_room(folder, parameters_of(m), recipe, recipe.stages[0])
-    if recipe.init_from and not resume:
-        check_beginning(recipe)
-
-    pretokenized = folder / "tokenizer.json"
-    if resume and pretokenized.exists():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    elif recipe.init_from:
+def make_tokenizer(run: Run[LmRecipe]) -> PreTrainedTokenizerFast:
+    """The resumed run's tokenizer, ``init_from``'s, the recipe's, or one trained on the text; stored in the folder."""
+    recipe, folder = run.recipe, run.folder
+    if run.resume and (folder / "tokenizer.json").exists():
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    if recipe.init_from:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve_folder(recipe.init_from))
     elif recipe.tokenizer:
         tokenizer = other_tokenizer(recipe)
     else:
+        m = recipe.model
         loop.console.print("training the tokenizer …")
         tokenizer = train_tokenizer(recipe.data.train, m.vocab_size, m.max_position_embeddings)
-    if accelerator.is_main_process and not (resume and pretokenized.exists()):
+    if run.main:
         with replacing_folder(folder) as temporary:
             tokenizer.save_pretrained(temporary)
-    most = recipe.data.max_skipped
+    return tokenizer
+
+
+def evaluate(validation: Tensor, device: torch.device, module: nn.Module) -> dict[str, float]:
+    """Loss and accuracy of the next token on rows ``[S, T]``."""
+    assert isinstance(module, LanguageModel)
+    total, hits, labels = 0.0, 0.0, 0
+    for rows in validation.split(16):
+        batch = {"tokens": rows.to(device)}
+        count = module.count(batch)
+        _, metrics = module(batch, torch.ones_like(count), 0)
+        total, hits = total + float(metrics["next_token_loss"]), hits + float(metrics["top1"])
+        labels += int(count[0])
+    return {"validation_loss": total / labels, "validation_top1": hits / labels}
+
+
+def continuations(
+    run: Run[LmRecipe], stage: LmStage, module: LanguageModel, tokenizer: PreTrainedTokenizerFast
+) -> loop.Batch:
+    """What a stage with ``unlikelihood`` trains on besides; made once, by one process, when the stage begins."""
+    if stage.unlikelihood is None:
+        return {}
+    module.unlikelihood = stage.unlikelihood.weight
+    folder = run.folder / "answers" / stage.name
+    if not (run.resume and (folder / "model.safetensors").exists()):
+        with run.accelerator.main_process_first():
+            if run.main:
+                seed = run.recipe.run.seed + run.recipe.stages.index(stage)
+                checkpoint.write_tensors(folder, write_on(module, tokenizer, stage.unlikelihood, seed))
+    return checkpoint.read_tensors(folder)
+
+
+def train(run: Run[LmRecipe]) -> None:
+    """From the tokenizer to the exported model."""
+    recipe, folder, m = run.recipe, run.folder, run.recipe.model
+    run.check_room(parameters_of(m))
+    if recipe.init_from and not run.resume:
+        check_beginning(recipe)
+    tokenizer, most = make_tokenizer(run), recipe.data.max_skipped
     corpora = [encode(source, tokenizer, most) for source in recipe.data.train]
     held_out = [ids for source in recipe.data.validation for ids in encode(source, tokenizer, most)]
     for source, ids in zip(recipe.data.train, corpora, strict=True):
@@ -450,86 +447,55 @@ def train(recipe: LmRecipe, accelerator: Accelerator, resume: bool, command: str
     torch.manual_seed(recipe.run.seed)
     end, end_of_turn = (int(tokenizer.get_vocab()[token]) for token in (END_OF_TEXT, END_OF_TURN))
     model = LlamaForCausalLM(config_of(m, end))
-    if recipe.init_from and not resume:
+    if recipe.init_from and not run.resume:
         begin_with(model, resolve_folder(recipe.init_from))
     if recipe.precision.gradient_checkpointing:
         loop.checkpoint_activations(model)
     module = LanguageModel(model, recipe.lookahead)
-    parameters = sum(p.numel() for p in module.model.parameters())
-    loop.console.print(f"{parameters / 1e6:.2f} M parameters, {accelerator.num_processes} process(es)")
+    parameters = sum(p.numel() for p in model.parameters())
+    loop.console.print(f"{parameters / 1e6:.2f} M parameters, {run.accelerator.num_processes} process(es)")
     validation = packing.pack(held_out, recipe.data.max_length, end)[: recipe.evaluate.sequences]
-
-    def evaluate(trained: nn.Module) -> dict[str, float]:
-        total, hits, labels = 0.0, 0.0, 0
-        for rows in validation.split(16):
-            batch = {"tokens": rows.to(accelerator.device)}
-            count = trained.count(batch)
-            _, metrics = trained(batch, torch.ones_like(count))
-            total, hits = total + float(metrics["next_token_loss"]), hits + float(metrics["top1"])
-            labels += int(count[0])
-        return {"validation_loss": total / labels, "validation_top1": hits / labels}
-
-    job = loop.Job(
-        folder, accelerator, recipe.checkpoint, recipe.evaluate, resume, evaluate, "-validation_loss",
-        [stage.name for stage in recipe.stages], recipe.precision,
-        Trackers(recipe.track, folder, recipe.model_dump(mode="json")) if accelerator.is_main_process else None,
-    )  # fmt: skip
-    weights = [source.weight for source in recipe.data.train]
+    measure = partial(evaluate, validation, run.accelerator.device)
     # All stages now: too little text for the last one's rows should not be found out after the first ones.
-    packed = [[packing.pack(ids, stage.max_length, end) for ids in corpora] for stage in recipe.stages]
-    for number, (stage, rows) in enumerate(zip(recipe.stages, packed, strict=True)):
-        sizes, needed = [len(r) for r in rows], stage.steps * stage.batch.sequences
-        order = packing.schedule(sizes, weights, needed, recipe.run.seed + number)
+    rows = [[Packed(packing.pack(ids, stage.max_length, end)) for ids in corpora] for stage in recipe.stages]
+    for stage, packed in zip(recipe.stages, rows, strict=True):
+        written = continuations(run, stage, module, tokenizer)
+        # The last weights, not the best: the long stage costs a little on short rows, and is why long ones work.
+        run.fit(stage, module, packed, measure, "-validation_loss", beside=written, take_best=False)
 
-        written: loop.Batch = {}
-        if stage.unlikelihood:
-            module.unlikelihood = stage.unlikelihood.weight
-            kept = folder / "answers" / stage.name
-            if not (resume and (kept / "model.safetensors").exists()):
-                with accelerator.main_process_first():
-                    if accelerator.is_main_process:
-                        checkpoint.write_tensors(
-                            kept, write_on(module, tokenizer, stage.unlikelihood, recipe.run.seed + number)
-                        )
-            written = checkpoint.read_tensors(kept)
-
-        def samples(numbers: range, rows=rows, order=order, written=written) -> loop.Batch:  # noqa: ANN001
-            batch = {"tokens": torch.stack([rows[order[n, 0]][order[n, 1]] for n in numbers])}
-            return batch | {key: value[[n % len(value) for n in numbers]] for key, value in written.items()}
-
-        def describe(numbers: range, order=order) -> str:  # noqa: ANN001
-            return packing.describe(
-                [source.source for source in recipe.data.train], order[numbers.start : numbers.stop]
-            )
-
-        loop.fit(job, module, samples, stage, stage.name, describe)
-
-    trained = sum(s.steps * s.batch.sequences * s.max_length for s in recipe.stages)
-    # The last weights, not the best: the long stage costs a little on short rows, and is why long ones work.
     module.to(torch.bfloat16).float()  # the shipped weights, in half the file, are what is measured
     module.eval()
     with torch.no_grad():
-        loss = evaluate(module)["validation_loss"]
-    module.to(torch.bfloat16)
-    module.model.generation_config.eos_token_id = [end, end_of_turn]
-    texts_sha256 = [rows_of(source)[1] for source in recipe.data.train]
-    facts = {
-        "command": command,
-        "parameters": parameters,
-        "init_from": recipe.init_from,
-        "trained_tokens": trained,  # on top of init_from's
-        "validation_loss": round(loss, 4),
-        "autocast": recipe.precision.autocast,
-        "data_sha256": hashlib.sha256(" ".join(texts_sha256).encode()).hexdigest(),
-        "licences": {source.source: sources.licence(source.source) for source in recipe.data.train},
-    }
-    if not accelerator.is_main_process:
+        loss = measure(module)["validation_loss"]
+    if not run.main:
         return
-    write_model(folder, module.model, tokenizer, provenance(**facts))
-    if job.trackers:
-        job.trackers.close()
+    module.to(torch.bfloat16)
+    model.generation_config.eos_token_id = [end, end_of_turn]
+    run.data_sha256 = [rows_of(source)[1] for source in recipe.data.train]
+    facts = run.facts(
+        parameters=parameters, init_from=recipe.init_from, validation_loss=round(loss, 4),
+        trained_tokens=sum(s.samples * s.max_length for s in recipe.stages),  # on top of init_from's
+        licences={source.source: sources.licence(source.source) for source in recipe.data.train},
+    )  # fmt: skip
+    write_model(folder, model, tokenizer, facts)
+    run.close()
     loop.console.print(f"done: {folder} (validation loss {loss:.3f}); try: python inference/decode.py none "
                        f"--target {folder} --prompt 'def read('")  # fmt: skip
+
+
+def plans(recipe: LmRecipe) -> list[Plan]:
+    """What each stage costs: all weights train."""
+    parameters = parameters_of(recipe.model)
+    return [
+        Plan(s.name, 0, parameters, 0.0, s.optim, s.steps, s.batch.sequences * s.max_length) for s in recipe.stages
+    ]
+
+
+SCRIPT = Script("lm", LmRecipe, train, plans)
+
+
+def main() -> None:
+    run_script(SCRIPT, PARSER)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The command decode.py: prompts, baselines, what it prints, and what it says to bad input."""
 
+import fcntl
 import io
 import json
 import math
@@ -12,6 +13,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.stats import t as t_distribution
 
-from draftsmith.inference import calibrate, decode, options, timing
+from draftsmith.inference import calibrate, decode, interactive, options, timing
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.options import short_name
 from draftsmith.inference.prompts import Prompt
@@ -211,14 +213,13 @@ def test_streamed_text_is_the_text(target, capsys, cut):
     tokens = target.tokenizer(text)["input_ids"]
     tokens = tokens[: len(tokens) - cut]
 
-    def generate(prompts, limit, on_tokens):
+    def generate(prompts, on_tokens):
         on_tokens(0, tokens[:1])
         for start in range(1, len(tokens), 3):
             on_tokens(0, tokens[start : start + 3])
         return [Generation(tokens, [3] * (len(tokens) // 3), "length")]
 
-    args = SimpleNamespace(max_new_tokens=9, mode="greedy")
-    decode.stream(SimpleNamespace(target=target, generate=generate), [1], args)
+    interactive.stream(SimpleNamespace(target=target, generate=generate), [1], {})
     out, err = capsys.readouterr()
     assert out == decode_text(target.tokenizer, tokens)
     assert f"{len(tokens)} tokens in" in err and "ended by length" in err
@@ -255,85 +256,176 @@ def test_a_target_without_a_template_continues_text(run_main, drafter, target, m
 # ---- interactive
 
 
-def interact(run_main, monkeypatch, drafter, given, *options):
-    monkeypatch.setattr(sys, "stdin", given)
+def run_interactive(run_main, monkeypatch, drafter, given, *options):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)) if isinstance(given, bytes) else given)
     return run_main(decode.main, drafter, "--interactive", "--threads", 1, *options)
 
 
-def test_a_conversation_keeps_its_history(run_main, drafter, target, monkeypatch):
-    lines = io.TextIOWrapper(io.BytesIO("a = é\r\nb = 2\n\nnever asked".encode()))
-    code, out, err = interact(run_main, monkeypatch, drafter, lines, "--max-new-tokens", 5)
+def converse(target, lines, limit):
+    """The answers of a conversation, each turn rendered by the template and decoded by the engine alone."""
     chat, answers = [], []
-    for line in ("a = é", "b = 2"):
+    for line in lines:
         chat.append({"role": "user", "content": line})
-        (result,) = SpeculativeDecoder(target).generate([Prompt(chat).encode(target)], 5)
+        (result,) = SpeculativeDecoder(target).generate([Prompt(chat).encode(target)], limit)
         answers.append(decode_text(target.tokenizer, result.tokens))
         chat.append({"role": "assistant", "content": answers[-1]})
-    assert (code, out, err.count("tokens in")) == (0, "\n".join(answers), 2)
+    return answers
 
 
-def test_raw_lines_are_prompts_of_their_own(run_main, drafter, target, monkeypatch):
-    lines = io.StringIO("a = 1\nb = 2\n")  # ended by the end of the input
-    code, out, err = interact(run_main, monkeypatch, drafter, lines, "--max-new-tokens", 5, "--raw")
-    prompts = [Prompt(line).encode(target) for line in ("a = 1", "b = 2")]
+def test_a_conversation_keeps_its_history(run_main, drafter, target, monkeypatch):
+    """An empty line is no message; behind /reset nothing is left of what was said; behind /exit nothing is read."""
+    given = "a = é\r\n\nb = 2\n/help\n/reset\nb = 2\n/exit\nnever sent".encode()
+    code, out, err = run_interactive(run_main, monkeypatch, drafter, given, "--max-new-tokens", 5)
+    first, second = converse(target, ["a = é", "b = 2"], 5)
+    (alone,) = converse(target, ["b = 2"], 5)
+    assert alone != second, "the history matters"
+    assert (code, out, err.count("tokens in")) == (0, "\n".join([first, second, alone]), 3)
+    assert err.count("/reset begins a new conversation") == err.count("a new conversation begins") == 1
+
+
+def test_two_turns_with_the_bundled_target_by_the_real_command():
+    """Piped lines, ended by the end of the input."""
+    folder, lines = ROOT / "models/tiny-lm", ["Write a function that adds two numbers.", "Add a docstring."]
+    done = subprocess.run(
+        command("ngram", "--target", folder, "--interactive", "--threads", 1, "--max-new-tokens", 24),
+        cwd=ROOT, input="\n".join(lines).encode(), capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == "\n".join(converse(load_target(str(folder)), lines, 24))
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_without_a_template_lines_are_texts_of_their_own(run_main, target, tiny_lm, monkeypatch, tmp_path, raw):
+    folder = tiny_lm
+    if not raw:
+        folder = shutil.copytree(tiny_lm, tmp_path / "plain")
+        (folder / "chat_template.jinja").unlink()
+    code, out, err = run_interactive(
+        run_main, monkeypatch, "none", b"a = 1\n/reset\nb = 2\n", "--target", folder, "--max-new-tokens", 5,
+        *["--raw"] * raw,
+    )  # fmt: skip
+    prompts = [Prompt(line).encode(target) for line in ("a = 1", "/reset", "b = 2")]
     wanted = [decode_text(target.tokenizer, r.tokens) for r in SpeculativeDecoder(target).generate(prompts, 5)]
-    assert (code, out, err.count("tokens in")) == (0, "\n".join(wanted), 2)
+    assert (code, out, err.count("tokens in")) == (0, "\n".join(wanted), 3)
+    why = "--raw" if raw else "the target has no chat template"
+    assert err.count(f"Each line is continued by itself ({why})") == 1
 
 
-def test_a_conversation_goes_on_after_what_does_not_fit(run_main, drafter, target, monkeypatch):
-    fits = "x" * 120  # once, not twice, in a context of 256
-    given = b"\n".join([b"y" * 5000, b"\xff\xfe", fits.encode(), fits.encode(), b""])
-    lines = io.TextIOWrapper(io.BytesIO(given))
-    code, out, err = interact(run_main, monkeypatch, drafter, lines, "--max-new-tokens", 5)
-    (result,) = SpeculativeDecoder(target).generate([user(fits).encode(target)], 5)
-    text = decode_text(target.tokenizer, result.tokens)
-    assert (code, out) == (0, f"{text}\n{text}"), "the second time it begins a conversation, too"
-    assert "this line has" in err and "nothing was asked" in err and "not UTF-8 text" in err
-    assert err.count("a new conversation begins") == 1 and err.count("tokens in") == 2
+def test_what_does_not_fit_is_not_sent(run_main, drafter, target, monkeypatch):
+    """The conversation stays as it was, until /reset."""
+    fits = "x" * 60  # twice, not three times, in a context of 256
+    given = b"\n".join([b"y" * 5000, b"\xff\xfe", *[fits.encode()] * 3, b"x", b"/reset", fits.encode()])
+    code, out, err = run_interactive(run_main, monkeypatch, drafter, given, "--max-new-tokens", 5)
+    answers = converse(target, [fits, fits, "x"], 5)
+    assert (code, out) == (0, "\n".join([*answers, answers[0]]))
+    assert err.count("this line was not sent: it has ") == 1 and "it is not UTF-8 text" in err
+    found = re.findall(r"the conversation has (\d+) tokens with it, .*; /reset begins a new one\n", err)
+    assert len(found) == 1 and int(found[0]) >= target.context
+
+
+def test_a_template_that_refuses_a_message_ends_nothing(run_main, drafter, target, tiny_lm, monkeypatch, tmp_path):
+    folder = shutil.copytree(tiny_lm, tmp_path / "target")
+    template = folder / "chat_template.jinja"
+    refuse = "{% if messages[-1].content == 'no' %}{{ raise_exception('never say no') }}{% endif %}"
+    template.write_text(refuse + template.read_text())
+    code, out, err = run_interactive(
+        run_main, monkeypatch, "none", b"a\nno\nb", "--target", folder, "--max-new-tokens", 5
+    )
+    assert (code, out) == (0, "\n".join(converse(target, ["a", "b"], 5)))
+    assert "refuses this chat: never say no" in err
+
+
+def test_ctrl_c_stops_an_answer(run_main, drafter, target, monkeypatch):
+    """What was written until then is part of the conversation, and the decoder is as good as new."""
+    (full,) = converse(target, ["a = 1"], 40)
+    write, written = interactive.write_text, []
+
+    def press(text, *, drafted):
+        write(text, drafted=drafted)
+        written.append(text)
+        if len(written) == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(interactive, "write_text", press)
+    before = signal.getsignal(signal.SIGINT)
+    code, out, err = run_interactive(run_main, monkeypatch, drafter, b"a = 1\nb = 2", "--max-new-tokens", 40)
+    assert code == 0 and "ended by Ctrl-C" in err and err.count("tokens in") == 2 and "interrupted" not in err
+    count = int(re.search(r"(\d+) tokens in", err)[1])
+    assert 4 <= count < 40
+    stopped = out[: next(n for n in range(1, len(out)) if out[n] == "\n" and full.startswith(out[:n]) and n > 2)]
+    chat = [{"role": "user", "content": "a = 1"}, {"role": "assistant", "content": stopped}]
+    chat.append({"role": "user", "content": "b = 2"})
+    (second,) = SpeculativeDecoder(target).generate([Prompt(chat).encode(target)], 40)
+    assert out == f"{stopped}\n{decode_text(target.tokenizer, second.tokens)}"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_closed_stdin(run_main, drafter, monkeypatch):
-    one_line(interact(run_main, monkeypatch, drafter, None), "--interactive reads prompts from stdin, which is closed")
+    one_line(run_interactive(run_main, monkeypatch, drafter, None), "--interactive reads stdin, which is closed")
 
 
-def test_arrow_keys_and_the_end_on_a_terminal(drafter):
-    """The second line is the first, brought back by the up key; then Ctrl-D."""
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        command(drafter, "--interactive", "--raw", "--threads", 1, "--max-new-tokens", 3),
-        cwd=ROOT, stdin=slave, stdout=slave, stderr=subprocess.PIPE, text=True, env={**os.environ, "TERM": "xterm"},
-    )  # fmt: skip
-    os.close(slave)
-    seen = b""
+class Terminal:
+    """The command on a pseudo terminal; SIGINT comes from its control character."""
 
-    def wait_for_prompts(count):
-        nonlocal seen
-        while seen.count(b"> ") < count:
-            seen += os.read(master, 1 << 16)
+    def __init__(self, *arguments):
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            command(*arguments), cwd=ROOT, stdin=slave, stdout=slave, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "TERM": "xterm"}, start_new_session=True,
+            preexec_fn=lambda: (signal.signal(signal.SIGINT, signal.SIG_DFL), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = b""
 
-    wait_for_prompts(1)
-    os.write(master, b"import os\n")
-    wait_for_prompts(2)
-    os.write(master, b"\x1b[A\n")
-    wait_for_prompts(3)
-    os.write(master, b"\x04")
-    _, err = process.communicate(timeout=300)
-    os.close(master)
-    assert process.returncode == 0 and err.count("tokens in") == 2, err
-    assert seen.count(b"import os") >= 2
+    def wait(self, what, count):
+        while self.seen.count(what) < count:
+            self.seen += os.read(self.master, 1 << 16)
+
+    def type(self, keys):
+        os.write(self.master, keys)
+
+    def end(self):
+        _, err = self.process.communicate(timeout=300)
+        os.close(self.master)
+        return self.process.returncode, err
 
 
-def test_control_c_at_the_prompt(drafter):
-    process = subprocess.Popen(
-        command(drafter, "--interactive", "--threads", 1), cwd=ROOT,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    assert process.stderr.readline().startswith("precision: ")
-    assert "Type a message" in process.stderr.readline()
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=300)
-    assert (process.returncode, out, err) == (2, "", "error: interrupted; files already written are whole\n")
+def test_a_conversation_on_a_terminal(drafter):
+    """The second line is the first, brought back by the up key; Ctrl-C ends the long answer; then Ctrl-D."""
+    terminal = Terminal(drafter, "--interactive", "--threads", 1, "--max-new-tokens", 200)
+    terminal.wait(b"> ", 1)
+    terminal.type(b"import os\n")
+    terminal.wait(b"> ", 2)
+    terminal.type(b"\x1b[A\n")
+    terminal.wait(b"import os\r\n", 2)
+    terminal.wait(b"> ", 3)
+    terminal.type(b"/help\n")
+    terminal.wait(b"> ", 4)
+    terminal.type(b"\x04")
+    code, err = terminal.end()
+    assert code == 0 and err.count("tokens in") == 2 and err.count("/reset begins") == 1, err
+    assert b"\x1b[32m" in terminal.seen, "drafted and accepted"
+
+
+@pytest.mark.parametrize("during", [True, False])
+def test_control_c_on_a_terminal(during):
+    """During an answer it ends that one; at the prompt it leaves."""
+    terminal = Terminal(
+        "none", "--target", "models/tiny-lm", "--interactive", "--raw", "--threads", 1, "--max-new-tokens", 900
+    )
+    terminal.wait(b"> ", 1)
+    if during:
+        terminal.type(b"import os\n")
+        terminal.wait(b"import os\r\n", 1)
+        so_far = len(terminal.seen)
+        while len(terminal.seen) < so_far + 40:
+            terminal.seen += os.read(terminal.master, 1 << 16)
+        terminal.type(b"\x03")
+        terminal.wait(b"\n> ", 1)
+    terminal.type(b"\x03")
+    code, err = terminal.end()
+    assert (code, err.count("ended by Ctrl-C")) == (2, int(during)), err
+    assert err.endswith("error: interrupted; files already written are whole\n")
 
 
 # ---- reports
@@ -420,7 +512,7 @@ def test_bad_prompts(run_main, drafter, tmp_path):
     one_line(run_main(decode.main, drafter, "--prompts", path, "--threads", 1), f"{path}: ")
     path.unlink()
     path.write_text('{"prompt": "a"}\n{"prompt": null}\n')
-    one_line(run_main(decode.main, "/nowhere", "--prompts", path), f"{path}:2: not a prompt")
+    one_line(run_main(decode.main, "/nowhere", "--prompts", path), f"{path}:2: it has nothing; needed is")
 
 
 @pytest.mark.parametrize(
@@ -714,4 +806,4 @@ def test_lines_are_read_where_python_has_no_readline(monkeypatch):
     monkeypatch.setitem(sys.modules, "readline", None)  # importing it fails
     monkeypatch.setattr(sys, "stdin", Terminal("first\n"))
     monkeypatch.setattr(sys, "stdout", Terminal())
-    assert decode.read_line() == "first"
+    assert interactive.read_line() == "first"
