@@ -12,9 +12,10 @@ import re
 import sysconfig
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from email.message import Message
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 Split = Literal["train", "validation", "test"]
 Form = Literal["text", "chat"]
@@ -64,7 +65,7 @@ def licence(source: str) -> str:
         return "PSF-2.0"
     name = source.removeprefix("package:")
     for distribution in importlib.metadata.packages_distributions().get(name, []):
-        meta = importlib.metadata.metadata(distribution)
+        meta = cast(Message, importlib.metadata.metadata(distribution))
         classifiers = [c.rsplit(" :: ", 1)[-1] for c in meta.get_all("Classifier") or [] if c.startswith("License ::")]
         stated = meta.get("License-Expression") or (classifiers[0] if classifiers else meta.get("License"))
         return f"{distribution} {meta['Version']}: {(stated or 'see its metadata').splitlines()[0]}"
@@ -98,7 +99,7 @@ def _readmes() -> list[Document]:
     """The descriptions of the installed packages: English prose, on which nothing is trained."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        meta = distribution.metadata
+        meta = cast(Message, distribution.metadata)
         text = str(meta.get_payload() or meta.get("Description") or "")
         if len(text) >= 2000 and meta.get("Name"):
             found[f"readmes/{meta['Name'].lower()}"] = text

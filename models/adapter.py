@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,7 +39,8 @@ def untie(target: Target) -> None:
     """Give the LM head a matrix of its own: an adapter on a tied one would change the embeddings when it is merged."""
     embeddings = target.model.get_input_embeddings()
     if target.lm_head.weight is embeddings.weight:
-        target.lm_head.weight = nn.Parameter(target.lm_head.weight.detach().clone(), requires_grad=False)
+        weight = cast(nn.Parameter, target.lm_head.weight)
+        target.lm_head.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
         for config in (target.model.config, target.config):
             config.tie_word_embeddings = False
 
@@ -68,7 +69,7 @@ def add_lora(target: Target, r: int, alpha: float, dropout: float, modules: Sequ
         )
     # They train in float32 whatever the target is in: bfloat16 would round AdamW's small updates away.
     cast_adapter_dtype(target.model, "default")
-    target.lm_head = target.model.get_output_embeddings()  # wrapped, if it has one
+    target.lm_head = cast(nn.Module, target.model.get_output_embeddings())  # wrapped, if it has one
 
 
 @contextmanager

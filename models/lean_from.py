@@ -127,7 +127,7 @@ def _make(target: Target) -> LeanDecoder:
     if not len(record) == len(decoder.layers) == len(entered) - 1:
         raise NotLean("its layers do not each call attention once")
     facts = zip(decoder.layers, record, kinds, target.kv_shapes, strict=True)
-    layers = [_layer(module, *rest, target) for module, *rest in facts]
+    layers = [_layer(module, settings, rope, kv_shape, target) for module, settings, rope, kv_shape in facts]
     if _contiguous not in decoder._state_dict_hooks.values():
         decoder.register_state_dict_post_hook(_contiguous)
     factor = float(getattr(decoder, "embedding_multiplier", 1.0))

@@ -78,7 +78,8 @@ class MedusaHeads(nn.Module):
         heads = cls(config).to(target.device)
         if heads.projection is not None:
             with torch.no_grad():
-                heads.projection.copy_(target.lm_head.weight.float().expand_as(heads.projection))
+                weight = cast(nn.Linear, target.lm_head).weight
+                heads.projection.copy_(weight.float().expand_as(heads.projection))
         return heads
 
     @classmethod

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers import __version__ as transformers_version
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
 from draftsmith.common.files import json_object
@@ -70,7 +71,10 @@ class Target:
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
         self.decoder: nn.Module = self.model.get_decoder()
-        self.lm_head: nn.Module = self.model.get_output_embeddings()
+        lm_head = self.model.get_output_embeddings()
+        if lm_head is None:
+            raise ValueError(f"{self._named()}: it has no LM head; {_UNSUPPORTED}")
+        self.lm_head: nn.Module = lm_head
         self._check()
 
     @property
@@ -219,15 +223,16 @@ class Target:
             raise ValueError(
                 f"{self._named()}: it cannot run ({_reason(error)}); check the shapes in its config.json"
             ) from None
-        if len(cache.layers) != self.config.num_hidden_layers or any(
-            layer.keys.shape != layer.values.shape for layer in cache.layers
+        layers = cast(list[DynamicLayer], cache.layers)
+        if len(layers) != self.config.num_hidden_layers or any(
+            layer.keys.shape != layer.values.shape for layer in layers
         ):
             raise ValueError(
                 f"{self._named()}: its layers do not each keep keys and values of one shape; {_UNSUPPORTED}"
             )
         # (key/value heads, head width) of every layer: families name these in a dozen ways, some vary them by layer.
-        self.kv_shapes = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in cache.layers]
-        self.kv_devices = [layer.keys.device for layer in cache.layers]
+        self.kv_shapes = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in layers]
+        self.kv_devices = [layer.keys.device for layer in layers]
         if not theirs.isfinite().all():
             raise ValueError(
                 f"{self._named()}: its logits are not finite in {self.dtype}; its weights are damaged, or it needs "
@@ -309,7 +314,7 @@ def _check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, S
     try:
         with torch.device("meta"), _quietly():
             # Its class by name: the Auto class would spread it where DeepSpeed's ZeRO-3 is at work.
-            promised = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+            promised = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])(config)
     except Exception as error:  # heads of no width, sizes beyond any memory
         raise ValueError(f"{file}: no model can be made of it ({_reason(error)})") from None
     parameters = dict(promised.named_parameters())

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from draftsmith.common.command import available_cores, before_imports, make_console, run_command
 from draftsmith.common.files import check_folder
@@ -109,7 +109,8 @@ def measure(args: argparse.Namespace, ours: bool, sender: Connection) -> None:
     else:
         module = Straightforward(args.width, args.vocab, args.heads)
         with torch.no_grad():  # as ours begin
-            for block, projection in zip(module.blocks, module.projections, strict=True):
+            linears = zip(cast(list[nn.Linear], module.blocks), cast(list[nn.Linear], module.projections), strict=True)
+            for block, projection in linears:
                 block.weight.zero_()
                 block.bias.zero_()
                 projection.weight.copy_(target.model.get_output_embeddings().weight)

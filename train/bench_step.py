@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from draftsmith.common.command import available_cores, before_imports, make_console, run_command
 from draftsmith.common.files import check_folder
@@ -37,6 +37,7 @@ if __name__ == "__main__":
     before_imports(PARSER)
 
 import torch
+from torch import nn
 from rich.table import Table
 
 from draftsmith.common.sections import Batch, Optim
@@ -58,9 +59,9 @@ def operations(target: Target, module: Medusa1, positions: int) -> float:
     """Multiply-adds · 2 of a step, after the passes that each matrix sees: frozen ones forward alone (Medusa-1), or
     forward twice and backward to their inputs (Medusa-2 with KL: the teacher); what trains forward and backward."""
     joint = isinstance(module, Medusa2)
-    head = target.lm_head.weight.numel()
+    head = cast(nn.Linear, target.lm_head).weight.numel()
     inside = sum(p.numel() for p in target.decoder.parameters() if p.ndim == 2 and not p.requires_grad)
-    inside -= target.model.get_input_embeddings().weight.numel()
+    inside -= cast(nn.Embedding, target.model.get_input_embeddings()).weight.numel()
     heads = module.heads
     blocks = heads.weight.numel()
     projections = heads.config.num_draft_heads * head

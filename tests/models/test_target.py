@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from draftsmith.models.stored import fingerprint, resolve_folder
-from draftsmith.models.target import load_target
+from draftsmith.models.target import Target, load_target
 
 TOKENS = [[4, 17, 2, 51, 33], [9, 9, 60, 0, 1]]
 
@@ -50,6 +50,13 @@ def test_packed_samples_do_not_see_each_other(make_target, family):
 def test_a_family_that_cannot_be_packed_says_so(make_target):
     with pytest.raises(ValueError, match=r"'tiny-opt' \(opt\): samples in one row see each other .*data.packing=false"):
         make_target("opt").check_packing()
+
+
+def test_a_model_without_an_lm_head_is_refused(make_target, monkeypatch):
+    target = make_target("llama")
+    monkeypatch.setattr(target.model, "get_output_embeddings", lambda: None)
+    with pytest.raises(ValueError, match=r"'x' \(llama\): it has no LM head; this family is not supported yet"):
+        Target(target.model, None, "x", "")
 
 
 def test_logits_that_are_not_the_lm_heads_are_refused(make_target):
