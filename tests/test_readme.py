@@ -1,11 +1,17 @@
-"""Every command that the documents and `make demo` show exists and takes the flags shown."""
+"""The documents keep their promises: commands, flags and recipe fields exist, the README's examples run as printed, its
+table of rooms is the one that the layout test enforces."""
 
+import importlib.util
+import json
+import os
 import re
 import shlex
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -14,13 +20,33 @@ from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 
 ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "BENCHMARKS.md",
+    *(f"docs/{p.name}" for p in sorted(ROOT.glob("docs/*.md"))),
+]
+ROOMS = ("common", "kernels", "models", "data", "inference", "train")
+
+
+def blocks(document: str, language: str) -> list[str]:
+    """The contents of a document's fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def inline(document: str) -> list[str]:
+    """A document's text in backticks, each on one line."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
 
 
 def shown(document: str) -> list[str]:
-    """The commands in the ```bash blocks of a document."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.strip() and not line.startswith("#")]
+    """The commands in a document: the lines of its bash blocks, and those in its text that run a script or a target of
+    make."""
+    lines = "".join(blocks(document, "bash")).replace("\\\n", " ").splitlines()
+    commands = [line for line in lines if line.strip() and not line.startswith("#")]
+    said = [code for code in inline(document) if re.match(r"(make [a-z]|(python|accelerate|torchrun) .*\.py\b)", code)]
+    return commands + [code for code in said if not code.startswith("python -m")]
 
 
 def demo() -> list[str]:
@@ -34,7 +60,7 @@ def demo() -> list[str]:
     ]
 
 
-COMMANDS = [(name, line) for name in ("README.md", "CONTRIBUTING.md") for line in shown(name)]
+COMMANDS = [(name, line) for name in DOCUMENTS for line in dict.fromkeys(shown(name))]
 COMMANDS += [("make demo", line) for line in demo()]
 
 
@@ -45,8 +71,33 @@ def help_of(script: str) -> str:
     return done.stdout
 
 
+@cache
+def schema(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / f"recipes/schema/{name}.json").read_text())
+
+
+def has_field(recipe: dict[str, Any], path: str) -> bool:
+    """Whether a recipe's schema knows a field such as ``stages.0.optim.lr``."""
+
+    def below(node: dict[str, Any], names: list[str]) -> bool:
+        if "$ref" in node:
+            node = recipe["$defs"][node["$ref"].rpartition("/")[2]]
+        if not names:
+            return True
+        children = [node["items"]] if names[0].isdigit() and "items" in node else []
+        children += [node["properties"][names[0]]] if names[0] in node.get("properties", {}) else []
+        if isinstance(node.get("additionalProperties"), dict):
+            children.append(node["additionalProperties"])
+        alternatives = [*node.get("anyOf", []), *node.get("allOf", []), *node.get("oneOf", [])]
+        return any(below(child, names[1:]) for child in children) or any(below(each, names) for each in alternatives)
+
+    return below(recipe, path.split("."))
+
+
 def test_commands_were_found():
-    assert len(shown("README.md")) >= 10
+    assert len(shown("README.md")) >= 6
+    assert len(shown("BENCHMARKS.md")) >= 15
+    assert sum(len(shown(name)) for name in DOCUMENTS if name.startswith("docs/")) >= 30
     assert len(demo()) == 7
 
 
@@ -57,28 +108,79 @@ def test_command(where, line):
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
     if not any(word.endswith(".py") for word in words):
-        assert words[0] == ".venv/bin/pre-commit", f"{where} shows a command this test does not know: {line}"
+        known = words[0] == ".venv/bin/pre-commit" or words == ["source", ".venv/bin/activate"]
+        assert known, f"{where} shows a command this test does not know: {line}"
         return
     script, *arguments = words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]
     launcher = words[: words.index(script)]
-    assert launcher[0].removeprefix(".venv/bin/") in ("python", "accelerate")
+    assert launcher[0].removeprefix(".venv/bin/") in ("python", "accelerate", "torchrun")
     assert (ROOT / script).is_file()
     accepted = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", help_of(script).split("options:")[1]))
     flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
     assert flags <= accepted
-    for argument in arguments:
-        if argument.startswith("recipes/"):
-            assert (ROOT / argument).is_file()
+    recipe = next((argument for argument in arguments if argument.startswith("recipes/")), None)
+    if recipe is None:
+        return
+    name = re.search(r"schema/(\w+)\.json", (ROOT / recipe).read_text())[1]
+    for field in [argument.partition("=")[0] for argument in arguments if re.match(r"[a-z][\w.]*=", argument)]:
+        assert has_field(schema(name), field), f"{where}: {recipe} has no field {field}"
 
 
-def test_the_python_example(tmp_path, monkeypatch, capsys):
-    """As printed, where there is a drafter ``runs/mine`` for the bundled target."""
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_recipe_fields_in_the_text(document):
+    """`evaluate.decode=400` and `stages.0.optim.lr` are fields of some recipe."""
+    schemas = [schema(path.stem) for path in sorted((ROOT / "recipes/schema").glob("*.json"))]
+    for code in inline(document):
+        assigned = re.match(r"([a-z][a-z_0-9.]*)=\S", code)
+        section = re.fullmatch(
+            r"((?:run|data|stages|target|track|export|evaluate|checkpoint|precision)\.[a-z_0-9.]+)", code
+        )
+        if found := assigned or section:
+            assert any(has_field(each, found[1]) for each in schemas), f"{document}: `{code}`"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder that looks like the checkout and keeps what the examples write."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in (*ROOMS, "recipes"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def run_as_printed(command: list[str], folder: Path) -> str:
+    """A command's stdout, in a shell with `.venv` activated."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def readme_section(heading: str, language: str) -> str:
+    text = (ROOT / "README.md").read_text()
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## )", text, re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    return block
+
+
+def test_the_examples_of_the_readme(folder):
+    """Train, decode and Python as printed, in this order: the text is the same with a trained drafter and without."""
+    said = readme_section("Decode", "text")
+    run_as_printed(["bash", "-euo", "pipefail", "-c", readme_section("Train", "bash")], folder)
+    decoded = run_as_printed(["bash", "-euo", "pipefail", "-c", readme_section("Decode", "bash")], folder)
+    assert decoded.strip("\n") == said.strip("\n")
+    printed = run_as_printed(["python", "-c", readme_section("Python", "python")], folder)
+    assert printed.strip("\n") == said.strip("\n")
+
+
+def test_the_example_of_requests(tmp_path, monkeypatch, capsys):
+    """That of docs/decoding.md, where there is a drafter ``runs/mine`` for the bundled target."""
     target = load_target("models/tiny-lm")
     heads = MedusaHeads.for_target(target, 2, 1, "shared")
     write_drafter(tmp_path / "runs/mine", "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
     (tmp_path / "runs/mine/tree.json").write_text('{"paths": [[0], [0, 0]]}')
     monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (example,) = blocks("docs/decoding.md", "python")
     names = {}
     exec(example, names)
     said = capsys.readouterr().out
@@ -89,7 +191,62 @@ def test_the_python_example(tmp_path, monkeypatch, capsys):
         assert names["target"].tokenizer.decode(tokens) in said
 
 
-def test_links_lead_somewhere():
-    for document in ("README.md", "CONTRIBUTING.md", "BENCHMARKS.md"):
-        for target in re.findall(r"\]\(([^)#]+)", (ROOT / document).read_text()):
-            assert target.startswith("https://") or (ROOT / target).exists(), f"{document}: {target}"
+def module_of(path: str) -> ModuleType:
+    """A file of the repository that no import path leads to."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_house_is_the_one_that_is_enforced():
+    """The README's table of rooms and tests/test_layout.py say the same."""
+    layout = module_of("tests/test_layout.py")
+    rows = re.findall(r"^\| `(\w+)/` \| .* \| (.*?) ?\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    said = {
+        room: set(layout.ROOMS) - {room} if allowed == "all of them" else set(re.findall(r"`(\w+)`", allowed))
+        for room, allowed in rows
+    }
+    assert said == {room: allowed - {room} for room, allowed in layout.MAY_IMPORT.items()}
+    arrows = re.search(r"`([\w ←]+)`: a room imports", (ROOT / "README.md").read_text())[1]
+    assert tuple(arrows.split(" ← ")) == layout.ROOMS
+
+
+def test_the_picture_shows_what_the_terminal_shows():
+    picture = module_of("docs/picture.py")
+    script = "import sys; sys.stdout.write('\\x1b[32mdra\\nfted\\x1b[0m own' + '-' * 100 + '\\n')"
+    output = picture.terminal_output(["-c", script])
+    lines = picture.styled_lines(output)
+    assert lines[0] == [("dra", picture.GREEN)]
+    assert lines[1][0] == ("fted", picture.GREEN) and lines[1][1][1] == picture.PLAIN
+    assert [sum(len(text) for text, _ in line) for line in lines] == [3, picture.COLUMNS, 108 - picture.COLUMNS]
+    with pytest.raises(RuntimeError, match="no such thing"):
+        picture.terminal_output(["-c", "import sys; sys.exit('no such thing')"])
+    assert (ROOT / "docs/demo.png").stat().st_size <= 300_000
+
+
+def headings(document: Path) -> set[str]:
+    """Anchors that a Markdown page gives its headings."""
+    found = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document):
+    page = ROOT / document
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{document}: {link}"
+        assert not anchor or anchor in headings(target), f"{document}: {link}"
+
+
+def test_every_document_is_in_the_index():
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"]({name})" in readme for name in DOCUMENTS if name != "README.md")
