@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -20,7 +20,10 @@ from draftsmith.common.files import read_text, write_text
 
 
 class Section(BaseModel):
+    """A mapping of a recipe. ``tiny``: the values that ``--tiny`` puts into its fields."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    tiny: ClassVar[dict[str, Any]] = {}
 
 
 S = TypeVar("S", bound=Section)

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -19,6 +19,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 Name = Annotated[str, Field(min_length=1)]
 SAMPLES = 100_000_000  # sequences of a stage: their order is kept in memory
+TINY_STEPS, TINY_LENGTH = 2, 96  # of --tiny: steps of a stage, tokens of a row
 
 
 def _repository(text: str) -> str:
@@ -71,6 +72,8 @@ class Target(Section):
 
 class Answers(Section):
     """The target continues prompts cut from a source; what it wrote is what the drafter trains on."""
+
+    tiny: ClassVar[dict[str, Any]] = {"prompts": 8, "prompt_tokens": 16, "new_tokens": 16, "batch_size": 8}
 
     prompts: int = Field(gt=0, le=10_000_000)
     prompt_tokens: Tokens = 64
@@ -142,6 +145,8 @@ class Source(Section):
 
 
 class Data(Section):
+    tiny: ClassVar[dict[str, Any]] = {"max_length": TINY_LENGTH}
+
     train: list[Source] = Field(min_length=1)
     validation: list[Source] = Field(min_length=1)
     max_length: Tokens = Field(default=512, description="tokens in a row; longer samples are cut")
@@ -162,6 +167,13 @@ class Data(Section):
             if source.streaming and source.limit is None:
                 raise ValueError(
                     f"validation source {source.source!r} is streamed; say with 'limit' how many rows of it"
+                )
+        for source in [*self.train, *self.validation]:
+            answers = source.answers
+            if answers is not None and answers.prompt_tokens + answers.new_tokens > self.max_length:
+                raise ValueError(
+                    f"max_length={self.max_length} is less than the {answers.prompt_tokens} + {answers.new_tokens} "
+                    "tokens of a prompt and its answer"
                 )
         return self
 
@@ -201,6 +213,8 @@ class Batch(Section):
 
 
 class Precision(Section):
+    tiny: ClassVar[dict[str, Any]] = {"autocast": "none", "compile": False}
+
     autocast: Literal["auto", "none", "bfloat16"] = Field(
         default="auto", description="of the products in training; auto: bfloat16 where the device has it in hardware"
     )
@@ -212,11 +226,15 @@ class Precision(Section):
 
 
 class Checkpoint(Section):
+    tiny: ClassVar[dict[str, Any]] = {"every": 1}
+
     every: Positive = 200
     keep: Positive = 2
 
 
 class Evaluate(Section):
+    tiny: ClassVar[dict[str, Any]] = {"every": TINY_STEPS, "sequences": 4, "decode": TINY_STEPS, "prompts": 2}
+
     every: Positive = 200
     sequences: Positive = 64
     decode: Positive | None = Field(
@@ -234,6 +252,8 @@ class Evaluate(Section):
 class Track(Section):
     """Where metrics go besides metrics.jsonl."""
 
+    tiny: ClassVar[dict[str, Any]] = {"wandb": False, "tensorboard": False}
+
     wandb: bool = False
     project: Name = Field(default="draftsmith", description="the Weights & Biases project")
     offline: bool = Field(default=False, description="keep what wandb gets in the run folder, to be sent later")
@@ -242,6 +262,8 @@ class Track(Section):
 
 class Export(Section):
     """What happens to the finished run."""
+
+    tiny: ClassVar[dict[str, Any]] = {"push_to_hub": None}
 
     push_to_hub: HubId | None = Field(
         default=None, description="upload the run folder, without checkpoints, as USER/NAME"
@@ -254,16 +276,28 @@ class Export(Section):
     )
 
 
-class Stage(Section):
-    """One call of the training loop. A script with several stages lists them; one with a single stage inherits them."""
+# A folder is named by it.
+StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
 
+
+class Stage(Section):
+    """One call of the training loop."""
+
+    tiny: ClassVar[dict[str, Any]] = {"steps": TINY_STEPS, "batch": {"sequences": 4, "accumulate": 1}}
+
+    name: StageName = "train"
     optim: Optim
     batch: Batch
     steps: Positive
 
+    @property
+    def samples(self) -> int:
+        """Sequences of all its steps."""
+        return self.steps * self.batch.sequences
+
     @model_validator(mode="after")
     def _schedulable(self) -> "Stage":
-        if self.steps * self.batch.sequences > SAMPLES:
+        if self.samples > SAMPLES:
             raise ValueError(
                 f"steps={self.steps} × batch.sequences={self.batch.sequences} are more than the {SAMPLES:,} sequences "
                 "that a stage may have; lower steps"
@@ -283,4 +317,47 @@ class Recipe(Section):
     export: Export = Export()
 
 
-R = TypeVar("R", bound=Recipe)
+class TrainingRecipe(Recipe):
+    """What a training script reads. A script narrows ``stages`` to its own kind of stage where it has one."""
+
+    stages: list[Stage] = Field(min_length=1, description="trained one after the other")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stages_are_listed(cls, content: Any) -> Any:
+        if isinstance(content, dict) and "stages" not in content and "steps" in content:
+            raise ValueError(
+                "steps, batch and optim belong to an entry of the list 'stages' now: "
+                "stages: [{name: train, steps: …, batch: …, optim: …}]"
+            )
+        return content
+
+    @model_validator(mode="after")
+    def _one_name_each(self) -> "TrainingRecipe":
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) < len(names):
+            raise ValueError(f"stages: two are called {max(names, key=names.count)!r}; give each its own 'name'")
+        return self
+
+
+class DrafterRecipe(TrainingRecipe):
+    """What a script reads that trains a drafter for a frozen target; the script adds its section ``drafter``."""
+
+    tiny: ClassVar[dict[str, Any]] = {"init_from": None}
+
+    target: Target
+    init_from: Name | None = Field(default=None, description="a drafter of the same target whose weights to begin with")
+    cache_hidden: Literal["none", "memory", "disk"] = Field(
+        default="none",
+        description="run the frozen target once over the rows and keep its hidden states, in memory or in the run's "
+        "folder; how much room that takes is printed first",
+    )
+
+    @model_validator(mode="after")
+    def _rows_end(self) -> "DrafterRecipe":
+        if self.cache_hidden != "none" and any(source.streaming for source in self.data.train):
+            raise ValueError("cache_hidden keeps every row's hidden states, and a streamed source has no end; drop one")
+        return self
+
+
+R = TypeVar("R", bound=TrainingRecipe)

@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace, ours: bool, sender: Connection) -> None:
     if ours:
         module = Medusa1(target, MedusaHeads.for_target(target, args.heads, 1, "own"))
         counts = module.count(batch).float()
-        heads_loss = lambda h: module({**batch, "hidden": h}, counts)[0]  # noqa: E731
+        heads_loss = lambda h: module({**batch, "hidden": h}, counts, 0)[0]  # noqa: E731
     else:
         module = Straightforward(args.width, args.vocab, args.heads)
         with torch.no_grad():  # as ours begin

@@ -14,6 +14,7 @@ engine), and on what the original target wrote (simulated). A target made dull w
 """
 
 import argparse
+import json
 import shlex
 import shutil
 import subprocess
@@ -39,6 +40,7 @@ import torch
 from rich.table import Table
 from safetensors.torch import load_file
 
+from draftsmith.common.recipe import read_recipe
 from draftsmith.inference import report as reporting
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
@@ -51,21 +53,33 @@ from draftsmith.models.artifact import device_name, read_drafter, read_json, ver
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import folders
-from draftsmith.train.medusa import SIMULATED_NODES
+from draftsmith.train.medusa import SIMULATED_NODES, MedusaRecipe
 
 console = make_console(None if sys.stdout.isatty() else 110)  # the table is wider than 80
 
 
-def ways(steps: int) -> dict[str, list[str]]:
-    """The overrides of each way, by name; the heads train for ``steps`` steps in all of them."""
-    half = [f"steps={steps // 2}", f"joint.steps={steps - steps // 2}"]
+def ways(steps: int, recipe: MedusaRecipe) -> dict[str, list[str]]:
+    """The overrides of each way, by name; the heads train for ``steps`` steps in all of them.
+
+    Args:
+        recipe: has the two stages of Medusa-2.
+    """
+    heads, joint = (stage.model_dump(mode="json") for stage in recipe.stages)
     # Nothing holds the target back then, so the weights are chosen by τ alone, however far it has moved.
-    cross_entropy = ["joint.loss=ce", "joint.head_weight=0.2", "joint.ramp=constant", "joint.max_kl=100"]
+    loose = {
+        **joint,
+        "joint": {**joint["joint"], "loss": "ce", "head_weight": 0.2, "ramp": "constant", "max_kl": 100.0},
+    }
+
+    def stages(*entries: tuple[dict[str, Any], int]) -> str:
+        return "stages=" + json.dumps([{**entry, "steps": count} for entry, count in entries])
+
+    half = steps // 2
     return {
-        "medusa-1": ["joint=null", f"steps={steps}", "precision.gradient_checkpointing=false"],
-        "joint, direct": [*cross_entropy, "joint.heads_first=false", f"joint.steps={steps}"],
-        "joint, 2 stages": [*cross_entropy, *half],
-        "self-distilled": half,
+        "medusa-1": [stages((heads, steps)), "precision.gradient_checkpointing=false"],
+        "joint, direct": [stages((loose, steps))],
+        "joint, 2 stages": [stages((heads, half), (loose, steps - half))],
+        "self-distilled": [stages((heads, half), (joint, steps - half))],
     }
 
 
@@ -133,8 +147,11 @@ def main() -> None:
     check_folder("--out", args.out)
     torch.set_num_threads(available_cores())
     rows: dict[str, dict[str, Any]] = {}
-    for name, own in ways(args.steps).items():
-        folder = train(args.recipe, args.out, name, args.steps, [*own, *args.overrides])
+    recipe = read_recipe(args.recipe, MedusaRecipe, args.overrides)
+    if [stage.joint is None for stage in recipe.stages] != [True, False]:
+        raise ValueError(f"{args.recipe}: two stages are needed, the second one joint, as in recipes/tiny-medusa2.yaml")
+    for name, own in ways(args.steps, recipe).items():
+        folder = train(args.recipe, args.out, name, args.steps, [*args.overrides, *own])
         rows[name] = measure(folder, args.prompts, args.max_new_tokens, args.repeat)
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     table = Table(title=f"{args.recipe} · {args.steps} steps of the heads · {device}", title_justify="left")

@@ -37,19 +37,18 @@ if __name__ == "__main__":
     before_imports(PARSER)
 
 import torch
-from torch import nn
 from rich.table import Table
+from torch import nn
 
 from draftsmith.common.sections import Batch, Optim
 from draftsmith.inference.bench import SHAPES, random_target
 from draftsmith.kernels.bench import DTYPES
-from draftsmith.models.adapter import add_lora
 from draftsmith.models.artifact import device_name, versions, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
 from draftsmith.models.target import Target
-from draftsmith.train.loop import checkpoint_activations
-from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
+from draftsmith.train.joint import Joint, add_adapters
+from draftsmith.train.medusa import Medusa1, Medusa2, MedusaStage
 from draftsmith.train.optim import make_optimizer
 
 console = make_console()
@@ -76,13 +75,10 @@ def measure(target: Target, stage: str, args: argparse.Namespace) -> dict[str, A
     torch.manual_seed(0)
     heads = MedusaHeads.for_target(target, args.heads, 1, args.projection).to(target.device)
     optim = Optim(lr=1e-4, warmup_steps=0)
-    joint = Joint(optim=optim, batch=Batch(sequences=args.sequences), steps=100)
+    joint = MedusaStage(optim=optim, batch=Batch(sequences=args.sequences), steps=100, joint=Joint())
     if stage == "medusa-2":
-        lora = joint.lora
-        add_lora(target, lora.r, lora.alpha, lora.dropout, lora.modules)
-        if args.gradient_checkpointing:
-            checkpoint_activations(target.model)
-        module: Medusa1 = Medusa2(target, heads, joint, lambda: 50)
+        add_adapters(target, Joint(), 0, args.gradient_checkpointing)
+        module: Medusa1 = Medusa2(target, heads, joint)
     else:
         module = Medusa1(target, heads)
     module.train()
@@ -98,7 +94,7 @@ def measure(target: Target, stage: str, args: argparse.Namespace) -> dict[str, A
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
-            loss, _ = module(batch, module.count(batch))
+            loss, _ = module(batch, module.count(batch), 50)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()

@@ -1,30 +1,46 @@
 """``--dry-run``: what a recipe would do, before it does it: the resolved recipe, sizes, memory, time per step. Then the
-same recipe's tiny form is exported untrained and decoded, so that nothing fails for the first time after a day."""
+same recipe's tiny form runs through the real command and is decoded, so that nothing fails for the first time after a
+day."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import yaml
+from accelerate import Accelerator, PartialState
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.common.command import first_line, make_console
-from draftsmith.common.sections import Optim, Recipe, Target
+from draftsmith.common.files import json_object
+from draftsmith.common.sections import DrafterRecipe, Optim, R, Stage, Target
+from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.step import Drafter
 from draftsmith.models.precision import matmul_rate
 from draftsmith.models.stored import local_folder
-from draftsmith.models.target import Target as LoadedTarget
+from draftsmith.train import sharded
 from draftsmith.train.losses import LOGITS
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5}
 console = make_console()
 
 
-def target_shape(target: Target, adapted: Sequence[str] = ()) -> tuple[int, int, int, int]:
-    """(parameters, hidden width, vocabulary) of a recipe's target, from its config alone; and how many parameters an
-    adapter of rank 1 on the layers named has.
+@dataclass(frozen=True)
+class TargetShape:
+    """Sizes of a target, by its config alone.
+
+    rank: parameters of an adapter of rank 1 on the layers asked for.
+    """
+
+    parameters: int
+    hidden_size: int
+    vocab_size: int
+    rank: int
+
+
+def target_shape(target: Target, adapted: Sequence[str] = ()) -> TargetShape:
+    """The sizes of a recipe's target; ``adapted``: names of layers that get an adapter.
 
     Raises:
         ValueError: its config cannot be read.
@@ -40,7 +56,7 @@ def target_shape(target: Target, adapted: Sequence[str] = ()) -> tuple[int, int,
     vocab_size, width = model.get_output_embeddings().weight.shape
     layers = [layer for name, layer in model.named_modules() if name.rpartition(".")[2] in adapted]
     rank = sum(sum(layer.weight.shape) for layer in layers if isinstance(layer, torch.nn.Linear))
-    return sum(p.numel() for p in model.parameters()), width, vocab_size, rank
+    return TargetShape(sum(p.numel() for p in model.parameters()), width, vocab_size, rank)
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,19 @@ class Plan:
     projected: int = 0
     passes: int = 1  # through what is frozen: forward, the teacher's, backward to the adapters
 
+    @classmethod
+    def of(
+        cls, recipe: DrafterRecipe, stage: Stage, shape: TargetShape, trained: int, projected: int = 0, passes: int = 1
+    ) -> "Plan":
+        """A stage beside a frozen target. Under ZeRO-3 and FSDP a process holds its part of all but the LM head."""
+        t = recipe.target
+        held = BYTES[t.dtype if t.quantize == "none" else t.quantize]
+        if sharded.spreads():
+            whole = shape.hidden_size * shape.vocab_size / shape.parameters
+            held *= whole + (1 - whole) / PartialState().num_processes
+        positions = stage.batch.sequences * recipe.data.max_length
+        return cls(stage.name, shape.parameters, trained, held, stage.optim, stage.steps, positions, projected, passes)
+
     @property
     def memory(self) -> float:
         """Bytes: weights, gradients and moments, and the logits that are alive at a time; no activations."""
@@ -71,13 +100,19 @@ class Plan:
         return self.positions * (2.0 * frozen + 6.0 * self.trained)
 
 
-def show(recipe: Recipe, plans: list[Plan], device: torch.device, processes: int) -> None:
-    """Print the resolved recipe and the table of its stages, for each of so many processes."""
+def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator) -> None:
+    """Print the resolved recipe and the table of its stages, for each process."""
     console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    device, processes = accelerator.device, accelerator.num_processes
+    try:
+        stages = plans(recipe)
+    except ValueError as error:
+        console.print(f"no sizes: {error}")
+        return
     half = recipe.precision.autocast == "bfloat16"
     rate = matmul_rate(device, torch.bfloat16 if half else torch.float32)
     table = Table("stage", "frozen", "trained", "memory", "tokens a step", "a step", "all steps")
-    for plan in plans:
+    for plan in stages:
         seconds = plan.operations / rate / processes
         table.add_row(
             plan.name, f"{plan.frozen / 1e6:,.1f} M", f"{plan.trained / 1e6:,.1f} M", f"{plan.memory / 1e9:,.1f} GB",
@@ -91,19 +126,24 @@ def show(recipe: Recipe, plans: list[Plan], device: torch.device, processes: int
     )
 
 
-def decode_a_little(target: LoadedTarget, drafter: Drafter | None = None) -> str:
-    """Eight tokens through the exported artifact; with a drafter, compared with plain decoding.
+def decode_a_little(folder: Path) -> str:
+    """Decode eight tokens with the exported drafter, compared with plain decoding; with the model alone, if the folder
+    holds a model. Returns what was decoded, in words.
 
     Raises:
         ValueError: they differ.
     """
+    if "drafter_type" in json_object(folder / "config.json"):
+        target, drafter = load_drafter(str(folder), device="cpu")
+    else:
+        target, drafter = load_drafter("none", target_name=str(folder), device="cpu")
     assert target.tokenizer is not None
     prompt = list(target.tokenizer("import os")["input_ids"])
     (result,) = SpeculativeDecoder(target, drafter).generate([prompt], 8)
-    said = f"decoded {len(result.tokens)} tokens in {len(result.accepted)} steps"
+    decoded = f"decoded {len(result.tokens)} tokens in {len(result.accepted)} steps"
     if drafter is None:
-        return said
+        return decoded
     (plain,) = SpeculativeDecoder(target).generate([prompt], 8)
     if result.tokens != plain.tokens:
-        raise ValueError("the exported drafter changed what the tiny target says; please report this")
-    return f"{said}, identical to plain decoding"
+        raise ValueError("the exported drafter changed the tiny target's output; please report this")
+    return f"{decoded}, identical to plain decoding"

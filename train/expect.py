@@ -1,17 +1,16 @@
-"""How long training Medusa heads will take here: small pieces of the same work, timed before it begins."""
+"""How long training a drafter will take here: small pieces of the same work, timed before it begins."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+from torch import nn
 
-from draftsmith.common.sections import Answers, Evaluate, Stage
-from draftsmith.inference.calibrate import head_ranks
+from draftsmith.common.sections import DrafterRecipe
 from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
-from draftsmith.train.medusa_loss import Medusa1
+from draftsmith.train.loop import Batch
 
 SMALL = 20_000_000  # parameters: passes of a larger target take too long to be made for an estimate
 DECODED, STEPS = 32, 5  # rows that are decoded at once, at most; steps of them, of which the shortest counts
@@ -19,17 +18,21 @@ ROWS, SEQUENCES = 4, 2  # of a pass through the target; of a training step
 
 
 def training_seconds(
-    target: Target, heads: MedusaHeads, asked: Sequence[Answers], cached: int, stage: Stage, evaluate: Evaluate
+    target: Target, module: nn.Module, evaluate: Callable[[nn.Module, Batch], object], recipe: DrafterRecipe
 ) -> dict[str, float] | None:
-    """Seconds of each part of a run whose sources are all the target's own answers; None for a target that is too large
-    to try, or whose context has no room to. Takes about a second itself; heads, target and random numbers stay as they
-    are.
+    """Seconds of each part of a recipe's first stage whose rows are all the target's own answers; None for other rows,
+    for a target that is too large to try, or whose context is too short for it. Takes about a second itself; weights
+    and random numbers stay as they are.
 
     Args:
-        asked: the answers that are made; the first ones say of what length, and how many at once.
-        cached: rows whose hidden states are made once, 0 if every step makes its own.
+        module: what trains, on ``target``.
+        evaluate: of the module and held-out rows ``tokens`` and ``supervised`` ``[S, T]``.
     """
-    ask, room = asked[0], target.context - STEPS - 1  # the steps that are timed fit into it, too
+    sources = [*recipe.data.train, *recipe.data.validation]
+    requests = [source.answers for source in sources if source.answers is not None]
+    if len(requests) < len(sources):
+        return None
+    ask, room = requests[0], target.context - STEPS - 1  # the steps that are timed fit into it, too
     if sum(p.numel() for p in target.model.parameters()) > SMALL or ask.prompt_tokens + ask.new_tokens > room:
         return None
     rows, length = min(ask.batch_size, ask.prompts, DECODED), ask.prompt_tokens + ask.new_tokens
@@ -41,20 +44,21 @@ def training_seconds(
     some = tokens[:ROWS].to(target.device)
     with torch.no_grad():
         forward = _seconds(lambda: target.hidden(some)) / ROWS
-        ranking = _seconds(lambda: head_ranks(target, heads, tokens[:ROWS], supervised[:ROWS])) / ROWS
+        held_out = {"tokens": tokens[:ROWS], "supervised": supervised[:ROWS]}
+        evaluation = _seconds(lambda: evaluate(module, held_out)) / ROWS
         batch = {"tokens": some[:SEQUENCES], "supervised": supervised[:SEQUENCES].to(target.device)}
-        hidden = target.hidden(batch["tokens"])
-    module, trained = Medusa1(target, heads), list(heads.parameters())
-    counts = hidden.new_ones(heads.config.num_draft_heads)
-    learning = _seconds(lambda: torch.autograd.grad(module.heads_loss(batch, hidden, counts)[0], trained)) / SEQUENCES
-    sequences = stage.steps * stage.batch.sequences
-    looks = -(-stage.steps // evaluate.every)
-    return {
-        "answers": sum(a.prompts * (forward * a.prompt_tokens / length + step * a.new_tokens) for a in asked),
-        "hidden states": forward * (cached or sequences),
-        "steps": learning * sequences,
-        "evaluation": looks * ranking * evaluate.sequences,
-    }
+        if recipe.cache_hidden != "none":
+            batch["hidden"] = target.hidden(batch["tokens"])
+        counts = module.count(batch).float()  # type: ignore[operator]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    learning = _seconds(lambda: torch.autograd.grad(module(batch, counts, 0)[0], trained)) / SEQUENCES
+    stage = recipe.stages[0]
+    parts = {"answers": sum(a.prompts * (forward * a.prompt_tokens / length + step * a.new_tokens) for a in requests)}
+    if recipe.cache_hidden != "none":
+        parts["hidden states"] = forward * sum(source.answers.prompts for source in recipe.data.train if source.answers)
+    parts["steps"] = learning * stage.samples
+    parts["evaluation"] = -(-stage.steps // recipe.evaluate.every) * evaluation * recipe.evaluate.sequences
+    return parts
 
 
 def _step_seconds(target: Target, prompts: list[list[int]]) -> float:

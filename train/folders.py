@@ -7,29 +7,29 @@ import contextlib
 import glob
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 from filelock import Timeout
 
 from draftsmith.common.files import json_object, locked, read_text, write_json
 from draftsmith.common.sections import Recipe, Stage
 from draftsmith.data.tokenized import read_template
+from draftsmith.models.artifact import part_folders
 from draftsmith.train import checkpoint, sharded
 
-Kind = Literal["distill", "lm", "medusa"]  # the script's name
 _MARK, _LOCK = ".run", ".lock"
 _OWN = {_LOCK, _MARK, _MARK + ".tmp"}  # a folder that holds only these is empty
 # What --restart deletes.
 _FILES = ("metrics.jsonl", "model.safetensors", "config.json", "tree.json", "wandb_id")
-_FOLDERS = ("adapter", "target", "features", "streams", "held_out", "tensorboard")
+_FOLDERS = ("features", "streams", "held_out", "tensorboard")  # and a drafter's parts
 
 
 @contextmanager
-def held(folder: Path, kind: Kind, main: bool = True) -> Iterator[None]:
+def held(folder: Path, kind: str, main: bool = True) -> Iterator[None]:
     """Inside, no other command works in this run's folder; it is made and marked if need be.
 
     Args:
@@ -57,7 +57,7 @@ def held(folder: Path, kind: Kind, main: bool = True) -> Iterator[None]:
         yield
 
 
-def mark(folder: Path, kind: Kind) -> None:
+def mark(folder: Path, kind: str) -> None:
     """Make a folder a run of this kind before its command comes, so that it may find something there.
 
     Raises:
@@ -67,7 +67,7 @@ def mark(folder: Path, kind: Kind) -> None:
         pass
 
 
-def _check(folder: Path, kind: Kind) -> None:
+def _check(folder: Path, kind: str) -> None:
     try:
         there = sorted(set(os.listdir(folder)) - _OWN)
     except FileNotFoundError:
@@ -98,7 +98,8 @@ def _kind(folder: Path) -> str | None:
     if not (folder / "checkpoints").is_dir() or not (folder / "recipe.yaml").is_file():
         return None
     command = read_text(folder / "recipe.yaml", "recipe").partition("\n")[0]
-    return next((script for script in ("lm", "medusa") if f"train/{script}.py" in command), None)
+    script = re.search(r"train/(\w+)\.py", command)
+    return script[1] if script else None
 
 
 def check(recipe: Recipe, stages: Sequence[Stage]) -> None:
@@ -176,7 +177,8 @@ def begin(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:
 
 def _forget(folder: Path) -> None:
     """Delete what a run writes into its folder, nothing else, and nothing that is elsewhere."""
-    for name in ("checkpoints", "answers", *_FOLDERS):
+    written = (*_FOLDERS, *part_folders(folder))
+    for name in ("checkpoints", "answers", *written):
         if (folder / name).is_symlink():
             raise ValueError(
                 f"{folder / name}: a link; --restart deletes nothing outside of the run's folder. Remove the link, or "
@@ -185,7 +187,7 @@ def _forget(folder: Path) -> None:
     for name in _FILES:
         (folder / name).unlink(missing_ok=True)
     checkpoint.clear(folder / "checkpoints")
-    for name in _FOLDERS:
+    for name in written:
         if (folder / name).exists():
             shutil.rmtree(folder / name)
     if not sharded.spreads():  # a spread target could not give the answers again

@@ -32,7 +32,15 @@ from draftsmith.common.files import json_object, replacing_folder
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import (
-    TINY_LENGTH, Factor, Layers, Name, Share, Source, Stage, Tokens, TrainingRecipe,
+    TINY_LENGTH,
+    Factor,
+    Layers,
+    Name,
+    Share,
+    Source,
+    Stage,
+    Tokens,
+    TrainingRecipe,
 )  # fmt: skip
 from draftsmith.data import packing, sources
 from draftsmith.data.chat import apply_template
@@ -486,9 +494,7 @@ def train(run: Run[LmRecipe]) -> None:
 def plans(recipe: LmRecipe) -> list[Plan]:
     """What each stage costs: all weights train."""
     parameters = parameters_of(recipe.model)
-    return [
-        Plan(s.name, 0, parameters, 0.0, s.optim, s.steps, s.batch.sequences * s.max_length) for s in recipe.stages
-    ]
+    return [Plan(s.name, 0, parameters, 0.0, s.optim, s.steps, s.batch.sequences * s.max_length) for s in recipe.stages]
 
 
 SCRIPT = Script("lm", LmRecipe, train, plans)

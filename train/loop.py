@@ -1,8 +1,9 @@
 """The one training loop: plumbing only. A script's loss, data and stages are in the script.
 
-``module(batch, counts) → (loss, metrics)`` is one ``nn.Module`` that owns what trains. ``module.count(batch)`` returns
-the number of labels behind each term of the loss; the loop sums it over micro-batches and processes before the
-forward pass, so that each term is a mean over all valid tokens of the step, however they are split.
+``module(batch, counts, step) → (loss, metrics)`` is one ``nn.Module`` that owns what trains; ``step`` counts from 0 in
+each stage. ``module.count(batch)`` returns the number of labels of each term of the loss; the loop sums it over
+micro-batches and processes before the forward pass, so that each term is a mean over all valid tokens of the step,
+however they are split.
 """
 
 import json
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -112,12 +113,13 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 @dataclass
 class Job:
-    """What stays the same over the stages of a run.
+    """What stays the same over the stages of a run, and how far it is.
 
-    ``evaluate(module) → metrics`` runs every ``evaluation.every`` steps; ``best_on`` names the metric by which the
-    weights kept in ``checkpoints/best/STAGE`` are chosen (``"-x"`` where less is better). ``stages``: their names, in
-    order. ``target`` and ``dtype``: fingerprint and dtype of the frozen target, if there is one; a checkpoint belongs
-    to it, and says in what precision it was trained.
+    stages: their names, in order.
+    target, dtype: fingerprint and dtype of the frozen target, if there is one. A checkpoint belongs to it, and records
+        the precision it was trained in.
+    best: highest value of the stage's selection metric so far.
+    step: over all stages.
     """
 
     folder: Path
@@ -125,15 +127,13 @@ class Job:
     checkpoint: Checkpoint
     evaluation: Evaluate
     resume: bool
-    evaluate: Callable[[nn.Module], dict[str, float]]
-    best_on: str
     stages: list[str]
     precision: Precision = field(default_factory=lambda: Precision(autocast="none"))
     trackers: Trackers | None = None
     target: str = ""
     dtype: str | None = None
     best: float = -math.inf
-    step: int = 0  # over all stages
+    step: int = 0
     _resumed: bool = field(default=False, repr=False)
 
     @property
@@ -175,18 +175,35 @@ def micro_batch(stage: Stage, name: str, processes: int) -> int:
     return sequences // processes // accumulate
 
 
+class Samples(Protocol):
+    """The samples of a stage: a pure function of their numbers, counted from 0, so that a resumed run sees what the
+    uninterrupted one would have seen."""
+
+    def __call__(self, numbers: range) -> Batch:
+        """The batch of these samples."""
+        ...
+
+    def describe(self, numbers: range) -> str:
+        """Where they come from, for the message about a loss that is not finite."""
+        ...
+
+
 def fit(
-    job: Job, module: nn.Module, samples: Callable[[range], Batch], stage: Stage, name: str,
-    describe: Callable[[range], str] | None = None,
+    job: Job, module: nn.Module, samples: Samples, stage: Stage, evaluate: Callable[[nn.Module], dict[str, float]],
+    best_on: str,
 ) -> None:  # fmt: skip
-    """Train one stage. ``samples(range)`` returns the samples of those numbers, counted from 0 over the stage: a pure
-    function, so that a resumed run sees what the uninterrupted one would have seen. ``describe`` says of the same
-    numbers where they come from, for the message on a loss that is not finite.
+    """Train one stage.
+
+    Args:
+        evaluate: metrics of the module, every ``evaluate.every`` steps and at the end.
+        best_on: the metric that selects the weights kept in ``checkpoints/best/STAGE`` (``"-x"``: less is better).
 
     Raises:
         FloatingPointError: the loss is not finite.
         KeyboardInterrupt: the user asked to stop; a checkpoint was written first.
     """
+    name = stage.name
+    job.best = -math.inf
     accelerator = job.accelerator
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = make_optimizer(module, stage.optim)
@@ -222,7 +239,7 @@ def fit(
             console.print(f"resuming {name} at step {start} of {stage.steps}")
     per_step, processes = stage.batch.sequences, accelerator.num_processes
     micro = micro_batch(stage, name, processes)
-    original = module
+    original: Any = module
     module, optimizer = sharded.prepare(accelerator, module, optimizer, micro, stage.optim.clip)
     if start:
         kept = sharded.load(module, job.checkpoints, job.step, processes) if zero_2 else bool(optimizer.state)
@@ -243,12 +260,12 @@ def fit(
             checkpoint.save(job.checkpoints, job.step, original, own, state, keep)
         accelerator.wait_for_everyone()
 
-    def evaluate() -> None:
+    def evaluate_now() -> None:
         original.eval()
         with torch.no_grad(), autocast(accelerator, job.precision):
-            metrics = job.evaluate(original)
+            metrics = evaluate(original)
         original.train()
-        sign, metric = (-1, job.best_on[1:]) if job.best_on.startswith("-") else (1, job.best_on)
+        sign, metric = (-1, best_on[1:]) if best_on.startswith("-") else (1, best_on)
         better = sign * metrics[metric] > job.best
         if better:
             job.best = sign * metrics[metric]
@@ -285,7 +302,7 @@ def fit(
                     accelerator.gradient_state.sync_gradients = last  # DeepSpeed steps behind the last backward pass
                 synchronise = nullcontext() if last else accelerator.no_sync(module)
                 with synchronise, autocast(accelerator, job.precision):
-                    loss, metrics = stepped(batch, counts)
+                    loss, metrics = stepped(batch, counts, step)
                 # DDP averages gradients over processes; the counts already are over all of them.
                 accelerator.backward(loss * processes)
                 for key, value in {"loss": loss.detach(), **metrics}.items():
@@ -295,7 +312,7 @@ def fit(
             if not torch.isfinite(norm) or not torch.isfinite(totals["loss"]):
                 raise FloatingPointError(
                     f"{name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step "
-                    f"{job.step + 1}{f' on {describe(numbers)}' if describe else ''}; "
+                    f"{job.step + 1} on {samples.describe(numbers)}; "
                     f"{'' if zero_2 else 'no weights were changed by this step. '}Lower optim.lr ({stage.optim.lr:g}) "
                     "or optim.clip, then --resume from the last checkpoint"
                 )
@@ -319,7 +336,7 @@ def fit(
             bar(step + 1, note)
             ends = step == stage.steps - 1
             if ends or (step + 1) % job.evaluation.every == 0:
-                evaluate()
+                evaluate_now()
                 since = time.monotonic()
             stop = asked_to_stop() if processes == 1 else bool(asked)
             if ends or stop or (step + 1) % job.checkpoint.every == 0:

@@ -3,10 +3,12 @@
 Shape letters: B batch, T tokens, d hidden width, V vocabulary, P positions in a chunk.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 HEAD_DECAY = 0.8  # weight of Medusa head k in the loss: 0.8^k (arXiv 2401.10774 §2.2.1)
 LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits that exist at one time; on a CPU, what malloc keeps and re-uses
@@ -117,3 +119,22 @@ def linear_cross_entropy(
     chunk = chunk or max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // weight.shape[0])
     losses, hits = _LinearCrossEntropy.apply(features, weight, bias, labels, chunk, torch.is_grad_enabled())
     return losses, hits
+
+
+def in_chunks(function: Callable[..., Tensor], vocab_size: int, *parts: Tensor) -> Tensor:
+    """Σ ``function(*chunk)`` over chunks of positions, with the logits of as many positions alive at a time as keep
+    :data:`LOGITS` values; they are computed again in the backward pass.
+
+    Args:
+        function: a sum over the positions of its arguments, as a scalar in fp32. It calls the LM head as a module,
+            which may be adapted or sharded.
+        parts: ``[P, ...]`` each.
+    """
+    size = max(1, LOGITS.get(parts[0].device.type, LOGITS["cuda"]) // vocab_size)
+    total = parts[0].new_zeros((), dtype=torch.float32)
+    for begin in range(0, len(parts[0]), size):
+        chunk = [part[begin : begin + size] for part in parts]
+        total = total + (
+            checkpoint(function, *chunk, use_reentrant=False) if torch.is_grad_enabled() else function(*chunk)
+        )
+    return total

@@ -7,6 +7,7 @@ A recipe names its schema in its second line: ``# yaml-language-server: $schema=
 
 import argparse
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,21 @@ from draftsmith.common.command import run_command
 from draftsmith.common.files import write_json
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "schema"
-RECIPES = {"distill": "DistillRecipe", "lm": "LmRecipe", "medusa": "MedusaRecipe"}
+
+
+def recipe_classes() -> dict[str, str]:
+    """The scripts in this folder that read a recipe, and the class of each: the one that ends in ``Recipe``."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if recipe := re.search(r"^class (\w+Recipe)\(", path.read_text("utf-8"), re.MULTILINE):
+            found[path.stem] = recipe[1]
+    return found
 
 
 def schemas() -> dict[str, dict[str, Any]]:
     """The schema of each script's recipe, by the script's name."""
     found: dict[str, dict[str, Any]] = {}
-    for name, recipe in RECIPES.items():
+    for name, recipe in recipe_classes().items():
         module = importlib.import_module(f"draftsmith.train.{name}")  # seconds, which --help does without
         schema = getattr(module, recipe).model_json_schema()
         found[name] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

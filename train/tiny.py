@@ -9,12 +9,11 @@ from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.common.files import json_object
-from draftsmith.common.recipe import S
-from draftsmith.common.sections import R, Target
+from draftsmith.common.recipe import S, Section
+from draftsmith.common.sections import R, Source, Target
 from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.stored import local_folder, resolve_folder
 
-STEPS, LENGTH = 2, 96
 _BUNDLED = "models/tiny-lm"  # its tokenizer serves every tiny target
 SAMPLES = Path(__file__).resolve().parent.parent / "data" / "samples.jsonl"
 _SHAPE = {
@@ -24,41 +23,30 @@ _SHAPE = {
 
 
 def tiny(recipe: R, suffix: str = "tiny") -> R:
-    """The same recipe, small: target, data, lengths and steps; everything else is as it was. Its run is
-    ``NAME-suffix``, tracked and uploaded nowhere.
+    """The same recipe with small data, lengths, steps and target. Its run is ``NAME-suffix``; nothing is tracked or
+    uploaded. What becomes small is in each section's ``tiny``.
 
     Raises:
         ValueError: the recipe does not say its target's ``model_type``.
     """
-    small: dict[str, Any] = recipe.model_dump()
+    small = _shrunk(recipe)
     small["run"]["name"] += f"-{suffix}"
-    small["track"], small["export"], small["init_from"] = {}, {}, None
-    folder = Path(small["run"]["output_dir"]) / small["run"]["name"]
-    small["data"]["max_length"] = LENGTH
-    for source in (*small["data"]["train"], *small["data"]["validation"]):
-        if source["answers"]:
-            source["answers"] |= {"prompts": 8, "prompt_tokens": 16, "new_tokens": 16, "batch_size": 8}
-        else:
-            source |= {"source": str(SAMPLES), "split": "train", "subset": None, "form": "text", "limit": None}
-            source |= {"files": None, "streaming": False}
-    small["checkpoint"] |= {"every": 1}
-    small["evaluate"] |= {"every": STEPS, "sequences": 4, "decode": STEPS, "prompts": 2}
-    small["precision"] |= {"autocast": "none", "compile": False}
-    for stage in small.get("stages", [small]):
-        stage |= {"steps": STEPS, "batch": {"sequences": 4, "accumulate": 1}}
-        if "max_length" in stage:
-            stage["max_length"] = LENGTH
-        if stage.get("unlikelihood"):
-            stage["unlikelihood"]["source"]["answers"] |= {"prompts": 8, "prompt_tokens": 16, "new_tokens": 16}
-    if small.get("joint"):
-        small["joint"] |= {"steps": STEPS, "batch": {"sequences": 4, "accumulate": 1}}
-    if "model" in small:
-        small["model"] |= {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-        small["model"] |= {"intermediate_size": 48, "max_position_embeddings": 512, "vocab_size": 512}
-        small["tokenizer"] = None  # another one has more entries
     if "target" in small:
-        small["target"] = tiny_target(small["target"], folder)
+        small["target"] = tiny_target(small["target"], Path(small["run"]["output_dir"]) / small["run"]["name"])
     return valid(type(recipe), small)
+
+
+def _shrunk(value: Any) -> Any:
+    """The content of a section, a list of sections or a value, every section with the values of its ``tiny``."""
+    if isinstance(value, (list, tuple)):
+        return [_shrunk(entry) for entry in value]
+    if not isinstance(value, Section):
+        return value
+    content = {name: _shrunk(getattr(value, name)) for name in type(value).model_fields} | type(value).tiny
+    if isinstance(value, Source) and value.answers is None:
+        keep = {"source": str(SAMPLES), "weight": value.weight}
+        content = Source(**keep).model_dump()
+    return content
 
 
 def valid(recipe: type[S], content: dict[str, Any]) -> S:

@@ -1,0 +1,336 @@
+"""What every training script shares: the command line, an open run, its target, rows, stages and export.
+
+A script in train/ has its recipe sections, its loss, its evaluation and its stages; it hands a :class:`Script` to
+:func:`run_script` and trains the :class:`Run` that it gets. No family of drafters is named here.
+"""
+
+import argparse
+import contextlib
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from draftsmith.common.files import json_object, write_json
+from draftsmith.common.recipe import read_recipe, write_recipe
+from draftsmith.common.sections import DrafterRecipe, R, Stage
+from draftsmith.data.packing import Rows
+from draftsmith.data.tokenized import read_template
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.step import Drafter
+from draftsmith.inference.tree import Topology
+from draftsmith.models.artifact import check_target, provenance, push, read_drafter, write_drafter
+from draftsmith.models.stored import resolve_folder
+from draftsmith.models.target import Target, load_target
+from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
+from draftsmith.train.expect import training_seconds
+from draftsmith.train.features import hidden_states
+from draftsmith.train.loop import Batch, console
+from draftsmith.train.samples import Batches, Sampler, WithHidden, held_out_rows, prompts_of, rows_of
+from draftsmith.train.tiny import tiny, write_target
+from draftsmith.train.track import Trackers
+
+DECODED_TOKENS = 64  # of each prompt of evaluate.decode
+ESTIMATE_FROM = 10  # seconds; a shorter run is not announced
+
+Evaluate = Callable[[nn.Module], dict[str, float]]
+
+
+@dataclass
+class Run(Generic[R]):
+    """An open run: nobody else works in its folder, and its recipe can run here.
+
+    kind: the script's name.
+    resume: there is a checkpoint to go on from.
+    small: it is the tiny form of a recipe.
+    """
+
+    recipe: R
+    kind: str
+    accelerator: Accelerator
+    resume: bool
+    command: str
+    small: bool = False
+    held_out: Batch = field(default_factory=dict)
+    data_sha256: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        recipe, folder = self.recipe, self.folder
+        self.main = self.accelerator.is_main_process
+        if self.main:
+            write_recipe(recipe, folder / "recipe.yaml", self.command)
+        self.job = loop.Job(
+            folder, self.accelerator, recipe.checkpoint, recipe.evaluate, self.resume,
+            [stage.name for stage in recipe.stages], recipe.precision,
+            Trackers(recipe.track, folder, recipe.model_dump(mode="json")) if self.main else None,
+        )  # fmt: skip
+
+    @property
+    def folder(self) -> Path:
+        return self.recipe.run.folder
+
+    @property
+    def remaining(self) -> list[str]:
+        """Names of the stages that are still to be trained, the first one perhaps in part."""
+        names = self.job.stages
+        if not self.resume:
+            return names
+        last = checkpoint.read_state(checkpoint.checkpoints(self.folder / "checkpoints")[-1])["stage"]
+        return names[names.index(last) if last in names else 0 :]
+
+    # ---- before training
+
+    def load_target(self) -> Target:
+        """The frozen target of a :class:`DrafterRecipe`, spread over processes if the launcher says so.
+
+        Raises:
+            FileNotFoundError, ValueError: it cannot be loaded, or ``init_from`` is no drafter of the recipe's shape.
+        """
+        recipe = self.recipe
+        assert isinstance(recipe, DrafterRecipe)
+        if recipe.init_from and not self.resume:
+            self._check_init_from(recipe)
+        t = recipe.target
+        with sharded.placing(self.accelerator, t.dtype) as place:
+            target = load_target(
+                t.name, revision=t.revision, dtype=t.dtype, device=str(self.accelerator.device), quantize=t.quantize,
+                trust_remote_code=t.trust_remote_code, place=place,
+            )  # fmt: skip
+        self.job.target, self.job.dtype = target.fingerprint, t.dtype
+        torch.manual_seed(recipe.run.seed)  # for the weights that the script makes next
+        return target
+
+    def _check_init_from(self, recipe: DrafterRecipe) -> None:
+        """Refuse a drafter to begin with by its config alone, before the target is loaded."""
+        where, wanted = f"init_from={recipe.init_from}", getattr(recipe, "drafter").model_dump()  # noqa: B009
+        folder = resolve_folder(str(recipe.init_from))
+        if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
+            raise FileNotFoundError(f"{where}: no drafter there (config.json and model.safetensors)")
+        config = json_object(folder / "config.json")
+        if config.get("drafter_type") != self.kind:
+            raise ValueError(f"{where}: its drafter_type is {config.get('drafter_type')!r}, not {self.kind!r}")
+        for name, value in wanted.items():
+            if config.get(name) != value:
+                raise ValueError(
+                    f"{where}: its {name} is {config.get(name)!r}, the recipe's {value!r}; set drafter.{name}"
+                )
+
+    def start_weights(self, drafter: nn.Module, target: Target) -> None:
+        """Copy the weights of ``init_from`` into a new drafter, check that there is room for its checkpoints, and print
+        its size.
+
+        Raises:
+            FileNotFoundError, ValueError: there is no such drafter, it has another target or shape, or no room.
+        """
+        recipe = self.recipe
+        assert isinstance(recipe, DrafterRecipe)
+        if recipe.init_from and not self.resume:
+            folder, config, weights = read_drafter(recipe.init_from)
+            check_target(folder, config, target)
+            own = drafter.state_dict()
+            if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
+                raise ValueError(f"init_from={recipe.init_from}: its weights have another shape than the recipe's")
+            drafter.load_state_dict(weights)
+        self.check_room(sum(p.numel() for p in drafter.parameters()))
+        console.print(
+            f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.2f} M parameters to train beside a frozen target of "
+            f"{sum(map(sharded.size, target.model.parameters())) / 1e6:.2f} M"
+        )
+
+    def check_room(self, parameters: int) -> None:
+        """Raises: ValueError: the disk has no room for the checkpoints of so many parameters."""
+        if self.main:
+            folders.check_room(self.folder, parameters, self.recipe, self.recipe.stages[0])
+
+    def estimate(self, target: Target, module: nn.Module, evaluate: Callable[[nn.Module, Batch], object]) -> None:
+        """Print how long the first stage will take, where it is one of small models on the target's own answers."""
+        recipe = self.recipe
+        assert isinstance(recipe, DrafterRecipe)
+        if self.resume or len(recipe.stages) > 1 or self.accelerator.num_processes > 1:
+            return
+        with loop.autocast(self.accelerator, recipe.precision):
+            parts = training_seconds(target, module, evaluate, recipe)
+        if parts and sum(parts.values()) > ESTIMATE_FROM:
+            each = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items())
+            console.print(f"this takes about {sum(parts.values()) / 60:.1f} min here: {each}")
+
+    def read_rows(self, target: Target) -> list[Batches]:
+        """The training rows of each source. ``held_out`` becomes the validation rows, which are also stored in the
+        run's folder: calibrate.py counts on them."""
+        recipe = self.recipe
+        assert isinstance(recipe, DrafterRecipe)
+        if recipe.data.packing:
+            target.check_packing()
+        rows = rows_of(recipe, "train", target)
+        held_out = held_out_rows(recipe, target)
+        if self.main:
+            checkpoint.write_tensors(self.folder / "held_out", held_out)
+        self.held_out = {key: value[: recipe.evaluate.sequences] for key, value in held_out.items()}
+        self.data_sha256 = [part.samples.sha256() if isinstance(part, Rows) else "streamed" for part in rows]
+        return list(rows)
+
+    def with_hidden(self, target: Target, rows: Sequence[Batches]) -> list[Batches]:
+        """The rows with the target's last hidden states beside them, where the recipe's ``cache_hidden`` says so."""
+        recipe = self.recipe
+        assert isinstance(recipe, DrafterRecipe)
+        if recipe.cache_hidden == "none":
+            return list(rows)
+        dtype = torch.bfloat16 if recipe.precision.autocast == "bfloat16" else target.dtype
+        cached: list[Batches] = []
+        for number, part in enumerate(rows):
+            assert isinstance(part, Rows)
+            file = self.folder / "features" / f"{number}.bin" if recipe.cache_hidden == "disk" else None
+            with torch.no_grad(), loop.autocast(self.accelerator, recipe.precision):
+                cached.append(WithHidden(part, hidden_states(target, part, dtype, self.accelerator, file)))
+        return cached
+
+    # ---- training
+
+    def fit(
+        self, stage: Stage, module: nn.Module, rows: Sequence[Batches], evaluate: Evaluate, best_on: str, *,
+        beside: Mapping[str, Tensor] | None = None, take_best: bool = True,
+    ) -> None:  # fmt: skip
+        """Train one stage of the recipe; afterwards the module has the weights of its best evaluation.
+
+        Args:
+            rows: by training source.
+            best_on: the metric that selects weights; ``"-x"`` where less is better.
+            beside: tensors whose rows are added to the batches, in turn.
+            take_best: False: the module keeps its last weights.
+        """
+        recipe = self.recipe
+        before = sum(earlier.samples for earlier in recipe.stages[: self.job.stages.index(stage.name)])
+        sources = recipe.data.train
+        sampler = Sampler(rows, [s.weight for s in sources], recipe.run.seed, [s.source for s in sources])
+        loop.fit(self.job, module, sampler.stage(stage.samples, before, beside), stage, evaluate, best_on)
+        if take_best:
+            module.load_state_dict(loop.best_weights(self.job, stage.name), strict=False)
+
+    @contextlib.contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the module is in eval mode, without gradients, in the recipe's precision."""
+        module.eval()
+        with torch.no_grad(), loop.autocast(self.accelerator, self.recipe.precision):
+            yield
+
+    def real_tau(self, target: Target, make: Callable[[], Drafter]) -> dict[str, float]:
+        """``tau``: tokens that the engine accepts per step of held-out prompts with a copy of the drafter as it is
+        now; nothing at a step at which ``evaluate.decode`` does not ask for it."""
+        wanted, prompts = self.recipe.evaluate, prompts_of(self.held_out)[: self.recipe.evaluate.prompts]
+        if not wanted.decode or not self.job.step or self.job.step % wanted.decode or not prompts or sharded.spreads():
+            return {}
+        with torch.autocast(target.device.type, enabled=False):
+            results = SpeculativeDecoder(target, make()).generate(prompts, DECODED_TOKENS)
+        accepted = [count for result in results for count in result.accepted]
+        return {"tau": sum(accepted) / len(accepted) if accepted else 1.0}
+
+    # ---- after training
+
+    def facts(self, **more: Any) -> dict[str, Any]:
+        """What provenance.json records of the training."""
+        recipe = self.recipe
+        return provenance(
+            command=self.command, steps=sum(stage.steps for stage in recipe.stages), data_sha256=self.data_sha256,
+            autocast=recipe.precision.autocast, **more,
+        )  # fmt: skip
+
+    def export(
+        self, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target, tree: Topology | None = None,
+        write_parts: Callable[[], Sequence[str]] = tuple, **facts: Any,
+    ) -> None:  # fmt: skip
+        """Write the drafter's folder and upload it where the recipe says so.
+
+        Args:
+            shape, weights: of the drafter, as its loader reads them.
+            tree: what an uploaded drafter proposes before it is calibrated.
+            write_parts: writes the sub-folders that belong to the drafter and returns their names.
+            facts: what provenance.json says besides.
+        """
+        recipe, folder = self.recipe, self.folder
+        assert isinstance(recipe, DrafterRecipe)
+        if not self.main:
+            return
+        facts |= {"target_fingerprint": target.fingerprint, "dtype": recipe.target.dtype, "init_from": recipe.init_from}
+        parts = write_parts()
+        write_drafter(
+            folder, self.kind, shape, weights, target, self.facts(**facts), read_template(recipe.data.template), parts
+        )
+        if tree is not None and (self.small or recipe.export.push_to_hub) and not (folder / "tree.json").exists():
+            write_json(folder / "tree.json", {"paths": [list(path) for path in tree.paths]})
+        self.close()
+        if recipe.export.push_to_hub:
+            console.print(f"uploading to {recipe.export.push_to_hub} …")
+            push(folder, recipe.export.push_to_hub, recipe.export.private)
+        tau = f", simulated τ {facts['simulated_tau']:.2f}" if "simulated_tau" in facts else ""
+        console.print(f"done: {folder}{tau}; next: python inference/calibrate.py {folder}")
+
+    def close(self) -> None:
+        """Hand the last lines to the trackers."""
+        if self.job.trackers:
+            self.job.trackers.close()
+
+
+@dataclass(frozen=True)
+class Script(Generic[R]):
+    """A training script.
+
+    name: of its file in train/; its drafters' ``drafter_type``.
+    train: trains a run, from the target to the export.
+    plans: what each stage costs, for --dry-run.
+    """
+
+    name: str
+    recipe: type[R]
+    train: Callable[[Run[R]], None]
+    plans: Callable[[R], list[dry_run.Plan]]
+
+
+def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
+    """The command of a training script."""
+    args = parser.parse_intermixed_args()
+    command = f"accelerate launch train/{script.name}.py {shlex.join(sys.argv[1:])}"
+    recipe = read_recipe(args.recipe, script.recipe, args.overrides)
+    if args.tiny:
+        recipe = tiny(recipe)
+    accelerator = loop.make_accelerator(recipe.precision)
+    main_process, small = accelerator.is_main_process, args.tiny or args.dry_run
+    for stage in recipe.stages:
+        loop.micro_batch(stage, stage.name, accelerator.num_processes)
+    if args.dry_run:
+        if main_process:
+            dry_run.show(loop.with_precision(recipe, accelerator), script.plans, accelerator)
+        recipe = tiny(recipe, "dry-run")
+    _check_strategy(recipe)
+    folders.check(recipe, recipe.stages)
+    folder = recipe.run.folder
+    with folders.held(folder, script.name, main_process):
+        with accelerator.main_process_first():
+            resume = folders.begin(folder, args.resume and not small, args.restart or small, main_process)
+            if small and main_process and isinstance(recipe, DrafterRecipe):
+                write_target(recipe.target)
+        recipe = loop.with_precision(recipe, accelerator, resume)
+        script.train(Run(recipe, script.name, accelerator, resume, command, small))
+        if args.dry_run and main_process:
+            console.print(f"the tiny form of this recipe is in {folder}: {dry_run.decode_a_little(folder)}")
+
+
+def _check_strategy(recipe: R) -> None:  # type: ignore[misc]
+    """Raises: ValueError: ZeRO-3 or FSDP cannot train this recipe."""
+    if not sharded.spreads():
+        return
+    if not isinstance(recipe, DrafterRecipe):
+        raise ValueError(
+            "this command trains every weight, and ZeRO-3 and FSDP spread frozen ones; launch it with "
+            "recipes/accelerate/zero2.yaml"
+        )
+    if recipe.target.quantize != "none" or recipe.precision.compile:
+        raise ValueError(
+            "a target that is spread over processes is not quantised or compiled: target.quantize=none, "
+            "precision.compile=false"
+        )

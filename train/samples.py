@@ -1,0 +1,188 @@
+"""The samples of a run: the rows of its sources, and which of them each step sees."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from torch import Tensor, nn
+
+from draftsmith.common.files import locked, read_json, write_json
+from draftsmith.common.progress import ProgressBar
+from draftsmith.common.sections import DrafterRecipe, Source
+from draftsmith.data import sources
+from draftsmith.data.packing import Rows, Sample, Tokenized
+from draftsmith.data.prompts import prompts
+from draftsmith.data.streaming import StreamedRows
+from draftsmith.data.tokenized import tokenized
+from draftsmith.inference.answers import answer
+from draftsmith.models.target import Target
+from draftsmith.train import checkpoint, sharded
+from draftsmith.train.loop import Batch, console
+
+HELD_OUT = 256  # rows of each validation source that are kept
+
+
+class Batches(Protocol):
+    """Rows of one source, of at most ``length`` tokens. A streamed source has no ``len``."""
+
+    length: int
+
+    def batch(self, numbers: Sequence[int], length: int | None = None) -> Batch:
+        """The rows of these numbers as tensors ``[S, T]``, padded to ``length``."""
+        ...
+
+
+class WithHidden:
+    """Rows with the target's last hidden states ``[S, T, d]`` beside them, as ``hidden`` of a batch."""
+
+    def __init__(self, rows: Rows, hidden: Tensor) -> None:
+        self.rows, self.hidden, self.length = rows, hidden, rows.length
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, numbers: Sequence[int], length: int | None = None) -> Batch:
+        missing = (length or self.length) - self.length
+        hidden = nn.functional.pad(self.hidden[list(numbers)], (0, 0, 0, missing))
+        return {**self.rows.batch(numbers, length), "hidden": hidden}
+
+
+class Sampler:
+    """Which row of which source each sample of a run is: a pure function of the arguments and the sample's number.
+
+    A source is drawn by weight for each sample; its rows are walked in a fresh permutation per epoch, those of a
+    streamed source in the order in which they arrive. Sample n is the same however many are asked for: a resumed run
+    needs only the step it had reached, and more steps change no earlier sample.
+
+    Args:
+        rows: by source.
+        names: of the sources, for messages.
+    """
+
+    def __init__(self, rows: Sequence[Batches], weights: Sequence[float], seed: int, names: Sequence[str]) -> None:
+        self.rows, self.weights, self.seed, self.names = rows, weights, seed, names
+
+    def order(self, count: int) -> np.ndarray:
+        """``[count, 2]`` int64: (source, row) of the first samples."""
+        share = np.cumsum(np.asarray(self.weights, dtype=np.float64))
+        draws = np.random.default_rng([self.seed, 0]).random(count) * share[-1]
+        order = np.empty((count, 2), dtype=np.int64)
+        order[:, 0] = np.minimum(np.searchsorted(share, draws, side="right"), len(share) - 1)
+        for source, rows in enumerate(self.rows):
+            places = np.flatnonzero(order[:, 0] == source)
+            if not hasattr(rows, "__len__"):
+                order[places, 1] = np.arange(len(places))
+                continue
+            size = len(cast(Rows, rows))
+            for epoch, begin in enumerate(range(0, len(places), size)):
+                walk = np.random.default_rng([self.seed, 1 + source, epoch]).permutation(size)
+                order[places[begin : begin + size], 1] = walk[: len(places) - begin]
+        return order
+
+    def stage(self, count: int, before: int = 0, beside: Mapping[str, Tensor] | None = None) -> "StageSamples":
+        """The ``count`` samples of a stage, after the ``before`` samples of the stages before it.
+
+        Args:
+            beside: tensors whose rows are added to the batches, in turn.
+        """
+        return StageSamples(self.rows, self.order(before + count)[before:], self.names, beside or {})
+
+
+class StageSamples:
+    """The samples of one stage, numbered from 0. Calling it with a range of numbers makes their batch."""
+
+    def __init__(
+        self, rows: Sequence[Batches], order: np.ndarray, names: Sequence[str], beside: Mapping[str, Tensor]
+    ) -> None:
+        self.rows, self.order, self.names, self.beside = rows, order, names, beside
+
+    def __call__(self, numbers: range) -> Batch:
+        chosen = self.order[numbers.start : numbers.stop].tolist()
+        longest = max(self.rows[source].length for source, _ in chosen)
+        parts = [self.rows[source].batch([row], longest) for source, row in chosen]
+        batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        return batch | {key: rows[[n % len(rows) for n in numbers]] for key, rows in self.beside.items()}
+
+    def describe(self, numbers: range) -> str:
+        """Where samples come from, for messages: ``stdlib rows 3, 17; package:torch row 4``."""
+        rows: dict[str, list[int]] = {}
+        for source, row in self.order[numbers.start : numbers.stop]:
+            rows.setdefault(self.names[int(source)], []).append(int(row))
+        return "; ".join(f"{name} row{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for name, r in rows.items())
+
+
+def answered(source: Source, target: Target, seed: int, folder: Path) -> Tokenized:
+    """The target's continuations of prompts cut from a source. They are kept in ``folder`` with the request, so that a
+    resumed run trains on the same ones and a changed recipe on its own. One process makes them, the others wait."""
+    ask = source.answers
+    assert ask is not None and target.tokenizer is not None
+    request = {"target": target.fingerprint, "seed": seed, "source": source.model_dump(exclude={"weight"})}
+    request_file = folder / "asked.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / "lock"):
+        if (folder / "model.safetensors").exists() and request_file.exists() and read_json(request_file) == request:
+            rows = checkpoint.read_tensors(folder)
+        elif sharded.spreads():
+            raise ValueError(
+                f"data source '{source.source}': a target that is spread over processes answers no prompts; let it "
+                "answer before, with train/distill.py, and name the shards as the source"
+            )
+        else:
+            request_file.unlink(missing_ok=True)
+            split = cast(sources.Split, source.split)
+            found = prompts(source.source, split, ask.prompts, ask.prompt_tokens, target.tokenizer, seed)
+            what = f"the target answers {len(found)} prompts from {source.source} ({split})"
+            with ProgressBar(what, len(found), console) as bar:
+                rows = answer(target, [p.tokens for p in found], ask.new_tokens, ask.batch_size, bar)
+            checkpoint.write_tensors(folder, rows)
+            write_json(request_file, request)
+    lengths = (rows["supervised"].long() * torch.arange(1, rows["supervised"].shape[1] + 1)).amax(1)
+    return Tokenized.of(
+        Sample(tokens[:length].tolist(), marks[:length].tolist())
+        for tokens, marks, length in zip(rows["tokens"], rows["supervised"], lengths.tolist(), strict=True)
+    )
+
+
+def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target: Target) -> list[Rows | StreamedRows]:
+    """The rows of each source. Validation rows hold one sample each."""
+    rows: list[Rows | StreamedRows] = []
+    assert target.tokenizer is not None
+    for number, source in enumerate(getattr(recipe.data, which)):
+        if source.streaming and which == "train":
+            state = recipe.run.folder / "streams" / f"{number}.json"
+            keep = PartialState().is_main_process
+            streamed = StreamedRows(source, recipe.data, target.tokenizer, recipe.run.seed, state, keep=keep)
+            rows.append(streamed)
+            skipped = f"; in its first window {streamed.skipped}" if streamed.skipped.count else ""
+            console.print(f"  {source.source} ({source.split}): streamed{skipped}")
+            continue
+        if source.answers is not None:
+            samples = answered(source, target, recipe.run.seed, recipe.run.folder / "answers" / f"{which}-{number}")
+        else:
+            samples = tokenized(source, recipe.data, target.tokenizer)
+        labels = int(samples.supervised.sum())
+        console.print(
+            f"  {source.source} ({source.split}): {len(samples)} samples, {len(samples.tokens):,} tokens, "
+            f"{labels / max(1, len(samples.tokens)):.0%} supervised"
+        )
+        if samples.skipped.count:
+            console.print(f"  {source.source} ({source.split}): {samples.skipped}")
+        rows.append(Rows(samples, recipe.data.max_length, share=recipe.data.packing and which == "train"))
+    return rows
+
+
+def held_out_rows(recipe: DrafterRecipe, target: Target) -> Batch:
+    """``tokens`` and ``supervised`` ``[S, T]`` of the validation sources, at most :data:`HELD_OUT` rows of each."""
+    rows = [rows for rows in rows_of(recipe, "validation", target) if isinstance(rows, Rows)]
+    longest = max(part.length for part in rows)
+    parts = [part.batch(range(min(len(part), HELD_OUT)), longest) for part in rows]
+    return {key: torch.cat([part[key] for part in parts]) for key in ("tokens", "supervised")}
+
+
+def prompts_of(held_out: Mapping[str, Tensor]) -> list[list[int]]:
+    """What precedes each held-out row's first label: prompts to decode."""
+    rows = zip(held_out["tokens"].tolist(), held_out["supervised"].tolist(), strict=True)
+    return [tokens[: marks.index(True)] for tokens, marks in rows if not marks[0] and any(marks)]
