@@ -1,9 +1,9 @@
-"""What every command shares: one line for an error, the exit code, Ctrl-C.
+"""Shared by all commands: one-line errors, exit codes, Ctrl-C.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or bad input (and a run its user interrupted).
 
-Our own code raises ``ValueError``, ``FileNotFoundError`` or ``OSError`` for people; its message says what, where and
-what to do. The same exception raised inside a library is a defect of ours and keeps its traceback.
+Our own code raises ``ValueError``, ``FileNotFoundError`` or ``OSError`` for what the user can correct; its message says
+what is wrong, where, and what to do. The same exception raised inside a library is a defect and keeps its traceback.
 """
 
 import argparse
@@ -26,7 +26,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 if TYPE_CHECKING:  # --help needs none of it
     from rich.console import Console
 
-# A place that cannot be used; reported by whoever reads or writes, ours or a library.
+# A path that cannot be used, whether our code or a library's reads or writes there.
 _UNUSABLE = (
     errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
 )  # fmt: skip
@@ -43,7 +43,7 @@ def _raised_by_us(traceback: TracebackType | None) -> bool:
 
 
 def first_line(error: BaseException, most: int = 200) -> str:
-    """The first line of another library's error, at most so many characters of it; its type if it says nothing."""
+    """The first line of another library's error, at most ``most`` characters of it; its type if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
@@ -73,18 +73,18 @@ def _flush() -> None:
 
 
 def _drop_output() -> None:
-    """Nobody reads stdout any more (``… | head``); the interpreter's own flush at its end must not fail again."""
+    """After stdout was closed (``… | head``): keep the interpreter's final flush from failing too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_anything() -> None:
-    """Characters that the terminal's encoding lacks are printed as escapes instead of ending the command."""
+def _escape_unencodable() -> None:
+    """Print characters that the terminal's encoding lacks as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _heeds_interrupts() -> bool:
+def _handles_interrupts() -> bool:
     in_main = threading.current_thread() is threading.main_thread()
     return in_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # started by nohup or with & from a script
 
@@ -106,29 +106,30 @@ def _refuse_other_checkout() -> None:
 
 
 def before_imports(parser: argparse.ArgumentParser) -> None:
-    """Call this in a script before it imports anything slow: ``--help`` and wrong usage answer at once, and Ctrl-C
-    during the imports is one line. ``main`` parses the command line again."""
-    _print_anything()
+    """Answer ``--help`` and wrong usage before a script's slow imports, and Ctrl-C during these in one line. ``main``
+    parses the command line again."""
+    _escape_unencodable()
     _refuse_other_checkout()
     parser.parse_intermixed_args()
 
-    def leave(signum: int, frame: FrameType | None) -> None:
-        # No exception: raised inside an extension module's import it may come out as something else, or not at all.
+    def exit_at_once(signum: int, frame: FrameType | None) -> None:
+        # No exception: an extension module's import may turn it into another one, or ignore it.
         os.write(2, b"error: interrupted; nothing was written yet\n")
         os._exit(2)
 
-    if _heeds_interrupts():
-        signal.signal(signal.SIGINT, leave)
+    if _handles_interrupts():
+        signal.signal(signal.SIGINT, exit_at_once)
 
 
 def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoReturn:
-    """Run ``main`` and turn what people can mend into one line on stderr and an exit code; nothing is swallowed.
+    """Run ``main`` and exit with its code. What the user can correct is one line on stderr; other errors keep their
+    traceback.
 
     Args:
         resumable: the command has ``--resume``, which is the advice after a full disk.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked workers would warn about it
-    _print_anything()
+    _escape_unencodable()
     _refuse_other_checkout()
     interrupted = False
 
@@ -140,14 +141,15 @@ def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoRetur
     def interrupt_again(unraisable: "sys.UnraisableHookArgs") -> None:
         if not isinstance(unraisable.exc_value, KeyboardInterrupt):
             hook_before(unraisable)
-        elif interrupted:  # raised in a finaliser or a callback, where Python only prints it: once more, a little later
+        elif interrupted:
+            # Raised in a finaliser or a callback, where Python only prints it: raise it again, a little later.
             again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
             again.daemon = True
             again.start()
 
     handler_before, hook_before = signal.getsignal(signal.SIGINT), sys.unraisablehook
-    heeds = _heeds_interrupts()
-    if heeds:
+    handles = _handles_interrupts()
+    if handles:
         signal.signal(signal.SIGINT, interrupt)
         sys.unraisablehook = interrupt_again
     try:
@@ -155,7 +157,7 @@ def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoRetur
             main()
             _flush()
         finally:
-            if heeds:  # what is left to do takes a moment, and Ctrl-C must not make a traceback of it
+            if handles:  # the exit takes a moment, and Ctrl-C must not turn it into a traceback
                 sys.unraisablehook = hook_before
                 signal.signal(signal.SIGINT, signal.SIG_IGN if main.__module__ == "__main__" else handler_before)
     except KeyboardInterrupt as interruption:
@@ -176,17 +178,17 @@ def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoRetur
     except Exception as error:
         if isinstance(error, ValueError) and _raised_by_us(error.__traceback__):
             _stop(str(error), 2)
-        if interrupted:  # a library made another exception of Ctrl-C
+        if interrupted:  # a library turned Ctrl-C into another exception
             _stop(_INTERRUPTED, 2)
         if not _out_of_memory(error):
             raise
-        said = first_line(error, 160)
-        _stop(f"out of memory ({said}); use smaller batches, fewer tokens or a smaller model", 1)
+        message = first_line(error, 160)
+        _stop(f"out of memory ({message}); use smaller batches, fewer tokens or a smaller model", 1)
     sys.exit(0)
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """On the CPU torch raises a RuntimeError of no class of its own."""
+    """Whether memory ran out; on a CPU torch raises a plain RuntimeError."""
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return known or "can't allocate memory" in str(error)
 
@@ -216,7 +218,7 @@ def make_console(width: int | None = None) -> "Console":
     """A console on stdout that prints text as it is: no markup, no emoji, no highlighted numbers, no line wrapped.
 
     Args:
-        width: columns of a table; the terminal's, or 80 off a terminal, if left out.
+        width: columns of a table; the terminal's, or 80 without a terminal, if left out.
     """
     from rich.console import Console
 
@@ -231,25 +233,25 @@ def available_cores() -> int:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C or SIGTERM only makes the yielded function return True, so that a step can end and be
-    saved; a second one interrupts at once."""
+    """Delay Ctrl-C and SIGTERM: the first one only makes the yielded function return True, so that a step can end and
+    be saved; a second one interrupts at once."""
     if threading.current_thread() is not threading.main_thread():  # signals can be handled in the main thread only
         yield lambda: False
         return
-    asked = False
+    requested = False
 
-    def ask(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt("interrupted twice; the last checkpoint stands")
-        asked = True
+    def request(signum: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        if requested:
+            raise KeyboardInterrupt("interrupted twice; the last checkpoint is kept")
+        requested = True
         # Not print(): the signal may have come in the middle of one, which takes no second one.
         os.write(2, b"\ninterrupted: finishing this step, then saving (again to stop at once)\n")
 
-    signals = (signal.SIGINT, signal.SIGTERM) if _heeds_interrupts() else (signal.SIGTERM,)
-    before = {s: signal.signal(s, ask) for s in signals}
+    signals = (signal.SIGINT, signal.SIGTERM) if _handles_interrupts() else (signal.SIGTERM,)
+    before = {s: signal.signal(s, request) for s in signals}
     try:
-        yield lambda: asked
+        yield lambda: requested
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)

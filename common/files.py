@@ -1,7 +1,7 @@
-"""Files, read and written so that nothing is lost and every failure is one line.
+"""Reading and writing of files: a failed write loses nothing, every error is one line.
 
-Written: under a temporary name, then renamed; a write that fails leaves what stood there before, and no temporary file.
-Read: UTF-8 text with or without a byte order mark, JSON, JSON lines; what is wrong is said with its place.
+Files are written under a temporary name and then renamed; a write that fails leaves the earlier file, and no temporary
+one. Text is UTF-8 with or without a byte order mark; errors name the place.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from typing import Any
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
-def _of(path: Path, error: BaseException) -> BaseException:
-    """A failed write's error, naming the file as the user knows it."""
+def _named(path: Path, error: BaseException) -> BaseException:
+    """The error of a failed write, with the name of the file instead of the temporary one's."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror or str(error), str(path))
     if isinstance(error, Exception) and "No space left on device" in str(error):  # from a library that is not Python
@@ -43,13 +43,13 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename not in (None, str(temporary), temporary):
             raise  # of another file, which the block read
-        raise _of(path, error) from None
+        raise _named(path, error) from None
 
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """The same for several files at once: inside, fill the yielded folder; then each of its files replaces the one of
-    its name in ``folder``, which is made if need be; its other files stay.
+    """Write several files, all or none: inside, fill the yielded folder; then each of its files replaces the one of its
+    name in ``folder``, which is made if need be; its other files stay.
 
     Raises:
         OSError: as :func:`replacing`.
@@ -66,7 +66,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         name = getattr(error, "filename", None)
         if name and Path(name) != temporary and temporary not in Path(name).parents:
             raise  # of another file, which the block read
-        raise _of(folder / Path(name).relative_to(temporary) if name else folder, error) from None
+        raise _named(folder / Path(name).relative_to(temporary) if name else folder, error) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -80,13 +80,13 @@ def append(path: Path, line: str, sync: bool = False) -> None:
     Raises:
         OSError: it cannot be written, or the disk is full; its ``filename`` is ``path``.
     """
-    rest = memoryview((line + "\n").encode("utf-8", "replace"))
+    unwritten = memoryview((line + "\n").encode("utf-8", "replace"))
     try:
         with path.open("ab", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
             try:
-                while rest:  # a write may take less than it was given
-                    rest = rest[file.write(rest) :]
+                while unwritten:  # a write may take less than it was given
+                    unwritten = unwritten[file.write(unwritten) :]
                 if sync:
                     os.fsync(file.fileno())
             except OSError:
@@ -94,23 +94,23 @@ def append(path: Path, line: str, sync: bool = False) -> None:
                     file.truncate(before)
                 raise
     except OSError as error:
-        raise _of(path, error) from None
+        raise _named(path, error) from None
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept: ``$DRAFTSMITH_CACHE``, else ``~/.cache/draftsmith``."""
+    """The folder of files that can be computed again: ``$DRAFTSMITH_CACHE``, else ``~/.cache/draftsmith``."""
     return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith")
 
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Inside, no other process is inside with this lock file, which is made if need be; a killed process holds nothing.
+    """Hold a lock file, which is made if need be, for this process alone; a killed process holds none.
 
     Args:
-        wait: as long as another one is inside.
+        wait: until the process that holds it releases it.
 
     Raises:
-        filelock.Timeout: another one is inside, and ``wait`` is False.
+        filelock.Timeout: another process holds it, and ``wait`` is False.
         ValueError: the file system has no locks.
         OSError: the lock file cannot be written.
     """
@@ -130,10 +130,10 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 def check_folder(option: str, folder: Path | None) -> None:
-    """Make a folder that results will be written into, and try it; None is left out.
+    """Make a folder for results and try to write there; None is skipped.
 
     Args:
-        option: the command line's, for the error.
+        option: of the command line, for the error.
 
     Raises:
         ValueError: it cannot be made, or nothing can be written there.
@@ -163,7 +163,7 @@ def read_text(path: Path, what: str = "file") -> str:
     """UTF-8 text; a byte order mark at its beginning is no part of it.
 
     Args:
-        what: the file's role, for the error: «there is no such …».
+        what: the kind of file, for the error: «there is no such …».
 
     Raises:
         FileNotFoundError, ValueError: there is no such file, it is a folder, or not UTF-8.

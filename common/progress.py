@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LINE_EVERY = 10.0  # seconds between two lines where there is no terminal for a bar
-REDRAW_EVERY = 0.1  # seconds; drawing costs more than a step of some work
-KNOWN = 0.1  # share of the work that is done before a line says how long the rest takes
+REDRAW_EVERY = 0.1  # seconds; drawing can cost more than a step
+KNOWN = 0.1  # share of the work that is done before a line estimates the remaining time
 
 
 class ProgressBar:
-    """Context manager around work of ``total`` steps; call it with how many are done.
+    """Context manager around work of ``total`` steps; call it with the number of steps done.
 
     Args:
         console: where it is shown.
-        start: steps that were done before, which say nothing about the time the others take.
-        disable: show nothing, for all processes but one.
+        start: steps that were done before, left out of the estimated time.
+        disable: show nothing (all processes but one).
         transient: remove the bar from the terminal when the work is done.
     """
 
@@ -49,16 +49,16 @@ class ProgressBar:
         self.bar.stop()
 
     def __call__(self, done: float, note: str = "") -> None:
-        """``done`` of ``total`` steps are done; a part of a step counts, too. ``note`` stands beside the bar."""
+        """Show that ``done`` of ``total`` steps are done (also parts of a step), with ``note`` beside the bar."""
         now = time.monotonic()
         if not self.bar.disable:
             if now - self.shown > REDRAW_EVERY or done >= self.total:
                 self.bar.update(self.task, completed=done, note=note)
                 self.shown = now
         elif not self.disable and (now - self.shown > LINE_EVERY or (note and done >= self.total)):
-            fresh = done - self.start
-            left = (now - self.began) / fresh * (self.total - done) if fresh else 0.0
-            known = fresh >= KNOWN * (self.total - self.start)
+            done_here = done - self.start
+            left = (now - self.began) / done_here * (self.total - done) if done_here else 0.0
+            known = done_here >= KNOWN * (self.total - self.start)
             parts = [f"  {self.what} {int(done)}/{self.total}", note, f"{left:.0f} s left" if known else ""]
             self.console.print("  ".join(part for part in parts if part), markup=False)
             self.shown = now
