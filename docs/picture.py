@@ -178,8 +178,8 @@ def main() -> None:
     command += ["--max-new-tokens", str(args.max_new_tokens)]
     text = terminal_output(command)
     typed = f"$ python {shlex.join([command[0], 'runs/demo', *command[2:]])}"
-    said = [line for line in styled_lines(text) if not line or not line[0][0].startswith("precision:")]
-    lines = [[(typed, PLAIN)], *said]
+    written = [line for line in styled_lines(text) if not line or not line[0][0].startswith("precision:")]
+    lines = [[(typed, PLAIN)], *written]
 
     plt.switch_backend("Agg")
     plt.rcParams["text.hinting"] = "none"  # else letters are rounded to whole pixels and leave their columns
@@ -198,14 +198,11 @@ def main() -> None:
     draw_speeds(place(2.95, terminal + 0.85, 6.0, chart - 0.3), reports)
     draw_lengths(place(10.1, terminal + 0.85, 5.6, chart - 0.3), reports)
     first = reports[0]
-    lossless = [report["lossless"] for report in reports]
-    checked = "every token of every text is the target's own" if all(x and x["identical"] for x in lossless) else ""
-    figure.text(
-        0.5, 0.12 * inches[1],
-        f"{first['target']}, {first['prompts']} prompts × {first['max_new_tokens']} tokens, {first['mode']}, "
-        f"{first['dtype']}, {first['device']}. {first['lossless']['checked']} tokens checked with each drafter: {checked}.",
-        size=13, color="#555b66", ha="center",
-    )  # fmt: skip
+    said = f"{first['target']}, {first['prompts']} prompts × {first['max_new_tokens']} tokens, {first['mode']}, "
+    said += f"{first['dtype']}, {first['device']}."
+    if all(report["lossless"] and report["lossless"]["identical"] for report in reports):
+        said += f" {first['lossless']['checked']} tokens checked with each drafter: all are the target's own."
+    figure.text(0.5, 0.12 * inches[1], said, size=13, color="#555b66", ha="center")
     figure.savefig(args.out, dpi=DPI)
     print(f"wrote {args.out} ({args.out.stat().st_size / 1000:.0f} kB)")
 
