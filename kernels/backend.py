@@ -1,9 +1,9 @@
-"""Where Triton is, and when its kernels run: the one place that decides.
+"""The choice between Triton kernels and plain PyTorch, made in this file alone.
 
 A kernel runs on CUDA tensors where triton is installed (it comes with a CUDA build of torch), and on CPU tensors under
 ``TRITON_INTERPRET=1``, for tests; set it before anything imports triton. Everywhere else the public functions of this
-room take their plain PyTorch path. Kernels run on the current CUDA device, as PyTorch's own do not: their callers
-enter ``torch.cuda.device_of(tensor)``.
+room take their plain PyTorch path. Unlike PyTorch's own operations, a Triton kernel runs on the current CUDA device:
+callers enter ``torch.cuda.device_of(tensor)``.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-try:  # Any: what a kernel says in Triton's language means nothing to a type checker
+try:  # Any: type checkers cannot check Triton's language
     triton: Any = import_module("triton")
     tl: Any = import_module("triton.language")
 except ImportError:  # a CPU build of torch
@@ -21,24 +21,25 @@ except ImportError:  # a CPU build of torch
 
 if TYPE_CHECKING:
     constexpr = Any
-else:  # what marks a kernel's compile-time constants
+else:  # marks a kernel's compile-time constants
     constexpr = int if triton is None else tl.constexpr
 
 INTERPRETING = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """``triton.jit``, or the bare function, which then nobody launches."""
+    """``triton.jit``; without Triton the plain function, which is never launched."""
     return kernel if triton is None else triton.jit(kernel)
 
 
 def traceable(kernel: Any) -> Any:
-    """A kernel as an operator's body launches it, so that torch.compile sees it; not for the interpreter's."""
+    """The form of a kernel that an operator's body launches, so that torch.compile sees it; unchanged under the
+    interpreter."""
     return kernel if INTERPRETING else torch.library.wrap_triton(kernel)
 
 
 def why_not_triton(tensor: Tensor) -> str | None:
-    """Why an operation on this tensor takes the plain PyTorch path; None if it takes the Triton kernel."""
+    """The reason why an operation on this tensor takes the plain PyTorch path; None if it takes the Triton kernel."""
     if triton is None:
         return "triton is not installed"
     if not tensor.is_cuda and not INTERPRETING:
@@ -52,5 +53,5 @@ def next_power(number: int, least: int = 1) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; a made-up small number under the interpreter."""
+    """The number of multiprocessors of a GPU; 4 under the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,9 +1,9 @@
-"""Commit: the accepted nodes' K/V move next to the prefix, in every layer of a cache, in one launch.
+"""Commit: move the accepted nodes' K/V next to the prefix, in every layer of a cache, in one launch.
 
     slot L + path[d]  →  slot L + d        for d = 1 … length
 
-A path goes down a tree whose parents come first, so it increases and path[d] ≥ d: going up in d, no source has been
-written over by an earlier move. (A parallel gather and scatter in place would race.)
+Parents precede their children, so a path increases and path[d] ≥ d: with d rising, no source was overwritten by an
+earlier move. (A parallel gather and scatter in place would race.)
 
 Shape letters: B rows, Hkv key/value heads, S slots, D head width, A depth of the deepest node + 1, L a row's cached
 length.
@@ -29,8 +29,8 @@ def _commit_kernel(
     storage, lengths, path, length, heads, width, layer_stride, row_stride, head_stride, slot_stride, path_stride,
     BLOCK_H: constexpr, BLOCK_D: constexpr,
 ):  # fmt: skip
-    """One (layer, key or value), one row, a block of heads. An element is loaded and stored by the same thread at every
-    depth, so the program's order is the order of the moves; no barrier is needed."""
+    """One program per (layer, key or value), row and block of heads. The same thread loads and
+    stores an element at every depth, so the moves happen in the program's order without a barrier."""
     row = tl.program_id(1).to(tl.int64)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
@@ -46,7 +46,7 @@ def _commit_kernel(
 
 
 def commit_tile(heads: int, width: int) -> dict[str, int]:
-    """The kernel's block sizes: about 1024 elements, so that each thread moves a few of one depth at once."""
+    """The kernel's block sizes: about 1024 elements, so that each thread moves a few elements of a depth at once."""
     block_d = next_power(width)
     return {"BLOCK_H": min(next_power(heads), max(1, 1024 // block_d)), "BLOCK_D": block_d, "num_warps": 4}
 
@@ -58,7 +58,7 @@ def commit(storage: Tensor, lengths: Tensor, path: Tensor, length: Tensor) -> No
         storage: ``[layers, 2, B, Hkv, S, D]``, contiguous; K and V of all layers of one shape.
         lengths: ``[B]`` int64, cached tokens per row before the step (L).
         path: ``[B, A]`` int64 node numbers by depth, the root (0) first; increasing, with path[d] ≥ d, up to the
-            accepted length. What stands behind that is not read.
+            accepted length. Entries beyond it are not read.
         length: ``[B]`` int64, drafted tokens accepted (the root does not count), < A.
     """
     if why_not_triton(storage):

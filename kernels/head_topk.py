@@ -2,12 +2,12 @@
 
     values, ids = topk(features @ weightᵀ, R)
 
-A head's logits ``[M, V]`` are used only to find a few tokens. Each program multiplies a block of the vocabulary and
+A head's logits ``[M, V]`` serve only to find a few tokens. Each program multiplies a block of the vocabulary and
 keeps its best R; a second kernel merges the blocks' lists. The weight is read once, nothing of size V is written, and
 nothing is sorted.
 
 Ties: the lowest id first. Logits are float32 sums, not rounded to the inputs' dtype, so that 16-bit inputs tie less
-often than ``F.linear`` makes them. (PyTorch's ``topk``, which the plain path uses, breaks ties as it likes.)
+often than with ``F.linear``. (PyTorch's ``topk``, which the plain path uses, breaks ties in no documented order.)
 
 Shape letters: M rows, d hidden width, V vocabulary, R tokens kept, C candidates of a row (R of each block).
 """
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
 
-MOST = 16  # R at most: the kernel takes its best R out one after the other
+MOST = 16  # largest R: the kernel extracts its best R one by one
 
 
 def head_topk_reference(features: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def _block_topk_kernel(
     features, weight, values, ids, rows, width, vocabulary, features_row, weight_row, candidates,
     COUNT: constexpr, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
 ):  # fmt: skip
-    """A block of rows, a block of the vocabulary: logits by tl.dot, then COUNT times the best that is left."""
+    """One program per block of rows and of the vocabulary: logits by tl.dot, then COUNT times the best remaining."""
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     known = token < vocabulary
@@ -50,19 +50,19 @@ def _block_topk_kernel(
     place = row.to(tl.int64) * candidates + tl.program_id(0) * COUNT
     for rank in range(COUNT):
         best = tl.max(left, 1)
-        # The lowest id among the best; a block with nothing left hands over −inf and an id beyond the vocabulary.
-        found = tl.min(tl.where((left == best[:, None]) & known[None, :], token[None, :], vocabulary), 1)
+        # The lowest id among the best; a block with no token left stores −inf and an id beyond the vocabulary.
+        best_id = tl.min(tl.where((left == best[:, None]) & known[None, :], token[None, :], vocabulary), 1)
         known_best = best > float("-inf")
         tl.store(values + place + rank, best, mask=row < rows)
-        tl.store(ids + place + rank, tl.where(known_best, found, vocabulary), mask=row < rows)
-        left = tl.where(token[None, :] == found[:, None], float("-inf"), left)
+        tl.store(ids + place + rank, tl.where(known_best, best_id, vocabulary), mask=row < rows)
+        left = tl.where(token[None, :] == best_id[:, None], float("-inf"), left)
 
 
 @jit
 def _merge_topk_kernel(
     values, ids, out_values, out_ids, candidates, vocabulary, COUNT: constexpr, BLOCK: constexpr
 ):  # fmt: skip
-    """One row: COUNT times the best candidate behind the one before, in the order (value falling, id rising)."""
+    """One program per row: COUNT times the next candidate in the order (value falling, id rising)."""
     row = tl.program_id(0).to(tl.int64)
     last_value = float("inf")
     last_id = -1
@@ -73,18 +73,18 @@ def _merge_topk_kernel(
             place = start + tl.arange(0, BLOCK)
             value = tl.load(values + row * candidates + place, mask=place < candidates, other=float("-inf"))
             token = tl.load(ids + row * candidates + place, mask=place < candidates, other=vocabulary)
-            behind = (value < last_value) | ((value == last_value) & (token > last_id))
-            better = behind & ((value > best) | ((value == best) & (token < best_id)))
+            after = (value < last_value) | ((value == last_value) & (token > last_id))
+            better = after & ((value > best) | ((value == best) & (token < best_id)))
             best, best_id = tl.where(better, value, best), tl.where(better, token, best_id)
         last_value = tl.max(best, 0)
         last_id = tl.min(tl.where(best == last_value, best_id, vocabulary), 0)
         tl.store(out_values + row * COUNT + rank, last_value)
-        # Where logits are NaN nothing is best; what is handed over is a token all the same, for embeddings to look up.
+        # Where all logits are NaN there is no best; the id stays inside the vocabulary, since embeddings are looked up.
         tl.store(out_ids + row * COUNT + rank, tl.minimum(last_id, vocabulary - 1).to(tl.int64))
 
 
 def topk_tile(rows: int, dtype: torch.dtype) -> dict[str, int]:
-    """The projection's block sizes, warps and stages; it is bound by reading the weight, M being small."""
+    """The projection's block sizes, warps and stages; M is small, so reading the weight takes most of the time."""
     block_m = min(next_power(rows, 16), 64)
     exact = dtype == torch.float32  # products without tensor cores
     return {
@@ -113,7 +113,7 @@ def head_topk(features: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Ten
     rows, width = features.shape
     vocabulary = weight.shape[0]
     if not 0 < count <= min(MOST, vocabulary):
-        raise ValueError(f"head_topk: {count} tokens of {vocabulary}; 1 to {min(MOST, vocabulary)} can be had")
+        raise ValueError(f"head_topk: {count} tokens of {vocabulary}; ask for 1 to {min(MOST, vocabulary)}")
     assert features.stride(1) == weight.stride(1) == 1
     tile = topk_tile(rows, features.dtype)
     blocks = -(-vocabulary // tile["BLOCK_V"])

@@ -1,12 +1,13 @@
-"""Products of a few rows with a matrix on a CPU, each in the form that is fastest on this machine.
+"""Products of a few rows with a matrix on a CPU, each in the form measured to be fastest on this machine.
 
     product(x, M) = x M;   linear(x, W, b) = x Wᵀ + b
 
-BLAS libraries are made for one row and for many; between them the same product can cost several times more in one form
-than in another, by shape, row count, instruction set and threads. So each shape is timed once, when it is met, for row
-counts that are powers of two, and the choice is kept in a file for the next process. On a GPU, with gradients and in
-``torch.compile`` it is PyTorch's own product. Of a frozen module's weight (an LM head) a copy in oneDNN's own layout is
-kept too, where that pays: a product of 8 rows then costs little more than one of a single row.
+BLAS libraries are tuned for one row and for many; between these the same product can take several times longer in one
+form than in another, depending on shape, row count, instruction set and threads. So each shape is timed once, when it
+first occurs, for row counts that are powers of two, and the choice is kept in a file for later processes. On a GPU,
+with gradients and in ``torch.compile``, PyTorch's own product is used. For a frozen module's weight (an LM head) a copy
+in oneDNN's own layout is kept too, where that is faster: a product of 8 rows then costs little more than one of a
+single row.
 
 Shape letters: M rows, N outputs, K inputs.
 """
@@ -23,12 +24,12 @@ from torch.nn import functional as F
 from draftsmith.kernels.measured import read_measured, write_measured
 
 FILE = "linear.json"  # in the cache folder
-BUDGET = 1.0  # seconds of processor time that a process spends on timing; shapes met later take F.linear
-_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # rows that are timed; others take the next one's form, more the last one's
-_SAMPLE = 1 << 21  # matrix entries that are timed of a larger matrix
-_LAYERS = 32  # matrices of a shape that take turns,
-_POOL = 1 << 24  # or fewer: this many entries in all
-_GAIN = 0.9  # another form is taken if it needs less than this share of F.linear's time
+BUDGET = 1.0  # seconds of processor time per process for timing; shapes that occur later use F.linear
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # timed row counts; others use the form of the next larger one, or of the largest
+_SAMPLE = 1 << 21  # of a larger matrix only so many entries are timed
+_LAYERS = 32  # matrices of a shape that are timed in turn, at most;
+_POOL = 1 << 24  # entries of all of them, at most
+_GAIN = 0.9  # another form is used if it takes less than this share of F.linear's time
 
 Form = Callable[[Tensor, Tensor], Tensor]  # [M, K], [K, N] → [M, N]
 
@@ -39,7 +40,7 @@ def _transposed(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _onednn(x: Tensor, matrix: Tensor) -> Tensor:
-    """oneDNN's product, which PyTorch does not take for float32; the matrix stays as it is."""
+    """oneDNN's product, which PyTorch does not use for float32, with the matrix in its plain layout."""
     return _pointwise(x, matrix.t())
 
 
@@ -48,7 +49,7 @@ def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _pack(matrix: Tensor) -> Tensor:
-    """A copy of ``[K, N]`` in oneDNN's layout, for any number of rows (made for 16)."""
+    """A copy of ``[K, N]`` in oneDNN's layout, tuned for 16 rows and valid for any number."""
     return torch.ops.mkldnn._reorder_linear_weight(matrix.t().contiguous(), 16)
 
 
@@ -72,25 +73,25 @@ def product(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None = None, ou
         x: ``[M, K]``.
         matrix: ``[K, N]``.
         bias: ``[N]``.
-        out: ``[M, N]`` is written, if given.
+        out: ``[M, N]``, written to if given.
     """
     if form == "blas":
         return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
-    made = FORMS[form](x, matrix)
+    output = FORMS[form](x, matrix)
     if bias is not None:
-        return torch.add(made, bias, out=out)
-    return made if out is None else out.copy_(made)
+        return torch.add(output, bias, out=out)
+    return output if out is None else out.copy_(output)
 
 
 def add_product(form: str, total: Tensor, x: Tensor, matrix: Tensor, factor: float = 1.0) -> Tensor:
-    """``total += factor · x matrix`` in place, in one operation where that can be. ``total [M, N]``, ``x [M, K]``."""
+    """``total += factor · x matrix`` in place, in one operation where possible. ``total [M, N]``, ``x [M, K]``."""
     if form == "blas":
         return total.addmm_(x, matrix, alpha=factor)
     return total.add_(FORMS[form](x, matrix), alpha=factor)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` in this machine's fastest form.
+    """``F.linear`` in the form that is fastest on this machine.
 
     Args:
         x: ``[..., K]``.
@@ -109,7 +110,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """``module(x)``, as :func:`linear` or by a packed copy of its weight, if it is a plain ``nn.Linear``: no subclass,
     no hooks (offloading, ZeRO-3)."""
-    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:  # its weight may be divided
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:  # its weight may be sharded
         return module(x)
     if "forward" in module.__dict__ or torch.is_autocast_enabled("cpu"):
         return module(x)
@@ -119,12 +120,12 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     frozen = CAN_PACK and not weight.requires_grad
     if not frozen or choose(x.numel() // x.shape[-1], weight.t(), frozen) != PACKED:
         return linear(x, weight, bias)
-    made = _pointwise(x.reshape(-1, x.shape[-1]), _packed(module)).view(*x.shape[:-1], -1)
-    return made if bias is None else made.add_(bias)
+    output = _pointwise(x.reshape(-1, x.shape[-1]), _packed(module)).view(*x.shape[:-1], -1)
+    return output if bias is None else output.add_(bias)
 
 
 def _packed(module: nn.Linear) -> Tensor:
-    """The packed copy of a module's weight, made anew when that was exchanged or written to."""
+    """The packed copy of a module's weight, made again after the weight was replaced or written to."""
     weight = module.weight
     stamp = weight.data_ptr(), 0 if weight.is_inference() else weight._version
     known = _packs.get(module)
@@ -134,8 +135,8 @@ def _packed(module: nn.Linear) -> Tensor:
 
 
 def choose(rows: int, matrix: Tensor, packed: bool = False) -> str:
-    """The name in ``FORMS`` of the fastest product of ``rows`` rows with ``matrix [K, N]``, which may be in memory row
-    by row or column by column; or ``PACKED``, if a packed copy may be kept."""
+    """The name in ``FORMS`` of the fastest product of ``rows`` rows with ``matrix [K, N]``, in row-major or
+    column-major layout; or ``PACKED``, if a packed copy may be kept."""
     if not matrix.is_cpu or torch.compiler.is_compiling() or torch.is_grad_enabled() or not rows:
         return "blas"
     count = min(1 << (rows - 1).bit_length(), _COUNTS[-1])
@@ -147,7 +148,7 @@ def choose(rows: int, matrix: Tensor, packed: bool = False) -> str:
 
 
 def _look_up(rows: int, matrix: Tensor, packed: bool) -> str:
-    """The form for ``rows``, one of ``_COUNTS``: known, or measured now while the budget lasts."""
+    """The form for ``rows``, one of ``_COUNTS``: stored, or measured now while the budget lasts."""
     global _stored
     if _stored is None:
         _stored = {str(key): str(form) for key, form in read_measured(FILE).items()}
@@ -155,9 +156,9 @@ def _look_up(rows: int, matrix: Tensor, packed: bool) -> str:
     if form not in FORMS and not (packed and form == PACKED):
         if _spent >= BUDGET:
             return "blas"
-        found = {_key(count, matrix, packed): its for count, its in _measure(matrix, packed).items()}
-        _stored.update(found)
-        write_measured(FILE, found)
+        measured = {_key(count, matrix, packed): fastest for count, fastest in _measure(matrix, packed).items()}
+        _stored.update(measured)
+        write_measured(FILE, measured)
         form = _stored[_key(rows, matrix, packed)]
     return form
 
@@ -168,9 +169,9 @@ def _key(rows: int, matrix: Tensor, packed: bool) -> str:
 
 
 def _measure(matrix: Tensor, packed: bool) -> dict[int, str]:
-    """The fastest form for each row count. Forms take turns, each time on another matrix, as in a model of many layers:
-    one that stays in the cache says little. This thread's time is taken, and the shortest counts: what else runs on
-    the machine only ever adds to it."""
+    """The fastest form for each row count. Forms are timed in turn, each time on another matrix, as in a model of many
+    layers: a matrix that stays in the cache would be misleading. This thread's processor time is measured and the
+    shortest counts, since other work on the machine can only add to it."""
     global _spent
     begun = time.thread_time()
     inputs, outputs = matrix.shape
@@ -197,7 +198,7 @@ def _measure(matrix: Tensor, packed: bool) -> dict[int, str]:
                     form(x, matrices[used % count])
                 except RuntimeError:
                     continue
-                if turn:  # the first one pays for what is set up once
+                if turn:  # the first call includes one-time set-up
                     best[name] = min(best[name], time.thread_time() - start)
             if turn >= 3 and time.thread_time() - since > 0.02:
                 break

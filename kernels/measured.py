@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept for the next process: files of the cache folder, machine → key → value."""
+"""Measurements on this machine, kept for later processes: files of the cache folder, machine → key → value."""
 
 import json
 import platform
@@ -12,7 +12,7 @@ from draftsmith.common.files import cache_folder, write_json
 
 
 def machine() -> str:
-    """What measurements on a CPU depend on: its model, the instructions PyTorch uses, its version, threads."""
+    """What CPU measurements depend on: the CPU's model, the instructions PyTorch uses, its version, threads."""
     cpu = [platform.machine()]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
@@ -24,19 +24,19 @@ def machine() -> str:
 
 
 def read_measured(name: str) -> dict[str, Any]:
-    """What the file ``name`` holds of this machine; a file that is missing or damaged holds nothing."""
+    """This machine's entries of the file ``name``; none if it is missing or damaged."""
     known = _everything(name).get(machine())
     return known if isinstance(known, dict) else {}
 
 
-def write_measured(name: str, found: dict[str, Any]) -> None:
-    """Add to the file ``name``. Where it cannot be written the next process measures again."""
+def write_measured(name: str, measured: dict[str, Any]) -> None:
+    """Add entries to the file ``name``. If it cannot be written, later processes measure again."""
     with suppress(OSError, RuntimeError):
         file = cache_folder() / name
         file.parent.mkdir(parents=True, exist_ok=True)
         content = _everything(name)
         known = content.get(machine())
-        content[machine()] = {**(known if isinstance(known, dict) else {}), **found}
+        content[machine()] = {**(known if isinstance(known, dict) else {}), **measured}
         write_json(file, content)
 
 

@@ -3,13 +3,13 @@
     out_i = softmax_j( q_i · k_j · scale + bias_ij ) v_j
     bias_ij = 0 if j < L (the prefix), or j − L is i or an ancestor of i; else −inf
 
-Two ways to say which keys a query sees. :func:`tree_attention` takes an additive bias, made once per step, and goes
-through PyTorch's fused attention. :func:`tree_attention_cached` takes lengths and ancestor bitsets and reads exactly
-the slots in use of a preallocated cache: a Triton kernel, whose shapes and grid do not depend on the lengths, so that
-a CUDA graph can hold it.
+The keys that a query sees are given in one of two ways. :func:`tree_attention` takes an additive bias, computed once
+per step, and calls PyTorch's fused attention. :func:`tree_attention_cached` takes lengths and ancestor bitsets and
+reads exactly the used slots of a preallocated cache: a Triton kernel whose shapes and grid do not depend on the
+lengths, so that it can be captured in a CUDA graph.
 
 Shape letters: B batch, Q queries, N tree nodes, T tree keys, W 64-bit words, Hq query heads, Hkv key/value heads, S
-cache slots seen, D head width, L the cached length of a row. Node i of a row sits in slot L + i; its position is
+cache slots seen, D head width, L the cached length of a row. Node i of a row is in slot L + i; its position is
 L + depth(i).
 """
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
@@ -37,7 +37,7 @@ def ancestor_mask(ancestors: Tensor, num_nodes: int) -> Tensor:
     """Unpack ancestor bitsets.
 
     Args:
-        ancestors: ``[B, N, W]`` int64; bit j of row i (word j // 64) says that node j is an ancestor of node i or i.
+        ancestors: ``[B, N, W]`` int64; bit j of row i (word j // 64) is set if node j is node i or an ancestor of it.
 
     Returns:
         ``[B, N, num_nodes]`` bool.
@@ -47,7 +47,7 @@ def ancestor_mask(ancestors: Tensor, num_nodes: int) -> Tensor:
 
 
 class TreeKeys(NamedTuple):
-    """Which keys the Q queries of a forward pass see, as :func:`tree_attention_cached` takes it.
+    """The keys that the Q queries of a forward pass see, as :func:`tree_attention_cached` takes them.
 
     lengths: ``[B]`` int64, cached tokens per row (L).
     ancestors: ``[B, Q, W]`` int64 bitsets over the tree keys.
@@ -65,18 +65,18 @@ def tree_bias(
     lengths: Tensor, mask: Tensor, depth: Tensor, slots: int, window: int, dtype: torch.dtype,
     key_depth: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The additive mask of a tree behind each row's own prefix.
+    """The additive mask of a tree that follows each row's prefix.
 
     Args:
         lengths: ``[B]`` int64, cached tokens per row (L).
         mask: ``[B, Q, T]`` bool, as :func:`ancestor_mask` makes it: which of the T tree keys a query sees.
         depth: ``[B, Q]`` depth of each query, the root's being 0.
-        slots: S, how many cache slots are looked at; at least max(L) + T.
+        slots: S, the number of cache slots attended to; at least max(L) + T.
         window: a node at position p sees keys at positions > p − window; 0 for no window.
         key_depth: ``[B, T]`` depth of the tree keys; the queries' own if left out (T = Q).
 
     Returns:
-        ``[B, 1, Q, S]`` of ``dtype``: 0 or −inf. Every row sees at least itself.
+        ``[B, 1, Q, S]`` of ``dtype``: 0 or −inf. Every query sees at least itself.
     """
     queries, keys = mask.shape[1:]
     offset = torch.arange(slots, device=lengths.device) - lengths[:, None]  # [B, S], ≥ 0 inside the tree
@@ -84,14 +84,14 @@ def tree_bias(
     seen = mask.expand(len(lengths), -1, -1).gather(2, inside[:, None, :].expand(-1, queries, -1))
     seen = seen & (offset < keys)[:, None] | (offset < 0)[:, None]
     if window:
-        its_depth = (depth if key_depth is None else key_depth).expand(len(lengths), -1)
-        position = torch.where(offset < 0, offset, its_depth.gather(1, inside).to(offset.dtype))  # less L
+        node_depth = (depth if key_depth is None else key_depth).expand(len(lengths), -1)
+        position = torch.where(offset < 0, offset, node_depth.gather(1, inside).to(offset.dtype))  # minus L
         seen = seen & (depth[..., None] - position[:, None] < window)
     return torch.zeros(seen.shape, dtype=dtype, device=lengths.device).masked_fill_(~seen, float("-inf"))[:, None]
 
 
 def tree_bias_one_row(mask: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
-    """:func:`tree_bias` for a single row without a window, whose prefix fills all slots but the tree's: L = S − T.
+    """:func:`tree_bias` for a single row without a window whose prefix and tree fill all slots: L = S − T.
 
     Args:
         mask: ``[1, Q, T]`` bool.
@@ -119,7 +119,7 @@ def causal_bias(start: int, queries: int, window: int, dtype: torch.dtype, devic
 def tree_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """The definition, written out; heads of a group share keys and values.
+    """The definition of tree attention; heads of a group share keys and values.
 
     Args:
         q: ``[B, Hq, Q, D]``.
@@ -144,10 +144,10 @@ def tree_attention_reference(
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """:func:`tree_attention_reference` by PyTorch's fused attention, where that can express it (no soft cap)."""
+    """:func:`tree_attention_reference` by PyTorch's fused attention where there is no soft cap, which that lacks."""
     if softcap is not None:
         return tree_attention_reference(q, k, v, bias, scale, softcap)
-    if q.shape[2] == 1 and q.shape[1] != k.shape[1]:  # a group's heads as so many queries of one head
+    if q.shape[2] == 1 and q.shape[1] != k.shape[1]:  # the heads of a group as queries of one head
         grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
         return F.scaled_dot_product_attention(grouped, k, v, bias, scale=scale).reshape(q.shape)
     return F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -157,7 +157,7 @@ def tree_attention_cached_reference(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, ancestors: Tensor, num_tree_keys: int, scale: float,
     depth: Tensor | None = None, key_depth: Tensor | None = None, window: int = 0, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The definition of :func:`tree_attention_cached`, row by row (it asks the device for each row's length)."""
+    """The definition of :func:`tree_attention_cached`, row by row (it synchronises to read each row's length)."""
     mask = ancestor_mask(ancestors, num_tree_keys)  # [B, Q, T]
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
@@ -165,14 +165,14 @@ def tree_attention_cached_reference(
         seen = F.pad(mask[row], (length, 0), value=True)  # [Q, L + T]
         if window:
             assert depth is not None and key_depth is not None
-            position = torch.cat([torch.arange(-length, 0, device=q.device), key_depth[row]])  # less L
+            position = torch.cat([torch.arange(-length, 0, device=q.device), key_depth[row]])  # minus L
             seen = seen & (depth[row][:, None] - position < window)
         bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, float("-inf"))
         of_row = slice(row, row + 1)
-        found = tree_attention_reference(
+        attended = tree_attention_reference(
             q[of_row], k[of_row, :, :end], v[of_row, :, :end], bias[None, None], scale, softcap
         )
-        out[of_row] = torch.where(seen.any(-1)[:, None], found, 0)  # padding may see nothing
+        out[of_row] = torch.where(seen.any(-1)[:, None], attended, 0)  # padding may see nothing
     return out
 
 
@@ -181,9 +181,9 @@ def _add_tile(
     q, k, v, slot, stored, seen, width, k_stride, v_stride, best, total, acc, log2_scale, softcap,
     SOFTCAP: constexpr, BLOCK_D: constexpr,
 ):  # fmt: skip
-    """One tile of keys into the running softmax (base 2): its maximum, its sum, and the weighted values.
+    """Add a tile of keys to the running softmax (base 2): its maximum, its sum, and the weighted values.
 
-    ``stored`` [BLOCK_N] says which slots hold keys, ``seen`` [BLOCK_M or 1, BLOCK_N] which of them a row sees.
+    ``stored`` [BLOCK_N]: slots that hold keys; ``seen`` [BLOCK_M or 1, BLOCK_N]: those that a row sees.
     """
     d = tl.arange(0, BLOCK_D)
     place = slot.to(tl.int64)
@@ -221,10 +221,10 @@ def _tree_attention_kernel(
     KV_HEADS: constexpr, GROUP: constexpr, SPLITS: constexpr, WINDOW: constexpr,
     SOFTCAP: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr,
 ):  # fmt: skip
-    """One block of (query, head of the group) rows, one key/value head, one share of the keys.
+    """One program per block of (query, head of the group) rows, key/value head and split of the keys.
 
-    The tiles of a row of the batch: those of its prefix, then those of its tree, each starting at the tree's own first
-    slot plus a multiple of BLOCK_N (which divides 64), so that a tile's bits lie in one word.
+    The tiles of a row of the batch: those of its prefix, then those of its tree, each starting at the tree's first slot
+    plus a multiple of BLOCK_N (which divides 64), so that a tile's bits lie in one word.
     """
     split = tl.program_id(1)
     batch = (tl.program_id(2) // KV_HEADS).to(tl.int64)
@@ -241,15 +241,15 @@ def _tree_attention_kernel(
     queries = tl.load(rows_q[:, None] + d[None, :], mask=inside, other=0.0)
     k += batch * k_batch + kv_head * k_head
     v += batch * v_batch + kv_head * v_head
-    first = length * 0  # the first slot that anyone sees
+    first = length * 0  # the first slot that any query sees
     if WINDOW:
         first = tl.maximum(length - WINDOW + 1, 0)
         own_depth = tl.load(depth + batch * depth_batch + query, mask=live, other=0)
     prefix_tiles = tl.cdiv(length - first, BLOCK_N)
     tiles = prefix_tiles + tl.cdiv(num_tree_keys, BLOCK_N)
-    share = tl.cdiv(tiles, SPLITS)
-    start = split * share
-    end = tl.minimum(start + share, tiles)
+    tiles_per_split = tl.cdiv(tiles, SPLITS)
+    start = split * tiles_per_split
+    end = tl.minimum(start + tiles_per_split, tiles)
 
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -295,7 +295,7 @@ def _merge_splits_kernel(
     partial, partial_lse, out, num_queries, width, out_batch, out_head, out_query,
     HEADS: constexpr, SPLITS: constexpr, BLOCK_S: constexpr, BLOCK_D: constexpr,
 ):  # fmt: skip
-    """Weigh each share by what it saw: one (row, query, head) per program."""
+    """Combine the splits, weighted by their softmax sums: one (row, query, head) per program."""
     place = tl.program_id(0).to(tl.int64)
     head, query, batch = place % HEADS, place // HEADS % num_queries, place // HEADS // num_queries
     split = tl.arange(0, BLOCK_S)
@@ -307,7 +307,7 @@ def _merge_splits_kernel(
     acc = tl.zeros([BLOCK_D], tl.float32)
     for one in range(SPLITS):
         weight = tl.exp2(tl.load(partial_lse + place * SPLITS + one) - anchor)
-        if weight > 0:  # most shares of a nearly empty cache saw nothing
+        if weight > 0:  # most splits of a nearly empty cache have no keys
             acc += weight * tl.load(partial + (place * SPLITS + one) * width + d, mask=d < width, other=0.0)
     acc = acc / tl.where(total > 0, total, 1.0)
     row = out + batch * out_batch + head * out_head + query * out_query
@@ -336,10 +336,10 @@ def attention_tile(rows: int, width: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def attention_splits(programs: int, slots: int, multiprocessors: int) -> int:
-    """Into how many shares the keys are cut, so that there are about two programs per multiprocessor.
+    """The number of splits of the keys that gives about two programs per multiprocessor.
 
-    From the cache's capacity, not from what is in it: the grid is the same at every step. A share has at least 256
-    slots of the capacity.
+    It depends on the cache's capacity, not on the cached lengths, so the grid is the same at every step. A split has at
+    least 256 slots of the capacity.
     """
     wanted = -(-2 * multiprocessors // programs)
     return max(1, min(wanted, slots // 256, 128))
@@ -349,7 +349,7 @@ def _tree_attention_cached(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, ancestors: Tensor, depth: Tensor | None,
     key_depth: Tensor | None, num_tree_keys: int, scale: float, window: int, softcap: float, splits: int,
 ) -> Tensor:  # fmt: skip
-    """Launches the kernels; the arguments are those of :func:`tree_attention_cached`, softcap and splits 0 for None."""
+    """Launch the kernels; the arguments are those of :func:`tree_attention_cached`, softcap and splits 0 for None."""
     rows, heads, queries, width = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
     tile = attention_tile(queries * group, width, q.dtype)
@@ -357,9 +357,9 @@ def _tree_attention_cached(
     splits = splits or attention_splits(rows * kv_heads * row_blocks, k.shape[2], multiprocessors(q.device))
     # In memory [B, Q, Hq, D]: the caller's next step is a projection over Hq · D.
     out = q.new_empty(rows, queries, heads, width).transpose(1, 2)
-    shares = splits if splits > 1 else 0
-    partial = q.new_empty((rows, queries, heads, shares, width), dtype=torch.float32)
-    lse = q.new_empty((rows, queries, heads, shares), dtype=torch.float32)
+    parts = splits if splits > 1 else 0
+    partial = q.new_empty((rows, queries, heads, parts, width), dtype=torch.float32)
+    lse = q.new_empty((rows, queries, heads, parts), dtype=torch.float32)
     with torch.cuda.device_of(q):
         traceable(_tree_attention_kernel)[(row_blocks, splits, rows * kv_heads)](
             q, k, v, lengths, ancestors, depth, key_depth, out, partial, lse,
@@ -389,24 +389,24 @@ def tree_attention_cached(
     depth: Tensor | None = None, key_depth: Tensor | None = None, window: int = 0, softcap: float | None = None,
     splits: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Attention of Q queries to each row's cached prefix and to their ancestors among T tree keys behind it.
+    """Attention of Q queries to each row's cached prefix and to their ancestors among the T tree keys that follow it.
 
-    Verification has Q = T; a drafter that goes level by level has Q < T. Nothing behind slot L + T is read, and the
-    host learns no length. Sums are in float32; products of float32 inputs are not rounded to TF32.
+    Verification has Q = T; a drafter that drafts level by level has Q < T. No slot from L + T on is read, and no length
+    is copied to the host. Sums are in float32; products of float32 inputs are not rounded to TF32.
 
     Args:
         q: ``[B, Hq, Q, D]`` float32, float16 or bfloat16; any strides but the last, which is 1.
-        k, v: ``[B, Hkv, S, D]`` views of the cache, not copied; the tree's own keys are in their slots already.
+        k, v: ``[B, Hkv, S, D]`` views of the cache, not copied; the tree's keys are already in their slots.
         lengths: ``[B]`` int64, cached tokens per row (L); may be 0.
-        ancestors: ``[B, Q, W]`` int64; bit j of query i (word j // 64) says that it sees the tree key in slot L + j.
-            Every query sees the prefix. One that sees nothing at all (padding) gets 0.
+        ancestors: ``[B, Q, W]`` int64; bit j of query i (word j // 64) is set if it sees the tree key in slot L + j.
+            Every query sees the prefix. The output of one that sees nothing (padding) is 0.
         num_tree_keys: T ≥ Q.
         scale: factor on q · k.
-        depth: ``[B, Q]`` depth of the queries; only a window asks for it.
-        key_depth: ``[B, T]`` depth of the tree keys; likewise.
+        depth: ``[B, Q]`` depth of the queries; needed for a window.
+        key_depth: ``[B, T]`` depth of the tree keys; needed for a window.
         window: a query at position p sees keys at positions > p − window; 0 for no window.
         softcap: scores become ``softcap · tanh(score / softcap)`` (Gemma 2).
-        splits: into how many shares the keys are cut; 0 chooses by the device and the cache's capacity.
+        splits: number of splits of the keys; 0 chooses by the device and the cache's capacity.
 
     Returns:
         ``[B, Hq, Q, D]``.
