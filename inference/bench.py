@@ -4,18 +4,18 @@
     python inference/bench.py --shape llama3-8b --batches 1 8 --contexts 1024 16384 --nodes 1 4 16 64
     python inference/bench.py --shape llama2-7b --projection shared own --compile --out runs/bench/step.json
     python inference/bench.py --target models/tiny-lm --nodes 1 16
+    python inference/bench.py --shape llama3-8b --nodes 64 --graphs --profile runs/bench/kernels.txt
 
-A shape gets random weights, the drafter is a set of random Medusa heads, and the cache is filled with random numbers:
-nothing is downloaded or prefilled. Before each timed step the state is put back, so that each sees the same context.
+The weights of a shape are random, the drafter is a set of random Medusa heads, and the cache holds random numbers:
+nothing is downloaded or prefilled. The state is restored before each timed step, so that all see the same context.
 
-steps    the median of a whole step as the engine launches it (on a GPU in a CUDA graph), its 20 % and 80 % quantiles,
-         and how many times the plain step it takes, the step of one node, which is always measured. «of bound»: the
-         share of the time that this device needs at least: the weights of the target, its LM head and the draft heads
-         read once and the prefix's K/V, at the bandwidth that copying reaches, or the products at the rate that a large
-         one reaches, whichever takes longer.
-phases   medians of instrumented steps. On a GPU these are eager: what the host takes to launch them counts. «outside»:
-         the share that is not the target's forward pass and LM head (CPU). Random heads are never right, so that a
-         commit which moves nodes is timed by itself: «moving».
+steps    the median time of a whole step as the engine launches it (on a GPU in a CUDA graph), its 20 % and 80 %
+         quantiles, and its ratio to the plain step (one node), which is always measured. «of bound»: the lower bound of
+         this device over the median: reading the weights of the target, its LM head, the draft heads and the prefix's
+         K/V once at the measured copy bandwidth, or the products at the rate of a large one, whichever takes longer.
+phases   medians of instrumented steps. On a GPU these are eager and include the host's time to launch kernels.
+         «outside»: the share outside the target's forward pass and LM head (CPU). Random heads are never right, so a
+         commit that moves nodes is timed separately: «moving».
 
 Shape letters: B rows, L cached tokens of each, N nodes, A depth of the deepest node + 1, d hidden width.
 """
@@ -26,14 +26,15 @@ import argparse
 import functools
 import gc
 import heapq
+import importlib.util
 import itertools
 import shlex
 import sys
 import timeit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from draftsmith.common.command import available_cores, before_imports, run_command
 from draftsmith.inference.options import check_counts, check_threads
@@ -77,6 +78,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
     parser.add_argument("--compile", action="store_true", help="the target's forward pass by torch.compile")
     decoder_option(parser)
+    parser.add_argument("--graphs", action="store_true", help="fail unless every step was replayed from a CUDA graph")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE.txt",
+        help="write the kernels of one step of each tree (a graph replay on a GPU, else an eager step), by time",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there, and a plot beside it")
     return parser
 
@@ -88,14 +94,18 @@ import psutil
 import torch
 from rich.table import Table
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.cache_utils import CacheLayerMixin
 
-from draftsmith.common.files import check_folder, write_json
+from draftsmith.common.files import check_folder, write_json, write_text
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.drafters.protocol import PlainDrafter
 from draftsmith.inference.report import write_figure
-from draftsmith.inference.step import ATTENTION, Clock, PlainDrafter, Step, capacity_for
+from draftsmith.inference.runner import ATTENTION
+from draftsmith.inference.step import Clock, Step, capacity_for
 from draftsmith.inference.terminal import console, make_console
-from draftsmith.inference.tree import MOST_NODES, Ranks, StaticTree, Topology
+from draftsmith.inference.tree import MAX_NODES, Ranks, StaticTree, Topology
 from draftsmith.kernels import bench as kernel_bench
 from draftsmith.kernels.bench import Device
 from draftsmith.models.artifact import device_name, versions
@@ -106,13 +116,17 @@ from draftsmith.models.target import Target, load_target
 
 
 def release() -> None:
-    """Memory that nothing uses any more is free again."""
+    """Free memory that is no longer in use."""
     gc.collect()  # a cache and its layers refer to each other
     torch.cuda.empty_cache()  # does nothing without a GPU
 
 
 def check_fits(needed: int, device: torch.device) -> None:
-    """Raises: MemoryError: so many bytes are not free."""
+    """Check that so many bytes are free.
+
+    Raises:
+        MemoryError: they are not.
+    """
     cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
     if needed > free:
@@ -148,10 +162,10 @@ def random_heads(target: Target, count: int, projection: Projection) -> MedusaHe
 
 def grow_tree(nodes: int, heads: int) -> Topology:
     """The best tree of ``nodes`` nodes, root included, if each head's token of rank r were right with the probability
-    p · (1 − p)^r, whatever the others are: much like the trees that calibration finds.
+    p · (1 − p)^r, independently of the others: much like the trees that calibration finds.
 
     Raises:
-        ValueError: there are not so many paths.
+        ValueError: there are fewer paths.
     """
     paths: list[Ranks] = []
     waiting: list[tuple[float, Ranks]] = [(-RIGHT, (0,))]  # a path comes after its parent, which is likelier
@@ -192,7 +206,7 @@ def least(target: Target, heads: MedusaHeads | None, topology: Topology, batch: 
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, touched: int) -> Device:
-    """What this device can do. A CPU copies as many bytes as a step touches: caches hold some from step to step."""
+    """Measured limits of the device. A CPU copies as many bytes as a step touches: some stay in its caches."""
     if device.type == "cuda":
         return kernel_bench.measure_device(dtype)
     source = torch.ones(min(max(touched // 2, 1 << 16), 1 << 28), dtype=torch.uint8)
@@ -209,7 +223,9 @@ def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 class Case:
-    """A step that can be taken again and again from the same state: ``batch`` rows of ``context`` cached tokens each.
+    """A step that is repeated from the same state: ``batch`` rows of ``context`` cached tokens each.
+
+    steps, replays: launched so far, and those of them that were replays of a CUDA graph.
 
     Raises:
         MemoryError: the cache does not fit.
@@ -227,29 +243,47 @@ class Case:
         check_fits(batch * capacity * slot, self.device)
         static = self.device.type == "cuda" and not target.spread
         self.step = step = Step(target, drafter, "greedy", batch, capacity, static=static, compiled=compiled, lean=lean)
-        for layer in step.cache.layers:
+        for layer in cast(list[CacheLayerMixin], step.cache.layers):
             for part in (layer.keys, layer.values):
                 assert part is not None
                 part.normal_()
         self.root = torch.randint(target.vocab_size, (batch,), device=self.device)
         self.feature = torch.randn_like(step.state.feature)  # [B, d]
-        step.running.fill_(True)
+        step.active.fill_(True)
+        self.steps = self.replays = 0
 
     def reset(self) -> None:
-        """The state before the first step; of the cache a step changes only what lies behind the context."""
+        """Restore the state before the first step; a step changes the cache only behind the context."""
         self.step.cache.lengths.fill_(self.context)
         self.step.state.root.copy_(self.root)
         self.step.state.feature.copy_(self.feature)
 
+    def launch(self) -> Callable[[], list[list[int]]]:
+        """Launch a step and count it; returns what ``Step.launch`` returns."""
+        read = self.step.launch()
+        self.steps += 1
+        self.replays += not self.step.eager  # a capture that fails says so there, then or at any later step
+        return read
+
+    def check_graphs(self) -> None:
+        """Raises:
+        ValueError: a step was not replayed from a CUDA graph.
+        """
+        if self.replays < self.steps:
+            raise ValueError(
+                f"--graphs: {self.replays} of {self.steps} steps with {self.topology.num_nodes} nodes were replayed "
+                f"from a CUDA graph ({self.step.execution}); leave out --graphs to measure them anyway"
+            )
+
     def take(self, count: int) -> list[float]:
         """Seconds of each of ``count`` steps. On a GPU the host launches ahead, as the engine does."""
         if self.device.type != "cuda":
-            return timeit.repeat(lambda: self.step.launch()(), self.reset, number=1, repeat=count)
+            return timeit.repeat(lambda: self.launch()(), self.reset, number=1, repeat=count)
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         for start, end in events:
             self.reset()
             start.record()
-            self.step.launch()
+            self.launch()
             end.record()
         torch.cuda.synchronize(self.device)
         return [start.elapsed_time(end) / 1e3 for start, end in events]
@@ -265,8 +299,36 @@ class Case:
             steps.append(clock.seconds)
         return {phase: quantiles([each[phase] for each in steps[1:]])[0] for phase in PHASES}
 
+    def profile(self) -> tuple[int, float, str]:
+        """The profile of one step.
+
+        Returns:
+            Kernels and copies launched (on a CPU: operations), their seconds in all, and a table of them by time.
+
+        Raises:
+            ValueError: the profiler has seen no kernels.
+        """
+        cuda = self.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        for _ in range(2):  # the first one includes the profiler's own start
+            self.reset()
+            release()
+            with profile(activities=activities) as profiler:
+                self.launch()()
+                if cuda:
+                    torch.cuda.synchronize(self.device)
+        key = f"self_{'device' if cuda else 'cpu'}_time_total"
+        averages = profiler.key_averages()
+        used = [each for each in averages if not cuda or each.device_type.name == "CUDA"]
+        if not used:
+            raise ValueError(
+                "--profile: the profiler has seen no kernels; this process may not be allowed to trace them"
+            )
+        table = averages.table(sort_by=key, row_limit=60, max_name_column_width=90)
+        return sum(each.count for each in used), sum(getattr(each, key) for each in used) / 1e6, table
+
     def moving_commit(self, count: int) -> tuple[int, float | None]:
-        """The most nodes that the commit of a path of this tree moves, and its median seconds."""
+        """The largest number of nodes that committing a path of this tree moves, and its median seconds."""
         paths = StaticTree(self.topology.parents, self.device).paths
         moves = (paths != torch.arange(paths.shape[1], device=self.device)).sum(-1).tolist()
         node = moves.index(max(moves))
@@ -282,7 +344,7 @@ class Case:
 
 
 def take_turns(cases: Sequence[Case], repeat: int) -> list[list[float]]:
-    """Seconds of ``repeat`` steps of each case. What else the machine does meanwhile meets all of them."""
+    """Seconds of ``repeat`` steps of each case, a few of each in turn, so that other load affects all of them alike."""
     times: list[list[float]] = [[] for _ in cases]
     for case in cases:
         case.take(3)  # compiles, captures and allocates
@@ -294,7 +356,7 @@ def take_turns(cases: Sequence[Case], repeat: int) -> list[list[float]]:
 
 
 def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -> dict[str, Any]:
-    """What was measured of a case, by the names that bench.json has; all times in seconds."""
+    """The measurements of a case as a row of the JSON file; all times in seconds."""
     median, low, high = quantiles(times)
     moved_bytes, flops = least(target, case.heads, case.topology, case.batch, case.context)
     by_bytes, by_flops = moved_bytes / best.copy_bandwidth, flops / best.matmul_rate
@@ -306,7 +368,8 @@ def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -
         "shape": target.name,
         "projection": None if case.heads is None else case.heads.config.projection,
         "batch": case.batch, "context": case.context, "nodes": case.topology.num_nodes,
-        "depth": case.topology.max_depth, "execution": case.step.how,
+        "depth": case.topology.max_depth, "execution": case.step.execution,
+        "steps": case.steps, "graph_replays": case.replays,
         "median": median, "low": low, "high": high, "ratio": None,
         "bytes": moved_bytes, "flops": flops, "bound": bound, "bound_by": "bytes" if by_bytes > by_flops else "flops",
         "of_bound": bound / median, "bytes_per_second": moved_bytes / median, "flops_per_second": flops / median,
@@ -314,11 +377,15 @@ def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -
     }  # fmt: skip
 
 
-def bench_target(target: Target, best: Device, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of every combination on a target; what does not fit into memory is left out with one line."""
+def bench_target(target: Target, best: Device, args: argparse.Namespace, tables: list[str]) -> list[dict[str, Any]]:
+    """The rows of every combination on a target; one that does not fit into memory is left out with one line.
+
+    Args:
+        tables: profiles written so far; those of this target are appended.
+    """
     heads = functools.cache(lambda projection: projection and random_heads(target, args.heads, projection))
     trees = [(None, 1), *((p, n) for p in args.projection for n in sorted(set(args.nodes)) if n > 1)]
-    # One by one on a GPU, whose memory is dear and whose times are steady, and where each tree is compiled.
+    # One by one on a GPU, whose memory is scarce and whose times are steady, and where each tree is compiled.
     groups = [[tree] for tree in trees] if target.device.type == "cuda" or args.compile else [trees]
 
     def measure(group: Sequence[tuple[Projection | None, int]], batch: int, context: int) -> list[dict[str, Any]]:
@@ -327,7 +394,18 @@ def bench_target(target: Target, best: Device, args: argparse.Namespace) -> list
             for p, n in group
         ]
         times = take_turns(cases, args.repeat)
-        return [make_row(target, case, taken, best) for case, taken in zip(cases, times, strict=True)]
+        for case in cases if args.graphs else ():
+            case.check_graphs()
+        rows = [make_row(target, case, taken, best) for case, taken in zip(cases, times, strict=True)]
+        for case, row in zip(cases, rows, strict=True):
+            if args.profile:
+                kernels, seconds, table = case.profile()
+                row["profile"] = {"kernels": kernels, "seconds": seconds}
+                what = "graph replay" if case.replays == case.steps else "eager step"
+                title = f"{target.name}, {case.step.execution}, batch {batch}, context {context}, {row['nodes']} nodes"
+                tables.append(f"{title}: one {what}, {kernels} kernels, {seconds * 1e3:.3f} ms in them\n\n{table}\n")
+                write_text(args.profile, "\n".join(tables))
+        return rows
 
     rows: list[dict[str, Any]] = []
     for batch, context in itertools.product(args.batches, args.contexts):
@@ -407,19 +485,20 @@ def main() -> None:
             check_counts(**{option: given})
     check_counts(heads=args.heads, repeat=args.repeat)
     check_threads(args.threads)
-    if max(args.nodes) > MOST_NODES:
-        raise ValueError(f"--nodes {max(args.nodes)}: must be at most {MOST_NODES}")
+    if max(args.nodes) > MAX_NODES:
+        raise ValueError(f"--nodes {max(args.nodes)}: must be at most {MAX_NODES}")
     for unknown in [name for name in args.shape or [] if name not in SHAPES]:
         raise ValueError(f"--shape {unknown}: no such shape; there are {', '.join(SHAPES)}")
     device = torch.device(choose_device(args.device))
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {device}: cpu, cuda or cuda:N")
-    # Trees that cannot be are refused before anything is loaded.
+    # Impossible trees are refused before anything is loaded.
     positions = max(args.contexts) + max(grow_tree(nodes, args.heads).max_depth for nodes in args.nodes) + 1
     if args.out:
         if args.out.suffix != ".json":
             raise ValueError(f"--out {args.out}: name a .json file; the plot gets the same name with .png")
         check_folder("--out", args.out.parent)
+    check_folder("--profile", args.profile and args.profile.parent)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     name = args.dtype
@@ -430,6 +509,8 @@ def main() -> None:
             say(line)
     facts: dict[str, Any] = {"dtype": name, "draft_heads": args.heads, "repeat": args.repeat, "compiled": args.compile}
     facts |= {"device": device_name(device), "limits": {}, "rows": []}
+    facts |= {"versions": versions(), "command": "python inference/bench.py " + shlex.join(sys.argv[1:])}
+    tables: list[str] = []
     for shape in args.shape or [args.target]:
         release()
         try:
@@ -446,9 +527,11 @@ def main() -> None:
         with torch.inference_mode(), target.attention(ATTENTION), torch.cuda.device_of(target.lm_head.weight):
             touched = least(target, None, Topology(()), 1, min(args.contexts))[0]
             best = measure_device(device, getattr(torch, name), touched)
-            rows = bench_target(target, best, args)
+            rows = bench_target(target, best, args, tables)
         facts["limits"][target.name] = asdict(best)
         facts["rows"] += rows
+        if args.out:  # after each target: what was measured outlives a command that is ended
+            write_json(args.out, facts)
         del target  # its memory is the next one's
         if rows:
             rates = f"copies {best.copy_bandwidth / 1e9:,.1f} GB/s, multiplies {best.matmul_rate / 1e9:,.1f} GFLOP/s"
@@ -458,8 +541,10 @@ def main() -> None:
     if not facts["rows"]:
         raise ValueError("nothing fits into memory; take smaller --batches, --contexts or another --dtype")
     if args.out:
-        facts |= {"versions": versions(), "command": "python inference/bench.py " + shlex.join(sys.argv[1:])}
-        write_json(args.out, facts)
+        write_json(args.out, facts)  # with the dtype of a stored target
+        if importlib.util.find_spec("matplotlib") is None:
+            console.print(f"wrote {args.out}; no plot: matplotlib is not installed", markup=False, soft_wrap=True)
+            return
         plot(facts["rows"], f"{facts['device']}, {name}", args.out.with_suffix(".png"))
         console.print(f"wrote {args.out} and {args.out.with_suffix('.png')}", markup=False, soft_wrap=True)
 

@@ -1,9 +1,9 @@
-"""The preallocated K/V cache, a ``transformers`` ``Cache``, with each row's own length on the device.
+"""The preallocated K/V cache, a ``transformers`` ``Cache``, with each row's length on the device.
 
 Shape letters: B rows, Hkv key/value heads, S slots, D head width, N new tokens, A depth of the deepest node + 1.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from draftsmith.models.target import Target
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's window onto the cache: ``update`` writes the new rows and returns the slots in use."""
+    """One layer of the cache: ``update`` writes new keys and values and returns the slots in use."""
 
-    is_sliding = False  # windows are in the mask; every key is kept
+    is_sliding = False  # windows are part of the mask; all keys are kept
 
     def __init__(self, owner: "KVCache") -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the storage was allocated beforehand."""
+        """Do nothing: the storage is already allocated."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values, slots = self.keys, self.values, self.owner.slots
@@ -34,11 +34,11 @@ class _Layer(CacheLayerMixin):
             keys, values = keys[self.owner.window], values[self.owner.window]
         if slots.device != keys.device:  # a target spread over several devices
             slots = slots.to(keys.device)
-        if slots.shape[0] == 1:  # one row, or every row at the same place
+        if slots.shape[0] == 1:  # one row, or the same slots in every row
             keys.index_copy_(2, slots[0], key_states)
             values.index_copy_(2, slots[0], value_states)
         else:
-            # Not scatter_: torch.compile would copy the whole cache for it.
+            # Not scatter_, for which torch.compile would copy the whole cache.
             place = (torch.arange(len(slots), device=slots.device)[:, None], slots)
             keys.transpose(1, 2).index_put_(place, key_states.transpose(1, 2))
             values.transpose(1, 2).index_put_(place, value_states.transpose(1, 2))
@@ -48,12 +48,12 @@ class _Layer(CacheLayerMixin):
         return self.owner.seen, 0
 
     def get_seq_length(self) -> int:
-        return 0  # positions are always given; nothing may be derived from this
+        return 0  # positions are always given, never derived from this
 
     def get_max_length(self) -> int:
         return self.owner.capacity
 
-    # Read by transformers < 5.20 in place of get_max_length.
+    # transformers < 5.20 calls this in place of get_max_length.
     get_max_cache_shape = get_max_length
 
 
@@ -61,9 +61,9 @@ class KVCache(Cache):
     """K and V of all layers for B rows of up to ``capacity`` slots.
 
     lengths: ``[B]`` int64 on the device: committed tokens per row.
-    slots: ``[B or 1, N]`` int64: where the next forward pass writes; set by the engine before it.
-    seen: how many slots, from the first, the next forward pass looks at.
-    window: the rows that the next forward pass is about; all if None.
+    slots: ``[B or 1, N]`` int64: slots that the next forward pass writes; set by the engine before it.
+    seen: number of slots, from the first, that the next forward pass attends to.
+    window: rows of the next forward pass; all if None.
     """
 
     def __init__(self, target: Target, rows: int, capacity: int) -> None:
@@ -73,40 +73,41 @@ class KVCache(Cache):
         self.window: slice | None = None
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        # Layers of one shape (on one device) share one storage, so that a commit moves all of them at once.
+        # Layers of one shape and device share one storage, so that a commit moves all of them at once.
         self._storages: list[Tensor] = []
         self._written: list[list[Tensor]] = []  # of each storage and layer [B, S, 2, Hkv, D]
         self._numbers: list[list[int]] = []  # of the layers in each storage
         for place in sorted(set(places), key=str):
-            mine = [layer for layer, its in zip(self.layers, places, strict=True) if its == place]
-            (heads, width), where = place
-            storage = torch.zeros(len(mine), 2, rows, heads, capacity, width, dtype=dtype, device=where)
+            numbers = [number for number, other in enumerate(places) if other == place]
+            (heads, width), layer_device = place
+            storage = torch.zeros(len(numbers), 2, rows, heads, capacity, width, dtype=dtype, device=layer_device)
             self._storages.append(storage)
             self._written.append(list(storage.permute(0, 2, 4, 1, 3, 5).unbind(0)))
-            self._numbers.append([number for number, its in enumerate(places) if its == place])
-            for layer, (keys, values) in zip(mine, storage, strict=True):
+            self._numbers.append(numbers)
+            for number, (keys, values) in zip(numbers, storage, strict=True):
+                layer = cast(CacheLayerMixin, self.layers[number])
                 layer.keys, layer.values = keys, values
 
     def views(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """For each layer, of the rows in ``window``: keys and values together ``[b, S, 2, Hkv, D]``, to be written; the
-        keys and the values ``[b, Hkv, seen, D]``. A few operations for all layers of one shape."""
-        found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        """Views of each layer, for the rows of ``window``: keys and values together ``[b, S, 2, Hkv, D]``, for writing;
+        keys and values ``[b, Hkv, seen, D]``, for reading. A few operations for all layers of one shape."""
+        by_layer: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for storage, written, layers in zip(self._storages, self._written, self._numbers, strict=True):
             both = written
             if self.window is not None:
                 storage = storage[:, :, self.window]
                 both = [each[self.window] for each in written]
             keys_values = storage[..., : self.seen, :].flatten(0, 1).unbind(0)
-            found |= zip(layers, zip(both, keys_values[::2], keys_values[1::2], strict=True), strict=True)
-        return [found[number] for number in range(len(self.layers))]
+            by_layer |= zip(layers, zip(both, keys_values[::2], keys_values[1::2], strict=True), strict=True)
+        return [by_layer[number] for number in range(len(self.layers))]
 
     def commit(self, path: Tensor, length: Tensor) -> None:
         """Move the accepted nodes' K/V next to the prefix, in every layer: slot L + path[d] → L + d.
 
         Args:
-            path: ``[B, A]`` int64 node numbers by depth, the root's (0) first; entries behind the accepted length
-                are the identity (d), which moves nothing.
-            length: ``[B]`` int64 drafted tokens accepted.
+            path: ``[B, A]`` int64 node numbers by depth, the root's (0) first; entries beyond the accepted length
+                are d, which moves nothing.
+            length: ``[B]`` int64 number of accepted drafted tokens.
         """
         if why_not_triton(path) is None:
             for storage in self._storages:
@@ -118,7 +119,7 @@ class KVCache(Cache):
         for storage in self._storages:
             source, target = source.to(storage.device), target.to(storage.device)
             if self.rows == 1:
-                storage.index_copy_(4, target[0], storage.index_select(4, source[0]))  # gathered before it is written
+                storage.index_copy_(4, target[0], storage.index_select(4, source[0]))  # gathers before it writes
             else:
                 shape = (*storage.shape[:4], path.shape[1], storage.shape[5])
                 gathered = storage.gather(4, source[None, None, :, None, :, None].expand(shape))

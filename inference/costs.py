@@ -1,4 +1,4 @@
-"""What a step of a target costs by its number of rows (nodes × batch), measured on this device."""
+"""Cost of a target's step by its number of rows (nodes × batch), measured on this device."""
 
 import itertools
 import time
@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.cache import KVCache
-from draftsmith.inference.step import Drafter, State, Step, capacity_for, engine_attention, find_lean
+from draftsmith.inference.drafters.protocol import Drafter, State
+from draftsmith.inference.runner import engine_attention, find_lean
+from draftsmith.inference.step import Step, capacity_for
 from draftsmith.inference.tree import StaticTree, TokenTree, chain
 from draftsmith.kernels.measured import read_measured, write_measured
 from draftsmith.models.target import Target
 
 FILE = "steps.json"  # in the cache folder
-SECONDS, AGAIN_SECONDS = 0.9, 4.0  # no step is begun later; where they are asked for again, by someone who waits
-SIZES = (1, 8, 4, 2, 16, 32, 64)  # in the order in which they are timed
+SECONDS, REMEASURE_SECONDS = 0.9, 4.0  # time limit at first use, and where a command measures again
+SIZES = (1, 8, 4, 2, 16, 32, 64)  # in the order of timing
 ROUNDS = 100
-TURN = 4  # steps in a row: the first ones find other sizes' data in the processor's caches
-ENOUGH = 5  # rounds whose least times are kept
+REPEATS = 4  # of one size in a row: the first ones run with other sizes' data in the processor's caches
+MIN_ROUNDS = 5  # fewer are not kept
 CONTEXT = 128  # cached tokens
 
 
@@ -27,52 +29,52 @@ class StepCosts:
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
         rows, times = zip(*sorted(seconds.items()), strict=True)
-        # A larger step is hardly cheaper: where one was measured to be, the smaller one was disturbed.
+        # Where a larger step was measured to be cheaper, the smaller one was disturbed: take the larger one's time.
         points = list(zip(rows, list(itertools.accumulate(reversed(times), min))[::-1], strict=True))
         if len(points) == 1:  # too slow for a second step to be timed
             points.append((points[0][0] + 10, 2 * points[0][1]))
-        self.plain = points[0][1]
-        self.points = [(rows, each / self.plain) for rows, each in points]
+        self.plain_seconds = points[0][1]
+        self.points = [(rows, each / self.plain_seconds) for rows, each in points]
 
-    def of(self, rows: int) -> float:
-        """Time of a step of so many rows over that of a plain step."""
+    def relative(self, rows: int) -> float:
+        """Time of a step with ``rows`` rows, in plain steps."""
         pairs = list(itertools.pairwise(self.points))
         (low, cost), (high, next_cost) = next((pair for pair in pairs if rows <= pair[1][0]), pairs[-1])
         return cost + (next_cost - cost) * (rows - low) / (high - low)
 
     def seconds(self, batch: int) -> float:
-        """Of a plain step with so many rows."""
-        return self.plain * self.of(batch)
+        """Seconds of a plain step of a batch."""
+        return self.plain_seconds * self.relative(batch)
 
     def table(self, nodes: int, batch: int) -> list[float]:
-        """Of trees of 1 … ``nodes`` nodes in a batch of so many rows, over that of a plain step of the batch."""
-        plain = self.of(batch)
-        return [self.of(count * batch) / plain for count in range(1, nodes + 1)]
+        """Times of steps with trees of 1 … ``nodes`` nodes, in plain steps of the batch."""
+        plain = self.relative(batch)
+        return [self.relative(count * batch) / plain for count in range(1, nodes + 1)]
 
 
-# Where what is proposed decides which random numbers are used (sampling), a seed has to be the same text on every day.
-# About what BENCHMARKS.md has for the shape of a model of 135 M parameters on a CPU; 64 rows are extrapolated.
-STANDARD = StepCosts({1: 1.0, 2: 1.4, 4: 1.45, 8: 1.6, 16: 2.0, 32: 3.0, 64: 5.0})
+# Used in sampling, where the proposed nodes decide which random numbers are used, so that a seed gives the same text on
+# every machine. About the costs in BENCHMARKS.md of a model of 135 M parameters on a CPU; 64 rows are extrapolated.
+STANDARD_COSTS = StepCosts({1: 1.0, 2: 1.4, 4: 1.45, 8: 1.6, 16: 2.0, 32: 3.0, 64: 5.0})
 
 
-def paying(chance: Tensor, table: Tensor, together: bool) -> Tensor:
-    """How many of each row's nodes pay: as many as maximise expected tokens / time.
+def best_node_counts(acceptance: Tensor, times: Tensor, whole_batch: bool) -> Tensor:
+    """Number of nodes per row that maximises expected tokens / time.
 
     Args:
-        chance: ``[B, n]`` of acceptance, falling; the root's 1 first.
-        table: ``[n]`` time of a step of 1 … n nodes.
-        together: choose one number for the whole batch, by the tokens of all rows; else each row's own, which does not
-            depend on the others.
+        acceptance: ``[B, n]`` acceptance probabilities, in descending order, the root's 1 first.
+        times: ``[n]`` time of a step with 1 … n nodes.
+        whole_batch: choose one number for all rows, from the sum of their expected tokens; else each row's own number,
+            which does not depend on the others.
 
     Returns:
         ``[B or 1]`` int64, at least 1.
     """
-    expected = chance.sum(0, keepdim=True) if together else chance
-    return (expected.cumsum(-1) / table).argmax(-1) + 1
+    expected = acceptance.sum(0, keepdim=True) if whole_batch else acceptance
+    return (expected.cumsum(-1) / times).argmax(-1) + 1
 
 
-class _Fixed(Drafter):
-    """A chain of one token, for timing."""
+class _Chain(Drafter):
+    """A chain of ``nodes`` equal tokens, for timing."""
 
     static = True
 
@@ -84,48 +86,47 @@ class _Fixed(Drafter):
         return self.tree.fill(state.root[:, None].expand(-1, self.num_nodes))
 
 
-def step_costs(target: Target, lean: bool | None = None, again: bool = False) -> StepCosts:
-    """What a step of this target costs on this machine, timed once (about a second) and kept in the cache folder.
+def step_costs(target: Target, lean: bool | None = None, remeasure: bool = False) -> StepCosts:
+    """Costs of this target's steps on this machine, measured once (about a second) and kept in the cache folder.
 
-    Where other work or the target's size leaves too little time, they are not kept: the next process times again.
+    Measurements of fewer than ``MIN_ROUNDS`` rounds (a large target, a busy machine) are not kept.
 
     Args:
         lean: as :class:`draftsmith.inference.engine.SpeculativeDecoder` takes it.
-        again: time them even if they are known, for longer.
+        remeasure: measure, for longer, even if the costs are known.
     """
     ran = "transformers" if isinstance(find_lean(target, lean), str) else "lean"
     key = f"{target.fingerprint}, {target.dtype}, {target.device}, {ran}"
     known = read_measured(FILE).get(key)
-    if target.fingerprint and known and isinstance(known, dict) and not again:
+    if target.fingerprint and known and isinstance(known, dict) and not remeasure:
         return StepCosts({int(rows): float(seconds) for rows, seconds in known.items()})
-    seconds, rounds = _measure(target, lean, AGAIN_SECONDS if again else SECONDS)
-    if target.fingerprint and rounds >= ENOUGH:
+    seconds, rounds = _measure(target, lean, REMEASURE_SECONDS if remeasure else SECONDS)
+    if target.fingerprint and rounds >= MIN_ROUNDS:
         write_measured(FILE, {key: seconds})
     return StepCosts(seconds)
 
 
 @torch.inference_mode()
 def _measure(target: Target, lean: bool | None, budget: float) -> tuple[dict[int, float], int]:
-    """Seconds of a step by rows, and how often each size was timed at least. What else runs on a machine only ever adds
-    to a step's time, so the least counts."""
+    """Least seconds of a step by rows (other work only adds to a step's time), and the number of rounds."""
     context = min(CONTEXT, target.context // 2)
     sizes = [size for size in SIZES if context + 2 * size < target.context] or [1]
     steps: dict[int, Step] = {}
     least: dict[int, float] = {}
-    until, timed = 0.0, 0
+    deadline, timed = 0.0, 0
     with engine_attention([target]):
         for _, size in itertools.product(range(ROUNDS), sizes):
-            if until and time.perf_counter() > until:
+            if deadline and time.perf_counter() > deadline:
                 break
             if size not in steps:
-                drafter = _Fixed(size, target.device)
+                drafter = _Chain(size, target.device)
                 steps[size] = Step(target, drafter, "greedy", 1, capacity_for(context, drafter), lean=lean)
-                steps[size].running.fill_(True)
-                _time(steps[size], context)  # the first one allocates and tunes
-            taken = min(_time(steps[size], context) for _ in range(TURN))
-            least[size] = min(taken, least.get(size, taken))
+                steps[size].active.fill_(True)
+                _time(steps[size], context)  # the first step allocates and tunes
+            seconds = min(_time(steps[size], context) for _ in range(REPEATS))
+            least[size] = min(seconds, least.get(size, seconds))
             timed += 1
-            until = until or time.perf_counter() + budget
+            deadline = deadline or time.perf_counter() + budget
     return least, timed // len(sizes)
 
 
@@ -138,8 +139,7 @@ def _time(step: Step, context: int) -> float:
 
 @torch.inference_mode()
 def draft_time(drafter: Drafter, target: Target, costs: StepCosts) -> float:
-    """Time of a drafter's ``propose`` with one row, eagerly, over a plain step of the target; it is timed here, for a
-    tenth of a second at most."""
+    """Time of a drafter's eager ``propose`` with one row, in plain steps of the target; measured for at most 0.1 s."""
     cache = KVCache(target, 1, capacity_for(CONTEXT, drafter))
     drafter.allocate(cache, drafter.max_depth, False)
     zero = torch.zeros(1, dtype=torch.int64, device=target.device)
@@ -147,11 +147,11 @@ def draft_time(drafter: Drafter, target: Target, costs: StepCosts) -> float:
     feature = torch.zeros(1, width, dtype=target.dtype, device=target.device)
     state = State(zero, zero, feature, zero == 0, None, zero)
     drafter.propose(state)
-    least, until = float("inf"), time.perf_counter() + 0.1
+    least, deadline = float("inf"), time.perf_counter() + 0.1
     for _ in range(20):
         began = time.perf_counter()
         drafter.propose(state)
         least = min(least, time.perf_counter() - began)
-        if time.perf_counter() > until:
+        if time.perf_counter() > deadline:
             break
-    return least / costs.plain
+    return least / costs.plain_seconds

@@ -1,8 +1,7 @@
-"""The engine: decodes requests with any ``transformers`` decoder and any drafter, many at a time.
+"""The engine: decodes requests with any ``transformers`` decoder and any drafter, in batches.
 
-The requests stand in a queue; a batch has as many rows as are decoded at once, and a row whose text has ended is given
-the next request at once (continuous batching). What a step does is in :mod:`draftsmith.inference.step`. Plain decoding
-is the same loop with a tree of one node.
+Requests wait in a queue; a row whose text has ended takes the next request at once (continuous batching). A step is
+described in :mod:`draftsmith.inference.step`. Plain decoding is the same loop with a tree of one node.
 """
 
 import gc
@@ -14,35 +13,25 @@ from typing import Any
 
 import torch
 
+from draftsmith.inference.drafters.protocol import Drafter, PlainDrafter
+from draftsmith.inference.modes import MODES, Mode
+from draftsmith.inference.runner import engine_attention, find_lean
 from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.step import (
-    MODES,
-    PHASES,
-    Clock,
-    Drafter,
-    Mode,
-    PlainDrafter,
-    Step,
-    Told,
-    capacity_for,
-    engine_attention,
-    find_lean,
-    on_device,
-)
+from draftsmith.inference.step import PHASES, Clock, ReadCommitted, Step, capacity_for, on_device
 from draftsmith.models.target import Target
 
-ROUND = 256  # slots that the cache of static steps grows by
+CACHE_GRANULE = 256  # slots; the cache of static steps is a multiple of it
 
 
 @dataclass(frozen=True)
 class Request:
-    """One text to be decoded. What it asks for is checked when it is its turn.
+    """One text to decode. Its fields are checked when its decoding begins.
 
-    prompt: token ids, at least one; a list is made of a tensor or an array of one dimension.
-    max_new_tokens: the limit.
-    sampling: parameters of the modes that are not greedy; temperature 1 if left out.
-    stop_ids: ids that end the text; the target's own if None.
-    stop_strings: texts that end it; the token that completes one is the last. Needs the target's tokenizer.
+    prompt: token ids, at least one; a one-dimensional tensor or array is converted to a list.
+    max_new_tokens: limit of new tokens.
+    sampling: sampling parameters, for modes other than greedy; temperature 1 if left out.
+    stop_ids: token ids that end the text; the target's own if None.
+    stop_strings: strings that end the text; the token that completes one is the last. Needs the target's tokenizer.
     """
 
     prompt: Sequence[int]
@@ -56,19 +45,19 @@ class Request:
         if getattr(prompt, "ndim", None) == 1:
             object.__setattr__(self, "prompt", prompt.tolist())
         if _is_whole(self.max_new_tokens):
-            object.__setattr__(self, "max_new_tokens", int(self.max_new_tokens))  # sums of numpy's may overflow
+            object.__setattr__(self, "max_new_tokens", int(self.max_new_tokens))  # sums of NumPy integers may overflow
 
 
 @dataclass
 class Generation:
     """Result of one request.
 
-    tokens: new tokens, up to and including the first stop id; nothing after it.
-    accepted: committed tokens of each step, bonus token included, after trimming; the prefill's token is not counted.
+    tokens: new tokens, up to and including the first stop id.
+    accepted: committed tokens of each step, bonus token included, after trimming; without the prefill's token.
     finish_reason: ``stop`` (a stop id or string), ``length`` (the limit) or ``context`` (the target's last position).
-    drafted: nodes that were proposed, of a drafter with named ``sources``.
-    proposed, accepted_from: for each of them, how many nodes it proposed, and how many of the committed tokens were
-        among them; what several proposed counts for each.
+    drafted: number of proposed nodes, if the drafter names its ``sources``.
+    proposed, accepted_from: for each source, how many nodes it proposed, and how many of these were committed; a node
+        proposed by several sources counts for each.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -80,16 +69,16 @@ class Generation:
 
 
 class SpeculativeDecoder:
-    """Decodes prompts with a target and a drafter: greedily (token by token what the target alone writes), by sampling
-    (with the target's own distribution), or with Medusa's typical acceptance, which is lossy.
+    """Decoder of a target and a drafter: greedy (the same tokens as plain decoding), sampling (the target's own
+    distribution), or Medusa's typical acceptance, which is lossy.
 
     Args:
-        static: run steps of one shape, launched before the last one's result is known; on a GPU in a CUDA graph.
-            Left out: on a GPU that holds the whole target.
-        compiled: the target's forward pass of a step by ``torch.compile``, which is static then; slow to begin, faster
+        static: run steps of fixed shape, launched before the previous result is known; on a GPU in a CUDA graph.
+            Left out: only on a GPU that holds the whole target.
+        compiled: run the target's forward pass of a step by ``torch.compile``, with static steps; slow to start, faster
             afterwards.
-        lean: run the target by the lean decoder of ``models/lean.py`` (True), by its own modules (False), or lean where
-            that can be (left out).
+        lean: run the lean decoder of ``models/lean.py`` (True), the model's own modules (False), or lean where there is
+            one (left out).
 
     Raises:
         ValueError: the lean decoder is asked for (True), and the target has none.
@@ -106,17 +95,17 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter: Drafter = PlainDrafter(target.device) if drafter is None else drafter
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        here = target.device.type == "cuda" and not target.spread
-        self.static = compiled or (here if static is None else static)
+        on_one_gpu = target.device.type == "cuda" and not target.spread
+        self.static = compiled or (on_one_gpu if static is None else static)
         self.compiled, self.lean = compiled, lean
         if lean:
             find_lean(target, lean)
         self._step: Step | None = None
 
     @property
-    def how(self) -> str:
-        """How the last call's steps ran, as :attr:`Step.how` says."""
-        return self._step.how if self._step else "not yet"
+    def execution(self) -> str:
+        """How the last call's steps ran, see :attr:`Step.execution`."""
+        return self._step.execution if self._step else "not yet"
 
     def generate(
         self,
@@ -136,11 +125,11 @@ class SpeculativeDecoder:
 
         Args:
             max_new_tokens: limit per prompt.
-            sampling: parameters of all prompts, or of each.
-            batch_size: how many are decoded at once; all if left out.
+            sampling: sampling parameters of all prompts, or one for each.
+            batch_size: number of prompts decoded at once; all if left out.
 
         Raises:
-            ValueError, FloatingPointError: as :meth:`serve`; also if there are not as many samplings as prompts.
+            ValueError, FloatingPointError: as :meth:`serve`; also if the numbers of samplings and prompts differ.
         """
         sampling = Sampling() if sampling is None else sampling
         if isinstance(sampling, Sampling):
@@ -164,26 +153,26 @@ class SpeculativeDecoder:
         batch_size: int,
         *,
         mode: Mode = "greedy",
-        longest: int | None = None,
+        max_length: int | None = None,
         instrument: bool = False,
         on_tokens: Callable[[int, list[int]], None] | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
-        """Decode a queue of requests, ``batch_size`` at a time. A request's result does not depend on the others.
+        """Decode a queue of requests, ``batch_size`` at a time; a request's result does not depend on the others.
 
         Args:
-            requests: taken one by one as rows get free; their order is that of their numbers, from 0. An iterator that
-                had nothing to give is asked again after each step, until no text is under way.
+            requests: taken one by one as rows become free, and numbered from 0 in that order. An exhausted iterator is
+                asked again after each step, until no text is being decoded.
             mode: ``greedy``, ``sample`` or ``typical`` (lossy).
-            longest: tokens that any prompt has together with its answer. Left out, all requests are read at once to
-                know it.
-            instrument: add each phase's time to ``seconds`` (the device is waited for between phases).
-            on_tokens: called with (request's number, its newly committed tokens) after each step.
-            on_end: called with (request's number, its result) when it has ended.
+            max_length: upper bound of any prompt's tokens together with its answer's. Left out, all requests are read
+                at once to compute it.
+            instrument: add each phase's time to ``seconds``, waiting for the device between phases.
+            on_tokens: called with (number of the request, its newly committed tokens) after each step.
+            on_end: called with (number of the request, its result) when it has ended.
 
         Raises:
             ValueError: unknown mode; a request's field of a wrong type or out of range; a prompt longer than the
-                target's context or than ``longest`` allows.
+                target's context or than ``max_length``.
             FloatingPointError: the target's logits became NaN or infinite.
         """
         if mode not in MODES:
@@ -193,40 +182,40 @@ class SpeculativeDecoder:
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size}: must be at least 1")
         batch_size = int(batch_size)
-        if longest is None:
+        if max_length is None:
             requests = list(requests)
             batch_size = min(batch_size, len(requests))
-            longest = max((self._length(n, request) for n, request in enumerate(requests)), default=0)
+            max_length = max((self._length(n, request) for n, request in enumerate(requests)), default=0)
         if not batch_size:
             return []
-        capacity = capacity_for(longest, self.drafter)
+        capacity = capacity_for(max_length, self.drafter)
         clock = Clock(self.seconds, self.target.device) if instrument else None
         results: list[Generation] = []
         models = [self.target, *self.drafter.models]
         with torch.inference_mode(), engine_attention(models), on_device(self.target.device):
             step = self._make_step(mode, batch_size, capacity)
-            queue = _Queue(self, step, iter(requests), longest, results, on_tokens, on_end)
-            launched: deque[tuple[Told, list[_Text | None]]] = deque()
+            queue = _Queue(self, step, iter(requests), max_length, results, on_tokens, on_end)
+            launched: deque[tuple[ReadCommitted, list[_Text | None]]] = deque()
             try:
                 queue.fill(clock)
                 while queue.busy:
                     launched.append((step.launch(clock), list(queue.texts)))
                     if len(launched) > step.static:  # a static step is read while the next one runs
-                        told, texts = launched.popleft()
-                        queue.take(told(), texts)
+                        read, texts = launched.popleft()
+                        queue.take(read(), texts)
                         queue.fill(clock)
                     if clock:
                         clock.lap("other")
             except FloatingPointError:
-                self._step = None  # its cache may hold NaN, which a mask does not hide
+                self._step = None  # its cache may hold NaN, which no mask removes
                 raise
         return results
 
     def _length(self, number: int, request: Request) -> int:
-        """Tokens of a request's prompt and answer.
+        """Number of tokens of a request's prompt and answer.
 
         Raises:
-            ValueError: the request asks for what cannot be done; the message names its number, from 1.
+            ValueError: the request is not valid; the message has its number, from 1.
         """
         where, context, vocabulary = f"prompt {number + 1}", self.target.context, self.target.vocab_size
         if not isinstance(request, Request):
@@ -265,17 +254,21 @@ class SpeculativeDecoder:
         return min(prompt + request.max_new_tokens, context)
 
     def _make_step(self, mode: Mode, rows: int, capacity: int) -> Step:
-        """The step of the call before, if its cache is large enough; else a larger one in its place."""
+        """The previous call's step if it can be reused, else a new one."""
         step = self._step
-        exchanged = step is not None and step.runner.found != find_lean(self.target, self.lean)  # modules or weights
-        if step is not None and (exchanged or not step.has_drafter):
+        changed = step is not None and step.runner.lean_or_reason != find_lean(
+            self.target, self.lean
+        )  # modules, weights
+        if step is not None and (changed or not step.owns_drafter):
             step = self._step = None
         if step is None or (step.mode, step.rows, step.static) != (mode, rows, self.static) or step.capacity < capacity:
             if step is not None:
                 self._step = step = None
-                gc.collect()  # a cache and its layers know each other: only so is its memory free for the next one
+                gc.collect()  # a cache and its layers refer to each other; this frees its memory
             if self.static:
-                capacity = -(-capacity // ROUND) * ROUND  # what is captured or compiled should serve the next call, too
+                capacity = (
+                    -(-capacity // CACHE_GRANULE) * CACHE_GRANULE
+                )  # so that the next call can reuse graphs and code
             self._step = step = Step(
                 self.target, self.drafter, mode, rows, capacity, static=self.static, compiled=self.compiled,
                 lean=self.lean,
@@ -284,16 +277,16 @@ class SpeculativeDecoder:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's, too
+    return isinstance(value, Integral) and not isinstance(value, bool)  # NumPy integers, too
 
 
 def _is_list(value: object) -> bool:
-    """A sequence of things, and not one text."""
+    """Whether it is a sequence other than a string."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def _wrong_id(ids: Collection[int], vocabulary: int) -> str:
-    """What is wrong with the first of them that is no token id; empty if nothing is."""
+    """Error message for the first value that is not a token id; empty if all are."""
     if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocabulary):
         return ""
     for one in ids:
@@ -301,12 +294,12 @@ def _wrong_id(ids: Collection[int], vocabulary: int) -> str:
             return f"{one!r} is no whole number"
         if not 0 <= one < vocabulary:
             return f"{one} is not in the target's vocabulary (0 to {vocabulary - 1})"
-    return ""  # of a class of its own, like numpy's
+    return ""  # integers of another class, such as NumPy's
 
 
 @dataclass
 class _Text:
-    """A request under way."""
+    """A request that is being decoded."""
 
     number: int
     request: Request
@@ -315,14 +308,14 @@ class _Text:
 
 
 class _Queue:
-    """The requests that wait, and the texts in the rows of a batch."""
+    """The waiting requests, and the texts in the rows of a batch."""
 
     def __init__(
-        self, decoder: SpeculativeDecoder, step: Step, waiting: Iterable[Request], longest: int,
+        self, decoder: SpeculativeDecoder, step: Step, waiting: Iterable[Request], max_length: int,
         results: list[Generation], on_tokens: Callable[[int, list[int]], None] | None,
         on_end: Callable[[int, Generation], None] | None,
     ) -> None:  # fmt: skip
-        self.decoder, self.step, self.waiting, self.longest = decoder, step, iter(waiting), longest
+        self.decoder, self.step, self.waiting, self.max_length = decoder, step, iter(waiting), max_length
         self.results, self.on_tokens, self.on_end = results, on_tokens, on_end
         self.texts: list[_Text | None] = [None] * step.rows
         step.reset()
@@ -332,8 +325,8 @@ class _Queue:
         return any(self.texts)
 
     def fill(self, clock: Clock | None) -> None:
-        """Begin requests in the rows that are free, until none is or nothing waits."""
-        while new := self._next():
+        """Begin requests in free rows, until no row is free or no request waits."""
+        while new := self._next_texts():
             begin = new[0][0]
             texts = [text for _, text in new]
             requests = [text.request for text in texts]
@@ -345,8 +338,8 @@ class _Queue:
                 self.texts[row] = text
                 self._add(row, text, [token], step=False)
 
-    def _next(self) -> list[tuple[int, _Text]]:
-        """Requests for the first free rows that stand side by side."""
+    def _next_texts(self) -> list[tuple[int, _Text]]:
+        """Rows and texts of new requests, for the first run of adjacent free rows."""
         new: list[tuple[int, _Text]] = []
         for row, text in enumerate(self.texts):
             if text is not None:
@@ -358,41 +351,52 @@ class _Queue:
                 break
             number = len(self.results)
             length = self.decoder._length(number, request)
-            if length > self.longest:
-                raise ValueError(f"prompt {number + 1} needs {length} tokens with its answer, beyond {self.longest}")
+            if length > self.max_length:
+                raise ValueError(f"prompt {number + 1} needs {length} tokens with its answer, beyond {self.max_length}")
             text = _Text(number, request, length - len(request.prompt))
             self.results.append(text.result)
             new.append((row, text))
         return new
 
-    def take(self, told: list[list[int]], texts: list[_Text | None]) -> None:
-        """Add what a step committed to the texts that were in its rows; some may have ended in the step before."""
-        for row, (said, text) in enumerate(zip(told, texts, strict=True)):
-            if text is not None and not text.result.finish_reason:
-                if said[0] < 0:
-                    raise self._not_finite(text)
-                deepest = self.decoder.drafter.max_depth
-                kept = self._add(row, text, [*said[1 : said[0]], said[deepest + 1]], step=True)
-                if self.step.num_sources:
-                    self._count(text.result, said[deepest + 2 :][: min(kept, said[0] - 1)], said[2 * deepest + 2 :])
+    def take(self, committed: list[list[int]], texts: list[_Text | None]) -> None:
+        """Add the tokens that a step committed to the texts of its rows.
 
-    def _count(self, result: Generation, drafted: list[int], proposed: list[int]) -> None:
-        """Add the sources of a step's accepted tokens (a bit each), how many nodes it had, and how many each source
-        proposed."""
-        result.drafted += proposed[0]
+        Args:
+            committed: rows of ``Step.committed``.
+            texts: the text of each row when the step was launched; it may have ended since.
+        """
+        depth = self.decoder.drafter.max_depth
+        for row, (values, text) in enumerate(zip(committed, texts, strict=True)):
+            if text is not None and not text.result.finish_reason:
+                count = values[0]
+                if count < 0:
+                    raise self._not_finite(text)
+                kept = self._add(row, text, [*values[1:count], values[depth + 1]], step=True)
+                if self.step.num_sources:
+                    self._count(text.result, values[depth + 2 :][: min(kept, count - 1)], *values[2 * depth + 2 :])
+
+    def _count(self, result: Generation, accepted: list[int], drafted: int, *proposed: int) -> None:
+        """Add a step's counts by source.
+
+        Args:
+            accepted: source bits of the accepted tokens.
+            drafted: number of drafted nodes.
+            proposed: number of nodes that each source proposed.
+        """
+        result.drafted += drafted
         if not result.proposed:
-            result.proposed, result.accepted_from = [0] * (len(proposed) - 1), [0] * (len(proposed) - 1)
-        for source, nodes in enumerate(proposed[1:]):
+            result.proposed, result.accepted_from = [0] * len(proposed), [0] * len(proposed)
+        for source, nodes in enumerate(proposed):
             result.proposed[source] += nodes
-            result.accepted_from[source] += sum(bits >> source & 1 for bits in drafted)
+            result.accepted_from[source] += sum(bits >> source & 1 for bits in accepted)
 
     def _not_finite(self, text: _Text) -> FloatingPointError:
         dtype = str(self.decoder.target.dtype).removeprefix("torch.")
-        do = "use bfloat16 or float32" if dtype == "float16" else "its weights may be damaged"
-        return FloatingPointError(f"prompt {text.number + 1}: the target's logits are not finite in {dtype}; {do}")
+        advice = "use bfloat16 or float32" if dtype == "float16" else "its weights may be damaged"
+        return FloatingPointError(f"prompt {text.number + 1}: the target's logits are not finite in {dtype}; {advice}")
 
     def _add(self, row: int, text: _Text, new: list[int], *, step: bool) -> int:
-        """Append tokens, trimmed where the text ends; how many are left of them."""
+        """Append tokens, trimmed where the text ends; returns how many were appended."""
         result, request = text.result, text.request
         stops = self.decoder.target.stop_ids if request.stop_ids is None else request.stop_ids
         new = new[: text.limit - len(result.tokens)]
@@ -404,7 +408,7 @@ class _Queue:
         before = len(result.tokens)
         result.tokens += new
         if request.stop_strings:
-            end = self._stop_string(result.tokens, before, request.stop_strings)
+            end = self._stop_string_end(result.tokens, before, request.stop_strings)
             if end:
                 del result.tokens[end:]
                 new = result.tokens[before:]
@@ -422,8 +426,8 @@ class _Queue:
                 self.on_end(text.number, result)
         return len(new)
 
-    def _stop_string(self, tokens: list[int], before: int, strings: Sequence[str]) -> int:
-        """How many tokens it takes until the text contains one of the strings, more than ``before``; or 0."""
+    def _stop_string_end(self, tokens: list[int], before: int, strings: Sequence[str]) -> int:
+        """Number of tokens up to the end of the first stop string completed after ``before`` tokens; 0 if none is."""
         tokenizer = self.decoder.target.tokenizer
         assert tokenizer is not None
         longest = max(len(string.encode()) for string in strings)  # a token is at least a byte

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.sampling import Sampling, Settings, law
+from draftsmith.inference.sampling import Sampling, Settings, sampling_distribution
 from draftsmith.models.target import Target
 
 
@@ -92,13 +92,15 @@ def check_sample(
                 here = len(prompt) + 1 + place
                 seen = torch.zeros(len(rows), logits.shape[2], dtype=torch.bool, device=target.device)
                 seen.scatter_(1, texts[:, :here], True)
-                p = law(logits[:, place : place + 1], Settings(seeds, target.device), seen[:, None])[:, 0].double()
+                p = sampling_distribution(logits[:, place : place + 1], Settings(seeds, target.device), seen[:, None])[
+                    :, 0
+                ].double()
                 token = texts[:, here, None]
                 own = p.gather(1, token)
                 ranks_above = (p > own) | ((p == own) & (torch.arange(p.shape[1], device=p.device) < token))
                 above = torch.where(ranks_above, p, 0.0).sum(-1)
-                coin = torch.rand(len(rows), generator=noise, dtype=torch.float64).to(p.device)
-                places[place] += (above + coin * own[:, 0]).tolist()
+                uniform = torch.rand(len(rows), generator=noise, dtype=torch.float64).to(p.device)
+                places[place] += (above + uniform * own[:, 0]).tolist()
                 result.checked += len(rows)
                 result.mismatches += int((own[:, 0] == 0).sum())
         if on_prompt:

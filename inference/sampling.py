@@ -1,4 +1,4 @@
-"""Sampling parameters, the distribution they make of the target's logits, and random numbers of each request's own.
+"""Sampling parameters, the distribution they define on logits, and random numbers by request.
 
 Shape letters: B rows, N nodes, V vocabulary.
 """
@@ -11,24 +11,23 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-COLDEST = 1e-10  # temperatures below it are greedy: there, logits that differ at all decide
+MIN_TEMPERATURE = 1e-10  # below it, sampling is greedy: any difference of logits decides
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters of one request.
 
-    The order is that of ``transformers``: repetition penalty, temperature, top-k, top-p, min-p. Tokens that tie at a
-    cut all stay, so that the distribution does not depend on how a sort breaks ties.
+    They apply in the order of ``transformers``: repetition penalty, temperature, top-k, top-p, min-p. Tokens that tie
+    at a cut-off are all kept, so that the distribution does not depend on how a sort breaks ties.
 
-    temperature: 0 to 1e6; 0, and whatever is below 1e-10, is greedy.
-    top_k: how many tokens are kept; 0 keeps all, as any number beyond the vocabulary does.
+    temperature: 0 to 1e6; below 1e-10 decoding is greedy.
+    top_k: number of tokens kept; 0, or more than the vocabulary, keeps all.
     top_p: above 0, at most 1.
     min_p: at least 0, below 1.
     repetition_penalty: 0.01 to 100; 1 is none.
     seed: a whole number of at most 62 bits.
-    epsilon: above 0, at most 1; typical acceptance's threshold, of which the paper's δ is the root
-        (arXiv 2401.10774 §2.3.1).
+    epsilon: above 0, at most 1; threshold ε of typical acceptance, whose δ is √ε (arXiv 2401.10774 §2.3.1).
 
     Raises:
         ValueError: a value outside its range, or not a number.
@@ -47,8 +46,8 @@ class Sampling:
             value, whole = getattr(self, name), name in ("top_k", "seed")
             if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
                 raise ValueError(f"{name} {value!r}: has to be a {'whole ' if whole else ''}number")
-        # NaN is in no range.
-        for name, fine, wanted in (
+        # NaN fails every comparison.
+        for name, in_range, wanted in (
             ("temperature", 0 <= self.temperature <= 1e6, "at least 0 (greedy) and at most 1e6"),
             ("top_k", self.top_k >= 0, "at least 0 (0: off)"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -57,19 +56,19 @@ class Sampling:
             ("epsilon", 0 < self.epsilon <= 1, "above 0 and at most 1"),
             ("seed", 0 <= self.seed < 1 << 62, "a whole number of at most 62 bits"),
         ):
-            if not fine:
+            if not in_range:
                 raise ValueError(f"{name} {getattr(self, name)}: has to be {wanted}")
 
     @property
     def greedy(self) -> bool:
-        """Whether the temperature is so low that the most likely token is the only one."""
-        return self.temperature < COLDEST
+        """Whether the temperature is so low that only the most likely token remains."""
+        return self.temperature < MIN_TEMPERATURE
 
 
 class Settings:
-    """Sampling parameters of a batch as tensors ``[B]`` on a device; the host knows which of them are in use at all.
+    """Sampling parameters of a batch as tensors ``[B]`` on a device, with flags on the host of those in use.
 
-    A greedy row's temperature is 0 here.
+    A greedy row's temperature is 0.
     """
 
     temperature: Tensor
@@ -85,38 +84,38 @@ class Settings:
         self._floats = torch.tensor([_floats(s) for s in samplings], dtype=torch.float32, device=device)  # [B, 6]
         self._integers = torch.tensor([_integers(s) for s in samplings], dtype=torch.int64, device=device)  # [B, 2]
         self._name_columns()
-        self.forget()
+        self.clear_usage()
         for sampling in samplings:
-            self._note(sampling)
+            self._mark_used(sampling)
 
     def _name_columns(self) -> None:
         floats = self._floats.unbind(1)  # views
         self.temperature, self.top_p, self.min_p, self.penalty, self.epsilon, self.delta = floats
         self.seed, self.top_k = self._integers.unbind(1)
 
-    def _note(self, s: Sampling) -> None:
+    def _mark_used(self, s: Sampling) -> None:
         self.uses_greedy |= s.greedy
         self.uses_top |= s.top_k > 0 or s.top_p < 1
         self.uses_min_p |= s.min_p > 0
         self.uses_penalty |= s.repetition_penalty != 1
 
-    def forget(self) -> None:
-        """Mark every parameter as unused, until :meth:`put` uses it again."""
+    def clear_usage(self) -> None:
+        """Clear the usage flags; :meth:`set_row` sets them again."""
         self.uses_greedy = self.uses_top = self.uses_min_p = self.uses_penalty = False
 
     @property
     def uses(self) -> tuple[bool, ...]:
-        """Which parameters are in use: the operations of :func:`law`."""
+        """Usage flags, which determine the operations of :func:`sampling_distribution`."""
         return self.uses_greedy, self.uses_top, self.uses_min_p, self.uses_penalty
 
-    def put(self, row: int, s: Sampling) -> None:
-        """Another request's parameters in a row, in place."""
-        self._note(s)
+    def set_row(self, row: int, s: Sampling) -> None:
+        """Set the parameters of one row in place."""
+        self._mark_used(s)
         self._floats[row] = torch.tensor(_floats(s), dtype=torch.float32)
         self._integers[row] = torch.tensor(_integers(s), dtype=torch.int64)
 
     def __getitem__(self, rows: slice) -> "Settings":
-        """The same parameters for some of the rows (views)."""
+        """The parameters of some of the rows (views)."""
         part = copy(self)
         part._floats, part._integers = self._floats[rows], self._integers[rows]
         part._name_columns()
@@ -129,16 +128,16 @@ def _floats(s: Sampling) -> tuple[float, ...]:
 
 
 def _integers(s: Sampling) -> tuple[int, int]:
-    return s.seed, min(s.top_k, 1 << 31)  # beyond any vocabulary; larger numbers may not fit an int64
+    return s.seed, min(s.top_k, 1 << 31)  # more than any vocabulary; larger numbers may overflow int64
 
 
-def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
-    """The distribution that plain decoding would draw from (ALGORITHMS §2, C4).
+def sampling_distribution(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
+    """The distribution that plain sampling draws from (ALGORITHMS §2, C4).
 
     Args:
         logits: ``[B, N, V]``.
-        seen: ``[B, N, V]`` bool, the tokens of the text before each node and of the path to it; needed where a
-            repetition penalty is in use.
+        seen: ``[B, N, V]`` bool, the tokens of the text and of the path to each node; needed if a repetition penalty is
+            in use.
 
     Returns:
         ``[B, N, V]`` float32, each row sums to 1. A row whose logits hold NaN or +∞, or −∞ only, is NaN throughout.
@@ -153,7 +152,7 @@ def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tenso
         penalty = by_row(settings.penalty)
         x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
     best = x.argmax(-1, keepdim=True) if settings.uses_greedy else None
-    # The maximum is taken off before the division: nothing overflows, however low the temperature.
+    # Subtract the maximum before dividing: no overflow at low temperatures.
     x = (x - x.amax(-1, keepdim=True)) / by_row(torch.where(settings.temperature > 0, settings.temperature, 1.0))
     if settings.uses_top:
         ranked = x.sort(-1, descending=True).values
@@ -161,17 +160,17 @@ def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tenso
         last = torch.where(settings.top_k > 0, settings.top_k, vocabulary).clamp(max=vocabulary) - 1
         floor = ranked.gather(-1, by_row(last).expand(-1, x.shape[1], 1))
         share = torch.where(ranked >= floor, ranked, -torch.inf).softmax(-1)
-        before = share.cumsum(-1) - share  # the share of all that rank above
+        before = share.cumsum(-1) - share  # sum of all that rank above
         top_p = by_row(settings.top_p)
-        # Rounding may bring a sum to 1 early; a row that cuts nothing loses nothing.
-        cuts = (before >= top_p) & (top_p < 1)
-        kept = ~cuts & (ranked >= floor)
+        # With top-p 1 all tokens are kept, even if rounding brings the sum to 1 early.
+        cut = (before >= top_p) & (top_p < 1)
+        kept = ~cut & (ranked >= floor)
         kept[..., 0].fill_(True)
         floor = torch.where(kept, ranked, torch.inf).amin(-1, keepdim=True)
         x = torch.where(x >= floor, x, -torch.inf)
     p = x.softmax(-1)
     if settings.uses_min_p:
-        p = torch.where(p < p.amax(-1, keepdim=True) * by_row(settings.min_p), 0.0, p)  # NaN stays
+        p = torch.where(p < p.amax(-1, keepdim=True) * by_row(settings.min_p), 0.0, p)  # keeps NaN
         p = torch.where(by_row(settings.min_p) > 0, p / p.sum(-1, keepdim=True), p)
     if best is not None:
         one = torch.zeros_like(p).scatter_(-1, best, 1.0)
@@ -182,13 +181,17 @@ def law(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tenso
 _LOW = 0xFFFFFFFF
 
 
-def uniforms(seed: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
-    """Philox 4×32-10 (Salmon et al., 2011): ``[B, count]`` float32 in [0, 1), a function of seed, step, stream and
-    place alone, so that a request's numbers do not depend on its batch mates.
+def philox_uniforms(seed: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
+    """Uniforms from Philox 4×32-10 (Salmon et al., 2011), which depend only on seed, step, stream and column.
+
+    A request's numbers are therefore independent of the other rows of its batch.
 
     Args:
         seed, step: ``[B]`` int64.
         stream: 0 for the verifier; each drafter that draws at random has its own (``State.stream``).
+
+    Returns:
+        ``[B, count]`` float32 in [0, 1).
     """
     blocks = -(-count // 4)
     place = torch.arange(blocks, device=seed.device)[None].expand(len(seed), -1)
@@ -196,7 +199,7 @@ def uniforms(seed: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
     c2, c3 = (step[:, None] >> 32).expand(-1, blocks) & _LOW, torch.full_like(place, stream)
     k0, k1 = (seed[:, None] & _LOW).expand(-1, blocks), (seed[:, None] >> 32).expand(-1, blocks) & _LOW
     for _ in range(10):
-        low0, low2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64-bit products; the wrapped sign does not reach the parts
+        low0, low2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64-bit products; masks below remove the sign
         c0, c1, c2, c3 = (
             ((low2 >> 32) & _LOW) ^ c1 ^ k0, low2 & _LOW, ((low0 >> 32) & _LOW) ^ c3 ^ k1, low0 & _LOW
         )  # fmt: skip

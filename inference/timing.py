@@ -19,11 +19,11 @@ from transformers import GenerationConfig
 
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference import report as reporting
+from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.lossless import check_greedy, check_sample
 from draftsmith.inference.options import SAMPLING
 from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.step import Drafter
 from draftsmith.inference.terminal import console
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.options import DECODERS
@@ -169,11 +169,12 @@ def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1
         ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=target.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)
         stops = sorted(target.stop_ids) or None
-        own = target.model.generation_config
+        model: Any = target.model  # whose generate is typed as a tensor
+        own = model.generation_config
         target.model.generation_config = GenerationConfig()  # one that is passed to generate inherits from the model's
         try:
             with torch.inference_mode():
-                out = target.model.generate(
+                out = model.generate(
                     ids, attention_mask=mask, max_new_tokens=limit, eos_token_id=stops, pad_token_id=pad,
                     **{"do_sample": False, **options},
                 )  # fmt: skip
@@ -338,7 +339,7 @@ def evaluate(
         results: list[Generation] = [timed[name].outputs[n] for n in range(len(prompts))]
         outputs.append(results)
         # Phases are read in a run of their own: reading clocks between them costs time.
-        how, some = decoder.how, prompts[: max(INSTRUMENTED, args.batch_size)]
+        how, some = decoder.execution, prompts[: max(INSTRUMENTED, args.batch_size)]
         decoder.generate(
             some, args.max_new_tokens, batch_size=args.batch_size, instrument=True, **choice(args, some)
         )  # fmt: skip

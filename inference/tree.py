@@ -1,12 +1,14 @@
-"""Token trees: what a drafter proposes and the verifier walks.
+"""Token trees: their tensors and draws, trees of fixed shape, and tree files.
 
-Shape letters: B batch, N nodes (root included), W 64-bit words, D depth of the deepest node.
+Shape letters: B rows, N nodes (root included), W 64-bit words, D depth of the deepest node, A = D + 1, K draws of a
+node, R rows of q, V vocabulary, Vq that of q.
 """
 
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,50 +17,49 @@ from draftsmith.common.files import parse_json, read_text
 from draftsmith.kernels.tree_attention import ancestor_mask
 
 Ranks = tuple[int, ...]
-MOST_NODES = 4096  # of a tree that is read: every node is a row of the target's logits
-_MOST_TEXT = 1 << 20  # characters of nested tuples; Python's parser needs a hundred times as much memory
+MAX_NODES = 4096  # of a tree file: every node is a row of the target's logits
+_MAX_TEXT = 1 << 20  # characters of nested tuples; Python's parser needs a hundred times as much memory
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Which tokens were drawn at each node, in the order they are to be tested, and from which law (ALGORITHMS §2).
+    """The draws at each node, in the order in which they are tested, with their distributions (ALGORITHMS §2).
 
-    Several draws of a node may lead to one child: merged trees keep each source's draw. The order, and which draws of a
-    node are there, must not depend on the value of a draw that is tested later (C2).
+    Several draws of a node may lead to one child: merged trees keep each source's draw. Neither the order nor the
+    number of a node's draws may depend on the value of a draw that is tested later (C2).
 
-    child: ``[B, N, K]`` int64 the node a draw leads to; −1 behind a node's last draw.
-    kind: ``[B, N, K]`` int8, as :mod:`draftsmith.kernels.verify` names them: ``ONE_HOT`` (the drafter had no choice),
-        ``IID``, or ``WITHOUT_REPLACEMENT`` of what the node drew before from the same law.
-    law: ``[B, N, K]`` int64 row of ``q``; unused for one-hot draws.
-    q: ``[B, R, Vq]`` float32 the processed laws drawn from; None if all are one-hot.
+    child: ``[B, N, K]`` int64 the child node of each draw; −1 after a node's last draw.
+    kind: ``[B, N, K]`` int8, as in :mod:`draftsmith.kernels.verify`: ``ONE_HOT`` (deterministic), ``IID``, or
+        ``WITHOUT_REPLACEMENT`` of the node's earlier draws from the same row of q.
+    q_row: ``[B, N, K]`` int64 row of ``q``; unused for one-hot draws.
+    q: ``[B, R, Vq]`` float32 the distributions drawn from; None if all draws are one-hot.
     ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once; None
         if they are the target's vocabulary (Vq = V).
     """
 
     child: Tensor
     kind: Tensor
-    law: Tensor
+    q_row: Tensor
     q: Tensor | None = None
     ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Drafted tokens behind each row's root. Parents come before their children; the root is node 0.
+    """Drafted tokens after each row's root. Parents come before their children; the root is node 0.
 
-    tokens: ``[B, N]`` int64; the root is the last token the target has committed to, whose K/V is not cached yet.
+    tokens: ``[B, N]`` int64; the root is the last committed token, whose K/V is not cached yet.
     parent: ``[B, N]`` int32, −1 at the root.
     depth: ``[B, N]`` int32.
     ancestors: ``[B, N, W]`` int64 bitsets, a node itself included.
-    valid: ``[B, N]`` bool, False at padding, which is never accepted whatever its token id.
-    mask: ``[B, N, N]`` bool, ``ancestors`` unpacked, where the drafter has it at hand.
-    draws: how the tokens were chosen, for sampling; None if nothing was left to chance: every node is then a one-hot
-        draw of its parent's, in the order of the nodes.
-    static: the tree of fixed shape that was filled, if it was one.
+    valid: ``[B, N]`` bool, False at padding, which is never accepted.
+    mask: ``[B, N, N]`` bool, ``ancestors`` unpacked, if the drafter has computed it.
+    draws: for sampling; None for a deterministic tree, whose nodes are one-hot draws of their parents, in node order.
+    static: the tree of fixed shape that was filled, if any.
     source: ``[B, N]`` int64, a bit for each of the drafter's ``sources`` that proposed the node; 0 at the root and at
         padding.
-    chance: ``[B, N]`` float32 how likely the drafter takes each node to be accepted, all those above it included: 1 at
-        the root, no more than its parent's elsewhere. By it a merged tree is cut to what pays; it decides nothing else.
+    acceptance: ``[B, N]`` float32, estimated probability that the node and all its ancestors are accepted: 1 at the
+        root, no more than the parent's elsewhere. Used only to choose the nodes of merged and cost-limited trees.
     """
 
     tokens: Tensor
@@ -70,31 +71,32 @@ class TokenTree:
     draws: Draws | None = None
     static: "StaticTree | None" = None
     source: Tensor | None = None
-    chance: Tensor | None = None
+    acceptance: Tensor | None = None
 
 
-def one_hot_draws(parent: Tensor, valid: Tensor, most: int) -> Draws:
-    """Every node as a one-hot draw of its parent's, in the order of the nodes.
+def one_hot_draws(parent: Tensor, valid: Tensor, max_children: int) -> Draws:
+    """Every node as a one-hot draw of its parent, in node order.
 
     Args:
         parent: ``[B, N]`` int32, −1 at the root.
         valid: ``[B, N]`` bool; padding is no draw.
-        most: children that a node has at most (K).
+        max_children: of any node (K).
     """
     nodes = parent.shape[1]
     numbers = torch.arange(nodes, device=parent.device)
+    columns = max_children + 1  # the last one is cut off
     above = torch.where(valid, parent.long(), -1)
     siblings = (above[:, :, None] == above[:, None, :]) & (above >= 0)[:, :, None]
-    turn = (siblings & (numbers[None, :, None] > numbers[None, None, :])).sum(-1)  # how many came before
-    child = torch.full((*parent.shape, most + 1), -1, dtype=torch.int64, device=parent.device).flatten(1)
-    place = torch.where(above >= 0, above * (most + 1) + turn.clamp(max=most), nodes * (most + 1) - 1)
+    turn = (siblings & (numbers[None, :, None] > numbers[None, None, :])).sum(-1)  # number of earlier siblings
+    child = torch.full((*parent.shape, columns), -1, dtype=torch.int64, device=parent.device).flatten(1)
+    place = torch.where(above >= 0, above * columns + turn.clamp(max=max_children), nodes * columns - 1)
     child.scatter_(1, place, torch.where(above >= 0, numbers, -1))
-    child = child.unflatten(1, (nodes, most + 1))[..., :most]
+    child = child.unflatten(1, (nodes, columns))[..., :max_children]
     return Draws(child, torch.zeros_like(child, dtype=torch.int8), torch.zeros_like(child))
 
 
 def bitsets(parent: Sequence[int]) -> Tensor:
-    """Ancestor bitsets of a tree given by parents: ``[N, W]`` int64, a node itself included."""
+    """Ancestor bitsets ``[N, W]`` int64 of a tree given by its parents, each node itself included."""
     words = -(-len(parent) // 64)
     rows: list[list[int]] = []
     for node, above in enumerate(parent):
@@ -107,10 +109,10 @@ def bitsets(parent: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Topology:
-    """A tree of ranks whose shape is fixed: node ``paths[i]`` takes at depth j the ``paths[i][j]``-th best token.
+    """A tree of ranks: node ``paths[i]`` takes at depth j the ``paths[i][j]``-th best token.
 
-    The root (an empty path) is implied. Nodes are kept in depth-first order, best rank first, so that the chain of
-    top-1 tokens is nodes 0, 1, 2, …, and accepting it moves nothing in the cache.
+    The root (the empty path) is implied. Nodes are in depth-first order, best rank first, so that the chain of top-1
+    tokens is nodes 0, 1, 2, …, and accepting it moves nothing in the cache.
     """
 
     paths: tuple[Ranks, ...]
@@ -149,21 +151,22 @@ class Topology:
 
 
 def chain(depth: int) -> Topology:
-    """The tree of one path: the top-1 token of each depth."""
+    """A tree of one path: the top-1 token of each depth."""
     return Topology(tuple((0,) * d for d in range(1, depth + 1)))
 
 
 class StaticTree:
     """A tree of fixed shape on a device; only the tokens change from step to step.
 
-    parents: of each node, −1 at the root (node 0), parents before their children.
-    max_depth: of the drafter, for which A = max_depth + 1, if its trees may be deeper than this one.
+    Args:
+        parents: of each node, −1 at the root (node 0); parents come before their children.
+        max_depth: of any tree the engine verifies (A − 1), if other trees may be deeper than this one.
 
-    paths: ``[N, A]`` int64 the node numbers on the way to each node by depth, the root first; entry d behind a node's
-        depth is d.
-    above: ``[1, N]`` int64 parents, 0 at the root.
-    levels: ``[1, N]`` int64 depths.
-    others: ``[1, N, N]`` bool, row i True at i and its ancestors but the root.
+    Attributes:
+        paths: ``[N, A]`` int64 node numbers on the path to each node, by depth; entry d beyond a node's depth is d.
+        parent_index: ``[1, N]`` int64 parents, 0 at the root.
+        depth_index: ``[1, N]`` int64 depths.
+        drafted_path: ``[1, N, N]`` bool, row i True at i and its ancestors, except the root.
     """
 
     def __init__(self, parents: Sequence[int], device: torch.device, max_depth: int = 0) -> None:
@@ -176,46 +179,55 @@ class StaticTree:
         self.ancestors = bitsets(parent).to(device)[None]
         self.valid = torch.ones(1, len(parent), dtype=torch.bool, device=device)
         self.mask = ancestor_mask(self.ancestors, len(parent))
-        most = max((parent.count(node) for node in range(len(parent))), default=0)
-        self.draws = one_hot_draws(self.parent, self.valid, most)
-        deepest = max(max_depth + 1, *map(len, paths))
-        self.paths = torch.tensor([path + list(range(len(path), deepest)) for path in paths], device=device)
-        self.above, self.levels = self.parent.clamp(min=0).long(), self.depth.long()
-        self.others = self.mask.clone()
-        self.others[..., 0] = False
+        max_children = max((parent.count(node) for node in range(len(parent))), default=0)
+        self.draws = one_hot_draws(self.parent, self.valid, max_children)
+        columns = max(max_depth + 1, *map(len, paths))
+        self.paths = torch.tensor([path + list(range(len(path), columns)) for path in paths], device=device)
+        self.parent_index, self.depth_index = self.parent.clamp(min=0).long(), self.depth.long()
+        self.drafted_path = self.mask.clone()
+        self.drafted_path[..., 0] = False
 
-    def fill(self, tokens: Tensor, source: Tensor | None = None, chance: Tensor | None = None) -> TokenTree:
-        """The tree with these tokens ``[B, N]`` (views, nothing is copied)."""
+    def fill(self, tokens: Tensor, source: Tensor | None = None, acceptance: Tensor | None = None) -> TokenTree:
+        """The tree with these tokens, sources and acceptance probabilities, each ``[B, N]``; the rest are views."""
         rows = tokens.shape[0]
-        parts = (self.parent, self.depth, self.ancestors, self.valid, self.mask)
+        parts: Sequence[Tensor] = (self.parent, self.depth, self.ancestors, self.valid, self.mask)
         draws = self.draws
         if rows > 1:
-            draws = Draws(*(part.expand(rows, -1, -1) for part in (draws.child, draws.kind, draws.law)))
-            parts = tuple(part.expand(rows, *part.shape[1:]) for part in parts)
-        return TokenTree(tokens, *parts, draws, self, source, chance)
+            draws = Draws(*(part.expand(rows, -1, -1) for part in (draws.child, draws.kind, draws.q_row)))
+            parts = [part.expand(rows, *part.shape[1:]) for part in parts]
+        parent, depth, ancestors, valid, mask = parts
+        return TokenTree(tokens, parent, depth, ancestors, valid, mask, draws, self, source, acceptance)
 
 
 def read_tree(path: Path) -> Topology:
-    """A tree from ``tree.json``, a list of rank paths (Medusa's ``medusa_choices``), or nested tuples as text (vLLM's
+    """Read a tree: ``tree.json``, a list of rank paths (Medusa's ``medusa_choices``), or nested tuples as text (vLLM's
     former ``speculative_token_tree``).
 
     Raises:
-        FileNotFoundError, ValueError: it is missing, no tree, or one of more than ``MOST_NODES`` nodes.
+        FileNotFoundError, ValueError: the file is missing, not a tree, or has more than ``MAX_NODES`` nodes.
     """
+    return _tree_in(path, _read_content(path))
+
+
+def _read_content(path: Path) -> Any:
+    """What a tree's file holds: a JSON value or a Python literal."""
     try:
         text = read_text(path, "tree")
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: there is no such tree; make one with inference/calibrate.py") from None
     try:
-        content = parse_json(text, str(path))
+        return parse_json(text, str(path))
     except ValueError:
         try:
-            content = ast.literal_eval(text.strip()) if len(text) <= _MOST_TEXT else None
+            return ast.literal_eval(text.strip()) if len(text) <= _MAX_TEXT else None
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise ValueError(f'{path}: neither JSON ({{"paths": [[0], [0, 0]]}}) nor a list of tuples') from None
+
+
+def _tree_in(path: Path, content: Any) -> Topology:
     paths = content.get("paths") if isinstance(content, dict) else content
-    if isinstance(paths, list | tuple) and len(paths) >= MOST_NODES:
-        raise ValueError(f"{path}: a tree of {len(paths) + 1} nodes; at most {MOST_NODES} can be verified in a step")
+    if isinstance(paths, list | tuple) and len(paths) >= MAX_NODES:
+        raise ValueError(f"{path}: a tree of {len(paths) + 1} nodes; at most {MAX_NODES} can be verified in a step")
     if not isinstance(paths, list | tuple) or not all(
         isinstance(one, list | tuple) and all(type(rank) is int for rank in one) for one in paths
     ):
@@ -231,18 +243,16 @@ def _topology(path: Path, paths: Sequence[Sequence[int]]) -> Topology:
 
 
 def read_candidates(path: Path) -> tuple[Topology, list[float]]:
-    """The paths that a merge may choose from, and how often each came true in calibration: those that
-    ``tree.json`` lists as ``calibration.candidates``; else the tree's own, taken to be right every other time at each
+    """Read the paths that a merge may choose from, and their acceptance probabilities from calibration.
+
+    These are ``calibration.candidates`` of ``tree.json``; without them the tree's own paths, with probability ½ per
     depth.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`read_tree`.
     """
-    topology = read_tree(path)
-    try:
-        content = parse_json(read_text(path, "tree"), str(path))
-    except ValueError:
-        content = None  # nested tuples
+    content = _read_content(path)
+    topology = _tree_in(path, content)
     calibration = content.get("calibration") if isinstance(content, dict) else None
     listed = calibration.get("candidates") if isinstance(calibration, dict) else None
     if not isinstance(listed, list):

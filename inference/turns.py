@@ -5,61 +5,61 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
-from draftsmith.inference.step import Mode
+from draftsmith.inference.modes import Mode
 
-T = TypeVar("T")
+C = TypeVar("C")  # a conversation
 
 
-class _Ready(Generic[T]):
-    """The requests that can be made now. The engine comes back whenever a row is free, so this may give again after it
-    had nothing to give."""
+class _Requests(Generic[C]):
+    """The requests that can be made now. The engine asks again whenever a row is free, so this iterator may go on after
+    it had nothing to give."""
 
-    def __init__(self, talks: Iterator[T], request: Callable[[T], Request | None]) -> None:
-        self.talks, self.request = talks, request
-        self.next_turns: deque[T] = deque()  # before new talks, so that few are under way at a time
-        self.under_way: dict[int, T] = {}  # by the engine's number of the request
-        self.asked = 0
+    def __init__(self, conversations: Iterator[C], next_request: Callable[[C], Request | None]) -> None:
+        self.conversations, self.next_request = conversations, next_request
+        self.continued: deque[C] = deque()  # before new conversations, so that few are under way at a time
+        self.under_way: dict[int, C] = {}  # by the engine's number of the request
+        self.made = 0
 
-    def __iter__(self) -> "_Ready[T]":
+    def __iter__(self) -> "_Requests[C]":
         return self
 
     def __next__(self) -> Request:
         while True:
-            talk = self.next_turns.popleft() if self.next_turns else next(self.talks)
-            request = self.request(talk)
+            conversation = self.continued.popleft() if self.continued else next(self.conversations)
+            request = self.next_request(conversation)
             if request is not None:
-                self.under_way[self.asked] = talk
-                self.asked += 1
+                self.under_way[self.made] = conversation
+                self.made += 1
                 return request
 
 
-def serve_turns(
+def serve_conversations(
     decoder: SpeculativeDecoder,
-    talks: Iterator[T],
-    request: Callable[[T], Request | None],
-    hear: Callable[[T, Generation], bool],
+    conversations: Iterator[C],
+    next_request: Callable[[C], Request | None],
+    on_answer: Callable[[C, Generation], bool],
     batch_size: int,
     *,
     mode: Mode = "greedy",
-    longest: int,
+    max_length: int,
 ) -> None:
-    """Decode conversations, ``batch_size`` at a time; as :meth:`SpeculativeDecoder.serve`, which says the rest.
+    """Decode conversations, ``batch_size`` at a time, by :meth:`SpeculativeDecoder.serve`.
 
     Args:
-        talks: taken one by one as rows get free.
-        request: what a talk asks next; None if it is over, which is not told to ``hear``.
-        hear: gets a talk's answer; says whether it goes on.
+        conversations: taken one by one as rows get free.
+        next_request: the next request of a conversation; None ends it without a call of ``on_answer``.
+        on_answer: called with a conversation and its answer; returns whether the conversation goes on.
 
     Raises:
-        ValueError: a request's prompt is empty, or longer than ``longest`` allows.
+        ValueError: a request's prompt is empty, or longer with its answer than ``max_length``.
     """
-    ready = _Ready(talks, request)
+    requests = _Requests(conversations, next_request)
 
     def end(number: int, result: Generation) -> None:
-        talk = ready.under_way.pop(number)
-        goes_on = hear(talk, result)
+        conversation = requests.under_way.pop(number)
+        goes_on = on_answer(conversation, result)
         result.tokens, result.accepted = [], []  # the engine keeps all results; there may be millions
         if goes_on:
-            ready.next_turns.append(talk)
+            requests.continued.append(conversation)
 
-    decoder.serve(ready, batch_size, mode=mode, longest=longest, on_end=end)
+    decoder.serve(requests, batch_size, mode=mode, max_length=max_length, on_end=end)

@@ -55,10 +55,10 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.inference import report as reporting
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.modes import Mode
 from draftsmith.inference.options import check_counts
 from draftsmith.inference.prompts import encode_prompts, read_prompts
-from draftsmith.inference.sampling import COLDEST, Sampling
-from draftsmith.inference.step import Mode
+from draftsmith.inference.sampling import MIN_TEMPERATURE, Sampling
 from draftsmith.inference.terminal import console, make_console
 from draftsmith.inference.timing import each_with_its_seed
 from draftsmith.models.artifact import device_name, versions
@@ -158,7 +158,9 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     args = parser().parse_intermixed_args()
     if Sampling(args.temperature).greedy:
-        raise ValueError(f"--temperature {args.temperature}: must be at least {COLDEST:g}; below, every mode is greedy")
+        raise ValueError(
+            f"--temperature {args.temperature}: must be at least {MIN_TEMPERATURE:g}; below, every mode is greedy"
+        )
     check_counts(max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, repeat=args.repeat)
     for epsilon in args.epsilons:
         Sampling(args.temperature, epsilon=epsilon, seed=args.seed)
@@ -191,7 +193,7 @@ def main() -> None:
     output.print(table)
     if args.out:
         facts = {"drafter": args.drafter, "target": target.name, "temperature": args.temperature, "methods": rows}
-        facts |= {"prompts": len(prompts), "device": device_name(target.device), "execution": decoder.how}
+        facts |= {"prompts": len(prompts), "device": device_name(target.device), "execution": decoder.execution}
         facts["versions"] = versions()
         write_json(
             args.out / "typical.json", facts | {"command": "python inference/typical.py " + shlex.join(sys.argv[1:])}

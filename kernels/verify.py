@@ -1,26 +1,27 @@
-"""Sampling verification: which drafted tokens are accepted, and the token drawn from what is left of the target's law.
+"""Sampling verification: which drafted tokens are accepted, and the bonus token drawn from the residual distribution.
 
     r ← p;  for each draw (x, q):  accept x iff u < r[x] / q[x],  else  r ← norm((r − q)+);  bonus ~ r
 
 SpecInfer's multi-step speculative sampling (arXiv 2305.09781 §4.3) over an ordered list of draws. Three phases:
 
-    A  the chance of every draw of every node, were it tested: nothing here depends on a coin, so all nodes at once
-    B  the walk down the tree with the coins
+    A  the acceptance probability of every draw of every node; no uniform is needed, so all nodes run at once
+    B  the walk down the tree, with the uniforms
     C  one draw from the residual of the node where the walk stopped, by inversion
 
-Phase A keeps of each node only scalars: each draw's chance, the mass (r − q)+ it leaves behind and, for draws without
-replacement, what of its law was still to be had. Any r(x) is p(x) and the laws of the earlier draws put together with
-them again, so nothing of size V is written. Where every draw is one-hot, what is left after some of them is p without
-their tokens, and one pass over V gives all chances.
+Phase A keeps only scalars of each node: each draw's acceptance probability, the mass of (r − q)+ after it and, for
+draws without replacement, the mass that q had left. Any r(x) can be recomputed from p(x), the earlier draws' q and
+these scalars, so nothing of size V is written. Where every draw is one-hot, the residual after some of them is p
+without their tokens, and one pass over V gives all acceptance probabilities.
 
 A q over a reduced vocabulary is not widened: a map from the target's tokens to the entries of q is made before the
 launch, and looked up wherever q is read; a token without an entry has probability 0.
 
 Draws are tested in their order, and uniforms are arguments, so that the kernel and the reference can be compared token
-for token. Sums are taken in another order than PyTorch's: a coin within rounding of a border may
+for token. Sums are taken in another order than PyTorch's: a uniform within rounding of a boundary may
 fall on the other side.
 
-Shape letters: B rows, N nodes, K draws of a node, V vocabulary, Vq that of q, R laws, A depth of the deepest node + 1.
+Shape letters: B rows, N nodes, K draws of a node, V vocabulary, Vq that of q, R rows of q, A depth of the
+deepest node + 1.
 """
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
@@ -30,59 +31,60 @@ from torch import Tensor
 from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
 
 # A draw's kind, also spelled as numbers in the kernels: the drafter had no choice; independent; or what its node drew
-# before from the same law is out of the bag.
+# before from the same distribution is out of the bag.
 ONE_HOT, IID, WITHOUT_REPLACEMENT = 0, 1, 2
 
 
-def draw(weights: Tensor, coin: Tensor) -> Tensor:
-    """One index per row by inversion of the cumulative sum: ``[B, V]`` weights that need not sum to 1, ``[B]`` coins in
-    [0, 1) → ``[B]``. An index of weight 0 never comes, whatever the coin."""
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """One index per row by inversion of the cumulative sum: ``[B, V]`` weights that need not sum to 1, ``[B]`` uniforms
+    in [0, 1) → ``[B]``. An index of weight 0 never comes, whatever the uniform."""
     sums = weights.double().cumsum(-1)
-    return (sums > coin.double()[:, None] * sums[:, -1:]).int().argmax(-1)
+    return (sums > uniform.double()[:, None] * sums[:, -1:]).int().argmax(-1)
 
 
 def acceptances_reference(
-    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, law: Tensor, q: Tensor | None, ids: Tensor | None = None
+    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, q_row: Tensor, q: Tensor | None, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Phase A: chance ``[B, N, K]`` that a draw is accepted if those before it were not (0 where there is none), rest
-    ``[B, N, V]`` the law of what is emitted if none is. Arguments as in :func:`verify_sample`."""
+    """Phase A: the acceptance probability ``[B, N, K]`` of each draw, given that those before it were rejected (0 where
+    there is no draw), and the residual distribution ``[B, N, V]`` after all of them. Arguments as in
+    :func:`verify_sample`."""
     r = p
     if q is not None and ids is not None:  # over the target's vocabulary
         q = q.new_zeros(*q.shape[:2], p.shape[-1]).scatter_(2, ids.expand_as(q), q)
-    chances: list[Tensor] = []
-    drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # (token, law, whether without replacement) of earlier draws
+    acceptances: list[Tensor] = []
+    drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # of earlier draws: token, row of q, whether without replacement
     for turn in range(child.shape[2]):
-        there, its_kind, source = child[..., turn] >= 0, kind[..., turn], law[..., turn]
+        there, its_kind, source = child[..., turn] >= 0, kind[..., turn], q_row[..., turn]
         token = tokens.gather(1, child[..., turn].clamp(min=0))[..., None]  # [B, N, 1]
         if q is None:
-            chance, left = r.gather(-1, token)[..., 0], r.scatter(-1, token, 0.0)
+            acceptance, left = r.gather(-1, token)[..., 0], r.scatter(-1, token, 0.0)
         else:
             one_hot = torch.zeros_like(p).scatter_(-1, token, 1.0)
-            its_law = q.gather(1, source[..., None].expand(-1, -1, p.shape[-1]))
+            draw_q = q.gather(1, source[..., None].expand(-1, -1, p.shape[-1]))
             shrinks = there & (its_kind == WITHOUT_REPLACEMENT)
-            for before, from_law, also in drawn:
-                taken = shrinks & also & (from_law == source)
-                its_law = torch.where(taken[..., None], its_law.scatter(-1, before, 0.0), its_law)
+            for before, from_row, also in drawn:
+                taken = shrinks & also & (from_row == source)
+                draw_q = torch.where(taken[..., None], draw_q.scatter(-1, before, 0.0), draw_q)
             if drawn:
-                its_law = torch.where(shrinks[..., None], its_law / its_law.sum(-1, keepdim=True), its_law)
+                draw_q = torch.where(shrinks[..., None], draw_q / draw_q.sum(-1, keepdim=True), draw_q)
             drawn.append((token, source, shrinks))
-            its_law = torch.where((its_kind == ONE_HOT)[..., None], one_hot, its_law)
-            chance = (r.gather(-1, token) / its_law.gather(-1, token))[..., 0].clamp(max=1)
-            left = (r - its_law).clamp(min=0)
+            draw_q = torch.where((its_kind == ONE_HOT)[..., None], one_hot, draw_q)
+            acceptance = (r.gather(-1, token) / draw_q.gather(-1, token))[..., 0].clamp(max=1)
+            left = (r - draw_q).clamp(min=0)
         mass = left.sum(-1, keepdim=True)
-        chance = torch.where(mass[..., 0] > 0, chance, 1.0)  # r is q: accept, whatever rounding says
-        chances.append(torch.where(there, chance, 0.0))
+        acceptance = torch.where(mass[..., 0] > 0, acceptance, 1.0)  # r is q: accept, whatever rounding says
+        acceptances.append(torch.where(there, acceptance, 0.0))
         r = torch.where(there[..., None] & (mass > 0), left / mass, r)
-    return torch.stack(chances, -1) if chances else p.new_zeros(child.shape), r
+    return torch.stack(acceptances, -1) if acceptances else p.new_zeros(child.shape), r
 
 
 def verify_sample_reference(
-    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, law: Tensor, q: Tensor | None, coins: Tensor,
-    last_coin: Tensor, max_depth: int, ids: Tensor | None = None,
+    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, q_row: Tensor, q: Tensor | None, uniforms: Tensor,
+    bonus_uniform: Tensor, max_depth: int, ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The definition of :func:`verify_sample`."""
-    chance, rest = acceptances_reference(p, tokens, child, kind, law, q, ids)
-    accepted = coins < chance
+    acceptance, residual = acceptances_reference(p, tokens, child, kind, q_row, q, ids)
+    accepted = uniforms < acceptance
     node = torch.zeros(len(p), dtype=torch.int64, device=p.device)
     length = torch.zeros_like(node)
     path = torch.arange(max_depth + 1, device=p.device).repeat(len(p), 1)
@@ -94,7 +96,7 @@ def verify_sample_reference(
             goes_on = (below >= 0) & (length == depth - 1)
             node, length = torch.where(goes_on, below, node), length + goes_on
             path[:, depth] = torch.where(goes_on, node, depth)
-    bonus = draw(rest[torch.arange(len(p), device=p.device), node], last_coin)
+    bonus = draw(residual[torch.arange(len(p), device=p.device), node], bonus_uniform)
     return path, length, node, bonus
 
 
@@ -105,23 +107,23 @@ def _pick(values, turns, turn):
 
 
 @jit
-def _draws_of(tokens, child, kind, law, batch, node, N, K, turns):
-    """A node's draws as vectors over ``turns``: whether there is one, its token, kind and law."""
+def _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns):
+    """A node's draws as vectors over ``turns``: whether there is one, its token, kind and distribution."""
     place = (batch * N + node) * K + turns
     its_child = tl.load(child + place, mask=turns < K, other=-1)
     there = its_child >= 0
     token = tl.load(tokens + batch * N + its_child, mask=there, other=-1)
     its_kind = tl.load(kind + place, mask=there, other=0).to(tl.int32)
-    its_law = tl.load(law + place, mask=there, other=-1)
-    return there, token, its_kind, its_law
+    its_q_row = tl.load(q_row + place, mask=there, other=-1)
+    return there, token, its_kind, its_q_row
 
 
 @jit
 def _q_at(q, entry, source, x, mask, V, VQ, entry_row, HAS_IDS: constexpr):
     """Row ``source`` of q at tokens x; 0 outside the mask, and where the token has no entry in a reduced vocabulary.
 
-    entry: the row's map of the target's tokens to entries of q, −1 where there is none; its next law is ``entry_row``
-    further (0: the same map).
+    entry: the row's map of the target's tokens to entries of q, −1 where there is none; the map of the next row of q is
+    ``entry_row`` further (0: the same map).
     """
     if HAS_IDS:
         its_entry = tl.load(entry + source * entry_row + x, mask=mask, other=-1)
@@ -132,68 +134,68 @@ def _q_at(q, entry, source, x, mask, V, VQ, entry_row, HAS_IDS: constexpr):
 
 
 @jit
-def _still_to_be_had(q, entry, x, token, kind, law, turns, turn, source, V, VQ, entry_row, HAS_IDS: constexpr):
+def _remaining_q(q, entry, x, token, kind, q_row, turns, turn, source, V, VQ, entry_row, HAS_IDS: constexpr):
     """Row ``source`` of q at tokens x, without what the node drew from it before ``turn``."""
-    earlier = (turns < turn) & (kind == 2) & (law == source)
+    earlier = (turns < turn) & (kind == 2) & (q_row == source)
     gone = tl.sum(((x[:, None] == token[None, :]) & earlier[None, :]).to(tl.int32), 1) > 0
     return _q_at(q, entry, source, x, (x < V) & (gone == 0), V, VQ, entry_row, HAS_IDS)
 
 
 @jit
-def _law_of(q, entry, x, token, kind, law, scale, turns, turn, V, VQ, entry_row, HAS_IDS: constexpr):
-    """The law of draw ``turn`` at tokens x. Where an earlier draw is out of the bag it should be 0, and is not: r is 0
-    there, because that draw was rejected (r < q), so (r − q)+ is 0 with either."""
+def _draw_distribution(q, entry, x, token, kind, q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS: constexpr):
+    """The distribution of draw ``turn`` at tokens x. At a token drawn earlier without replacement it should be 0, and
+    is not: r is 0 there, because that draw was rejected (r < q), so (r − q)+ is 0 with either."""
     if _pick(kind, turns, turn) == 0:
         values = (x == _pick(token, turns, turn)).to(tl.float32)
     else:
-        values = _q_at(q, entry, _pick(law, turns, turn), x, x < V, V, VQ, entry_row, HAS_IDS)
+        values = _q_at(q, entry, _pick(q_row, turns, turn), x, x < V, V, VQ, entry_row, HAS_IDS)
         values = values / _pick(scale, turns, turn)
     return values
 
 
 @jit
 def _residual(
-    p, q, entry, x, token, kind, law, scale, mass, turns, last, V, VQ, entry_row, HAS_IDS: constexpr
+    p, q, entry, x, token, kind, q_row, scale, mass, turns, last, V, VQ, entry_row, HAS_IDS: constexpr
 ):  # fmt: skip
     """r before draw ``last`` at tokens x. A mass of 0: no draw, or nothing to subtract it from."""
     r = tl.load(p + x, mask=x < V, other=0.0)
     for turn in range(last):
         its_mass = _pick(mass, turns, turn)
         if its_mass > 0:
-            its_q = _law_of(q, entry, x, token, kind, law, scale, turns, turn, V, VQ, entry_row, HAS_IDS)
+            its_q = _draw_distribution(q, entry, x, token, kind, q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS)
             r = tl.maximum(r - its_q, 0.0) / its_mass
     return r
 
 
 @jit
 def _acceptances_kernel(
-    p, tokens, child, kind, law, q, entry, chance, mass_out, scale_out, N, K, R, V, VQ, entry_batch, entry_row,
+    p, tokens, child, kind, q_row, q, entry, acceptance, mass_out, scale_out, N, K, R, V, VQ, entry_batch, entry_row,
     HAS_IDS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr,
 ):  # fmt: skip
     """Phase A, any draws: one node per program, a pass over V for every draw (and one before it for a draw without
-    replacement, for what its law has left)."""
+    replacement, for what its distribution has left)."""
     node = tl.program_id(1)
     batch = tl.program_id(0).to(tl.int64)  # the axis that may be long
     turns = tl.arange(0, BLOCK_K)
-    there, token, its_kind, its_law = _draws_of(tokens, child, kind, law, batch, node, N, K, turns)
+    there, token, its_kind, its_q_row = _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns)
     p += (batch * N + node) * V
     q += batch * R * VQ
     entry += batch * entry_batch
-    chances = tl.zeros([BLOCK_K], tl.float32)
+    acceptances = tl.zeros([BLOCK_K], tl.float32)
     mass = tl.zeros([BLOCK_K], tl.float32)
     scale = tl.full([BLOCK_K], 1.0, tl.float32)
     draws = tl.max(tl.where(there, turns + 1, 0), 0)
     for turn in range(draws):
         if _pick(there.to(tl.int32), turns, turn) != 0:
-            # The first of its law is not divided by a sum: it is drawn from the law as given.
-            source = _pick(its_law, turns, turn)
-            kin = (turns < turn) & there & (its_kind == 2) & (its_law == source)
+            # The first of its distribution is not divided by a sum: it is drawn from the distribution as given.
+            source = _pick(its_q_row, turns, turn)
+            kin = (turns < turn) & there & (its_kind == 2) & (its_q_row == source)
             if (_pick(its_kind, turns, turn) == 2) & (tl.sum(kin.to(tl.int32), 0) > 0):
                 had = tl.zeros([BLOCK_V], tl.float32)
                 for start in range(0, V, BLOCK_V):
                     x = start + tl.arange(0, BLOCK_V)
-                    had += _still_to_be_had(
-                        q, entry, x, token, its_kind, its_law, turns, turn, source, V, VQ, entry_row, HAS_IDS
+                    had += _remaining_q(
+                        q, entry, x, token, its_kind, its_q_row, turns, turn, source, V, VQ, entry_row, HAS_IDS
                     )  # fmt: skip
                 scale = tl.where(turns == turn, tl.sum(had, 0), scale)
             its_token = _pick(token, turns, turn)
@@ -203,10 +205,10 @@ def _acceptances_kernel(
             for start in range(0, V, BLOCK_V):
                 x = start + tl.arange(0, BLOCK_V)
                 r = _residual(
-                    p, q, entry, x, token, its_kind, its_law, scale, mass, turns, turn, V, VQ, entry_row, HAS_IDS
+                    p, q, entry, x, token, its_kind, its_q_row, scale, mass, turns, turn, V, VQ, entry_row, HAS_IDS
                 )  # fmt: skip
-                its_q = _law_of(
-                    q, entry, x, token, its_kind, its_law, scale, turns, turn, V, VQ, entry_row, HAS_IDS
+                its_q = _draw_distribution(
+                    q, entry, x, token, its_kind, its_q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS
                 )  # fmt: skip
                 left += tl.maximum(r - its_q, 0.0)
                 r_there += tl.where(x == its_token, r, 0.0)
@@ -215,17 +217,17 @@ def _acceptances_kernel(
             r_x, q_x = tl.sum(r_there, 0), tl.sum(q_there, 0)
             # r(x) < q(x) first: a draw of probability 0 divides by nothing.
             ratio = tl.where(r_x < q_x, r_x / tl.where(q_x > 0, q_x, 1.0), tl.where(r_x > 0, 1.0, 0.0))
-            chances = tl.where(turns == turn, tl.where(total > 0, ratio, 1.0), chances)
+            acceptances = tl.where(turns == turn, tl.where(total > 0, ratio, 1.0), acceptances)
             mass = tl.where(turns == turn, total, mass)
     place = (batch * N + node) * K + turns
-    tl.store(chance + place, chances, mask=turns < K)
+    tl.store(acceptance + place, acceptances, mask=turns < K)
     tl.store(mass_out + place, mass, mask=turns < K)
     tl.store(scale_out + place, scale, mask=turns < K)
 
 
 @jit
 def _one_hot_acceptances_kernel(
-    p, tokens, child, kind, law, chance, N, K, V, BLOCK_K: constexpr, BLOCK_V: constexpr
+    p, tokens, child, kind, q_row, acceptance, N, K, V, BLOCK_K: constexpr, BLOCK_V: constexpr
 ):  # fmt: skip
     """Phase A where all draws are one-hot: one node per program, one pass over V.
 
@@ -235,7 +237,7 @@ def _one_hot_acceptances_kernel(
     node = tl.program_id(1)
     batch = tl.program_id(0).to(tl.int64)  # the axis that may be long
     turns = tl.arange(0, BLOCK_K)
-    there, token, _, _ = _draws_of(tokens, child, kind, law, batch, node, N, K, turns)
+    there, token, _, _ = _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns)
     if tl.max(there.to(tl.int32), 0) > 0:
         p += (batch * N + node) * V
         nobody = tl.zeros([BLOCK_V], tl.float32)
@@ -246,25 +248,26 @@ def _one_hot_acceptances_kernel(
         same = (token[:, None] == token[None, :]) & there[:, None]
         again = tl.sum((same & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0  # a token tested before
         own = tl.load(p + token, mask=there & (again == 0), other=0.0)
-        rest = tl.sum(nobody, 0)
-        behind = rest + tl.sum(tl.where(turns[None, :] > turns[:, None], own[None, :], 0.0), 1)  # [BLOCK_K]
+        residual = tl.sum(nobody, 0)
+        behind = residual + tl.sum(tl.where(turns[None, :] > turns[:, None], own[None, :], 0.0), 1)  # [BLOCK_K]
         before = tl.where(
             tl.sum((there[None, :] & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0, own + behind, 1.0
         )
-        chances = tl.where(behind > 0, tl.minimum(own / tl.where(before > 0, before, 1.0), 1.0), 1.0)
-        tl.store(chance + (batch * N + node) * K + turns, tl.where(there, chances, 0.0), mask=turns < K)
+        acceptances = tl.where(behind > 0, tl.minimum(own / tl.where(before > 0, before, 1.0), 1.0), 1.0)
+        tl.store(acceptance + (batch * N + node) * K + turns, tl.where(there, acceptances, 0.0), mask=turns < K)
     else:
-        tl.store(chance + (batch * N + node) * K + turns, tl.zeros([BLOCK_K], tl.float32), mask=turns < K)
+        tl.store(acceptance + (batch * N + node) * K + turns, tl.zeros([BLOCK_K], tl.float32), mask=turns < K)
 
 
 @jit
 def _weights(
-    p, q, entry, x, V, VQ, entry_row, token, kind, law, scale, mass, turns, draws, HAS_Q: constexpr, HAS_IDS: constexpr
+    p, q, entry, x, V, VQ, entry_row, token, kind, q_row, scale, mass, turns, draws, HAS_Q: constexpr,
+    HAS_IDS: constexpr,
 ):  # fmt: skip
     """What is left at tokens x once all draws of a node are rejected."""
     if HAS_Q:
         weights = _residual(
-            p, q, entry, x, token, kind, law, scale, mass, turns, draws, V, VQ, entry_row, HAS_IDS
+            p, q, entry, x, token, kind, q_row, scale, mass, turns, draws, V, VQ, entry_row, HAS_IDS
         )  # fmt: skip
     else:
         drawn = tl.sum((x[:, None] == token[None, :]).to(tl.int32), 1) > 0
@@ -274,9 +277,9 @@ def _weights(
 
 @jit
 def _walk_and_draw_kernel(
-    p, tokens, child, kind, law, q, entry, chance, mass_in, scale_in, coins, last_coin, path, length_out, node_out,
-    bonus, N, K, R, V, VQ, entry_batch, entry_row, max_depth, HAS_Q: constexpr, HAS_IDS: constexpr, BLOCK_K: constexpr,
-    BLOCK_V: constexpr,
+    p, tokens, child, kind, q_row, q, entry, acceptance, mass_in, scale_in, uniforms, bonus_uniform, path, length_out,
+    node_out, bonus, N, K, R, V, VQ, entry_batch, entry_row, max_depth, HAS_Q: constexpr, HAS_IDS: constexpr,
+    BLOCK_K: constexpr, BLOCK_V: constexpr,
 ):  # fmt: skip
     """Phases B and C: one row per program."""
     batch = tl.program_id(0).to(tl.int64)
@@ -285,9 +288,9 @@ def _walk_and_draw_kernel(
     length = batch * 0
     for depth in range(1, max_depth + 1):
         place = (batch * N + node) * K + turns
-        its_chance = tl.load(chance + place, mask=turns < K, other=0.0)
-        coin = tl.load(coins + place, mask=turns < K, other=1.0)
-        first = tl.min(tl.where(coin < its_chance, turns, BLOCK_K), 0)
+        its_acceptance = tl.load(acceptance + place, mask=turns < K, other=0.0)
+        uniform = tl.load(uniforms + place, mask=turns < K, other=1.0)
+        first = tl.min(tl.where(uniform < its_acceptance, turns, BLOCK_K), 0)
         goes_on = (first < BLOCK_K) & (length == depth - 1)
         below = tl.load(child + (batch * N + node) * K + first, mask=goes_on, other=0)
         node = tl.where(goes_on, below, node)
@@ -297,7 +300,7 @@ def _walk_and_draw_kernel(
     tl.store(length_out + batch, length)
     tl.store(node_out + batch, node)
 
-    there, token, its_kind, its_law = _draws_of(tokens, child, kind, law, batch, node, N, K, turns)
+    there, token, its_kind, its_q_row = _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns)
     mass = tl.zeros([BLOCK_K], tl.float32)
     scale = mass
     if HAS_Q:
@@ -312,15 +315,15 @@ def _walk_and_draw_kernel(
     for start in range(0, V, BLOCK_V):
         x = start + tl.arange(0, BLOCK_V)
         total += _weights(
-            p, q, entry, x, V, VQ, entry_row, token, its_kind, its_law, scale, mass, turns, draws, HAS_Q, HAS_IDS
+            p, q, entry, x, V, VQ, entry_row, token, its_kind, its_q_row, scale, mass, turns, draws, HAS_Q, HAS_IDS
         ).to(tl.float64)  # fmt: skip
-    border = tl.load(last_coin + batch).to(tl.float64) * tl.sum(total, 0)
+    border = tl.load(bonus_uniform + batch).to(tl.float64) * tl.sum(total, 0)
     before = tl.sum(total, 0) * 0  # the sum of the blocks before
     found = V + tl.zeros([BLOCK_V], tl.int32)  # by lane, the first token whose sum is above the border
     for start in range(0, V, BLOCK_V):
         x = start + tl.arange(0, BLOCK_V)
         w = _weights(
-            p, q, entry, x, V, VQ, entry_row, token, its_kind, its_law, scale, mass, turns, draws, HAS_Q, HAS_IDS
+            p, q, entry, x, V, VQ, entry_row, token, its_kind, its_q_row, scale, mass, turns, draws, HAS_Q, HAS_IDS
         ).to(tl.float64)  # fmt: skip
         sums = before + tl.cumsum(w, 0)
         found = tl.minimum(found, tl.where((sums > border) & (w > 0), x, V))
@@ -348,21 +351,21 @@ def verify_tile(most: int, vocabulary: int) -> dict[str, int]:
 
 
 def verify_sample(
-    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, law: Tensor, q: Tensor | None, coins: Tensor,
-    last_coin: Tensor, max_depth: int, block: int = 0, ids: Tensor | None = None,
+    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, q_row: Tensor, q: Tensor | None, uniforms: Tensor,
+    bonus_uniform: Tensor, max_depth: int, block: int = 0, ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Test each node's draws in order against the target's law, and draw the bonus token from what is left of it.
+    """Test each node's draws in order against the target's distribution; draw the bonus token from the residual.
 
     Args:
-        p: ``[B, N, V]`` float32 the law behind each node.
+        p: ``[B, N, V]`` float32 the distribution behind each node.
         tokens: ``[B, N]`` int64 of the nodes.
         child: ``[B, N, K]`` int64 the node a draw leads to; −1 where there is none.
         kind: ``[B, N, K]`` integers: 0 one-hot, 1 i.i.d., 2 without replacement of what the node drew before from the
-            same law.
-        law: ``[B, N, K]`` int64 row of ``q``; unused for one-hot draws.
-        q: ``[B, R, Vq]`` float32 the laws drawn from; None if all draws are one-hot.
-        coins: ``[B, N, K]`` float32 in [0, 1), fresh.
-        last_coin: ``[B]`` float32 in [0, 1), fresh.
+            same distribution.
+        q_row: ``[B, N, K]`` int64 row of ``q``; unused for one-hot draws.
+        q: ``[B, R, Vq]`` float32 the distributions drawn from; None if all draws are one-hot.
+        uniforms: ``[B, N, K]`` float32 in [0, 1), fresh.
+        bonus_uniform: ``[B]`` float32 in [0, 1), fresh.
         max_depth: of the deepest node (A − 1).
         block: how much of the vocabulary is looked at at once; 0 chooses.
         ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once;
@@ -373,38 +376,39 @@ def verify_sample(
         accepted node ``[B]`` and the bonus token ``[B]``, all int64.
     """
     if why_not_triton(p):
-        return verify_sample_reference(p, tokens, child, kind, law, q, coins, last_coin, max_depth, ids)
+        return verify_sample_reference(p, tokens, child, kind, q_row, q, uniforms, bonus_uniform, max_depth, ids)
     rows, nodes, vocabulary = p.shape
     most = child.shape[2]
-    p, tokens, child, kind, law, coins, last_coin = (
-        part.contiguous() for part in (p, tokens, child, kind, law, coins, last_coin)
+    p, tokens, child, kind, q_row, uniforms, bonus_uniform = (
+        part.contiguous() for part in (p, tokens, child, kind, q_row, uniforms, bonus_uniform)
     )
     tile = verify_tile(max(most, 1), vocabulary)
     if block:
         tile["BLOCK_V"] = block
     has_q = q is not None
-    laws = p if q is None else q.contiguous()  # p: a pointer that nobody follows
+    distributions = p if q is None else q.contiguous()  # p: a pointer that nobody follows
     has_ids = has_q and ids is not None
-    entries, strides = laws, [0, 0]  # as above
+    entries, strides = distributions, [0, 0]  # as above
     if has_q and ids is not None:
         entries = entries_of(ids, vocabulary)
         strides = [0 if size == 1 else stride for size, stride in zip(ids.shape, entries.stride(), strict=True)][:2]
-    sizes = (nodes, most, laws.shape[1], vocabulary, laws.shape[2], *strides)
-    chance = torch.empty(child.shape, dtype=torch.float32, device=p.device)
-    mass, scale = torch.empty_like(chance), torch.empty_like(chance)
+    sizes = (nodes, most, distributions.shape[1], vocabulary, distributions.shape[2], *strides)
+    acceptance = torch.empty(child.shape, dtype=torch.float32, device=p.device)
+    mass, scale = torch.empty_like(acceptance), torch.empty_like(acceptance)
     path = torch.empty(rows, max_depth + 1, dtype=torch.int64, device=p.device)
     length, node, bonus = torch.empty(3, rows, dtype=torch.int64, device=p.device)
     with torch.cuda.device_of(p):
         if most and has_q:
             _acceptances_kernel[(rows, nodes)](
-                p, tokens, child, kind, law, laws, entries, chance, mass, scale, *sizes, HAS_IDS=has_ids, **tile
-            )
+                p, tokens, child, kind, q_row, distributions, entries, acceptance, mass, scale, *sizes, HAS_IDS=has_ids,
+                **tile,
+            )  # fmt: skip
         elif most:
             _one_hot_acceptances_kernel[(rows, nodes)](
-                p, tokens, child, kind, law, chance, nodes, most, vocabulary, **tile
+                p, tokens, child, kind, q_row, acceptance, nodes, most, vocabulary, **tile
             )
         _walk_and_draw_kernel[(rows,)](
-            p, tokens, child, kind, law, laws, entries, chance, mass, scale, coins, last_coin, path, length, node,
-            bonus, *sizes, max_depth, HAS_Q=has_q, HAS_IDS=has_ids, **tile,
+            p, tokens, child, kind, q_row, distributions, entries, acceptance, mass, scale, uniforms, bonus_uniform,
+            path, length, node, bonus, *sizes, max_depth, HAS_Q=has_q, HAS_IDS=has_ids, **tile,
         )  # fmt: skip
     return path, length, node, bonus

@@ -148,7 +148,7 @@ class LeanDecoder:
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, views: Sequence[tuple[Tensor, Tensor, Tensor]],
         tables: Mapping[str, Tensor], *, biases: Mapping[int, Tensor | None] | None = None,
-        behind: TreeKeys | None = None, captures: Sequence[int] = (),
+        tree_keys: TreeKeys | None = None, captures: Sequence[int] = (),
         buffers: Sequence[Buffers] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """One forward pass.
@@ -159,7 +159,7 @@ class LeanDecoder:
             views: of each layer's keys and values: both together ``[B, slots, 2, G, D]``, where the new ones are
                 written; the keys, and the values, of the slots that are looked at ``[B, G, S, D]``.
             tables: from :meth:`tables`.
-            biases, behind: as the engine's ``Runner.forward`` takes them; one of them.
+            biases, tree_keys: as the engine's ``Runner.forward`` takes them; one of them.
             captures: numbers of layers.
             buffers: from :meth:`buffers` for this B and N; made anew if left out.
 
@@ -167,7 +167,7 @@ class LeanDecoder:
             Hidden states ``[B, N, d]`` after the final norm, and those that enter each captured layer.
         """
         rows, count = tokens.shape
-        buffers = buffers or self.buffers(rows, count, behind is None)
+        buffers = buffers or self.buffers(rows, count, tree_keys is None)
         x = self.embed(tokens).flatten(0, 1)  # [M, d], written over from here on
         turns = self.turns(positions, tables)
         spots = (buffers[0].rows, slots)
@@ -175,13 +175,13 @@ class LeanDecoder:
         for number, (layer, its, view) in enumerate(zip(self.layers, buffers, views, strict=True)):
             if number in captures:
                 captured[number] = x.view(rows, count, -1).clone()
-            run_layer(layer, its, x, spots, view, turns[layer.rope], biases, behind)
+            run_layer(layer, its, x, spots, view, turns[layer.rope], biases, tree_keys)
         return self.norm(x).view(rows, count, -1), [captured[number] for number in captures]
 
 
 def run_layer(
     layer: Layer, buffers: Buffers, x: Tensor, spots: tuple[Tensor, Tensor], view: tuple[Tensor, Tensor, Tensor],
-    turns: Sequence[Tensor], biases: Mapping[int, Tensor | None] | None, behind: TreeKeys | None,
+    turns: Sequence[Tensor], biases: Mapping[int, Tensor | None] | None, tree_keys: TreeKeys | None,
 ) -> None:  # fmt: skip
     """One layer, on ``x [M, d]`` in place. ``spots``: rows and slots that are written; ``turns``: cos and sin."""
     both, keys, values = view
@@ -194,8 +194,8 @@ def run_layer(
     other = qk.roll(qk.shape[-1] // 2, -1)
     qk.mul_(cos).addcmul_(other, sin)
     both.index_put_(spots, buffers.kv)
-    if behind is not None:
-        lengths, ancestors, depth, key_depth = behind
+    if tree_keys is not None:
+        lengths, ancestors, depth, key_depth = tree_keys
         out = tree_attention_cached(
             q, keys, values, lengths, ancestors, key_depth.shape[1], layer.scale, depth, key_depth, layer.window,
             layer.softcap,

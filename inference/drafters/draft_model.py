@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.cache import KVCache
-from draftsmith.inference.costs import STANDARD, StepCosts
-from draftsmith.inference.sampling import law, uniforms
-from draftsmith.inference.step import Drafter, Runner, State
-from draftsmith.inference.tree import MOST_NODES, Draws, StaticTree, TokenTree, bitsets
+from draftsmith.inference.costs import STANDARD_COSTS, StepCosts
+from draftsmith.inference.drafters.protocol import Drafter, State
+from draftsmith.inference.runner import Runner
+from draftsmith.inference.sampling import philox_uniforms, sampling_distribution
+from draftsmith.inference.tree import MAX_NODES, Draws, StaticTree, TokenTree, bitsets
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.kernels.verify import IID, WITHOUT_REPLACEMENT, draw
@@ -104,9 +105,9 @@ class DraftModelDrafter(Drafter):
         for children in expansion:
             counts.append(counts[-1] * children)
         self.num_nodes, self.max_depth, self.branching = sum(counts), len(expansion), max(expansion)
-        if self.num_nodes > MOST_NODES:
+        if self.num_nodes > MAX_NODES:
             raise ValueError(
-                f"{given}: a tree of {self.num_nodes} nodes; at most {MOST_NODES} can be verified in a step"
+                f"{given}: a tree of {self.num_nodes} nodes; at most {MAX_NODES} can be verified in a step"
             )
         self.static = self.random = True
         self.models = (model,)
@@ -161,14 +162,14 @@ class DraftModelDrafter(Drafter):
         self.saves = self.eager and self.costs is not None and self.draft_cost is not None
         if self.costs is not None and self.draft_cost is not None:
             self.times = self._times(self.costs, self.draft_cost, rows)
-            self.standard_times = self._times(STANDARD, _STANDARD_PASS, 1)
+            self.standard_times = self._times(STANDARD_COSTS, _STANDARD_PASS, 1)
 
     def _times(self, costs: StepCosts, draft_cost: float, rows: int) -> list[float]:
         """Of a step whose tree has 0, 1, … levels, over that of a plain step with one row."""
         passes = [0.0]
         for count in self.counts:
-            passes.append(passes[-1] + draft_cost * costs.of(rows * count))
-        return [one + costs.of(rows * end) for one, end in zip(passes, self.firsts[1:], strict=False)]
+            passes.append(passes[-1] + draft_cost * costs.relative(rows * count))
+        return [one + costs.relative(rows * end) for one, end in zip(passes, self.firsts[1:], strict=False)]
 
     def buffers(self) -> Sequence[Tensor]:
         return self.cached, self.behind
@@ -178,26 +179,28 @@ class DraftModelDrafter(Drafter):
 
     def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
         self.cache.window = None if rows.stop - rows.start == self.rows else rows
-        self.runner.chunk(self._readable(tokens), start)
+        self.runner.forward_chunk(self._readable(tokens), start)
         self.cache.window = None
 
     def propose(self, state: State) -> TokenTree:
         hidden = self._run_root(state)  # [B, 1, d]
         tokens = [state.root[:, None]]
-        chances = [self.ones]
+        acceptances = [self.ones]
         valid: list[Tensor] = []
-        laws: list[Tensor] = []
-        settings, coins = None, None
+        distributions: list[Tensor] = []
+        settings, uniforms = None, None
         if state.settings is not None:
             settings = copy(state.settings)
             settings.uses_penalty = False  # any distribution will do, so long as it is the one that was drawn from
-            coins = uniforms(settings.seed, state.step, self.num_nodes - 1, state.stream)  # one for each drawn node
+            uniforms = philox_uniforms(
+                settings.seed, state.step, self.num_nodes - 1, state.stream
+            )  # one for each drawn node
             valid.append(self.ones > 0)
         reached: list[list[float]] = []  # Σ chance by level and row
         goes_on = [True] * self.rows
         for depth, level in enumerate(self.levels[:-1]):
             if self.saves:
-                reached.append((chances[-1].sum(1) * state.active).tolist())
+                reached.append((acceptances[-1].sum(1) * state.active).tolist())
                 if depth and settings is None and not _pays([sum(level) for level in reached], self.times):
                     break
                 if depth and settings is not None:
@@ -210,31 +213,31 @@ class DraftModelDrafter(Drafter):
             self.ran = depth
             logits = self.model.logits(hidden)[..., : self.vocabulary]
             k, below = level.children, self.levels[depth + 1]
-            if settings is None or coins is None:
+            if settings is None or uniforms is None:
                 likely, best = self._top(logits.float().softmax(-1), k)
-                chance = chances[-1][..., None] * likely
+                acceptance = acceptances[-1][..., None] * likely
             else:
-                q = law(logits, settings)
-                its_coins = coins[:, below.first - 1 : below.first + below.count - 1].view(self.rows, -1, k)
-                best, there = draw_children(q, its_coins)
+                q = sampling_distribution(logits, settings)
+                node_uniforms = uniforms[:, below.first - 1 : below.first + below.count - 1].view(self.rows, -1, k)
+                best, there = draw_children(q, node_uniforms)
                 there = there & valid[-1][..., None]
                 if not all(goes_on):
                     there = there & torch.tensor(goes_on, device=there.device)[:, None, None]
                 valid.append(there.flatten(1))
-                laws.append(q)
+                distributions.append(q)
                 # Nothing here may depend on which token was drawn: by it a merge may leave a draw out. A confident
                 # draft is accepted nearly always, a flat one about every other time; what was rejected leaves less.
                 accepted = 0.5 + 0.5 * q.amax(-1, keepdim=True)
                 likely = accepted * (1 - accepted) ** self.turns[:k]
-                chance = torch.where(there, chances[-1][..., None] * likely, 0.0)
+                acceptance = torch.where(there, acceptances[-1][..., None] * likely, 0.0)
             tokens.append(best.flatten(1))
-            chances.append(chance.flatten(1))
+            acceptances.append(acceptance.flatten(1))
         tree = self.trees[len(tokens) - 1].fill(torch.cat(tokens, 1))
-        tree = replace(tree, chance=torch.cat(chances, 1))
-        return self._drawn(tree, torch.cat(valid, 1), torch.cat(laws, 1)) if laws else tree
+        tree = replace(tree, acceptance=torch.cat(acceptances, 1))
+        return self._drawn(tree, torch.cat(valid, 1), torch.cat(distributions, 1)) if distributions else tree
 
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
-        path, length, own = verdict.path, verdict.length, verdict.own
+        path, length, own = verdict.path, verdict.length, verdict.own_path
         if own is None:
             own, kept = path, length.clamp(max=self.ran)
         else:  # as far as its own tree went and was run; what is behind follows as missing
@@ -265,7 +268,7 @@ class DraftModelDrafter(Drafter):
 
     def _run(self, level: _Level, tokens: Tensor, lengths: Tensor) -> Tensor:
         # A level of one node has none but its ancestors before it.
-        return self.runner.nodes(
+        return self.runner.forward_nodes(
             self._readable(tokens), lengths, level.ancestors, level.depth, first=level.first,
             key_depth=level.key_depth, mask=level.mask, fixed=True,
             sees_all=level.count == 1,
@@ -311,22 +314,22 @@ def _pays(reached: Sequence[float], times: Sequence[float]) -> bool:
     return False
 
 
-def draw_children(q: Tensor, coins: Tensor) -> tuple[Tensor, Tensor]:
+def draw_children(q: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw k tokens of each distribution without replacement, in order, by inversion.
 
     Args:
         q: ``[B, n, V]`` float32.
-        coins: ``[B, n, k]`` float32 in [0, 1), fresh.
+        uniforms: ``[B, n, k]`` float32 in [0, 1), fresh.
 
     Returns:
         Tokens ``[B, n, k]`` int64; bool ``[B, n, k]``, False where the distribution had no token left (or is NaN).
     """
-    weights, coins_flat = q.flatten(0, 1), coins.flatten(0, 1)
+    weights, flat_uniforms = q.flatten(0, 1), uniforms.flatten(0, 1)
     tokens: list[Tensor] = []
     there: list[Tensor] = []
-    for turn in range(coins.shape[2]):
+    for turn in range(uniforms.shape[2]):
         if turn:
             weights = weights.scatter(1, tokens[-1], 0.0)
-        tokens.append(draw(weights, coins_flat[:, turn])[:, None])
+        tokens.append(draw(weights, flat_uniforms[:, turn])[:, None])
         there.append(weights.gather(1, tokens[-1]) > 0)
-    return torch.cat(tokens, 1).view(coins.shape), torch.cat(there, 1).view(coins.shape)
+    return torch.cat(tokens, 1).view(uniforms.shape), torch.cat(there, 1).view(uniforms.shape)

@@ -170,7 +170,7 @@ def _ngram(name: str) -> Part:
     given = re.fullmatch(r"ngram(?::(\d+)-(\d+))?", name)
     if given is None:
         raise ValueError(f"'{name}': for matches of 2 to 10 tokens write ngram:2-10")
-    lengths = {} if given[1] is None else {"shortest": int(given[1]), "longest": int(given[2])}
+    lengths = {} if given[1] is None else {"min_match": int(given[1]), "max_match": int(given[2])}
     return Part(lambda target, costs, options: NgramDrafter(target, costs=costs, **lengths), uses_costs=True)
 
 

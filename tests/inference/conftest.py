@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference.step import Drafter, State
+from draftsmith.inference.drafters.protocol import Drafter, State
 from draftsmith.inference.tree import TokenTree, bitsets
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.artifact import write_drafter, write_json

@@ -24,9 +24,12 @@ import torch
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
-from draftsmith.inference.sampling import Sampling, Settings, law
-from draftsmith.inference.step import Drafter, Mode, Step, engine_attention
+from draftsmith.inference.modes import Mode
+from draftsmith.inference.runner import engine_attention
+from draftsmith.inference.sampling import Sampling, Settings, sampling_distribution
+from draftsmith.inference.step import Step
 from draftsmith.inference.tree import TokenTree
 from draftsmith.models.target import Target
 
@@ -178,9 +181,9 @@ def check_sampling(
     outputs, steps = _sampled(target, make(target), SAMPLINGS[name], count, rows, static)
     assert sum(steps.values()) - steps[1] > count / 2, f"steps of most texts do not follow on one another: {steps}"
     assert steps[1] + steps[2] > count / 20, f"hardly any draft was accepted: {steps}"
-    chance = joint_distribution(target, SAMPLINGS[name])
-    assert chance.max() < 0.5, "the distribution leaves something to chance"
-    found = p_value(outputs, chance)
+    probabilities = joint_distribution(target, SAMPLINGS[name])
+    assert probabilities.max() < 0.5, "the distribution leaves something to chance"
+    found = p_value(outputs, probabilities)
     assert found > ALPHA, f"{name}: the texts do not have the target's distribution: p = {found:.1e}"
     return steps
 
@@ -202,31 +205,31 @@ def joint_distribution(target: Target, sampling: Sampling) -> np.ndarray:
     ends = list(itertools.product(range(SMALL), repeat=NEW))
     texts = torch.tensor([[*SMALL_PROMPT, *end] for end in ends])
     logits = target.logits(target.hidden(texts[:, :-1].to(target.device))).cpu()
-    chance = torch.ones(len(texts), dtype=torch.float64)
+    probabilities = torch.ones(len(texts), dtype=torch.float64)
     settings = Settings([sampling] * len(texts), torch.device("cpu"))
     for here in range(len(SMALL_PROMPT), texts.shape[1]):
         seen = torch.zeros(len(texts), 1, SMALL, dtype=torch.bool)
         seen[:, 0].scatter_(1, texts[:, :here], True)
-        p = law(logits[:, here - 1 : here], settings, seen)[:, 0].double()
-        chance *= p.gather(1, texts[:, here, None])[:, 0]
-    return (chance / chance.sum()).numpy().reshape([SMALL] * NEW)
+        p = sampling_distribution(logits[:, here - 1 : here], settings, seen)[:, 0].double()
+        probabilities *= p.gather(1, texts[:, here, None])[:, 0]
+    return (probabilities / probabilities.sum()).numpy().reshape([SMALL] * NEW)
 
 
-def p_value(outputs: torch.Tensor, chance: np.ndarray) -> float:
+def p_value(outputs: torch.Tensor, probabilities: np.ndarray) -> float:
     """The smallest of the χ² tests of whole texts and of each two neighbouring tokens; what is rarer than five
     expected is counted together.
 
     Args:
         outputs: ``[count, NEW]`` int64.
-        chance: as :func:`joint_distribution` gives it.
+        acceptance: as :func:`joint_distribution` gives it.
     """
-    counts = np.zeros_like(chance)
+    counts = np.zeros_like(probabilities)
     np.add.at(counts, tuple(outputs.numpy().T), 1)
-    assert counts[chance == 0].sum() == 0, "something that the target never says"
-    tests = [(counts, chance)]
+    assert counts[probabilities == 0].sum() == 0, "something that the target never says"
+    tests = [(counts, probabilities)]
     for place in range(NEW - 1):
         others = tuple(axis for axis in range(NEW) if axis not in (place, place + 1))
-        tests.append((counts.sum(others), chance.sum(others)))
+        tests.append((counts.sum(others), probabilities.sum(others)))
     found = 1.0
     for seen, wanted in tests:
         expected, seen = wanted.flatten() * len(outputs), seen.flatten()
@@ -279,7 +282,7 @@ def _steps(target: Target, drafter: Drafter, mode: Mode, warm_up: Sequence[int])
                 for buffer, before in zip(buffers, kept, strict=True):
                     buffer.copy_(before)
             step.run()
-            said = step.told.tolist()
+            said = step.committed.tolist()
             told.append([[row, *said[row][1 : said[row][0]], said[row][drafter.max_depth + 1]] for row in active])
     return told
 

@@ -10,9 +10,11 @@ import torch._dynamo.utils
 from lossless_suite import Watch
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
+from draftsmith.inference.runner import ATTENTION
 from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.step import ATTENTION, Drafter, Step
+from draftsmith.inference.step import Step
 from draftsmith.inference.tree import Topology
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
@@ -55,7 +57,7 @@ def test_a_queue(lesson, scripted, family, rows, static):
     assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)] == told
     assert [r.accepted for r in results] == drafter.accepted
     assert sorted(ended) == [(number, "length") for number in range(7)]
-    assert decoder.how.startswith("eager, ")
+    assert decoder.execution.startswith("eager, ")
 
 
 def test_rows_are_refilled_at_once(lesson):
@@ -90,11 +92,11 @@ def test_requests_are_taken_as_rows_get_free(lesson):
             yield Request(prompt, 6, stop_ids=NONE)
 
     decoder = SpeculativeDecoder(target)
-    results = decoder.serve(coming(), 2, longest=30, on_end=lambda number, result: ended.append(number))
+    results = decoder.serve(coming(), 2, max_length=30, on_end=lambda number, result: ended.append(number))
     assert [r.tokens for r in results] == [row[:6] for row in truth]
     assert all(number - before <= 1 for number, before in taken), "no more than two under way"
     with pytest.raises(ValueError, match="prompt 4 needs 23 tokens with its answer, beyond 20"):
-        decoder.serve(coming(), 2, longest=20)
+        decoder.serve(coming(), 2, max_length=20)
     assert decoder.serve([], 4) == []
 
 
@@ -122,9 +124,9 @@ def test_seeds_and_temperatures_in_one_batch(make_target, static):
     assert alone[1].tokens == greedy[0].tokens
     assert len({tuple(result.tokens) for result in alone}) == 7
     assert max(max(result.accepted) for result in alone) > 1, "paths are walked"
-    assert decoder._step is not None and decoder._step.chooser.kind == (True,) * 4
+    assert decoder._step is not None and decoder._step.verifier.graph_key == (True,) * 4
     decoder.serve([Request(PROMPTS[0], 3, Sampling(), NONE)] * 3, 3, mode="sample")
-    assert decoder._step.chooser.kind == (False,) * 4, "what no request asks for is not done"
+    assert decoder._step.verifier.graph_key == (False,) * 4, "what no request asks for is not done"
 
 
 @pytest.mark.parametrize("rows", [1, 2])

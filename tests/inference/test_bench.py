@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from draftsmith.inference import bench
 from draftsmith.inference.bench import Case, grow_tree, least, quantiles, random_heads, random_target, take_turns
-from draftsmith.inference.step import ATTENTION
+from draftsmith.inference.runner import ATTENTION
 from draftsmith.inference.tree import StaticTree, Topology
 from draftsmith.kernels.bench import Device
 
@@ -265,6 +265,47 @@ def test_the_command(run_main, quick, tmp_path):
         moving = row["moving_commit"]
         assert (moving["nodes"] > 0) == (row["nodes"] == 6) == (moving["seconds"] is not None)  # the others are chains
     assert {row["bound_by"] for row in rows} == {"bytes", "flops"}, "both limits were met"
+
+
+def test_steps_that_are_no_graph_replays_are_refused_on_request(run_main, quick, running, tmp_path):
+    """A static step on the CPU has the shapes of a graph, and is none."""
+    out = tmp_path / "step.json"
+    common = ["--shape", "small", "--device", "cpu", "--threads", 1, "--repeat", 2, "--contexts", 9, "--heads", 3]
+    code, _, err = run_main(bench.main, *common, "--nodes", 3, "--graphs", "--out", out)
+    assert code == 2 and not out.exists()
+    assert err.splitlines()[-1] == (
+        "error: --graphs: 0 of 5 steps with 1 nodes were replayed from a CUDA graph (eager, lean decoder); leave out "
+        "--graphs to measure them anyway"
+    )
+    target = random_target("small", 100, torch.float32, CPU)
+    running(target)
+    case = Case(target, None, grow_tree(1, 3), 1, 9, False)
+    case.check_graphs()  # nothing was launched
+    case.step.eager, case.step._replay = "", case.step.run  # as on a GPU, where a replay does what ``run`` does
+    case.take(2)
+    assert (case.steps, case.replays) == (2, 2)
+    case.check_graphs()
+    case.step.eager = "eager: a capture that failed"
+    case.take(1)
+    with pytest.raises(ValueError, match=r"^--graphs: 2 of 3 steps .* \(eager: a capture that failed, lean decoder\)"):
+        case.check_graphs()
+
+
+def test_a_profile(run_main, quick, tmp_path):
+    out, profile = tmp_path / "step.json", tmp_path / "new" / "profile.txt"
+    code, _, _ = run_main(
+        bench.main, "--shape", "small", "--device", "cpu", "--threads", 1, "--repeat", 1, "--contexts", 9, "--nodes", 3,
+        "--heads", 3, "--profile", profile, "--out", out,
+    )  # fmt: skip
+    assert code == 0
+    text, rows = profile.read_text(), json.loads(out.read_text())["rows"]
+    for row in rows:
+        found = row["profile"]
+        title = f"small, eager, lean decoder, batch 1, context 9, {row['nodes']} nodes: one eager step, "
+        assert f"{title}{found['kernels']} kernels, {found['seconds'] * 1e3:.3f} ms in them\n" in text
+        assert found["kernels"] > 50 and 0 < found["seconds"] < 10
+    assert rows[1]["profile"]["kernels"] > rows[0]["profile"]["kernels"], "drafting and acceptance come on top"
+    assert text.count("aten::mm") + text.count("aten::addmm") >= 2
 
 
 def test_a_stored_target(run_main, quick, tiny_lm):

@@ -14,12 +14,12 @@ from draftsmith.models.target import load_target
 
 def test_between_and_beyond_what_was_measured():
     its = StepCosts({1: 2e-3, 4: 3e-3, 8: 5e-3})
-    assert [its.of(rows) for rows in (1, 2, 4, 6, 8, 12)] == pytest.approx([1, 1 + 0.5 / 3, 1.5, 2.0, 2.5, 3.5])
-    assert its.table(4, 2) == pytest.approx([1.0, *(its.of(rows) / its.of(2) for rows in (4, 6, 8))])
+    assert [its.relative(rows) for rows in (1, 2, 4, 6, 8, 12)] == pytest.approx([1, 1 + 0.5 / 3, 1.5, 2.0, 2.5, 3.5])
+    assert its.table(4, 2) == pytest.approx([1.0, *(its.relative(rows) / its.relative(2) for rows in (4, 6, 8))])
     assert its.seconds(4) == pytest.approx(3e-3)
     disturbed = StepCosts({1: 2e-3, 2: 9e-3, 4: 3e-3})
-    assert disturbed.of(2) == pytest.approx(1.5), "two rows never cost more than four"
-    assert StepCosts({1: 2.0}).of(11) == pytest.approx(2.0), "nothing but one size was timed"
+    assert disturbed.relative(2) == pytest.approx(1.5), "two rows never cost more than four"
+    assert StepCosts({1: 2.0}).relative(11) == pytest.approx(2.0), "nothing but one size was timed"
 
 
 def test_timed_once_and_kept(tiny_lm, tmp_path, monkeypatch):
@@ -27,9 +27,9 @@ def test_timed_once_and_kept(tiny_lm, tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "SECONDS", 0.3)
     target = load_target(str(tiny_lm))
     first = step_costs(target)
-    assert first.plain > 0 and all(cost >= 1 for _, cost in first.points) and first.points[-1][0] >= 8
+    assert first.plain_seconds > 0 and all(cost >= 1 for _, cost in first.points) and first.points[-1][0] >= 8
     (kept,) = read_measured(costs.FILE).values()
-    assert {int(rows): seconds for rows, seconds in kept.items()}[1] >= first.plain
+    assert {int(rows): seconds for rows, seconds in kept.items()}[1] >= first.plain_seconds
     monkeypatch.setattr(costs, "_measure", None)
     assert step_costs(target).points == first.points, "not timed again"
     with pytest.raises(TypeError):
@@ -53,14 +53,14 @@ def test_medusa_takes_the_nodes_that_pay(make_target, slope, nodes):
     drafter.allocate(cache, drafter.max_depth, False)
     assert drafter.greedy.tree.parent.shape[1] == nodes
     assert drafter.sampled.tree.parent.shape[1] == 4
-    assert drafter.price is not None and drafter.price.nodes == nodes
-    assert drafter.price.tokens == pytest.approx(1 + sum([0.6, 0.4, 0.2][: nodes - 1]))
+    assert drafter.estimate is not None and drafter.estimate.nodes == nodes
+    assert drafter.estimate.tokens == pytest.approx(1 + sum([0.6, 0.4, 0.2][: nodes - 1]))
     drafter.allocate(cache, drafter.max_depth, True)
-    assert drafter.greedy.tree.parent.shape[1] == 4 and drafter.price is None, "fixed shapes"
+    assert drafter.greedy.tree.parent.shape[1] == 4 and drafter.estimate is None, "fixed shapes"
     assert torch.equal(drafter.greedy.tree.parent, drafter.sampled.tree.parent)
 
 
 def test_a_target_of_hardly_any_context(make_target):
     """Where no tree of several nodes fits, a plain step alone is timed."""
     its = step_costs(make_target("llama", max_position_embeddings=3))
-    assert its.points[0] == (1, 1.0) and its.of(11) == pytest.approx(2.0)
+    assert its.points[0] == (1, 1.0) and its.relative(11) == pytest.approx(2.0)

@@ -313,7 +313,7 @@ def test_without_a_template_lines_are_texts_of_their_own(run_main, target, tiny_
 
 def test_what_does_not_fit_is_not_sent(run_main, drafter, target, monkeypatch):
     """The conversation stays as it was, until /reset."""
-    fits = "x" * 60  # twice, not three times, in a context of 256
+    fits = "x" * 75  # twice, not three times, in a context of 256
     given = b"\n".join([b"y" * 5000, b"\xff\xfe", *[fits.encode()] * 3, b"x", b"/reset", fits.encode()])
     code, out, err = run_interactive(run_main, monkeypatch, drafter, given, "--max-new-tokens", 5)
     answers = converse(target, [fits, fits, "x"], 5)
@@ -391,8 +391,8 @@ class Terminal:
 
 
 def test_a_conversation_on_a_terminal(drafter):
-    """The second line is the first, brought back by the up key; Ctrl-C ends the long answer; then Ctrl-D."""
-    terminal = Terminal(drafter, "--interactive", "--threads", 1, "--max-new-tokens", 200)
+    """The second line is the first, brought back by the up key; then Ctrl-D."""
+    terminal = Terminal(drafter, "--interactive", "--threads", 1, "--max-new-tokens", 40)
     terminal.wait(b"> ", 1)
     terminal.type(b"import os\n")
     terminal.wait(b"> ", 2)
@@ -523,7 +523,7 @@ def test_bad_prompts(run_main, drafter, tmp_path):
         (["ngram:5"], "'ngram:5': for matches of 2 to 10 tokens write ngram:2-10"),
         (
             ["ngram:9-2", "--target", "models/tiny-lm"],
-            "shortest 9, longest 2: a match has 1 ≤ shortest ≤ longest tokens",
+            "min_match 9, max_match 2: must be 1 ≤ min_match ≤ max_match",
         ),
         (["ngram+"], "'ngram+': a drafter is missing beside '+'; for example runs/demo+ngram"),
         (["ngram+none"], "'ngram+none': 'none' proposes nothing; leave it out"),

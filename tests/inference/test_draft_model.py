@@ -98,7 +98,7 @@ class Checked(DraftModelDrafter):
         paths = {0: (self.texts[row], 1.0)}
         for node in range(1, self.num_nodes):
             above = int(tree.parent[row, node])
-            paths[node] = [*paths[above][0], int(tree.tokens[row, node])], float(tree.chance[row, node])
+            paths[node] = [*paths[above][0], int(tree.tokens[row, node])], float(tree.acceptance[row, node])
         with self.model.attention("sdpa"):
             for node in range(self.num_nodes):
                 children = [n for n in range(self.num_nodes) if int(tree.parent[row, n]) == node]
@@ -108,7 +108,7 @@ class Checked(DraftModelDrafter):
                     logits = self.model.logits(self.model.hidden(ids, at))[0, -1, : self.vocabulary]
                     p, best = logits.softmax(-1).topk(len(children))
                     assert best.tolist() == tree.tokens[row, children].tolist()
-                    torch.testing.assert_close(tree.chance[row, children], paths[node][1] * p, atol=1e-4, rtol=1e-3)
+                    torch.testing.assert_close(tree.acceptance[row, children], paths[node][1] * p, atol=1e-4, rtol=1e-3)
 
     def absorb(self, state, verdict, tree, features):
         super().absorb(state, verdict, tree, features)
@@ -241,19 +241,19 @@ def test_every_draw_has_a_uniform_of_its_own(make_target, monkeypatch):
     target = lossless_suite.soft(make_target)
     drafter = DraftModelDrafter(perturbed(target), target, [2, 2, 1])
     used, drawn = [], []
-    uniforms, draw_from = draft_model.uniforms, draft_model.draw_children
+    philox_uniforms, draw_from = draft_model.philox_uniforms, draft_model.draw_children
 
     def noted(seed, step, count, stream):
         assert stream == 1
         drawn.append([])
-        used.append(uniforms(seed, step, count, stream)[0])
+        used.append(philox_uniforms(seed, step, count, stream)[0])
         return used[-1][None]
 
-    def drawing(q, coins):
-        drawn[-1] += coins.flatten().tolist()
-        return draw_from(q, coins)
+    def drawing(q, uniforms):
+        drawn[-1] += uniforms.flatten().tolist()
+        return draw_from(q, uniforms)
 
-    monkeypatch.setattr(draft_model, "uniforms", noted)
+    monkeypatch.setattr(draft_model, "philox_uniforms", noted)
     monkeypatch.setattr(draft_model, "draw_children", drawing)
     SpeculativeDecoder(target, drafter, static=False).generate([[3, 1]], 24, mode="sample", stop_ids=NONE)
     assert len(used) > 5 and drawn == [each.tolist() for each in used], "all of them, each once"
@@ -264,8 +264,8 @@ def test_draws_without_replacement():
     """The pairs drawn have the distribution q(x) · q(y) / (1 − q(x))."""
     q = torch.tensor([0.5, 0.2, 0.0, 0.3])
     count = 40_000
-    coins = torch.rand(count, 1, 2, generator=torch.Generator().manual_seed(0))
-    tokens, there = draw_children(q.expand(count, 1, 4), coins)
+    uniforms = torch.rand(count, 1, 2, generator=torch.Generator().manual_seed(0))
+    tokens, there = draw_children(q.expand(count, 1, 4), uniforms)
     assert there.all()
     pairs = [pair for pair in itertools.permutations(range(4), 2) if 2 not in pair]
     seen = Counter(map(tuple, tokens[:, 0].tolist()))

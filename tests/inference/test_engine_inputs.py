@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith.inference.drafters.protocol import PlainDrafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.step import PlainDrafter, Step
+from draftsmith.inference.step import Step
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +68,9 @@ WRONG = [
 @pytest.mark.parametrize(("fields", "message"), WRONG, ids=[message[10:40] for _, message in WRONG])
 def test_requests(decoder, fields, message):
     request = Request(**{"prompt": [1, 2], "max_new_tokens": 3} | fields)
-    for longest in (None, 20):  # known beforehand, or as it comes
+    for max_length in (None, 20):  # known beforehand, or as it comes
         with pytest.raises(ValueError) as error:
-            decoder.serve([Request([1], 3), request], 1, longest=longest)
+            decoder.serve([Request([1], 3), request], 1, max_length=max_length)
         assert str(error.value) == message
     with pytest.raises(ValueError, match="prompt 2 is of type list; give a Request"):
         decoder.serve([Request([1], 3), [1, 2]], 1)

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
+from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.step import Drafter
 from draftsmith.inference.tree import StaticTree, Topology
 
 NONE = frozenset()

@@ -7,11 +7,11 @@ import pytest
 import torch
 from scipy import stats
 
-from draftsmith.inference import step as stepping
+from draftsmith.inference import modes
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.lossless import check_sample
-from draftsmith.inference.sampling import Sampling, Settings, law
+from draftsmith.inference.sampling import Sampling, Settings, sampling_distribution
 from draftsmith.inference.tree import Topology
 from draftsmith.inference.verify import Verdict
 from draftsmith.models.medusa import MedusaHeads
@@ -56,30 +56,30 @@ def test_either_decoder_draws_the_same(decoder, mode):
     for sampling in SAMPLINGS.values():
         ours, theirs = (sample(one, sampling, 500, tokens=6, mode=mode) for one in (decoder, other))
         assert (ours != theirs).any(1).sum() <= 1 and len(ours.unique(dim=0)) > (100 if mode == "sample" else 0)
-    assert decoder.how.endswith("lean decoder") and other.how.endswith("transformers decoder (as asked)")
+    assert decoder.execution.endswith("lean decoder") and other.execution.endswith("transformers decoder (as asked)")
 
 
 def joint_law(target, sampling, tokens=3):
     """The law of continuations, by plain forward passes over each of them."""
     texts = torch.tensor([[*PROMPT, *rest] for rest in itertools.product(range(VOCAB), repeat=tokens)])
     logits = target.logits(target.hidden(texts[:, :-1].to(target.device))).cpu()
-    chance = torch.ones(len(texts), dtype=torch.float64)
+    probabilities = torch.ones(len(texts), dtype=torch.float64)
     for place in range(tokens):
         here = len(PROMPT) + place
         seen = torch.zeros(len(texts), 1, VOCAB, dtype=torch.bool)
         seen[:, 0].scatter_(1, texts[:, :here], True)
         settings = Settings([sampling] * len(texts), torch.device("cpu"))
-        p = law(logits[:, here - 1 : here], settings, seen)[:, 0].double()
-        chance *= p.gather(1, texts[:, here, None])[:, 0]
-    return (chance / chance.sum()).numpy()
+        p = sampling_distribution(logits[:, here - 1 : here], settings, seen)[:, 0].double()
+        probabilities *= p.gather(1, texts[:, here, None])[:, 0]
+    return (probabilities / probabilities.sum()).numpy()
 
 
-def p_value(outputs, chance):
+def p_value(outputs, probabilities):
     """Of χ² over all continuations; those rarer than five expected are counted together."""
     index = (outputs * torch.tensor([VOCAB**2, VOCAB, 1])).sum(1)
     counts = torch.bincount(index, minlength=VOCAB**3).double().numpy()
-    assert counts[chance == 0].sum() == 0, "nothing that the target never says"
-    expected = chance * len(outputs)
+    assert counts[probabilities == 0].sum() == 0, "nothing that the target never says"
+    expected = probabilities * len(outputs)
     rare = expected < 5
     counts = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
@@ -91,16 +91,16 @@ def p_value(outputs, chance):
 @torch.no_grad()
 def test_three_tokens_have_the_targets_law(decoder, name):
     sampling = SAMPLINGS[name]
-    chance = joint_law(decoder.target, sampling)
-    assert np.sort(chance)[-1] < 0.5, "the law leaves something to chance"
-    assert p_value(sample(decoder, sampling, 30_000), chance) > ALPHA
+    probabilities = joint_law(decoder.target, sampling)
+    assert np.sort(probabilities)[-1] < 0.5, "the law leaves something to chance"
+    assert p_value(sample(decoder, sampling, 30_000), probabilities) > ALPHA
 
 
 @torch.no_grad()
 def test_noise_used_twice_is_found(decoder, monkeypatch):
     """The marginals stay right; the joint law of several tokens does not."""
-    uniforms = stepping.uniforms
-    monkeypatch.setattr(stepping, "uniforms", lambda seed, step, count: uniforms(seed, step * 0, count))
+    philox_uniforms = modes.philox_uniforms
+    monkeypatch.setattr(modes, "philox_uniforms", lambda seed, step, count: philox_uniforms(seed, step * 0, count))
     assert p_value(sample(decoder, Sampling(), 30_000), joint_law(decoder.target, Sampling())) < ALPHA
 
 
@@ -131,12 +131,12 @@ def test_drafts_are_accepted(decoder):
 def test_the_check_on_the_users_machine(decoder, monkeypatch):
     right = check_sample(decoder, [PROMPT, [2, 2]], Sampling(temperature=0.9), batch_size=256)
     assert right.passed and right.checked == 2 * 256 * 2 and right.mismatches == 0 and right.p_value > ALPHA
-    verify = stepping.verify_sample
+    verify = modes.verify_sample
 
-    def credulous(tree, p, coins, last_coin, max_depth, draws) -> Verdict:
-        return verify(tree, p, coins * 0.1, last_coin, max_depth, draws)  # accepts too much
+    def credulous(tree, p, uniforms, bonus_uniform, max_depth, draws) -> Verdict:
+        return verify(tree, p, uniforms * 0.1, bonus_uniform, max_depth, draws)  # accepts too much
 
-    monkeypatch.setattr(stepping, "verify_sample", credulous)
+    monkeypatch.setattr(modes, "verify_sample", credulous)
     wrong = check_sample(decoder, [PROMPT, [2, 2]], Sampling(temperature=0.9), batch_size=256)
     assert not wrong.passed and wrong.p_value < ALPHA
 
@@ -150,12 +150,12 @@ def test_the_check_is_of_the_parameters_asked_for(decoder, monkeypatch, paramete
     """An engine that does not heed a parameter is found with that parameter, and only with it."""
     prompts, done = [[2], [0]], []
     assert check_sample(decoder, prompts, Sampling(**parameters), 256, done.append).passed and done == [1, 2]
-    law_of, device = stepping.law, decoder.target.device
+    law_of, device = modes.sampling_distribution, decoder.target.device
 
     def heedless(logits, settings, seen=None):
         return law_of(logits, Settings([Sampling()] * len(logits), device))
 
-    monkeypatch.setattr(stepping, "law", heedless)
+    monkeypatch.setattr(modes, "sampling_distribution", heedless)
     assert not check_sample(decoder, prompts, Sampling(**parameters), 256).passed
     assert check_sample(decoder, prompts, Sampling(), 256).passed
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.drafters.protocol import State
 from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.step import State
 from draftsmith.inference.tree import Topology, chain
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.medusa import MedusaHeads

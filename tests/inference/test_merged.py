@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from draftsmith.inference.cache import KVCache
-from draftsmith.inference.costs import StepCosts, paying
+from draftsmith.inference.costs import StepCosts, best_node_counts
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.sampling import Sampling, Settings, uniforms
-from draftsmith.inference.step import Drafter, Price, State
+from draftsmith.inference.drafters.protocol import Drafter, DraftEstimate, State
+from draftsmith.inference.sampling import Sampling, Settings, philox_uniforms
 from draftsmith.inference.tree import Draws, TokenTree, bitsets
 from draftsmith.inference.verify import Verdict, verify_sample
 from draftsmith.kernels.verify import IID
@@ -56,11 +56,11 @@ class Given(Drafter):
                 torch.tensor([1.0, *row.values(), *[0.0] * padding]),
             ))  # fmt: skip
         parts = (torch.stack(part).expand(len(state.root), *part[0].shape) for part in zip(*made, strict=True))
-        *parts, chance = parts
-        return TokenTree(*parts, chance=chance)
+        *parts, acceptance = parts
+        return TokenTree(*parts, acceptance=acceptance)
 
     def absorb(self, state, verdict, tree, features):
-        self.absorbed.append(None if verdict.own is None else verdict.own.tolist())
+        self.absorbed.append(None if verdict.own_path is None else verdict.own_path.tolist())
 
 
 def state_of(rows, sampled=False):
@@ -146,11 +146,11 @@ def test_the_nodes_that_pay(target, data):
         for path in {**one, **other}
     }
     likeliest = sorted(joint.values(), reverse=True)
-    speeds = [(1 + sum(likeliest[:n])) / costs.of(n + 1) for n in range(min(most, len(joint) + 1))]
+    speeds = [(1 + sum(likeliest[:n])) / costs.relative(n + 1) for n in range(min(most, len(joint) + 1))]
     tree = drafter.propose(state_of(1))
     kept = [path for path in paths_of(tree, 0) if path]
     assert len(kept) < most or not kept
-    speed = (1 + sum(joint[path] for path in kept)) / costs.of(len(kept) + 1)
+    speed = (1 + sum(joint[path] for path in kept)) / costs.relative(len(kept) + 1)
     assert speed == pytest.approx(max(speeds), rel=1e-3)
     assert tree.tokens.shape[1] == len(kept) + 1, "no padding"
 
@@ -180,8 +180,8 @@ class Drawing(Drafter):
 
     def propose(self, state):
         rows = len(state.root)
-        coins = uniforms(state.settings.seed, state.step, 2, state.stream)
-        drawn = torch.searchsorted(self.q.cumsum(0), coins, right=True).clamp(max=4)
+        uniforms = philox_uniforms(state.settings.seed, state.step, 2, state.stream)
+        drawn = torch.searchsorted(self.q.cumsum(0), uniforms, right=True).clamp(max=4)
         parent = torch.tensor([-1, 0, 1], dtype=torch.int32).expand(rows, -1)
         ones = torch.ones(rows, 3, dtype=torch.bool)
         child = torch.tensor([[1], [2], [-1]]).expand(rows, -1, -1)
@@ -190,16 +190,16 @@ class Drawing(Drafter):
         )
         return TokenTree(
             torch.cat([state.root[:, None], drawn], 1), parent, parent + 1, bitsets([-1, 0, 1]).expand(rows, -1, -1),
-            ones, draws=draws, chance=torch.tensor([1.0, 0.5, 0.2]).expand(rows, -1),
+            ones, draws=draws, acceptance=torch.tensor([1.0, 0.5, 0.2]).expand(rows, -1),
         )  # fmt: skip
 
 
 def first_two(tree, rows, generator):
     """The first two tokens that are committed if the target's distribution is P everywhere."""
     nodes, most = tree.tokens.shape[1], tree.draws.child.shape[2]
-    coins = torch.rand(rows, nodes, most, generator=generator)
+    uniforms = torch.rand(rows, nodes, most, generator=generator)
     behind = torch.tensor(P).expand(rows, nodes, -1)
-    verdict = verify_sample(tree, behind, coins, torch.rand(rows, generator=generator), 2)
+    verdict = verify_sample(tree, behind, uniforms, torch.rand(rows, generator=generator), 2)
     drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=nodes - 1))
     fresh = torch.multinomial(torch.tensor(P).expand(rows, -1), 1, replacement=True, generator=generator)
     tokens = torch.cat([drafted, fresh], 1)
@@ -220,7 +220,7 @@ def merged_to_a_set(tree):
         again = (child[..., :turn] == child[..., turn : turn + 1]).any(-1)
         child[..., turn] = torch.where(again, -1, child[..., turn])
     return TokenTree(tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid,
-                     draws=Draws(child, tree.draws.kind, tree.draws.law, tree.draws.q))  # fmt: skip
+                     draws=Draws(child, tree.draws.kind, tree.draws.q_row, tree.draws.q))  # fmt: skip
 
 
 @pytest.fixture
@@ -262,11 +262,11 @@ def test_what_is_kept_does_not_depend_on_what_was_drawn(small):
         assert len(kept) == 1 and len(next(iter(kept))) == wanted
 
 
-def test_paying_by_row_and_together():
-    chance = torch.tensor([[1.0, 0.9, 0.8], [1.0, 0.1, 0.0]])
-    table = torch.tensor([1.0, 1.3, 1.75])
-    assert paying(chance, table, together=False).tolist() == [3, 1]
-    assert paying(chance, table, together=True).tolist() == [2]
+def test_node_counts_by_row_and_for_the_whole_batch():
+    acceptance = torch.tensor([[1.0, 0.9, 0.8], [1.0, 0.1, 0.0]])
+    times = torch.tensor([1.0, 1.3, 1.75])
+    assert best_node_counts(acceptance, times, whole_batch=False).tolist() == [3, 1]
+    assert best_node_counts(acceptance, times, whole_batch=True).tolist() == [2]
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -274,7 +274,7 @@ def test_whether_it_pays_to_ask(target, right):
     """A drafter of known price is asked after the others: while its nodes come true as its price says, and not any more
     once they have not for some steps. In another text it begins anew."""
     priced = Given({(1,): 0.8, (1, 2): 0.7})
-    priced.price = Price(0.3, 3, 2.5)
+    priced.estimate = DraftEstimate(0.3, 3, 2.5)
     other = Given({(5,): 0.4}, nodes=2)
     drafter = merged(target, [priced, other], 1, costs=StepCosts({1: 1e-2, 2: 1.1e-2, 8: 1.8e-2}))
     state, asked = state_of(1), []

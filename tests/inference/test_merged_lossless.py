@@ -42,7 +42,7 @@ def draft_model(target: Target, seed: int, expansion: list[int]) -> DraftModelDr
 
 def merge(kind: str, costs: StepCosts | None = None, nodes: int = 40):
     def make(target: Target) -> MergedDrafter:
-        ngram = NgramDrafter(target, depth=3, shortest=1, costs=costs)
+        ngram = NgramDrafter(target, depth=3, min_match=1, costs=costs)
         members = {
             "heads and n-grams": lambda: {"heads": heads(target, costs), "ngram": ngram},
             "a draft model and n-grams": lambda: {"draft": draft_model(target, 1, [2, 1, 1]), "ngram": ngram},
@@ -77,7 +77,7 @@ def test_lossless_by_cost(make_target):
     """Trees cut by cost, and heads that are asked where it pays."""
 
     def deeper(target):  # heads look three tokens ahead
-        ngram = NgramDrafter(target, depth=5, shortest=1, costs=COSTS)
+        ngram = NgramDrafter(target, depth=5, min_match=1, costs=COSTS)
         return MergedDrafter({"heads": heads(target, COSTS), "ngram": ngram}, target, 12, COSTS)
 
     check_greedy(make_target, deeper, own=False)

@@ -9,8 +9,8 @@ import torch
 
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import StepCosts
-from draftsmith.inference.drafters.ngram import BEGINS, PRIOR, STRENGTH, NgramDrafter
-from draftsmith.inference.step import State
+from draftsmith.inference.drafters.ngram import CLASS_STARTS, PRIOR, PRIOR_COUNT, NgramDrafter
+from draftsmith.inference.drafters.protocol import State
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.tree_attention import ancestor_mask
 
@@ -22,19 +22,19 @@ FREE = StepCosts({1: 1.0, 30_000: 2.0})  # nodes cost little, also in a batch of
 class Reference:
     """One text, its candidates, and what came true in it."""
 
-    def __init__(self, longest, shortest, depth, branches):
-        self.longest, self.shortest, self.depth, self.branches = longest, shortest, depth, branches
-        self.right = [share * STRENGTH for share in PRIOR]
-        self.tried = [STRENGTH] * len(PRIOR)
+    def __init__(self, max_match, min_match, depth, branches):
+        self.max_match, self.min_match, self.depth, self.branches = max_match, min_match, depth, branches
+        self.right = [share * PRIOR_COUNT for share in PRIOR]
+        self.tried = [PRIOR_COUNT] * len(PRIOR)
 
     def matches(self, text):
         """(tokens that match, where the match ends), the best first."""
         found = []
         for end in range(len(text) - 1):
             length = 0
-            while length < min(self.longest, end + 1) and text[end - length] == text[len(text) - 1 - length]:
+            while length < min(self.max_match, end + 1) and text[end - length] == text[len(text) - 1 - length]:
                 length += 1
-            if length >= self.shortest:
+            if length >= self.min_match:
                 found.append((length, end))
         return sorted(found, reverse=True)[: self.branches]
 
@@ -42,15 +42,15 @@ class Reference:
         """Path → (chance, class), in the order of the nodes."""
         nodes = {}
         for turn, (length, end) in enumerate(self.matches(text)):
-            path, chance, own = (), 1.0, turn == 0
+            path, acceptance, own = (), 1.0, turn == 0
             for k in range(self.depth):
                 path += (text[end + 1 + k % (len(text) - 1 - end)],)
                 if path not in nodes:
-                    kind = max(n for n, begin in enumerate(BEGINS) if begin <= length + k)
-                    kind += 0 if own else len(BEGINS)
+                    kind = max(n for n, begin in enumerate(CLASS_STARTS) if begin <= length + k)
+                    kind += 0 if own else len(CLASS_STARTS)
                     own = True
-                    nodes[path] = (chance * self.right[kind] / self.tried[kind], kind)
-                chance = nodes[path][0]
+                    nodes[path] = (acceptance * self.right[kind] / self.tried[kind], kind)
+                acceptance = nodes[path][0]
         return nodes
 
     def absorb(self, nodes, committed):
@@ -98,17 +98,17 @@ class Driver:
         rows, nodes = tree.tokens.shape
         assert nodes <= self.drafter.num_nodes and tree.ancestors.shape[2] == -(-nodes // 64)
         assert tree.parent.dtype == tree.depth.dtype == torch.int32
-        assert tree.tokens.shape == tree.valid.shape == tree.source.shape == tree.chance.shape == (rows, nodes)
+        assert tree.tokens.shape == tree.valid.shape == tree.source.shape == tree.acceptance.shape == (rows, nodes)
         assert bool((tree.tokens[row] >= 0).all())
         mask = ancestor_mask(tree.ancestors, nodes)
         if tree.mask is not None:
             assert torch.equal(mask, tree.mask)
         assert bool(mask[row, :, 0].all()), "a node that sees nothing of its tree"
-        assert int(tree.parent[row, 0]) == -1 and float(tree.chance[row, 0]) == 1 and int(tree.source[row, 0]) == 0
+        assert int(tree.parent[row, 0]) == -1 and float(tree.acceptance[row, 0]) == 1 and int(tree.source[row, 0]) == 0
         above = {0: {0}}
         for node in range(1, nodes):
             if not tree.valid[row, node]:
-                assert float(tree.chance[row, node]) == 0 and int(tree.source[row, node]) == 0
+                assert float(tree.acceptance[row, node]) == 0 and int(tree.source[row, node]) == 0
                 continue
             parent = int(tree.parent[row, node])
             names[node] = (*names[parent], int(tree.tokens[row, node]))
@@ -116,7 +116,7 @@ class Driver:
             assert int(tree.depth[row, node]) == len(names[node]) and int(tree.source[row, node]) == 1
             assert set(mask[row, node].nonzero().flatten().tolist()) == above[node]
             assert names[node] not in found, "two nodes for one path"
-            found[names[node]] = (float(tree.chance[row, node]), node)
+            found[names[node]] = (float(tree.acceptance[row, node]), node)
         return found
 
     def absorb(self, futures):
@@ -156,10 +156,10 @@ def repetitive(rng, count, alphabet):
 @pytest.mark.parametrize(
     "options",
     [
-        {"longest": 10, "shortest": 2, "depth": 10, "branches": 2},
-        {"longest": 4, "shortest": 1, "depth": 5, "branches": 3},
-        {"longest": 1, "shortest": 1, "depth": 1, "branches": 1},
-        {"longest": 6, "shortest": 3, "depth": 23, "branches": 3},  # 70 nodes: two words
+        {"max_match": 10, "min_match": 2, "depth": 10, "branches": 2},
+        {"max_match": 4, "min_match": 1, "depth": 5, "branches": 3},
+        {"max_match": 1, "min_match": 1, "depth": 1, "branches": 1},
+        {"max_match": 6, "min_match": 3, "depth": 23, "branches": 3},  # 70 nodes: two words
     ],
     ids=str,
 )
@@ -186,8 +186,8 @@ def test_reference(make_target, options, static):
             text = texts[row][: done[row]] if driver.cache.lengths[row] else []
             wanted.append(reference.nodes(text) if text else {})
             assert list(found[row]) == list(wanted[row]), f"step {step}, row {row}"
-            for path, (chance, _) in wanted[row].items():
-                assert found[row][path][0] == pytest.approx(chance, rel=1e-5)
+            for path, (acceptance, _) in wanted[row].items():
+                assert found[row][path][0] == pytest.approx(acceptance, rel=1e-5)
             seen["nothing"] += not found[row]
             seen["forks"] += len(found[row]) > options["depth"]
             seen["periodic"] += any(len(text) - 1 - end < options["depth"] for _, end in reference.matches(text))
@@ -218,23 +218,23 @@ def chain(*tokens):
 
 @MODES
 def test_matches_and_their_order(make_target, static):
-    options = {"depth": 2, "shortest": 1, "longest": 3}
+    options = {"depth": 2, "min_match": 1, "max_match": 3}
 
     def one(text, branches=1, **more):
         return proposed(make_target, static, text, branches=branches, **(options | more))
 
     # The longest match, though others are more recent.
     assert one([1, 2, 3, 7, 7, 9, 3, 8, 8, 1, 2, 3]) == chain(7, 7)
-    assert one([1, 2, 3, 7, 7, 9, 3, 8, 8, 1, 2, 3], longest=1) == chain(8, 8)  # both count as one token
+    assert one([1, 2, 3, 7, 7, 9, 3, 8, 8, 1, 2, 3], max_match=1) == chain(8, 8)  # both count as one token
     # Of equally long ones the most recent; the other one is the second branch.
     assert one([2, 3, 7, 7, 2, 3, 8, 8, 5, 2, 3]) == chain(8, 8)
     assert one([2, 3, 7, 7, 2, 3, 8, 8, 5, 2, 3], branches=2) == chain(8, 8) + chain(7, 7)
-    # At least `shortest`.
-    assert one([4, 3, 7, 7, 5, 3], shortest=2) == []
-    assert one([5, 3, 7, 7, 5, 3], shortest=2) == chain(7, 7)
+    # At least `min_match`.
+    assert one([4, 3, 7, 7, 5, 3], min_match=2) == []
+    assert one([5, 3, 7, 7, 5, 3], min_match=2) == chain(7, 7)
     # A match ends with the text's first token.
     assert one([3, 7, 7, 5, 3]) == chain(7, 7)
-    assert one([3, 7, 7, 5, 3], shortest=2) == []
+    assert one([3, 7, 7, 5, 3], min_match=2) == []
     # Continuations into the text's end go on from the match again.
     assert one([9, 1, 2, 1, 2], depth=5) == chain(1, 2, 1, 2, 1)
     assert one([5, 5], depth=3) == chain(5, 5, 5)
@@ -247,7 +247,7 @@ def test_matches_and_their_order(make_target, static):
 @MODES
 def test_nothing_behind_the_text_is_seen(make_target, static):
     """Padding (equal to the root here), and what an earlier text left in the row."""
-    options = {"depth": 3, "shortest": 1}
+    options = {"depth": 3, "min_match": 1}
     assert proposed(make_target, static, [1, 2, 3], before=[[3, 4] * 20], **options) == []
     driver = Driver(make_target("llama"), 2, static, **options)
     driver.begin(slice(0, 2), [[1, 2, 3], [4, 5, 6, 7, 8, 6]])
@@ -260,7 +260,7 @@ def test_nothing_behind_the_text_is_seen(make_target, static):
 def test_chance_follows_the_text(make_target, static):
     """It begins as measured elsewhere, and in a loop and in a text without repetition soon says so; of an earlier text
     in the row nothing is left."""
-    options = {"longest": 4, "shortest": 1, "depth": 3, "branches": 1}
+    options = {"max_match": 4, "min_match": 1, "depth": 3, "branches": 1}
     driver = Driver(make_target("llama"), 1, static, **options)
     never = [token for number in range(6, 46) for token in (number, 5)]  # behind a 5 never what was there before
     always = [1, 2] * 60
@@ -274,14 +274,14 @@ def test_chance_follows_the_text(make_target, static):
             place += len(driver.absorb([text[place : place + 4]])[0])
             steps += 1
         (found,) = driver.propose()
-        chance = next(iter(found.values()))[0]
-        assert chance < 0.6 * PRIOR[0] if text is never else chance > 0.85
+        acceptance = next(iter(found.values()))[0]
+        assert acceptance < 0.6 * PRIOR[0] if text is never else acceptance > 0.85
 
 
 @MODES
 def test_buffers(make_target, static):
     """A step that is undone by putting them back leaves nothing behind."""
-    driver, text = Driver(make_target("llama"), 1, static, shortest=1), [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1]
+    driver, text = Driver(make_target("llama"), 1, static, min_match=1), [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1]
     driver.begin(slice(0, 1), [text])
     before = driver.propose()
     buffers = [*driver.drafter.buffers(), driver.cache.lengths, driver.root]
@@ -307,7 +307,7 @@ def test_nodes_by_cost(make_target, slope):
     """The best expected tokens per time among all trees with as many nodes in each row, by trying them all."""
     rng, target = random.Random(0), make_target("llama")
     costs = StepCosts({1: 1.0, 2: 1.0 + slope, 4: 1 + 1.5 * slope, 60: 1 + 30 * slope})
-    options = {"longest": 5, "shortest": 1, "depth": 4}
+    options = {"max_match": 5, "min_match": 1, "depth": 4}
     sizes = set()
     for case in range(25):
         rows = 1 + case % 3
@@ -329,7 +329,7 @@ def test_nodes_by_cost(make_target, slope):
         active = rows - (rows == 3)
 
         def value(gains, count, rows=rows, active=active):
-            return (active + sum(gains)) / costs.of(count * rows)
+            return (active + sum(gains)) / costs.relative(count * rows)
 
         ideal = max(
             value([max(gain for size, gain in each.items() if size < count) for each in best], count)
@@ -338,7 +338,7 @@ def test_nodes_by_cost(make_target, slope):
         count = cut.tree.tokens.shape[1]
         sizes.add(count)
         assert all(set(few) <= set(many) for few, many in zip(found[1], found[0], strict=True))
-        got = [sum(chance for chance, _ in nodes.values()) for nodes in found[1]]
+        got = [sum(acceptance for acceptance, _ in nodes.values()) for nodes in found[1]]
         assert value(got, count) == pytest.approx(ideal, rel=1e-5)
     assert (1 in sizes) == (slope > 0.1) or len(sizes) > 3
 
@@ -347,7 +347,7 @@ def test_lossless(make_target):
     """Each text's seed makes its text, whoever is beside it, as its own drafts do not depend on others."""
 
     def make(target):
-        return NgramDrafter(target, depth=4, shortest=1)
+        return NgramDrafter(target, depth=4, min_match=1)
 
     lossless_suite.check_static(make_target, make)
     lossless_suite.check_warm_up(make_target, make)
@@ -359,7 +359,7 @@ def test_lossless(make_target):
 @pytest.mark.parametrize(("name", "static", "costs"), [("plain", True, None), ("cut", False, FREE)])
 def test_lossless_sampling(make_target, name, static, costs):
     def make(target):
-        return NgramDrafter(target, depth=3, shortest=1, costs=costs)
+        return NgramDrafter(target, depth=3, min_match=1, costs=costs)
 
     steps = lossless_suite.check_sampling(make_target, make, name, static=static, count=6000, rows=6000)
     assert {2, 3} <= set(steps) <= {1, 2, 3}
@@ -369,7 +369,7 @@ def test_lossless_by_cost(make_target):
     """Trees of all sizes and depths follow on one another."""
 
     def make(target):
-        return NgramDrafter(target, depth=4, shortest=1, costs=StepCosts({1: 1.0, 9: 3.0, 27: 4.0}))
+        return NgramDrafter(target, depth=4, min_match=1, costs=StepCosts({1: 1.0, 9: 3.0, 27: 4.0}))
 
     lossless_suite.check_static(make_target, make)
     assert len(lossless_suite.check_greedy(make_target, make, own=False)) > 3
@@ -377,9 +377,9 @@ def test_lossless_by_cost(make_target):
 
 def test_numbers_are_checked(make_target):
     target = make_target("llama")
-    with pytest.raises(ValueError, match="shortest 3, longest 2: a match has 1 ≤ shortest ≤ longest tokens"):
-        NgramDrafter(target, shortest=3, longest=2)
-    with pytest.raises(ValueError, match="shortest 0"):
-        NgramDrafter(target, shortest=0)
-    with pytest.raises(ValueError, match="depth 0, branches 2: each has to be at least 1"):
+    with pytest.raises(ValueError, match="min_match 3, max_match 2: must be 1 ≤ min_match ≤ max_match"):
+        NgramDrafter(target, min_match=3, max_match=2)
+    with pytest.raises(ValueError, match="min_match 0"):
+        NgramDrafter(target, min_match=0)
+    with pytest.raises(ValueError, match="depth 0, branches 2: each must be at least 1"):
         NgramDrafter(target, depth=0)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from lossless_suite import check_drafter, check_greedy, check_sampling, check_seeds, check_warm_up
 
-from draftsmith.inference.sampling import uniforms
-from draftsmith.inference.step import Drafter
+from draftsmith.inference.drafters.protocol import Drafter
+from draftsmith.inference.sampling import philox_uniforms
 from draftsmith.inference.tree import Draws, StaticTree, TokenTree
 from draftsmith.kernels.verify import WITHOUT_REPLACEMENT, draw
 
@@ -26,7 +26,7 @@ class BigramDrafter(Drafter):
         self.vocabulary, self.device = target.vocab_size, target.device
         self.ids = torch.tensor([token for token in range(self.vocabulary) if token % 7 != 3], device=self.device)
         self.tree = StaticTree(PARENTS, self.device)
-        self.law = torch.tensor([[[0], [1], [0], [2], [0], [0]]], device=self.device).expand(-1, -1, self.branching)
+        self.q_row = torch.tensor([[[0], [1], [0], [2], [0], [0]]], device=self.device).expand(-1, -1, self.branching)
 
     def allocate(self, cache, max_depth, static):
         rows, self.fixed = cache.rows, static
@@ -65,16 +65,16 @@ class BigramDrafter(Drafter):
                 tokens[:, child] = self.ids[place]
                 left = left.scatter(1, place[:, None], 0.0)
         valid = torch.arange(nodes, device=self.device) < size[:, None]
-        child, law = (part[:, :nodes].expand(rows, -1, -1) for part in (self.tree.draws.child, self.law))
+        child, q_row = (part[:, :nodes].expand(rows, -1, -1) for part in (self.tree.draws.child, self.q_row))
         child = torch.where(child < size[:, None, None], child, -1)
         kind = torch.full_like(child, WITHOUT_REPLACEMENT, dtype=torch.int8)
-        draws = None if noise is None else Draws(child, kind, law, torch.stack(q, 1), self.ids[None, None])
+        draws = None if noise is None else Draws(child, kind, q_row, torch.stack(q, 1), self.ids[None, None])
         shape = (part[:, :nodes].expand(rows, -1) for part in (self.tree.parent, self.tree.depth))
         ancestors = self.tree.ancestors[:, :nodes].expand(rows, -1, -1)
         return TokenTree(tokens[:, :nodes], *shape, ancestors, valid, draws=draws)
 
     def noise(self, state):
-        return uniforms(state.settings.seed, state.step, 6, stream=state.stream)
+        return philox_uniforms(state.settings.seed, state.step, 6, stream=state.stream)
 
     def absorb(self, state, verdict, tree, features):
         path = tree.tokens.gather(1, verdict.path.clamp(max=tree.tokens.shape[1] - 1))
@@ -122,14 +122,14 @@ class RepeatedNoise(BigramDrafter):
     """Every step draws with the verifier's numbers of the text's first step."""
 
     def noise(self, state):
-        return uniforms(state.settings.seed, state.step * 0 + 1, 6)
+        return philox_uniforms(state.settings.seed, state.step * 0 + 1, 6)
 
 
 class RepeatedNoiseOfItsOwn(BigramDrafter):
     """Every step draws with the same numbers, which nothing but this drafter uses."""
 
     def noise(self, state):
-        return uniforms(state.settings.seed, state.step * 0, 6, stream=state.stream)
+        return philox_uniforms(state.settings.seed, state.step * 0, 6, stream=state.stream)
 
 
 def test_state_that_a_new_text_finds(make_target):

@@ -42,7 +42,7 @@ from transformers import (
 )
 
 from draftsmith.inference import verify
-from draftsmith.inference.sampling import Sampling, Settings, law, uniforms
+from draftsmith.inference.sampling import Sampling, Settings, philox_uniforms, sampling_distribution
 from draftsmith.inference.tree import Draws, StaticTree, TokenTree, Topology
 from draftsmith.inference.verify import Verdict, verify_typical
 from draftsmith.kernels.tree_attention import ancestor_mask
@@ -58,14 +58,14 @@ def on_the_device(device):
     WHERE["verifier"] = device
 
 
-def verify_sample(tree, p, coins, last_coin, max_depth):
+def verify_sample(tree, p, uniforms, bonus_uniform, max_depth):
     """The verifier under test, on --device: on a GPU, its kernels."""
     there = WHERE["verifier"]
     d = tree.draws
-    draws = Draws(*(None if part is None else part.to(there) for part in (d.child, d.kind, d.law, d.q, d.ids)))
+    draws = Draws(*(None if part is None else part.to(there) for part in (d.child, d.kind, d.q_row, d.q, d.ids)))
     parts = (tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid)
     moved = TokenTree(*(part.to(there) for part in parts), draws=draws)
-    verdict = verify.verify_sample(moved, p.to(there), coins.to(there), last_coin.to(there), max_depth)
+    verdict = verify.verify_sample(moved, p.to(there), uniforms.to(there), bonus_uniform.to(there), max_depth)
     parts = (verdict.path, verdict.length, verdict.node, verdict.bonus, verdict.finite)
     return Verdict(*(part.cpu() for part in parts))
 
@@ -104,7 +104,7 @@ def test_the_law_is_that_of_transformers(sampling):
     if s.min_p:
         chain.append(MinPLogitsWarper(s.min_p))
     theirs = chain(texts, logits[0].clone()).softmax(-1)
-    ours = law(logits, Settings([sampling], CPU), seen)[0]
+    ours = sampling_distribution(logits, Settings([sampling], CPU), seen)[0]
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
     assert ((ours == 0) == (theirs == 0)).all()
 
@@ -113,11 +113,13 @@ def test_each_row_its_own_settings():
     torch.manual_seed(1)
     logits = torch.randn(3, 2, 30)
     each = [Sampling(temperature=0), Sampling(top_k=3), Sampling(temperature=2.0, min_p=0.1)]
-    together = law(logits, Settings(each, CPU))
+    together = sampling_distribution(logits, Settings(each, CPU))
     for row, sampling in enumerate(each):
-        torch.testing.assert_close(together[row], law(logits[row : row + 1], Settings([sampling], CPU))[0])
+        torch.testing.assert_close(
+            together[row], sampling_distribution(logits[row : row + 1], Settings([sampling], CPU))[0]
+        )
     assert (together[0].max(-1).values == 1).all() and (together[0].argmax(-1) == logits[0].argmax(-1)).all()
-    tied = law(torch.tensor([[[1.0, 2.0, 2.0, 0.0]]]), Settings([Sampling(top_k=1)], CPU))
+    tied = sampling_distribution(torch.tensor([[[1.0, 2.0, 2.0, 0.0]]]), Settings([Sampling(top_k=1)], CPU))
     assert tied[0, 0].tolist() == [0, 0.5, 0.5, 0], "what ties at the cut stays"
 
 
@@ -128,7 +130,7 @@ def test_parameters_put_into_a_row_are_those_of_a_fresh_one():
     ]
     fresh, refilled = Settings([*each, Sampling()], CPU), Settings([each[1], Sampling(min_p=0.9), each[0]], CPU)
     for row, sampling in enumerate([*each, Sampling()]):
-        refilled.put(row, sampling)
+        refilled.set_row(row, sampling)
     for settings in (refilled, refilled[0:3]):
         for name in ("temperature", "top_k", "top_p", "min_p", "penalty", "seed", "epsilon", "delta"):
             assert torch.equal(getattr(settings, name), getattr(fresh, name)), name
@@ -139,8 +141,8 @@ def test_parameters_put_into_a_row_are_those_of_a_fresh_one():
 def test_top_p_that_is_met_exactly_is_enough():
     """As in ``transformers``: the token behind which the sum equals top-p is the last."""
     logits = torch.tensor([[[0.5, 0.25, 0.25]]]).log()
-    assert law(logits, Settings([Sampling(top_p=0.5)], CPU)).tolist() == [[[1, 0, 0]]]
-    assert law(logits, Settings([Sampling(top_p=0.5001)], CPU)).tolist() == [[[0.5, 0.25, 0.25]]]
+    assert sampling_distribution(logits, Settings([Sampling(top_p=0.5)], CPU)).tolist() == [[[1, 0, 0]]]
+    assert sampling_distribution(logits, Settings([Sampling(top_p=0.5001)], CPU)).tolist() == [[[0.5, 0.25, 0.25]]]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e30, 3e38])
@@ -150,7 +152,7 @@ def test_nothing_overflows(scale):
     logits = torch.rand(40, 3, 9) * 2 - 1
     temperatures = [1e-9, 1e-4, 0.1, 1.0, 100.0]
     each = [Sampling(temperature=temperatures[row % 5], top_k=8, top_p=0.999999, min_p=1e-9) for row in range(40)]
-    p = law(logits * scale, Settings(each, CPU))
+    p = sampling_distribution(logits * scale, Settings(each, CPU))
     wide = logits.double() * scale / torch.tensor(temperatures).double().repeat(8)[:, None, None]
     # What is cut away has hardly any mass, but for the last place of eight.
     kept = torch.where(wide >= wide.topk(8).values[..., -1:], wide, -torch.inf).softmax(-1)
@@ -172,17 +174,17 @@ def test_random_numbers():
     """Philox's published test vectors; no row depends on another."""
     zero, ones = torch.zeros(1, dtype=torch.int64), torch.full((1,), -1, dtype=torch.int64)
     words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    assert uniforms(zero, zero, 4)[0].tolist() == [(w >> 8) * 2.0**-24 for w in words]
-    assert not torch.equal(uniforms(ones, zero, 4), uniforms(zero, zero, 4))
+    assert philox_uniforms(zero, zero, 4)[0].tolist() == [(w >> 8) * 2.0**-24 for w in words]
+    assert not torch.equal(philox_uniforms(ones, zero, 4), philox_uniforms(zero, zero, 4))
     for high in (1 << 32, 1 << 40, 1 << 61):  # every bit counts, of seeds and of steps
-        assert not torch.equal(uniforms(zero + high, zero, 4), uniforms(zero, zero, 4))
-        assert not torch.equal(uniforms(zero, zero + high, 4), uniforms(zero, zero, 4))
+        assert not torch.equal(philox_uniforms(zero + high, zero, 4), philox_uniforms(zero, zero, 4))
+        assert not torch.equal(philox_uniforms(zero, zero + high, 4), philox_uniforms(zero, zero, 4))
     seeds, steps = torch.tensor([5, 1 << 40, 5]), torch.tensor([0, 3, 1])
-    many = uniforms(seeds, steps, 9)
+    many = philox_uniforms(seeds, steps, 9)
     for row in range(3):
-        assert torch.equal(many[row], uniforms(seeds[row : row + 1], steps[row : row + 1], 9)[0])
+        assert torch.equal(many[row], philox_uniforms(seeds[row : row + 1], steps[row : row + 1], 9)[0])
     assert len({tuple(row) for row in many.tolist()}) == 3
-    sample = uniforms(torch.arange(2000), torch.zeros(2000, dtype=torch.int64), 50)
+    sample = philox_uniforms(torch.arange(2000), torch.zeros(2000, dtype=torch.int64), 50)
     assert sample.min() >= 0 and sample.max() < 1
     assert stats.kstest(sample.flatten().numpy(), "uniform").pvalue > ALPHA
     assert abs(np.corrcoef(sample[:, 0], sample[:, 1])[0, 1]) < 0.1
@@ -190,9 +192,9 @@ def test_random_numbers():
 
 def test_a_weight_of_zero_never_comes():
     weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]]).repeat(4, 1)
-    coins = torch.tensor([0.0, 0.3 - 1e-7, 0.3 + 1e-6, 1 - 2.0**-24])
-    assert draw(weights, coins).tolist() == [1, 1, 3, 3]
-    assert draw(weights * 1e-20, coins).tolist() == [1, 1, 3, 3]
+    uniforms = torch.tensor([0.0, 0.3 - 1e-7, 0.3 + 1e-6, 1 - 2.0**-24])
+    assert draw(weights, uniforms).tolist() == [1, 1, 3, 3]
+    assert draw(weights * 1e-20, uniforms).tolist() == [1, 1, 3, 3]
 
 
 # ---- the verifier
@@ -214,11 +216,17 @@ def flat_tree(tokens, kind, q=None, law_rows=None, child=None, ids=None):
     table = torch.full((rows, k + 1, most), -1)
     table[:, 0] = child
     kinds = torch.full_like(table, kind, dtype=torch.int8)
-    laws = torch.zeros_like(table)
+    distributions = torch.zeros_like(table)
     if law_rows is not None:
-        laws[:, 0] = torch.tensor(law_rows)
+        distributions[:, 0] = torch.tensor(law_rows)
     return TokenTree(
-        tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid, tree.mask, Draws(table, kinds, laws, q, ids)
+        tree.tokens,
+        tree.parent,
+        tree.depth,
+        tree.ancestors,
+        tree.valid,
+        tree.mask,
+        Draws(table, kinds, distributions, q, ids),
     )
 
 
@@ -226,12 +234,12 @@ def output_law(tree, p):
     """The law of the first emitted token by phase A alone, per row: no coin is thrown. Float64."""
     d = tree.draws
     child = d.child
-    chance, rest = acceptances_reference(p, tree.tokens, child, d.kind, d.law, d.q, d.ids)
+    acceptance, rest = acceptances_reference(p, tree.tokens, child, d.kind, d.q_row, d.q, d.ids)
     out = torch.zeros(p.shape[0], p.shape[2], dtype=torch.float64)
     alive = torch.ones(p.shape[0], dtype=torch.float64)
-    for turn in range(chance.shape[2]):
+    for turn in range(acceptance.shape[2]):
         token = tree.tokens.gather(1, child[:, :1, turn].clamp(min=0))
-        here = torch.where(child[:, 0, turn] >= 0, chance[:, 0, turn], 0.0)
+        here = torch.where(child[:, 0, turn] >= 0, acceptance[:, 0, turn], 0.0)
         out.scatter_add_(1, token, (alive * here)[:, None])
         alive = alive * (1 - here)
     return out + alive[:, None] * rest[:, 0]
@@ -261,9 +269,9 @@ def test_the_exact_law(kind, k, p, q):
         chosen = list(sequences(q, k, kind == IID))
         weights = torch.tensor([w for _, w in chosen], dtype=torch.float64)
     tokens = torch.tensor([t for t, _ in chosen])
-    laws = None if kind == ONE_HOT else torch.tensor(q, dtype=torch.float64).expand(len(tokens), 1, -1)
+    distributions = None if kind == ONE_HOT else torch.tensor(q, dtype=torch.float64).expand(len(tokens), 1, -1)
     behind = torch.tensor(p, dtype=torch.float64).expand(len(tokens), k + 1, -1)
-    out = output_law(flat_tree(tokens, kind, laws), behind)
+    out = output_law(flat_tree(tokens, kind, distributions), behind)
     if weights is None:
         assert (out - behind[:, 0]).abs().max() < 1e-12, "whatever was proposed"
     else:
@@ -307,11 +315,11 @@ def test_the_exact_distribution_with_two_reduced_vocabularies():
 def test_the_exact_law_of_merged_trees():
     """One draw from each of two drafters; where they agree, one child keeps both draws."""
     out = torch.zeros(5, dtype=torch.float64)
-    laws = torch.tensor([[Q, Q2]], dtype=torch.float64)
+    distributions = torch.tensor([[Q, Q2]], dtype=torch.float64)
     behind = torch.tensor(P, dtype=torch.float64).expand(1, 3, -1)
     for a, b in itertools.product(range(5), repeat=2):
         child = torch.tensor([[1, 1 if a == b else 2]])
-        tree = flat_tree(torch.tensor([[a, b]]), IID, laws, [0, 1], child)
+        tree = flat_tree(torch.tensor([[a, b]]), IID, distributions, [0, 1], child)
         out += Q[a] * Q2[b] * output_law(tree, behind)[0]
     assert (out - behind[0, 0]).abs().max() < 1e-12
 
@@ -337,21 +345,21 @@ def test_the_exact_law_two_levels_down():
     base = shape.fill(tokens)
     child = shape.draws.child.expand(len(rows), -1, -1)
     assert child[0, 0].tolist() == [1, 4] and child[0, 1].tolist() == [2, 3] and child[0, 4].tolist() == [5, 6]
-    laws = torch.zeros_like(child)
-    laws[:, 1], laws[:, 4] = 1, 2
-    draws = Draws(child, torch.full_like(child, IID, dtype=torch.int8), laws, q)
+    distributions = torch.zeros_like(child)
+    distributions[:, 1], distributions[:, 4] = 1, 2
+    draws = Draws(child, torch.full_like(child, IID, dtype=torch.int8), distributions, q)
     tree = TokenTree(base.tokens, base.parent, base.depth, base.ancestors, base.valid, base.mask, draws)
-    chance, rest = acceptances_reference(behind, tree.tokens, child, draws.kind, draws.law, q)
+    acceptance, rest = acceptances_reference(behind, tree.tokens, child, draws.kind, draws.q_row, q)
     joint = torch.zeros(vocabulary, vocabulary, dtype=torch.float64)
     for row in range(len(rows)):
         alive = 1.0
         for turn, node in enumerate((1, 4)):
-            taken, alive = alive * chance[row, 0, turn], alive * (1 - chance[row, 0, turn])
+            taken, alive = alive * acceptance[row, 0, turn], alive * (1 - acceptance[row, 0, turn])
             x = tokens[row, node]
             left = taken
             for inner in range(2):
-                joint[x, tokens[row, node + 1 + inner]] += weights[row] * left * chance[row, node, inner]
-                left = left * (1 - chance[row, node, inner])
+                joint[x, tokens[row, node + 1 + inner]] += weights[row] * left * acceptance[row, node, inner]
+                left = left * (1 - acceptance[row, node, inner])
             joint[x] += weights[row] * left * rest[row, node]
         joint += weights[row] * alive * rest[row, 0][:, None] * p2  # stopped: the next step draws from p anew
     assert (joint - p1[:, None] * p2).abs().max() < 1e-12
@@ -368,8 +376,8 @@ def p_value(tokens, p):
 def sampled(p, tree, generator):
     rows, nodes = tree.tokens.shape
     behind = torch.tensor(p).expand(rows, nodes, -1)
-    coins = torch.rand(rows, nodes, tree.draws.child.shape[2], generator=generator)
-    verdict = verify_sample(tree, behind, coins, torch.rand(rows, generator=generator), 1)
+    uniforms = torch.rand(rows, nodes, tree.draws.child.shape[2], generator=generator)
+    verdict = verify_sample(tree, behind, uniforms, torch.rand(rows, generator=generator), 1)
     first = tree.tokens.gather(1, verdict.path[:, 1:])[:, 0]
     return torch.where(verdict.length > 0, first, verdict.bonus)
 
@@ -546,16 +554,16 @@ def test_equal_laws_are_always_accepted():
     g = torch.Generator().manual_seed(0)
     tokens = drawn(P, n, 1, True, g)
     tree = flat_tree(tokens, IID, torch.tensor(P).expand(n, 1, -1))
-    coins = torch.full((n, 2, 1), 1 - 2.0**-24)
-    assert (verify_sample(tree, torch.tensor(P).expand(n, 2, -1), coins, torch.rand(n), 1).length == 1).all()
+    uniforms = torch.full((n, 2, 1), 1 - 2.0**-24)
+    assert (verify_sample(tree, torch.tensor(P).expand(n, 2, -1), uniforms, torch.rand(n), 1).length == 1).all()
 
 
-@pytest.mark.parametrize("coin", [0.0, 1 - 2.0**-24])
-def test_a_token_of_probability_zero_never_comes(coin):
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-24])
+def test_a_token_of_probability_zero_never_comes(uniform):
     p = torch.tensor([0.5, 0.0, 0.5, 0.0, 0.0])
     for a, b in itertools.product(range(5), repeat=2):
         tree = flat_tree(torch.tensor([[a, b]]), IID, torch.tensor(Q).expand(1, 1, -1))
-        verdict = verify_sample(tree, p.expand(1, 3, -1), torch.full((1, 3, 2), coin), torch.tensor([coin]), 1)
+        verdict = verify_sample(tree, p.expand(1, 3, -1), torch.full((1, 3, 2), uniform), torch.tensor([uniform]), 1)
         emitted = tree.tokens[0, verdict.path[0, 1]] if verdict.length[0] else verdict.bonus[0]
         assert p[emitted] > 0
 
@@ -563,7 +571,7 @@ def test_a_token_of_probability_zero_never_comes(coin):
 def test_greedy_is_temperature_zero():
     torch.manual_seed(0)
     logits = torch.randn(200, 4, 5)
-    p = law(logits, Settings([Sampling(temperature=0)] * 200, CPU))
+    p = sampling_distribution(logits, Settings([Sampling(temperature=0)] * 200, CPU))
     tree = flat_tree(torch.randint(5, (200, 3)), ONE_HOT)
     verdict = verify_sample(tree, p, torch.rand(200, 4, 3), torch.rand(200), 1)
     choice = logits.argmax(-1)
@@ -588,9 +596,9 @@ def test_typical_acceptance_by_its_formula():
             while parents[at] >= 0:
                 above = p[row, parents[at]].double()
                 entropy = float(-(above * above.log()).sum())
-                chance = float(above[tokens[row, at]])
-                fine &= chance > min(0.2, 0.45 * np.exp(-entropy))
-                score, at = score + np.log(chance), parents[at]
+                acceptance = float(above[tokens[row, at]])
+                fine &= acceptance > min(0.2, 0.45 * np.exp(-entropy))
+                score, at = score + np.log(acceptance), parents[at]
             depth = topology.depths[node]
             if fine and (depth, score if depth else 0.0) > best[:2]:
                 best = (depth, score, node)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.inference.cache import KVCache
-from draftsmith.inference.step import ATTENTION, Runner
+from draftsmith.inference.runner import ATTENTION, Runner
 from draftsmith.inference.tree import bitsets
 from draftsmith.kernels.tree_attention import ancestor_mask, causal_bias, tree_bias
 

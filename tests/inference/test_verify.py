@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.inference.sampling import Sampling, Settings, law
+from draftsmith.inference.sampling import Sampling, Settings, sampling_distribution
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology, bitsets
 from draftsmith.inference.verify import verify_greedy, verify_sample, verify_typical
 from draftsmith.kernels.tree_attention import ancestor_mask
@@ -129,14 +129,14 @@ def test_logits_that_are_not_finite_matter_on_the_path(mode, static, value):
     tree = shape.fill(tokens) if static else replace(shape.fill(tokens), static=None)
     sampling = {"temperature 0": Sampling(temperature=0), "min_p": Sampling(min_p=0.1)}.get(mode, Sampling())
     settings = Settings([sampling, Sampling()] * (rows // 2), torch.device("cpu"))
-    coins = torch.rand(rows, nodes, 2), torch.rand(rows)
+    uniforms = torch.rand(rows, nodes, 2), torch.rand(rows)
 
     def verify(logits):
         if mode == "greedy":
             return verify_greedy(tree, tree.mask, logits, 3)
         if mode == "typical":
-            return verify_typical(tree, tree.mask, law(logits, settings), 3, 0.2, 0.45)
-        return verify_sample(tree, law(logits, settings), *coins, 3)
+            return verify_typical(tree, tree.mask, sampling_distribution(logits, settings), 3, 0.2, 0.45)
+        return verify_sample(tree, sampling_distribution(logits, settings), *uniforms, 3)
 
     clean = torch.randn(rows, nodes, vocabulary)
     before = verify(clean)
@@ -168,7 +168,7 @@ def test_padding_is_never_accepted(mode):
     valid = torch.arange(4) < torch.tensor([1, 2, 3, 4])[:, None]
     tree = replace(tree, static=None, valid=valid, draws=None, parent=torch.where(valid, tree.parent, 0))
     logits = torch.zeros(4, 4, VOCAB).index_fill(2, torch.tensor([0]), 50.0)
-    p = law(logits, Settings([Sampling()] * 4, torch.device("cpu")))
+    p = sampling_distribution(logits, Settings([Sampling()] * 4, torch.device("cpu")))
     verdict = {
         "greedy": lambda: verify_greedy(tree, shape.mask.expand(4, -1, -1), logits, 3),
         "sample": lambda: verify_sample(tree, p, torch.rand(4, 4, 3), torch.rand(4), 3),

@@ -36,15 +36,15 @@ def commit(dtype: torch.dtype, width: int) -> None:
     commit(torch.zeros(2, 2, 2, 8, 64, width, dtype=dtype), numbers, torch.zeros(2, 6, dtype=torch.int64), numbers)
 
 
-def verify(most: int, with_laws: bool, reduced: int = 0) -> None:
+def verify(most: int, with_q: bool, reduced: int = 0) -> None:
     from draftsmith.kernels.verify import verify_sample
 
     p, child = torch.zeros(1, 4, 4096), torch.zeros(1, 4, most, dtype=torch.int64)
-    q, ids = p if with_laws else None, None
+    q, ids = p if with_q else None, None
     if reduced:
         q, ids = torch.zeros(1, 4, reduced), torch.arange(reduced).expand(1, 4, -1)
-    coins, numbers = torch.zeros(1, 4, most), torch.zeros(1, 4, dtype=torch.int64)
-    verify_sample(p, numbers, child, child.to(torch.int8), child, q, coins, coins[:, 0, 0], 3, ids=ids)
+    uniforms, numbers = torch.zeros(1, 4, most), torch.zeros(1, 4, dtype=torch.int64)
+    verify_sample(p, numbers, child, child.to(torch.int8), child, q, uniforms, uniforms[:, 0, 0], 3, ids=ids)
 
 
 def head_topk(dtype: torch.dtype, rows: int) -> None:
@@ -63,8 +63,8 @@ for name, dtype in DTYPES.items():
     CASES[f"commit {name}"] = partial(commit, dtype, 128)
 CASES["attention bf16, window, soft cap"] = partial(attention, torch.bfloat16, 128, 64, 4, window=512, softcap=30.0)
 CASES["head_topk bf16 M=160"] = partial(head_topk, torch.bfloat16, 160)
-for most, with_laws in ((4, True), (10, False), (63, False)):
-    CASES[f"verify K={most}, laws: {with_laws}"] = partial(verify, most, with_laws)
+for most, with_q in ((4, True), (10, False), (63, False)):
+    CASES[f"verify K={most}, with q: {with_q}"] = partial(verify, most, with_q)
 CASES["verify K=4, a reduced vocabulary"] = partial(verify, 4, True, 1000)
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.step import ATTENTION, Runner
+from draftsmith.inference.runner import ATTENTION, Runner
 from draftsmith.inference.tree import Topology, bitsets
 from draftsmith.kernels import linear as linears
 from draftsmith.kernels.tree_attention import TreeKeys, ancestor_mask, causal_bias, tree_bias
@@ -89,7 +89,7 @@ def run(target: Target, lean: bool, parents: list[list[int]], path: str) -> torc
             lengths[:, None] + torch.arange(nodes), seen,
             biases={w: tree_bias(lengths, mask, depth, seen, w, target.dtype) for w in runner.windows}
             if path == "biases" else None,
-            behind=TreeKeys(lengths, ancestors, depth, depth) if path == "behind" else None,
+            tree_keys=TreeKeys(lengths, ancestors, depth, depth) if path == "tree_keys" else None,
         )  # fmt: skip
     return torch.cat([prompt, tree], 1).double()
 
@@ -129,7 +129,7 @@ def test_hidden_states_within_twice_the_rounding(make, name, dtype):
         with Exact():
             want = run(exact, False, parents, "biases")
         plain = (run(target, False, parents, "biases") - want).norm()
-        for path in ("biases", "behind"):
+        for path in ("biases", "tree_keys"):
             error = (run(target, True, parents, path) - want).norm()
             assert 0 < error < 0.1 * want.norm()
             assert error <= 2 * plain, f"{rows} rows of {nodes} nodes: {error:.1e}, plain {plain:.1e}"
@@ -234,10 +234,10 @@ def other_arguments(target):
     """A model's own code that hands on only what it knows."""
     before = target.decoder.forward
 
-    def forward(input_ids, position_ids=None, past_key_values=None, use_cache=None, biases=None, behind=None):
+    def forward(input_ids, position_ids=None, past_key_values=None, use_cache=None, biases=None, tree_keys=None):
         return before(
             input_ids, position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache, biases=biases,
-            behind=behind,
+            tree_keys=tree_keys,
         )  # fmt: skip
 
     target.decoder.forward = forward
@@ -277,7 +277,7 @@ def test_what_is_not_lean_says_why(make_target, change):
         SpeculativeDecoder(target, lean=True).generate(PROMPTS, 4)
     decoder = SpeculativeDecoder(target)
     results = decoder.generate(PROMPTS, 4, stop_ids=frozenset())
-    assert decoder.how == f"eager, transformers decoder ({reason})"
+    assert decoder.execution == f"eager, transformers decoder ({reason})"
     if change not in (wider_norm, other_residual, hook):  # a new adapter changes nothing
         assert [r.tokens for r in results] == [r.tokens for r in truth]
 
@@ -328,7 +328,7 @@ class Count(TorchDispatchMode):
 def step_operations(target: Target, drafter=None, static=False) -> Counter[str]:
     decoder = SpeculativeDecoder(target, drafter, static=static)
     decoder.generate([[1, 2, 3]], 4)
-    assert decoder.how == "eager, lean decoder" and decoder._step is not None
+    assert decoder.execution == "eager, lean decoder" and decoder._step is not None
     with torch.inference_mode(), target.attention(ATTENTION):
         decoder._step.cache.lengths.fill_(5)
         with Count() as count:
@@ -360,9 +360,9 @@ def test_operations_per_step(make_target, drafter, static, most):
 
 def test_tiny_lm_is_lean():
     decoder = SpeculativeDecoder(load_target("models/tiny-lm"))
-    assert decoder.how == "not yet"
+    assert decoder.execution == "not yet"
     decoder.generate([[1, 2, 3]], 2)
-    assert decoder.how == "eager, lean decoder"
+    assert decoder.execution == "eager, lean decoder"
 
 
 def test_products_have_the_measured_forms(make, monkeypatch):

@@ -54,11 +54,11 @@ def test_greedy(make_target, teach, device, family):
         results = decoder.serve(requests, 2)
         assert step in (None, decoder._step) and decoder._step is not None and len(decoder._step._graphs) == cuda
         assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)]
-    assert decoder.how == f"{'cuda graph' if cuda else 'eager'}, lean decoder"
+    assert decoder.execution == f"{'cuda graph' if cuda else 'eager'}, lean decoder"
 
 
 def test_sampled_texts_are_those_of_plain_pytorch(make_target, device, monkeypatch):
-    """The same seeds, the same texts; a coin within rounding of a border would be one text of many."""
+    """The same seeds, the same texts; a uniform within rounding of a border would be one text of many."""
     target = on(device, make_target("llama"))
     drafter = drafter_of(target, "own")
     samplings = [

@@ -1,0 +1,229 @@
+"""Merging of token trees by tensor operations, for steps of fixed shape and steps with random draws.
+
+Shape letters: B rows, M candidates (the root and every source's nodes), N nodes kept, D depth of the deepest node,
+K draws of a node, R rows of q, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.costs import best_node_counts
+from draftsmith.inference.drafters.protocol import Drafter
+from draftsmith.inference.tree import Draws, TokenTree, one_hot_draws
+from draftsmith.kernels.tree_attention import ancestor_mask
+from draftsmith.models.target import Target
+
+DRAWN_TOKENS = 2.0  # expected tokens of a step from randomly drawn nodes, used when other nodes are chosen
+
+
+@dataclass
+class Candidates:
+    """The root and the other nodes of all trees, one tree after the other.
+
+    tokens, parent, depth: ``[B, M]`` int64; the root is its own parent.
+    kept: ``[B, M]`` bool; initially the valid nodes.
+    acceptance: ``[B, M]`` float32.
+    path: ``[B, M, D]`` tokens on the path to each node plus 1, then 0.
+    same: ``[B, M]`` int64 the first kept candidate with the same path; M if there is none.
+    proposed: ``[B, M]`` bool, False where a source's node is not valid, or was cut before sources were compared.
+    """
+
+    tokens: Tensor
+    parent: Tensor
+    depth: Tensor
+    kept: Tensor
+    acceptance: Tensor
+    path: Tensor
+    same: Tensor
+    proposed: Tensor
+
+
+class TensorMerge:
+    """Merge of the trees of several drafters.
+
+    Args:
+        drafters, sources: the drafters and their names.
+        num_nodes: maximum of the merged tree, root included.
+        rows: B.
+        max_depth: of any tree the engine verifies.
+        fixed: always keep as many nodes as fit, in a tree of fixed shape.
+        times, standard_times: of steps with 1, 2, … nodes, for a whole batch and for a single row in sampling mode.
+    """
+
+    def __init__(
+        self, drafters: Sequence[Drafter], sources: Sequence[str], target: Target, num_nodes: int, rows: int,
+        max_depth: int, fixed: bool, times: Sequence[float], standard_times: Sequence[float],
+    ) -> None:  # fmt: skip
+        self.drafters, self.sources, self.num_nodes, self.fixed = drafters, sources, num_nodes, fixed
+        self.vocab_size, device = target.vocab_size, target.device
+        self.max_depth = max(drafter.max_depth for drafter in drafters)
+        self.random_nodes = 1 + sum(drafter.num_nodes - 1 for drafter in drafters if drafter.random)
+        self.times, self.standard_times = (torch.tensor(each, device=device) for each in (times, standard_times))
+        self.flags = torch.arange(2, device=device).bool()[:, None].repeat(1, len(times))  # a row False, a row True
+        self.numbers = torch.arange(max(len(times), max_depth + 1), device=device)
+        self.bit = torch.ones(1, dtype=torch.int64, device=device) << torch.arange(64, device=device)
+        self.zeros = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+
+    def merge(
+        self, trees: Sequence[TokenTree], drawn: Sequence[bool], whole_batch: bool
+    ) -> tuple[TokenTree, list[Tensor]]:
+        """Merge the trees, and keep the nodes that maximise expected tokens / time.
+
+        Args:
+            trees: of each drafter, with ``acceptance``.
+            drawn: whether each tree was drawn at random.
+            whole_batch: choose one number of nodes for all rows, by the batch's costs.
+
+        Returns:
+            The merged tree; for each drafter ``[B, N]`` int64, the number that each merged node has in its tree, −1 if
+            it has none.
+        """
+        sizes = [tree.tokens.shape[1] - 1 for tree in trees]
+        candidates = self._candidates(trees)
+        count = self._choose(candidates, sizes, drawn, whole_batch)
+        tree, own = self._assemble(candidates, count, sizes)
+        return (replace(tree, draws=self._draws(tree, own, trees, drawn)) if any(drawn) else tree), own
+
+    def _candidates(self, trees: Sequence[TokenTree]) -> Candidates:
+        depths = self.numbers[1 : self.max_depth + 1]
+        parts: list[tuple[Tensor, ...]] = []
+        shift = 0
+        for tree, name in zip(trees, self.sources, strict=True):
+            assert tree.acceptance is not None, f"{name}: its trees have no acceptance probabilities"
+            mask = ancestor_mask(tree.ancestors, tree.tokens.shape[1]) if tree.mask is None else tree.mask
+            # The product below sums one number and zeros: exact.
+            by_depth = torch.where(tree.depth[..., None] == depths, tree.tokens[..., None] + 1, 0).double()
+            parent = tree.parent.long().clamp(min=0)
+            parent = torch.where(parent > 0, parent + shift, 0)
+            part = (tree.tokens, parent, tree.depth.long(), tree.valid, tree.acceptance, mask.double() @ by_depth)
+            parts.append(tuple(each[:, 1:] for each in part) if parts else part)  # all trees share the first one's root
+            shift += tree.tokens.shape[1] - 1
+        rows = len(self.zeros)
+        joined = [
+            torch.cat([each.expand(rows, *each.shape[1:]) for each in column], 1) for column in zip(*parts, strict=True)
+        ]
+        return Candidates(*joined, same=joined[0], proposed=joined[3])
+
+    def _choose(self, c: Candidates, sizes: Sequence[int], drawn: Sequence[bool], whole_batch: bool) -> int:
+        """Reduce ``kept`` to the nodes of the merged tree, one of each path; returns the number of its nodes."""
+        total = c.tokens.shape[1]
+        numbers, times = self.numbers[:total], self.times if whole_batch else self.standard_times
+        equal = (c.path[:, :, None] == c.path[:, None]).all(-1)  # [B, M, M]
+        c.same = (equal & c.kept[:, None]).int().argmax(-1)
+        # Acceptance probabilities of several sources are combined as if they were independent.
+        log_rejection = torch.log1p(-c.acceptance.clamp(max=0.9999)) * c.kept
+        joint = -torch.expm1(torch.zeros_like(log_rejection).scatter_add_(1, c.same, log_rejection))
+        if not any(drawn):
+            c.kept = c.kept & (c.same == numbers)
+            c.acceptance = torch.where(c.kept, joint, 0.0)
+            c.acceptance[:, 0].fill_(1.0)
+            ranked, order = c.acceptance.sort(dim=-1, descending=True, stable=True)
+            limit = min(self.num_nodes, total)
+            if self.fixed:
+                counts = numbers[limit - 1 : limit] + 1
+            else:
+                counts = best_node_counts(ranked[:, :limit], times[:limit], whole_batch)
+            c.kept = c.kept & (order.argsort(-1) < counts[:, None])
+            return limit if self.fixed else int(counts.max())
+        # All randomly drawn nodes are kept; the others are chosen among themselves, whatever was drawn.
+        parts = [self.flags[int(each), :size] for size, each in zip(sizes, drawn, strict=True)]
+        is_drawn = torch.cat([self.flags[0, :1], *parts])  # [M]
+        others = c.kept & ~is_drawn
+        others[:, 0].fill_(False)
+        first = (equal & others[:, None]).int().argmax(-1)
+        others = others & (first == numbers)
+        ranked, order = torch.where(others, c.acceptance, 0.0).sort(dim=-1, descending=True, stable=True)
+        reserved = self.random_nodes
+        room = min(self.num_nodes - reserved, total)
+        counts = torch.full_like(self.zeros[:1, 0], room)
+        if room and not self.fixed:
+            ranked = torch.cat((torch.full_like(ranked[:, :1], DRAWN_TOKENS), ranked[:, :room]), 1)
+            counts = best_node_counts(ranked, times[reserved - 1 : reserved + room], whole_batch=False) - 1
+        c.kept = (c.kept & is_drawn) | (others & (order.argsort(-1) < counts[:, None]))
+        c.kept[:, 0].fill_(True)
+        c.proposed = c.kept
+        equal = equal & c.kept[:, None]
+        c.same = torch.where(equal.any(-1), equal.int().argmax(-1), total)
+        c.kept = c.kept & (c.same == numbers)
+        c.acceptance = joint
+        return min(self.num_nodes, total) if self.fixed else int(c.kept.sum(-1).max())
+
+    def _assemble(self, c: Candidates, count: int, sizes: Sequence[int]) -> tuple[TokenTree, list[Tensor]]:
+        """The merged tree of the kept candidates, without draws; and each drafter's own node numbers."""
+        total = c.tokens.shape[1]
+        order = torch.where(c.kept, self.numbers[:total], total).sort(-1).values[:, :count]  # parents come first
+        valid = order < total
+        # Merged node of each candidate; ``count`` if it has none.
+        place = torch.full((len(order), total + 1), count, device=order.device)
+        place = place.scatter_(1, torch.where(valid, order, total), torch.where(valid, self.numbers[:count], count))
+        place = place.gather(1, c.same)
+        order = order.clamp(max=total - 1)
+        tokens, depth, acceptance = (part.gather(1, order) for part in (c.tokens, c.depth, c.acceptance))
+        parent = torch.where(valid, place.gather(1, c.parent.gather(1, order)), 0)
+        parent[:, 0].fill_(-1)
+        path = c.path.gather(1, order[..., None].expand(-1, -1, c.path.shape[2]))
+        above = path[:, None]
+        mask = ((path[:, :, None] == above) | (above == 0)).all(-1) & valid[:, None]  # [B, N, N]
+        own_numbers: list[Tensor] = []
+        source = self.zeros.repeat(1, count + 1)
+        first = 0
+        for number, size in enumerate(sizes):
+            part = slice(first + 1, first + 1 + size)
+            own_place = torch.where(c.proposed[:, part], place[:, part], count)
+            own_place = torch.cat((self.zeros, own_place), 1)
+            own = torch.full_like(source, -1).scatter_(1, own_place, self.numbers[: size + 1].expand(len(place), -1))
+            own_numbers.append(own[:, :count])
+            source = source + ((own > 0).long() << number)
+            first += size
+        tree = TokenTree(
+            tokens, parent.int(), depth.int(), self._bitsets(mask), valid, mask, source=source[:, :count],
+            acceptance=acceptance,
+        )  # fmt: skip
+        return tree, own_numbers
+
+    def _bitsets(self, mask: Tensor) -> Tensor:
+        """``[B, N, N]`` bool → ``[B, N, W]`` int64."""
+        words = mask.split(64, -1)
+        return torch.stack([(word * self.bit[: word.shape[-1]]).sum(-1) for word in words], -1)
+
+    def _draws(
+        self, tree: TokenTree, own_numbers: Sequence[Tensor], trees: Sequence[TokenTree], drawn: Sequence[bool]
+    ) -> Draws:
+        """Each source's draws at every node: random ones first, then the deterministic ones in node order."""
+        children, kinds, q_rows, distributions = [], [], [], list[Tensor]()
+        rows, count = tree.tokens.shape
+        source = tree.source
+        assert source is not None
+        deterministic = 0  # source bits
+        for number, (part, own) in enumerate(zip(trees, own_numbers, strict=True)):
+            if not drawn[number]:
+                deterministic |= 1 << number
+                continue
+            d = part.draws
+            assert d is not None and d.q is not None
+            at = own.clamp(min=0)[..., None].expand(-1, -1, d.child.shape[2])
+            # Merged node of each of its own nodes.
+            place = torch.zeros(rows, part.tokens.shape[1] + 1, dtype=torch.int64, device=own.device)
+            place.scatter_(1, torch.where(own >= 0, own, part.tokens.shape[1]), self.numbers[:count].expand(rows, -1))
+            child = d.child.expand(rows, -1, -1).gather(1, at)
+            moved = place.gather(1, child.clamp(min=0).flatten(1)).view_as(child)
+            children.append(torch.where((child >= 0) & (own >= 0)[..., None], moved, -1))
+            kinds.append(d.kind.expand(rows, -1, -1).gather(1, at))
+            q_rows.append(d.q_row.expand(rows, -1, -1).gather(1, at) + sum(q.shape[1] for q in distributions))
+            q = d.q.expand(rows, -1, -1)
+            if d.ids is not None or q.shape[2] != self.vocab_size:
+                assert d.ids is not None
+                wide = q.new_zeros(rows, q.shape[1], self.vocab_size)
+                q = wide.scatter_(2, d.ids.expand(q.shape), q)
+            distributions.append(q)
+        if deterministic:
+            branching = sum(drafter.branching for drafter, each in zip(self.drafters, drawn, strict=True) if not each)
+            valid = tree.valid & (source & deterministic != 0)
+            one_hot = one_hot_draws(tree.parent, valid, min(branching, count - 1))
+            children.append(one_hot.child)
+            kinds.append(one_hot.kind)
+            q_rows.append(one_hot.q_row)
+        return Draws(torch.cat(children, 2), torch.cat(kinds, 2), torch.cat(q_rows, 2), torch.cat(distributions, 1))

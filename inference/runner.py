@@ -1,0 +1,223 @@
+"""Forward passes of a causal LM on a preallocated cache: prompts in chunks, and token trees after each row's prefix.
+
+Shape letters: B rows, b rows that begin, T prompt tokens or tree keys, N nodes, Q query nodes, W 64-bit words, d hidden
+width, F features per token.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from draftsmith.inference.cache import KVCache
+from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.tree_attention import (
+    TreeKeys,
+    ancestor_mask,
+    causal_bias,
+    tree_attention,
+    tree_attention_cached,
+    tree_bias,
+    tree_bias_one_row,
+)
+from draftsmith.models.lean import Buffers, LeanDecoder
+from draftsmith.models.lean_from import lean_decoder
+from draftsmith.models.target import Target
+
+ATTENTION = "draftsmith_tree"
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    softcap: float | None = None, biases: Mapping[int, Tensor | None] | None = None,
+    tree_keys: TreeKeys | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention that ``transformers`` calls in every layer; ``biases`` or ``tree_keys`` come from :class:`Runner`."""
+    if kwargs.get("s_aux") is not None:
+        raise ValueError("this target's attention has learned sinks (GPT-OSS), which the engine does not support yet")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window or 0
+    if tree_keys is not None:
+        lengths, ancestors, depth, key_depth = tree_keys
+        out = tree_attention_cached(
+            query, key, value, lengths, ancestors, key_depth.shape[1], scale, depth, key_depth, window, softcap
+        )  # fmt: skip
+    else:
+        assert biases is not None, "the engine's attention needs the engine's mask"
+        out = tree_attention(query, key, value, biases[window], scale, softcap)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)  # else transformers builds padding masks
+
+
+@contextmanager
+def engine_attention(models: Sequence[Target]) -> Iterator[None]:
+    """Context in which these models' own modules use the engine's attention."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(model.attention(ATTENTION))
+        yield
+
+
+def find_lean(target: Target, lean: bool | None) -> LeanDecoder | str:
+    """The target's lean decoder, or the reason why the model's own modules run instead.
+
+    Args:
+        lean: False asks for the model's own modules, True for the lean decoder, None for lean where there is one.
+
+    Raises:
+        ValueError: the lean decoder is asked for (True), and there is none.
+    """
+    decoder = "as asked" if lean is False else lean_decoder(target)
+    if lean and isinstance(decoder, str):
+        raise ValueError(f"target '{target.name}' has no lean decoder: {decoder}; use --decoder auto (lean=None)")
+    return decoder
+
+
+class Runner:
+    """A causal LM on a cache: forward passes of prompt chunks and of tree nodes. Logits are the model's own method.
+
+    Args:
+        target: the model: the target, or a causal LM that drafts.
+        static: forward passes of trees attend to the whole cache, without host synchronisation.
+        compiled: run forward passes that have the same shape at every step by ``torch.compile``.
+        lean: run the lean decoder (True), the model's own modules (False), or lean where there is one (None).
+
+    Raises:
+        ValueError: the lean decoder is asked for, and there is none.
+    """
+
+    def __init__(
+        self, target: Target, cache: KVCache, static: bool = False, compiled: bool = False, lean: bool | None = None
+    ) -> None:
+        self.target, self.cache, self.static = target, cache, static
+        self.lean_or_reason = find_lean(target, lean)
+        self.lean = self.lean_or_reason if isinstance(self.lean_or_reason, LeanDecoder) else None
+        self.modules: Callable[..., Any] = target.decoder if self.lean is None else self.lean.forward
+        self.compiled = torch.compile(self.modules, dynamic=False) if compiled else self.modules
+        self.tables = {} if self.lean is None else self.lean.tables(cache.capacity)
+        self.buffers: dict[tuple[int, int, bool], list[Buffers]] = {}  # of steps, by shape
+        self.last_position = target.context - 1
+        # The attention kernel, where Triton runs; its tiles do not fit wider heads.
+        self.kernel = why_not_triton(cache.lengths) is None and max(width for _, width in target.kv_shapes) <= 256
+        self.numbers = torch.arange(cache.capacity, device=target.device)
+        config = target.config
+        layers = getattr(config, "layer_types", None) or []
+        sliding = getattr(config, "sliding_window", None) or 0
+        # Every window that some layer may use; 0 is full attention.
+        self.windows = {0, sliding} if sliding or "sliding_attention" in layers else {0}
+        self._fixed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # masks, and biases of one row, by (Q, T)
+
+    def forward_chunk(self, tokens: Tensor, start: int, captures: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+        """Run a chunk ``[b, T]`` of prompts from position ``start`` on, in the rows of the cache's window.
+
+        Returns:
+            As :meth:`forward`.
+        """
+        rows, count = tokens.shape
+        slots = self.numbers[None, start : start + count]
+        biases: dict[int, Tensor | None] = {
+            w: causal_bias(start, count, w, self.target.dtype, self.target.device) for w in self.windows
+        }
+        positions = slots.clamp(max=self.last_position).expand(rows, -1)
+        return self.forward(tokens, positions, slots, start + count, biases=biases, captures=captures)
+
+    def forward_nodes(
+        self, tokens: Tensor, lengths: Tensor, ancestors: Tensor, depth: Tensor, *, first: int = 0,
+        key_depth: Tensor | None = None, mask: Tensor | None = None, fixed: bool = False, sees_all: bool = False,
+        captures: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """Run nodes ``first``, ``first + 1``, … of a tree after each row's prefix; earlier nodes have been run.
+
+        Args:
+            tokens: ``[B, Q]`` int64.
+            lengths: ``[B]`` int64, tokens of each row's prefix; node i is in slot length + i.
+            ancestors: ``[B, Q, W]`` int64 bitsets over the first T = ``first`` + Q nodes.
+            depth: ``[B, Q]`` int32.
+            key_depth: ``[B, T]`` int32, depth of these T nodes; may be left out if ``first`` is 0.
+            mask: ``[B, Q, T]`` bool, ``ancestors`` unpacked, if already computed.
+            fixed: ``mask`` is the same, never changing tensor at every call with this Q and T.
+            sees_all: every query sees all T nodes (one node; the end of a chain).
+            captures: as :meth:`forward`.
+
+        Returns:
+            As :meth:`forward`.
+        """
+        cache, count = self.cache, tokens.shape[1]
+        total = first + count
+        seen = cache.capacity if self.kernel or self.static else int(lengths.max()) + total
+        biases: Mapping[int, Tensor | None] | None = None
+        tree_keys: TreeKeys | None = None
+        if self.kernel:
+            tree_keys = TreeKeys(lengths, ancestors, depth, depth if key_depth is None else key_depth)
+        elif sees_all and not self.static and cache.rows == 1 and self.windows == {0}:
+            biases = {0: None}
+        else:
+            mask = ancestor_mask(ancestors, total) if mask is None else mask
+            biases = {w: self._bias(lengths, mask, depth, key_depth, seen, w, fixed) for w in self.windows}
+        positions = (lengths[:, None] + depth).clamp(max=self.last_position)
+        slots = lengths[:, None] + self.numbers[first:total]
+        return self.forward(
+            tokens, positions, slots, seen, biases=biases, tree_keys=tree_keys, step=True, captures=captures
+        )
+
+    def _bias(
+        self, lengths: Tensor, mask: Tensor, depth: Tensor, key_depth: Tensor | None, seen: int, window: int,
+        fixed: bool,
+    ) -> Tensor:  # fmt: skip
+        dtype, capacity = self.target.dtype, self.cache.capacity
+        if self.static or self.cache.rows > 1 or window:
+            return tree_bias(lengths, mask, depth, seen, window, dtype, key_depth)
+        if not fixed:
+            return tree_bias_one_row(mask, seen, dtype)
+        shape = (mask.shape[1], mask.shape[2])
+        if shape not in self._fixed or self._fixed[shape][0] is not mask:
+            self._fixed[shape] = mask, tree_bias_one_row(mask, capacity, dtype)
+        return self._fixed[shape][1][..., capacity - seen :]
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: int, *,
+        biases: Mapping[int, Tensor | None] | None = None, tree_keys: TreeKeys | None = None, step: bool = False,
+        captures: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """Run ``tokens [B, N]`` at ``positions``, write their K/V into ``slots``, attend to the first ``seen`` slots.
+
+        Args:
+            biases: additive mask ``[B or 1, 1, N, seen]`` for each of ``windows``; None where every slot is visible.
+            tree_keys: arguments of the Triton kernel, in place of ``biases``.
+            step: shapes repeat from step to step: reuse buffers, or run compiled if the runner was made for it.
+            captures: numbers of layers.
+
+        Returns:
+            Hidden states ``[B, N, d]`` after the final norm, and the input of each captured layer.
+        """
+        self.cache.slots, self.cache.seen = slots, seen
+        decoder = self.compiled if step else self.modules
+        if self.lean is not None:
+            shape, buffers = (tokens.shape[0], tokens.shape[1], tree_keys is None), None
+            if step and decoder is self.modules:
+                buffers = self.buffers.get(shape)
+                if buffers is None:
+                    buffers = self.buffers[shape] = self.lean.buffers(*shape)
+            return decoder(
+                tokens, positions, slots, self.cache.views(), self.tables, biases=biases, tree_keys=tree_keys,
+                captures=captures, buffers=buffers,
+            )  # fmt: skip
+        options: dict[str, Any] = {"output_hidden_states": True} if captures else {}
+        out = decoder(
+            input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, biases=biases,
+            tree_keys=tree_keys, **options,
+        )  # fmt: skip
+        captured = [out.hidden_states[number].to(tokens.device) for number in captures]
+        return out.last_hidden_state.to(tokens.device), captured
+
+
+def joined_features(hidden: Tensor, captured: Sequence[Tensor]) -> Tensor:
+    """Features ``[B, N, F]`` from the result of :meth:`Runner.forward`."""
+    return torch.cat((hidden, *captured), -1) if captured else hidden
