@@ -1,8 +1,8 @@
-"""A model on disk: where it is, what its files hold, and a safetensors copy of pickled weights. Imports no torch.
+"""A model on disk: its folder, what its files hold, and a safetensors copy of pickled weights. Imports no torch.
 
 A model folder is a path, a path inside this project, or a Hub id, which is downloaded. Weights are safetensors, single
 or sharded. Pickled weights (``pytorch_model*.bin``) are never loaded as a model: they are converted once into a cached
-folder, which is then what is loaded and fingerprinted.
+folder, which is loaded and fingerprinted instead.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROOT = Path(__file__).resolve().parent.parent
-_SLICE = 1024  # bytes of each stored tensor that enter the fingerprint
+_SLICE = 1024  # first bytes of each stored tensor that the fingerprint covers
 _HEADER = 100 << 20  # bytes; the safetensors format allows no more
-_MARGIN = 64 << 20  # bytes of the disk that a conversion leaves free
-# What a download leaves out at first: pickles and other frameworks' files. Pickled weights come if there are no others.
+_MARGIN = 64 << 20  # bytes that a conversion leaves free on the disk
+# Left out of a download: pickles and other frameworks' files. Pickled weights are fetched if there are no others.
 _NEVER = [
     "original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle",
     "*.msgpack", "*.h5", "*.ot", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.tflite", "*.mlmodel", "*.nemo",
@@ -38,28 +38,28 @@ _NEVER = [
 ]  # fmt: skip
 _PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
 _SINGLE, _PICKLE = "model.safetensors", "pytorch_model.bin"
-_BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")  # what is copied with converted weights
+_BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")  # copied with converted weights
 _STAMP = "converted_from.json"
 
 
-# ---- where it is
+# ---- the folder
 
 
 def local_folder(name: str) -> Path | None:
-    """A model's or drafter's folder on this machine: a path, or a path inside this project."""
+    """A model's or drafter's folder on this machine: a path, or a path inside this project; None if there is none."""
     with contextlib.suppress(OSError, ValueError):  # a name too long, a NUL in it
         return next((folder for folder in (Path(name), _ROOT / name) if name and folder.is_dir()), None)
     return None
 
 
 def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """:func:`local_folder`, or a Hub id (downloaded; with a line on stderr where there is something to fetch).
+    """:func:`local_folder`, or the download of a Hub id (announced by a line on stderr if anything has to be fetched).
 
     Args:
-        weights: whether its weights are needed; without, a download leaves them out.
+        weights: whether to download its weights too.
 
     Raises:
-        FileNotFoundError: none of these, or the Hub does not give it.
+        FileNotFoundError: it is none of these, or cannot be downloaded.
         OSError: the cache cannot be written, or the disk is full.
     """
     folder = local_folder(name)
@@ -77,7 +77,7 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
 
 
 def _has_parts(folder: Path) -> bool:
-    """Whether its config lists parts, sub-folders with weights of their own; then there may be none at the top."""
+    """Whether a drafter's config lists parts (sub-folders with weights of their own); others are then optional."""
     return (folder / "config.json").exists() and bool(config_of(folder).get("parts"))
 
 
@@ -101,8 +101,9 @@ def _download(name: str, revision: str | None, what: str = "", **patterns: list[
     except errors.RevisionNotFoundError:
         why = f"it has no revision '{revision}' at {hub}"
     except errors.LocalEntryNotFoundError as error:
-        silent = f"{hub} does not answer ({first_line(error.__cause__ or error)})"
-        why = f"it is not in the cache, or not whole, and {'HF_HUB_OFFLINE forbids a download' if offline else silent}"
+        unreachable = f"{hub} does not answer ({first_line(error.__cause__ or error)})"
+        reason = "HF_HUB_OFFLINE forbids a download" if offline else unreachable
+        why = f"it is not in the cache, or incomplete there, and {reason}"
     except Exception as error:  # the Hub's client raises a dozen unrelated types
         if isinstance(error, OSError) and error.errno is not None:
             place = str(error.filename or constants.HF_HUB_CACHE)
@@ -157,7 +158,7 @@ def with_safetensors(folder: Path) -> Path:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """In the order in which ``transformers`` looks for them."""
+    """The files of weights, found in the order in which ``transformers`` looks for them."""
     for single in (_SINGLE, _PICKLE):
         if (folder / single).exists():
             return [folder / single]
@@ -180,7 +181,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def safetensors_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Where a safetensors file's data begins, and of each tensor ``dtype``, ``shape`` and ``data_offsets``.
+    """The offset of a safetensors file's data, and ``dtype``, ``shape`` and ``data_offsets`` of each tensor.
 
     Raises:
         ValueError: the file is damaged or truncated.
@@ -195,8 +196,8 @@ def safetensors_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
             header.pop("__metadata__", None)
             for entry in header.values():
                 begin, end = entry["data_offsets"]
-                whole = all(type(n) is int and n >= 0 for n in (*entry["shape"], begin, end))
-                if not whole or begin > end or type(entry["dtype"]) is not str:
+                valid = all(type(n) is int and n >= 0 for n in (*entry["shape"], begin, end))
+                if not valid or begin > end or type(entry["dtype"]) is not str:
                     raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{file}: not a safetensors file, or truncated; fetch or write it again") from None
@@ -204,7 +205,7 @@ def safetensors_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     if size < promised:
         raise ValueError(f"{file}: truncated ({size:,} of {promised:,} bytes); fetch or write it again")
     try:
-        with safe_open(file, "np"):  # tensors that overlap, gaps, bytes left over, types unknown; reads no weights
+        with safe_open(file, "np"):  # finds overlaps, gaps, left-over bytes and unknown types; reads no weights
             pass
     except SafetensorError as error:
         raise ValueError(f"{file}: damaged ({str(error)[:200]}); fetch or write it again") from None
@@ -212,8 +213,7 @@ def safetensors_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
 
 
 def check_safetensors(folder: Path) -> dict[str, list[int]]:
-    """Compare each safetensors file's size with what its header promises, before a library trips over it. Returns the
-    shape of every tensor.
+    """Check each safetensors file against its header, before a library reads it; returns the shape of every tensor.
 
     Raises:
         ValueError: a file is truncated or damaged.
@@ -223,8 +223,8 @@ def check_safetensors(folder: Path) -> dict[str, list[int]]:
 
 
 def stored_dtype(folder: Path) -> str:
-    """The dtype of a stored model by torch's name: what its config says, else that of its first tensor of floats, else
-    float32, as ``transformers`` takes it.
+    """The dtype of a stored model by torch's name: as its config says, else that of its first floating-point tensor,
+    else float32, which ``transformers`` then uses.
 
     Raises:
         FileNotFoundError: there is no config.
@@ -233,19 +233,19 @@ def stored_dtype(folder: Path) -> str:
     config = config_of(folder)
     for part in (config, config.get("text_config")):
         for name in ("dtype", "torch_dtype"):  # the older name
-            if isinstance(part, dict) and isinstance(said := part.get(name), str):
-                return said.removeprefix("torch.")
+            if isinstance(part, dict) and isinstance(dtype := part.get(name), str):
+                return dtype.removeprefix("torch.")
     names = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
     headers = (safetensors_header(file)[1] for file in sorted(folder.glob("*.safetensors")))
-    found = (entry["dtype"] for header in headers for entry in header.values())
-    return next((names[kind] for kind in found if kind in names), "float32")
+    dtypes = (entry["dtype"] for header in headers for entry in header.values())
+    return next((names[dtype] for dtype in dtypes if dtype in names), "float32")
 
 
 def fingerprint(folder: Path) -> str:
     """SHA-256 over a stored model: its config, its tokenizer file and the first bytes of every stored tensor.
 
-    Stored, not loaded: loaded weights change with dtype, quantisation and sharding. The order and number of files do
-    not matter. Of pickled weights it is that of their safetensors copy.
+    It covers the stored weights, not the loaded ones, which change with dtype, quantisation and sharding. The order and
+    number of files do not matter. For pickled weights it is the fingerprint of their safetensors copy.
 
     Raises:
         ValueError: a file is damaged.
@@ -282,7 +282,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _converted(folder: Path, files: list[Path]) -> Path:
-    """The safetensors copy of a folder with pickled weights: one folder per source, made anew when a file changes."""
+    """The safetensors copy of a folder with pickled weights: one folder per source, written again if a file changed."""
     folder = folder.resolve()
     facts = {file.name: file.resolve().stat() for file in files}
     stamp = {
@@ -301,13 +301,13 @@ def _converted(folder: Path, files: list[Path]) -> Path:
         if not _is_whole(copy, stamp):
             size = sum(s.st_size for s in facts.values())
             _convert(folder, files, copy, size)
-            write_json(copy / _STAMP, stamp)  # last: without it the copy is not used
+            write_json(copy / _STAMP, stamp)  # last, since a copy without it is not used
         _copy_beside(folder, copy)
     return copy
 
 
 def _is_whole(copy: Path, stamp: Mapping[str, Any]) -> bool:
-    """Whether a safetensors copy is one of these files, and no part of it was lost since."""
+    """Whether a safetensors copy was made from these files and is still complete."""
     try:
         if json_object(copy / _STAMP) != stamp:
             return False
@@ -319,8 +319,8 @@ def _is_whole(copy: Path, stamp: Mapping[str, Any]) -> bool:
 
 
 def _convert(folder: Path, files: list[Path], copy: Path, size: int) -> None:
-    """Read shard by shard, so that no more than one is in memory."""
-    shutil.rmtree(copy, ignore_errors=True)  # of other files, or unfinished
+    """Convert shard by shard, so that only one is in memory."""
+    shutil.rmtree(copy, ignore_errors=True)  # an unfinished one, or one of other files
     free = shutil.disk_usage(copy.parent).free
     if free < size + _MARGIN:
         raise ValueError(
@@ -358,10 +358,10 @@ def _convert(folder: Path, files: list[Path], copy: Path, size: int) -> None:
 
 
 def _read_pickle(file: Path) -> "dict[str, Tensor]":
-    """A state dict, never anything that a pickle could run.
+    """Read a state dict without running anything that the pickle may contain.
 
     Raises:
-        ValueError: the file is damaged, or holds something else than tensors by name.
+        ValueError: the file is damaged, or holds anything but named tensors.
     """
     import pickle
     import warnings
@@ -371,7 +371,7 @@ def _read_pickle(file: Path) -> "dict[str, Tensor]":
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old pickle protocols
+            warnings.simplefilter("ignore")  # about old pickle protocols
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         unsafe = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -391,7 +391,7 @@ def _read_pickle(file: Path) -> "dict[str, Tensor]":
 
 
 def _alone(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
-    """Tensors that share memory are copied: a safetensors file holds each by itself."""
+    """Copies of tensors that share memory with an earlier one, since a safetensors file stores each by itself."""
     seen: set[int] = set()
     apart: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -402,7 +402,7 @@ def _alone(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
 
 
 def save_tensors(tensors: "Mapping[str, Tensor]", path: Path) -> None:
-    """A safetensors file, whole or not at all, from wherever the tensors are.
+    """Write a safetensors file, whole or not at all, of tensors on any device.
 
     Raises:
         OSError: the disk is full, or it cannot be written.
@@ -420,7 +420,7 @@ def save_tensors(tensors: "Mapping[str, Tensor]", path: Path) -> None:
 
 
 def _copy_beside(folder: Path, copy: Path) -> None:
-    """Config, tokenizer and code, as they are now."""
+    """Copy config, tokenizer and code beside the converted weights, where they changed."""
 
     def small(where: Path) -> set[str]:
         kept = {f"{_SINGLE}.index.json", f"{_PICKLE}.index.json", _STAMP}

@@ -523,7 +523,7 @@ def test_no_network(hub, monkeypatch):
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
         with pytest.raises(
-            FileNotFoundError, match="it is not in the cache, or not whole, and .* does not answer"
+            FileNotFoundError, match="it is not in the cache, or incomplete there, and .* does not answer"
         ) as e:
             load_target("lab/open")
     assert "\n" not in str(e.value)
