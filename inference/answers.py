@@ -1,4 +1,4 @@
-"""The target's own continuations of prompts: what a drafter trains on and is calibrated against.
+"""The target's own continuations of prompts, which drafters train on and are calibrated with.
 
 Shape letters: S sequences, T tokens.
 """
@@ -24,8 +24,8 @@ def answer(
 
     Args:
         batch_size: how many are decoded at once.
-        on_done: called with the number of prompts done so far, after each step of each; one under way counts by its
-            share of ``new_tokens``, so that the number grows as evenly as the work.
+        on_done: called after each step of each prompt with the number of prompts done so far; an unfinished one counts
+            by its share of ``new_tokens``, so that the number grows as evenly as the work.
         lean: as :class:`SpeculativeDecoder` takes it.
 
     Returns:
@@ -33,11 +33,11 @@ def answer(
     """
     decoder = SpeculativeDecoder(target, lean=lean)
     answers: list[list[int]] = [[] for _ in prompts]
-    # Prompts of similar length run together, so that little of what is read is padding.
+    # Prompts of similar length run together, to keep padding small.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     made = 0  # tokens, as if every answer that has ended had new_tokens
 
-    def tell(count: int) -> None:
+    def add(count: int) -> None:
         nonlocal made
         made += count
         if on_done:
@@ -45,13 +45,13 @@ def answer(
 
     def end(place: int, result: Generation) -> None:
         answers[order[place]] = result.tokens
-        tell(new_tokens - len(result.tokens))
+        add(new_tokens - len(result.tokens))
 
     decoder.generate(
         [prompts[i] for i in order], new_tokens, batch_size=batch_size, on_end=end,
-        on_tokens=lambda _, new: tell(len(new)),
+        on_tokens=lambda _, new: add(len(new)),
     )  # fmt: skip
-    rows = [[*prompt, *its] for prompt, its in zip(prompts, answers, strict=True)]
+    rows = [[*prompt, *continuation] for prompt, continuation in zip(prompts, answers, strict=True)]
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int32)
     supervised = torch.zeros(tokens.shape, dtype=torch.bool)
     for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):

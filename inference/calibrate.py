@@ -22,7 +22,6 @@ import argparse
 import itertools
 import math
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -68,6 +67,7 @@ from draftsmith.inference.drafters.load import Calibration, family_of, has_folde
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.options import check_counts, parts_of
 from draftsmith.inference.prompts import encode_prompts, read_prompts
+from draftsmith.inference.race import TIMED_PROMPTS, Costs, race
 from draftsmith.inference.ranks import accuracy, best_tree, candidates, simulate
 from draftsmith.inference.runner import find_lean
 from draftsmith.inference.terminal import console
@@ -77,18 +77,19 @@ from draftsmith.models.artifact import device_name
 from draftsmith.models.target import Target, check_safetensors, load_target
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-RANKING, MAX_POSITIONS = 0.4, 8192  # ranks are counted for this share of the time, or at so many positions
-MAX_ROWS = 16  # of the text at once
-TIMED_PROMPTS, TIMED_TOKENS = 2, 8  # each size decodes one prompt a round, τ · TIMED_TOKENS tokens: as many steps
-TIMED_CONTEXT = 256  # tokens of a prompt
-MAX_ROUNDS = 40
-SETTLED = 0.01  # timing ends when no cost fell by more in the last two rounds with each prompt
-TIED = 0.02  # of two sizes whose speeds differ by less, the smaller is taken
+RANKING, MAX_POSITIONS = 0.4, 8192  # limits of counting ranks: share of the time, positions
+MAX_ROWS = 16  # per batch
+TIMED_TOKENS = 8  # each size decodes τ · TIMED_TOKENS tokens of one prompt per round, so all take as many steps
+TIMED_CONTEXT = 256  # tokens of a prompt, at most
+TIED = 0.02  # sizes whose speeds differ by less are tied; the smaller one is taken
 
 
 def batches(count: int, rows: int, until: float, clock: Callable[[], float] = time.monotonic) -> Iterator[slice]:
-    """Slices of ``range(count)``, the first of so many rows, later ones of up to :data:`MAX_ROWS`: as many as the
-    caller is expected to be done with in time, going by the slice before."""
+    """Slices of ``range(count)`` until the time ``until``.
+
+    The first has ``rows`` rows; each later one up to :data:`MAX_ROWS`, as many as fit into the remaining time at the
+    speed with which the caller processed the slice before.
+    """
     begin = 0
     while rows > 0 and begin < count:
         since, end = clock(), min(begin + rows, count)
@@ -108,56 +109,8 @@ class Choice:
     speedup: float
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds per step of each size, infinite where it was not timed; whole rounds; and the share by which the costs
-    that matter still fell in the last ones, if there were enough."""
-
-    seconds: list[float]
-    rounds: int
-    noise: float | None
-
-
-def race(run: Callable[[int, int], Sequence[float]], taus: Sequence[float], late: Callable[[], bool]) -> Costs:
-    """Time steps of all sizes in turn, in rounds, until the costs no longer fall or it is late.
-
-    What else runs on a machine only ever adds to a step's time, so the least of several counts. A size is passed over
-    while its speed, or what it could be at the cost of the next smaller size that was timed, is below a share of the
-    best one, which rises from a half to nine tenths as there are more rounds to rely on.
-
-    Args:
-        run: (size, turn) → the seconds of its steps, the same steps whenever the turn is the same.
-        taus: tokens per step by size, rising; the first is plain decoding.
-        late: asked before each run, once the first two sizes were timed.
-    """
-    least: list[dict[tuple[int, int], float]] = [{} for _ in taus]  # by turn and step
-    costs = [math.inf] * len(taus)
-    history: list[list[float]] = []
-    noise: float | None = None
-    for number in range(MAX_ROUNDS):
-        turn, share = number % TIMED_PROMPTS, min(0.9, 1 - 0.5 / (number // TIMED_PROMPTS + 1))
-        racing = [0]
-        for size, tau in enumerate(taus):
-            best = max(t / cost for t, cost in zip(taus, costs, strict=True))
-            bound = next((cost for cost in reversed(costs[: size + 1]) if cost < math.inf), 0.0)
-            if size > 1 and tau < share * best * bound:
-                continue
-            if costs[min(1, len(taus) - 1)] < math.inf and late():
-                return Costs(costs, number, noise)
-            for step, seconds in enumerate(run(size, turn)):
-                least[size][turn, step] = min(seconds, least[size].get((turn, step), math.inf))
-            costs[size] = statistics.mean(least[size].values())
-            racing.append(size)
-        history.append(list(costs))
-        if number >= 3 * TIMED_PROMPTS - 1:
-            noise = round(max(history[-1 - 2 * TIMED_PROMPTS][size] / costs[size] - 1 for size in racing), 4)
-            if noise <= SETTLED:
-                break
-    return Costs(costs, len(history), noise)
-
-
 def pick(choices: Sequence[Choice]) -> Choice:
-    """The smallest tree whose speed is the highest, but for :data:`TIED`."""
+    """The smallest tree whose speed is within :data:`TIED` of the highest."""
     best = max(choice.speedup for choice in choices)
     return next(choice for choice in choices if choice.speedup >= (1 - TIED) * best)
 
@@ -166,11 +119,11 @@ def choose(
     target: Target, calibration: Calibration, ranks: Tensor, prompts: Sequence[list[int]], sizes: Sequence[int],
     late: Callable[[], bool], lean: bool | None = None,
 ) -> tuple[list[Choice], Costs]:  # fmt: skip
-    """The sizes that were timed, with expected τ and cost on this device.
+    """Time the best tree of each size; returns those that were timed, with expected τ and cost on this device.
 
     Args:
         ranks: ``[S, T, K]`` of the text.
-        prompts: that the timed steps decode.
+        prompts: token ids; the timed steps continue them.
         sizes: numbers of nodes, rising.
         late: as :func:`race` takes it.
         lean: as :class:`SpeculativeDecoder` takes it.
@@ -210,8 +163,8 @@ def choose(
 def timing_prompts(tokens: Tensor, supervised: Tensor) -> list[list[int]]:
     """Up to :data:`TIMED_PROMPTS` prompts from rows spread over the text.
 
-    Each is what precedes a row's first answer. Only where every row is supervised from its first token, as documents
-    are, it is the first half of a row; rows without an answer give none.
+    Each is the part of a row before its first answer. If every row with an answer is supervised from its first token,
+    as documents are, it is the first half of the row. Rows without an answer give none.
 
     Args:
         tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.answers.answer` returns them.
@@ -227,12 +180,12 @@ def timing_prompts(tokens: Tensor, supervised: Tensor) -> list[list[int]]:
 
 
 def joined(parts: Sequence[dict[str, Tensor]], name: str, padding: int = 0) -> Tensor:
-    """One tensor ``[S, T, …]`` of those of all parts, padded to the longest."""
+    """Concatenate a tensor ``[S, T, …]`` of all parts, padded to the longest T."""
     return pad_sequence([row for part in parts for row in part[name]], batch_first=True, padding_value=padding)
 
 
 def check_idle(folder: Path) -> None:
-    """Refuse a run that a command is working in: what it writes would not fit the tree.
+    """Refuse a run that another command is writing: its drafter would not fit the tree.
 
     Raises:
         ValueError: one is.
@@ -314,22 +267,22 @@ def main() -> None:
     parts: list[dict[str, Tensor]] = []
     with ProgressBar("calibrating (s)", math.ceil(args.seconds), console, transient=True) as advance:
 
-        def tell(*_: object) -> None:
+        def show_time(*_: object) -> None:
             advance(min(int(time.monotonic() - began), math.ceil(args.seconds)))
 
         def late() -> bool:
-            tell()
+            show_time()
             return time.monotonic() - began > args.seconds
 
         for part in batches(len(rows), 8 if texts else 1, began + RANKING * args.seconds):
             some = rows[part]
             if texts:
-                its = answer(target, [texts[row] for row in some], args.max_new_tokens, 32, tell, lean)
+                batch = answer(target, [texts[row] for row in some], args.max_new_tokens, 32, show_time, lean)
             else:
-                its = {name: data[name][some] for name in ("tokens", "supervised")}
-            parts.append({**its, "ranks": drafter.ranks(target, its["tokens"], its["supervised"])})
-            tell()
-            if sum(int((each["ranks"][..., 0] >= 0).sum()) for each in parts) >= MAX_POSITIONS:
+                batch = {name: data[name][some] for name in ("tokens", "supervised")}
+            parts.append({**batch, "ranks": drafter.ranks(target, batch["tokens"], batch["supervised"])})
+            show_time()
+            if sum(int((done["ranks"][..., 0] >= 0).sum()) for done in parts) >= MAX_POSITIONS:
                 break
         ranks = joined(parts, "ranks", -1)
         counted = time.monotonic()

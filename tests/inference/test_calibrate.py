@@ -15,13 +15,15 @@ from safetensors.torch import save_file
 
 from draftsmith.common import progress
 from draftsmith.inference import calibrate, costs
+from draftsmith.inference import race as racing
 from draftsmith.inference.answers import answer
-from draftsmith.inference.calibrate import Choice, Costs, batches, pick, race
+from draftsmith.inference.calibrate import Choice, batches, pick
 from draftsmith.inference.costs import step_costs
 from draftsmith.inference.drafters import medusa
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.race import Costs, race
 from draftsmith.inference.ranks import MAX_RANK, best_tree, head_ranks, path_counts, simulate
 from draftsmith.inference.tree import Topology, chain, read_candidates
 from draftsmith.models.artifact import write_drafter
@@ -316,7 +318,7 @@ def test_what_has_no_tree(run_main, heads_folder, tiny_lm, monkeypatch, tmp_path
     that a merge chooses from."""
     folder, prompts = heads_folder
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(costs, "AGAIN_SECONDS", 0.3)
+    monkeypatch.setattr(costs, "REMEASURE_SECONDS", 0.3)
     code, out, err = run_main(calibrate.main, "ngram", "--target", tiny_lm, "--device", "cpu")
     assert code == 0 and re.fullmatch(
         r"a plain step: [\d.]+ ms; times that by nodes: 1: 1.00(, \d+: [\d.]+)+\n", out
@@ -428,8 +430,8 @@ def test_it_ends_in_time_and_says_so(run_main, heads_folder, monkeypatch):
         return count(target, heads, tokens, supervised)
 
     monkeypatch.setattr(medusa, "head_ranks", slow)
-    monkeypatch.setattr(calibrate, "SETTLED", -1.0)
-    monkeypatch.setattr(calibrate, "MAX_ROUNDS", 10**9)
+    monkeypatch.setattr(racing, "SETTLED", -1.0)
+    monkeypatch.setattr(racing, "MAX_ROUNDS", 10**9)
     monkeypatch.setattr(calibrate, "SIZES", (2, 4))
     monkeypatch.setattr(progress, "LINE_EVERY", 0.5)
     code, out, err = run_main(calibrate.main, folder, "--device", "cpu", "--seconds", 3)

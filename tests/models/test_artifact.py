@@ -5,6 +5,7 @@ import json
 import re
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,9 +14,9 @@ import pytest
 import torch
 
 from draftsmith.models.adapter import target_of
-from draftsmith.models.artifact import check_target, read_drafter, write_drafter
+from draftsmith.models.artifact import check_target, part_folders, read_drafter, write_drafter
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.stored import save_tensors
+from draftsmith.models.stored import fingerprint, save_tensors
 from draftsmith.models.target import load_target
 
 
@@ -72,6 +73,103 @@ def test_drafter_for_another_target(drafter, other, said):
     message = str(error.value)
     assert message.startswith(f"{folder}: this drafter was trained for target 'some/target', not for 'another'")
     assert said in message and message.endswith("or pass --target some/target")
+
+
+def test_what_the_config_does_not_state_is_not_compared(drafter):
+    """A drafter by tokens alone has no hidden size; that it is for this target, the fingerprint says."""
+    folder, _ = drafter
+    edit(folder, lambda config: [config.pop(field) for field in ("hidden_size", "vocab_size")])
+    _, config, _ = read_drafter(str(folder))
+    check_target(folder, config, stand_in(hidden_size=16, vocab_size=12))
+    with pytest.raises(ValueError, match="other weights"):
+        check_target(folder, config, stand_in(fingerprint="cd" * 32))
+
+
+# ---- parts
+
+
+@pytest.fixture
+def ensemble(tmp_path, tiny_lm):
+    """A drafter of two causal LMs and an adapter, with a chosen few of the files that a run leaves beside them."""
+    folder = tmp_path / "runs/ensemble"
+    for name in ("ssm-0", "ssm-1"):
+        shutil.copytree(tiny_lm, folder / name)
+    (folder / "lora").mkdir()
+    (folder / "lora/adapter_config.json").write_text("{}")
+    save_tensors({"a": torch.ones(2)}, folder / "lora/adapter_model.safetensors")
+    for name in ("checkpoints/step-1", "held_out", "answers/train-0", "mine"):
+        (folder / name).mkdir(parents=True)
+        save_tensors({"a": torch.ones(2)}, folder / name / "model.safetensors")
+    (folder / "mine/config.json").write_text("{}")  # a user's own model
+    return folder
+
+
+NAMES = ["ssm-0", "ssm-1", "lora"]
+
+
+def test_a_drafter_of_parts_alone(ensemble):
+    expansion = {"expansion": [1, 3]}
+    assert part_folders(ensemble) == []
+    save_tensors({"old": torch.ones(2)}, ensemble / "model.safetensors")
+    write_drafter(ensemble, "ssm", expansion, {}, stand_in(), {}, parts=NAMES)
+    folder, config, weights = read_drafter(str(ensemble))
+    assert (config["parts"], config["expansion"], weights) == (NAMES, [1, 3], {}) and folder == ensemble
+    assert part_folders(ensemble) == sorted(NAMES)
+    load_target(str(ensemble / "ssm-0"))
+    write_drafter(ensemble, "ssm", expansion, {"q": torch.ones(3)}, stand_in(), {}, parts=["ssm-0"])
+    assert list(read_drafter(str(ensemble))[2]) == ["q"] and part_folders(ensemble) == ["ssm-0"]
+    write_drafter(ensemble, "ssm", expansion, {"q": torch.ones(3)}, stand_in(), {})
+    assert "parts" not in read_drafter(str(ensemble))[1] and part_folders(ensemble) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: shutil.rmtree(f / "ssm-1"), "{}: part 'ssm-1' is missing; fetch or train the drafter again"),
+        (lambda f: (f / "ssm-1/config.json").unlink(), "{}/ssm-1/config.json: there is no such config of a part"),
+        (lambda f: (f / "ssm-1/config.json").write_text("{"), "{}/ssm-1/config.json: not valid JSON"),
+        (lambda f: (f / "ssm-1/model.safetensors").unlink(), "{}/ssm-1: no weights here; fetch or train the drafter"),
+        (lambda f: (f / "ssm-1/model.safetensors").write_bytes(b"half"), "{}/ssm-1/model.safetensors: not a safetens"),
+        (lambda f: (f / "lora/adapter_config.json").write_text("[]"), "{}/lora/adapter_config.json: a JSON object is"),
+        (lambda f: (f / "lora/adapter_model.safetensors").unlink(), "{}/lora: no weights here"),
+        (lambda f: edit(f, lambda c: c.update(parts="ssm-0")), "{}/config.json: field 'parts' is 'ssm-0'; it has to"),
+        (lambda f: edit(f, lambda c: c.update(parts=[3])), "{}/config.json: field 'parts' is [3]; it has to be a list"),
+        (lambda f: edit(f, lambda c: c.update(parts=["../x"])), "{}/config.json: field 'parts' is ['../x']; it has to"),
+        (lambda f: edit(f, lambda c: c.update(parts=[".."])), "field 'parts' is ['..']"),
+        (lambda f: edit(f, lambda c: c.update(parts=["/tmp"])), "field 'parts' is ['/tmp']"),
+        (lambda f: edit(f, lambda c: c.update(parts=["*"])), "field 'parts' is ['*']"),
+        (lambda f: edit(f, lambda c: c.update(parts=[""])), "field 'parts' is ['']"),
+    ],
+)
+def test_damaged_parts(ensemble, change, said):
+    write_drafter(ensemble, "ssm", {}, {}, stand_in(), {}, parts=NAMES)
+    change(ensemble)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        read_drafter(str(ensemble))
+    assert said.format(ensemble) in str(error.value) and "\n" not in str(error.value)
+    assert set(part_folders(ensemble)) <= set(NAMES)
+
+
+def test_a_part_is_written_before_what_lists_it(ensemble):
+    with pytest.raises(FileNotFoundError, match="part 'ssm-2' is missing"):
+        write_drafter(ensemble, "ssm", {}, {}, stand_in(), {}, parts=["ssm-2"])
+    assert not (ensemble / "config.json").exists()
+
+
+def test_the_adapter_and_the_merged_target_are_part_folders(drafter, tiny_lm):
+    """Also of artifacts from before there were parts; a model that is not the merged target is none."""
+    folder, _ = drafter
+    shutil.copytree(tiny_lm, folder / "merged")
+    shutil.copytree(tiny_lm, folder / "other")
+    edit(folder / "other", lambda config: config.update(vocab_size=301))
+    (folder / "adapter").mkdir()
+    assert part_folders(folder) == []
+    described = {"adapter": "adapter", "merged_fingerprint": fingerprint(tiny_lm)}
+    edit(folder, lambda config: config["target"].update(described))
+    assert part_folders(folder) == ["adapter", "merged"]
+    read_drafter(str(folder))
+    shutil.rmtree(folder / "merged")
+    assert part_folders(folder) == ["adapter"], "it is not needed to decode"
 
 
 @pytest.mark.parametrize("kept", [0, 7, 60, -1])

@@ -1,10 +1,13 @@
 """Uploads, to a miniature Hub on this machine."""
 
+import shutil
+from types import SimpleNamespace
+
 import huggingface_hub.constants
 import pytest
 from server import TOKEN, Hub
 
-from draftsmith.models.artifact import push
+from draftsmith.models.artifact import push, write_drafter
 
 
 @pytest.fixture
@@ -37,6 +40,25 @@ def test_the_artifact_and_nothing_else(hub, folder):
         "config.json", "model.safetensors", "README.md", "tree.json", "recipe.yaml", "metrics.jsonl"
     }  # fmt: skip
     assert stored["tree.json"].read_text() == "content of tree.json"
+
+
+def test_parts_are_uploaded(hub, folder, tiny_lm):
+    """Those that the config lists, whole; what is at work elsewhere in the folder, or was left half-written, is not."""
+    for name in ("ssm-0", "ssm-1", "not-a-part"):
+        shutil.copytree(tiny_lm, folder / name)
+    for name in ("ssm-0/.new.tmp/model.safetensors", "ssm-0/config.json.tmp", "features/0.bin", "tensorboard/x"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("half")
+    described = {"name_or_path": "some/target", "fingerprint": "ab" * 32}
+    target = SimpleNamespace(name="some/target", fingerprint="ab" * 32, describe=lambda: described)
+    write_drafter(folder, "ssm", {}, {}, target, {}, parts=["ssm-0", "ssm-1"])
+    push(folder, "somebody/ensemble", private=False)
+    stored = hub.files("models/somebody/ensemble")
+    of_parts = {f"{part}/{file.name}" for part in ("ssm-0", "ssm-1") for file in tiny_lm.iterdir()}
+    assert set(stored) == of_parts | {
+        "config.json", "README.md", "tree.json", "recipe.yaml", "metrics.jsonl", "provenance.json"
+    }  # fmt: skip
+    assert stored["ssm-1/model.safetensors"].read_bytes() == (tiny_lm / "model.safetensors").read_bytes()
 
 
 def test_a_refusal_is_one_line(hub, folder):

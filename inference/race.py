@@ -1,0 +1,62 @@
+"""Time the steps of trees of several sizes on a machine with other work; most rounds go to the sizes that may pay."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+TIMED_PROMPTS = 2  # in turn, a round each
+MAX_ROUNDS = 40
+SETTLED = 0.01  # timing ends when no cost fell by more in the last two rounds with each prompt
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured costs.
+
+    seconds: per step, by size; infinite where a size was not timed.
+    rounds: completed.
+    noise: the largest share by which the cost of a size still timed fell in the last rounds; None if they were too few.
+    """
+
+    seconds: list[float]
+    rounds: int
+    noise: float | None
+
+
+def race(run: Callable[[int, int], Sequence[float]], taus: Sequence[float], late: Callable[[], bool]) -> Costs:
+    """Time steps of all sizes in turn, in rounds, until the costs no longer fall or time is up.
+
+    Other work on the machine can only add to a step's time, so the minimum over rounds counts. A size is skipped while
+    its upper bound on speed, at its own cost or that of the next smaller size timed, is below a share of the best
+    speed; the share rises from 0.5 to 0.9 with the number of rounds.
+
+    Args:
+        run: (size, turn) → the seconds of its steps, the same steps whenever the turn is the same.
+        taus: tokens per step by size, rising; the first is plain decoding.
+        late: whether time is up; asked before each run, once the first two sizes have been timed.
+    """
+    least: list[dict[tuple[int, int], float]] = [{} for _ in taus]  # by turn and step
+    costs = [math.inf] * len(taus)
+    history: list[list[float]] = []
+    noise: float | None = None
+    for number in range(MAX_ROUNDS):
+        turn, share = number % TIMED_PROMPTS, min(0.9, 1 - 0.5 / (number // TIMED_PROMPTS + 1))
+        racing = [0]
+        for size, tau in enumerate(taus):
+            best = max(t / cost for t, cost in zip(taus, costs, strict=True))
+            bound = next((cost for cost in reversed(costs[: size + 1]) if cost < math.inf), 0.0)
+            if size > 1 and tau < share * best * bound:
+                continue
+            if costs[min(1, len(taus) - 1)] < math.inf and late():
+                return Costs(costs, number, noise)
+            for step, seconds in enumerate(run(size, turn)):
+                least[size][turn, step] = min(seconds, least[size].get((turn, step), math.inf))
+            costs[size] = statistics.mean(least[size].values())
+            racing.append(size)
+        history.append(list(costs))
+        if number >= 3 * TIMED_PROMPTS - 1:
+            noise = round(max(history[-1 - 2 * TIMED_PROMPTS][size] / costs[size] - 1 for size in racing), 4)
+            if noise <= SETTLED:
+                break
+    return Costs(costs, len(history), noise)

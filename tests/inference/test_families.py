@@ -1,0 +1,130 @@
+"""A family is one entry in a table: its drafters are loaded, calibrated and decoded with by the real commands."""
+
+import json
+import subprocess
+import sys
+
+import bigram_family
+import pytest
+import torch
+
+from draftsmith.inference import calibrate, costs, decode
+from draftsmith.inference.answers import answer
+from draftsmith.inference.drafters.load import FAMILIES, load_drafter
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.prompts import encode_prompts, read_prompts
+from draftsmith.inference.ranks import simulate
+from draftsmith.inference.tree import read_tree
+from draftsmith.models.artifact import write_drafter
+
+PROMPTS = ["import os", "def read(path):", "The software is provided", "copyright notice"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, target):
+    """A folder with a table of the target's own bigrams, and prompts like those it was counted on."""
+    folder = tmp_path_factory.mktemp("drafters") / "bigrams"
+    folder.mkdir()
+    prompts = folder.parent / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    data = answer(target, encode_prompts(read_prompts(prompts), target), 64, 4)
+    counts = torch.zeros(target.vocab_size, target.vocab_size)
+    for row, marks in zip(data["tokens"].long(), data["supervised"], strict=True):
+        text = row[marks]
+        counts.index_put_((text[:-1], text[1:]), torch.ones(len(text) - 1), accumulate=True)
+    table = counts.topk(3, -1).indices
+    write_drafter(folder, "bigram", {"order": 2}, {"table": table}, target, {})
+    return folder, prompts
+
+
+@pytest.fixture
+def family(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "bigram", "bigram_family")
+
+
+def test_a_family_of_one_entry(run_main, written, family, target, tmp_path, monkeypatch):
+    """Calibrated and decoded with, alone and merged; the simulated τ is the engine's. Nothing else knows of it."""
+    folder, prompts = written
+    monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
+    early = run_main(decode.main, folder, "--prompts", prompts)
+    assert early == (2, "", f"error: {folder}: has no tree.json yet; run: python inference/calibrate.py {folder}\n")
+    options = ("--prompts", prompts, "--max-new-tokens", 32, "--device", "cpu")
+    code, out, err = run_main(calibrate.main, folder, *options, "--seconds", 1)
+    assert code == 0 and f"{folder / 'tree.json'}: " in out, err
+    known = json.loads((folder / "tree.json").read_text())["calibration"]
+    assert known["expected_mean_accepted_length"] > 1.3, "else nothing is accepted, and this tests nothing"
+    assert len(known["accuracy_by_head_and_rank"]) == bigram_family.DEPTH
+
+    _, drafter = load_drafter(str(folder), target)
+    texts = encode_prompts(read_prompts(prompts), target)
+    lengths = [n for result in SpeculativeDecoder(target, drafter).generate(texts, 32) for n in result.accepted]
+    data = answer(target, texts, 32, 4)
+    ranks = bigram_family.calibration(folder, {}, {"table": drafter.table}).ranks(target, **data)
+    assert simulate(read_tree(folder / "tree.json"), ranks) == sum(lengths) / len(lengths)
+
+    for name, least in ((folder, 1.3), (f"{folder}+ngram", 1.0)):  # a merge proposes nothing where no node pays
+        code, _, err = run_main(
+            decode.main, name, *options, "--baseline", "none", "--check-lossless", "--report", tmp_path
+        )
+        assert code == 0, err
+        found = json.loads((tmp_path / "report.json").read_text())
+        assert found["lossless"]["mismatches"] == 0 and found["mean_accepted_length"] >= least
+
+
+def test_a_family_without_a_tree(run_main, written, family, monkeypatch):
+    """Only its target's steps are timed, and a tree that nobody would read is refused."""
+    folder, prompts = written
+    monkeypatch.delattr(bigram_family, "calibration")
+    monkeypatch.setattr(costs, "REMEASURE_SECONDS", 0.3)
+    before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    code, out, err = run_main(calibrate.main, folder, "--device", "cpu")
+    assert code == 0 and out.startswith("a plain step: "), err
+    assert before == {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    code, out, err = run_main(decode.main, folder, "--prompts", prompts, "--max-new-tokens", 9, "--check-lossless")
+    assert code == 0, err
+    for name in (folder, "ngram", "none", f"{folder}+ngram"):
+        result = run_main(decode.main, name, "--prompt", "a", "--target", "/nowhere", "--tree", "my.json")
+        message = f"error: --tree my.json: '{name}' has no tree of its own that another could replace; leave it out\n"
+        assert result == (2, "", message)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("ngrams", "'ngrams': there is no such folder, and a Hub id would be USER/NAME; did you mean ngram?"),
+        ("ngarm:2-4", "a Hub id would be USER/NAME; did you mean ngram?"),
+        ("non", "a Hub id would be USER/NAME; did you mean none?"),
+        ("draft-model:runs/x", "a Hub id would be USER/NAME; did you mean draft_model:PATH?"),
+        ("xyz", "'xyz': there is no such folder, and a Hub id would be USER/NAME"),
+        ("runs/ngram", "'runs/ngram': no such folder here; "),  # a Hub id, if there is no such folder
+    ],
+)
+def test_misspelt_names(run_main, given, said):
+    code, _, err = run_main(decode.main, given, "--prompt", "a", "--target", "/nowhere")
+    assert code == 2 and said in err and err.count("\n") == 1
+    assert ("did you mean" in err) == ("did you mean" in said)
+
+
+def test_unknown_types(run_main, written, family):
+    """The known ones are named, and the nearest."""
+    folder, _ = written
+    config = json.loads((folder / "config.json").read_text())
+    try:
+        for kind, hint in (("bigrams", "; nearest: bigram"), ("eagle", "")):
+            (folder / "config.json").write_text(json.dumps({**config, "drafter_type": kind}))
+            message = f"{folder}: drafter_type '{kind}' is not known to this version; known: bigram, medusa{hint}"
+            for main, options in ((decode.main, ["--prompt", "a"]), (calibrate.main, [])):
+                assert run_main(main, folder, *options, "--target", "/nowhere") == (2, "", f"error: {message}\n")
+    finally:
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_family_is_imported_when_it_is_needed():
+    ask = """
+import sys
+from draftsmith.inference import calibrate
+from draftsmith.inference.drafters.load import FAMILIES
+assert not set(FAMILIES.values()) & set(sys.modules), "before any drafter is loaded"
+"""
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
