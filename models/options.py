@@ -1,4 +1,4 @@
-"""Command-line options of a target; checks of device and dtype. Light to import: torch comes when it is needed."""
+"""Command-line options of a target; checks of device and dtype. torch is imported only where it is needed."""
 
 import argparse
 from typing import Any
@@ -28,7 +28,7 @@ def target_options(parser: argparse.ArgumentParser) -> None:
 
 
 def dtype_option(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the option that chooses ``what`` is said of; its values are those of ``load_target``'s ``dtype``."""
+    """Add ``--dtype``, with the values of ``load_target``'s ``dtype``. ``what`` begins the help: the dtype of what."""
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", *DTYPES),
         help=f"{what}; auto: on a GPU the dtype that the target is stored in, on a CPU float32 (default)",
@@ -36,7 +36,7 @@ def dtype_option(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def decoder_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option that chooses what runs the target's layers; its values are the keys of :data:`DECODERS`."""
+    """Add ``--decoder``, which chooses what runs the target's layers; its values are the keys of :data:`DECODERS`."""
     parser.add_argument(
         "--decoder", default="auto", choices=tuple(DECODERS),
         help="what runs the target's layers: lean, our own decoder of few operations, for families built like Llama; "
@@ -45,11 +45,11 @@ def decoder_option(parser: argparse.ArgumentParser) -> None:
 
 
 def target_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The same as keyword arguments of ``load_target``, without the decoder; the device is chosen and checked, and the
-    dtype that is chosen is said on stderr.
+    """The options of :func:`target_options` as keyword arguments of ``load_target``, without the decoder. The device is
+    chosen and checked; ``load_target`` will print the dtype it chooses on stderr.
 
     Raises:
-        ValueError: the device is unknown, or not there; the lean decoder is asked for with weights that it cannot use.
+        ValueError: the device is unknown or not available; the lean decoder cannot use such weights.
     """
     for option, value in (("--quantize", args.quantize), ("--device-map", args.device_map)):
         if args.decoder == "lean" and value != "none":
@@ -59,27 +59,27 @@ def target_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def choose_device(device: str | None) -> str:
-    """The device asked for, or the best there is.
+    """The requested device, or the best one available.
 
     Raises:
-        ValueError: it is unknown, or not there.
+        ValueError: it is unknown or not available.
     """
     import torch  # a second or two
 
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device '{device}': unknown; use cpu, cuda or cuda:N") from None
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device '{device}': this torch sees no GPU; use --device cpu, or install a CUDA build")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device '{device}': there are {torch.cuda.device_count()} GPUs, counted from cuda:0")
     try:
-        if found.type == "meta":
+        if chosen.type == "meta":
             raise RuntimeError
-        torch.empty(1, device=found)
+        torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError):
         raise ValueError(f"device '{device}': not available on this machine; use cpu, cuda or cuda:N") from None
     return device

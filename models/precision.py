@@ -1,9 +1,9 @@
-"""Precision by the hardware: what a device computes itself, what ``auto`` becomes there, and the line that says so.
+"""Precision by the hardware: dtypes that a device computes natively, the choice for ``auto``, and the line about it.
 
 ``precision.autocast: auto`` is bfloat16 where the device has it in hardware, else none. ``dtype: auto`` is the dtype
 that the target is stored in on a GPU, and float32 on a CPU, where decoding gains little or nothing by bfloat16 and
 loses exactness: on two Zen 5 cores with AVX-512 BF16 a token of the bundled model takes 3.08 ms in bfloat16 and 2.29 in
-float32, one of a Llama of 135 M parameters 25.0 and 27.8. Light to import: torch comes when a device is asked.
+float32, one of a Llama of 135 M parameters 25.0 and 27.8. torch is imported only where a device is queried.
 """
 
 import os
@@ -22,18 +22,18 @@ _INSTRUCTIONS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16", "asimdhp", "fp16_arith"},
 }
-# What keeps PyTorch, oneDNN or MKL below these instructions although the CPU has them.
+# Environment variables that keep PyTorch, oneDNN or MKL below these instructions although the CPU has them.
 _CEILINGS = {
     "ATEN_CPU_CAPABILITY": {"DEFAULT", "AVX2"},
     "ONEDNN_MAX_CPU_ISA": {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"},
     "MKL_ENABLE_INSTRUCTIONS": {"SSE4_2", "AVX", "AVX2", "AVX2_E1", "AVX512", "AVX512_E1", "AVX512_E2"},
 }
-ASKED = "as asked"
+_REQUESTED = "as asked"
 _BEGAN = "as this run began"
 
 
 class Choice(NamedTuple):
-    """What was chosen, and why in a few words."""
+    """A chosen value, and the reason in a few words."""
 
     value: str
     why: str
@@ -43,19 +43,19 @@ def _cpu_instructions() -> set[str]:
     """The instruction sets of this CPU, by the names that Linux and torch have for them."""
     import torch
 
-    found: set[str] = set()
+    instructions: set[str] = set()
     try:
         with Path("/proc/cpuinfo").open() as lines:
             flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-        found |= set(flags.partition(":")[2].split())
+        instructions |= set(flags.partition(":")[2].split())
     except OSError:  # not Linux
         pass
-    known = getattr(torch.cpu, "get_capabilities", dict)()  # younger versions of torch have it
-    return found | {name for name, there in known.items() if there is True}
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # newer versions of torch have it
+    return instructions | {name for name, available in capabilities.items() if available is True}
 
 
 def lacking(dtype: str, device: "str | torch.device") -> str:
-    """Why products in this dtype are emulated on a device; empty if it has them in hardware."""
+    """The reason why products in this dtype are emulated on a device; empty if it has them in hardware."""
     import torch
 
     device = torch.device(device)
@@ -80,15 +80,15 @@ def hardware_bfloat16(device: "str | torch.device") -> bool:
     return not lacking("bfloat16", device)
 
 
-def choose_autocast(asked: str, device: "str | torch.device", began: str | None = None) -> Choice:
-    """``none`` or ``bfloat16``.
+def choose_autocast(requested: str, device: "str | torch.device", began: str | None = None) -> Choice:
+    """Choose the autocast of training: ``none`` or ``bfloat16``.
 
     Args:
-        asked: one of them, or ``auto``.
-        began: what the run that is resumed began with, which ``auto`` keeps.
+        requested: one of them, or ``auto``.
+        began: the choice with which a resumed run began, which ``auto`` keeps.
     """
-    if asked != "auto":
-        return Choice(asked, ASKED)
+    if requested != "auto":
+        return Choice(requested, _REQUESTED)
     if began:
         return Choice(began, _BEGAN)
     if why := lacking("bfloat16", device):
@@ -97,41 +97,41 @@ def choose_autocast(asked: str, device: "str | torch.device", began: str | None 
 
 
 def choose_dtype(
-    asked: str, device: "str | torch.device", stored: Callable[[], str], *, quantized: bool = False,
+    requested: str, device: "str | torch.device", stored: Callable[[], str], *, quantized: bool = False,
     began: str | None = None,
 ) -> Choice:  # fmt: skip
-    """One of :data:`DTYPES` for a target's weights.
+    """Choose one of :data:`DTYPES` for a target's weights.
 
     Args:
-        asked: one of them, or ``auto``.
-        stored: the dtype the target is stored in; called only where it matters.
-        quantized: its linear layers are, so that the dtype is that of their products and of the rest.
-        began: what the run that is resumed began with, which ``auto`` keeps.
+        requested: one of them, or ``auto``.
+        stored: returns the dtype that the target is stored in; called only where it is needed.
+        quantized: its linear layers are quantised; the dtype is that of their products and of the other weights.
+        began: the choice with which a resumed run began, which ``auto`` keeps.
     """
     import torch
 
-    if asked != "auto":
-        return Choice(asked, ASKED)
+    if requested != "auto":
+        return Choice(requested, _REQUESTED)
     if began:
         return Choice(began, _BEGAN)
-    none = lacking("bfloat16", device)
+    missing = lacking("bfloat16", device)
     if torch.device(device).type == "cpu":
-        return Choice("float32", none or "on a CPU bfloat16 decodes no faster")
+        return Choice("float32", missing or "on a CPU bfloat16 decodes no faster")
     if quantized:
-        return Choice("float16", none) if none else Choice("bfloat16", "for what is not quantised")
+        return Choice("float16", missing) if missing else Choice("bfloat16", "for what is not quantised")
     own = stored()
-    if own == "bfloat16" and none:
-        return Choice("float32", f"it is stored in bfloat16, and {none}; float16 takes half the memory")
+    if own == "bfloat16" and missing:
+        return Choice("float32", f"it is stored in bfloat16, and {missing}; float16 takes half the memory")
     if own in DTYPES:
         return Choice(own, "as it is stored")
-    return Choice("float32" if none else "bfloat16", f"it is stored in {own}")
+    return Choice("float32" if missing else "bfloat16", f"it is stored in {own}")
 
 
 def describe(device: "str | torch.device", dtype: Choice, autocast: Choice | None = None) -> list[str]:
-    """The line that says what was chosen and why; a second one, a warning, if it is emulated here.
+    """The line about the chosen precision and the reasons; and a warning, if it is emulated on this device.
 
     Args:
-        autocast: of training; None where there is none.
+        autocast: of training; None if nothing is trained.
     """
     weights = f"{dtype.value} weights"
     if autocast is None:
@@ -150,13 +150,13 @@ def describe(device: "str | torch.device", dtype: Choice, autocast: Choice | Non
 
 
 def say(line: str) -> None:
-    """A line on stderr: stdout is a command's result."""
+    """Print a line on stderr; stdout is for a command's result."""
     print(line, file=sys.stderr, flush=True)
 
 
 def matmul_rate(device: "torch.device", dtype: "torch.dtype", seconds: float = 0.4) -> float:
-    """Floating-point operations per second that a matrix product reaches on this device: the best of those that fit
-    into ``seconds``. Products grow until they are large, or the next would take longer than what is left."""
+    """Floating-point operations per second of matrix products on this device: the best of those that fit into
+    ``seconds``. Their size grows until it is large, or the next product would take longer than the remaining time."""
     import torch
 
     largest = 8192 if device.type == "cuda" else 2048
@@ -173,7 +173,9 @@ def matmul_rate(device: "torch.device", dtype: "torch.dtype", seconds: float = 0
             warm = True
             continue
         best = max(best, 2 * size**3 / (now - began))
-        if size < largest and now + 10 * (now - began) < ends:  # eight times the work, and matrices to be made
+        if (
+            size < largest and now + 10 * (now - began) < ends
+        ):  # the next product is eight times the work, with new matrices
             size *= 2
         elif now + (now - began) > ends:
             return best

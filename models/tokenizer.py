@@ -9,7 +9,7 @@ from draftsmith.models.stored import resolve_folder
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-# One of them holds the vocabulary.
+# Files that may hold the vocabulary.
 _VOCABULARIES = (
     "tokenizer.json", "tokenizer.model*", "*.tiktoken", "tiktoken.model", "vocab.json", "vocab.txt", "*.spm",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json",
@@ -23,7 +23,7 @@ def load_tokenizer(
 
     Raises:
         FileNotFoundError: there is no such folder or repository, or no tokenizer in it.
-        ValueError: the tokenizer is damaged, or needs code of its own.
+        ValueError: the tokenizer is damaged, or needs its own code.
     """
     from transformers import AutoTokenizer
 
@@ -32,21 +32,22 @@ def load_tokenizer(
         raise FileNotFoundError(f"{folder}: no tokenizer here (tokenizer.json, tokenizer.model, vocab.json, …)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        said = tokenizer("word", add_special_tokens=False)["input_ids"]
+        ids = tokenizer("word", add_special_tokens=False)["input_ids"]
     except OSError as error:
         if error.errno is not None:
             raise
         raise ValueError(_damaged(folder, error)) from None
-    except BaseException as error:  # transformers raises whatever a file makes it stumble over, tokenizers may panic
+    except BaseException as error:  # transformers raises many types for damaged files, tokenizers may panic
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ValueError(_damaged(folder, error)) from None
         raise
-    if not said:  # transformers makes an empty one where a file has nothing in it
-        raise ValueError(f"{folder}: the tokenizer cannot be used, it makes no token of a word; fetch it again")
+    if not ids:  # transformers makes an empty tokenizer of an empty file
+        raise ValueError(f"{folder}: the tokenizer cannot be used, it yields no token for a word; fetch it again")
     return tokenizer
 
 
 def _damaged(folder: Path, error: BaseException) -> str:
+    """The message for a tokenizer that cannot be loaded."""
     reason = first_line(error, 160)
     if "custom code" in reason or "trust_remote_code" in str(error):
         return f"{folder}: the tokenizer needs code that comes with it; read it, then allow it: trust_remote_code"

@@ -327,7 +327,7 @@ REFUSED = {
     # tokenizer
     "no tokenizer": (gone("tokenizer.model"), "no tokenizer here (tokenizer.json, tokenizer.model, "),
     "damaged tokenizer": (text("tokenizer.model", b"garbage"), "the tokenizer cannot be loaded ("),
-    "empty tokenizer": (text("tokenizer.model", b""), "the tokenizer cannot be used, it makes no token of a word"),
+    "empty tokenizer": (text("tokenizer.model", b""), "the tokenizer cannot be used, it yields no token for a word"),
     "damaged tokenizer.json": (text("tokenizer.json", b"["), "the tokenizer cannot be loaded ("),
     "list for tokenizer_config": (text("tokenizer_config.json", b"[]"), "the tokenizer cannot be loaded ("),
     "tokenizer of another model": (
