@@ -47,17 +47,17 @@ from draftsmith.models.stored import (
 )
 from draftsmith.models.tokenizer import load_tokenizer
 
-_SMALL = 1 << 30  # bytes of weights that load at once
+_SMALL = 1 << 30  # bytes of weights that load in a moment, without a progress bar
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNSUPPORTED = "this family is not supported yet"
 
 
 @dataclass
 class Target:
-    """A loaded causal LM with what the rest of the project asks of it.
+    """A loaded causal LM with its tokenizer, its name and its fingerprint.
 
-    ``fingerprint`` is empty for a model that was never stored (tests). With a trained adapter it covers both;
-    ``adapter`` is then its folder inside the drafter's, ``merged_fingerprint`` that of the two stored as one model.
+    ``fingerprint`` is empty for a model that was never stored (tests). With a trained adapter it covers both; then
+    ``adapter`` is the adapter's folder inside the drafter's, ``merged_fingerprint`` that of both stored as one model.
     """
 
     model: PreTrainedModel
@@ -91,16 +91,15 @@ class Target:
 
     @property
     def context(self) -> int:
-        """The number of positions the model was made for. Where rotary frequencies change with the length of what is
-        run (longrope, dynamic), as far as they stay the same: beyond, a tree or a batch would change the text."""
+        """The number of positions the model was made for. Where rotary frequencies change with the length of the input
+        (longrope, dynamic), the number up to which they are constant: beyond it, a tree or a batch would change the
+        text."""
         positions = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
         rope = getattr(self.config, "rope_parameters", None) or getattr(self.config, "rope_scaling", None) or {}
-        for one in (
-            rope,
-            *(part for part in rope.values() if isinstance(part, dict)),
-        ):  # some have one per kind of layer
-            if one.get("rope_type", one.get("type")) in ("longrope", "dynamic"):
-                own = one.get("original_max_position_embeddings")
+        kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one per kind of layer
+        for kind in kinds:
+            if kind.get("rope_type", kind.get("type")) in ("longrope", "dynamic"):
+                own = kind.get("original_max_position_embeddings")
                 own = own or getattr(self.config, "original_max_position_embeddings", None)
                 positions = min(positions, int(own or positions))
         return positions
@@ -115,7 +114,7 @@ class Target:
 
     @property
     def spread(self) -> bool:
-        """Whether its layers are on several devices, or wait in other memory until they are used."""
+        """Whether its layers are on several devices, or in other memory until they are used."""
         return len(set(map(str, getattr(self.model, "hf_device_map", {}).values()))) > 1
 
     @property
@@ -130,13 +129,13 @@ class Target:
         """Last hidden states after the final norm, without a cache: ``[B, T]`` ids → ``[B, T, d]``.
 
         Args:
-            positions: ``[B, T]``; where they begin at 0 again, another sample begins, which does not see what precedes.
+            positions: ``[B, T]``; a 0 begins another sample, which does not attend to the ones before.
         """
         hidden = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
-        return hidden.to(tokens.device)  # it may come from another of a spread target's devices
+        return hidden.to(tokens.device)  # a spread target may end on another device
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The LM head with what some families do after it: ``[..., d] → [..., V]``."""
+        """The LM head and the scaling or capping of some families: ``[..., d] → [..., V]``."""
         logits = apply_linear(self.lm_head, hidden).to(hidden.device)
         cap, scale, divisor = self._after_head
         if cap:
@@ -147,13 +146,13 @@ class Target:
 
     @cached_property
     def _after_head(self) -> list[float | None]:
-        """Soft cap (Gemma), factor (Cohere) and divisor (Granite) of the logits; a config is slow to ask."""
+        """Soft cap (Gemma), factor (Cohere) and divisor (Granite) of the logits, cached: config access is slow."""
         names = ("final_logit_softcapping", "logit_scale", "logits_scaling")
         return [getattr(self.config, name, None) for name in names]
 
     @torch.no_grad()
     def check_packing(self) -> None:
-        """Several samples in a row do not see each other.
+        """Check that packed samples do not attend to each other.
 
         Raises:
             ValueError: in this family they do.
@@ -161,9 +160,9 @@ class Target:
         tokens = torch.arange(1, 7, device=self.device)[None]
         positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=self.device)
         packed, alone = self.hidden(tokens, positions)[:, 3:].float(), self.hidden(tokens[:, 3:]).float()
-        if (packed - alone).norm() > 0.05 * alone.norm():  # far above rounding, far below what others' tokens change
+        if (packed - alone).norm() > 0.05 * alone.norm():  # far above rounding, far below other samples' effect
             raise ValueError(
-                f"{self._named()}: samples in one row see each other in this family; set data.packing=false"
+                f"{self._named()}: packed samples attend to each other in this family; set data.packing=false"
             )
 
     @contextmanager
@@ -179,32 +178,32 @@ class Target:
             self.model.set_attn_implementation(before)
 
     def describe(self) -> dict[str, str | None]:
-        """What a drafter's config says of its target (FORMATS: ``target``)."""
-        said: dict[str, str | None] = {
+        """The field ``target`` of a drafter's config."""
+        described: dict[str, str | None] = {
             "name_or_path": self.name,
             "revision": self.revision,
             "model_type": str(self.config.model_type),
             "fingerprint": self.fingerprint,
         }
         if self.adapter:
-            said |= {"adapter": self.adapter, "merged_fingerprint": self.merged_fingerprint}
-        return said
+            described |= {"adapter": self.adapter, "merged_fingerprint": self.merged_fingerprint}
+        return described
 
     def _named(self) -> str:
         return f"target '{self.name}' ({self.config.model_type})"
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Our hidden states and logits are the model's own, whatever its family does around its LM head, and each of
-        its layers keeps keys and values of one shape.
+        """Check that our hidden states and logits equal the model's own, that each layer keeps keys and values of one
+        shape, and that weights and logits are finite.
 
         Raises:
-            ValueError: they are not, or do not.
+            ValueError: one of these does not hold.
         """
         kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if kinds:
             raise ValueError(f"{self._named()}: it has layers of the kind {', '.join(sorted(kinds))}; {_UNSUPPORTED}")
-        # By itself: attention kernels may leave out scores that are NaN, so that the logits look sound.
+        # Checked separately: attention kernels may skip NaN scores, and then the logits are finite.
         for name, weight in self.model.named_parameters():
             exempt = weight.dtype not in _FLOATS or weight.is_meta or not weight.numel()
             if not exempt and not all(bound.isfinite() for bound in weight.aminmax()):
@@ -215,8 +214,8 @@ class Target:
         tokens = torch.tensor([[1, 2]], device=self.device)
         cache = DynamicCache()  # made without the config, so that sliding layers keep every key
         try:
-            own = self.logits(self.hidden(tokens))
-            theirs = self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+            logits = self.logits(self.hidden(tokens))
+            expected = self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
         except (RuntimeError, IndexError) as error:
             if _out_of_memory(error):
                 raise
@@ -233,12 +232,12 @@ class Target:
         # (key/value heads, head width) of every layer: families name these in a dozen ways, some vary them by layer.
         self.kv_shapes = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in layers]
         self.kv_devices = [layer.keys.device for layer in layers]
-        if not theirs.isfinite().all():
+        if not expected.isfinite().all():
             raise ValueError(
                 f"{self._named()}: its logits are not finite in {self.dtype}; its weights are damaged, or it needs "
                 "bfloat16 or float32"
             )
-        if own.shape != theirs.shape or not torch.allclose(own.float(), theirs.float(), rtol=1e-2, atol=1e-3):
+        if logits.shape != expected.shape or not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-3):
             raise ValueError(
                 f"{self._named()}: its logits are not its LM head's output on its last hidden state; {_UNSUPPORTED}"
             )
@@ -249,7 +248,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error of a library says first; where that only names a field, what it says next."""
+    """The first line of a library's error; where that only names a field, the second."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     line = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]
     return f"{type(error).__name__}: {line[:200]}"
@@ -257,7 +256,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """transformers warns in tables and of fields; what is wrong is refused here in one line."""
+    """Silence transformers' warnings; errors are raised here in one line each."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -273,7 +272,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is a drafter's, no JSON object, or transformers does not know its family or refuses a field.
+        ValueError: it is a drafter's or no JSON object, or transformers does not know its family or rejects a field.
     """
     stored, file = config_of(folder), folder / "config.json"
     if "drafter_type" in stored:
@@ -287,11 +286,11 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     try:
         with _quietly():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a field makes it stumble over
+    except Exception as error:  # transformers raises many types for wrong fields
         raise ValueError(f"{file}: transformers refuses it ({_reason(error)})") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "auto_map" not in stored:
         raise ValueError(f"{file}: '{stored['model_type']}' is no causal language model")
-    generation = folder / "generation_config.json"  # transformers ignores a damaged one, and the ids that end a text
+    generation = folder / "generation_config.json"  # transformers ignores a damaged one, and with it the stop ids
     if generation.exists():
         ids = json_object(generation, "generation config").get("eos_token_id")
         if ids is not None and not all(type(number) is int for number in (ids if isinstance(ids, list) else [ids])):
@@ -300,22 +299,22 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def _check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-    """What the config promises is what the files hold, as far as names tell, before any memory is taken.
+    """Check the config against the stored tensors by name and shape, before any memory is allocated.
 
     Raises:
-        ValueError: the config makes no model, or one of other shapes, or a far larger one.
+        ValueError: the config yields no model, or one with other shapes or far more parameters.
     """
     file = folder / "config.json"
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
     if layers > len(shapes):
         raise ValueError(f"{file}: num_hidden_layers is {layers:,}, but the weights are {len(shapes):,} tensors in all")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "quantization_config", None):
-        return  # a model with code of its own, or one stored in a packed form
+        return  # a model with its own code, or one stored quantised
     try:
         with torch.device("meta"), _quietly():
-            # Its class by name: the Auto class would spread it where DeepSpeed's ZeRO-3 is at work.
+            # Its class by name: under DeepSpeed's ZeRO-3 the Auto class would shard it.
             promised = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])(config)
-    except Exception as error:  # heads of no width, sizes beyond any memory
+    except Exception as error:  # for example a head width of 0, or sizes beyond any memory
         raise ValueError(f"{file}: no model can be made of it ({_reason(error)})") from None
     parameters = dict(promised.named_parameters())
     wrong = [
@@ -326,18 +325,19 @@ def _check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, S
     if wrong:
         raise ValueError(f"{folder}: {_some('weights of another shape than config.json promises', wrong)}")
     stored = sum(math.prod(shape) for shape in shapes.values())
-    wanted = sum(parameter.numel() for parameter in parameters.values())
-    if wanted > 4 * stored:  # exact names and shapes are checked when it is loaded
-        raise ValueError(f"{file}: promises {wanted:,} parameters, but the files hold {stored:,}")
+    expected = sum(parameter.numel() for parameter in parameters.values())
+    if expected > 4 * stored:  # exact names and shapes are checked when it is loaded
+        raise ValueError(f"{file}: promises {expected:,} parameters, but the files hold {stored:,}")
 
 
-def _some(what: str, found: Sequence[str]) -> str:
-    rest = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{what} ({len(found)}): {', '.join(found[:3])}{rest}; fetch it again, or mend its config.json"
+def _some(what: str, names: Sequence[str]) -> str:
+    """The message about some wrong weights, of which it names three."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{what} ({len(names)}): {', '.join(names[:3])}{more}; fetch it again, or correct its config.json"
 
 
 def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
-    """The model with every weight from its files: none missing, none left over.
+    """Load the model; every weight has to come from its files, none missing and none left over.
 
     Raises:
         ValueError: weights are missing, unexpected or of another shape, or transformers cannot load the model.
@@ -351,24 +351,24 @@ def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
         if _out_of_memory(error):
             raise
         raise ValueError(f"{folder}: transformers cannot load it ({_reason(error)})") from None
-    model, found = loaded
+    model, problems = loaded
     for kind, what in (
         ("missing_keys", "missing weights"),
         ("unexpected_keys", "unexpected weights"),
         ("mismatched_keys", "weights of another shape than config.json promises"),
     ):
-        names = sorted(name if isinstance(name, str) else str(name[0]) for name in found.get(kind) or ())
+        names = sorted(name if isinstance(name, str) else str(name[0]) for name in problems.get(kind) or ())
         if names:
             raise ValueError(f"{folder}: {_some(what, names)}")
     return model
 
 
 def _check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Every token has an embedding; only added tokens that nothing puts into a text may lie behind the last one: the
-    padding token, and others that are neither the beginning, the end or the unknown token nor in the chat template.
+    """Check that every token has an embedding, except added tokens that never occur in a text: the padding token, and
+    those that are neither the BOS, EOS or unknown token nor part of the chat template.
 
     Raises:
-        ValueError: the vocabulary of the model is smaller.
+        ValueError: the model's vocabulary is smaller.
     """
     template = str(tokenizer.chat_template or "")
     needed = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
@@ -380,13 +380,13 @@ def _check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_siz
     largest = max((number for number in tokenizer.get_vocab().values() if number not in unused), default=0)
     if largest >= vocab_size:
         raise ValueError(
-            f"{folder}: its tokenizer has ids up to {largest:,}, its vocabulary ends at {vocab_size - 1:,}; they are "
-            "not of one model"
+            f"{folder}: its tokenizer has ids up to {largest:,}, its model's end at {vocab_size - 1:,}; they do "
+            "not belong together"
         )
 
 
 def _layers_elsewhere(folder: Path, where: str, device: str, trust_remote_code: bool) -> dict[str, str]:
-    """Accelerate's device map: every decoder layer waits ``where``, all else is on the device."""
+    """Accelerate's device map: every decoder layer is kept ``where``, all other modules are on the device."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -395,7 +395,7 @@ def _layers_elsewhere(folder: Path, where: str, device: str, trust_remote_code: 
     places = {f"{prefix}.{number}": where for number in range(len(layers))}
     for name, module in model.named_modules():
         above = name.rpartition(".")[0]
-        beside = not above or prefix.startswith(above + ".")  # a sibling of the layers, or of what holds them
+        beside = not above or prefix.startswith(above + ".")  # a sibling of the layers, or of a module that holds them
         if name and beside and module is not layers and not prefix.startswith(name + "."):
             places[name] = device
     return places
@@ -419,18 +419,17 @@ def load_target(
         name: a folder or a Hub id.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: on a GPU the one it is stored in, on a CPU float32
             (:mod:`draftsmith.models.precision`).
-        quantize: ``none``, ``8bit`` or ``4bit`` (NF4): the linear layers but for the LM head, by bitsandbytes.
-        device_map: ``none``: all of it on the device; ``cpu`` or ``disk``: its layers wait there and are fetched one
-            after the other at each forward pass; ``auto``: spread over GPUs, CPU memory and disk, in this order, as
-            far as each has room (accelerate does it).
-        place: puts the model where it is to run, instead of ``device``, before anything is asked of it (training puts
-            parts of it on each of several processes).
-        say: is told in a line which dtype was chosen and why, and in a second one if it is slow here.
+        quantize: ``none``, ``8bit`` or ``4bit`` (NF4): the linear layers without the LM head, by bitsandbytes.
+        device_map: ``none``: all of it on the device; ``cpu`` or ``disk``: its layers are kept there and fetched one by
+            one in each forward pass; ``auto``: accelerate spreads it over GPUs, CPU memory and disk, in this order, as
+            far as each has room.
+        place: puts the model on its devices, instead of ``device``, before it first runs (sharded training).
+        say: called with a line about the chosen dtype and the reason, and with a second one if it is slow here.
 
     Raises:
         FileNotFoundError: there is no such model, or it has no config, weights or tokenizer.
         ValueError: its files are damaged or do not belong together, its family is not supported, an argument is
-            unknown, bitsandbytes is missing, or a quantised model is to wait elsewhere.
+            unknown, bitsandbytes is missing, or quantised layers are to be offloaded.
     """
     for what, value, known in (
         ("dtype", dtype, ("auto", *DTYPES)), ("quantize", quantize, QUANTIZE), ("device_map", device_map, DEVICE_MAPS),
@@ -439,9 +438,9 @@ def load_target(
             raise ValueError(f"{what} '{value}': unknown; use {', '.join(known)}")
     choose_device(device)
     if device_map == "cpu" and torch.device(device).type == "cpu":
-        raise ValueError("device map 'cpu': the device is the CPU itself; layers can wait on 'disk' there")
+        raise ValueError("device map 'cpu': the device is the CPU itself; use 'disk' there")
     if device_map in ("cpu", "disk") and quantize != "none":
-        raise ValueError(f"device map '{device_map}': a quantised target cannot wait elsewhere; take one of the two")
+        raise ValueError(f"device map '{device_map}': quantised layers cannot be offloaded; leave out one of the two")
     if quantize != "none" and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"target.quantize={quantize} needs bitsandbytes: pip install bitsandbytes")
     folder = resolve_folder(name, revision)
@@ -451,7 +450,7 @@ def load_target(
     shapes = check_safetensors(folder)
     _check_shapes(folder, config, shapes)
     if sum(file.stat().st_size for file in folder.glob("*.safetensors")) < _SMALL:
-        logging.disable_progress_bar()  # a bar that flashes by is noise
+        logging.disable_progress_bar()  # it would only flash
     chosen = choose_dtype(dtype, device, lambda: stored_dtype(folder), quantized=quantize != "none")
     options: dict[str, Any] = {"dtype": getattr(torch, chosen.value), "trust_remote_code": trust_remote_code}
     if device_map in ("cpu", "disk"):
@@ -463,7 +462,7 @@ def load_target(
         atexit.register(shutil.rmtree, options["offload_folder"], ignore_errors=True)
     if quantize == "none":
         if device_map == "none" and not place and torch.device(device).type == "cuda":
-            options["device_map"] = {"": device}  # straight there, not by way of the CPU's memory
+            options["device_map"] = {"": device}  # straight to the GPU, not through the CPU's memory
         model = _from_pretrained(folder, options)
         if place:
             place(model)

@@ -333,7 +333,7 @@ REFUSED = {
     "tokenizer of another model": (
         and_then(config(vocab_size=300), weights(lambda w: [w.update({name: w[name][:300].clone()}) for name in (
             "lm_head.weight", "model.embed_tokens.weight")])),
-        "its tokenizer has ids up to 399, its vocabulary ends at 299; they are not of one model"),
+        "its tokenizer has ids up to 399, its model's end at 299; they do not belong together"),
 }  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def test_packed_samples_do_not_see_each_other(make_target, family):
 
 
 def test_a_family_that_cannot_be_packed_says_so(make_target):
-    with pytest.raises(ValueError, match=r"'tiny-opt' \(opt\): samples in one row see each other .*data.packing=false"):
+    with pytest.raises(ValueError, match=r"'tiny-opt' \(opt\): packed samples attend to each other .*data.packing=false"):
         make_target("opt").check_packing()
 
 
@@ -140,7 +140,7 @@ def test_layers_that_wait_on_disk(folder, dtype):
 def test_device_maps_that_make_no_sense(folder):
     with pytest.raises(ValueError, match="the device is the CPU itself"):
         load_target(str(folder), device_map="cpu")
-    with pytest.raises(ValueError, match="a quantised target cannot wait elsewhere"):
+    with pytest.raises(ValueError, match="quantised layers cannot be offloaded"):
         load_target(str(folder), device_map="disk", quantize="8bit")
 
 
@@ -148,7 +148,7 @@ def test_device_maps_that_make_no_sense(folder):
     ("options", "message"),
     [
         ({"device_map": "cpu"}, "the device is the CPU itself"),
-        ({"device_map": "disk", "quantize": "8bit"}, "a quantised target cannot wait elsewhere"),
+        ({"device_map": "disk", "quantize": "8bit"}, "quantised layers cannot be offloaded"),
         ({"quantize": "4bit"}, "target.quantize=4bit needs bitsandbytes: pip install bitsandbytes"),
     ],
 )
@@ -186,7 +186,7 @@ def test_tokens_behind_the_last_embedding(folder):
         for name, value in change.items():
             setattr(tokenizer, name, value)
         tokenizer.save_pretrained(folder)
-        with pytest.raises(ValueError, match=rf"ids up to {beyond + 1}, its vocabulary ends at {beyond - 1};"):
+        with pytest.raises(ValueError, match=rf"ids up to {beyond + 1}, its model's end at {beyond - 1};"):
             load_target(str(folder))
         tokenizer.chat_template = None
 
