@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full lint bench bench-medusa
+.PHONY: help install demo test test-full lint bench bench-medusa gpu gpu-rehearsal
 
 PYTHON ?= python3
 # The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
@@ -22,6 +22,8 @@ help:
 	@echo 'make lint       ruff and pyright'
 	@echo 'make bench      measure training and decoding on this machine'
 	@echo 'make bench-medusa  four ways to train Medusa heads, compared'
+	@echo 'make gpu        everything that BENCHMARKS.md awaits a GPU for, in 25 minutes at most (MINUTES=…)'
+	@echo 'make gpu-rehearsal  the same at toy size on a CPU'
 
 install: .venv/installed
 
@@ -80,3 +82,13 @@ bench: install
 bench-medusa: install
 	$(PY) data/prompts.py stdlib --split test --count 200 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/bench-medusa/prompts.jsonl
 	time $(PY) train/bench_medusa.py --prompts runs/bench-medusa/prompts.jsonl --out runs/bench-medusa
+
+# No `make install` needed: any Python with torch and transformers will do, make gpu PY=python3. Parts that have a
+# result are not run again; python train/gpu.py --help tells more.
+MINUTES ?= 25
+
+gpu:
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) train/gpu.py --minutes $(MINUTES)
+
+gpu-rehearsal:
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) train/gpu.py --rehearsal --again

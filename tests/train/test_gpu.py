@@ -1,0 +1,278 @@
+"""The runner of the GPU parts: results written at once, resumed, time limits, what is missing. Its real parts run in
+`make gpu-rehearsal`."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from draftsmith.common.recipe import read_recipe
+from draftsmith.train import gpu
+from draftsmith.train.gpu import Finding, Part
+
+# Never imports draftsmith: a process of its own costs little then.
+DO = "python -c "
+
+
+def part(name, script, limit=20, judge=lambda out, rehearsal: Finding("measured", True), **more):
+    """A part of one Python line; ``{out}`` is the folder of all results."""
+    command = DO + shlex.quote(script).replace("OUT", "{out}")
+    return Part(name, f"goal of {name}", limit, (command,), (command,), judge, needs=more.pop("needs", ()), **more)
+
+
+@pytest.fixture(autouse=True)
+def same_sources(monkeypatch):
+    """Files of the checkout may change while the tests run."""
+    monkeypatch.setattr(gpu, "fingerprint", lambda device, installed: device)
+
+
+def run(out, *parts, **more):
+    options = {"rehearsal": False, "minutes": 1, "again": False, "device": "a device"} | more
+    return gpu.run_all(parts, out, **options)
+
+
+def counted(name, **more):
+    """A part that notes each of its runs."""
+    return part(name, f"open('OUT/{name}.runs', 'a').write('x')", **more)
+
+
+def runs(out, name):
+    return len((out / f"{name}.runs").read_text()) if (out / f"{name}.runs").exists() else 0
+
+
+def alive(pid):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid):
+    for _ in range(100):
+        if not alive(pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_failing_part_does_not_stop_the_rest(tmp_path):
+    def broken(out, rehearsal):
+        raise KeyError("rows")
+
+    results = run(
+        tmp_path,
+        part("fails", "print('so far'); raise SystemExit('no memory')"),
+        part("unreadable", "pass", judge=broken),
+        part("slow", "pass", judge=lambda out, rehearsal: Finding("2 ms | 3 ms", False)),
+        part("wrong", "pass", judge=lambda out, rehearsal: [][0]),
+        counted("good"),
+        part("late", "pass", after=("good", "fails")),
+    )  # fmt: skip
+    assert [(r.part, r.result, r.value) for r in results] == [
+        ("fails", "fail", "exit code 1: no memory"), ("unreadable", "fail", "KeyError: 'rows'"),
+        ("slow", "fail", "2 ms | 3 ms"), ("wrong", "fail", "IndexError: list index out of range"),
+        ("good", "pass", "measured"), ("late", "not run", "needs fails, which has not passed"),
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "good" / "result.json").read_text())["result"] == "pass"
+    assert (tmp_path / "fails" / "log.txt").read_text().splitlines()[1:] == ["so far", "no memory"]
+    table = (tmp_path / "table.md").read_text()
+    assert "| slow | goal of slow | 2 ms \\| 3 ms | fail | " in table and table.count("\n|") == 2 + 6
+    assert "a device; python " in table
+
+
+def test_goals_of_speed_are_not_judged_in_a_rehearsal(tmp_path):
+    (result,) = run(tmp_path, part("slow", "pass", judge=lambda *_: Finding("9 ms", False)), rehearsal=True)
+    assert (result.result, result.value) == ("pass", "9 ms")
+
+    def wrong(out, rehearsal):
+        raise ValueError("3 mismatches")
+
+    (result,) = run(tmp_path, part("wrong", "pass", judge=wrong), rehearsal=True)
+    assert (result.result, result.value) == ("fail", "3 mismatches")
+
+
+def test_results_are_kept(tmp_path):
+    failing = part("failing", "open('OUT/failing.runs', 'a').write('x'); raise SystemExit(1)")
+    missing = part("missing", "pass", needs=("no_such_package_at_all",))
+    for _ in range(2):
+        results = run(tmp_path, counted("first"), failing, missing)
+        assert [r.result for r in results] == ["pass", "fail", "not run"]
+        assert (tmp_path / "table.md").read_text().count("\n|") == 2 + 3
+    assert results[2].value == "not installed: no_such_package_at_all"
+    assert (runs(tmp_path, "first"), runs(tmp_path, "failing")) == (1, 1)
+    run(tmp_path, counted("first"), again=True)
+    assert runs(tmp_path, "first") == 2
+    run(tmp_path, counted("first"), device="another device, or other sources")
+    assert runs(tmp_path, "first") == 3
+    (tmp_path / "first" / "result.json").write_text("{")
+    run(tmp_path, counted("first"))
+    assert runs(tmp_path, "first") == 4
+
+
+def test_the_time_limit_kills_children(tmp_path):
+    """Also one in a session of its own, whose parent has ended."""
+    child = tmp_path / "child.py"
+    child.write_text("import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(60)")
+    start = f"subprocess.Popen([sys.executable, {str(child)!r}, "
+    script = (
+        f"import subprocess, sys, time; {start}'OUT/a.pid']); {start}'OUT/b.pid'], start_new_session=True); "
+        "print('half of it', flush=True); time.sleep(60)"
+    )
+    orphan = f"import subprocess, sys, time; {start}'OUT/c.pid'], start_new_session=True); time.sleep(1)"
+
+    def nothing(out, rehearsal):
+        raise FileNotFoundError("step.json")
+
+    results = run(
+        tmp_path, part("long", script, limit=3, judge=nothing),
+        part("half", script, limit=3, judge=lambda *_: Finding("2 of 4 rows", False)), part("orphan", orphan),
+    )  # fmt: skip
+    assert [r.result for r in results] == ["cut short", "cut short", "pass"]
+    assert [r.value for r in results[:2]] == ["killed after 3 s: half of it", "killed after 3 s; 2 of 4 rows"]
+    assert all(2.9 < r.seconds < 8 for r in results[:2])
+    for name in "abc":
+        assert gone(int((tmp_path / f"{name}.pid").read_text() or 0)), name
+
+
+def test_counts_of_tests_outlive_the_limit(tmp_path):
+    """What pytest had printed until it was killed; a failure seen by then is a failure."""
+    results = []
+    for name, word in (("fine", "PASSED"), ("bad", "FAILED")):
+        lines = f"tests/a.py::test_one PASSED [ 1%]#tests/a.py::test_two[1 2] {word} [ 2%]#tests/a.py::test_three"
+        script = f"import time; print({lines!r}.replace('#', chr(10)), flush=True); time.sleep(60)"
+        results += run(tmp_path, part(name, script, limit=2, judge=gpu.tests_of(name)))
+    assert [(r.result, r.value) for r in results] == [
+        ("cut short", "killed after 2 s; 2 passed, 0 failed, 0 skipped"),
+        ("fail", "killed after 2 s; 1 passed, 1 failed, 0 skipped; a.py::test_two[1 2]"),
+    ]
+
+
+def test_what_no_longer_fits_is_left_out(tmp_path):
+    results = run(
+        tmp_path, counted("short", limit=2), counted("long", limit=900), counted("last", limit=3), minutes=0.2
+    )
+    assert [r.result for r in results] == ["pass", "not run", "pass"]
+    assert results[1].value.startswith("left out: 1") and results[1].value.endswith("it may take 900 s")
+    assert runs(tmp_path, "long") == 0
+    run(tmp_path, counted("long", limit=900), minutes=10)
+    assert runs(tmp_path, "long") == 1, "in a later run"
+
+
+RUNNER = """
+import sys
+from pathlib import Path
+from draftsmith.common.command import run_command
+from draftsmith.train import gpu
+
+out = Path(sys.argv[1])
+seconds = {"one": 0, "two": 0 if (out / "two.pid").exists() else 60, "three": 0}  # the first time it hangs
+script = "import os, time; open('{out}/NAME.pid', 'a').write(f'{os.getpid()} '); time.sleep(SECONDS)"
+gpu.PARTS = tuple(
+    gpu.Part(
+        name, "a goal", 60, (), (f'python -c "{script}"'.replace("NAME", name).replace("SECONDS", str(seconds[name])),),
+        lambda out, rehearsal: gpu.Finding("measured"), ()
+    )
+    for name in seconds
+)
+gpu.fingerprint = lambda device, installed: device
+sys.argv = ["gpu.py", "--rehearsal", "--out", str(out)]
+run_command(gpu.main)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_goes_on(tmp_path, how):
+    """The part that ran has no result and is run again; what it left behind is ended first."""
+    command = [sys.executable, "-c", RUNNER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as runner:
+        for _ in range(600):
+            if (tmp_path / "two.pid").exists() and (tmp_path / "two.pid").read_text():
+                break
+            time.sleep(0.05)
+        runner.send_signal(how)
+        said = runner.communicate(timeout=30)[1]
+    (left,) = map(int, (tmp_path / "two.pid").read_text().split())
+    if how == signal.SIGTERM:
+        assert runner.returncode == 2 and said == "error: interrupted; files already written are whole\n"
+        assert gone(left)
+    else:
+        assert alive(left)
+    assert (tmp_path / "one" / "result.json").exists() and not (tmp_path / "two" / "result.json").exists()
+    assert "| one |" in (tmp_path / "table.md").read_text()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert gone(left)
+    assert "one: pass already" in done.stdout and "two: pass after" in done.stdout and "three: pass" in done.stdout
+    assert [len((tmp_path / f"{name}.pid").read_text().split()) for name in ("one", "two", "three")] == [1, 2, 1]
+
+
+def test_missing_packages_are_said(capsys):
+    installed = {name: "1" for name in gpu.PACKAGES if name not in ("pydantic", "bitsandbytes")}
+    gpu.say_missing(gpu.PARTS, installed)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("missing: pydantic (recipes); not run for that: target, medusa, decode,")
+    assert said[1] == (
+        "missing: bitsandbytes (8-bit AdamW and quantised targets, not measured here); not run for that: nothing"
+    )
+    assert len(said) == 2
+    assert {name for part in gpu.PARTS for name in part.needs} <= set(gpu.PACKAGES)
+
+
+def test_every_command_can_be_typed(run_main, tmp_path):
+    """Each names files of this repository, and its options exist; parts come after those that they need."""
+    before: set[str] = set()
+    for one in gpu.PARTS:
+        assert set(one.after) <= before
+        before.add(one.name)
+        for command in (*gpu.commands_of(one, tmp_path, False), *gpu.commands_of(one, tmp_path, True)):
+            assert not re.search(r"\{(out|target|drafter)\}", command)
+            python, script, *words = shlex.split(command)
+            assert python == "python"
+            for word in (script, *words):
+                if word.startswith(("tests/", "recipes/")) or word.endswith(".py"):
+                    assert (gpu.ROOT / word).exists(), word
+            if script not in ("-m", "data/prompts.py"):  # whose options the rehearsal gives in the same way
+                module = importlib.import_module("draftsmith." + script.removesuffix(".py").replace("/", "."))
+                options = getattr(module, "PARSER", None) or module.parser()
+                asked = options.parse_intermixed_args(words)
+                if script == "train/lm.py":
+                    read_recipe(gpu.ROOT / asked.recipe, module.LmRecipe, asked.overrides)
+    code, printed, _ = run_main(gpu.main, "--list", "--only", "step", "--out", tmp_path)
+    assert code == 0 and printed.startswith("step: plain step ≤ 1.25") and "--graphs" in printed
+    first = ("kernels", "profile", "step", "target", "medusa", "decode", "engine")
+    assert sum(one.limit for one in gpu.PARTS if one.name in first) <= 1500, "they fit, however long each one takes"
+
+
+def test_bad_input(run_main, tmp_path):
+    code, _, err = run_main(gpu.main, "--minutes", 0)
+    assert (code, err) == (2, "error: --minutes 0.0: must be above 0 and at most 1440\n")
+
+
+def test_without_installing(tmp_path):
+    """`python train/gpu.py` from elsewhere, with an interpreter that has no draftsmith: the checkout is on the path."""
+    code = (
+        "import runpy, sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if '__editable__' not in repr(f)]\n"
+        f"sys.argv = ['gpu.py', '--list', '--only', 'kernels']\nrunpy.run_path({str(gpu.ROOT / 'train/gpu.py')!r}, "
+        "run_name='__main__')"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment, check=False
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.startswith("kernels: "), done.stderr
+    there = gpu.environment(gpu.PARTS[0], "mark", tmp_path, False)
+    asked = "import draftsmith.common.files as f, draftsmith.kernels.backend; print(f.__file__)"
+    code = "import sys; sys.meta_path = [f for f in sys.meta_path if '__editable__' not in repr(f)]; " + asked
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=there, check=False
+    )  # fmt: skip
+    assert Path(done.stdout.strip()).resolve() == gpu.ROOT / "common" / "files.py", done.stderr
