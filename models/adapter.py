@@ -1,4 +1,4 @@
-"""LoRA adapters on a target (by peft): put on for joint training, switched off for the teacher, stored, merged in."""
+"""LoRA adapters on a target (peft): added for joint training, disabled for the teacher, stored, merged."""
 
 import copy
 import hashlib
@@ -18,12 +18,12 @@ from draftsmith.models.artifact import TEMPLATE, check_target
 from draftsmith.models.stored import check_safetensors, save_tensors
 from draftsmith.models.target import Target
 
-FOLDER = "adapter"  # of a drafter folder that comes with one
+FOLDER = "adapter"  # in a drafter folder
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """peft asks its neighbours for what they warn of: names that grow old, kernels nobody needs here."""
+    """Silence warnings that importing and running peft causes in other libraries; none concerns the user."""
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -36,7 +36,7 @@ def _quietly() -> Iterator[None]:
 
 
 def untie(target: Target) -> None:
-    """Give the LM head a matrix of its own: an adapter on a tied one would change the embeddings when it is merged."""
+    """Give a tied LM head its own matrix: merging an adapter on a tied one would change the embeddings too."""
     embeddings = target.model.get_input_embeddings()
     if target.lm_head.weight is embeddings.weight:
         weight = cast(nn.Parameter, target.lm_head.weight)
@@ -46,11 +46,11 @@ def untie(target: Target) -> None:
 
 
 def add_lora(target: Target, r: int, alpha: float, dropout: float, modules: Sequence[str]) -> None:
-    """Put LoRA adapters (arXiv 2106.09685) on the target's layers of these names; B is zero, so nothing changes yet.
-    They alone train. A tied ``lm_head`` is untied first.
+    """Add LoRA adapters (arXiv 2106.09685) to the target's linear layers of these names; B is zero, so the output is
+    unchanged at first. Only the adapters train. A tied ``lm_head`` is untied first.
 
     Raises:
-        ValueError: the target has no layer of a name.
+        ValueError: the target has no linear layer of one of the names.
     """
     with _quietly():
         from peft import LoraConfig  # seconds to import, and only joint training needs it
@@ -67,14 +67,14 @@ def add_lora(target: Target, r: int, alpha: float, dropout: float, modules: Sequ
         target.model.add_adapter(
             LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(modules))  # type: ignore[arg-type]
         )
-    # They train in float32 whatever the target is in: bfloat16 would round AdamW's small updates away.
+    # They train in float32 whatever the target's dtype: bfloat16 would round AdamW's small updates away.
     cast_adapter_dtype(target.model, "default")
-    target.lm_head = cast(nn.Module, target.model.get_output_embeddings())  # wrapped, if it has one
+    target.lm_head = cast(nn.Module, target.model.get_output_embeddings())  # wrapped, if it has an adapter
 
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is what it was without its adapters: the teacher, without a second copy of the weights."""
+    """Inside, the model runs without its adapters: the teacher, without a second copy of the weights."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -88,11 +88,15 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 def write_adapter(folder: Path, target: Target) -> None:
-    """``folder/adapter`` in peft's format, each file whole or not at all. The target's fingerprint covers it from then
-    on."""
+    """Write ``folder/adapter`` in peft's format, each file whole or not at all, and include it in the target's
+    fingerprint.
+
+    Raises:
+        OSError: the disk is full, or it cannot be written.
+    """
     from peft import get_peft_model_state_dict
 
-    # Beside an adapter on the LM head peft would store the embeddings too, which have not changed.
+    # With an adapter on the LM head, peft would store the embeddings too, which have not changed.
     trained = get_peft_model_state_dict(target.model, save_embedding_layers=False)
     config = copy.copy(target.model.peft_config["default"])
     config.base_model_name_or_path, config.inference_mode = target.name, True
@@ -104,7 +108,7 @@ def write_adapter(folder: Path, target: Target) -> None:
 
 
 def _fingerprint(target: Target, folder: Path) -> str:
-    """Of a target, as it was stored, and an adapter."""
+    """Fingerprint of a target, as stored, together with an adapter."""
     digest = hashlib.sha256(target.fingerprint.encode())
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         digest.update((folder / name).read_bytes())
@@ -136,11 +140,11 @@ def merge_adapter(target: Target, folder: Path) -> Target:
 
 
 def target_of(folder: Path, config: Mapping[str, Any], target: Target, *, keep_template: bool = False) -> Target:
-    """The target a drafter belongs to: the one given, with the drafter's adapter merged in if it has one, and with the
-    chat template that the drafter was trained with if it brings one.
+    """The given target, as a drafter needs it: with the drafter's adapter merged, if it has one, and with the chat
+    template that the drafter was trained with, if it has one of its own.
 
     Args:
-        keep_template: a chat template that the target has already stays.
+        keep_template: keep the target's own chat template, if it has one.
 
     Raises:
         FileNotFoundError, ValueError: the drafter is not for this target, or its adapter is missing or damaged.

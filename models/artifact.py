@@ -30,7 +30,7 @@ from draftsmith.models.target import Target
 
 
 def versions() -> dict[str, str]:
-    """The versions that a figure depends on."""
+    """Versions that a measurement depends on."""
     found = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate")}
     return {"draftsmith": __version__, "python": platform.python_version(), **found}
 
@@ -78,7 +78,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
 
 
 def write_model(folder: Path, model: Any, tokenizer: Any, facts: Mapping[str, Any]) -> None:
-    """A ``transformers`` model folder with its provenance; its files are written elsewhere and then renamed.
+    """Write a ``transformers`` model folder with its provenance, each file whole or not at all.
 
     Raises:
         OSError: the disk is full, or it cannot be written.
@@ -187,7 +187,7 @@ _TARGET_FIELDS = ("fingerprint", "revision", "adapter", "merged_fingerprint")
 
 
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:
-    """What every drafter's config says of its type, its target and its parts.
+    """Check the fields that every drafter's config has: its type, its target and its parts.
 
     Raises:
         ValueError: a field is missing or of another type.
@@ -215,7 +215,7 @@ _FOLDER_NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # of a part: it stays inside 
 
 
 def _check_parts(folder: Path, parts: Sequence[str]) -> None:
-    """Each part has a config and whole weights: those of a model, or of an adapter.
+    """Check that each part has a config and whole weights, those of a model or of an adapter.
 
     Raises:
         FileNotFoundError, ValueError: a part, its config or its weights are missing or damaged.
@@ -230,9 +230,10 @@ def _check_parts(folder: Path, parts: Sequence[str]) -> None:
 
 
 def part_folders(folder: Path) -> list[str]:
-    """The sub-folders that belong to an artifact by its ``config.json``, sorted: its parts, its target's adapter, and
-    the target with that adapter merged in (found by its fingerprint). Anything else in the folder, such as checkpoints
-    or files of a user's own, is none; nor is anything before a ``config.json`` is written.
+    """Sub-folders that belong to an artifact according to its ``config.json``, sorted.
+
+    These are its parts, its target's adapter, and the target with that adapter merged in, found by its fingerprint.
+    Other folders, such as checkpoints or a user's own, are not listed; without a valid ``config.json`` none is.
     """
     try:
         config = json_object(folder / "config.json")
@@ -259,7 +260,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
     data; returns the address.
 
     Raises:
-        ValueError: nobody is logged in, or the Hub refuses; the folder stays as it is.
+        ValueError: no login, or the Hub refuses; the folder stays as it is.
     """
     from huggingface_hub import HfApi  # only where something is uploaded
 
@@ -296,7 +297,7 @@ def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> Non
     stored, merged = (config["target"].get(name) or "" for name in ("fingerprint", "merged_fingerprint"))
     if not stored and target.fingerprint:
         raise ValueError(
-            f"{wrong}: its config.json has no target.fingerprint, so nobody knows for which weights it was trained; "
+            f"{wrong}: its config.json has no target.fingerprint, which says for which weights it was trained; "
             "fetch or train it again"
         )
     if target.fingerprint not in (stored, *([merged] if merged else [])):

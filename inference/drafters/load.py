@@ -40,7 +40,7 @@ from draftsmith.models.artifact import read_drafter
 from draftsmith.models.target import Target, load_target
 
 FAMILIES = {"medusa": "draftsmith.inference.drafters.medusa"}  # drafter_type → module
-MERGED_NODES = 40  # of a merged tree at most, the root included
+MERGED_NODES = 40  # at most, in a merged tree, the root included
 CHAIN = (1,) * 8  # the expansion of a draft model, if none is given
 NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
 
@@ -49,9 +49,9 @@ NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
 class Part:
     """A drafter before its target is loaded.
 
-    build: makes it, given the target, the step costs by which it chooses its nodes (None: it proposes all of them) and
-        the options of :func:`load_target`, for models of its own.
-    uses_costs: it chooses its nodes by step costs also when it is not merged with others.
+    build: (target, costs, options) → the drafter. costs: step costs by which it chooses its nodes; None if it is to
+        propose all of them. options: those of :func:`load_target`, for causal LMs of its own.
+    uses_costs: whether it chooses nodes by step costs even when it is the only drafter.
     """
 
     build: Callable[[Target, StepCosts | None, dict[str, Any]], Drafter]
@@ -62,10 +62,10 @@ class Part:
 class Calibration:
     """How a drafter with a fixed tree is calibrated.
 
-    max_depth: K of the deepest tree it can propose.
-    ranks: (target, tokens ``[S, T]``, supervised ``[S, T]``) → ``[S, T, K]`` int64: the rank that the drafter gives, at
-        each depth, to the true token behind the true ones (:func:`draftsmith.inference.ranks.draft_labels` and
-        ``label_ranks`` help). A drafter that proposes a single chain gives rank 0 or ``MAX_RANK``.
+    max_depth: K, the depth of the deepest tree that the drafter can propose.
+    ranks: (target, tokens ``[S, T]``, supervised ``[S, T]``) → ``[S, T, K]`` int64: at each depth, the rank that the
+        drafter gives to the true token after the true tokens before it. :func:`draftsmith.inference.ranks.draft_labels`
+        and ``label_ranks`` help. For a drafter that proposes a single chain the rank is 0 or ``MAX_RANK``.
     build: (target, topology) → the drafter with this tree.
     """
 
@@ -110,24 +110,26 @@ def load_drafter(
     name: str, target: Target | None = None, *, target_name: str | None = None, tree: str = "auto",
     lean: bool | None = None, **options: Any,
 ) -> tuple[Target, Drafter | None]:  # fmt: skip
-    """A drafter by name and the target it belongs to, loaded here unless given. The tree is read before the target.
+    """Load a drafter by name and, unless given, its target. All files but the target's are read and checked first.
 
-    A drafter that was trained with a chat template of its recipe's brings it, and the target uses that one. Of several
-    drafters of one command the first one's counts: a target that is given keeps the template it has.
+    A drafter folder may hold the chat template of the recipe it was trained with; a target loaded here then uses it. A
+    given target keeps the template it has.
 
     Args:
         name: ``none``; a folder or Hub id; ``ngram`` or ``ngram:SHORTEST-LONGEST``, matches of so many tokens;
             ``draft_model:PATH`` or ``draft_model:PATH@2,2,1``, a causal LM and its expansion (a chain of 8 if left
             out); or several of these joined by ``+``, merged into one tree.
-        target_name: of the target, if it is not where the drafter's config says.
+        target_name: folder or Hub id of the target; if left out, what the drafter's config says.
         tree: a file, or ``auto``: the drafter's own.
-        lean: as :class:`draftsmith.inference.engine.SpeculativeDecoder` takes it: how the target's steps, whose cost
-            decides how many nodes are proposed, are run.
+        lean: as :class:`draftsmith.inference.engine.SpeculativeDecoder` takes it; step costs are measured accordingly.
         options: of :func:`load_target`.
 
+    Returns:
+        Target and drafter; the drafter is None for ``none``.
+
     Raises:
-        FileNotFoundError, ValueError: one of them is missing, damaged, or not for the other; or a tree is given to
-            drafters without one.
+        FileNotFoundError, ValueError: drafter or target is missing or damaged, they do not belong together, or a tree
+            is given and no drafter takes one.
     """
     names = [] if name == "none" else parts_of(name)
     stored = {each: read_named(each) for each in names if has_folder(each)}
@@ -156,7 +158,7 @@ def load_drafter(
         loaded = target_of(folder, config, loaded, keep_template=target is not None)
     if not parts:
         return loaded, None
-    # Where steps have fixed shapes (on a GPU) further rows are nearly free and nothing is decided step by step.
+    # Static steps (on a GPU) always have all nodes; more rows are nearly free there. So costs decide nothing.
     dynamic = loaded.device.type == "cpu" or loaded.spread
     uses_costs = len(parts) > 1 or any(part.uses_costs for part in parts.values())
     costs = step_costs(loaded, lean) if dynamic and uses_costs else None
@@ -181,7 +183,7 @@ def _draft_model(name: str) -> Part:
     children = [int(k) for k in expansion.split(",")] if expansion else CHAIN
 
     def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
-        # Whole and unquantised, however the target is loaded: it is small, and runs several times a step.
+        # On one device and unquantised, however the target is loaded: it is small and runs several times per step.
         some = {name: options[name] for name in ("dtype", "trust_remote_code") if name in options}
         model = load_target(path, device=str(target.device), **some)
         draft_cost = None if costs is None or target.spread else step_costs(model).plain_seconds / costs.plain_seconds

@@ -22,7 +22,7 @@ from draftsmith.kernels.head_topk import MOST, head_topk
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
 
-_STANDARD_TIME = 0.1  # of drafting over a plain step, where it may not be measured
+_STANDARD_TIME = 0.1  # of drafting, over a plain step; for sampling, where measurements must not decide
 
 
 class _Shape:
@@ -64,12 +64,12 @@ class MedusaDrafter(Drafter):
         self.topology, self.acceptances, self.device = topology, acceptances, target.device
         self.costs, self.draft_time, self.deepest = costs, draft_time, self.max_depth
         self.greedy = self.sampled = self._shape(range(len(topology.paths)))
-        # Where all heads share a plain matrix, a kernel finds their best tokens without writing their logits.
-        self.one_matrix: Tensor | None = None
+        # If all heads share a plain matrix, a kernel finds their best tokens without storing the logits.
+        self.shared_matrix: Tensor | None = None
         lm_head, ranks = target.lm_head, topology.max_rank + 1
         plain = type(lm_head) is torch.nn.Linear and lm_head.bias is None and not target.spread
         if plain and heads.projection is None and 0 < ranks <= MOST and why_not_triton(self.greedy.choice) is None:
-            self.one_matrix = cast(Tensor, lm_head.weight)
+            self.shared_matrix = cast(Tensor, lm_head.weight)
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         self.deepest = max_depth
@@ -82,7 +82,7 @@ class MedusaDrafter(Drafter):
         self.estimate = DraftEstimate(self.draft_time, len(self.greedy.choice) + 1, tokens)
 
     def _paying(self, table: Sequence[float], draft_time: float) -> tuple[_Shape, float]:
-        """The likeliest paths, as many as make the most expected tokens per time, and these tokens."""
+        """The likeliest paths, as many as maximise expected tokens / time, and the expected tokens."""
         assert self.acceptances is not None
         acceptances, paths = self.acceptances, self.topology.paths
         order = sorted(range(len(paths)), key=lambda path: (-acceptances[path], len(paths[path])))
@@ -92,7 +92,7 @@ class MedusaDrafter(Drafter):
         return self._shape(order[:count]), tokens[count]
 
     def _shape(self, numbers: Sequence[int]) -> _Shape:
-        """These of the topology's paths."""
+        """The tree of a subset of the topology's paths."""
         numbers = sorted(numbers)  # paths are sorted
         shape = _Shape(Topology(tuple(self.topology.paths[number] for number in numbers)), self.device, self.deepest)
         if self.acceptances is not None:
@@ -112,10 +112,10 @@ class MedusaDrafter(Drafter):
 
     def _best(self, feature: Tensor, shape: _Shape) -> Tensor:
         """The R most likely tokens of each head: ``[B, d] → [K, B, R]``."""
-        if self.one_matrix is None:
+        if self.shared_matrix is None:
             return self.heads.logits(feature, self.lm_head, shape.depth).topk(shape.ranks, -1).indices
         features = self.heads.features(feature, shape.depth)
-        ids = head_topk(features.flatten(0, 1), self.one_matrix, shape.ranks)[1]
+        ids = head_topk(features.flatten(0, 1), self.shared_matrix, shape.ranks)[1]
         return ids.unflatten(0, features.shape[:2])
 
 

@@ -83,7 +83,7 @@ def test_texts_shorter_than_the_heads_look(make_target):
 
 
 def accepted(paths, row):
-    """How many drafts of a tree, given as a set of paths, come true at a position with these ranks."""
+    """How many drafts of a tree, given as a set of paths, are right at a position with these ranks."""
     return sum(tuple(row[: len(path)]) == path for path in paths)
 
 
@@ -91,8 +91,8 @@ def accepted(paths, row):
 def test_best_tree_is_the_best(seed):
     """Among all trees of N nodes over two heads and three ranks."""
     torch.manual_seed(seed)
-    law = torch.tensor([0.4, 0.25, 0.15, 0.2])
-    ranks = law.multinomial(60, replacement=True).view(3, 10, 2)
+    weights = torch.tensor([0.4, 0.25, 0.15, 0.2])
+    ranks = weights.multinomial(60, replacement=True).view(3, 10, 2)
     ranks[ranks == 3] = MAX_RANK
     ranks[:, 1::2, 1] = torch.where(ranks[:, 1::2, 0] == 1, 2, ranks[:, 1::2, 1])  # heads do not err independently
     ranks[0, 9, 1] = ranks[1, 8:] = -1  # no label
@@ -112,7 +112,7 @@ def test_best_tree_is_the_best(seed):
         assert sum(accepted(found.paths, row) for row in rows) == best
 
 
-def test_a_tree_holds_no_path_that_never_came_true():
+def test_a_tree_has_no_path_that_was_never_right():
     ranks = torch.tensor([[[0, 1], [0, MAX_RANK]]])
     assert best_tree(ranks, 64) == Topology(((0,), (0, 1)))
     assert best_tree(torch.full((1, 4, 2), MAX_RANK), 64) == Topology(())

@@ -219,7 +219,7 @@ def test_a_drafter_without_a_fingerprint_is_refused(drafter):
     for missing in (None, ""):
         edit(folder, lambda config, value=missing: config["target"].update(fingerprint=value))
         _, config, _ = read_drafter(str(folder))
-        with pytest.raises(ValueError, match="has no target.fingerprint, so nobody knows for which weights"):
+        with pytest.raises(ValueError, match="has no target.fingerprint, which says for which weights"):
             check_target(folder, config, stand_in())
         check_target(folder, config, stand_in(fingerprint=""))
     edit(folder, lambda config: config["target"].pop("fingerprint"))

@@ -45,7 +45,7 @@ def test_greedy(make_target, teach, device, family):
     truth = teach(target, PROMPTS, max(LIMITS))
     mine = on(device, target)
     drafter = drafter_of(mine, "shared")
-    assert drafter.one_matrix is not None, "the kernel is in use"
+    assert drafter.shared_matrix is not None, "the kernel is in use"
     decoder = SpeculativeDecoder(mine, drafter, static=True)
     requests = [Request(prompt, limit, stop_ids=frozenset()) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
     cuda = device.type == "cuda"
