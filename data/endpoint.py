@@ -1,4 +1,4 @@
-"""One answer from a server that speaks OpenAI's protocol (vLLM, SGLang, …): patience, and a reason if there is none."""
+"""Requests to a server with OpenAI's protocol (vLLM, SGLang, …): retries, and a reason where there is no answer."""
 
 import email.utils
 import http.client
@@ -19,20 +19,20 @@ from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar, cast
 
 from draftsmith.data.formats import Message
-from draftsmith.data.seeds import TOO_LONG, Unanswered
+from draftsmith.data.seeds import TOO_LONG, RequestFailed
 
 KEY = "OPENAI_API_KEY"  # the only place a key is read from; it is neither stored nor printed
 LONGEST_PAUSE, LONGEST_RETRY_AFTER = 60.0, 600.0  # seconds
 CONNECT = 4.5  # seconds in which a server has to be reachable before a run begins
-_DETAIL = 200  # characters kept of what a server said
+_DETAIL = 200  # characters kept of a server's message
 T = TypeVar("T")
 
 
 def api_key() -> str:
-    """The key in the environment, or none.
+    """The key in the environment; empty if there is none.
 
     Raises:
-        ValueError: no header could hold it.
+        ValueError: it has a character that no header can hold.
     """
     key = os.environ.get(KEY, "").strip()
     if not (key.isascii() and (key.isprintable() or not key)):  # http.client's own message would show it
@@ -41,19 +41,18 @@ def api_key() -> str:
 
 
 def check_server(url: str, seconds: float = CONNECT) -> None:
-    """Find out whether anybody listens at a URL (or at the proxy that leads there), before any question is asked.
+    """Check that a server listens at a URL (or at its proxy), before any request is made.
 
-    A server that is spoken to without TLS is sent ``GET /``, to find out whether it wants TLS.
+    ``GET /`` is sent to a server without TLS, to find out whether it expects TLS.
 
     Raises:
-        ConnectionError: unknown host, connection refused, no connection within ``seconds``, or one side speaks TLS and
-            the other does not.
+        ConnectionError: unknown host, connection refused, no connection within ``seconds``, or only one side uses TLS.
     """
     try:
         parts = urllib.parse.urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError:
-        raise ConnectionError(f"endpoint {url}: no host and port can be read from it; correct endpoint.url") from None
+        raise ConnectionError(f"endpoint {url}: it names no host and port; correct endpoint.url") from None
     host, tls = parts.hostname or "", parts.scheme == "https"
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy and not urllib.request.proxy_bypass(host):
@@ -68,7 +67,7 @@ def check_server(url: str, seconds: float = CONNECT) -> None:
         problem = f"no connection within {seconds:g} seconds"
     if problem:
         raise ConnectionError(
-            f"endpoint {url}: nobody answers at {host}:{port} ({problem}); start the server, or correct endpoint.url"
+            f"endpoint {url}: no server answers at {host}:{port} ({problem}); start it, or correct endpoint.url"
         )
 
 
@@ -81,20 +80,20 @@ def _problem(host: str, port: int, tls: bool, seconds: float) -> str:
     except ssl.SSLCertVerificationError as error:
         return f"its certificate is not trusted: {error.verify_message}"
     except ssl.SSLError as error:
-        return f"no TLS spoken there: {error.reason}"
-    except (OSError, UnicodeError) as error:  # the latter of a host name that is none
+        return f"it does not use TLS: {error.reason}"
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return "" if tls or not _speaks_tls(host, port) else "it speaks TLS, so that the URL begins with https://"
+    return "" if tls or not _uses_tls(host, port) else "it uses TLS: the URL begins with https://"
 
 
-def _speaks_tls(host: str, port: int) -> bool:
-    """Whether a server that is spoken to without TLS wants it. One that is slow to answer does not."""
+def _uses_tls(host: str, port: int) -> bool:
+    """Whether a server expects TLS; False if it is slow to answer without."""
     try:
         with socket.create_connection((host, port), timeout=1.0) as connection:
             connection.sendall(f"GET / HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
-            said = connection.recv(1000)
-        if said.startswith(b"HTTP/"):
-            return b" 400 " in said and b"HTTPS" in said  # nginx says so
+            reply = connection.recv(1000)
+        if reply.startswith(b"HTTP/"):
+            return b" 400 " in reply and b"HTTPS" in reply  # nginx's answer
     except TimeoutError:
         return False
     except OSError:
@@ -110,7 +109,7 @@ def _speaks_tls(host: str, port: int) -> bool:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirected POST becomes a GET without its content, and may lead elsewhere."""
+    """No redirects: a redirected POST becomes a GET without its content, and may lead to another server."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -118,13 +117,13 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 @dataclass
 class Server:
-    """An endpoint and how patient we are with it. Threads may share it.
+    """An endpoint with its timeouts and retries. Threads may share it.
 
-    url: what ``/chat/completions`` is appended to.
+    url: ``/chat/completions`` is appended to it.
     timeout: seconds without a byte from the server.
-    retries: how often a question is asked again after an answer that may be better next time.
+    retries: how often a request is repeated after a failure that may be temporary.
     backoff: seconds before the first retry; doubled, with jitter, before each further one.
-    stopped: set by whoever wants no more answers; pauses end at once.
+    stopped: once it is set, no pause before a retry goes on.
     """
 
     url: str
@@ -139,28 +138,28 @@ class Server:
         self._key = api_key()
 
     def answer(self, messages: Sequence[Message], **options: Any) -> tuple[str, str]:
-        """What the model says and why it ended (``stop``, ``length``, …).
+        """The model's answer and its finish reason (``stop``, ``length``, …).
 
         Args:
             options: further fields of the request: temperature, max_tokens, …
 
         Raises:
-            Unanswered: not after all retries, or retries are pointless.
+            RequestFailed: no answer after all retries, or the failure is not temporary.
         """
         body = json.dumps({"model": self.model, "messages": list(messages), "stream": False, **options}).encode()
         for attempt in range(self.retries + 1):
             try:
-                return self._ask(body)
-            except Unanswered as error:
-                if not error.again or attempt == self.retries or self.stopped.is_set():
+                return self._post(body)
+            except RequestFailed as error:
+                if not error.retry or attempt == self.retries or self.stopped.is_set():
                     raise
                 pause = min(self.backoff * 2**attempt, LONGEST_PAUSE) * random.uniform(0.5, 1.5)
-                if error.after is not None:  # jitter here too: all others wait for the same moment
-                    pause = min(error.after, LONGEST_RETRY_AFTER) + pause * random.random()
+                if error.retry_after is not None:  # jitter here too: all threads wait for the same moment
+                    pause = min(error.retry_after, LONGEST_RETRY_AFTER) + pause * random.random()
                 self.stopped.wait(pause)
         raise AssertionError("unreachable")
 
-    def _ask(self, body: bytes) -> tuple[str, str]:
+    def _post(self, body: bytes) -> tuple[str, str]:
         request = urllib.request.Request(
             f"{self.url.rstrip('/')}/chat/completions", body,
             {"Content-Type": "application/json", "User-Agent": "draftsmith"},
@@ -176,34 +175,34 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             cause = getattr(error, "reason", error)  # urllib wraps what happens before the answer
             reason = "timeout" if isinstance(cause, TimeoutError) else "connection"
-            raise Unanswered(reason, self._short(str(cause)), again=True) from None
+            raise RequestFailed(reason, self._short(str(cause)), retry=True) from None
         try:
             choice = json.loads(content)["choices"][0]
             text, finish_reason = choice["message"]["content"], choice.get("finish_reason") or "unknown"
             if not isinstance(text, str):
                 raise TypeError
         except (ValueError, LookupError, TypeError, AttributeError):
-            said = self._short(content.decode("utf-8", "replace"))
-            raise Unanswered("malformed answer", said, again=True) from None
+            detail = self._short(content.decode("utf-8", "replace"))
+            raise RequestFailed("malformed answer", detail, retry=True) from None
         return text, str(finish_reason)
 
-    def _refusal(self, code: int, body: IO[bytes], retry_after: str | None) -> Unanswered:
+    def _refusal(self, code: int, body: IO[bytes], retry_after: str | None) -> RequestFailed:
         try:
-            said = self._short(body.read(10_000).decode("utf-8", "replace"))
+            detail = self._short(body.read(10_000).decode("utf-8", "replace"))
         except (OSError, http.client.HTTPException):
-            said = ""
-        if code in (400, 413, 422) and re.search("context.length", said):
-            return Unanswered(TOO_LONG, said)
-        again = code in (408, 429) or code >= 500
-        return Unanswered(f"http {code}", said, again, _seconds(retry_after))
+            detail = ""
+        if code in (400, 413, 422) and re.search("context.length", detail):
+            return RequestFailed(TOO_LONG, detail)
+        retry = code in (408, 429) or code >= 500
+        return RequestFailed(f"http {code}", detail, retry, _seconds(retry_after))
 
-    def _short(self, said: str) -> str:
-        said = said.replace(self._key, "***") if self._key else said  # some servers repeat it
-        return " ".join(said.split())[:_DETAIL]
+    def _short(self, message: str) -> str:
+        message = message.replace(self._key, "***") if self._key else message  # some servers repeat it
+        return " ".join(message.split())[:_DETAIL]
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """A Retry-After header: seconds, or a date."""
+    """Seconds of a Retry-After header, which holds seconds or a date; None if it cannot be read."""
     if retry_after is None:
         return None
     try:
@@ -219,10 +218,10 @@ def _seconds(retry_after: str | None) -> float | None:
 def in_threads(
     work: Callable[[T], None], items: Iterator[T], count: int, stopped: threading.Event
 ) -> Generator[T, None, None]:
-    """Items as their work is done, in whatever order, ``count`` at a time; what ``work`` raises is raised here.
+    """Yield items as ``work`` on them ends, in any order, ``count`` at a time; exceptions of ``work`` are raised here.
 
-    The threads are daemons: Ctrl-C does not wait for answers under way. ``stopped`` is set when the iteration ends,
-    also when it is closed before its time.
+    The threads are daemons: Ctrl-C does not wait for requests under way. ``stopped`` is set when the iteration ends,
+    also when it is closed early.
     """
     lock, over, done = threading.Lock(), object(), queue.SimpleQueue[tuple[T] | BaseException | None]()
 

@@ -1,7 +1,6 @@
-"""Seed prompts, the chats of any source without what the assistant wrote, and the conversations that grow from them.
+"""Seeds for self-distillation: the user's side of conversations, and the conversations that a model makes of them.
 
-A row holds ``messages`` or ``conversations`` as in data/chat.py, ``turns`` (a list of the user's texts: Spec-Bench,
-MT-Bench), or ``prompt`` (a text, or a list of messages; a ``completion`` beside it is left out).
+Which rows ask something, :func:`draftsmith.data.formats.read_prompt` decides.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from draftsmith.data.formats import Message, Turns, read_prompt
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
 TOO_LONG = "too long"
-OTHER_SIDE = (
+SELF_TALK_PROMPT = (
     "Below is a conversation between a user and an assistant. Write the user's next message, and nothing else.\n\n"
 )
 
 
 @dataclass(frozen=True)
 class Seed:
-    """What is asked in one conversation.
+    """The user's side of one conversation.
 
-    id: of the source's name and the content (and, among equal ones, its number): the same on every machine,
-        whatever its neighbours, and however many rows were added to the source since.
-    messages: the user's turns and what the system says before them, nothing of the assistant; the last is the user's.
+    id: hash of the source's name and the content (and, among equal ones, a number): the same on every machine, whatever
+        the other rows are, and however many were added to the source since.
+    messages: the messages of the user and the system in order, none of the assistant; the last is the user's.
     """
 
     id: str
@@ -39,7 +38,7 @@ class Seed:
 
     @property
     def turns(self) -> int:
-        """How many answers it asks for."""
+        """Number of answers it asks for."""
         return sum(message["role"] == "user" for message in self.messages)
 
 
@@ -62,13 +61,13 @@ def read_seed(row: Any) -> tuple[Message, ...]:
 
 
 def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[list[Seed], Skipped]:
-    """The seeds of all sources in their order, and the rows that are none.
+    """The seeds of all sources in their order, and the rows that were skipped.
 
     Args:
         max_skipped: the share of a source's rows that may be skipped.
 
     Raises:
-        FileNotFoundError, ValueError: a source cannot be read, too many of its rows are no seeds, or all are none.
+        FileNotFoundError, ValueError: a source cannot be read, too many of its rows ask nothing, or all of them.
     """
     found: list[Seed] = []
     seen: Counter[str] = Counter()
@@ -89,25 +88,26 @@ def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[lis
     return found, total
 
 
-class Unanswered(Exception):
-    """Why there is no answer.
+class RequestFailed(Exception):
+    """A request without an answer.
 
     reason: ``timeout``, ``connection``, ``http 429``, ``malformed answer``, ``too long`` …
-    detail: what the server said.
-    again: whether asking again may help; ``after`` so many seconds, if the server said.
+    detail: the beginning of the server's message.
+    retry: whether the same request may succeed later, after ``retry_after`` seconds if the server gave a time.
     """
 
-    def __init__(self, reason: str, detail: str = "", again: bool = False, after: float | None = None) -> None:
+    def __init__(self, reason: str, detail: str = "", retry: bool = False, retry_after: float | None = None) -> None:
         super().__init__(reason)
-        self.reason, self.detail, self.again, self.after = reason, detail, again, after
+        self.reason, self.detail, self.retry, self.retry_after = reason, detail, retry, retry_after
 
 
 @dataclass
-class Talk:
+class Conversation:
     """A conversation under way.
 
-    ask: the messages that wait for an answer; None when it is over. ``turn`` counts the questions.
-    failure: why it came to nothing.
+    pending: the messages that wait for an answer; None when it is over.
+    turn: number of answers so far, those that the model wrote for the user included.
+    failure: why it failed, if it did.
     """
 
     seed: Seed
@@ -115,21 +115,21 @@ class Talk:
     messages: list[Message] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     turn: int = 0
-    failure: Unanswered | None = None
+    failure: RequestFailed | None = None
 
     def __post_init__(self) -> None:
-        self._course = self._converse()
-        self.ask: list[Message] | None = next(self._course)
+        self._requests = self._converse()
+        self.pending: list[Message] | None = next(self._requests)
 
     def _converse(self) -> Generator[list[Message], tuple[str, str], None]:
-        """The whole algorithm: yields what to ask and is sent (text, finish reason)."""
+        """The whole algorithm: yields the messages to answer and is sent (text, finish reason)."""
         for message in self.seed.messages:
             self.messages.append(message)
             if message["role"] == "user":
                 yield from self._answered()
         for _ in range(self.self_talk):
-            said = [f"{m['role'].capitalize()}: {m['content']}\n" for m in self.messages if m["role"] != "system"]
-            text, _ = yield [{"role": "user", "content": f"{OTHER_SIDE}{''.join(said)}User:"}]
+            history = [f"{m['role'].capitalize()}: {m['content']}\n" for m in self.messages if m["role"] != "system"]
+            text, _ = yield [{"role": "user", "content": f"{SELF_TALK_PROMPT}{''.join(history)}User:"}]
             if not text.strip():
                 return  # the user has nothing more to say
             self.messages.append({"role": "user", "content": text.strip()})
@@ -140,16 +140,17 @@ class Talk:
         self.messages.append({"role": "assistant", "content": text})
         self.finish_reasons.append(finish_reason)
 
-    def hear(self, text: str, finish_reason: str) -> None:
+    def add_answer(self, text: str, finish_reason: str) -> None:
+        """Add the answer to ``pending``, and go on to what waits for one next."""
         try:
-            self.ask = self._course.send((text, finish_reason))
+            self.pending = self._requests.send((text, finish_reason))
         except StopIteration:
-            self.ask = None
+            self.pending = None
         self.turn += 1
 
-    def fail(self, why: Unanswered) -> None:
-        """It ends here. Where only the next turn is too long, what was answered stands."""
-        self.ask = None
+    def fail(self, why: RequestFailed) -> None:
+        """End the conversation. Where only the next turn is too long, the answers so far are kept."""
+        self.pending = None
         if why.reason != TOO_LONG or not self.finish_reasons:
             self.failure = why
             return

@@ -1,8 +1,8 @@
-"""Finished conversations in append-only files: a kill at any moment costs no more than the line being written.
+"""Finished conversations in append-only files: a kill at any moment loses at most the line being written.
 
 shard-00000.jsonl, …   {"id", "messages", "finish_reason": [one per answer], "source"}, LINES of them in each
-failures.jsonl         {"id", "source", "reason", "detail"}: what has no answer yet
-manifest.json          what decides the answers, and the counts
+failures.jsonl         {"id", "source", "reason", "detail"}: prompts without an answer
+manifest.json          all settings that the answers depend on, and the counts
 """
 
 import json
@@ -21,21 +21,21 @@ _OWN = re.compile(r"shard-\d{5}\.jsonl|(failures\.jsonl|manifest\.json|recipe\.y
 
 
 def remove_own(folder: Path) -> None:
-    """Delete what a distillation wrote into its folder, nothing else."""
+    """Delete the files that a distillation wrote into its folder, nothing else."""
     for path in list(folder.iterdir()):
         if _OWN.fullmatch(path.name):
             path.unlink()
 
 
 def open_shards(folder: Path, decides: Mapping[str, Any], restart: bool) -> "Shards":
-    """A run's folder with what is in it already.
+    """Open a run's folder with the conversations that are in it already.
 
     Args:
-        decides: all that decides what is answered, by the recipe's fields.
-        restart: delete what is in it.
+        decides: all settings that the answers depend on, by the recipe's fields.
+        restart: delete the conversations.
 
     Raises:
-        ValueError: it holds another kind of run, or answers that another recipe asked for.
+        ValueError: the folder holds another kind of run, or answers to another recipe.
     """
     manifest = folder / "manifest.json"
     if not manifest.exists():
@@ -47,7 +47,7 @@ def open_shards(folder: Path, decides: Mapping[str, Any], restart: bool) -> "Sha
         if not isinstance(before, dict):
             raise TypeError
     except (ValueError, LookupError, TypeError):
-        raise ValueError(f"{manifest}: damaged, or of another program; set run.name") from None
+        raise ValueError(f"{manifest}: damaged, or not a distillation's; set run.name") from None
     if restart:
         remove_own(folder)
         return Shards(folder)
@@ -55,8 +55,8 @@ def open_shards(folder: Path, decides: Mapping[str, Any], restart: bool) -> "Sha
     if changed:
         values = (json.dumps(d.get(changed[0]), ensure_ascii=False)[:100] for d in (before, decides))
         raise ValueError(
-            f"{folder}: its answers were asked for by another recipe ({changed[0]}: {' → '.join(values)}); set "
-            "run.name, or pass --restart to begin anew and delete them"
+            f"{folder}: its answers belong to another recipe ({changed[0]}: {' → '.join(values)}); set run.name, or "
+            "pass --restart to begin anew and delete them"
         )
     return Shards(folder)
 
@@ -64,15 +64,15 @@ def open_shards(folder: Path, decides: Mapping[str, Any], restart: bool) -> "Sha
 class Shards:
     """The conversations of a folder, by the id of their seed.
 
-    Opening it cuts off a line that a kill left torn; its prompt counts as not answered.
+    Opening it removes an incomplete last line, which a kill left; its prompt counts as not answered.
 
     Attributes:
         answers: id → number of answers of each finished conversation.
-        finish_reasons: of all answers.
-        failures: id → the line of each prompt that has failed and has no conversation.
+        finish_reasons: finish reason → number of answers.
+        failures: id → the line of failures.jsonl of each prompt that failed and has no conversation.
 
     Raises:
-        ValueError: a whole line is not one of ours.
+        ValueError: a complete line is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -99,12 +99,12 @@ class Shards:
         self.failures.pop(seed, None)
 
     def fail(self, seed: str, source: str, reason: str, detail: str) -> None:
-        """Note that a prompt was asked in vain; in the file the last line of an id counts."""
+        """Append a failed prompt to failures.jsonl, where the last line of an id counts."""
         self.failures[seed] = {"id": seed, "source": source, "reason": reason, "detail": detail}
         _append(self.folder / "failures.jsonl", self.failures[seed])
 
     def counts(self, wanted: Mapping[str, int]) -> dict[str, Any]:
-        """What became of the prompts ``wanted``: id → number of answers asked for."""
+        """Counts of done, failed and unanswered prompts, given ``wanted``: id → number of answers asked for."""
         done = [seed for seed in wanted if seed in self.answers]
         failed = Counter(line["reason"] for seed, line in self.failures.items() if seed in wanted)
         return {
@@ -116,7 +116,7 @@ class Shards:
         }
 
     def tidy(self) -> None:
-        """Rewrite the failures, whole or not at all: one line for each prompt that still has no answer."""
+        """Rewrite failures.jsonl atomically, with one line for each prompt that still has no answer."""
         path = self.folder / "failures.jsonl"
         if not self.failures:
             path.unlink(missing_ok=True)
@@ -148,8 +148,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
                 raise TypeError
         except (ValueError, LookupError, TypeError):
             raise ValueError(
-                f"{path}:{number}: damaged, or no line of a distillation; delete the line (its prompt is asked again), "
-                "or begin anew with --restart"
+                f"{path}:{number}: damaged; delete the line (its prompt is answered again), or pass --restart"
             ) from None
         lines.append(line)
     return lines

@@ -2,11 +2,11 @@
 
     python train/distill.py recipes/tiny-distill.yaml [section.field=value ...] [--dry-run] [--tiny] [--restart]
 
-Of each seed the user's turns are asked one by one: what its assistant said is dropped, what the target says is kept.
-The run's folder gets shard-00000.jsonl, …, which a training recipe names as a source, failures.jsonl and manifest.json.
-The same command, after a kill too, goes on where it stopped and asks again what failed.
+The user's messages of each seed are sent one by one; the answers in the seed are dropped, the target's are kept. The
+run's folder gets shard-00000.jsonl, …, which a training recipe names as a source, failures.jsonl and manifest.json. The
+same command, after a kill too, goes on where it stopped and sends the failed prompts again.
 
-Exit codes: 0 done, 1 nobody answers, 2 wrong usage or bad input, or interrupted.
+Exit codes: 0 done, 1 no answers, 2 wrong usage or bad input, or interrupted.
 """
 
 import hashlib
@@ -41,14 +41,14 @@ from draftsmith.data.chat import encode_prompt
 from draftsmith.data.endpoint import Server, check_server, in_threads
 from draftsmith.data.formats import Message
 from draftsmith.data.rows import Skipped, UnusableRow
-from draftsmith.data.seeds import TOO_LONG, Seed, Talk, Unanswered, read_seeds
+from draftsmith.data.seeds import TOO_LONG, Conversation, RequestFailed, Seed, read_seeds
 from draftsmith.data.shards import Shards, open_shards
 from draftsmith.data.tokenized import read_template
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.text import answer_text
-from draftsmith.inference.turns import serve_turns
+from draftsmith.inference.turns import serve_conversations
 from draftsmith.models.artifact import provenance, write_json
 from draftsmith.models.options import choose_device
 from draftsmith.models.precision import DTYPES, describe
@@ -58,31 +58,31 @@ from draftsmith.train import folders
 from draftsmith.train.loop import console, dtype_of
 from draftsmith.train.tiny import SAMPLES, tiny_target, valid, write_target
 
-NO_TEMPLATE = "chat template"  # why a prompt failed, beside the reasons of data/endpoint.py
-OWN_FAULT = (TOO_LONG, NO_TEMPLATE)  # the prompt's own: says nothing about whoever was asked
-NOTE_EVERY = 30.0  # seconds between two manifests of a run
+TEMPLATE = "chat template"  # a reason of a failure, beside those of data/endpoint.py
+OF_THE_PROMPT = (TOO_LONG, TEMPLATE)  # reasons that do not count towards endpoint.give_up
+MANIFEST_EVERY = 30.0  # seconds
 
-Backend = Callable[["DistillRecipe", Iterator[Talk], Callable[[Talk], None]], None]
+Backend = Callable[["DistillRecipe", Iterator[Conversation], Callable[[Conversation], None]], None]
 
 
-class NobodyError(Exception):
-    """Whoever is asked has stopped answering."""
+class GivenUpError(Exception):
+    """``endpoint.give_up`` prompts in a row got no answer."""
 
 
 class Seeds(Section):
-    seeds: list[Source] = Field(min_length=1, description="whose user turns are asked; the assistant's are dropped")
+    seeds: list[Source] = Field(min_length=1, description="sources of the user's messages; the assistant's are dropped")
     template: Name | None = Field(
         default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
     )
     max_skipped: Share = Field(
-        default=0.1, description="share of rows that ask nothing or cannot be used that is an error"
+        default=0.1, description="a larger share of rows that ask nothing or cannot be used is an error"
     )
 
     @model_validator(mode="after")
     def _chats(self) -> "Seeds":
         for source in self.seeds:
             if source.installed and source.form != "chat":
-                raise ValueError(f"seed source {source.source!r} has to be asked something: set form: chat")
+                raise ValueError(f"seed source {source.source!r} needs conversations: set form: chat")
             if source.answers is not None or source.weight != 1.0:
                 raise ValueError(f"seed source {source.source!r}: 'answers' and 'weight' are for training data")
         return self
@@ -92,16 +92,16 @@ class Decoding(Section):
     mode: Literal["greedy", "sample"] = "sample"
     temperature: float = Field(default=0.3, ge=1e-3, le=1e3, description="for mode sample")
     top_p: float = Field(default=1.0, gt=0, le=1, description="for mode sample")
-    max_new_tokens: Tokens = Field(default=2048, description="of an answer; one cut there is kept and marked")
+    max_new_tokens: Tokens = Field(default=2048, description="of an answer; one that is cut there is kept and marked")
 
 
 class Engine(Section):
-    """Our own engine. None of it changes what is answered, except that ``max_length`` may end a conversation early."""
+    """Our own engine. None of it changes the answers, except that ``max_length`` may end a conversation early."""
 
     drafter: Name = Field(default="none", description="a drafter's folder or Hub id; or none")
     batch_size: Sequences = Field(default=32, description="conversations decoded at once")
     max_length: Tokens = Field(
-        default=4096, description="tokens of a conversation; memory for so many is taken for each of the batch"
+        default=4096, description="tokens of a conversation; memory is reserved for as many in each row of the batch"
     )
     threads: Threads | None = Field(default=None, description="CPU threads; all cores if left out")
 
@@ -110,16 +110,16 @@ class Endpoint(Section):
     """Any server with OpenAI's protocol; a key comes from the environment variable OPENAI_API_KEY alone."""
 
     url: str = Field(pattern=r"^https?://[^\s@?#]+$", description="without /chat/completions: http://localhost:8000/v1")
-    model: str = Field(min_length=1, description="the name it is served by")
+    model: str = Field(min_length=1, description="the name that the server knows it by")
     concurrency: Threads = Field(default=32, description="conversations at once")
     retries: int = Field(
-        default=5, ge=0, le=30, description="after a timeout, 408, 429, 5xx, a cut or malformed answer"
+        default=5, ge=0, le=30, description="after a timeout, 408, 429, 5xx, an incomplete or malformed answer"
     )
     timeout: float = Field(default=600.0, ge=0.001, le=86400, description="seconds without a byte from the server")
     backoff: float = Field(
-        default=1.0, ge=0, le=3600, description="seconds before the first retry; doubled before each other"
+        default=1.0, ge=0, le=3600, description="seconds before the first retry; doubled before each further one"
     )
-    give_up: Positive = Field(default=200, description="end the run after so many prompts in a row without an answer")
+    give_up: Positive = Field(default=200, description="end the run after this many prompts in a row without an answer")
 
 
 class DistillRecipe(Section):
@@ -131,7 +131,7 @@ class DistillRecipe(Section):
     endpoint: Endpoint | None = None
     decoding: Decoding = Decoding()
     self_talk: int = Field(
-        default=0, ge=0, le=1000, description="turns that the model writes both sides of, after the seed's"
+        default=0, ge=0, le=1000, description="turns after the seed's, of which the model writes both sides"
     )
 
     @model_validator(mode="after")
@@ -148,15 +148,15 @@ class DistillRecipe(Section):
             )
         return self
 
-    def sampling(self, talk: "Talk") -> Sampling:
-        """Of the next answer: its random numbers depend on the prompt and the turn, not on what is decoded with it."""
-        digest = hashlib.sha256(f"{self.run.seed} {talk.seed.id} {talk.turn}".encode()).digest()
+    def sampling(self, conversation: Conversation) -> Sampling:
+        """Sampling parameters of the next answer, with a seed of the prompt and the turn, whatever else is decoded."""
+        digest = hashlib.sha256(f"{self.run.seed} {conversation.seed.id} {conversation.turn}".encode()).digest()
         d = self.decoding
         return Sampling(d.temperature, top_p=d.top_p, seed=int.from_bytes(digest[:8], "big") >> 2)
 
     def decides(self) -> dict[str, Any]:
-        """All that decides what is answered, by field. What only decides how fast, or where the server is, may change
-        while a folder is being filled."""
+        """All settings that the answers depend on, by field. Those of speed and the server's address may change between
+        two commands that fill the same folder."""
         fields = {f"decoding.{name}": value for name, value in self.decoding.model_dump(mode="json").items()}
         fields |= {"run.seed": self.run.seed, "backend": self.backend, "self_talk": self.self_talk}
         fields |= {"data.seeds": self.data.model_dump(mode="json")["seeds"]}
@@ -171,32 +171,30 @@ class DistillRecipe(Section):
 
 
 def check_has_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
-    """Refuse a recipe without a chat template for a target that has none either.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Raises: ValueError: neither the recipe nor the target's tokenizer has a chat template."""
     if not (template or tokenizer.chat_template):
         raise ValueError("the target's tokenizer has no chat template; set data.template, for example to "
                          "recipes/templates/vicuna.jinja")  # fmt: skip
 
 
 def encode(messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str | None) -> list[int]:
-    """A prompt by the chat template, up to where the assistant begins to speak.
+    """Token ids of a conversation by the chat template, the assistant's turn begun.
 
     Raises:
-        Unanswered: the template refuses it.
-        ValueError: there is none.
+        RequestFailed: the template refuses it.
+        ValueError: there is no template.
     """
     check_has_template(tokenizer, template)
     try:
         return encode_prompt(messages, tokenizer, template)
     except UnusableRow as error:
-        raise Unanswered(NO_TEMPLATE, str(error)) from None
+        raise RequestFailed(TEMPLATE, str(error)) from None
 
 
-def by_engine(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk], None]) -> None:
-    """Our own engine answers, ``engine.batch_size`` conversations at a time.
+def by_engine(
+    recipe: DistillRecipe, conversations: Iterator[Conversation], end: Callable[[Conversation], None]
+) -> None:
+    """Answers of our own engine, ``engine.batch_size`` conversations at a time.
 
     Raises:
         FileNotFoundError, ValueError: target or drafter cannot be used.
@@ -204,8 +202,8 @@ def by_engine(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk]
     t, e, d = recipe.target, recipe.engine, recipe.decoding
     assert t is not None
     torch.set_num_threads(e.threads or available_cores())
-    # What is wrong with the template or the drafter is found before the target's weights are loaded. The template is
-    # never the drafter's: a drafter changes no answer.
+    # Template and drafter are checked before the target's weights are loaded. The template is never the drafter's: a
+    # drafter changes no answer.
     tokenizer = load_tokenizer(t.name, t.revision, t.trust_remote_code)
     template = read_template(recipe.data.template)
     check_has_template(tokenizer, template)
@@ -215,56 +213,60 @@ def by_engine(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk]
     )  # fmt: skip
     if target.adapter:
         raise ValueError(
-            f"engine.drafter={e.drafter}: it comes with an adapter, with which the target answers otherwise; use a "
-            "drafter without one, or none"
+            f"engine.drafter={e.drafter}: its adapter changes the target's answers; use a drafter without one, or none"
         )
     longest = min(target.context, e.max_length)
 
-    def request(talk: Talk) -> Request | None:
-        assert talk.ask is not None
+    def next_request(conversation: Conversation) -> Request | None:
+        assert conversation.pending is not None
         try:
-            prompt = encode(talk.ask, tokenizer, template)
+            prompt = encode(conversation.pending, tokenizer, template)
             if len(prompt) >= longest:
-                raise Unanswered(TOO_LONG, f"{len(prompt)} tokens before the answer; {longest} are allowed with it")
-        except Unanswered as error:
-            talk.fail(error)
-            end(talk)
+                raise RequestFailed(TOO_LONG, f"{len(prompt)} tokens before the answer, {longest} allowed with it")
+        except RequestFailed as error:
+            conversation.fail(error)
+            end(conversation)
             return None
-        return Request(prompt, min(d.max_new_tokens, longest - len(prompt)), recipe.sampling(talk))
+        return Request(prompt, min(d.max_new_tokens, longest - len(prompt)), recipe.sampling(conversation))
 
-    def hear(talk: Talk, result: Generation) -> bool:
-        talk.hear(answer_text(target, result.tokens), result.finish_reason)
-        if talk.ask is None:
-            end(talk)
-        return talk.ask is not None
+    def on_answer(conversation: Conversation, result: Generation) -> bool:
+        conversation.add_answer(answer_text(target, result.tokens), result.finish_reason)
+        if conversation.pending is None:
+            end(conversation)
+        return conversation.pending is not None
 
-    serve_turns(SpeculativeDecoder(target, drafter), talks, request, hear, e.batch_size, mode=d.mode, longest=longest)
+    decoder = SpeculativeDecoder(target, drafter)
+    serve_conversations(
+        decoder, conversations, next_request, on_answer, e.batch_size, mode=d.mode, max_length=longest
+    )  # fmt: skip
 
 
-def by_endpoint(recipe: DistillRecipe, talks: Iterator[Talk], end: Callable[[Talk], None]) -> None:
-    """A server answers, ``endpoint.concurrency`` conversations at a time; ``end`` is called in this thread."""
+def by_endpoint(
+    recipe: DistillRecipe, conversations: Iterator[Conversation], end: Callable[[Conversation], None]
+) -> None:
+    """Answers of a server, ``endpoint.concurrency`` conversations at a time; ``end`` is called in this thread."""
     e, d = recipe.endpoint, recipe.decoding
     assert e is not None
     server = Server(e.url, e.model, e.timeout, e.retries, e.backoff)
 
-    def converse(talk: Talk) -> None:
-        while talk.ask is not None:
+    def converse(conversation: Conversation) -> None:
+        while conversation.pending is not None:
             options: dict[str, Any] = {"max_tokens": d.max_new_tokens, "temperature": 0}
             if d.mode == "sample":
-                seed = recipe.sampling(talk).seed % (1 << 31)  # what every server takes
+                seed = recipe.sampling(conversation).seed % (1 << 31)  # what every server takes
                 options |= {"temperature": d.temperature, "top_p": d.top_p, "seed": seed}
             try:
-                talk.hear(*server.answer(talk.ask, **options))
-            except Unanswered as error:
-                talk.fail(error)
+                conversation.add_answer(*server.answer(conversation.pending, **options))
+            except RequestFailed as error:
+                conversation.fail(error)
 
-    with closing(in_threads(converse, talks, e.concurrency, server.stopped)) as finished:
-        for talk in finished:
-            end(talk)
+    with closing(in_threads(converse, conversations, e.concurrency, server.stopped)) as finished:
+        for conversation in finished:
+            end(conversation)
 
 
 def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
-    """Print what would be asked."""
+    """Print how much would be sent, and the first prompt."""
     d, turns = recipe.decoding, sum(seed.turns for seed in seeds)
     texts = turns + 2 * recipe.self_talk * len(seeds)
     console.print(
@@ -272,7 +274,7 @@ def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
         f"{texts:,} texts of {d.max_new_tokens:,} tokens, {texts * d.max_new_tokens:,} in all, {d.mode}, by "
         f"{recipe.backend}. The first prompt:"
     )
-    first = Talk(seeds[0], 0).ask or []
+    first = Conversation(seeds[0], 0).pending or []
     if recipe.target is None or recipe.backend == "endpoint":
         console.print_json(json.dumps(first))
         return
@@ -284,7 +286,7 @@ def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
         return
     try:
         ids = encode(first, tokenizer, read_template(recipe.data.template))
-    except Unanswered as error:
+    except RequestFailed as error:
         raise ValueError(f"the chat template refuses the first prompt: {error.detail}") from None
     console.print(tokenizer.decode(ids))
 
@@ -303,13 +305,13 @@ def small(recipe: DistillRecipe) -> DistillRecipe:
 
 
 def with_dtype(recipe: DistillRecipe, folder: Path, restart: bool) -> DistillRecipe:
-    """The recipe with what ``target.dtype: auto`` is here; of a run that goes on, what its answers were begun with.
-    Said in a line, and in a second one if it is slow here."""
+    """The recipe with ``target.dtype: auto`` resolved, for a run that goes on as it was; printed in a line, with a
+    second one if it is slow here."""
     t, manifest = recipe.target, folder / "manifest.json"
     if t is None or recipe.backend == "endpoint":
         return recipe
     began = None
-    with suppress(ValueError, OSError, LookupError, TypeError):  # open_shards says what is wrong with it
+    with suppress(ValueError, OSError, LookupError, TypeError):  # open_shards refuses a damaged one
         began = None if restart else json_object(manifest)["decides"]["target.dtype"]
     device = choose_device(None)
     chosen = dtype_of(t, torch.device(device), began if began in DTYPES else None)
@@ -319,7 +321,7 @@ def with_dtype(recipe: DistillRecipe, folder: Path, restart: bool) -> DistillRec
 
 
 def seeds_of(recipe: DistillRecipe) -> tuple[list[Seed], Skipped]:
-    """The seeds, and the rows that are none, which are said."""
+    """The seeds, and the rows that were skipped, which are printed."""
     seeds, skipped = read_seeds(recipe.data.seeds, recipe.data.max_skipped)
     if skipped.count:
         console.print(f"seeds: {skipped}")
@@ -345,7 +347,7 @@ def main() -> None:
         shards = open_shards(folder, decides, args.restart or args.tiny)
         rows_skipped = {reason: count for count, reason, _ in skipped.table()}
         facts = {"rows_skipped": rows_skipped, "decides": decides, **provenance(command=command, recipe=args.recipe)}
-        write_json(folder / "manifest.json", facts)  # first of all: it says whose folder this is
+        write_json(folder / "manifest.json", facts)  # first of all: it marks the folder as this run's
         write_recipe(recipe, folder / "recipe.yaml", command)
         distill(recipe, seeds, shards, facts, by_engine if recipe.backend == "engine" else by_endpoint)
 
@@ -353,67 +355,67 @@ def main() -> None:
 def distill(
     recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dict[str, Any], backend: Backend
 ) -> None:  # fmt: skip
-    """Ask what has no answer yet, and keep the manifest with its ``facts``.
+    """Get the answers that are missing, and keep the manifest with its ``facts`` up to date.
 
     Raises:
-        ConnectionError: nobody listens at the endpoint.
-        SystemExit: nobody answers (code 1).
-        KeyboardInterrupt: the user stopped it; what was answered is kept.
+        ConnectionError: no server listens at the endpoint.
+        SystemExit: no answers (code 1).
+        KeyboardInterrupt: the user stopped it; the answers so far are kept.
     """
     todo = [seed for seed in seeds if seed.id not in shards.answers]
     wanted = {seed.id: seed.turns + recipe.self_talk for seed in seeds}
 
-    def note_down() -> dict[str, Any]:
+    def write_manifest() -> dict[str, Any]:
         counts = shards.counts(wanted)
         content = {"counts": counts, "finish_reasons": dict(shards.finish_reasons), **facts}
         write_json(shards.folder / "manifest.json", content)
         return counts
 
-    note_down()
+    write_manifest()
     if todo and recipe.endpoint and recipe.backend == "endpoint":
         check_server(recipe.endpoint.url)
     bar = ProgressBar(f"{len(todo):,} of {len(seeds):,} prompts to answer, by {recipe.backend}", len(todo), console)
-    asked, answered, in_vain, noted = 0, 0, 0, time.monotonic()  # in_vain: how many since the last answer
+    ended, answered, failed_in_a_row, written = 0, 0, 0, time.monotonic()
 
-    def end(talk: Talk) -> None:
-        nonlocal asked, answered, in_vain, noted
-        seed, why = talk.seed, talk.failure
+    def end(conversation: Conversation) -> None:
+        nonlocal ended, answered, failed_in_a_row, written
+        seed, why = conversation.seed, conversation.failure
         if why is None:
-            shards.add(seed.id, talk.messages, talk.finish_reasons, seed.source)
-            answered, in_vain = answered + 1, 0
+            shards.add(seed.id, conversation.messages, conversation.finish_reasons, seed.source)
+            answered, failed_in_a_row = answered + 1, 0
         else:
             shards.fail(seed.id, seed.source, why.reason, why.detail)
-            in_vain += why.reason not in OWN_FAULT
-        asked += 1
-        bar(asked)
-        if time.monotonic() - noted > NOTE_EVERY:
-            note_down()
-            noted = time.monotonic()
-        if recipe.endpoint and in_vain >= recipe.endpoint.give_up:
-            raise NobodyError
+            failed_in_a_row += why.reason not in OF_THE_PROMPT
+        ended += 1
+        bar(ended)
+        if time.monotonic() - written > MANIFEST_EVERY:
+            write_manifest()
+            written = time.monotonic()
+        if recipe.endpoint and failed_in_a_row >= recipe.endpoint.give_up:
+            raise GivenUpError
 
     stopped: BaseException | None = None
     try:
         if todo:
             with bar:
-                backend(recipe, (Talk(seed, recipe.self_talk) for seed in todo), end)
-    except (NobodyError, KeyboardInterrupt) as error:
+                backend(recipe, (Conversation(seed, recipe.self_talk) for seed in todo), end)
+    except (GivenUpError, KeyboardInterrupt) as error:
         stopped = error
     if isinstance(stopped, KeyboardInterrupt):
-        shards = Shards(shards.folder)  # it may have come between a line and its counting
+        shards = Shards(shards.folder)  # it may have come between writing a line and counting it
     shards.tidy()
-    counts = note_down()
-    said = f"{counts['done']:,} of {len(seeds):,} prompts are answered in {shards.folder}"
+    counts = write_manifest()
+    summary = f"{counts['done']:,} of {len(seeds):,} prompts are answered in {shards.folder}"
     if isinstance(stopped, KeyboardInterrupt):
-        raise KeyboardInterrupt(f"stopped: {said}; the same command goes on")
+        raise KeyboardInterrupt(f"stopped: {summary}; the same command goes on")
     if counts["failed"]:
         reasons = ", ".join(f"{reason} {count:,} times" for reason, count in counts["failed"].items())
-        said += f"; failed: {reasons} (see failures.jsonl; the same command asks these again)"
-    if stopped or (in_vain and not answered) or not counts["done"]:
+        summary += f"; failed: {reasons} (see failures.jsonl; the same command sends these again)"
+    if stopped or (failed_in_a_row and not answered) or not counts["done"]:
         detail = list(shards.failures.values())[-1]["detail"]
-        print(f"error: nobody answers: {said}{f': {detail}' if detail else ''}", file=sys.stderr, flush=True)
+        print(f"error: no answers: {summary}{f': {detail}' if detail else ''}", file=sys.stderr, flush=True)
         raise SystemExit(1)
-    console.print(f"done: {said}")
+    console.print(f"done: {summary}")
 
 
 if __name__ == "__main__":

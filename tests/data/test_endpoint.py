@@ -68,10 +68,10 @@ def test_a_server_that_answers(served):
     scheme, port = served
     if scheme == "http":
         check_server(f"http://127.0.0.1:{port}/v1")
-        assert "no TLS spoken there" in refused(f"https://127.0.0.1:{port}/v1")
+        assert "it does not use TLS" in refused(f"https://127.0.0.1:{port}/v1")
     else:
         assert "its certificate is not trusted: self" in refused(f"https://localhost:{port}/v1")
-        assert "it speaks TLS, so that the URL begins with https://" in refused(f"http://127.0.0.1:{port}/v1")
+        assert "it uses TLS: the URL begins with https://" in refused(f"http://127.0.0.1:{port}/v1")
 
 
 def test_one_that_is_slow_to_answer_is_there(listening):
@@ -83,8 +83,8 @@ def test_nobody_listens():
         port = server.getsockname()[1]
     said = refused(f"http://127.0.0.1:{port}/v1")
     assert said == (
-        f"endpoint http://127.0.0.1:{port}/v1: nobody answers at 127.0.0.1:{port} (Connection refused); start the "
-        "server, or correct endpoint.url"
+        f"endpoint http://127.0.0.1:{port}/v1: no server answers at 127.0.0.1:{port} (Connection refused); start it, "
+        "or correct endpoint.url"
     )
 
 
@@ -117,12 +117,12 @@ def test_a_resolver_that_hangs(monkeypatch):
 @pytest.mark.parametrize(
     "url, message",
     [
-        ("http://no-such-host.invalid/v1", "nobody answers at no-such-host.invalid:80"),
-        ("https://no-such-host.invalid/v1", "nobody answers at no-such-host.invalid:443"),
-        (f"http://{'a' * 70}.example/v1", "nobody answers at aaa"),
-        ("http://127.0.0.1:99999/v1", "no host and port can be read from it"),
-        ("http://127.0.0.1:x/v1", "no host and port can be read from it"),
-        ("http://[::1/v1", "no host and port can be read from it"),
+        ("http://no-such-host.invalid/v1", "no server answers at no-such-host.invalid:80"),
+        ("https://no-such-host.invalid/v1", "no server answers at no-such-host.invalid:443"),
+        (f"http://{'a' * 70}.example/v1", "no server answers at aaa"),
+        ("http://127.0.0.1:99999/v1", "it names no host and port"),
+        ("http://127.0.0.1:x/v1", "it names no host and port"),
+        ("http://[::1/v1", "it names no host and port"),
     ],
 )
 def test_hosts_that_are_none(url, message):

@@ -37,8 +37,8 @@ def test_preview(recipe, run_main):
 
 
 def test_validation_and_overrides(recipe, run_main):
-    code, out, _ = run_main(preview.main, recipe, "--validation", "--count", 1, "data.max_length=16")
-    assert code == 0 and "100.0% supervised" in out and "longest 16" in out and out.count("· sample") == 1
+    code, out, _ = run_main(preview.main, recipe, "--validation", "--count", 1, "data.max_length=20")
+    assert code == 0 and "100.0% supervised" in out and "longest 20" in out and out.count("· sample") == 1
 
 
 def test_a_recipe_without_a_target(recipe, run_main, tiny_lm):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.common.sections import Data, Source
 from draftsmith.data import endpoint, seeds, shards
 from draftsmith.data.rows import UnusableRow
-from draftsmith.data.seeds import Seed, Talk, Unanswered, read_seed, read_seeds
+from draftsmith.data.seeds import Conversation, RequestFailed, Seed, read_seed, read_seeds
 from draftsmith.data.shards import Shards
 from draftsmith.data.tokenized import tokenized
 from draftsmith.inference.engine import SpeculativeDecoder
@@ -162,32 +162,33 @@ def test_unusable_rows_of_several_sources(tmp_path):
 
 
 def test_self_talk_shows_the_model_both_sides():
-    talk = Talk(Seed("i", "s", ({"role": "user", "content": "hi"},)), 2)
-    assert talk.ask == [{"role": "user", "content": "hi"}]
-    talk.hear("hello", "stop")
-    (asked,) = talk.ask
-    assert asked["content"] == f"{seeds.OTHER_SIDE}User: hi\nAssistant: hello\nUser:"
-    talk.hear(" and you?\n", "stop")
-    assert [m["content"] for m in talk.ask] == ["hi", "hello", "and you?"]
-    talk.hear("fine", "length")
-    talk.hear("  ", "stop")  # the user has nothing to say
-    assert talk.ask is None and talk.failure is None
-    assert talk.finish_reasons == ["stop", "length"] and talk.turn == 4
-    assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
+    conversation = Conversation(Seed("i", "s", ({"role": "user", "content": "hi"},)), 2)
+    assert conversation.pending == [{"role": "user", "content": "hi"}]
+    conversation.add_answer("hello", "stop")
+    (asked,) = conversation.pending
+    assert asked["content"] == f"{seeds.SELF_TALK_PROMPT}User: hi\nAssistant: hello\nUser:"
+    conversation.add_answer(" and you?\n", "stop")
+    assert [m["content"] for m in conversation.pending] == ["hi", "hello", "and you?"]
+    conversation.add_answer("fine", "length")
+    conversation.add_answer("  ", "stop")  # the user has nothing to say
+    assert conversation.pending is None and conversation.failure is None
+    assert conversation.finish_reasons == ["stop", "length"] and conversation.turn == 4
+    assert [m["role"] for m in conversation.messages] == ["user", "assistant"] * 2
 
 
 def test_what_was_answered_before_a_turn_that_is_too_long_stands():
     asked = ({"role": "user", "content": "a"}, {"role": "system", "content": "s"}, {"role": "user", "content": "b"})
-    talk = Talk(Seed("i", "s", asked), 0)
-    talk.hear("x", "stop")
-    talk.fail(Unanswered("too long"))
-    assert talk.failure is None and talk.ask is None and [m["content"] for m in talk.messages] == ["a", "x"]
+    conversation = Conversation(Seed("i", "s", asked), 0)
+    conversation.add_answer("x", "stop")
+    conversation.fail(RequestFailed("too long"))
+    assert conversation.failure is None and conversation.pending is None
+    assert [m["content"] for m in conversation.messages] == ["a", "x"]
     for reason, heard in (("too long", 0), ("http 500", 1)):
-        talk = Talk(Seed("i", "s", asked), 0)
+        conversation = Conversation(Seed("i", "s", asked), 0)
         for _ in range(heard):
-            talk.hear("x", "stop")
-        talk.fail(Unanswered(reason))
-        assert talk.failure is not None and talk.failure.reason == reason
+            conversation.add_answer("x", "stop")
+        conversation.fail(RequestFailed(reason))
+        assert conversation.failure is not None and conversation.failure.reason == reason
 
 
 # ---- shards
@@ -295,7 +296,7 @@ def test_a_drafter_that_changes_the_target_is_refused(recipe, run_main, tiny_lm,
     write_drafter(tmp_path / "drafter", "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
     write_json(tmp_path / "drafter/tree.json", {"paths": [[0]]})
     code, _, err = run_main(distill.main, recipe, f"engine.drafter={tmp_path / 'drafter'}")
-    assert code == 2 and "it comes with an adapter, with which the target answers otherwise" in err, err
+    assert code == 2 and "its adapter changes the target's answers" in err, err
 
 
 class Killed(BaseException):
@@ -372,7 +373,7 @@ def test_too_long_for_the_target(recipe, run_main, tmp_path):
     assert (counts["done"], counts["failed"], counts["ended_early"]) == (2, {"too long": 1}, 1)
     (tmp_path / "seeds.jsonl").write_text(json.dumps({"turns": [long]}) + "\n")
     code, _, err = run_main(distill.main, recipe, "engine.max_length=80", "run.name=none")
-    assert code == 1 and err.startswith("error: nobody answers: 0 of 1 prompts are answered") and err.count("\n") == 1
+    assert code == 1 and err.startswith("error: no answers: 0 of 1 prompts are answered") and err.count("\n") == 1
 
 
 def test_another_recipe_is_refused(recipe, run_main, tmp_path):
@@ -382,7 +383,7 @@ def test_another_recipe_is_refused(recipe, run_main, tmp_path):
     before = lines_of(folder)
     code, _, err = run_main(distill.main, recipe, "data.seeds.0.limit=3", f"decoding.max_new_tokens={NEW - 1}")
     assert code == 2 and err == (
-        f"error: {folder}: its answers were asked for by another recipe (decoding.max_new_tokens: {NEW} → {NEW - 1}); "
+        f"error: {folder}: its answers belong to another recipe (decoding.max_new_tokens: {NEW} → {NEW - 1}); "
         "set run.name, or pass --restart to begin anew and delete them\n"
     )
     assert lines_of(folder) == before
@@ -420,7 +421,7 @@ def test_dry_run_writes_nothing(recipe, run_main, tmp_path):
 
 WRONG = {
     "engine.drafer=x": "unknown key 'engine.drafer'; nearest valid key: engine.drafter",
-    "data.seeds=[{source: stdlib}]": "seed source 'stdlib' has to be asked something: set form: chat",
+    "data.seeds=[{source: stdlib}]": "seed source 'stdlib' needs conversations: set form: chat",
     "backend=endpoint": "backend endpoint needs the section 'endpoint'; add it",
     "target=null": "backend engine needs the section 'target'; add it",
     "engine.max_length=12": "decoding.max_new_tokens=12 leaves no room for a prompt within engine.max_length=12",
@@ -640,7 +641,7 @@ def test_nobody_answers_what_is_left(ask, server, tmp_path):
     code, _, err = ask("endpoint.retries=0")
     assert code == 0, err
     code, _, err = ask("endpoint.retries=0")
-    assert code == 1 and "nobody answers: 1 of 3" in err and "http 500 1 times" in err and "too long 1 times" in err
+    assert code == 1 and "no answers: 1 of 3" in err and "http 500 1 times" in err and "too long 1 times" in err
     plan["3"] = "fine"
     assert ask()[0] == 0
     code, out, _ = ask()
@@ -680,7 +681,7 @@ def test_what_is_asked_again(ask, server, tmp_path, what, requests, reason):
     server.plan = lambda asked: what
     code, _, err = ask("data.seeds.0.limit=1")
     assert code == 1 and len(server.requests) == requests
-    assert err.startswith("error: nobody answers: 0 of 1 prompts are answered") and err.count("\n") == 1
+    assert err.startswith("error: no answers: 0 of 1 prompts are answered") and err.count("\n") == 1
     assert f"{reason} 1 times" in err and what[1].decode() in err
     assert counts_of(tmp_path / "whole")["failed"] == {reason: 1}
 
@@ -700,7 +701,7 @@ def test_backoff_doubles(monkeypatch):
     pauses = []
     asked = endpoint.Server("http://127.0.0.1:9", "m", 1.0, 4, 2.0)
     monkeypatch.setattr(asked.stopped, "wait", pauses.append)
-    with pytest.raises(Unanswered) as error:
+    with pytest.raises(RequestFailed) as error:
         asked.answer([])
     assert error.value.reason == "connection" and len(pauses) == 4
     assert all(0.5 * 2 * 2**n <= pause <= 1.5 * 2 * 2**n for n, pause in enumerate(pauses))
@@ -711,7 +712,7 @@ def test_a_server_that_is_down(ask, server, tmp_path):
     """It is said before anything is asked; what was not asked is no failure."""
     folder = tmp_path / "whole"
     code, _, err = ask("endpoint.url='http://127.0.0.1:9/v1'")
-    said = "error: endpoint http://127.0.0.1:9/v1: nobody answers at 127.0.0.1:9 (Connection refused); "
+    said = "error: endpoint http://127.0.0.1:9/v1: no server answers at 127.0.0.1:9 (Connection refused); "
     assert code == 1 and err.startswith(said) and err.count("\n") == 1
     counts = counts_of(folder)
     assert counts["failed"] == {} and counts["not_asked"] == 20
