@@ -1,4 +1,4 @@
-"""A decoder in few operations for families that are built like Llama; :mod:`draftsmith.models.lean_from` makes it.
+"""A decoder of few operations for families with Llama's architecture; :mod:`draftsmith.models.lean_from` builds it.
 
     x ← x + out(attention(rotate(q), rotate(k), v)),   q, k, v = qkv(norm(x))
     x ← x + down(act(gate) · up),                      gate, up = gate_up(norm(x))
@@ -22,8 +22,7 @@ class RMSNorm:
     """RMSNorm: x / √(mean(x²) + eps) · weight.
 
     Args:
-        weight: ``[d]``, or ``[heads, D]`` where heads have weights of their own; float32 where that is the precision of
-            the model's own product with it.
+        weight: ``[d]``, or ``[heads, D]`` if each head has its own; float32 if the model multiplies with it in float32.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
@@ -44,7 +43,7 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's matrices, ``[inputs, outputs]`` each, and its attention's settings."""
+    """The matrices of a layer, ``[inputs, outputs]`` each, and the settings of its attention."""
 
     heads: int
     kv_heads: int
@@ -66,12 +65,12 @@ class Layer:
     down: Tensor
     down_bias: Tensor | None
     after_mlp: RMSNorm | None
-    factor: float  # on what is added to x (Granite)
+    factor: float  # on each residual branch (Granite)
 
 
 class Buffers:
-    """What layers of one shape write in a forward pass of B rows of N nodes, the views of it that they read, and the
-    forms of their products. Made once where steps keep their shape."""
+    """The buffers of layers of one shape for a forward pass of B rows of N nodes, views of them, and the forms of their
+    products. Made once if all steps have the same shape."""
 
     def __init__(self, layer: Layer, rows: int, count: int, grouped: bool) -> None:
         heads, kv_heads, many = layer.heads, layer.kv_heads, rows * count
@@ -84,7 +83,7 @@ class Buffers:
         self.kv = each[:, :, heads:].view(rows, count, 2, kv_heads, width)
         self.q = each[:, :, :heads].transpose(1, 2)  # [B, H, N, D]
         self.grouped = grouped and count == 1
-        if self.grouped:  # a group's heads as so many queries of one head
+        if self.grouped:  # the heads of a group as queries of one head
             self.q = each[:, 0, :heads].view(rows, kv_heads, -1, width)
         self.gate_up = layer.gate_up.new_empty(many, layer.gate_up.shape[1])
         self.gate, self.up = self.gate_up.chunk(2, -1)
@@ -92,12 +91,12 @@ class Buffers:
 
 @dataclass(eq=False)
 class LeanDecoder:
-    """The embedding, the layers and the last norm, on one device.
+    """The embedding, the layers and the final norm, on one device.
 
     embed_tokens: the model's own module: token ids → ``[..., d]``, a new tensor.
-    embed_factor: what is multiplied with that.
-    rotary: (kind of table, positions ``[1, T]``) → cos and sin ``[1, T, D]``, by the model's own module.
-    context: positions that the model was made for.
+    embed_factor: factor on the embeddings.
+    rotary: the model's own module: (kind of table, positions ``[1, T]``) → cos and sin ``[1, T, D]``.
+    context: number of positions that the model was made for.
     """
 
     embed_tokens: Callable[[Tensor], Tensor]
@@ -109,39 +108,39 @@ class LeanDecoder:
     device: torch.device
 
     def tables(self, positions: int) -> dict[str, Tensor]:
-        """Rotary tables for so many positions: ``[positions, 2 · D]``, cos and then sin, whose first half is negative
-        since it meets the second half of a head."""
-        made: dict[str, Tensor] = {}
+        """Rotary tables of the first ``positions`` positions, ``[positions, 2 · D]``: cos and then sin, with the first
+        half of sin negated, since it multiplies the second half of a head."""
+        tables: dict[str, Tensor] = {}
         place = torch.arange(min(positions, self.context), device=self.device)[None]
         for kind in {layer.rope for layer in self.layers}:
             cos, sin = self.rotary(kind, place)
             half = sin.shape[-1] // 2
-            made[kind] = torch.cat((cos, -sin[..., :half], sin[..., half:]), -1)[0]
-        return made
+            tables[kind] = torch.cat((cos, -sin[..., :half], sin[..., half:]), -1)[0]
+        return tables
 
     def buffers(self, rows: int, count: int, grouped: bool = False) -> list[Buffers]:
-        """For each layer; those of one shape share them.
+        """The buffers of each layer; layers of one shape share theirs.
 
         Args:
-            grouped: for attention by ``biases``, with one node a row.
+            grouped: for attention by ``biases`` with one node per row.
         """
-        made: dict[tuple[int, ...], Buffers] = {}
-        found: list[Buffers] = []
-        with torch.inference_mode(False), torch.no_grad():  # usable in and out of it
+        by_shape: dict[tuple[int, ...], Buffers] = {}
+        by_layer: list[Buffers] = []
+        with torch.inference_mode(False), torch.no_grad():  # usable inside and outside of inference mode
             for layer in self.layers:
                 shape = (layer.heads, layer.kv_heads, *layer.qkv.shape, *layer.gate_up.shape)
-                if shape not in made:
-                    made[shape] = Buffers(layer, rows, count, grouped)
-                found.append(made[shape])
-        return found
+                if shape not in by_shape:
+                    by_shape[shape] = Buffers(layer, rows, count, grouped)
+                by_layer.append(by_shape[shape])
+        return by_layer
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """``[B, N]`` → ``[B, N, d]``."""
+        """The scaled embeddings of tokens: ``[B, N]`` → ``[B, N, d]``."""
         x = self.embed_tokens(tokens)
         return x if self.embed_factor == 1.0 else x * self.embed_factor
 
-    def turns(self, positions: Tensor, tables: Mapping[str, Tensor]) -> dict[str, Sequence[Tensor]]:
-        """Cos and sin ``[B, N, 1, D]`` by table."""
+    def rotations(self, positions: Tensor, tables: Mapping[str, Tensor]) -> dict[str, Sequence[Tensor]]:
+        """Cos and sin ``[B, N, 1, D]`` at the positions, by kind of table."""
         shape = (*positions.shape, 2, 1, -1)
         return {kind: F.embedding(positions, table).view(shape).unbind(2) for kind, table in tables.items()}
 
@@ -156,44 +155,44 @@ class LeanDecoder:
         Args:
             tokens, positions: ``[B, N]`` int64.
             slots: ``[B or 1, N]`` int64, where keys and values are written.
-            views: of each layer's keys and values: both together ``[B, slots, 2, G, D]``, where the new ones are
-                written; the keys, and the values, of the slots that are looked at ``[B, G, S, D]``.
+            views: of each layer's cache: keys and values together ``[B, slots, 2, G, D]``, where the new ones are
+                written; the keys, and the values, of the slots attended to ``[B, G, S, D]``.
             tables: from :meth:`tables`.
-            biases, tree_keys: as the engine's ``Runner.forward`` takes them; one of them.
-            captures: numbers of layers.
-            buffers: from :meth:`buffers` for this B and N; made anew if left out.
+            biases, tree_keys: as the engine's ``Runner.forward`` takes them; exactly one of them.
+            captures: numbers of the layers whose inputs are returned.
+            buffers: from :meth:`buffers` for this B and N; new ones if left out.
 
         Returns:
-            Hidden states ``[B, N, d]`` after the final norm, and those that enter each captured layer.
+            Hidden states ``[B, N, d]`` after the final norm, and the input of each captured layer.
         """
         rows, count = tokens.shape
         buffers = buffers or self.buffers(rows, count, tree_keys is None)
-        x = self.embed(tokens).flatten(0, 1)  # [M, d], written over from here on
-        turns = self.turns(positions, tables)
-        spots = (buffers[0].rows, slots)
+        x = self.embed(tokens).flatten(0, 1)  # [M, d], updated in place
+        rotations = self.rotations(positions, tables)
+        written = (buffers[0].rows, slots)
         captured: dict[int, Tensor] = {}
-        for number, (layer, its, view) in enumerate(zip(self.layers, buffers, views, strict=True)):
+        for number, (layer, own_buffers, view) in enumerate(zip(self.layers, buffers, views, strict=True)):
             if number in captures:
                 captured[number] = x.view(rows, count, -1).clone()
-            run_layer(layer, its, x, spots, view, turns[layer.rope], biases, tree_keys)
+            run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, tree_keys)
         return self.norm(x).view(rows, count, -1), [captured[number] for number in captures]
 
 
 def run_layer(
-    layer: Layer, buffers: Buffers, x: Tensor, spots: tuple[Tensor, Tensor], view: tuple[Tensor, Tensor, Tensor],
-    turns: Sequence[Tensor], biases: Mapping[int, Tensor | None] | None, tree_keys: TreeKeys | None,
+    layer: Layer, buffers: Buffers, x: Tensor, written: tuple[Tensor, Tensor], view: tuple[Tensor, Tensor, Tensor],
+    rotation: Sequence[Tensor], biases: Mapping[int, Tensor | None] | None, tree_keys: TreeKeys | None,
 ) -> None:  # fmt: skip
-    """One layer, on ``x [M, d]`` in place. ``spots``: rows and slots that are written; ``turns``: cos and sin."""
+    """Run a layer on ``x [M, d]`` in place. ``written``: rows and slots of the new keys; ``rotation``: cos and sin."""
     both, keys, values = view
     qk, q = buffers.qk, buffers.q
     qkv_form, out_form, gate_up_form, down_form = buffers.forms
     product(qkv_form, layer.before_attention(x), layer.qkv, layer.qkv_bias, buffers.qkv)
-    cos, sin = turns  # [B, N, 1, D]
+    cos, sin = rotation  # [B, N, 1, D]
     if layer.qk_norm is not None:
         qk.copy_(layer.qk_norm(qk))
     other = qk.roll(qk.shape[-1] // 2, -1)
     qk.mul_(cos).addcmul_(other, sin)
-    both.index_put_(spots, buffers.kv)
+    both.index_put_(written, buffers.kv)
     if tree_keys is not None:
         lengths, ancestors, depth, key_depth = tree_keys
         out = tree_attention_cached(

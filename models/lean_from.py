@@ -1,9 +1,9 @@
 """Making a :class:`~draftsmith.models.lean.LeanDecoder` from a loaded ``transformers`` model, which stays usable.
 
 The matrices of q, k and v are packed into one, and those of gate and up; the model's parameters become views of these,
-so nothing is held twice and the model itself works as before. What its layers look like is read off its modules: which
-norms there are and of which kind, biases, multipliers. What its attention is called with (scale, window, soft cap) is
-recorded from a run of the model, and each layer must turn what entered the model's own into what came out there.
+so no weight is held twice and the model itself works as before. The structure of layers (norms, biases, multipliers) is
+read from the model's modules. The arguments of its attention (scale, window, soft cap) are recorded in a run of the
+model, and each lean layer must reproduce the output of the model's own layer from the same input.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from draftsmith.models.lean import Layer, LeanDecoder, RMSNorm, run_layer
 from draftsmith.models.target import Target
 
 _RECORD = "draftsmith_record"
-_TRIAL = 24  # most tokens of the comparison with the model itself
+_TRIAL = 24  # tokens of the comparison with the model itself, at most
 
 
 class NotLean(Exception):
-    """Why a target is run by its own modules; the message completes «not lean: …»."""
+    """The reason why a target is run by its own modules."""
 
 
 def _record(
@@ -31,7 +31,7 @@ def _record(
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     record: list[Any] | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What ``transformers`` calls in every layer of the trial: causal attention that notes what it is called with."""
+    """Causal attention that records its arguments; ``transformers`` calls it in every layer of the trial run."""
     assert record is not None
     if kwargs.get("s_aux") is not None:
         raise NotLean("its attention has learned sinks")
@@ -46,27 +46,27 @@ AttentionMaskInterface.register(_RECORD, lambda *args, **kwargs: None)
 
 
 def lean_decoder(target: Target) -> LeanDecoder | str:
-    """The target's lean decoder, made at the first call and again after its modules or weights were exchanged; or why
-    there is none."""
+    """The target's lean decoder, or the reason why there is none. Built at the first call, and again after modules or
+    weights were replaced."""
     known = target.__dict__.get("_lean")
     if known is None or known[0] != _stamp(target.decoder):
         with torch.inference_mode(False), torch.no_grad():
             try:
-                made: LeanDecoder | str = _make(target)
+                decoder: LeanDecoder | str = _make(target)
             except NotLean as reason:
-                made = str(reason)
-            except Exception as error:  # whatever a model of another build stumbles over: its own modules run it
-                made = f"it cannot be tried ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
-        known = target.__dict__["_lean"] = (_stamp(target.decoder), made)
+                decoder = str(reason)
+            except Exception as error:  # a model of another architecture may raise anything; its own modules run it
+                decoder = f"it cannot be tried ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
+        known = target.__dict__["_lean"] = (_stamp(target.decoder), decoder)
     return known[1]
 
 
-_NONE = nn.Parameter(torch.empty(0), requires_grad=False)  # stands for the weights of a module without any
+_NONE = nn.Parameter(torch.empty(0), requires_grad=False)  # in place of the weights of a module that has none
 
 
 def _stamp(decoder: nn.Module) -> list[Any]:
-    """What changes when modules, or the memory of their weights, are exchanged, weights are written to, or hooks come
-    or go."""
+    """A value that changes when modules or their weights' memory are replaced, weights are written to, or hooks are
+    added or removed."""
     return [
         (type(module), module.__dict__.get("forward"), _hooks(module),
          weight.data_ptr(), weight.requires_grad, _version(weight))
@@ -77,30 +77,30 @@ def _stamp(decoder: nn.Module) -> list[Any]:
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """A module's hooks, but for those that transformers leaves behind, which only note outputs that are asked for."""
+    """A module's hooks, without those that transformers installs, which only record requested outputs."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
 
 
 def _version(weight: Tensor) -> int:
-    """How often it was written to: norms keep copies."""
+    """How often a weight was written to (norms keep copies)."""
     try:
         return weight._version
-    except RuntimeError:  # made in inference mode: not counted
+    except RuntimeError:  # created in inference mode, where writes are not counted
         return 0
 
 
 def _make(target: Target) -> LeanDecoder:
-    """The lean decoder of a target.
+    """Build the lean decoder of a target and compare it with the model.
 
     Raises:
-        NotLean: it is quantised, adapted, offloaded, hooked or being trained, or of a family that is built otherwise.
+        NotLean: it is quantised, adapted, offloaded, hooked or being trained, or has another architecture.
     """
     decoder: Any = target.decoder
     if target.spread or any("_hf_hook" in module.__dict__ for module in decoder.modules()):
-        raise NotLean("its layers are on several devices, or wait in other memory")
+        raise NotLean("its layers are on several devices, or offloaded")
     if any(type(parameter) is not nn.Parameter or not parameter.numel() for parameter in decoder.parameters()):
-        raise NotLean("its weights are quantised, or divided among processes")
+        raise NotLean("its weights are quantised, or sharded among processes")
     if any(map(_hooks, decoder.modules())):
         raise NotLean("its modules have hooks")
     if any(parameter.requires_grad for parameter in decoder.parameters()):
@@ -117,60 +117,63 @@ def _make(target: Target) -> LeanDecoder:
         cos, sin = decoder.rotary_emb(like, positions, *([kind] if kind else []))
         half = cos.shape[-1] // 2
         if not torch.equal(cos[..., :half], cos[..., half:]):
-            raise NotLean("its rotary embedding turns neighbouring dimensions")
+            raise NotLean("its rotary embedding rotates pairs of neighbouring dimensions")
         if any(width != 2 * half for _, width in target.kv_shapes):
-            raise NotLean("its rotary embedding turns a part of each head only")
+            raise NotLean("its rotary embedding rotates only a part of each head")
         return cos, sin
 
     last_norm = _norm(decoder.norm, target)
-    record, entered, last = _trial(target)
-    if not len(record) == len(decoder.layers) == len(entered) - 1:
+    record, inputs, output = _trial(target)
+    if not len(record) == len(decoder.layers) == len(inputs) - 1:
         raise NotLean("its layers do not each call attention once")
     facts = zip(decoder.layers, record, kinds, target.kv_shapes, strict=True)
     layers = [_layer(module, settings, rope, kv_shape, target) for module, settings, rope, kv_shape in facts]
     if _contiguous not in decoder._state_dict_hooks.values():
         decoder.register_state_dict_post_hook(_contiguous)
     factor = float(getattr(decoder, "embedding_multiplier", 1.0))
-    made = LeanDecoder(decoder.embed_tokens, factor, rotary, layers, last_norm, target.context, target.device)
+    lean = LeanDecoder(decoder.embed_tokens, factor, rotary, layers, last_norm, target.context, target.device)
     tokens = _trial_tokens(target)
-    _compare(made.embed(tokens), entered[0], "its embedding")
-    _compare(last_norm(entered[-1]), last, "its last norm")
+    _compare(lean.embed(tokens), inputs[0], "its embedding")
+    _compare(last_norm(inputs[-1]), output, "its last norm")
     count = tokens.shape[1]
     place = torch.arange(count, device=target.device)[None]
-    turns, spots = made.turns(place, made.tables(count)), (place.new_zeros(1, 1), place)
-    buffers = made.buffers(1, count)
-    for number, (layer, its, (kv_heads, width)) in enumerate(zip(layers, buffers, target.kv_shapes, strict=True)):
+    rotations, written = lean.rotations(place, lean.tables(count)), (place.new_zeros(1, 1), place)
+    buffers = lean.buffers(1, count)
+    for number, (layer, own_buffers, (kv_heads, width)) in enumerate(
+        zip(layers, buffers, target.kv_shapes, strict=True)
+    ):
         pair = torch.zeros(2, 1, kv_heads, count, width, dtype=target.dtype, device=target.device)
         biases = {layer.window: causal_bias(0, count, layer.window, target.dtype, target.device)}
-        x = entered[number].flatten(0, 1)
+        x = inputs[number].flatten(0, 1)
         view = (pair.permute(1, 3, 0, 2, 4), pair[0], pair[1])
-        run_layer(layer, its, x, spots, view, turns[layer.rope], biases, None)
-        _compare(x, entered[number + 1][0], f"its layer {number}")
-    return made
+        run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, None)
+        _compare(x, inputs[number + 1][0], f"its layer {number}")
+    return lean
 
 
 def _contiguous(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Views are no file's layout: ``save_pretrained`` gets copies of those."""
+    """Replace views in a state dict by contiguous copies, for ``save_pretrained``."""
     for name, weight in state.items():
         if isinstance(weight, Tensor) and not weight.is_contiguous():
             state[name] = weight.contiguous()
 
 
 def _trial_tokens(target: Target) -> Tensor:
+    """The input of the trial run: ``[1, T]`` ids."""
     return torch.arange(1, min(_TRIAL, target.context) + 1, device=target.device)[None] % target.vocab_size
 
 
 def _trial(target: Target) -> tuple[list[tuple[float, int, float | None]], list[Tensor], Tensor]:
-    """Run the model on a few tokens: what each attention was called with, what entered each layer and the last norm,
-    and what came out of that."""
+    """Run the model on a few tokens: (scale, window, soft cap) of each attention, the inputs of each layer and of the
+    last norm, and the last norm's output."""
     decoder: Any = target.decoder
     record: list[tuple[float, int, float | None]] = []
-    entered: list[Tensor] = []
+    inputs: list[Tensor] = []
 
-    def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        entered.append((args[0] if args else kwargs["hidden_states"]).clone())
+    def record_input(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        inputs.append((args[0] if args else kwargs["hidden_states"]).clone())
 
-    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in (*decoder.layers, decoder.norm)]
+    handles = [m.register_forward_pre_hook(record_input, with_kwargs=True) for m in (*decoder.layers, decoder.norm)]
     try:
         with target.attention(_RECORD):
             tokens = _trial_tokens(target)
@@ -181,10 +184,11 @@ def _trial(target: Target) -> tuple[list[tuple[float, int, float | None]], list[
     finally:
         for handle in handles:
             handle.remove()
-    return record, entered, out.last_hidden_state
+    return record, inputs, out.last_hidden_state
 
 
 def _compare(got: Tensor, want: Tensor, what: str) -> None:
+    """Raise NotLean if two results differ by more than rounding."""
     error = (got.float() - want.float()).norm() / want.float().norm()
     if not error <= (1e-4 if want.dtype in (torch.float32, torch.float64) else 0.05):
         raise NotLean(f"{what} differs from its own modules' by {error:.1e}")
@@ -193,22 +197,22 @@ def _compare(got: Tensor, want: Tensor, what: str) -> None:
 def _layer(
     module: Any, settings: tuple[float, int, float | None], rope: str, kv_shape: tuple[int, int], target: Target
 ) -> Layer:
-    """Read one layer's modules, and pack its weights."""
+    """Read the modules of one layer and pack its weights."""
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     act = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
     if attention is None or mlp is None or act is None:
         raise NotLean(f"a {type(module).__name__} has other parts than Llama's")
-    others = {name: one for name, one in module.named_children() if name not in ("self_attn", "mlp")}
-    norms = {name: _norm(one, target) for name, one in others.items() if not isinstance(one, nn.Dropout)}
+    others = {name: child for name, child in module.named_children() if name not in ("self_attn", "mlp")}
+    norms = {name: _norm(other, target) for name, other in others.items() if not isinstance(other, nn.Dropout)}
     before, after = norms.pop("input_layernorm", None), norms.pop("post_attention_layernorm", None)
     before_mlp, after_mlp = norms.pop("pre_feedforward_layernorm", None), norms.pop("post_feedforward_layernorm", None)
     if before_mlp is None:  # Llama's name for the norm before its MLP
         before_mlp, after = after, None
     if norms or before is None or before_mlp is None:
         raise NotLean(f"a {type(module).__name__} has other norms than Llama's or Gemma's")
-    one = hasattr(attention, "qkv_proj"), hasattr(mlp, "gate_up_proj")  # Phi-3 stores them packed
-    qkv, qkv_bias = _packed(attention, ["qkv_proj"] if one[0] else ["q_proj", "k_proj", "v_proj"], target)
-    gate_up, gate_up_bias = _packed(mlp, ["gate_up_proj"] if one[1] else ["gate_proj", "up_proj"], target)
+    packed = hasattr(attention, "qkv_proj"), hasattr(mlp, "gate_up_proj")  # Phi-3 stores them packed
+    qkv, qkv_bias = _packed(attention, ["qkv_proj"] if packed[0] else ["q_proj", "k_proj", "v_proj"], target)
+    gate_up, gate_up_bias = _packed(mlp, ["gate_up_proj"] if packed[1] else ["gate_proj", "up_proj"], target)
     out, out_bias = _packed(attention, ["o_proj"], target)
     down, down_bias = _packed(mlp, ["down_proj"], target)
     kv_heads, width = kv_shape
@@ -223,20 +227,20 @@ def _layer(
 
 
 def _norm(module: Any, target: Target) -> RMSNorm:
-    """What a norm module computes: x / rms(x) · weight, or · (1 + weight), found out by trying."""
+    """A norm module as :class:`RMSNorm`: x / rms(x) · weight, or · (1 + weight), whichever gives the same result."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, Tensor) or not isinstance(eps, float) or getattr(module, "bias", None) is not None:
         raise NotLean(f"a {type(module).__name__} is no RMSNorm")
     x = torch.linspace(-1, 2, weight.numel(), dtype=target.dtype, device=weight.device)[None]
     want = module(x).float()
-    for found in (RMSNorm(weight.detach(), eps), RMSNorm(1 + weight.detach().float(), eps)):
-        if torch.allclose(found(x).float(), want, rtol=0.02, atol=1e-4 * float(want.abs().max())):
-            return found
+    for norm in (RMSNorm(weight.detach(), eps), RMSNorm(1 + weight.detach().float(), eps)):
+        if torch.allclose(norm(x).float(), want, rtol=0.02, atol=1e-4 * float(want.abs().max())):
+            return norm
     raise NotLean(f"a {type(module).__name__} is no RMSNorm")
 
 
 def _qk_norm(attention: Any, heads: int, kv_heads: int, width: int, target: Target) -> RMSNorm | None:
-    """The norms of q and k in one: each head's weight."""
+    """The norms of q and k as one, with a weight per head."""
     names = [name for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
     if not names:
         return None
@@ -247,25 +251,25 @@ def _qk_norm(attention: Any, heads: int, kv_heads: int, width: int, target: Targ
 
 
 def _packed(parent: Any, names: list[str], target: Target) -> tuple[Tensor, Tensor | None]:
-    """The matrix ``[inputs, outputs]`` and the bias of linear modules side by side, of which theirs become views."""
+    """The matrix ``[inputs, outputs]`` and the bias of linear modules side by side; the modules keep views of them."""
     modules = [getattr(parent, name, None) for name in names]
     for name, module in zip(names, modules, strict=True):
         plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.dim() == 2
         if not plain or cast(nn.Linear, module).weight.dtype != target.dtype:
             kind = f"{type(module).__module__}.{type(module).__name__}"
-            raise NotLean(f"its {name} is no plain nn.Linear in {target.dtype} ({kind})")
+            raise NotLean(f"its {name} is not a plain nn.Linear in {target.dtype} ({kind})")
     linears = cast(list[nn.Linear], modules)
     biases = [module.bias for module in linears if module.bias is not None]
     if biases and len(biases) != len(linears):
         raise NotLean(f"some of {', '.join(names)} have a bias")
     weights = [module.weight for module in linears]
-    # A CPU's float32 products of a few rows read a matrix faster by inputs than by outputs, as nn.Linear keeps it.
+    # On a CPU, float32 products of a few rows read a matrix faster by inputs than by outputs (nn.Linear's layout).
     whole = _pack(weights, by_inputs=target.device.type == "cpu" and target.dtype == torch.float32)
     return whole.t(), _pack(biases) if biases else None
 
 
 def _pack(parameters: Sequence[Tensor], by_inputs: bool = False) -> Tensor:
-    """Parameters one below the other, of which they become views; ``by_inputs``: in memory column by column."""
+    """Parameters one below the other; they become views of the result. ``by_inputs``: in column-major layout."""
     parts = [parameter.detach() for parameter in parameters]
     if len(parts) == 1 and not by_inputs:
         return parts[0]

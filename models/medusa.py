@@ -2,7 +2,7 @@
 
     head_k(h) = projection_k( ResBlock_L(… ResBlock_1(h)) ),   ResBlock(x) = x + SiLU(W x + b)
 
-W and b begin at zero and the projection as the target's LM head, so an untrained head equals the LM head.
+W and b are initialised to zero and the projection to the target's LM head, so an untrained head equals the LM head.
 
 Shape letters: K draft heads, L layers per head, P positions, d hidden width, V vocabulary.
 """
@@ -42,12 +42,13 @@ class MedusaConfig:
 
 
 def _project(features: Tensor, lm_head: nn.Module) -> Tensor:
-    # Heads train in float32 beside a bfloat16 target; the LM head of a spread one may be on another device.
+    """The shared projection, in the LM head's dtype (heads train in float32 beside a bfloat16 target) and on its device
+    (a spread target's may be another one)."""
     return apply_linear(lm_head, features.to(next(lm_head.parameters()).dtype)).to(features.device)
 
 
 class MedusaHeads(nn.Module):
-    """All K heads, their weights stacked so that one batched product serves them all.
+    """All K heads, with stacked weights, so that one batched product computes all of them.
 
     Parameters: ``weight [L, K, d, d]`` and ``bias [L, K, 1, d]`` (x @ weight + bias), and for ``own`` projections
     ``projection [K, V, d]``.
@@ -91,7 +92,7 @@ class MedusaHeads(nn.Module):
         """
         try:
             shape = MedusaConfig(**{name: config[name] for name in MedusaConfig.__dataclass_fields__})
-            with torch.device("meta"):  # no memory before the shapes are known to be those of the file
+            with torch.device("meta"):  # no memory is allocated before the shapes are checked against the file
                 promised = cls(shape).state_dict()
         except KeyError as missing:
             raise ValueError(f"{where}/config.json: field {missing} is missing") from None
@@ -99,10 +100,10 @@ class MedusaHeads(nn.Module):
             raise ValueError(f"{where}/config.json: {wrong}") from None
         except (RuntimeError, TypeError):
             raise ValueError(f"{where}/config.json: heads of this size fit into no memory; fetch it again") from None
-        wanted = {name: tuple(p.shape) for name, p in promised.items()}
-        found = {name: tuple(w.shape) for name, w in weights.items()}
-        if wanted != found:
-            raise ValueError(f"{where}/model.safetensors: its tensors are {found}, config.json promises {wanted}")
+        expected = {name: tuple(p.shape) for name, p in promised.items()}
+        stored = {name: tuple(w.shape) for name, w in weights.items()}
+        if expected != stored:
+            raise ValueError(f"{where}/model.safetensors: its tensors are {stored}, config.json promises {expected}")
         heads = cls(shape)
         heads.load_state_dict(dict(weights))
         return heads.eval().requires_grad_(False)
@@ -115,23 +116,23 @@ class MedusaHeads(nn.Module):
         return x
 
     def projections(self, lm_head: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
-        """Each head's matrix ``[V, d]`` and bias ``[V]``. Taken apart at once, so that the gradients are put together
-        once too, not in a tensor of all heads per head."""
+        """Each head's matrix ``[V, d]`` and bias ``[V]``. One ``unbind`` serves all heads, so that its gradient is one
+        tensor; indexing would make a tensor of that size per head."""
         if self.projection is None:
-            linear = cast(nn.Linear, lm_head)
-            return [(linear.weight, linear.bias)] * self.config.num_draft_heads
+            shared = cast(nn.Linear, lm_head)
+            return [(shared.weight, shared.bias)] * self.config.num_draft_heads
         return [(matrix, None) for matrix in self.projection.unbind(0)]
 
     def head_logits(self, head: int, feature: Tensor, lm_head: nn.Module) -> Tensor:
-        """The projection of one head: ``[P, d] → [P, V]``."""
+        """The logits of one head from its feature: ``[P, d] → [P, V]``."""
         return _project(feature, lm_head) if self.projection is None else linear(feature, self.projection[head])
 
     def logits(self, hidden: Tensor, lm_head: nn.Module, heads: int | None = None) -> Tensor:
-        """The first ``heads`` heads (all if left out): ``[P, d] → [K, P, V]``."""
+        """The logits of the first ``heads`` heads (all if left out): ``[P, d] → [K, P, V]``."""
         features = self.features(hidden, heads)
         if self.projection is None:
             return _project(features, lm_head)
         own = self.projection[: len(features)]
-        if len(own) and choose(features.shape[1], own[0].t()) != "blas":  # each by itself is faster here
+        if len(own) and choose(features.shape[1], own[0].t()) != "blas":  # separate products are faster on this machine
             return torch.stack([linear(*pair) for pair in zip(features, own, strict=True)])
         return features @ own.transpose(1, 2)

@@ -258,9 +258,9 @@ def hook(target):
 REFUSED = {
     hook: "its modules have hooks",
     other_arguments: "it cannot be tried (TypeError: ",
-    packed: "its weights are quantised, or divided among processes",
+    packed: "its weights are quantised, or sharded among processes",
     wider_norm: "is no RMSNorm",
-    adapter: "its q_proj is no plain nn.Linear in torch.float32 (peft.",
+    adapter: "its q_proj is not a plain nn.Linear in torch.float32 (peft.",
     other_residual: "its layer 0 differs from its own modules' by 9.1e-02",
     training: "its weights are being trained",
 }
