@@ -1,9 +1,9 @@
-"""Proof that output is the target's own: token by token where it is greedy (ALGORITHMS §11.7), in law where it is
-sampled.
+"""Checks of lossless output: equal to plain decoding if greedy (ALGORITHMS §11.7), equal in distribution if sampled.
 
-A forward pass of one row and one of N rows round differently, so two tokens of nearly equal logit may swap. Where an
-output leaves plain decoding, it is fed through plain decoding token by token: each of its tokens must lie within a
-tolerance of its row's maximum, the tolerance being what the two shapes of forward pass differ by on this very device.
+Forward passes of one row and of N rows round differently, so two tokens of nearly equal logits may swap. An output that
+differs from plain decoding is therefore run through the target token by token: the logit of each of its tokens must be
+within a tolerance of the maximum, where the tolerance is the difference between the two shapes of forward pass,
+measured on this device.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,14 @@ from draftsmith.models.target import Target
 
 @dataclass
 class GreedyCheck:
-    """``checked`` tokens, of which ``near_ties`` differ from the argmax within ``tolerance`` and ``mismatches`` beyond
-    it (an output that ends too early or too late is one more); ``identical`` says that every output equals plain
-    decoding token for token."""
+    """Result of the check of greedy output.
+
+    checked: number of tokens.
+    identical: whether every output equals plain decoding.
+    near_ties: tokens that differ from the argmax, with a logit within the tolerance of the maximum.
+    mismatches: tokens with a logit further from the maximum, and outputs that end too early or too late.
+    tolerance: in logits; 0 if it was not needed.
+    """
 
     checked: int = 0
     identical: bool = True
@@ -39,13 +44,17 @@ class GreedyCheck:
         return self.mismatches == 0
 
 
-SAMPLES, BINS, LEVEL = 256, 20, 1e-6  # samples of each prompt; bins of the χ² test; p-value below which it fails
+SAMPLES, BINS, LEVEL = 256, 20, 1e-6  # samples per prompt; bins of the χ² test; significance level
 
 
 @dataclass
 class SampleCheck:
-    """``checked`` sampled tokens, ``mismatches`` of which the target gives no probability; ``p_value`` of the χ² test
-    that they have the target's law."""
+    """Result of the check of sampled output.
+
+    checked: number of tokens.
+    mismatches: tokens whose probability is 0.
+    p_value: of the χ² test that the tokens have the target's distribution.
+    """
 
     checked: int = 0
     mismatches: int = 0
@@ -67,15 +76,18 @@ def check_sample(
     batch_size: int = 32,
     on_prompt: Callable[[int], None] | None = None,
 ) -> SampleCheck:
-    """Sample each prompt many times and test the law of the first two tokens behind the prefill's.
+    """Sample each prompt many times and test the distribution of the first two tokens after the prefill's.
 
-    A token's place in its law, most likely first, drawn evenly within the token's own share, is uniform if the law is
-    right (the randomised probability integral transform), whatever came before: samples of all prompts make one test.
+    The randomised probability integral transform of each token (the mass of all likelier tokens plus a uniform share of
+    its own) is uniform if its distribution is right, whatever came before: samples of all prompts make one test.
+
+    Args:
+        on_prompt: called with the number of prompts done, after each.
     """
     from scipy.stats import chisquare  # takes half a second to import
 
     target, result = decoder.target, SampleCheck()
-    places: list[list[float]] = [[], []]
+    transforms: list[list[float]] = [[], []]  # of the first and the second token
     noise = torch.Generator().manual_seed(sampling.seed)
     for number, prompt in enumerate(prompts):
         for first in range(0, SAMPLES, batch_size):
@@ -87,33 +99,32 @@ def check_sample(
                 [prompt] * len(rows), 3, mode="sample", sampling=seeds, stop_ids=frozenset()
             )  # fmt: skip
             texts = torch.tensor([[*prompt, *output.tokens] for output in outputs], device=target.device)
-            logits = target.logits(target.hidden(texts[:, :-1])[:, len(prompt) :])  # behind the prefill's token
-            for place in range(logits.shape[1]):
-                here = len(prompt) + 1 + place
+            logits = target.logits(target.hidden(texts[:, :-1])[:, len(prompt) :])  # after the prefill's token
+            for place in range(logits.shape[1]):  # fewer than two if the context ends
+                at = len(prompt) + 1 + place
                 seen = torch.zeros(len(rows), logits.shape[2], dtype=torch.bool, device=target.device)
-                seen.scatter_(1, texts[:, :here], True)
-                p = sampling_distribution(logits[:, place : place + 1], Settings(seeds, target.device), seen[:, None])[
-                    :, 0
-                ].double()
-                token = texts[:, here, None]
+                seen.scatter_(1, texts[:, :at], True)
+                settings = Settings(seeds, target.device)
+                p = sampling_distribution(logits[:, place : place + 1], settings, seen[:, None])[:, 0].double()
+                token = texts[:, at, None]
                 own = p.gather(1, token)
                 ranks_above = (p > own) | ((p == own) & (torch.arange(p.shape[1], device=p.device) < token))
                 above = torch.where(ranks_above, p, 0.0).sum(-1)
                 uniform = torch.rand(len(rows), generator=noise, dtype=torch.float64).to(p.device)
-                places[place] += (above + uniform * own[:, 0]).tolist()
+                transforms[place] += (above + uniform * own[:, 0]).tolist()
                 result.checked += len(rows)
                 result.mismatches += int((own[:, 0] == 0).sum())
         if on_prompt:
             on_prompt(number + 1)
-    for found in places:
-        counts = torch.histc(torch.tensor(found).clamp(0, 1 - 1e-9), BINS, 0, 1).numpy()
-        p_value = float(chisquare(counts).pvalue) if found else 1.0
-        result.p_value = min(result.p_value, len(places) * p_value)
+    for values in transforms:
+        counts = torch.histc(torch.tensor(values).clamp(0, 1 - 1e-9), BINS, 0, 1).numpy()
+        p_value = float(chisquare(counts).pvalue) if values else 1.0
+        result.p_value = min(result.p_value, len(transforms) * p_value)
     return result
 
 
 def _plain_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """Logits of plain decoding forced along ``tokens``: one token a forward pass, ``[len(tokens), V]``."""
+    """Logits ``[len(tokens), V]`` of plain decoding forced along ``tokens``, one token per forward pass."""
     cache = DynamicCache()
     step = torch.tensor([list(prompt)], device=target.device)
     rows: list[Tensor] = []
@@ -125,7 +136,7 @@ def _plain_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int]) 
 
 
 def tolerance(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    """99.9th percentile of |Δlogit| between one forward pass of all rows and one pass per row."""
+    """99.9th percentile of |Δlogit| between one forward pass over all tokens and one pass per token."""
     one_by_one = _plain_logits(target, prompt, tokens).float()
     ids = torch.tensor([[*prompt, *tokens[:-1]]], device=target.device)
     together = target.logits(target.hidden(ids)[0, len(prompt) - 1 :]).float()
@@ -133,7 +144,7 @@ def tolerance(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> f
 
 
 def _ends_wrongly(output: Sequence[int], reference: Sequence[int], stops: frozenset[int]) -> bool:
-    """It goes on behind a stop id or the limit, or ends before either."""
+    """Whether an output continues after a stop id or the limit, or ends before either."""
     if len(output) < len(reference) and not stops.intersection(output[-1:]):
         return True
     return not stops.isdisjoint(output[:-1]) or (len(output) > len(reference) and reference[-1] not in stops)
@@ -165,14 +176,14 @@ def check_greedy(
             if output:
                 logits = _plain_logits(target, prompt, output).float()
                 chosen = torch.tensor(output, device=logits.device)
-                short = logits.max(-1).values - logits.gather(1, chosen[:, None])[:, 0]
+                gap = logits.max(-1).values - logits.gather(1, chosen[:, None])[:, 0]
                 differs = logits.argmax(-1) != chosen
-                for place, (own, plains) in enumerate(zip(output, reference, strict=False)):
-                    if own != plains:  # here they part, even if it was the reference that took the lesser token
+                for place, (token, plain_token) in enumerate(zip(output, reference, strict=False)):
+                    if token != plain_token:  # counts even if the reference took the token of lower logit
                         differs[place] = True
                         break
-                result.near_ties += int((differs & (short <= result.tolerance)).sum())
-                result.mismatches += int((short > result.tolerance).sum())
+                result.near_ties += int((differs & (gap <= result.tolerance)).sum())
+                result.mismatches += int((gap > result.tolerance).sum())
         if on_prompt:
             on_prompt(number + 1)
     return result
