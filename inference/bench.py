@@ -312,7 +312,6 @@ class Case:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         for _ in range(2):  # the first one includes the profiler's own start
             self.reset()
-            release()
             with profile(activities=activities) as profiler:
                 self.launch()()
                 if cuda:

@@ -98,7 +98,7 @@ class Part:
     judge: reads what the commands wrote: ``judge(folder of all results, rehearsal)``. Raises ValueError if it is wrong
         whatever the speed.
     needs: packages by import name.
-    after: parts that have to pass first.
+    after: parts that have to pass first; what they left behind may be of other sources.
     interpreted: the rehearsal runs under Triton's interpreter.
     """
 
@@ -572,13 +572,20 @@ def fingerprint(device: str, installed: dict[str, str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_result(out: Path, part: Part, sources: str) -> Result | None:
-    """The part's result with the same sources; None if there is none, or it was not run."""
+def stored(out: Path, name: str) -> dict[str, Any] | None:
+    """result.json of a part; None if there is none."""
     try:
-        result = Result(**json_object(out / part.name / "result.json"))
-    except (OSError, ValueError, TypeError):
+        return json_object(out / name / "result.json")
+    except (OSError, ValueError):
         return None
-    return result if result.sources == sources and result.result in ("pass", "fail") else None
+
+
+def read_result(out: Path, part: Part, sources: str) -> Result | None:
+    """The part's result with the same sources; None if there is none, or it was not run to its end."""
+    found = stored(out, part.name)
+    if found is None or found.get("sources") != sources or found.get("result") not in ("pass", "fail"):
+        return None
+    return Result(**found)
 
 
 def table_of(results: Sequence[Result]) -> str:
@@ -614,11 +621,7 @@ def run_all(
             continue
         left = deadline - time.monotonic()
         missing = [name for name in part.needs if name not in installed]
-        passed = {result.part for result in results if result.result == "pass"}
-        blocked = [
-            name for name in part.after
-            if name not in passed and getattr(find(out, name, sources), "result", "") != "pass"
-        ]  # fmt: skip
+        blocked = [name for name in part.after if (stored(out, name) or {}).get("result") != "pass"]
         result, seconds, finding = "not run", 0.0, Finding("")
         if missing:
             finding = Finding(f"not installed: {', '.join(missing)}")
@@ -641,11 +644,6 @@ def run_all(
         write_text(out / "table.md", table_of(results))
         print(f"{part.name}: {result} after {seconds:.0f} s: {finding.value}", flush=True)
     return results
-
-
-def find(out: Path, name: str, sources: str) -> Result | None:
-    """The stored result of a part by name."""
-    return next((read_result(out, part, sources) for part in PARTS if part.name == name), None)
 
 
 def say_missing(parts: Sequence[Part], installed: dict[str, str]) -> None:
