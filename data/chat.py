@@ -1,10 +1,10 @@
-"""Documents, conversations and completions to token ids and the mask of what is supervised; prompts to token ids.
+"""Token ids and label masks of documents, conversations and completions; token ids of prompts.
 
-What the assistant wrote is marked by the chat template's ``{% generation %}`` block, else found by comparing renderings
-of the chat that end before and behind each of its turns. Where neither works it is an error, never a guess.
+The assistant's tokens are those in the chat template's ``{% generation %}`` block; without one they are found by
+comparing renderings of the chat that end before and after each of its turns. If neither works it is an error, never a
+guess.
 
-What is wrong with one row is an :class:`draftsmith.data.rows.UnusableRow`; what is wrong with all of them, a
-``ValueError``.
+An error of one row is an :class:`draftsmith.data.rows.UnusableRow`, an error of all rows a ``ValueError``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:  # takes seconds to import, and a template is checked without 
 _LARGEST_TEMPLATE = 1_000_000  # characters; the largest ones in use have some ten thousand
 _PLAIN: list[Message] = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello!"}]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ADVICE = "give the recipe a data.template with {% generation %}…{% endgeneration %} around what the assistant writes"
+_ADVICE = "give the recipe a data.template with {% generation %}…{% endgeneration %} around the assistant's text"
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``, as far as the syntax goes."""
+    """The syntax of ``{% generation %}``, without its effect."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -44,27 +44,27 @@ class _Generation(jinja2.ext.Extension):
 
 @cache
 def check_template(template: str, where: str = "data.template") -> None:
-    """Find a chat template's errors of syntax, before anything slow.
+    """Check a chat template's syntax, before anything slow.
 
     Raises:
-        ValueError: it is no Jinja template; with the line.
+        ValueError: it is no Jinja template; the message names the line.
     """
     if len(template) > _LARGEST_TEMPLATE:
         raise ValueError(f"{where}: {len(template):,} characters; a chat template has a few thousand")
     try:
-        # The finalizer and ``optimized=False`` keep the compiler from computing constants: 9**(9**9) takes for ever.
+        # The finalizer and ``optimized=False`` keep the compiler from computing constants: 9**(9**9) would never end.
         ImmutableSandboxedEnvironment(
             extensions=[_Generation, "jinja2.ext.loopcontrols"], optimized=False,
             finalize=jinja2.pass_context(lambda context, value: value),
         ).from_string(template)  # fmt: skip
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"{where}: no Jinja template (line {error.lineno}: {error.message})") from None
-    except (RecursionError, MemoryError, SyntaxError) as error:  # the last is Python's, of the code made of it
+    except (RecursionError, MemoryError, SyntaxError) as error:  # SyntaxError: Python's, from the generated code
         raise ValueError(f"{where}: no Jinja template ({type(error).__name__}: {first_line(error, 100)})") from None
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
-    """The template that chats are rendered by: the recipe's, else the tokenizer's own.
+    """The template that renders chats: the recipe's, else the tokenizer's own.
 
     Raises:
         ValueError: there is none, or it is no Jinja template.
@@ -81,7 +81,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str
 def apply_template(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None, **options: Any
 ) -> Any:
-    """What ``tokenizer.apply_chat_template`` makes of a chat.
+    """Apply a chat template to a chat, by ``tokenizer.apply_chat_template``.
 
     Raises:
         UnusableRow: the template refuses the chat or fails on it; a template is a program, and may raise anything.
@@ -101,8 +101,8 @@ def apply_template(
 def encode_prompt(
     prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None = None
 ) -> list[int]:
-    """The token ids of what is to be continued or answered: of a text with the special tokens that the tokenizer adds,
-    of a conversation as the template (the tokenizer's own, if None) renders it, the assistant's turn begun.
+    """The token ids of a prompt: a text to be continued, with the special tokens that the tokenizer adds, or a
+    conversation to be answered, rendered by the template (the tokenizer's own, if None) up to the assistant's turn.
 
     Raises:
         UnusableRow: there is no template, or it refuses the conversation or fails on it.
@@ -116,44 +116,44 @@ def encode(
     content: str | list[Message] | Completion, tokenizer: PreTrainedTokenizerBase, template: str | None,
     max_length: int, finish_reasons: Sequence[str] = (),
 ) -> Sample:  # fmt: skip
-    """Token ids with the mask, cut at ``max_length`` (never dropped).
+    """Token ids with the label mask, cut at ``max_length`` (never dropped).
 
     Args:
-        finish_reasons: why each of the assistant's turns ended, where that is known: one that was cut ("length") has
-            not said the end token that a template puts behind it.
+        finish_reasons: why each of the assistant's turns ended, if known: after one that was cut ("length") the
+            template's end token is not a label, since the assistant did not write it.
 
     Raises:
         UnusableRow: the template refuses this chat, fails on it, or does not show which part is the assistant's.
-        ValueError: the template does so with any chat, there is none, or the tokenizer is a slow one.
+        ValueError: the template does so with every chat, there is none, or the tokenizer is not a fast one.
     """
     if isinstance(content, str):
         ids = _ids(tokenizer, content)
         sample = Sample(ids, [True] * len(ids))
     elif isinstance(content, Completion):
-        before, behind = _ids(tokenizer, content.prompt), _ids(tokenizer, content.completion)
+        prompt, completion = _ids(tokenizer, content.prompt), _ids(tokenizer, content.completion)
         if tokenizer.eos_token_id is not None:
-            behind.append(cast(int, tokenizer.eos_token_id))
-        sample = Sample(before + behind, [False] * len(before) + [True] * len(behind))
+            completion.append(cast(int, tokenizer.eos_token_id))
+        sample = Sample(prompt + completion, [False] * len(prompt) + [True] * len(completion))
     else:
         try:
             sample = _encode_chat(content, tokenizer, template)
-        except UnusableRow as odd:
+        except UnusableRow as unusable:
             try:
                 _encode_chat(_PLAIN, tokenizer, template)
             except UnusableRow:
-                raise ValueError(str(odd)) from None
+                raise ValueError(str(unusable)) from None
             raise
         _unmark_ends(sample, finish_reasons, tokenizer)
     return Sample(sample.ids[:max_length], sample.supervised[:max_length])
 
 
 def _unmark_ends(sample: Sample, finish_reasons: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Remove from the labels the end tokens of the assistant's turns that were cut."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     marks = [False, *sample.supervised, False]
     ends = [at for at in range(len(sample.ids)) if marks[at + 1] and not marks[at + 2]]  # of the assistant's turns
-    known = (
-        finish_reasons[-len(ends) :] if 0 < len(ends) <= len(finish_reasons) else ()
-    )  # of the last turns, if not all
+    # The last reasons belong to these turns; fewer reasons than turns cannot be assigned.
+    known = finish_reasons[-len(ends) :] if 0 < len(ends) <= len(finish_reasons) else ()
     for end, reason in zip(ends, known, strict=False):
         while reason == "length" and end >= 0 and sample.supervised[end] and sample.ids[end] in special:
             sample.supervised[end] = False
@@ -165,16 +165,17 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _encode_chat(chat: list[Message], tokenizer: PreTrainedTokenizerBase, template: str | None) -> Sample:
+    """Token ids of a whole chat, with the assistant's turns as labels."""
     used = template_of(tokenizer, template)
     if not tokenizer.is_fast:
-        raise ValueError("the tokenizer is a slow one, which does not say where in the text a token stands; "
+        raise ValueError("the tokenizer is a slow one, which does not give the places of tokens in the text; "
                          "convert it to a fast one (tokenizer.json)")  # fmt: skip
 
     if _GENERATION.search(used):
-        found = cast(
+        rendered = cast(
             "BatchEncoding", apply_template(chat, tokenizer, used, return_dict=True, return_assistant_tokens_mask=True)
         )
-        return Sample(list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]])
+        return Sample(list(rendered["input_ids"]), [bool(mark) for mark in rendered["assistant_masks"]])
 
     def render(messages: list[Message], prompt: bool = False) -> str:
         return str(apply_template(messages, tokenizer, used, tokenize=False, add_generation_prompt=prompt))
@@ -188,9 +189,9 @@ def _encode_chat(chat: list[Message], tokenizer: PreTrainedTokenizerBase, templa
         before, upto = render(chat[:i], prompt=True), render(chat[: i + 1])
         if upto.startswith(before) and full.startswith(upto):
             spans.append((len(before), len(upto)))
-        elif i == last:  # earlier turns may be rendered otherwise once they are history (Qwen3 drops their thinking)
+        elif i == last:  # templates may render earlier turns differently (Qwen3 drops their thinking)
             raise UnusableRow(
-                "the chat template renders the prompt of the last turn otherwise than the turn itself, so that the "
+                "the chat template renders the prompt of the last turn differently from the turn itself, so that the "
                 f"assistant's part cannot be found; {_ADVICE}"
             )
     encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -198,11 +199,11 @@ def _encode_chat(chat: list[Message], tokenizer: PreTrainedTokenizerBase, templa
     supervised = [False] * len(ids)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     for begin, end in spans:
-        # A token that straddles the border (a space drawn to the first word) is the assistant's.
+        # A token across the boundary (a space merged into the first word) is the assistant's.
         inside = [n for n, (a, b) in enumerate(places) if a < b and b > begin and a < end]
         ends = [n for n in inside if ids[n] in special]
         if ends and not str(tokenizer.decode(ids[ends[-1] + 1 : inside[-1] + 1])).strip():
-            inside = [n for n in inside if n <= ends[-1]]  # the line break behind the end token is never generated
+            inside = [n for n in inside if n <= ends[-1]]  # the line break after the end token is never generated
         for n in inside:
             supervised[n] = True
     return Sample(ids, supervised)

@@ -1,7 +1,7 @@
-"""Rows of a source, as they are stored, and an account of those that cannot be used.
+"""The stored rows of a source, and a count of those that cannot be used, by reason.
 
-JSON is read here, a line or an array's element at a time, so that a malformed row costs only itself; parquet files and
-the Hub's data sets are read by ``datasets``.
+JSON is read here, one line or array element at a time, so that a malformed row affects no other; parquet files and the
+Hub's data sets are read by ``datasets``.
 """
 
 import codecs
@@ -23,20 +23,21 @@ from draftsmith.common.sections import Source
 from draftsmith.data import sources
 
 T = TypeVar("T")
-MOST_REASONS = 20  # told apart; a template may give every row its own
+MOST_REASONS = 20  # counted separately; a template may give every row its own reason
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class UnusableRow(ValueError):
-    """A row that cannot be used. The message is the reason, without values of the row, so that equal ones add up."""
+    """A row that cannot be used. The message is the reason, without values of the row, so that equal reasons count
+    together."""
 
 
 @dataclass
 class Skipped:
     """Rows that cannot be used.
 
-    rows: how many rows were read, these among them.
-    reasons: reason → how many rows, and the place of the first (``row 7``, ``line 3 of a.jsonl``).
+    rows: number of rows read, including these.
+    reasons: reason → number of rows, and the place of the first (``row 7``, ``line 3 of a.jsonl``).
     """
 
     rows: int = 0
@@ -44,11 +45,11 @@ class Skipped:
 
     @property
     def count(self) -> int:
-        """How many rows were skipped."""
+        """The number of skipped rows."""
         return sum(count for count, _ in self.reasons.values())
 
     def add(self, reason: str, place: str, count: int = 1) -> None:
-        """Note that ``count`` rows, the first of them at ``place``, cannot be used."""
+        """Count ``count`` more rows, the first of them at ``place``."""
         if reason not in self.reasons and len(self.reasons) >= MOST_REASONS:
             reason = "other reasons"
         before, first = self.reasons.get(reason, (0, place))
@@ -56,35 +57,36 @@ class Skipped:
 
     def table(self) -> list[tuple[int, str, str]]:
         """Count, reason and place of the first row, the most frequent reason first."""
-        found = [(count, reason, place) for reason, (count, place) in self.reasons.items()]
-        return sorted(found, key=lambda line: -line[0])
+        lines = [(count, reason, place) for reason, (count, place) in self.reasons.items()]
+        return sorted(lines, key=lambda line: -line[0])
 
     def __str__(self) -> str:
         reasons = "; ".join(f"{count:,} × {reason} (first: {place})" for count, reason, place in self.table())
         return f"{self.count:,} of {self.rows:,} rows skipped: {reasons}"
 
     def check(self, source: str, most: float, rows: int = 0) -> None:
-        """Refuse a source that has too many of them.
+        """Refuse a source with too many unusable rows.
 
         Args:
-            most: the share of rows that may be skipped; one row always may, unless this is 0.
-            rows: what the share is of, if more rows than were read are known to be there.
+            most: the share of rows that may be skipped; one row always may be, unless this is 0.
+            rows: number of rows that the share refers to, if the source is known to have more than were read.
 
         Raises:
-            ValueError: more rows were skipped; with the reasons.
+            ValueError: more rows were skipped; the message has the reasons.
         """
         if self.count > max(most * max(rows, self.rows), 1 if most else 0):
             raise ValueError(
-                f"data source '{source}': {self}. That is more than data.max_skipped={most:g} of them; mend the data, "
-                "or raise data.max_skipped"
+                f"data source '{source}': {self}. That is more than data.max_skipped={most:g} of them; correct the "
+                "data, or raise data.max_skipped"
             )
 
 
 def usable(
-    found: Iterable[tuple[str, Any]], read: Callable[[Mapping[str, Any]], T], skipped: Skipped
+    placed_rows: Iterable[tuple[str, Any]], read: Callable[[Mapping[str, Any]], T], skipped: Skipped
 ) -> Iterator[tuple[str, T]]:
-    """Place and result of ``read`` for each row; a row on which it raises :class:`UnusableRow` is noted and skipped."""
-    for place, row in found:
+    """Place and result of ``read`` for each row; a row on which it raises :class:`UnusableRow` is counted and
+    skipped."""
+    for place, row in placed_rows:
         skipped.rows += 1
         try:
             if isinstance(row, UnusableRow):
@@ -99,8 +101,8 @@ def usable(
 
 
 def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]:
-    """A source's rows, each with its place (of a streamed source those behind the first ``skip``), and a text that
-    changes when they do (of a streamed source, only when what is asked for does). A row that cannot even be parsed
+    """The rows of a source, each with its place, and a text that changes when they do. Of a streamed source they begin
+    after the first ``skip`` ones, and the text changes only with the source's description. A row that cannot be parsed
     is an :class:`UnusableRow`.
 
     Raises:
@@ -110,10 +112,10 @@ def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]
         split = cast(sources.Split, source.split)
         known = f"{source.form} {sources.fingerprint([(source.source, split)])}"
         if source.form == "chat":
-            found: Iterable[Any] = ({"messages": chat} for chat in sources.dialogues(source.source, split))
+            made: Iterable[Any] = ({"messages": chat} for chat in sources.dialogues(source.source, split))
         else:
-            found = ({"text": document.text} for document in sources.documents(source.source, split))
-        return _numbered(found), known
+            made = ({"text": document.text} for document in sources.documents(source.source, split))
+        return _numbered(made), known
     files = _files(source) if source.is_file else []
     known = _known(source, files)
     if files and files[0].suffix != ".parquet":
@@ -135,12 +137,13 @@ def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]
         if source.streaming:
             stored = stored.skip(skip)
         return _numbered(_guarded(source, stored), skip), known
-    except Exception as error:  # datasets raises a dozen unrelated types
+    except Exception as error:  # datasets raises many unrelated types
         raise _unreadable(source, error) from None
 
 
-def _numbered(found: Iterable[Any], before: int = 0) -> Iterator[tuple[str, Any]]:
-    for number, row in enumerate(found, before + 1):
+def _numbered(unplaced: Iterable[Any], before: int = 0) -> Iterator[tuple[str, Any]]:
+    """Rows with their number as place, counted from ``before`` + 1."""
+    for number, row in enumerate(unplaced, before + 1):
         yield f"row {number}", row
 
 
@@ -157,6 +160,7 @@ def _files(source: Source) -> list[Path]:
 
 @contextmanager
 def _reading(source: Source, path: Path) -> Iterator[None]:
+    """Turn errors of reading a file into one line."""
     try:
         yield
     except OSError as error:  # a folder, a link to itself, no permission, a broken disk
@@ -164,6 +168,7 @@ def _reading(source: Source, path: Path) -> Iterator[None]:
 
 
 def _known(source: Source, files: list[Path]) -> str:
+    """A hash of the files' contents; of streamed ones, of their sizes."""
     digest = hashlib.sha256()
     for path in files:
         with _reading(source, path):
@@ -182,7 +187,7 @@ def _texts(source: Source, files: list[Path]) -> Iterator[tuple[str, Any]]:
 
 
 def _stored(source: Source, files: list[Path]) -> Iterator[tuple[str, Any]]:
-    """Lines of .jsonl files, not parsed yet, and elements of .json arrays (a .json file may hold lines as well)."""
+    """Unparsed lines of .jsonl files, and elements of .json arrays (a .json file may hold lines as well)."""
     for path in files:
         of = f" of {path.name}" if len(files) > 1 else ""
         with _reading(source, path), path.open("rb") as file:
@@ -201,19 +206,19 @@ def _stored(source: Source, files: list[Path]) -> Iterator[tuple[str, Any]]:
 
 
 def _elements(text: str, path: Path) -> Iterator[Any]:
-    """Elements of a JSON array, one after the other.
+    """Parse a JSON array element by element.
 
     Raises:
-        ValueError: something in it is no JSON, so that nobody knows where the next element begins.
+        ValueError: a part of it is no JSON, so that the next element cannot be found.
     """
 
-    def behind_space(at: int) -> int:
-        found = _SPACE.match(text, at)
-        assert found is not None
-        return found.end()
+    def after_space(at: int) -> int:
+        space = _SPACE.match(text, at)
+        assert space is not None
+        return space.end()
 
     decoder, number = json.JSONDecoder(), 0
-    at = behind_space(text.index("[") + 1)
+    at = after_space(text.index("[") + 1)
     more = text[at : at + 1] != "]"
     while more:
         number += 1
@@ -223,22 +228,22 @@ def _elements(text: str, path: Path) -> Iterator[Any]:
             raise ValueError(f"{path}: row {number}: JSON nested too deeply") from None
         except ValueError as error:
             raise ValueError(f"{path}: row {number}: not valid JSON ({error})") from None
-        try:  # once more, where half of a surrogate pair may be
+        try:  # parse again if half of a surrogate pair is possible
             yield parse_json(text[at:end], "") if "\\u" in text[at:end] else value
         except ValueError as error:
             yield _reason(error)
-        at = behind_space(end)
+        at = after_space(end)
         more = text[at : at + 1] == ","
         if more:
-            at = behind_space(at + 1)
+            at = after_space(at + 1)
         elif text[at : at + 1] != "]":
-            raise ValueError(f"{path}: not valid JSON behind row {number}: ',' or ']' is needed (char {at})")
-    if behind_space(at + 1) < len(text):
-        raise ValueError(f"{path}: not valid JSON: there is something behind the array (char {at + 1})")
+            raise ValueError(f"{path}: not valid JSON after row {number}: ',' or ']' is needed (char {at})")
+    if after_space(at + 1) < len(text):
+        raise ValueError(f"{path}: not valid JSON: there is text after the array (char {at + 1})")
 
 
 def _parsed(row: Any) -> Any:
-    """A line as what it says; whatever is parsed already stays."""
+    """The JSON value of a line; rows that are parsed already are returned as they are."""
     if not isinstance(row, bytes):
         return row
     try:
@@ -250,15 +255,17 @@ def _parsed(row: Any) -> Any:
 
 
 def _reason(error: ValueError) -> UnusableRow:
-    return UnusableRow(str(error).removeprefix(": ").partition(" (")[0])  # less the place within the row
+    """A parser's error without the place inside the row."""
+    return UnusableRow(str(error).removeprefix(": ").partition(" (")[0])
 
 
 # ---- the Hub
 
 
 def _unreadable(source: Source, error: Exception) -> ValueError:
-    said = first_line(error)
-    kind = f"{type(error).__name__} {said}".replace(source.source, "").lower()  # a name may hold any of these words
+    """An error of ``datasets`` as one line, with advice for common causes."""
+    message = first_line(error)
+    kind = f"{type(error).__name__} {message}".replace(source.source, "").lower()  # a name may hold any of these words
     advice = ""
     if source.is_file:
         pass
@@ -270,12 +277,12 @@ def _unreadable(source: Source, error: Exception) -> ValueError:
         advice = "; check its name (for a private one: hf auth login)"
     elif source.files is not None and "split" not in kind:
         advice = f"; check files={source.files}"
-    return ValueError(f"data source '{source.source}' (split {source.split}): cannot be read ({said}){advice}")
+    return ValueError(f"data source '{source.source}' (split {source.split}): cannot be read ({message}){advice}")
 
 
-def _guarded(source: Source, found: Iterable[Any]) -> Iterator[Any]:
-    """A stream may fail long after it was opened."""
+def _guarded(source: Source, stream: Iterable[Any]) -> Iterator[Any]:
+    """The rows of a stream; its errors, which may come long after it was opened, are one line."""
     try:
-        yield from found
+        yield from stream
     except Exception as error:
         raise _unreadable(source, error) from None

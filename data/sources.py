@@ -1,4 +1,4 @@
-"""Text that is on every Python machine: the standard library and installed packages, cut into splits by module path.
+"""Text that every Python installation has: the standard library and installed packages, split by module path.
 
 A file's split depends only on the hash of its module path, so it is the same on every machine and Python version.
 Training files that share many lines with a held-out file (vendored or renamed copies) are dropped.
@@ -24,7 +24,7 @@ _SKIPPED = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_vendor", "vendor",
     "encodings",  # tables of bytes
 }  # fmt: skip
-_SHARED_LINES = 0.3  # a training file sharing this much of its lines with one held-out file is a copy of it
+_SHARED_LINES = 0.3  # a training file that shares this part of its lines with one held-out file counts as its copy
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,12 @@ def split_of(path: str) -> Split:
 
 
 def _root(source: str) -> Path:
+    """The folder of a source's modules.
+
+    Raises:
+        FileNotFoundError: the package is not installed, or is a single module.
+        ValueError: the name is not one to import.
+    """
     if source == "stdlib":
         return Path(sysconfig.get_paths()["stdlib"])
     name = source.removeprefix("package:")
@@ -56,11 +62,11 @@ def _root(source: str) -> Path:
     places = [Path(place) for place in spec.submodule_search_locations or ()]
     if not places:
         raise FileNotFoundError(f"source '{source}': '{name}' is a single module, not a package; leave it out")
-    return places[0]  # a namespace package may have several; one is enough to be the same text each time
+    return places[0]  # a namespace package may have several; the first one gives the same text each time
 
 
 def licence(source: str) -> str:
-    """The licence a source's own metadata states."""
+    """The licence that a source's metadata states, with its version."""
     if source == "stdlib":
         return "PSF-2.0"
     name = source.removeprefix("package:")
@@ -74,13 +80,14 @@ def licence(source: str) -> str:
 
 @cache
 def _all_documents(source: str) -> tuple[Document, ...]:
+    """All modules of a source, sorted by path."""
     root = _root(source)
     documents: list[Document] = []
     try:
-        found = sorted(root.rglob("*.py"))
+        paths = sorted(root.rglob("*.py"))
     except OSError as error:
         raise ValueError(f"source '{source}': {error.filename} cannot be read ({error.strerror})") from None
-    for path in found:
+    for path in paths:
         relative = path.relative_to(root)
         if _SKIPPED.intersection(relative.parts[:-1]):
             continue
@@ -89,7 +96,7 @@ def _all_documents(source: str) -> tuple[Document, ...]:
             relative.as_posix().encode()
         except (UnicodeError, OSError):
             continue  # a few library files are in other encodings on purpose
-        if len(text) >= 200:  # an empty __init__ teaches nothing
+        if len(text) >= 200:  # not an empty __init__
             prefix = source.removeprefix("package:")
             documents.append(Document(f"{prefix}/{relative.as_posix()}", text))
     return tuple(documents)
@@ -97,33 +104,34 @@ def _all_documents(source: str) -> tuple[Document, ...]:
 
 def _readmes() -> list[Document]:
     """The descriptions of the installed packages: English prose, on which nothing is trained."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         meta = cast(Message, distribution.metadata)
         text = str(meta.get_payload() or meta.get("Description") or "")
         if len(text) >= 2000 and meta.get("Name"):
-            found[f"readmes/{meta['Name'].lower()}"] = text
-    return [Document(path, text) for path, text in sorted(found.items())]
+            texts[f"readmes/{meta['Name'].lower()}"] = text
+    return [Document(path, text) for path, text in sorted(texts.items())]
 
 
-def _telling_lines(text: str) -> list[int]:
-    """Hashes of the lines long enough to tell one file from another."""
+def _distinctive_lines(text: str) -> list[int]:
+    """Hashes of the lines that are long enough to distinguish files."""
     return [hash(line) for line in {raw.strip() for raw in text.splitlines()} if len(line) >= 20]
 
 
 @cache
 def _held_out_lines() -> dict[int, list[int]]:
-    """line hash → indices of the held-out stdlib files that have it."""
+    """Line hash → indices of the held-out stdlib files with this line."""
     index: dict[int, list[int]] = defaultdict(list)
     held_out = [d for d in _all_documents("stdlib") if split_of(d.path) != "train"]
     for number, document in enumerate(held_out):
-        for line in _telling_lines(document.text):
+        for line in _distinctive_lines(document.text):
             index[line].append(number)
     return dict(index)
 
 
 def _is_copy(document: Document) -> bool:
-    lines = _telling_lines(document.text)
+    """Whether a module shares many lines with a held-out one."""
+    lines = _distinctive_lines(document.text)
     index = _held_out_lines()
     shared: Counter[int] = Counter(n for line in lines for n in index.get(line, ()))
     return bool(shared) and max(shared.values()) > max(5, _SHARED_LINES * len(lines))
@@ -131,8 +139,8 @@ def _is_copy(document: Document) -> bool:
 
 @cache
 def documents(source: str, split: Split = "train") -> tuple[Document, ...]:
-    """The modules of a source (``stdlib`` or ``package:NAME``) in a split, sorted by path; of ``readmes``, whose test
-    split is all of it, the installed packages' descriptions.
+    """The modules of a source (``stdlib`` or ``package:NAME``) in a split, sorted by path. ``readmes`` has only a test
+    split: the installed packages' descriptions.
 
     Raises:
         FileNotFoundError: the package is not installed.
@@ -153,26 +161,26 @@ _OPENINGS = ("Write a Python {kind} `{name}`. {doc}", "{doc} Call it `{name}`.",
 
 
 def dialogues(source: str, split: Split = "train") -> list[list[dict[str, str]]]:
-    """Chats cut from the code: a docstring's first sentence asks, the function or class answers."""
+    """Chats made from the code: the first sentence of a docstring is the question, the function or class the answer."""
     chats: list[list[dict[str, str]]] = []
     for document in documents(source, split):
         try:
             tree = ast.parse(document.text)
         except (SyntaxError, ValueError):
             continue
-        lines = document.text.split("\n")  # ast counts no form feeds
+        lines = document.text.split("\n")  # as ast counts them: a form feed begins no line
         for node in ast.walk(tree):
             if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 continue
             doc = ast.get_docstring(node)
-            # Whole lines: ast.get_source_segment splits the module anew for every node.
+            # By whole lines: ast.get_source_segment splits the module again for every node.
             code = "\n".join(lines[node.lineno - 1 : node.end_lineno])
             if not doc or not 80 <= len(code) <= 1500:
                 continue
-            ask = re.split(r"(?<=[.!?])\s|\n\n", doc, maxsplit=1)[0].replace("\n", " ").strip()
+            task = re.split(r"(?<=[.!?])\s|\n\n", doc, maxsplit=1)[0].replace("\n", " ").strip()
             opening = _OPENINGS[len(code) % len(_OPENINGS)]
             kind = "class" if isinstance(node, ast.ClassDef) else "function"
-            question = opening.format(kind=kind, name=node.name, doc=ask).strip()
+            question = opening.format(kind=kind, name=node.name, doc=task).strip()
             indent = " " * node.col_offset
             answer = "\n".join(line.removeprefix(indent) for line in code.splitlines())
             chats.append([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])

@@ -1,4 +1,4 @@
-"""A recipe's sources as token ids with masks: read, encoded, kept on disk by what they were made of."""
+"""A recipe's sources as token ids with label masks: read, encoded, and cached on disk by a hash of their origin."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 if TYPE_CHECKING:  # takes seconds to import, and a template is read without it
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = "4"  # of the encoding; a change of data/chat.py's or data/rows.py's results has to change it
+_VERSION = "4"  # of the encoding; to be raised with every change of the results of data/chat.py or data/rows.py
 
 
 def read_template(template: str | None) -> str | None:
-    """A recipe's ``data.template``: the text itself, or what the file of that name (or inside this project) holds.
+    """The text of a recipe's ``data.template``: itself, or the content of the file of that name (also inside this
+    project).
 
     Raises:
-        FileNotFoundError: it looks like a file and is none.
+        FileNotFoundError: it is neither a template nor the name of a file.
         ValueError: it is no Jinja template.
         OSError: the file cannot be read.
     """
@@ -41,8 +42,9 @@ def read_template(template: str | None) -> str | None:
     if "{%" in template or "{{" in template:
         check_template(template)
         return template
-    for path in (Path(template), Path(__file__).resolve().parent.parent / template):  # ours, wherever one stands
-        if os.path.isfile(path):  # False too for a name that is too long
+    root = Path(__file__).resolve().parents[1]
+    for path in (Path(template), root / template):  # the project's files are found from any working directory
+        if os.path.isfile(path):  # False also for a name that is too long
             text = read_text(path, "chat template")
             check_template(text, str(path))
             return text
@@ -50,8 +52,8 @@ def read_template(template: str | None) -> str | None:
 
 
 def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
-    """A source's samples. Made once, by whichever process comes first, and kept by the hash of everything that enters
-    them; other processes wait as long as it takes.
+    """A source's samples. The first process encodes them and caches them by a hash of everything they depend on; other
+    processes wait for it.
 
     Raises:
         FileNotFoundError, ValueError: the source cannot be read, or too many of its rows cannot be used or have no
@@ -59,17 +61,17 @@ def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) ->
         OSError: the disk is full.
     """
     template = read_template(data.template)
-    found, known = rows(source)
-    found = itertools.islice(found, source.limit)
-    if source.streaming:  # nobody knows what a stream holds before it was read
-        return check(encoded(found, source, data, tokenizer, template), source, data)
+    source_rows, known = rows(source)
+    source_rows = itertools.islice(source_rows, source.limit)
+    if source.streaming:  # the content of a stream is unknown before it was read
+        return check(encoded(source_rows, source, data, tokenizer, template), source, data)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     made_of = {
         "version": _VERSION,
         "source": source.model_dump(exclude={"weight", "answers"}),
         "rows": known,
         "tokenizer": backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items())),
-        # Not in the above: what is appended to completions, and what templates print.
+        # Not part of the above: appended to completions, and printed by templates.
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "template": template or tokenizer.chat_template,
         "max_length": data.max_length,
@@ -86,17 +88,18 @@ def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) ->
             raise ValueError(
                 f"{folder}: tokenized data cannot be kept here ({reason}); set DRAFTSMITH_CACHE to another folder"
             ) from None
-        made = _kept(path)
-        if made is None:
-            made = encoded(found, source, data, tokenizer, template)
-            arrays = {"tokens": made.tokens, "supervised": made.supervised, "starts": made.starts}
-            skipped = {"rows": made.skipped.rows, "reasons": made.skipped.reasons}
+        samples = _cached(path)
+        if samples is None:
+            samples = encoded(source_rows, source, data, tokenizer, template)
+            arrays = {"tokens": samples.tokens, "supervised": samples.supervised, "starts": samples.starts}
+            skipped = {"rows": samples.skipped.rows, "reasons": samples.skipped.reasons}
             with replacing(path) as temporary:
                 save_file(arrays, temporary, {"skipped": json.dumps(skipped)})
-    return check(made, source, data)
+    return check(samples, source, data)
 
 
-def _kept(path: Path) -> Tokenized | None:
+def _cached(path: Path) -> Tokenized | None:
+    """The samples in a cache file; None if it does not exist or is damaged."""
     if not path.exists():
         return None
     try:
@@ -105,19 +108,19 @@ def _kept(path: Path) -> Tokenized | None:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
         reasons = {reason: (count, place) for reason, (count, place) in skipped["reasons"].items()}
         return Tokenized(**arrays, skipped=Skipped(skipped["rows"], reasons))
-    except (SafetensorError, TypeError, ValueError, LookupError):  # damaged: made anew
+    except (SafetensorError, TypeError, ValueError, LookupError):  # damaged
         path.unlink()
         return None
 
 
 def encoded(
-    found: Iterable[tuple[str, Any]], source: Source, data: Data, tokenizer: PreTrainedTokenizerBase,
+    placed_rows: Iterable[tuple[str, Any]], source: Source, data: Data, tokenizer: PreTrainedTokenizerBase,
     template: str | None,
 ) -> Tokenized:  # fmt: skip
-    """Rows, each with its place, as samples; those that cannot be used are noted.
+    """Encode rows, each with its place, as samples; unusable rows are counted in ``skipped``.
 
     Raises:
-        ValueError: something is wrong with every row.
+        ValueError: an error of all rows.
     """
 
     def read(row: Mapping[str, Any]) -> Sample:
@@ -131,19 +134,18 @@ def encoded(
             raise ValueError(f"data source '{source.source}': {error}") from None
 
     skipped = Skipped()
-    made = Tokenized.of(sample for _, sample in usable(found, read, skipped))
-    return replace(made, skipped=skipped)
+    samples = Tokenized.of(sample for _, sample in usable(placed_rows, read, skipped))
+    return replace(samples, skipped=skipped)
 
 
 def check(samples: Tokenized, source: Source, data: Data, of: int = 0) -> Tokenized:
-    """Refuse a source too many of whose rows cannot be used, or too many of whose samples teach nothing; the latter
-    stay.
+    """Refuse a source with too many unusable rows or too many samples without a label; returns the samples, with those.
 
     Args:
-        of: how many rows the shares are of, if more than these are known to be there.
+        of: number of rows that the shares refer to, if the source is known to have more than these.
 
     Raises:
-        ValueError: they are too many, or there is no sample at all.
+        ValueError: there are too many of either, or there is no sample at all.
     """
     samples.skipped.check(source.source, data.max_skipped, of)
     if len(samples) == 0 and not of:

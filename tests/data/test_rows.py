@@ -69,10 +69,10 @@ def test_a_surrogate_in_an_array(tmp_path):
     "text, message",
     [
         (f"[{FINE}, {FINE[:-3]}", r"a\.json: row 2: not valid JSON \(.* column 29 \(char 28\)\)"),
-        (f"[{FINE}, {FINE}", r"a\.json: not valid JSON behind row 2: ',' or '\]' is needed"),
-        (f"[{FINE} {FINE}]", r"a\.json: not valid JSON behind row 1: ',' or '\]' is needed"),
+        (f"[{FINE}, {FINE}", r"a\.json: not valid JSON after row 2: ',' or '\]' is needed"),
+        (f"[{FINE} {FINE}]", r"a\.json: not valid JSON after row 1: ',' or '\]' is needed"),
         (f"[{FINE},]", r"a\.json: row 2: not valid JSON"),
-        (f"[{FINE}] x", r"a\.json: not valid JSON: there is something behind the array"),
+        (f"[{FINE}] x", r"a\.json: not valid JSON: there is text after the array"),
         ("[", r"a\.json: row 1: not valid JSON"),
         (DEEP, r"a\.json: row 1: JSON nested too deeply"),
         (f"[{FINE}, {DEEP}", r"a\.json: row 2: JSON nested too deeply"),

@@ -151,7 +151,7 @@ def test_one_process_makes_it_and_the_others_wait(tmp_path, cache):
             {},
             "a.jsonl': 3 of 4 rows skipped: 2 × it has question; needed is one of messages, conversations, prompt and "
             "completion, or text (first: line 2); 1 × an empty conversation (first: line 4). That is more than "
-            "data.max_skipped=0.1 of them; mend the data, or raise data.max_skipped",
+            "data.max_skipped=0.1 of them; correct the data, or raise data.max_skipped",
         ),
         (
             [{"messages": CHATS[0]}, {"messages": []}],
