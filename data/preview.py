@@ -1,4 +1,4 @@
-"""Look at a recipe's data before training on it: samples with what is supervised in colour, lengths, shares.
+"""Print a recipe's data before training on it: samples with the supervised part in colour, lengths, shares.
 
     python data/preview.py recipes/tiny-medusa.yaml                      # three samples of each source
     python data/preview.py recipes/x.yaml --count 10 --validation        # ten of the validation sources
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # take seconds to import, and --help needs none of it
 
 
 class PreviewRecipe(Recipe):
-    """Any script's recipe: only what the data needs is read; the script itself checks the rest."""
+    """The data and target of any script's recipe; the script itself checks the rest."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
     target: Target | None = None
@@ -54,7 +54,7 @@ def show(samples: Tokenized, number: int, tokenizer: PreTrainedTokenizerBase, co
 
 
 def summary(samples: Tokenized, max_length: int) -> str:
-    """Counts, lengths and shares in two lines, and a table of the rows that were skipped."""
+    """Counts, lengths and shares in two lines, and a table of the skipped rows."""
     import numpy as np
 
     sizes = np.diff(samples.starts)
@@ -69,7 +69,7 @@ def summary(samples: Tokenized, max_length: int) -> str:
 
 
 def skipped_table(skipped: Skipped) -> str:
-    """The rows that cannot be used, by reason; nothing if there are none."""
+    """A table of the skipped rows by reason; empty if there are none."""
     if not skipped.count:
         return ""
     table = [("rows", "reason", "first"), *((f"{count:,}", reason, place) for count, reason, place in skipped.table())]

@@ -3,8 +3,8 @@
     python data/prompts.py stdlib --split test --count 48 --prompt-tokens 96 --tokenizer models/tiny-lm --out P.jsonl
     python data/prompts.py readmes --count 48 --prompt-tokens 96 --tokenizer models/tiny-lm --out P.jsonl    # English
 
-Each prompt begins at a line's start and has exactly --prompt-tokens tokens. The prompts are spread over as many modules
-as there are; which modules belong to the split depends on their names alone, so no training recipe has seen them.
+Each prompt begins at the start of a line and has exactly --prompt-tokens tokens. The prompts are spread over all
+modules of the split. Which modules these are depends on their names alone, so no training recipe has seen them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from draftsmith.models.tokenizer import load_tokenizer
 if TYPE_CHECKING:  # transformers takes seconds to import, and --help needs none of it
     from transformers import PreTrainedTokenizerBase
 
-_CHARACTERS = 8  # read per token wanted; code has three to five
-_SPARSE = 2  # a gap of fewer characters per token wanted is taken to be too small for another window
+_CHARACTERS = 8  # tokenized per token of a window; code has three to five
+_SPARSE = 2  # a gap of fewer characters per token counts as too small for another window
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass
 class _Module:
-    """A module and the windows taken from it, which do not overlap."""
+    """A module and the windows cut from it, which do not overlap."""
 
     path: str
     text: str
@@ -73,12 +73,12 @@ def prompts(
 ) -> list[Prompt]:
     """Cut ``count`` distinct windows of ``prompt_tokens`` tokens, the same for the same arguments and text.
 
-    Every module gives one window before any gives a second one. A window that does not encode to the very tokens it was
-    cut at (it ends inside a character, or its last token would merge otherwise) is skipped. Special tokens that the
-    tokenizer adds count as tokens.
+    Every module gives one window before any gives a second one. A window whose text does not encode to the same tokens
+    again (it ends inside a character, or its last token would merge with the next) is skipped. Special tokens that the
+    tokenizer adds are counted.
 
     Raises:
-        ValueError: the split has no ``count`` windows.
+        ValueError: the split has fewer than ``count`` windows.
     """
     rng = random.Random(seed)
     modules = [_Module(d.path, d.text, _line_starts(d.text)) for d in sources.documents(source, split)]
@@ -111,23 +111,23 @@ def prompts(
     if len(found) < count:
         raise ValueError(
             f"source '{source}' split '{split}' gives only {len(found)} prompts of {prompt_tokens} tokens, from "
-            f"{len(modules)} modules; {count} were asked for. Ask for fewer or shorter ones"
+            f"{len(modules)} modules; {count} are needed. Cut fewer or shorter ones"
         )
     return found
 
 
 def write(path: Path, cut: list[Prompt]) -> None:
-    """One ``{"prompt", "source"}`` per line, whole or not at all."""
+    """Write one ``{"prompt", "source"}`` per line, atomically."""
     make_parent(path)
     lines = (json.dumps({"prompt": p.text, "source": p.source}, ensure_ascii=False) for p in cut)
     write_text(path, "".join(line + "\n" for line in lines))
 
 
 def make_parent(path: Path) -> None:
-    """The folder that a file is going to be in.
+    """Make the folder of a file that will be written.
 
     Raises:
-        ValueError: it cannot be made, or the file is a folder.
+        ValueError: it cannot be made, or ``path`` is a folder.
     """
     if path.is_dir():
         raise ValueError(f"{path}: this is a folder; name the file to write")
@@ -138,7 +138,7 @@ def make_parent(path: Path) -> None:
 
 
 def positive(text: str) -> int:
-    """An argument that is a number from 1 on."""
+    """A command-line argument that is a whole number, at least 1."""
     if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text)):
         raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a number from 1 on (or it has too many digits)")
     return int(text)

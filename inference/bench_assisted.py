@@ -1,4 +1,4 @@
-"""Drafting with a draft model, beside transformers' assisted generation with the same two models.
+"""Compare our engine with a draft model and transformers' assisted generation with the same two models.
 
     python inference/bench_assisted.py --target models/tiny-lm --draft runs/tiny-draft --prompts runs/demo/prompts.jsonl
     python inference/bench_assisted.py --target T --draft D --prompts P.jsonl --expansion 2 2 1 --seconds 9 --out F.json
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, metavar="FOLDER", help="a folder or a Hub id")
     parser.add_argument("--draft", required=True, metavar="FOLDER", help="a smaller model with the same tokenizer")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as decode.py takes them")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
     parser.add_argument(
         "--expansion", type=int, nargs="+", default=[1, 1, 1, 1], metavar="K",
         help="children of each node, by depth (default: a chain of four)",
@@ -86,12 +86,12 @@ def methods_of(target: Target, draft: Target, expansion: list[int], max_new_toke
 
 
 def compare(timed: dict[str, Timed]) -> dict[str, dict[str, Any]]:
-    """What each method did: tokens/s, its ratio to each other one, how many texts are not plain decoding's."""
-    truth = timed[PLAIN].outputs
+    """Tokens/s, speed-ups over the others and number of texts that differ from plain decoding's, by method."""
+    expected = timed[PLAIN].outputs
     rows: dict[str, dict[str, Any]] = {}
     for name, its in timed.items():
-        different = sum(tokens_of(its.outputs[number]) != truth[number].tokens for number in truth)
-        rows[name] = its.summary() | {"texts": len(truth), "different": different, "tau": None}
+        different = sum(tokens_of(its.outputs[number]) != expected[number].tokens for number in expected)
+        rows[name] = its.summary() | {"texts": len(expected), "different": different, "tau": None}
         for base in (PLAIN, GENERATE, ASSISTED):
             rows[name] |= speedup_fields(f"speedup_vs_{base}", speedup(its, timed[base]) if base != name else None)
     accepted = [length for result in timed[OURS].outputs.values() for length in result.accepted]

@@ -148,7 +148,7 @@ def main() -> None:
     from draftsmith.inference.engine import SpeculativeDecoder
     from draftsmith.inference.interactive import interact, stream
 
-    timing.sampling_of(args)  # its ranges
+    timing.sampling_of(args)  # checks the ranges
     options = target_arguments(args)
     if args.compile and options["device"] == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         raise ValueError("--compile on a CPU needs a C++ compiler (g++ or clang++), and there is none on the path")
@@ -160,17 +160,17 @@ def main() -> None:
     assert target is not None
     first = SpeculativeDecoder(target, drafters[0], compiled=args.compile, lean=lean)
 
-    def options(prompt: list[int]) -> dict[str, Any]:
-        return {"max_new_tokens": args.max_new_tokens, **timing.choice(args, [prompt])}
+    def engine_options(prompt: list[int]) -> dict[str, Any]:
+        return {"max_new_tokens": args.max_new_tokens, **timing.engine_options(args, [prompt])}
 
     if args.interactive:
-        return interact(first, options, raw=args.raw)
+        return interact(first, engine_options, raw=args.raw)
     if args.prompt is not None:
         chat = target.tokenizer.chat_template and not args.raw
         given = [Prompt([{"role": "user", "content": args.prompt}] if chat else args.prompt, "--prompt")]
     prompts = encode_prompts(given, target)
     if args.prompt is not None and not args.report and not args.check_lossless:
-        stream(first, prompts[0], options(prompts[0]))
+        stream(first, prompts[0], engine_options(prompts[0]))
         return
 
     reports, outputs = timing.evaluate(args.drafters, target, drafters, prompts, args)

@@ -1,4 +1,4 @@
-"""Checks of a command line, before anything slow. Light to import."""
+"""Checks of a command line and of drafter names. Light to import."""
 
 import os
 from pathlib import Path
@@ -8,10 +8,10 @@ LARGEST = (1 << 31) - 1
 
 
 def check_counts(**counts: int | None) -> None:
-    """Counts of a command line, by the name of their option, are positive and no larger than 2³¹ − 1; None is left out.
+    """Check counts of a command line, by the name of their option; None is not checked.
 
     Raises:
-        ValueError: one is not.
+        ValueError: one is below 1 or above 2³¹ − 1.
     """
     for name, count in counts.items():
         option = f"--{name.replace('_', '-')}"
@@ -22,7 +22,11 @@ def check_counts(**counts: int | None) -> None:
 
 
 def check_threads(threads: int | None) -> None:
-    """Raises: ValueError: not positive, or far more CPU threads than a machine runs."""
+    """Check a number of CPU threads.
+
+    Raises:
+        ValueError: it is below 1, or above both 256 and the machine's cores.
+    """
     check_counts(threads=threads)
     most = max(256, os.cpu_count() or 1)
     if threads is not None and threads > most:
@@ -30,10 +34,10 @@ def check_threads(threads: int | None) -> None:
 
 
 def parts_of(name: str) -> list[str]:
-    """The drafters that a name joins by ``+``; a folder's own name may hold one.
+    """The drafters that a name joins by ``+``; the name of an existing folder is one, even if it has a ``+``.
 
     Raises:
-        ValueError: nothing between two of them, or ``none`` among several.
+        ValueError: an empty part, the same part twice, or ``none`` among several.
     """
     parts = [name] if Path(name).exists() else name.split("+")
     if not all(parts):
@@ -46,5 +50,5 @@ def parts_of(name: str) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """A drafter's name without the folders that lead to it: of its report's folder, and in tables."""
+    """A drafter's name without the path to it, for its report's folder and in tables."""
     return "+".join(Path(part).name for part in parts_of(name))

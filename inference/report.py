@@ -1,4 +1,4 @@
-"""Reports: the figures of a run as JSON (field names are a promise), a table, coloured text and a plot."""
+"""Reports: the figures of a run as JSON (the field names are stable), a table, coloured text and a plot."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from draftsmith.inference.options import short_name
 from draftsmith.inference.terminal import end_text, separate_text, write_text
 from draftsmith.inference.text import TextStream, decode_text, visible
 
-# What a report compares with → the field of the speed-up; each has another one, NAME_interval.
+# baseline → the report's field of the speed-up over it; its interval is in NAME_interval
 SPEEDUPS = {
     "engine": "speedup",
     "transformers": "speedup_vs_transformers",
     "prompt_lookup": "speedup_vs_prompt_lookup",
 }
-LOOP = 8  # a repeated n-gram of this length is taken for the beginning of a loop
+LOOP = 8  # length of a repeated n-gram that counts as the beginning of a loop
 
 
 def loop_begins(tokens: Sequence[int]) -> int:
@@ -37,7 +37,7 @@ def loop_begins(tokens: Sequence[int]) -> int:
 
 
 def repeated_rate(tokens: Sequence[int], n: int = 4) -> tuple[int, int]:
-    """How many of the n-grams occurred before in the same text, and how many there are."""
+    """The number of n-grams that occurred before in the same text, and of all n-grams."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(grams) - len(set(grams)), len(grams)
 
@@ -45,10 +45,10 @@ def repeated_rate(tokens: Sequence[int], n: int = 4) -> tuple[int, int]:
 def acceptance(
     results: Sequence[Generation], max_depth: int, num_nodes: int, sources: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What was accepted, by the promised names. τ counts the bonus token, not the prefill's; plain decoding has 1.
+    """The report's fields about acceptance. τ counts the bonus token, not the prefill's; that of plain decoding is 1.
 
     Args:
-        sources: of the drafter, which counted its nodes by them; else every step proposed ``num_nodes`` − 1.
+        sources: of a drafter that counts its nodes by source; without them, every step proposed ``num_nodes`` − 1.
     """
     lengths = [length for result in results for length in result.accepted]
     steps = len(lengths)
@@ -215,7 +215,7 @@ def write_reports(reports: Sequence[dict[str, Any]], folder: Path, console: Cons
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Speed beside the baselines, the accepted lengths, and the acceptance by position."""
+    """Plot tokens/s beside the baselines, the accepted lengths, and the acceptance by position."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -232,10 +232,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
     bars[short_name(report["drafter"]).replace("+", "\n+ ")] = report["tokens_per_second"]
     drawn = speed.bar(list(bars), list(bars.values()), color=["#b8bcc6"] * (len(bars) - 1) + ["#2f7d4f"])
     plain = baselines.get("engine", {}).get("tokens_per_second")
-    said = [f"{v:.0f}" + (f"\n{v / plain:.2f}×" if plain else "") for v in bars.values()]
+    labels = [f"{v:.0f}" + (f"\n{v / plain:.2f}×" if plain else "") for v in bars.values()]
     if interval := report.get("speedup_interval"):
-        said[-1] += f"\n({interval[0]:.2f}–{interval[1]:.2f})"
-    speed.bar_label(drawn, said, padding=2)
+        labels[-1] += f"\n({interval[0]:.2f}–{interval[1]:.2f})"
+    speed.bar_label(drawn, labels, padding=2)
     speed.set_ylim(0, max(bars.values()) * 1.3)
     speed.set_ylabel("tokens per second")
     speed.set_title("Speed (× over plain decoding, 95 % interval)" if interval else "Speed (× over plain decoding)")
@@ -265,7 +265,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def write_figure(figure: Any, path: Path) -> None:
-    """A matplotlib figure as PNG, written whole or not at all, and closed."""
+    """Write a matplotlib figure as PNG, atomically, and close it."""
     from matplotlib import pyplot as plt  # takes a second
 
     try:

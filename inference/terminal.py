@@ -1,4 +1,4 @@
-"""What the decoding commands print: texts to stdout, byte for byte; everything else to stderr.
+"""Output of the decoding commands: texts to stdout, byte for byte; everything else to stderr.
 
 Off a terminal nothing is wrapped or coloured.
 """
@@ -14,7 +14,7 @@ _WIDE = 10_000  # columns: nothing is wrapped
 
 
 def make_console(*, stderr: bool) -> Console:
-    """A console without markup in numbers and without emoji; off a terminal as wide as any line."""
+    """A console without highlighted numbers and emoji, and without line wrapping off a terminal."""
     console = Console(stderr=stderr, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDE
@@ -25,8 +25,8 @@ console = make_console(stderr=True)
 
 
 def write_text(text: str, *, drafted: bool = False) -> None:
-    """Write a piece of a decoded text to stdout: as it is, in UTF-8; on a terminal with its control characters made
-    visible, in the terminal's encoding, and green if it was drafted and accepted."""
+    """Write a piece of a decoded text to stdout, in UTF-8. On a terminal its encoding is used, control characters are
+    made visible, and drafted text is green."""
     out = sys.stdout
     if out is None or not text:  # stdout was closed
         return
@@ -43,14 +43,14 @@ def write_text(text: str, *, drafted: bool = False) -> None:
 
 
 def separate_text() -> None:
-    """A line feed between two texts, where no terminal has ended the line of the first."""
+    """Write a line feed between two texts; on a terminal :func:`end_text` has done so."""
     if sys.stdout is not None and not sys.stdout.isatty():
         write_text("\n")
 
 
 def end_text(text: str) -> None:
-    """End the line of a whole text, by the terminal if one shows it, else on stderr, which may go to the same file;
-    the text itself stays as it is."""
+    """End the line of a whole text: on the terminal, else on stderr, which may go to the same file; stdout gets the
+    text alone."""
     if sys.stdout is None or text.endswith("\n"):
         return
     stream = sys.stdout if sys.stdout.isatty() else sys.stderr

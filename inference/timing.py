@@ -1,4 +1,4 @@
-"""Methods of decoding, timed side by side: our engine with and without drafters, and ``transformers.generate``."""
+"""Methods of decoding, timed in turn: our engine with and without drafters, and ``transformers.generate``."""
 
 import argparse
 import itertools
@@ -29,22 +29,22 @@ from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.options import DECODERS
 from draftsmith.models.target import Target
 
-PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses
-GROUPS = 32  # prompts are timed in at least so many groups, if they are enough for as many batches
-LEAST_GROUPS = 16  # timed in any case, over all rounds, before timing may end early
-NARROW = 0.03  # of the ratio: timing stops when every speed-up's interval reaches no further
-FEWEST, RESAMPLES = 5, 4000  # groups that make an interval; draws of the bootstrap
-CHECK_ROWS = 8  # decoded at once, at least, where plain decoding is only needed to compare with
+PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
+GROUPS = 32  # minimum number of groups of prompts, if there are as many batches
+MIN_GROUPS = 16  # timed in any case, over all rounds, before timing may end early
+NARROW = 0.03  # half-width of an interval, relative to its ratio, at which timing ends
+MIN_PAIRS, RESAMPLES = 5, 4000  # of the bootstrap: groups without which there is no interval; resamples
+CHECK_ROWS = 8  # minimum batch size of plain decoding that is not timed
 INSTRUMENTED = 8  # prompts of the run that times the phases of a step
 
 
 @dataclass
 class Timed:
-    """What one method did. Every method is timed on the same groups of prompts, in the same order.
+    """Outputs and times of one method. All methods are timed on the same groups of prompts, in the same order.
 
     Args:
-        outputs: prompt number → what the method returned for it, of the last round that had it.
-        tokens: new tokens of each group, in the last round that had it.
+        outputs: prompt number → the method's output, of the last round with this prompt.
+        tokens: new tokens of each group, in the last round with it.
         seconds, cpu_seconds: of each group, one per round.
     """
 
@@ -90,31 +90,31 @@ class Timed:
 
 
 def tokens_of(output: Any) -> list[int]:
-    """The new tokens of what a method returned for a prompt."""
+    """The new tokens of a method's output for one prompt."""
     return output.tokens if isinstance(output, Generation) else output
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """Tokens/s of one method over another's: the ratio of totals over all groups, so that a prompt counts by the time
-    it takes, and its 95 % interval (None below :data:`FEWEST` groups)."""
+    """Ratio of two methods' tokens/s over all groups together, and its 95 % interval (None below :data:`MIN_PAIRS`
+    groups)."""
 
     ratio: float
     interval: tuple[float, float] | None
 
     @property
     def narrow(self) -> bool:
-        """The interval reaches no further than :data:`NARROW` of the ratio to either side, on average."""
+        """Whether half the interval's width is at most :data:`NARROW` of the ratio."""
         return self.interval is not None and self.interval[1] - self.interval[0] <= 2 * NARROW * self.ratio
 
 
 def speedup(method: Timed, base: Timed) -> Speedup:
-    """How much faster a method is than another that was timed on the same groups.
+    """Speed-up of a method over another one that was timed on the same groups.
 
-    The interval is a bootstrap over the groups, each drawn with both methods' times, since these share the prompts and
-    whatever the machine did then; more rounds over a group make its times better and are no further groups. So it tells
-    how far the ratio would move with other prompts of this kind. Percentiles are those of the expanded interval
-    (Hesterberg, arXiv 1411.5279), without which an interval of few groups is too narrow.
+    The interval is a bootstrap over groups. A resampled group brings the times of both methods, which share its prompts
+    and the load of the machine at that time. More rounds make a group's times more precise and add no groups: the
+    interval says how much the ratio varies with the prompts. Its percentiles are those of the expanded interval
+    (Hesterberg, arXiv 1411.5279), since the plain ones are too narrow for few groups.
     """
     from scipy.stats import norm, t  # takes half a second to import
 
@@ -123,7 +123,7 @@ def speedup(method: Timed, base: Timed) -> Speedup:
     )
     groups = columns.shape[1]
     ratio = float(_ratio(columns.sum(-1)))
-    if groups < FEWEST:
+    if groups < MIN_PAIRS:
         return Speedup(ratio, None)
     drawn = torch.randint(groups, (RESAMPLES, groups), generator=torch.Generator().manual_seed(0))
     tail = norm.cdf(math.sqrt(groups / (groups - 1)) * t.ppf(0.025, groups - 1))
@@ -133,7 +133,7 @@ def speedup(method: Timed, base: Timed) -> Speedup:
 
 
 def speedup_fields(name: str, found: Speedup | None) -> dict[str, Any]:
-    """The two fields of a report that hold a speed-up."""
+    """A speed-up as the two fields of a report, ``name`` and ``name_interval``."""
     if found is None:
         return {name: None, f"{name}_interval": None}
     return {
@@ -147,15 +147,15 @@ def _ratio(sums: torch.Tensor) -> torch.Tensor:
     return (sums[0] / sums[1]) / (sums[2] / sums[3])
 
 
-Method = Callable[[list[list[int]]], Sequence[Any]]  # prompts → for each its tokens, or a Generation
+Method = Callable[[list[list[int]]], Sequence[Any]]  # prompts → the tokens, or the Generation, of each
 
 
 def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1, **options: Any) -> Method:
     """``transformers.generate`` on the same weights, greedy, with its own attention; trimmed as ours is.
 
     Args:
-        options: of ``generate``. What the target's own generation config asks for (penalties, a temperature) is not
-            used, as our engine does not; only its stop ids are.
+        options: of ``generate``. Of the target's own generation config only the stop ids are used, as by our engine,
+            not its penalties and temperature.
     """
 
     def run(prompts: list[list[int]]) -> list[list[int]]:
@@ -196,14 +196,14 @@ def run_rounds(
 ) -> dict[str, Timed]:  # fmt: skip
     """Time every method on groups of prompts, ``rounds`` times over all of them.
 
-    The methods take turns on each group, in rotating order: what else the machine does meets all of them alike. A group
-    holds ``batch_size`` prompts, or several times as many where that leaves :data:`GROUPS` groups. Groups come in an
-    order drawn with a fixed seed, so that the first ones are like the rest.
+    The methods take turns on each group, in rotating order, so that other load on the machine affects all of them
+    alike. A group holds ``batch_size`` prompts, or a multiple of it where that leaves :data:`GROUPS` groups. Groups are
+    in random order (fixed seed), so that those timed before an early end are typical.
 
     Args:
         warm_up: prompts that each method decodes first, untimed.
-        seconds: after so long no group is begun, but the first :data:`LEAST_GROUPS`.
-        settled: asked after each group from then on whether the times are good enough; if so, no other is begun.
+        seconds: time limit, checked between groups after the first :data:`MIN_GROUPS`.
+        settled: called after each group from :data:`MIN_GROUPS` on; True ends timing.
     """
     for method in methods.values():
         method(warm_up)  # first calls allocate and tune
@@ -222,20 +222,20 @@ def run_rounds(
             advance(done)
             spent = time.perf_counter() - since
             if done == 1:
-                expected = spent * total if seconds is None else min(max(seconds, spent * LEAST_GROUPS), spent * total)
-                console.print(f"  about {said(expected)} here, judged from the first prompt", markup=False)
-            if done >= LEAST_GROUPS and ((seconds and spent >= seconds) or (settled and settled(timed))):
+                expected = spent * total if seconds is None else min(max(seconds, spent * MIN_GROUPS), spent * total)
+                console.print(f"  about {format_duration(expected)} here, judged from the first prompt", markup=False)
+            if done >= MIN_GROUPS and ((seconds and spent >= seconds) or (settled and settled(timed))):
                 break
     return timed
 
 
-def said(seconds: float) -> str:
-    """A duration for people: two significant places are all that an estimate has."""
+def format_duration(seconds: float) -> str:
+    """An estimated duration: whole seconds, or minutes with one decimal from 100 s on."""
     return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """The command line's sampling.
+    """The sampling parameters of a command line.
 
     Raises:
         ValueError: a value is out of its range.
@@ -243,21 +243,22 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
     return Sampling(**{name: value for name in SAMPLING if (value := getattr(args, name)) is not None})
 
 
-def each_with_its_seed(sampling: Sampling, prompts: Sequence[Sequence[int]]) -> list[Sampling]:
-    """The sampling of each prompt, whose seed comes of the given one and the prompt: other prompts do not matter."""
+def with_own_seeds(sampling: Sampling, prompts: Sequence[Sequence[int]]) -> list[Sampling]:
+    """The sampling parameters of each prompt, with a seed made of the given one and the prompt itself, whatever the
+    other prompts are."""
     seeds = [(sampling.seed + zlib.crc32(str(list(prompt)).encode())) % (1 << 62) for prompt in prompts]
     return [replace(sampling, seed=seed) for seed in seeds]
 
 
-def choice(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The arguments of ``SpeculativeDecoder.generate`` that choose tokens as the command line says."""
+def engine_options(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Mode and sampling parameters of a command line as arguments of ``SpeculativeDecoder.generate``."""
     if args.mode == "greedy":
         return {}
-    return {"mode": args.mode, "sampling": each_with_its_seed(sampling_of(args), prompts)}
+    return {"mode": args.mode, "sampling": with_own_seeds(sampling_of(args), prompts)}
 
 
 def generate_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``transformers.generate`` that choose tokens as the command line says."""
+    """The same as arguments of ``transformers.generate``."""
     if args.mode != "sample":
         return {}
     s = sampling_of(args)
@@ -271,7 +272,11 @@ def evaluate(
     names: Sequence[str], target: Target, drafters: Sequence[Drafter | None], prompts: list[list[int]],
     args: argparse.Namespace,
 ) -> tuple[list[dict[str, Any]], list[list[Generation]]]:  # fmt: skip
-    """Decode all prompts with each drafter and the baselines; returns the reports and the outputs per drafter."""
+    """Decode all prompts with each drafter and the baselines.
+
+    Returns:
+        For each drafter its report, with the fields of report.json, and its results.
+    """
     options: dict[str, Any] = {"compiled": args.compile, "lean": DECODERS[args.decoder]}
     decoders = [SpeculativeDecoder(target, drafter, **options) for drafter in drafters]
     wanted = {"none": [], "engine": ["engine"], "transformers": ["transformers"]}.get(args.baseline)
@@ -280,7 +285,8 @@ def evaluate(
     methods: dict[str, Method] = {}
 
     def engine_method(decoder: SpeculativeDecoder, batch_size: int = args.batch_size) -> Method:
-        return lambda some: decoder.generate(some, args.max_new_tokens, batch_size=batch_size, **choice(args, some))
+        limit = args.max_new_tokens
+        return lambda some: decoder.generate(some, limit, batch_size=batch_size, **engine_options(args, some))
 
     for name, decoder in zip(names, decoders, strict=True):
         methods[name] = engine_method(decoder)
@@ -298,7 +304,7 @@ def evaluate(
     sampled = args.mode == "sample"
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
-    # What is captured or compiled is made for as many rows, and a cache as long, as will be used.
+    # A capture or compilation is made for the batch size and cache length of the timed runs.
     warm_up = [prompts[0][:8]]
     if target.device.type == "cuda" or args.compile:
         warm_up = sorted(prompts, key=len)[-args.batch_size :]
@@ -317,16 +323,16 @@ def evaluate(
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    # Every prompt counts for τ and is checked, those that were not timed too.
-    clocked = sorted(timed[names[0]].outputs)
-    todo = sorted({*range(len(prompts))} - {*clocked})
+    # τ and the check are over all prompts, those that were not timed included.
+    timed_prompts = sorted(timed[names[0]].outputs)
+    todo = sorted({*range(len(prompts))} - {*timed_prompts})
     reference = {**timed["engine"].outputs} if "engine" in timed else {}
     unknown = [n for n in range(len(prompts)) if n not in reference] if args.check_lossless and not sampled else []
     if todo or unknown:
-        each = max(sum(timed[name].typical_seconds) for name in methods) / len(clocked)
+        each = max(sum(timed[name].typical_seconds) for name in methods) / len(timed_prompts)
         console.print(
             f"decoding {len(todo)} prompts that were not timed, and {len(unknown)} without the drafter to compare: at "
-            f"most about {said(each * (len(todo) * len(names) + len(unknown)))} here", markup=False,
+            f"most about {format_duration(each * (len(todo) * len(names) + len(unknown)))} here", markup=False,
         )  # fmt: skip
     for name in names if todo else ():
         timed[name].outputs.update(zip(todo, methods[name]([prompts[n] for n in todo]), strict=True))
@@ -338,10 +344,10 @@ def evaluate(
     for name, decoder in zip(names, decoders, strict=True):
         results: list[Generation] = [timed[name].outputs[n] for n in range(len(prompts))]
         outputs.append(results)
-        # Phases are read in a run of their own: reading clocks between them costs time.
-        how, some = decoder.execution, prompts[: max(INSTRUMENTED, args.batch_size)]
+        # The phases of a step are timed in a separate run, since reading clocks between them costs time.
+        execution, some = decoder.execution, prompts[: max(INSTRUMENTED, args.batch_size)]
         decoder.generate(
-            some, args.max_new_tokens, batch_size=args.batch_size, instrument=True, **choice(args, some)
+            some, args.max_new_tokens, batch_size=args.batch_size, instrument=True, **engine_options(args, some)
         )  # fmt: skip
         lossless = None
         if args.check_lossless:
@@ -355,7 +361,7 @@ def evaluate(
         drafter = decoder.drafter
         counted = reporting.acceptance(results, drafter.max_depth, drafter.num_nodes, drafter.sources)
         over = {base: speedup(timed[name], timed[base]) for base in compared}
-        accepted = [length for n in clocked for length in results[n].accepted]
+        accepted = [length for n in timed_prompts for length in results[n].accepted]
         reports.append(
             {
                 "drafter": name,
@@ -369,12 +375,12 @@ def evaluate(
                 "max_new_tokens": args.max_new_tokens,
                 "batch_size": args.batch_size,
                 "tree_nodes": decoder.drafter.num_nodes,
-                "execution": how,
+                "execution": execution,
                 **counted,
                 **timed[name].summary(),
                 "seconds": {k: round(v, 4) for k, v in decoder.seconds.items()},
                 "round_seconds": timed[name].by_round(timed[name].seconds),
-                "timed_prompts": len(clocked),
+                "timed_prompts": len(timed_prompts),
                 "pairs": len(timed[name].tokens),
                 "baselines": baselines,
                 **speedup_fields("speedup", over.get("engine")),

@@ -3,12 +3,10 @@
     python inference/typical.py runs/demo --prompts runs/demo/prompts.jsonl
     python inference/typical.py runs/demo --prompts P.jsonl --temperature 0.7 --epsilons 0.01 0.09 0.25 --out DIR
 
-Typical acceptance is lossy. Beside each ε stand greedy decoding and exact sampling with the same drafter, which are
-not.
-Quality is what the target itself thinks of the text: nats per token, −log p of each token under the target's
-distribution at the given temperature. Exact sampling's figure is what the target's own texts have; a method whose texts
-the target finds less likely than those has lost quality, and one whose texts it finds much likelier writes duller ones:
-greedy decoding is the extreme, and repeats itself most (the repeated 4-grams say so).
+Typical acceptance is lossy; greedy decoding and exact sampling with the same drafter, listed beside each ε, are not.
+Quality is measured by the target: nats per token, −log p of each token under the target's distribution at the given
+temperature. Exact sampling gives the value of the target's own texts. A method with a higher value has lost quality;
+one with a much lower value writes more repetitive texts, as greedy decoding does (see the repeated 4-grams).
 """
 
 # ruff: noqa: E402
@@ -60,7 +58,7 @@ from draftsmith.inference.options import check_counts
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.sampling import MIN_TEMPERATURE, Sampling
 from draftsmith.inference.terminal import console, make_console
-from draftsmith.inference.timing import each_with_its_seed
+from draftsmith.inference.timing import with_own_seeds
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.target import Target
 
@@ -83,34 +81,39 @@ def sweep(
     decoder: SpeculativeDecoder, prompts: list[list[int]], temperature: float, epsilons: Sequence[float],
     max_new_tokens: int, batch_size: int, rounds: int, seed: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Decode all prompts by every method, ``rounds`` times in turn; by method: its ε, tokens/s (median), τ, nats
-    per token and the rate of repeated 4-grams."""
+    """Decode all prompts by every method, ``rounds`` times in turn.
+
+    Returns:
+        For each method its ε, tokens/s (median of the rounds), τ, nats per token and rate of repeated 4-grams.
+    """
     target, drafter, lean = decoder.target, decoder.drafter, decoder.lean
     greedy, sampled = (SpeculativeDecoder(target, drafter, lean=lean) for _ in range(2))  # a decoder for each mode
-    ways: list[tuple[str, SpeculativeDecoder, Mode, Sampling]] = [
+    methods: list[tuple[str, SpeculativeDecoder, Mode, Sampling]] = [
         ("plain sampling", SpeculativeDecoder(target, lean=lean), "sample", Sampling(temperature, seed=seed)),
         ("greedy", greedy, "greedy", Sampling(temperature, seed=seed)),
         ("sampling", sampled, "sample", Sampling(temperature, seed=seed)),
         *((f"typical ε = {e:g}", decoder, "typical", Sampling(temperature, epsilon=e, seed=seed)) for e in epsilons),
     ]  # type: ignore[list-item]
-    taken: dict[str, list[float]] = {name: [] for name, *_ in ways}
-    kept: dict[str, list[Generation]] = {}
+    taken: dict[str, list[float]] = {name: [] for name, *_ in methods}
+    results: dict[str, list[Generation]] = {}
     longest = sorted(prompts, key=len)[-batch_size:]
-    for _, engine, mode, _ in ways[:4]:  # first calls allocate; on a GPU they compile and capture
+    for _, engine, mode, _ in methods[:4]:  # first calls allocate; on a GPU they compile and capture
         engine.generate(longest, max_new_tokens, mode=mode, sampling=Sampling(temperature), batch_size=batch_size)
     done = 0
-    with ProgressBar("decoding", rounds * len(ways), console, transient=True) as advance:
+    with ProgressBar("decoding", rounds * len(methods), console, transient=True) as advance:
         for _ in range(rounds):
-            for name, engine, mode, sampling in ways:
-                each = each_with_its_seed(sampling, prompts)
+            for name, engine, mode, sampling in methods:
+                seeded = with_own_seeds(sampling, prompts)
                 began = time.perf_counter()
-                kept[name] = engine.generate(prompts, max_new_tokens, mode=mode, sampling=each, batch_size=batch_size)
+                results[name] = engine.generate(
+                    prompts, max_new_tokens, mode=mode, sampling=seeded, batch_size=batch_size
+                )
                 taken[name].append(time.perf_counter() - began)
                 done += 1
                 advance(done)
     rows: list[dict[str, Any]] = []
-    for name, engine, mode, sampling in ways:
-        counted = reporting.acceptance(kept[name], engine.drafter.max_depth, engine.drafter.num_nodes)
+    for name, engine, mode, sampling in methods:
+        counted = reporting.acceptance(results[name], engine.drafter.max_depth, engine.drafter.num_nodes)
         rows.append(
             {
                 "name": name,
@@ -119,7 +122,7 @@ def sweep(
                 "epsilon": sampling.epsilon if mode == "typical" else None,
                 "tokens_per_second": round(counted["new_tokens"] / statistics.median(taken[name]), 2),
                 "mean_accepted_length": counted["mean_accepted_length"],
-                "nats_per_token": round(nats_per_token(engine.target, prompts, kept[name], temperature), 4),
+                "nats_per_token": round(nats_per_token(engine.target, prompts, results[name], temperature), 4),
                 "repeated_4gram_rate": counted["repetition"]["repeated_4gram_rate"],
                 "new_tokens": counted["new_tokens"],
             }
@@ -130,7 +133,7 @@ def sweep(
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """τ against nats per token; one point a method."""
+    """Plot τ against nats per token, one point for each method."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -167,7 +170,7 @@ def main() -> None:
     if len(set(args.epsilons)) < len(args.epsilons):
         raise ValueError("--epsilons: one of them is given twice")
     if args.drafter == "none":
-        raise ValueError("'none' drafts nothing that could be accepted; give a drafter")
+        raise ValueError("'none' drafts nothing; give a drafter")
     check_folder("--out", args.out)
     torch.set_num_threads(available_cores())
     given = read_prompts(args.prompts)

@@ -90,7 +90,7 @@ def test_groups_of_prompts(count, batch_size, size, groups):
 
 
 def test_timing_ends_when_it_may(monkeypatch):
-    """After ``seconds`` or once ``settled``, but not before LEAST_GROUPS."""
+    """After ``seconds`` or once ``settled``, but not before MIN_GROUPS."""
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
@@ -107,10 +107,10 @@ def test_timing_ends_when_it_may(monkeypatch):
     PROMPTS = [[1]] * 30
     assert groups() == [30, 30]
     assert groups(seconds=50.0) == [25, 25]
-    assert groups(seconds=3.0) == [timing.LEAST_GROUPS] * 2
-    assert groups(settled=lambda timed: True) == [timing.LEAST_GROUPS] * 2
+    assert groups(seconds=3.0) == [timing.MIN_GROUPS] * 2
+    assert groups(settled=lambda timed: True) == [timing.MIN_GROUPS] * 2
     assert groups(settled=lambda timed: len(timed["a"].seconds) == 20) == [20, 20]
-    monkeypatch.setattr(timing, "LEAST_GROUPS", 40)
+    monkeypatch.setattr(timing, "MIN_GROUPS", 40)
     timed = timing.run_rounds({"a": method}, PROMPTS, 2, [], seconds=1.0)
     assert sum(map(len, timed["a"].seconds)) == 40, "the second round was cut short"
 
@@ -166,7 +166,7 @@ def test_a_slow_spell_meets_all_methods_of_a_pair():
 
 
 def test_too_few_pairs_have_no_interval():
-    few, enough = ([1.0] * count for count in (timing.FEWEST - 1, timing.FEWEST))
+    few, enough = ([1.0] * count for count in (timing.MIN_PAIRS - 1, timing.MIN_PAIRS))
     found = timing.speedup(timed(few, few), timed(few, few))
     assert (found.ratio, found.interval, found.narrow) == (1, None, False)
     assert timing.speedup(timed(enough, enough), timed(enough, enough)).interval == pytest.approx((1, 1))
@@ -174,7 +174,7 @@ def test_too_few_pairs_have_no_interval():
 
 
 def test_fewer_prompts_are_timed_than_checked(run_main, drafter, tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "LEAST_GROUPS", 6)
+    monkeypatch.setattr(timing, "MIN_GROUPS", 6)
     path, texts = tmp_path / "prompts.jsonl", [f"a{n} = " for n in range(9)]
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     asked = []
@@ -756,11 +756,11 @@ def test_each_prompt_has_a_seed_of_its_own(target):
     """Of the seed given and the prompt, whatever the other prompts are."""
     args = SimpleNamespace(mode="sample", **dict.fromkeys(options.SAMPLING))
     first, second = ([5, 6, 7], [5, 6, 8])
-    seeds = [sampling.seed for sampling in timing.choice(args, [first, second])["sampling"]]
+    seeds = [sampling.seed for sampling in timing.engine_options(args, [first, second])["sampling"]]
     assert len(set(seeds)) == 2
-    assert [sampling.seed for sampling in timing.choice(args, [second, first])["sampling"]] == seeds[::-1]
+    assert [sampling.seed for sampling in timing.engine_options(args, [second, first])["sampling"]] == seeds[::-1]
     args.seed = 1
-    assert not set(seeds) & {sampling.seed for sampling in timing.choice(args, [first, second])["sampling"]}
+    assert not set(seeds) & {sampling.seed for sampling in timing.engine_options(args, [first, second])["sampling"]}
 
 
 @pytest.mark.parametrize("only", [{"top_p": 1e-6}, {"top_k": 1}, {"min_p": 0.999999}, {"temperature": 1e-40}])
@@ -783,7 +783,7 @@ def test_the_transformers_baseline_has_the_penalty(target):
     given = {**dict.fromkeys(options.SAMPLING), "temperature": 0.0, "repetition_penalty": 1.7}
     args = SimpleNamespace(mode="sample", **given)
     prompts = [target.tokenizer("import os")["input_ids"]]
-    ours = SpeculativeDecoder(target).generate(prompts, 30, **timing.choice(args, prompts))[0].tokens
+    ours = SpeculativeDecoder(target).generate(prompts, 30, **timing.engine_options(args, prompts))[0].tokens
     assert timing.transformers_method(target, 30, **timing.generate_options(args))(prompts) == [ours]
     assert ours != SpeculativeDecoder(target).generate(prompts, 30)[0].tokens
 

@@ -1,4 +1,4 @@
-"""The sweep of typical acceptance: quality by the target's own law, and the command."""
+"""The sweep of typical acceptance: quality by the target's own distribution, and the command."""
 
 import json
 import math

@@ -474,8 +474,9 @@ def test_shards_are_training_data(recipe, run_main, tiny_lm, tmp_path):
     assert tokenizer.decode(samples.tokens[samples.supervised].tolist()) == answers
     content = {
         "run": {"name": "drafter", "output_dir": str(tmp_path)}, "target": {"name": str(tiny_lm)},
-        "drafter": {"num_draft_heads": 2}, "data": data.model_dump(mode="json"), "batch": {"sequences": 2},
-        "steps": 1, "optim": {"lr": 1e-3}, "precision": {"autocast": "none", "threads": 1},
+        "drafter": {"num_draft_heads": 2}, "data": data.model_dump(mode="json"),
+        "stages": [{"name": "medusa-1", "steps": 1, "batch": {"sequences": 2}, "optim": {"lr": 1e-3}}],
+        "precision": {"autocast": "none", "threads": 1},
     }  # fmt: skip
     (tmp_path / "medusa.yaml").write_text(yaml.safe_dump(content))
     code, _, err = run_main(medusa.main, tmp_path / "medusa.yaml")
