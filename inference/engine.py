@@ -291,7 +291,7 @@ def _wrong_id(ids: Collection[int], vocabulary: int) -> str:
         return ""
     for one in ids:
         if not _is_whole(one):
-            return f"{one!r} is no whole number"
+            return f"{one!r} is not a whole number"
         if not 0 <= one < vocabulary:
             return f"{one} is not in the target's vocabulary (0 to {vocabulary - 1})"
     return ""  # integers of another class, such as NumPy's

@@ -45,7 +45,7 @@ class Sampling:
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "epsilon"):
             value, whole = getattr(self, name), name in ("top_k", "seed")
             if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
-                raise ValueError(f"{name} {value!r}: has to be a {'whole ' if whole else ''}number")
+                raise ValueError(f"{name} {value!r}: must be a {'whole ' if whole else ''}number")
         # NaN fails every comparison.
         for name, in_range, wanted in (
             ("temperature", 0 <= self.temperature <= 1e6, "at least 0 (greedy) and at most 1e6"),
@@ -57,7 +57,7 @@ class Sampling:
             ("seed", 0 <= self.seed < 1 << 62, "a whole number of at most 62 bits"),
         ):
             if not in_range:
-                raise ValueError(f"{name} {getattr(self, name)}: has to be {wanted}")
+                raise ValueError(f"{name} {getattr(self, name)}: must be {wanted}")
 
     @property
     def greedy(self) -> bool:

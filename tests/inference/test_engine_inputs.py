@@ -1,4 +1,4 @@
-"""What a caller may get wrong is refused in one line, before anything runs."""
+"""Invalid arguments are rejected in one line, before anything runs."""
 
 import numpy as np
 import pytest
@@ -35,14 +35,14 @@ WRONG = [
     ({"prompt": None}, "prompt 2 is of type NoneType; give a list of token ids"),
     ({"prompt": torch.tensor([[1, 2]])}, "prompt 2 is of type Tensor; give a list of token ids"),
     ({"prompt": np.array(1)}, "prompt 2 is of type ndarray; give a list of token ids"),
-    ({"prompt": np.array([1, 2.5])}, "prompt 2: token 1.0 is no whole number"),
-    ({"prompt": torch.tensor([True, False])}, "prompt 2: token True is no whole number"),
+    ({"prompt": np.array([1, 2.5])}, "prompt 2: token 1.0 is not a whole number"),
+    ({"prompt": torch.tensor([True, False])}, "prompt 2: token True is not a whole number"),
     ({"prompt": [1, np.int64(61)]}, "prompt 2: token 61 is not in the target's vocabulary (0 to 60)"),
-    ({"prompt": [1, np.bool_(True)]}, "prompt 2: token np.True_ is no whole number"),
-    ({"prompt": [1, "2"]}, "prompt 2: token '2' is no whole number"),
-    ({"prompt": [1, True]}, "prompt 2: token True is no whole number"),
-    ({"prompt": [1, 2.0]}, "prompt 2: token 2.0 is no whole number"),
-    ({"prompt": [[1, 2]]}, "prompt 2: token [1, 2] is no whole number"),
+    ({"prompt": [1, np.bool_(True)]}, "prompt 2: token np.True_ is not a whole number"),
+    ({"prompt": [1, "2"]}, "prompt 2: token '2' is not a whole number"),
+    ({"prompt": [1, True]}, "prompt 2: token True is not a whole number"),
+    ({"prompt": [1, 2.0]}, "prompt 2: token 2.0 is not a whole number"),
+    ({"prompt": [[1, 2]]}, "prompt 2: token [1, 2] is not a whole number"),
     ({"prompt": [1, -1]}, "prompt 2: token -1 is not in the target's vocabulary (0 to 60)"),
     ({"prompt": [61]}, "prompt 2: token 61 is not in the target's vocabulary (0 to 60)"),
     ({"prompt": [10**30]}, f"prompt 2: token {10**30} is not in the target's vocabulary (0 to 60)"),
@@ -57,7 +57,7 @@ WRONG = [
     ({"stop_ids": "5"}, "prompt 2: stop_ids '5': must be a set of token ids, or None"),
     ({"stop_ids": {61}}, "prompt 2: stop id 61 is not in the target's vocabulary (0 to 60)"),
     ({"stop_ids": [-1]}, "prompt 2: stop id -1 is not in the target's vocabulary (0 to 60)"),
-    ({"stop_ids": {"5"}}, "prompt 2: stop id '5' is no whole number"),
+    ({"stop_ids": {"5"}}, "prompt 2: stop id '5' is not a whole number"),
     ({"stop_strings": "ab"}, "prompt 2: stop_strings 'ab': must be a list of texts"),
     ({"stop_strings": [1]}, "prompt 2: stop_strings [1]: must be a list of texts"),
     ({"stop_strings": None}, "prompt 2: stop_strings None: must be a list of texts"),
@@ -68,7 +68,7 @@ WRONG = [
 @pytest.mark.parametrize(("fields", "message"), WRONG, ids=[message[10:40] for _, message in WRONG])
 def test_requests(decoder, fields, message):
     request = Request(**{"prompt": [1, 2], "max_new_tokens": 3} | fields)
-    for max_length in (None, 20):  # known beforehand, or as it comes
+    for max_length in (None, 20):  # checked at once, or when its turn comes
         with pytest.raises(ValueError) as error:
             decoder.serve([Request([1], 3), request], 1, max_length=max_length)
         assert str(error.value) == message
@@ -77,7 +77,7 @@ def test_requests(decoder, fields, message):
 
 
 def test_numbers_of_numpy_and_torch(decoder):
-    """What a tokenizer or an array gives is as good as a list of Python's."""
+    """Tensors, arrays and NumPy integers are accepted like Python's."""
     ids = [1, 2, 3]
     wanted = [decoder.generate([ids], 5, stop_ids=frozenset())[0].tokens]
     for prompt in (np.array(ids), np.array(ids, dtype=np.uint8), torch.tensor(ids), [np.int64(i) for i in ids]):
@@ -127,15 +127,15 @@ def test_generate(decoder, options, message):
 )
 def test_sampling_parameters(field, values):
     for value in values:
-        with pytest.raises(ValueError, match=f"^{field} .*: has to be [^\n]*$"):
+        with pytest.raises(ValueError, match=f"^{field} .*: must be [^\n]*$"):
             Sampling(**{field: value})
     Sampling(temperature=np.float32(0.5), top_k=np.int64(3), seed=(1 << 62) - 1)
 
 
 @pytest.mark.parametrize("mode", ["sample", "typical"])
 def test_extreme_parameters_behave_as_their_limit(decoder, mode):
-    """Vanishing temperatures and top-p are greedy decoding; what cuts nothing changes nothing. In a fresh row, and in
-    one that held another request."""
+    """Temperatures and top-p near 0 are greedy decoding; cut-offs that remove nothing change nothing. In a fresh row,
+    and in one that held another request."""
     prompts = [[7, 3, 19], [9], [58, 1, 30, 12]]
     greedy = decoder.generate(prompts, 8, stop_ids=frozenset())
     coldest = [{"temperature": t} for t in (0, 1e-300, 1e-40, 1e-30, 1e-12)] + [{"top_p": 1e-300}, {"top_p": 1e-40}]

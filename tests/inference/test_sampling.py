@@ -1,7 +1,7 @@
-"""Sampling: the law of the settings, random numbers, and the verifier's law against the target's.
+"""Sampling: the distribution of the settings, uniforms, and the distribution of verified output.
 
 Which test rejects which wrong variant (all in ``test_wrong_variants_are_rejected``, by χ² with n = 500 000, α = 1e-6;
-TV is the total variation between the variant's law and the target's):
+TV is the total variation between the variant's distribution and the target's):
 
     siblings of i.i.d. draws de-duplicated to a set                          wrong_deduplicated                  .010
     one draw from each of two drafters merged to a set, the first q kept     wrong_merged_to_a_set               .0046
@@ -12,18 +12,18 @@ TV is the total variation between the variant's law and the target's):
     three drawn without replacement, the best two by q kept                  wrong_kept_the_best_two             .10
     drawn at temperature .7, ratio at 1                                      wrong_temperature                   .10
     a draft kept only if its own q > .15                                     wrong_kept_if_likely                .12
-    draws of a shortlist verified with the full vocabulary's q               wrong_shortlist_with_the_full_law   .069
+    draws of a shortlist verified with the full vocabulary's q               wrong_shortlist_with_the_full_q   .069
     two reduced vocabularies merged, the ids of the first taken for both     wrong_shortlist_of_the_other_drafter
-    duplicate siblings counted twice by a target-only coin                   wrong_duplicates_counted_twice      (.153)
+    duplicate siblings tested twice against p alone                         wrong_duplicates_counted_twice      (.153)
     typical acceptance                                                       wrong_typical
 
 and in test_engine_sampling.py, on the whole engine:
 
-    the same noise at every step (marginals right, joint law wrong)          test_noise_used_twice_is_found
-    a verifier that accepts too much, seen by --check-lossless               test_the_check_on_the_users_machine
+    the same uniforms at every step (marginals right, joint wrong)           test_reused_uniforms_are_found
+    a verifier that accepts too much, seen by --check-lossless               test_check_sample
 
-On a GPU, ``pytest --device cuda`` with this file and test_engine*.py, test_batching.py and test_tree_logits.py holds
-the kernels to the same.
+On a GPU, ``pytest --device cuda`` with this file and test_engine*.py, test_batching.py and test_tree_logits.py tests
+the kernels in the same way.
 """
 
 import itertools
@@ -60,12 +60,12 @@ def on_the_device(device):
 
 def verify_sample(tree, p, uniforms, bonus_uniform, max_depth):
     """The verifier under test, on --device: on a GPU, its kernels."""
-    there = WHERE["verifier"]
+    device = WHERE["verifier"]
     d = tree.draws
-    draws = Draws(*(None if part is None else part.to(there) for part in (d.child, d.kind, d.q_row, d.q, d.ids)))
+    draws = Draws(*(None if part is None else part.to(device) for part in (d.child, d.kind, d.q_row, d.q, d.ids)))
     parts = (tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid)
-    moved = TokenTree(*(part.to(there) for part in parts), draws=draws)
-    verdict = verify.verify_sample(moved, p.to(there), uniforms.to(there), bonus_uniform.to(there), max_depth)
+    moved = TokenTree(*(part.to(device) for part in parts), draws=draws)
+    verdict = verify.verify_sample(moved, p.to(device), uniforms.to(device), bonus_uniform.to(device), max_depth)
     parts = (verdict.path, verdict.length, verdict.node, verdict.bonus, verdict.finite)
     return Verdict(*(part.cpu() for part in parts))
 
@@ -87,7 +87,7 @@ def verify_sample(tree, p, uniforms, bonus_uniform, max_depth):
         Sampling(top_k=500, top_p=1e-9),
     ],
 )
-def test_the_law_is_that_of_transformers(sampling):
+def test_the_distribution_is_that_of_transformers(sampling):
     torch.manual_seed(0)
     logits = torch.randn(1, 7, 60) * 3
     texts = torch.randint(60, (7, 9))
@@ -120,10 +120,10 @@ def test_each_row_its_own_settings():
         )
     assert (together[0].max(-1).values == 1).all() and (together[0].argmax(-1) == logits[0].argmax(-1)).all()
     tied = sampling_distribution(torch.tensor([[[1.0, 2.0, 2.0, 0.0]]]), Settings([Sampling(top_k=1)], CPU))
-    assert tied[0, 0].tolist() == [0, 0.5, 0.5, 0], "what ties at the cut stays"
+    assert tied[0, 0].tolist() == [0, 0.5, 0.5, 0], "tokens that tie at the cut-off are kept"
 
 
-def test_parameters_put_into_a_row_are_those_of_a_fresh_one():
+def test_set_row_equals_fresh_settings():
     each = [
         Sampling(temperature=0.3, top_k=7, top_p=0.4, min_p=0.2, repetition_penalty=1.7, seed=1 << 61, epsilon=0.5),
         Sampling(temperature=1e-300, top_k=10**21, seed=3, epsilon=1e-40),
@@ -138,8 +138,8 @@ def test_parameters_put_into_a_row_are_those_of_a_fresh_one():
     assert torch.equal(refilled[1:2].top_p, fresh.top_p[1:2])
 
 
-def test_top_p_that_is_met_exactly_is_enough():
-    """As in ``transformers``: the token behind which the sum equals top-p is the last."""
+def test_top_p_met_exactly():
+    """As in ``transformers``: the token at which the sum equals top-p is the last one kept."""
     logits = torch.tensor([[[0.5, 0.25, 0.25]]]).log()
     assert sampling_distribution(logits, Settings([Sampling(top_p=0.5)], CPU)).tolist() == [[[1, 0, 0]]]
     assert sampling_distribution(logits, Settings([Sampling(top_p=0.5001)], CPU)).tolist() == [[[0.5, 0.25, 0.25]]]
@@ -147,14 +147,14 @@ def test_top_p_that_is_met_exactly_is_enough():
 
 @pytest.mark.parametrize("scale", [1.0, 1e30, 3e38])
 def test_nothing_overflows(scale):
-    """Logits as large as float32 holds at temperatures as low as they come."""
+    """The largest float32 logits at the lowest temperatures."""
     torch.manual_seed(0)
     logits = torch.rand(40, 3, 9) * 2 - 1
     temperatures = [1e-9, 1e-4, 0.1, 1.0, 100.0]
     each = [Sampling(temperature=temperatures[row % 5], top_k=8, top_p=0.999999, min_p=1e-9) for row in range(40)]
     p = sampling_distribution(logits * scale, Settings(each, CPU))
     wide = logits.double() * scale / torch.tensor(temperatures).double().repeat(8)[:, None, None]
-    # What is cut away has hardly any mass, but for the last place of eight.
+    # Only top-k removes a noticeable mass.
     kept = torch.where(wide >= wide.topk(8).values[..., -1:], wide, -torch.inf).softmax(-1)
     assert torch.isfinite(p).all() and (p - kept.float()).abs().max() < 2e-2
     assert torch.equal(p.argmax(-1), logits.argmax(-1))
@@ -166,17 +166,17 @@ def test_nothing_overflows(scale):
      ("seed", -1)],
 )  # fmt: skip
 def test_settings_out_of_range(field, value):
-    with pytest.raises(ValueError, match=f"{field} {value}: has to be"):
+    with pytest.raises(ValueError, match=f"{field} {value}: must be"):
         Sampling(**{field: value})
 
 
 def test_random_numbers():
-    """Philox's published test vectors; no row depends on another."""
+    """Philox's published test vectors; rows are independent."""
     zero, ones = torch.zeros(1, dtype=torch.int64), torch.full((1,), -1, dtype=torch.int64)
     words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert philox_uniforms(zero, zero, 4)[0].tolist() == [(w >> 8) * 2.0**-24 for w in words]
     assert not torch.equal(philox_uniforms(ones, zero, 4), philox_uniforms(zero, zero, 4))
-    for high in (1 << 32, 1 << 40, 1 << 61):  # every bit counts, of seeds and of steps
+    for high in (1 << 32, 1 << 40, 1 << 61):  # all bits of seeds and steps matter
         assert not torch.equal(philox_uniforms(zero + high, zero, 4), philox_uniforms(zero, zero, 4))
         assert not torch.equal(philox_uniforms(zero, zero + high, 4), philox_uniforms(zero, zero, 4))
     seeds, steps = torch.tensor([5, 1 << 40, 5]), torch.tensor([0, 3, 1])
@@ -190,7 +190,7 @@ def test_random_numbers():
     assert abs(np.corrcoef(sample[:, 0], sample[:, 1])[0, 1]) < 0.1
 
 
-def test_a_weight_of_zero_never_comes():
+def test_a_weight_of_zero_is_never_drawn():
     weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]]).repeat(4, 1)
     uniforms = torch.tensor([0.0, 0.3 - 1e-7, 0.3 + 1e-6, 1 - 2.0**-24])
     assert draw(weights, uniforms).tolist() == [1, 1, 3, 3]
@@ -205,7 +205,7 @@ Q = [0.60, 0.05, 0.20, 0.05, 0.10]
 Q2 = [0.10, 0.45, 0.05, 0.30, 0.10]
 
 
-def flat_tree(tokens, kind, q=None, law_rows=None, child=None, ids=None):
+def flat_tree(tokens, kind, q=None, q_rows=None, child=None, ids=None):
     """A root with one level of children: ``tokens [B, k]``, the same kind for all draws."""
     rows, k = tokens.shape
     shape = StaticTree(Topology(tuple((i,) for i in range(k))).parents, CPU)
@@ -217,8 +217,8 @@ def flat_tree(tokens, kind, q=None, law_rows=None, child=None, ids=None):
     table[:, 0] = child
     kinds = torch.full_like(table, kind, dtype=torch.int8)
     distributions = torch.zeros_like(table)
-    if law_rows is not None:
-        distributions[:, 0] = torch.tensor(law_rows)
+    if q_rows is not None:
+        distributions[:, 0] = torch.tensor(q_rows)
     return TokenTree(
         tree.tokens,
         tree.parent,
@@ -230,8 +230,8 @@ def flat_tree(tokens, kind, q=None, law_rows=None, child=None, ids=None):
     )
 
 
-def output_law(tree, p):
-    """The law of the first emitted token by phase A alone, per row: no coin is thrown. Float64."""
+def output_distribution(tree, p):
+    """Distribution of the first emitted token of each row, from phase A alone, without uniforms. Float64."""
     d = tree.draws
     child = d.child
     acceptance, rest = acceptances_reference(p, tree.tokens, child, d.kind, d.q_row, d.q, d.ids)
@@ -260,8 +260,8 @@ def sequences(q, k, replace):
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("kind", [ONE_HOT, IID, WITHOUT_REPLACEMENT])
 @pytest.mark.parametrize("p, q", [(P, Q), (P, Q2), (Q, P), (P, P), ([0.5, 0.5, 0, 0, 0], Q), ([0, 0, 0, 0, 1.0], Q)])
-def test_the_exact_law(kind, k, p, q):
-    """Summed over all draws, what comes out has the law p to the last digit."""
+def test_the_exact_distribution(kind, k, p, q):
+    """Summed over all draws, the output has distribution p to within rounding."""
     if kind == ONE_HOT:  # any fixed choice
         chosen = [(t, 1.0) for t in itertools.permutations(range(5), k)]
         weights = None
@@ -270,16 +270,16 @@ def test_the_exact_law(kind, k, p, q):
         weights = torch.tensor([w for _, w in chosen], dtype=torch.float64)
     tokens = torch.tensor([t for t, _ in chosen])
     distributions = None if kind == ONE_HOT else torch.tensor(q, dtype=torch.float64).expand(len(tokens), 1, -1)
-    behind = torch.tensor(p, dtype=torch.float64).expand(len(tokens), k + 1, -1)
-    out = output_law(flat_tree(tokens, kind, distributions), behind)
+    p_after = torch.tensor(p, dtype=torch.float64).expand(len(tokens), k + 1, -1)
+    out = output_distribution(flat_tree(tokens, kind, distributions), p_after)
     if weights is None:
-        assert (out - behind[:, 0]).abs().max() < 1e-12, "whatever was proposed"
+        assert (out - p_after[:, 0]).abs().max() < 1e-12, "for any draws"
     else:
         assert abs(weights.sum() - 1) < 1e-12
-        assert ((weights[:, None] * out).sum(0) - behind[0, 0]).abs().max() < 1e-12
+        assert ((weights[:, None] * out).sum(0) - p_after[0, 0]).abs().max() < 1e-12
 
 
-# A reduced vocabulary of three tokens, in an order of its own, and what Q and Q2 leave to it and to another one.
+# Two reduced vocabularies of three tokens, in arbitrary order, with Q and Q2 renormalised to them.
 IDS, OTHER_IDS = [4, 0, 2], [1, 3, 0]
 REDUCED = [Q[token] / sum(Q[t] for t in IDS) for token in IDS]
 REDUCED2 = [Q2[token] / sum(Q2[t] for t in OTHER_IDS) for token in OTHER_IDS]
@@ -293,43 +293,45 @@ def test_the_exact_distribution_with_a_reduced_vocabulary(kind, k, p):
     tokens = torch.tensor([[IDS[entry] for entry in t] for t, _ in chosen])
     weights = torch.tensor([w for _, w in chosen], dtype=torch.float64)
     q = torch.tensor(REDUCED, dtype=torch.float64).expand(len(tokens), 1, -1)
-    behind = torch.tensor(p, dtype=torch.float64).expand(len(tokens), k + 1, -1)
+    p_after = torch.tensor(p, dtype=torch.float64).expand(len(tokens), k + 1, -1)
     tree = flat_tree(tokens, kind, q, ids=torch.tensor([[IDS]]))
-    assert ((weights[:, None] * output_law(tree, behind)).sum(0) - behind[0, 0]).abs().max() < 1e-12
+    assert ((weights[:, None] * output_distribution(tree, p_after)).sum(0) - p_after[0, 0]).abs().max() < 1e-12
 
 
 def test_the_exact_distribution_with_two_reduced_vocabularies():
-    """One draw from each of two drafters with vocabularies of their own; where they agree, one child keeps both."""
+    """One draw from each of two drafters with different vocabularies; equal tokens become one child with both draws."""
     out = torch.zeros(5, dtype=torch.float64)
     q = torch.tensor([[REDUCED, REDUCED2]], dtype=torch.float64)
     ids = torch.tensor([[IDS, OTHER_IDS]])
-    behind = torch.tensor(P, dtype=torch.float64).expand(1, 3, -1)
+    p_after = torch.tensor(P, dtype=torch.float64).expand(1, 3, -1)
     for (a, of_a), (b, of_b) in itertools.product(
         zip(IDS, REDUCED, strict=True), zip(OTHER_IDS, REDUCED2, strict=True)
     ):
         child = torch.tensor([[1, 1 if a == b else 2]])
-        out += of_a * of_b * output_law(flat_tree(torch.tensor([[a, b]]), IID, q, [0, 1], child, ids), behind)[0]
-    assert (out - behind[0, 0]).abs().max() < 1e-12
+        out += (
+            of_a * of_b * output_distribution(flat_tree(torch.tensor([[a, b]]), IID, q, [0, 1], child, ids), p_after)[0]
+        )
+    assert (out - p_after[0, 0]).abs().max() < 1e-12
 
 
-def test_the_exact_law_of_merged_trees():
-    """One draw from each of two drafters; where they agree, one child keeps both draws."""
+def test_the_exact_distribution_of_merged_trees():
+    """One draw from each of two drafters; equal tokens become one child with both draws."""
     out = torch.zeros(5, dtype=torch.float64)
     distributions = torch.tensor([[Q, Q2]], dtype=torch.float64)
-    behind = torch.tensor(P, dtype=torch.float64).expand(1, 3, -1)
+    p_after = torch.tensor(P, dtype=torch.float64).expand(1, 3, -1)
     for a, b in itertools.product(range(5), repeat=2):
         child = torch.tensor([[1, 1 if a == b else 2]])
         tree = flat_tree(torch.tensor([[a, b]]), IID, distributions, [0, 1], child)
-        out += Q[a] * Q2[b] * output_law(tree, behind)[0]
-    assert (out - behind[0, 0]).abs().max() < 1e-12
+        out += Q[a] * Q2[b] * output_distribution(tree, p_after)[0]
+    assert (out - p_after[0, 0]).abs().max() < 1e-12
 
 
-def test_the_exact_law_two_levels_down():
-    """Two draws at the root, two at each child: the joint law of two tokens."""
+def test_the_exact_distribution_two_levels_down():
+    """Two draws at the root, two at each child: the joint distribution of two tokens."""
     torch.manual_seed(0)
     vocabulary = 3
     p1, q1 = torch.rand(2, vocabulary, dtype=torch.float64).softmax(-1)
-    p2, q2 = torch.rand(2, vocabulary, vocabulary, dtype=torch.float64).softmax(-1)  # behind each first token
+    p2, q2 = torch.rand(2, vocabulary, vocabulary, dtype=torch.float64).softmax(-1)  # after each first token
     topology = Topology(((0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1)))
     shape = StaticTree(topology.parents, CPU)  # nodes: 1, 2, 3 below 1, 4, 5, 6 below 4
     rows, weights = [], []
@@ -338,9 +340,9 @@ def test_the_exact_law_two_levels_down():
         rows.append([0, *tokens])
         weights.append(q1[a] * q1[b] * q2[a, aa] * q2[a, ab] * q2[b, ba] * q2[b, bb])
     tokens, weights = torch.tensor(rows), torch.stack(weights)
-    behind = torch.zeros(len(rows), 7, vocabulary, dtype=torch.float64)
-    behind[:, 0] = p1
-    behind[:, 1], behind[:, 4] = p2[tokens[:, 1]], p2[tokens[:, 4]]
+    p_after = torch.zeros(len(rows), 7, vocabulary, dtype=torch.float64)
+    p_after[:, 0] = p1
+    p_after[:, 1], p_after[:, 4] = p2[tokens[:, 1]], p2[tokens[:, 4]]
     q = torch.stack([q1.expand(len(rows), -1), q2[tokens[:, 1]], q2[tokens[:, 4]]], 1)
     base = shape.fill(tokens)
     child = shape.draws.child.expand(len(rows), -1, -1)
@@ -349,7 +351,7 @@ def test_the_exact_law_two_levels_down():
     distributions[:, 1], distributions[:, 4] = 1, 2
     draws = Draws(child, torch.full_like(child, IID, dtype=torch.int8), distributions, q)
     tree = TokenTree(base.tokens, base.parent, base.depth, base.ancestors, base.valid, base.mask, draws)
-    acceptance, rest = acceptances_reference(behind, tree.tokens, child, draws.kind, draws.q_row, q)
+    acceptance, rest = acceptances_reference(p_after, tree.tokens, child, draws.kind, draws.q_row, q)
     joint = torch.zeros(vocabulary, vocabulary, dtype=torch.float64)
     for row in range(len(rows)):
         alive = 1.0
@@ -361,11 +363,11 @@ def test_the_exact_law_two_levels_down():
                 joint[x, tokens[row, node + 1 + inner]] += weights[row] * left * acceptance[row, node, inner]
                 left = left * (1 - acceptance[row, node, inner])
             joint[x] += weights[row] * left * rest[row, node]
-        joint += weights[row] * alive * rest[row, 0][:, None] * p2  # stopped: the next step draws from p anew
+        joint += weights[row] * alive * rest[row, 0][:, None] * p2  # rejected: the next step draws from p
     assert (joint - p1[:, None] * p2).abs().max() < 1e-12
 
 
-# ---- χ² of the sampled verdicts, and the variants that have to be rejected
+# ---- χ² tests of sampled verdicts, and of wrong variants, which must be rejected
 
 
 def p_value(tokens, p):
@@ -375,9 +377,9 @@ def p_value(tokens, p):
 
 def sampled(p, tree, generator):
     rows, nodes = tree.tokens.shape
-    behind = torch.tensor(p).expand(rows, nodes, -1)
+    p_after = torch.tensor(p).expand(rows, nodes, -1)
     uniforms = torch.rand(rows, nodes, tree.draws.child.shape[2], generator=generator)
-    verdict = verify_sample(tree, behind, uniforms, torch.rand(rows, generator=generator), 1)
+    verdict = verify_sample(tree, p_after, uniforms, torch.rand(rows, generator=generator), 1)
     first = tree.tokens.gather(1, verdict.path[:, 1:])[:, 0]
     return torch.where(verdict.length > 0, first, verdict.bonus)
 
@@ -408,7 +410,7 @@ def merged(g, n):
 
 
 def shortlist(g, n, k=3, kind=IID):
-    """Draws from a reduced vocabulary, as ``ids`` say; ``wrong_shortlist_with_the_full_law`` leaves them out."""
+    """Draws from a reduced vocabulary, as ``ids`` say; ``wrong_shortlist_with_the_full_q`` leaves them out."""
     tokens = torch.tensor(IDS)[drawn(REDUCED, n, k, kind == IID, g)]
     return sampled(P, flat_tree(tokens, kind, torch.tensor(REDUCED).expand(n, 1, -1), ids=torch.tensor([[IDS]])), g)
 
@@ -429,7 +431,7 @@ def merged_shortlists(g, n):
     "right",
     [iid, without_replacement, one_hot, merged, shortlist, shortlist_without_replacement, merged_shortlists],
 )
-def test_sampled_verdicts_have_the_targets_law(right):
+def test_sampled_verdicts_have_the_targets_distribution(right):
     assert p_value(right(torch.Generator().manual_seed(7), 500_000), P) > ALPHA
 
 
@@ -480,7 +482,7 @@ def wrong_kept_if_likely(g, n):
     return sampled(P, flat_tree(tokens, IID, torch.tensor(Q).expand(n, 1, -1), None, child), g)
 
 
-def wrong_shortlist_with_the_full_law(g, n):
+def wrong_shortlist_with_the_full_q(g, n):
     short = torch.tensor(Q) * torch.tensor([1.0, 0, 1, 0, 1])
     tokens = drawn((short / short.sum()).tolist(), n, 3, True, g)
     return sampled(P, flat_tree(tokens, IID, torch.tensor(Q).expand(n, 1, -1)), g)
@@ -508,7 +510,7 @@ def wrong_residual_not_renormalised(g, n):
 
 
 def wrong_duplicates_counted_twice(g, n):
-    """A coin of the target's alone for each sibling: duplicates get two chances."""
+    """Each sibling tested against p alone: duplicates are tested twice."""
     tokens = drawn(Q, n, 3, True, g)
     p = torch.tensor(P)
     out = torch.full((n,), -1)
@@ -526,12 +528,12 @@ def wrong_typical(g, n):
     return torch.where(verdict.length > 0, tokens[:, 0], verdict.bonus)
 
 
-# The total variation from p that ALGORITHMS §2 gives for these laws, where it says exactly what the variant does.
+# The total variation from p that ALGORITHMS §2 gives for these variants, where it defines them exactly.
 WRONG = {
     wrong_deduplicated: 0.010, wrong_merged_to_a_set: 0.0046, wrong_top_k_with_a_ratio: 0.28,
     wrong_without_replacement_as_iid: 0.037, wrong_residual_not_renormalised: 0.036, wrong_sorted_by_q: 0.235,
     wrong_kept_the_best_two: 0.10, wrong_temperature: 0.10, wrong_kept_if_likely: 0.12,
-    wrong_shortlist_with_the_full_law: 0.069, wrong_duplicates_counted_twice: None, wrong_typical: None,
+    wrong_shortlist_with_the_full_q: 0.069, wrong_duplicates_counted_twice: None, wrong_typical: None,
     wrong_shortlist_of_the_other_drafter: None,
 }  # fmt: skip
 
@@ -543,13 +545,13 @@ def test_wrong_variants_are_rejected(wrong):
     share = torch.bincount(tokens, minlength=5) / len(tokens)
     distance = float((share - torch.tensor(P)).abs().sum() / 2)
     if WRONG[wrong]:
-        assert distance == pytest.approx(WRONG[wrong], abs=0.002, rel=0.06), "the variant is the one that was meant"
+        assert distance == pytest.approx(WRONG[wrong], abs=0.002, rel=0.06), "the variant is the one listed"
 
 
-# ---- what holds whatever the numbers
+# ---- properties
 
 
-def test_equal_laws_are_always_accepted():
+def test_equal_distributions_are_always_accepted():
     n = 10_000
     g = torch.Generator().manual_seed(0)
     tokens = drawn(P, n, 1, True, g)
@@ -559,7 +561,7 @@ def test_equal_laws_are_always_accepted():
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-24])
-def test_a_token_of_probability_zero_never_comes(uniform):
+def test_a_token_of_probability_zero_is_never_emitted(uniform):
     p = torch.tensor([0.5, 0.0, 0.5, 0.0, 0.0])
     for a, b in itertools.product(range(5), repeat=2):
         tree = flat_tree(torch.tensor([[a, b]]), IID, torch.tensor(Q).expand(1, 1, -1))

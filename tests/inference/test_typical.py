@@ -45,8 +45,8 @@ def test_the_command(run_main, drafter, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [(["--temperature", 0], "--temperature 0.0: must be at least 1e-10; below, every mode is greedy"),
-     (["--epsilons", 2], "epsilon 2.0: has to be above 0 and at most 1"),
-     (["--temperature", "nan"], "temperature nan: has to be at least 0"),
+     (["--epsilons", 2], "epsilon 2.0: must be above 0 and at most 1"),
+     (["--temperature", "nan"], "temperature nan: must be at least 0"),
      (["--repeat", 0], "--repeat 0: must be at least 1"),
      (["--repeat", 10**12], "--repeat 1000000000000: must be at most 2147483647"),
      (["--epsilons", 0.1, 0.2, 0.1], "--epsilons: one of them is given twice"),
