@@ -141,8 +141,8 @@ class SpeculativeDecoder:
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} samplings for {len(prompts)} prompts; give one, or one for each")
         requests = [
-            Request(prompt, max_new_tokens, its, stop_ids, stop_strings)
-            for prompt, its in zip(prompts, each, strict=True)
+            Request(prompt, max_new_tokens, one, stop_ids, stop_strings)
+            for prompt, one in zip(prompts, each, strict=True)
         ]
         rows = max(1, len(requests)) if batch_size is None else batch_size
         return self.serve(requests, rows, mode=mode, instrument=instrument, on_tokens=on_tokens, on_end=on_end)
@@ -256,19 +256,17 @@ class SpeculativeDecoder:
     def _make_step(self, mode: Mode, rows: int, capacity: int) -> Step:
         """The previous call's step if it can be reused, else a new one."""
         step = self._step
-        changed = step is not None and step.runner.lean_or_reason != find_lean(
-            self.target, self.lean
-        )  # modules, weights
-        if step is not None and (changed or not step.owns_drafter):
-            step = self._step = None
+        if step is not None:  # its modules, weights or drafter may have been replaced
+            lean_changed = step.runner.lean_or_reason != find_lean(self.target, self.lean)
+            if lean_changed or not step.owns_drafter:
+                step = self._step = None
         if step is None or (step.mode, step.rows, step.static) != (mode, rows, self.static) or step.capacity < capacity:
             if step is not None:
                 self._step = step = None
                 gc.collect()  # a cache and its layers refer to each other; this frees its memory
             if self.static:
-                capacity = (
-                    -(-capacity // CACHE_GRANULE) * CACHE_GRANULE
-                )  # so that the next call can reuse graphs and code
+                # Rounded up, so that the next call can reuse captured graphs and compiled code.
+                capacity = -(-capacity // CACHE_GRANULE) * CACHE_GRANULE
             self._step = step = Step(
                 self.target, self.drafter, mode, rows, capacity, static=self.static, compiled=self.compiled,
                 lean=self.lean,
@@ -277,7 +275,8 @@ class SpeculativeDecoder:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)  # NumPy integers, too
+    """Whether it is an integer, NumPy's included, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_list(value: object) -> bool:
@@ -289,11 +288,11 @@ def _wrong_id(ids: Collection[int], vocabulary: int) -> str:
     """Error message for the first value that is not a token id; empty if all are."""
     if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocabulary):
         return ""
-    for one in ids:
-        if not _is_whole(one):
-            return f"{one!r} is not a whole number"
-        if not 0 <= one < vocabulary:
-            return f"{one} is not in the target's vocabulary (0 to {vocabulary - 1})"
+    for value in ids:
+        if not _is_whole(value):
+            return f"{value!r} is not a whole number"
+        if not 0 <= value < vocabulary:
+            return f"{value} is not in the target's vocabulary (0 to {vocabulary - 1})"
     return ""  # integers of another class, such as NumPy's
 
 
@@ -339,7 +338,7 @@ class _Queue:
                 self._add(row, text, [token], step=False)
 
     def _next_texts(self) -> list[tuple[int, _Text]]:
-        """Rows and texts of new requests, for the first run of adjacent free rows."""
+        """Rows and texts of new requests, for the first adjacent free rows."""
         new: list[tuple[int, _Text]] = []
         for row, text in enumerate(self.texts):
             if text is not None:

@@ -216,8 +216,8 @@ class Step:
         """Run a step without waiting for it.
 
         Returns:
-            Function that waits for the step and returns the rows of ``committed``; it has to be called before the
-            second next launch.
+            Function that waits for the step and returns the rows of ``committed``; call it before the next
+            but one launch.
         """
         if clock or self.eager:
             self.run(clock)

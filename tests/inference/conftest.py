@@ -1,4 +1,4 @@
-"""A scripted drafter: it knows what each row's target writes next, and drafts that with a mistake at a chosen depth."""
+"""A scripted drafter, which drafts each row's true continuation with a mistake at a chosen depth; common fixtures."""
 
 import random
 import sys
@@ -24,16 +24,16 @@ VOCAB = 61
 
 
 class ScriptedDrafter(Drafter):
-    """Untrained heads accept nothing and so test nothing; this drafter makes every accepted length 0 … D occur.
+    """Drafter with which every accepted length 0 … D occurs (drafts of untrained heads would never be accepted).
 
-    Every step it draws a new tree for each row: the true continuation along D random nodes, always with the last node
-    of the tree (and nodes 32 and 63 where there are such), its token at a cycling depth replaced by a wrong one; all
-    other nodes are wrong siblings with subtrees whose tokens are sometimes the true ones of their depth. Of several
-    rows every other one has a smaller tree, padded with invalid nodes: some would be right if they were looked at.
+    In each step it makes a new tree for each row: the true continuation along D random nodes, always including the last
+    node of the tree (and nodes 32 and 63 if it has them), with a wrong token at a cycling depth; all other nodes are
+    wrong siblings, with subtrees that sometimes have the true tokens of their depth. Every second row has a smaller
+    tree, padded with invalid nodes, some of which have the right token.
 
     Args:
-        prompts, truth: of each row; the truth at least ``max_depth + 1`` tokens longer than what will be asked for.
-        wanted: how many tokens each row will be asked for; behind these nothing is checked.
+        prompts, truth: of each row; ``truth`` is at least ``max_depth + 1`` tokens longer than ``wanted``.
+        wanted: number of tokens each row will be asked for; later ones are not checked.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ScriptedDrafter(Drafter):
         self.random = random.Random(seed)
         self.rows = [_Row(self.random.sample(range(max_depth + 1), max_depth + 1)) for _ in prompts]
         self.prefilled: list[tuple[int, Tensor]] = []
-        self.at: list[int] = []  # which prompt each row of the batch is given to
+        self.at: list[int] = []  # number of the prompt in each row of the batch
         self.sizes = [num_nodes]  # of the trees, in turn
         self.steps = 0
         self.moves = 0  # steps whose accepted path is not 0, 1, 2, …
@@ -110,7 +110,7 @@ class ScriptedDrafter(Drafter):
                 tokens.append(wrong(at - 1) if above in path or rng.random() < 0.5 else future[at - 1])
         row.path, row.length = path, chosen
         row.bare_padding = padding > 0 and rng.random() < 0.5
-        # Token 0 as a child of the last node that is right: were it looked at, it would be accepted if 0 came next.
+        # Token 0 as a child of the last correct node: were padding verified, it would be accepted if 0 came next.
         above, at = (0, 1) if row.bare_padding else (path[chosen], chosen + 1)
         valid = [True] * nodes + [False] * padding
         return tokens + [0] * padding, parents + [above] * padding, depths + [at] * padding, valid
@@ -122,7 +122,7 @@ class ScriptedDrafter(Drafter):
                 continue
             length = int(verdict.length[place])
             row.lengths.append(length)
-            fits = self.wanted[number] - sum(row.accepted) - 1  # what lies behind it was not written by the teacher
+            fits = self.wanted[number] - sum(row.accepted) - 1  # the truth ends there
             assert length == row.length or min(length, row.length) + 1 >= fits
             if length == row.length:
                 expected = row.path[: length + 1] + list(range(length + 1, self.max_depth + 1))
@@ -133,7 +133,7 @@ class ScriptedDrafter(Drafter):
 
     @property
     def accepted(self) -> list[list[int]]:
-        """What each step of each row should have committed."""
+        """Expected number of committed tokens of each step of each row."""
         return [row.accepted for row in self.rows]
 
     def assert_every_length_occurred(self) -> None:
@@ -142,7 +142,7 @@ class ScriptedDrafter(Drafter):
 
 
 class _Row:
-    """One row's cycle of accepted lengths, and what its present tree should yield."""
+    """One row's cycle of accepted lengths, and the expected verdict on its current tree."""
 
     def __init__(self, cycle: list[int]) -> None:
         self.cycle, self.turn = cycle, 0
@@ -170,7 +170,7 @@ def target(tiny_lm):
 
 @pytest.fixture(scope="module")
 def drafter(target, tmp_path_factory):
-    """A drafter folder: heads that are all but the LM head, in a tree of six nodes."""
+    """A drafter folder: nearly untrained heads on the LM head, in a tree of six nodes."""
     folder = tmp_path_factory.mktemp("drafters") / "heads"
     torch.manual_seed(0)
     heads = MedusaHeads.for_target(target, 3, 1, "shared")

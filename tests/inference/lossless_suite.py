@@ -1,17 +1,17 @@
-"""Checks that any drafter has to pass, in one call:
+"""Checks that every drafter has to pass, in one call:
 
     from lossless_suite import check_drafter
 
     def test_lossless(make_target):
         check_drafter(make_target, lambda target: MyDrafter(target, depth=4))
 
-The function given makes a fresh drafter for a target (a random Llama of two layers, see :func:`phrases` and
-:func:`soft`); a drafter that has to have a model of its own derives one from the target (a copy whose weights are
-perturbed). The parts are functions of their own: :func:`check_greedy`, :func:`check_sampling`, :func:`check_seeds`,
-:func:`check_warm_up`, :func:`check_static`. Each returns what it saw, so that a test can ask for more: for example
-that every accepted length occurred.
+The function makes a fresh drafter for a target (a random Llama of two layers, see :func:`phrases` and :func:`soft`); a
+drafter with a model of its own can derive one from the target (a copy with perturbed weights). Each check is also a
+function of its own: :func:`check_greedy`, :func:`check_sampling`, :func:`check_seeds`, :func:`check_warm_up`,
+:func:`check_static`. The first two return counts, so that a test can check more: for example that every accepted
+length occurred.
 
-``own``: whether a row's drafts depend on that row's text alone. If not (trees cut by what the whole batch costs),
+``own``: whether a row's drafts depend only on that row's text. If not (trees limited by the costs of the whole batch),
 a request may take other steps in a batch than alone, and only its greedy tokens and its distribution are fixed.
 """
 
@@ -38,24 +38,24 @@ ALPHA = 1e-6
 NONE: frozenset[int] = frozenset()
 CONTEXT = 96
 STARTS = [[7, 3, 19, 44, 5, 3, 28], [9], [58, 1, 30, 12], [44, 2, 6], [12, 9, 1], [33, 5, 20, 8, 51], [21, 6, 17]]
-OWN = [24, 30, 20, 9, 28, 16, 24]  # so much of its own text belongs to each prompt: something to draft from
+OWN = [24, 30, 20, 9, 28, 16, 24]  # tokens of its own text that are part of each prompt, to draft from
 LIMITS = [28, 3, 0, 40, 1, 33, 17]
 SMALL, SMALL_PROMPT, NEW = 5, [3, 1, 4, 1, 3, 1, 0, 4, 1], 4
 SAMPLINGS = {"plain": Sampling(), "cut": Sampling(temperature=0.8, top_k=4, repetition_penalty=1.3)}
 
 
 def phrases(make_target: Callable[..., Target]) -> Target:
-    """A target whose greedy text is made of phrases that recur and then go on differently; 61 tokens, context 96."""
+    """A target whose greedy text repeats phrases with different continuations; vocabulary 61, context 96."""
     target = make_target("llama", max_position_embeddings=CONTEXT)
     with torch.no_grad():
         for name, weight in target.model.named_parameters():
             if "o_proj" in name:
-                weight.mul_(0.02)  # less of the context
+                weight.mul_(0.02)  # weaker dependence on the context
     return target
 
 
 def soft(make_target: Callable[..., Target]) -> Target:
-    """A target of 5 tokens whose distributions leave much to chance."""
+    """A target with a vocabulary of 5 and distributions of high entropy."""
     target = make_target("llama", vocab_size=SMALL)
     with torch.no_grad():
         target.lm_head.weight.mul_(0.25)
@@ -74,35 +74,35 @@ def check_drafter(make_target: Callable[..., Target], make: MakeDrafter, *, own:
 
 
 def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> Counter[int]:
-    """Greedy decoding writes what plain decoding writes: each request alone, all through one row, and in a batch of 3
-    rows that are refilled, eager and static; with limits, stop ids inside a path, and the context's end.
+    """Greedy decoding equals plain decoding: each request alone, all in one row, and in a batch of 3 rows that are
+    refilled, eager and static; with limits, stop ids inside a path, and the end of the context.
 
     Returns:
-        How often a step of the requests alone committed so many tokens.
+        Number of steps by committed tokens, of the requests alone.
     """
     target = phrases(make_target)
     requests, truth = _greedy_requests(target)
     alone = [SpeculativeDecoder(target, make(target)).serve([request], 1)[0] for request in requests]
-    inside = 0
+    stopped_inside = 0
     for number, (request, result) in enumerate(zip(list(requests), alone, strict=True)):
         stop = _inside_a_path(result)
         if stop:
             requests.append(Request(request.prompt, request.max_new_tokens, stop_ids=frozenset([result.tokens[stop]])))
             truth.append(truth[number][: stop + 1])
-            inside += 1
+            stopped_inside += 1
     alone += [SpeculativeDecoder(target, make(target)).serve([request], 1)[0] for request in requests[len(alone) :]]
     lengths = Counter(length for result in alone for length in result.accepted)
     deepest = make(target).max_depth
     assert lengths[deepest + 1], f"no step accepted a path of the full depth {deepest}: {lengths}"
     assert lengths[1], f"every step accepted something: {lengths}"
-    assert inside, "no text could be stopped inside a path"
+    assert stopped_inside, "no text could be stopped inside a path"
     _compare("alone", alone, [Generation(tokens) for tokens in truth], steps=False)
     reasons = Counter(result.finish_reason for result in alone)
-    assert reasons["context"] and reasons["length"] and reasons["stop"] == inside, reasons
+    assert reasons["context"] and reasons["length"] and reasons["stop"] == stopped_inside, reasons
     for static, rows in itertools.product((False, True), (1, 3)):
         decoder = SpeculativeDecoder(target, make(target), static=static)
         orders = [list(range(len(requests)))]
-        if rows > 1:  # and again, on the same buffers
+        if rows > 1:  # again, on the same buffers
             orders.append(orders[0][::-1])
         for order in orders:
             results = decoder.serve([requests[number] for number in order], rows)
@@ -112,13 +112,15 @@ def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: 
 
 
 def _greedy_requests(target: Target) -> tuple[list[Request], list[list[int]]]:
-    """Requests without stop ids, the last of which runs into the context's end, and what plain decoding writes."""
+    """Requests without stop ids, the last of which reaches the end of the context, and their plain decoding."""
     plain = SpeculativeDecoder(target)
     texts = [plain.generate([start], CONTEXT, stop_ids=NONE)[0].tokens for start in STARTS]
     whole = [start + text for start, text in zip(STARTS, texts, strict=True)]
     padded = torch.tensor([text[:CONTEXT] for text in whole], device=target.device)
     best = target.logits(target.hidden(padded)).topk(2).values
-    assert float((best[..., 0] - best[..., 1]).amin()) > 1e-4, "a near-tie, which rounding may decide: another target"
+    assert float((best[..., 0] - best[..., 1]).amin()) > 1e-4, (
+        "a near-tie that rounding may decide: choose another target"
+    )
     prompts = [text[: len(start) + own] for text, start, own in zip(whole, STARTS, OWN, strict=True)]
     limits = LIMITS[:]
     prompts.append(whole[1][: CONTEXT - 12])
@@ -128,26 +130,27 @@ def _greedy_requests(target: Target) -> tuple[list[Request], list[list[int]]]:
 
 
 def _inside_a_path(result: Generation) -> int:
-    """The place of a token that is new in the text, and not the last one of its step; 0 if there is none."""
-    ends = set(itertools.accumulate(result.accepted, initial=0))  # the prefill's token is number 0
+    """Position of a token that is new in the text and not the last one of its step; 0 if there is none."""
+    ends = set(itertools.accumulate(result.accepted, initial=0))  # the prefill's token is at position 0
     for place, token in enumerate(result.tokens):
         if place not in ends and token not in result.tokens[:place]:
             return place
     return 0
 
 
-def _compare(where: str, results: Sequence[Generation], wanted: Sequence[Generation], *, steps: bool) -> None:
-    for number, (result, right) in enumerate(zip(results, wanted, strict=True)):
-        assert result.tokens == right.tokens, f"{where}: text {number}: {result.tokens} instead of {right.tokens}"
+def _compare(where: str, results: Sequence[Generation], expected: Sequence[Generation], *, steps: bool) -> None:
+    for number, (result, reference) in enumerate(zip(results, expected, strict=True)):
+        both = f"{result.tokens} instead of {reference.tokens}"
+        assert result.tokens == reference.tokens, f"{where}: text {number}: {both}"
         if steps:
-            both = f"{result.accepted} instead of {right.accepted}"
-            assert result.accepted == right.accepted, f"{where}: text {number}: the steps committed {both}"
-            assert result.finish_reason == right.finish_reason
+            both = f"{result.accepted} instead of {reference.accepted}"
+            assert result.accepted == reference.accepted, f"{where}: text {number}: the steps committed {both}"
+            assert result.finish_reason == reference.finish_reason
 
 
 def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:
-    """A request's seed makes its text and its steps: alone with a fresh drafter, and in batches of 1 and 3 rows that
-    are refilled, eager and static."""
+    """A request's seed determines its text and its steps: alone with a fresh drafter, and in batches of 1 and 3 rows
+    that are refilled, eager and static."""
     target = soft(make_target)
     each = [
         Sampling(seed=9, temperature=0.8), Sampling(seed=4, top_k=3), Sampling(seed=9), Sampling(temperature=0),
@@ -172,19 +175,19 @@ def check_sampling(
     make_target: Callable[..., Target], make: MakeDrafter, name: str = "plain", *, static: bool = False,
     count: int = 12_000, rows: int = 2000,
 ) -> Counter[int]:  # fmt: skip
-    """4 new tokens, the last 3 of them by steps, have the target's own distribution: jointly, and each two neighbours.
+    """4 new tokens, the last 3 of them from steps, have the target's own distribution: jointly, and each adjacent pair.
 
     Returns:
-        How many texts took so many steps.
+        Number of texts by steps.
     """
     target = soft(make_target)
     outputs, steps = _sampled(target, make(target), SAMPLINGS[name], count, rows, static)
-    assert sum(steps.values()) - steps[1] > count / 2, f"steps of most texts do not follow on one another: {steps}"
+    assert sum(steps.values()) - steps[1] > count / 2, f"most texts have less than two steps: {steps}"
     assert steps[1] + steps[2] > count / 20, f"hardly any draft was accepted: {steps}"
     probabilities = joint_distribution(target, SAMPLINGS[name])
-    assert probabilities.max() < 0.5, "the distribution leaves something to chance"
-    found = p_value(outputs, probabilities)
-    assert found > ALPHA, f"{name}: the texts do not have the target's distribution: p = {found:.1e}"
+    assert probabilities.max() < 0.5, "the distribution is too concentrated to test"
+    p = p_value(outputs, probabilities)
+    assert p > ALPHA, f"{name}: the texts do not have the target's distribution: p = {p:.1e}"
     return steps
 
 
@@ -199,61 +202,66 @@ def _sampled(
     return torch.tensor([r.tokens for r in results]), Counter(len(r.accepted) for r in results)
 
 
-def joint_distribution(target: Target, sampling: Sampling) -> np.ndarray:
-    """The probability of each continuation of ``SMALL_PROMPT`` by ``NEW`` tokens: ``[5, 5, 5, 5]`` float64, by plain
-    forward passes over each of them."""
-    ends = list(itertools.product(range(SMALL), repeat=NEW))
-    texts = torch.tensor([[*SMALL_PROMPT, *end] for end in ends])
+def joint_distribution(
+    target: Target, sampling: Sampling, prompt: Sequence[int] = SMALL_PROMPT, new_tokens: int = NEW
+) -> np.ndarray:
+    """Probability of each continuation of a prompt, ``[5, 5, …]`` float64 with an axis for each new token, by plain
+    forward passes over all of them. The target's vocabulary has 5 tokens."""
+    continuations = list(itertools.product(range(SMALL), repeat=new_tokens))
+    texts = torch.tensor([[*prompt, *continuation] for continuation in continuations])
     logits = target.logits(target.hidden(texts[:, :-1].to(target.device))).cpu()
     probabilities = torch.ones(len(texts), dtype=torch.float64)
     settings = Settings([sampling] * len(texts), torch.device("cpu"))
-    for here in range(len(SMALL_PROMPT), texts.shape[1]):
+    for here in range(len(prompt), texts.shape[1]):
         seen = torch.zeros(len(texts), 1, SMALL, dtype=torch.bool)
         seen[:, 0].scatter_(1, texts[:, :here], True)
         p = sampling_distribution(logits[:, here - 1 : here], settings, seen)[:, 0].double()
         probabilities *= p.gather(1, texts[:, here, None])[:, 0]
-    return (probabilities / probabilities.sum()).numpy().reshape([SMALL] * NEW)
+    return (probabilities / probabilities.sum()).numpy().reshape([SMALL] * new_tokens)
 
 
 def p_value(outputs: torch.Tensor, probabilities: np.ndarray) -> float:
-    """The smallest of the χ² tests of whole texts and of each two neighbouring tokens; what is rarer than five
-    expected is counted together.
+    """The smallest p-value of the χ² tests of whole texts and of each adjacent pair of tokens; outcomes expected less
+    than five times are counted together.
 
     Args:
-        outputs: ``[count, NEW]`` int64.
-        acceptance: as :func:`joint_distribution` gives it.
+        outputs: ``[count, new tokens]`` int64.
+        probabilities: from :func:`joint_distribution`.
     """
     counts = np.zeros_like(probabilities)
     np.add.at(counts, tuple(outputs.numpy().T), 1)
-    assert counts[probabilities == 0].sum() == 0, "something that the target never says"
+    assert counts[probabilities == 0].sum() == 0, "a text of probability 0"
     tests = [(counts, probabilities)]
-    for place in range(NEW - 1):
-        others = tuple(axis for axis in range(NEW) if axis not in (place, place + 1))
+    for place in range(counts.ndim - 1):
+        others = tuple(axis for axis in range(counts.ndim) if axis not in (place, place + 1))
         tests.append((counts.sum(others), probabilities.sum(others)))
-    found = 1.0
-    for seen, wanted in tests:
-        expected, seen = wanted.flatten() * len(outputs), seen.flatten()
+    smallest = 1.0
+    for observed, p in tests:
+        expected, observed = p.flatten() * len(outputs), observed.flatten()
         rare = expected < 5
-        expected, seen = np.append(expected[~rare], expected[rare].sum()), np.append(seen[~rare], seen[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
+        observed = np.append(observed[~rare], observed[rare].sum())
         kept = expected > 0
-        found = min(found, stats.chisquare(seen[kept], expected[kept] * seen.sum() / expected.sum()).pvalue)
-    return found
+        scaled = expected[kept] * observed.sum() / expected.sum()
+        smallest = min(smallest, stats.chisquare(observed[kept], scaled).pvalue)
+    return smallest
 
 
 def check_warm_up(make_target: Callable[..., Target], make: MakeDrafter) -> None:
-    """What a CUDA graph's capture does, on any device: steps that are undone by putting back ``buffers()`` and the
-    engine's own buffers change nothing of what follows, not even later texts."""
+    """Warm-up steps of a CUDA graph's capture, on any device: steps undone by restoring ``buffers()`` and the engine's
+    own buffers do not change later steps or texts."""
     wide, small = phrases(make_target), soft(make_target)
     for mode, target in (("greedy", wide), ("sample", small), ("sample", wide)):
-        once = _steps(target, make(target), mode, warm_up=[])
+        expected = _steps(target, make(target), mode, warm_up=[])
         for warm_up in ([0], [1], [4], [6], [0, 2, 3, 5, 8]):
-            again = _steps(target, make(target), mode, warm_up=warm_up)
-            assert again == once, f"{mode}: steps undone before step {warm_up}: {again} instead of {once}"
+            steps = _steps(target, make(target), mode, warm_up=warm_up)
+            assert steps == expected, f"{mode}: steps undone before step {warm_up}: {steps} instead of {expected}"
 
 
 def _steps(target: Target, drafter: Drafter, mode: Mode, warm_up: Sequence[int]) -> list[list[list[int]]]:
-    """What each of ten static steps committed in the rows that held a text; a text ends and another begins."""
-    vocabulary, told = target.vocab_size, []
+    """Committed tokens of ten static steps, by step and active row, the row's number first; a text ends and another
+    begins."""
+    vocabulary, committed = target.vocab_size, []
     prompts = [[token % vocabulary for token in prompt * 2] for prompt in (STARTS[0], STARTS[5], STARTS[2])]
     samplings = [Sampling(seed=5), Sampling(seed=6, temperature=0.7), Sampling(seed=7, repetition_penalty=1.2)]
     capacity = max(map(len, prompts)) + 14 * (drafter.max_depth + 1) + drafter.num_nodes
@@ -282,13 +290,13 @@ def _steps(target: Target, drafter: Drafter, mode: Mode, warm_up: Sequence[int])
                 for buffer, before in zip(buffers, kept, strict=True):
                     buffer.copy_(before)
             step.run()
-            said = step.committed.tolist()
-            told.append([[row, *said[row][1 : said[row][0]], said[row][drafter.max_depth + 1]] for row in active])
-    return told
+            rows = step.committed.tolist()
+            committed.append([[n, *rows[n][1 : rows[n][0]], rows[n][drafter.max_depth + 1]] for n in active])
+    return committed
 
 
 class Watch(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: a number read by the host, a shape that depends on one, a new constant."""
+    """Rejects what a CUDA graph cannot capture: host reads, shapes that depend on data, new constants."""
 
     REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "lift_fresh", "equal", "is_nonzero")
 
@@ -299,7 +307,7 @@ class Watch(TorchDispatchMode):
 
 
 def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
-    """Trees keep to the drafter's bounds; those of static steps have one shape, and the device is asked for nothing."""
+    """Trees stay within the drafter's bounds; static steps have one shape and no host synchronisation."""
     target = phrases(make_target)
     for mode, static in itertools.product(("greedy", "sample"), (False, True)):
         drafter = make(target)
@@ -329,7 +337,7 @@ def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
 
 
 def _check_tree(tree: TokenTree, root: torch.Tensor, drafter: Drafter) -> None:
-    """What ``TokenTree`` promises, node by node."""
+    """The invariants of ``TokenTree``, node by node."""
     assert torch.equal(tree.tokens[:, 0], root)
     for row, (parents, depths, valid) in enumerate(
         zip(tree.parent.tolist(), tree.depth.tolist(), tree.valid.tolist(), strict=True)

@@ -26,7 +26,7 @@ def filled(rows: int, capacity: int, lengths: list[int]) -> KVCache:
 
 @pytest.mark.parametrize("lengths", [[0], [7], [3, 0, 9], [5, 5]])
 def test_commit(lengths):
-    """Paths whose sources and destinations overlap: a gather in place would read what it has just written."""
+    """Paths whose sources and destinations overlap: an in-place gather would read slots already overwritten."""
     nodes, depth = 12, 5
     for seed in range(20):
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What a step costs by its rows: measured, kept, and interpolated."""
+"""Step costs by rows: measured, kept, and interpolated."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 
 
-def test_between_and_beyond_what_was_measured():
+def test_interpolation_and_extrapolation():
     its = StepCosts({1: 2e-3, 4: 3e-3, 8: 5e-3})
     assert [its.relative(rows) for rows in (1, 2, 4, 6, 8, 12)] == pytest.approx([1, 1 + 0.5 / 3, 1.5, 2.0, 2.5, 3.5])
     assert its.table(4, 2) == pytest.approx([1.0, *(its.relative(rows) / its.relative(2) for rows in (4, 6, 8))])
     assert its.seconds(4) == pytest.approx(3e-3)
     disturbed = StepCosts({1: 2e-3, 2: 9e-3, 4: 3e-3})
     assert disturbed.relative(2) == pytest.approx(1.5), "two rows never cost more than four"
-    assert StepCosts({1: 2.0}).relative(11) == pytest.approx(2.0), "nothing but one size was timed"
+    assert StepCosts({1: 2.0}).relative(11) == pytest.approx(2.0), "only one size was timed"
 
 
 def test_timed_once_and_kept(tiny_lm, tmp_path, monkeypatch):
@@ -31,20 +31,20 @@ def test_timed_once_and_kept(tiny_lm, tmp_path, monkeypatch):
     (kept,) = read_measured(costs.FILE).values()
     assert {int(rows): seconds for rows, seconds in kept.items()}[1] >= first.plain_seconds
     monkeypatch.setattr(costs, "_measure", None)
-    assert step_costs(target).points == first.points, "not timed again"
+    assert step_costs(target).points == first.points, "not measured again"
     with pytest.raises(TypeError):
-        step_costs(target, lean=False)  # another decoder's steps are others
+        step_costs(target, lean=False)  # another decoder has other costs
 
 
-def test_the_price_of_drafting(make_target):
+def test_draft_time(make_target):
     target = make_target("llama")
     drafter = MedusaDrafter(MedusaHeads.for_target(target, 2, 1, "shared"), Topology(((0,), (0, 0))), target)
-    assert 0 < draft_time(drafter, target, StepCosts({1: 1.0, 2: 1.5})) < 0.1, "of a second"
+    assert 0 < draft_time(drafter, target, StepCosts({1: 1.0, 2: 1.5})) < 0.1, "in plain steps of a second"
 
 
 @pytest.mark.parametrize(("slope", "nodes"), [(0.05, 4), (0.3, 3), (2.0, 1)])
-def test_medusa_takes_the_nodes_that_pay(make_target, slope, nodes):
-    """Chances .6, .4, .2 by the cost of a node; in sampling mode by standard costs, whatever was measured."""
+def test_medusa_proposes_the_nodes_that_pay(make_target, slope, nodes):
+    """Acceptance probabilities .6, .4, .2, by the cost of a node; in sampling mode by standard costs."""
     target = make_target("llama")
     heads, topology = MedusaHeads.for_target(target, 2, 1, "shared"), Topology(((0,), (0, 0), (1,)))
     its = StepCosts({1: 1.0, 11: 1.0 + 10 * slope})
@@ -56,11 +56,11 @@ def test_medusa_takes_the_nodes_that_pay(make_target, slope, nodes):
     assert drafter.estimate is not None and drafter.estimate.nodes == nodes
     assert drafter.estimate.tokens == pytest.approx(1 + sum([0.6, 0.4, 0.2][: nodes - 1]))
     drafter.allocate(cache, drafter.max_depth, True)
-    assert drafter.greedy.tree.parent.shape[1] == 4 and drafter.estimate is None, "fixed shapes"
+    assert drafter.greedy.tree.parent.shape[1] == 4 and drafter.estimate is None, "static steps have fixed shapes"
     assert torch.equal(drafter.greedy.tree.parent, drafter.sampled.tree.parent)
 
 
-def test_a_target_of_hardly_any_context(make_target):
-    """Where no tree of several nodes fits, a plain step alone is timed."""
+def test_a_target_with_a_tiny_context(make_target):
+    """If no tree of several nodes fits, only a plain step is timed."""
     its = step_costs(make_target("llama", max_position_embeddings=3))
     assert its.points[0] == (1, 1.0) and its.relative(11) == pytest.approx(2.0)

@@ -1,4 +1,4 @@
-"""``--decoder``: what was asked for runs, the reports say which it was, and what cannot be is one line."""
+"""``--decoder``: the chosen decoder runs, reports name it, and an impossible choice is a one-line error."""
 
 import json
 
@@ -22,16 +22,16 @@ def prompts(tmp_path):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What each decoder that is made is asked for."""
-    found = []
-    made = SpeculativeDecoder.__init__
+    """The argument ``lean`` of each decoder that is created."""
+    arguments = []
+    init = SpeculativeDecoder.__init__
 
-    def note(self, *args, lean=None, **kwargs):
-        found.append(lean)
-        made(self, *args, lean=lean, **kwargs)
+    def recorded(self, *args, lean=None, **kwargs):
+        arguments.append(lean)
+        init(self, *args, lean=lean, **kwargs)
 
-    monkeypatch.setattr(SpeculativeDecoder, "__init__", note)
-    return found
+    monkeypatch.setattr(SpeculativeDecoder, "__init__", recorded)
+    return arguments
 
 
 @pytest.mark.parametrize("decoder", RAN)
@@ -42,7 +42,7 @@ def test_decode(run_main, drafter, prompts, tmp_path, asked, decoder):
     )  # fmt: skip
     assert code == 0, err
     assert json.loads((tmp_path / "report.json").read_text())["execution"] == RAN[decoder]
-    assert len(asked) >= 2 and set(asked) == {DECODERS[decoder]}, "plain decoding and the drafter's alike"
+    assert len(asked) >= 2 and set(asked) == {DECODERS[decoder]}, "plain decoding and the drafter's"
     code, _, err = run_main(
         decode.main, drafter, "--prompt", "import", "--max-new-tokens", 3, "--threads", 1, "--decoder", decoder
     )
@@ -75,8 +75,8 @@ def test_the_other_commands(run_main, drafter, prompts, tmp_path, asked, monkeyp
     assert code == 0 and f"steps: {RAN['transformers']}\n" in err
 
 
-def test_what_cannot_be_lean(run_main, drafter, prompts, target, tmp_path):
-    """Of a family that is built otherwise; the reason is said where it was not asked for."""
+def test_families_without_a_lean_decoder(run_main, drafter, prompts, target, tmp_path):
+    """``lean`` is an error; by default the model's own modules run, and the report has the reason."""
     folder = tmp_path / "neox"
     config = GPTNeoXConfig(
         vocab_size=target.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
@@ -99,7 +99,7 @@ def test_what_cannot_be_lean(run_main, drafter, prompts, target, tmp_path):
 
 
 @pytest.mark.parametrize(("option", "value"), [("--quantize", "8bit"), ("--device-map", "disk")])
-def test_said_before_anything_is_loaded(run_main, option, value):
+def test_conflicting_options_fail_before_loading(run_main, option, value):
     message = f"error: --decoder lean cannot run with {option} {value}; leave out one of the two\n"
     given = ["none", "--target", "/nowhere", "--prompt", "x", "--decoder", "lean", option, value]
     assert run_main(decode.main, *given) == (2, "", message)

@@ -1,4 +1,4 @@
-"""A draft model as a drafter: lossless, its cache is that of the committed text, its drafts are its own best tokens."""
+"""Draft models: lossless; the cache equals that of the committed text; drafts are the model's most likely tokens."""
 
 import copy
 import itertools
@@ -32,13 +32,13 @@ from draftsmith.inference.sampling import Sampling
 from draftsmith.models.target import Target, load_target
 
 EXPANSIONS = {"chain": [1, 1, 1, 1], "tree": [2, 2, 1]}
-ENOUGH = 6000  # texts; in as many rows they take a third of the time
+TEXTS = 6000  # in as many rows, which is three times as fast as the suite's default
 STEEP = StepCosts({1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0})
 
 
 def perturbed(target: Target, noise: float = 0.04, vocabulary: int = 0, **config: object) -> Target:
-    """A copy of the target whose weights are disturbed, those of a target of few tokens more; with another number of
-    ids, and other fields of its config."""
+    """A copy of the target with perturbed weights (more for the small vocabulary), optionally with another vocabulary
+    size and other fields of its config."""
     noise *= 200 if target.vocab_size == lossless_suite.SMALL else 1
     model = copy.deepcopy(target.model)
     if vocabulary:
@@ -70,7 +70,7 @@ class Checked(DraftModelDrafter):
         self.texts.pop(row, None)
 
     def check_cache(self, row: int, count: int) -> None:
-        """Slots 0 … count − 1 hold what the model makes of the text."""
+        """Slots 0 … count − 1 equal the cache of a forward pass over the text."""
         cache = DynamicCache()
         ids = torch.tensor([self.texts[row][:count]], device=self.model.device)
         at = torch.arange(count, device=ids.device).clamp(max=self.model.context - 1)[None]
@@ -94,7 +94,7 @@ class Checked(DraftModelDrafter):
         return tree
 
     def check_drafts(self, tree, row: int) -> None:
-        """Each inner node's children are the model's best tokens behind its path, and as likely as it says."""
+        """Each inner node's children are the model's most likely tokens after its path, with their probabilities."""
         paths = {0: (self.texts[row], 1.0)}
         for node in range(1, self.num_nodes):
             above = int(tree.parent[row, node])
@@ -122,7 +122,7 @@ class Checked(DraftModelDrafter):
 
 @pytest.mark.parametrize("name", EXPANSIONS)
 def test_lossless(make_target, name):
-    """All of the suite; greedy decoding in the next test, and one check of sampling each: eager, and static."""
+    """The whole suite; greedy decoding is in the next test, and sampling is checked eagerly or with static steps."""
 
     def make(target):
         return DraftModelDrafter(perturbed(target), target, EXPANSIONS[name])
@@ -140,7 +140,7 @@ def test_every_length_is_accepted(make_target, name):
 
 
 def serve(target, drafter, *, static, rows=3, mode="greedy", **sampling):
-    """Texts of several lengths through a few rows, one of which is ended inside a path by a stop id."""
+    """Decode texts of several lengths in a few rows; a stop id ends one of them inside a path."""
     prompts = [start * 3 for start in STARTS]
     each = [Sampling(seed=number, **sampling) for number in range(len(prompts))]
     requests = [Request(p, n or 22, s, NONE) for p, n, s in zip(prompts, LIMITS, each, strict=True)]
@@ -180,8 +180,8 @@ def test_other_families(make_target, family):
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
-def test_nodes_of_others_are_caught_up_with(make_target, static, mode):
-    """In a merge with a deeper drafter that is nearly always right, several accepted tokens were never run."""
+def test_accepted_nodes_of_other_drafters(make_target, static, mode):
+    """In a merge with a deeper, nearly perfect drafter, several accepted tokens have not been run by the model."""
     target = lossless_suite.phrases(make_target)
     first = Checked(perturbed(target, 0.15), target, [2, 1])
     second = Checked(perturbed(target, 1e-4), target, [1, 1, 1, 1, 1])
@@ -190,12 +190,12 @@ def test_nodes_of_others_are_caught_up_with(make_target, static, mode):
     merged = MergedDrafter({"first": first, "second": second}, target, 10)
     serve(target, merged, static=static, mode=mode)
     assert all(first.seen[f"kept {count}"] for count in (0, 1)) and second.seen["kept 4"], (first.seen, second.seen)
-    assert first.seen[5] > 4, "five accepted where the first has run one level at most"
+    assert first.seen[5] > 4, "five accepted, of which the first drafter ran one level at most"
 
 
 @pytest.mark.parametrize("vocabulary", [68, 50])
 def test_padded_vocabularies(make_target, vocabulary):
-    """The draft model has some ids more, or some less, which it cannot read either."""
+    """The draft model has more or fewer ids than the target."""
     make = lambda target: DraftModelDrafter(perturbed(target, 0.04, vocabulary), target, [1, 1])  # noqa: E731
     check_greedy(make_target, make)
     drafter = make(lossless_suite.phrases(make_target))
@@ -208,7 +208,7 @@ def test_padded_vocabularies(make_target, vocabulary):
         return tree
 
     drafter.propose = proposed
-    drafter.model.model.lm_head.weight.data[min(61, vocabulary) :] *= 50.0  # very likely, were they looked at
+    drafter.model.model.lm_head.weight.data[min(61, vocabulary) :] *= 50.0  # very likely if they were not excluded
     serve(lossless_suite.phrases(make_target), drafter, static=False)
     assert max(drafts) < min(61, vocabulary)
 
@@ -216,11 +216,11 @@ def test_padded_vocabularies(make_target, vocabulary):
 @pytest.mark.parametrize("vocabulary", [7, 4])
 def test_sampling_with_padded_vocabularies(make_target, vocabulary):
     make = lambda target: DraftModelDrafter(perturbed(target, 0.04, vocabulary), target, [2, 1])  # noqa: E731
-    check_sampling(make_target, make, count=ENOUGH, rows=ENOUGH)
+    check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
 
 
 def test_fewer_tokens_than_draws(make_target, monkeypatch):
-    """Of a distribution of two tokens only two can be drawn; the third draw is left out, and its node is padding."""
+    """Only two tokens can be drawn from a distribution of two; the third draw is left out, and its node is padding."""
     monkeypatch.setitem(lossless_suite.SAMPLINGS, "narrow", Sampling(temperature=1.3, top_k=2))
     padding = []
 
@@ -232,49 +232,49 @@ def test_fewer_tokens_than_draws(make_target, monkeypatch):
             return tree
 
     make = lambda target: Watched(perturbed(target, 0.05), target, [3, 1])  # noqa: E731
-    check_sampling(make_target, make, "narrow", count=ENOUGH, rows=ENOUGH)
+    check_sampling(make_target, make, "narrow", count=TEXTS, rows=TEXTS)
     assert min(padding) > 0
 
 
-def test_every_draw_has_a_uniform_of_its_own(make_target, monkeypatch):
-    """Of the drafter's stream, by the step of each text; a node's children do not share one."""
+def test_every_draw_has_its_own_uniform(make_target, monkeypatch):
+    """From the drafter's stream, by the step of each text; a node's children have different ones."""
     target = lossless_suite.soft(make_target)
     drafter = DraftModelDrafter(perturbed(target), target, [2, 2, 1])
     used, drawn = [], []
     philox_uniforms, draw_from = draft_model.philox_uniforms, draft_model.draw_children
 
-    def noted(seed, step, count, stream):
+    def recorded_uniforms(seed, step, count, stream):
         assert stream == 1
         drawn.append([])
         used.append(philox_uniforms(seed, step, count, stream)[0])
         return used[-1][None]
 
-    def drawing(q, uniforms):
+    def recorded_draws(q, uniforms):
         drawn[-1] += uniforms.flatten().tolist()
         return draw_from(q, uniforms)
 
-    monkeypatch.setattr(draft_model, "philox_uniforms", noted)
-    monkeypatch.setattr(draft_model, "draw_children", drawing)
+    monkeypatch.setattr(draft_model, "philox_uniforms", recorded_uniforms)
+    monkeypatch.setattr(draft_model, "draw_children", recorded_draws)
     SpeculativeDecoder(target, drafter, static=False).generate([[3, 1]], 24, mode="sample", stop_ids=NONE)
-    assert len(used) > 5 and drawn == [each.tolist() for each in used], "all of them, each once"
-    assert len({number for step in drawn for number in step}) == 10 * len(used), "and other ones in each step"
+    assert len(used) > 5 and drawn == [each.tolist() for each in used], "each is used once"
+    assert len({number for step in drawn for number in step}) == 10 * len(used), "each step has new ones"
 
 
 def test_draws_without_replacement():
-    """The pairs drawn have the distribution q(x) · q(y) / (1 − q(x))."""
+    """Drawn pairs have the distribution q(x) · q(y) / (1 − q(x))."""
     q = torch.tensor([0.5, 0.2, 0.0, 0.3])
     count = 40_000
     uniforms = torch.rand(count, 1, 2, generator=torch.Generator().manual_seed(0))
-    tokens, there = draw_children(q.expand(count, 1, 4), uniforms)
-    assert there.all()
+    tokens, drawn = draw_children(q.expand(count, 1, 4), uniforms)
+    assert drawn.all()
     pairs = [pair for pair in itertools.permutations(range(4), 2) if 2 not in pair]
     seen = Counter(map(tuple, tokens[:, 0].tolist()))
     assert set(seen) == set(pairs)
     expected = [count * float(q[x] * q[y] / (1 - q[x])) for x, y in pairs]
     scale = count / sum(expected)
     assert stats.chisquare([seen[pair] for pair in pairs], [each * scale for each in expected]).pvalue > 1e-6
-    tokens, there = draw_children(q.expand(1, 1, 4), torch.full((1, 1, 4), 0.999))
-    assert there.tolist() == [[[True, True, True, False]]] and sorted(tokens[0, 0, :3].tolist()) == [0, 1, 3]
+    tokens, drawn = draw_children(q.expand(1, 1, 4), torch.full((1, 1, 4), 0.999))
+    assert drawn.tolist() == [[[True, True, True, False]]] and sorted(tokens[0, 0, :3].tolist()) == [0, 1, 3]
     assert not draw_children(torch.full((1, 1, 4), torch.nan), torch.zeros(1, 1, 2))[1].any()
 
 
@@ -298,14 +298,14 @@ def test_trees_end_early_where_more_does_not_pay(make_target, name):
     assert len(sizes) > 1 and set(sizes) <= levels, sizes
     sizes.clear()
     serve(target, make(target), static=True)
-    assert set(sizes) == {make(target).num_nodes}, "a static step has one shape"
+    assert set(sizes) == {make(target).num_nodes}, "static steps have one shape"
 
 
 def test_trees_that_end_early_are_lossless(make_target):
     def make(target):
         return DraftModelDrafter(perturbed(target, 0.04), target, [2, 1, 1], costs=STEEP, draft_cost=0.4)
 
-    check_sampling(make_target, make, count=ENOUGH, rows=ENOUGH)
+    check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
     target = lossless_suite.soft(make_target)
     sizes = Counter()
 
@@ -322,21 +322,19 @@ def test_trees_that_end_early_are_lossless(make_target):
         ).serve(requests, rows, mode="sample")
         for rows, costs in ((1, STEEP), (3, STEEP), (5, StepCosts({1: 1.0, 9: 1.0})))
     ]
-    assert results[0] == results[1] == results[2], (
-        "a seed is a text whatever is in the batch, and whatever was measured"
-    )
+    assert results[0] == results[1] == results[2], "a seed gives one text in any batch and with any measured costs"
     assert len(sizes) > 1, sizes
 
 
 def test_beyond_the_models_own_context(make_target):
-    """Positions stand still there, and nothing breaks."""
+    """The position stays the last one there, and output remains lossless."""
     make = lambda target: DraftModelDrafter(perturbed(target, 0.02, max_position_embeddings=40), target, [1, 1])  # noqa: E731
     assert make(lossless_suite.phrases(make_target)).model.context == 40 < CONTEXT
     check_greedy(make_target, make)
 
 
 def test_the_target_drafts_for_itself(make_target):
-    """Everything is accepted, up to the end of each text."""
+    """All drafts are accepted, up to the end of each text."""
     target = lossless_suite.phrases(make_target)
     for static in (False, True):
         results = serve(target, DraftModelDrafter(target, target, [1, 1, 1]), static=static)
@@ -358,7 +356,7 @@ def other_tokenizer(target, change):
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content)))
 
 
-def test_the_same_vocabulary_is_needed(tiny_lm):
+def test_different_vocabularies_are_rejected(tiny_lm):
     target, model = load_target(str(tiny_lm)), load_target(str(tiny_lm))
     check_vocabulary(model, target)
     DraftModelDrafter(model, target, [1])
@@ -388,16 +386,16 @@ def test_the_same_vocabulary_is_needed(tiny_lm):
         ([62], "more children than the vocabulary of 61 has tokens"), ([20, 20, 20], "a tree of 8421 nodes"),
     ],
 )  # fmt: skip
-def test_expansions_that_cannot_be(make_target, expansion, message):
+def test_invalid_expansions(make_target, expansion, message):
     target = make_target("llama")
     with pytest.raises(ValueError, match=message):
         DraftModelDrafter(target, target, expansion)
 
 
 def test_capture_warm_up_leaves_the_cache_alone(make_target):
-    """Steps that are undone write no slot before a row's length, also where tokens are missing."""
+    """Undone steps write no slot before a row's length, also when tokens are missing."""
     check_warm_up(make_target, lambda t: Checked(perturbed(t, 0.004), t, [2, 1]))
 
 
-def test_a_request_with_a_seed_is_one_text(make_target):
+def test_a_seed_gives_one_text(make_target):
     check_seeds(make_target, lambda t: DraftModelDrafter(perturbed(t), t, [3, 2]))

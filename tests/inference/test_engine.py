@@ -1,4 +1,4 @@
-"""The engine writes what the target alone writes: every family, tree size and accepted length; and where texts end."""
+"""Greedy decoding equals the target's own, for every family, tree size and accepted length; and the ends of texts."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ LEAN = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "granite")
 
 @pytest.fixture(scope="module")
 def lesson(make_target, teach):
-    """``lesson(family)`` → a target and what it writes after each prompt, made once."""
+    """``lesson(family)`` → a target and its own continuation of each prompt, made once."""
     known = {}
 
     def get(family):
@@ -32,7 +32,7 @@ def lesson(make_target, teach):
             target = make_target(family)
             truth = teach(target, PROMPTS, WANTED + max(DEPTH.values()) + 2)
             for row in truth:
-                assert len(set(row)) > 4, f"{family} repeats itself: take another seed"
+                assert len(set(row)) > 4, f"{family} repeats itself: choose another seed"
             known[family] = target, truth
         return known[family]
 
@@ -63,17 +63,17 @@ def test_output_is_the_targets_own(lesson, scripted, family, rows, nodes):
 @pytest.mark.parametrize("nodes", [1, 65])
 @pytest.mark.parametrize("family", LEAN)
 def test_output_by_the_models_own_modules(lesson, scripted, family, nodes):
-    """The same where the lean decoder, which runs these families otherwise, is not wanted."""
+    """The same without the lean decoder, which these families use by default."""
     target, truth = lesson(family)
     drafter = scripted(target, PROMPTS, truth, [WANTED] * 4, nodes, DEPTH[nodes])
     results = decode(target, drafter, PROMPTS, WANTED, lean=False)
     assert [r.tokens for r in results] == [t[:WANTED] for t in truth]
     assert [r.accepted for r in results] == drafter.accepted
-    decode(target, None, PROMPTS[:1], 2, lean=True)  # it could
+    decode(target, None, PROMPTS[:1], 2, lean=True)  # they have one
 
 
 def test_rows_of_very_uneven_progress(lesson, scripted):
-    """Rows that take turns in accepting much: no row's length may be counted as the sum of every step's best."""
+    """Rows that accept many tokens in turn: each row's length advances by its own accepted tokens only."""
     target, truth = lesson("llama")
     prompts, truth = [PROMPTS[1]] * 2, [truth[1]] * 2
     drafter = scripted(target, prompts, truth, [WANTED] * 2, 7, 6)
@@ -84,7 +84,7 @@ def test_rows_of_very_uneven_progress(lesson, scripted):
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_trees_of_changing_size(lesson, scripted, rows):
-    """A drafter's node count and depth are bounds; the root alone is a tree, too."""
+    """A drafter's node count and depth are upper bounds; the root alone is also a tree."""
     target, truth = lesson("llama")
     drafter = scripted(target, PROMPTS[:rows], truth[:rows], [WANTED] * rows, 65, 6)
     drafter.sizes = [1, 33, 2, 65, 64]
@@ -94,11 +94,11 @@ def test_trees_of_changing_size(lesson, scripted, rows):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-def test_row_does_not_depend_on_its_batch_mates(lesson, scripted, family):
+def test_a_row_does_not_depend_on_the_other_rows(lesson, scripted, family):
     target, truth = lesson(family)
-    mates = [[12], [44, 2, 6, 9, 41, 13, 20, 20, 35], PROMPTS[0]]
+    batch = [[12], [44, 2, 6, 9, 41, 13, 20, 20, 35], PROMPTS[0]]
     alone = decode(target, None, [PROMPTS[0]], WANTED)[0]
-    assert alone == decode(target, None, mates, WANTED)[2]
+    assert alone == decode(target, None, batch, WANTED)[2]
     assert alone.tokens == truth[0][:WANTED] and set(alone.accepted) == {1}
     drafters = [scripted(target, [PROMPTS[0]] * n, [truth[0]] * n, [WANTED] * n, 33, 5) for n in (1, 2)]
     outputs = [decode(target, d, [PROMPTS[0]] * n, WANTED) for n, d in enumerate(drafters, 1)]
@@ -106,7 +106,7 @@ def test_row_does_not_depend_on_its_batch_mates(lesson, scripted, family):
 
 
 def test_decoder_can_be_used_again(lesson):
-    """A second call reuses the cache, with the first one's keys still in it."""
+    """A second call reuses the cache, which still has the first call's keys."""
     target, truth = lesson("mistral")
     decoder = SpeculativeDecoder(target)
     for order in ([3, 0], [1, 2], [2, 3]):
@@ -118,7 +118,7 @@ def test_decoder_can_be_used_again(lesson):
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "opt"])
 @pytest.mark.parametrize("chunk", [1, 4, 11])
 def test_prefill_in_chunks(lesson, scripted, monkeypatch, family, chunk):
-    """Prompts that end in different chunks; one of 4 tokens and one of 11 on a chunk's last token."""
+    """Prompts that end in different chunks; those of 4 and 11 tokens at the end of a chunk."""
     target, truth = lesson(family)
     monkeypatch.setattr(stepping, "PREFILL_CHUNK", chunk)
     drafter = scripted(target, PROMPTS, truth, [14] * 4, 33, 5)
@@ -132,7 +132,7 @@ def test_prefill_in_chunks(lesson, scripted, monkeypatch, family, chunk):
 
 
 def test_token_id_0_is_not_the_padding(make_target, teach, scripted):
-    """0 ("!" in many vocabularies) is the true next token behind a tree's short path, and also the padding's id."""
+    """0 ("!" in many vocabularies) is the true next token after a tree's short path, and also the padding's id."""
     target = make_target("llama")
     before = teach(target, PROMPTS, WANTED + 8)
     common = max(range(1, 61), key=lambda token: min(row.count(token) for row in before))
@@ -153,7 +153,7 @@ def test_token_id_0_is_not_the_padding(make_target, teach, scripted):
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("end", [0, 7, 8, 9, 10, 11, 12, 13])
 def test_stop_ids_end_a_row(lesson, scripted, rows, end):
-    """The stop id is kept, nothing after it, wherever in an accepted path it lies; the other rows go on."""
+    """The text ends with the stop id, anywhere in an accepted path; the other rows continue."""
     target, truth = lesson("llama")
     truth, stop = truth[:rows], truth[0][end]
     wanted = [row[:WANTED].index(stop) + 1 if stop in row[:WANTED] else WANTED for row in truth]
@@ -189,7 +189,7 @@ def test_length_limit_inside_a_path(lesson, scripted, wanted):
 @pytest.mark.parametrize("nodes", [1, 33, 65])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_context_limit(make_target, teach, scripted, family, nodes):
-    """Rows run into the target's last position, its learned position table included, each at its own time."""
+    """Rows reach the target's last position, also of learned position embeddings, at different steps."""
     context = 30
     size = {"n_positions" if family == "gpt2" else "max_position_embeddings": context}
     target = make_target(family, **size)
@@ -201,7 +201,7 @@ def test_context_limit(make_target, teach, scripted, family, nodes):
     assert [r.tokens for r in results] == truth
     assert [r.accepted for r in results] == drafter.accepted
     assert {r.finish_reason for r in results} == {"context"}
-    # A limit that ends where the context does is the caller's.
+    # If the limit and the context end at the same token, the reason is the limit.
     assert decode(target, None, PROMPTS[:1], room[0])[0].finish_reason == "length"
 
 
@@ -226,19 +226,21 @@ def test_prompts_that_cannot_be_decoded(lesson, prompts, message):
     assert str(error.value) == message
 
 
-def test_each_token_is_told_once(lesson, scripted):
+def test_each_token_is_reported_once(lesson, scripted):
     target, truth = lesson("llama")
-    told = [[] for _ in PROMPTS]
+    reported = [[] for _ in PROMPTS]
     drafter = scripted(target, PROMPTS, truth, [WANTED] * 4, 33, 5)
     decoder = SpeculativeDecoder(target, drafter)
-    decoder.generate(PROMPTS, WANTED, stop_ids=NONE, instrument=True, on_tokens=lambda row, new: told[row].append(new))
-    assert [[token for part in parts for token in part] for parts in told] == [t[:WANTED] for t in truth]
-    assert [[len(part) for part in parts[1:]] for parts in told] == drafter.accepted
+    decoder.generate(
+        PROMPTS, WANTED, stop_ids=NONE, instrument=True, on_tokens=lambda row, new: reported[row].append(new)
+    )
+    assert [[token for part in parts for token in part] for parts in reported] == [t[:WANTED] for t in truth]
+    assert [[len(part) for part in parts[1:]] for parts in reported] == drafter.accepted
     assert all(seconds > 0 for seconds in decoder.seconds.values())
 
 
 FOREIGN = {
-    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},  # alibi; its attention cannot be exchanged
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},  # ALiBi; its attention cannot be replaced
     "gpt_neo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2},  # no keys
     # chunks of attention

@@ -1,4 +1,4 @@
-"""Logits that are NaN or infinite never become a token: the text ends with an error that names the prompt."""
+"""Logits that are NaN or infinite end the call with an error that names the prompt; nothing is committed from them."""
 
 import copy
 import re
@@ -20,7 +20,7 @@ TREE = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,)))
 
 
 def heads_of(target):
-    """Heads near the LM head: some of their drafts are accepted."""
+    """Slightly perturbed heads: some of their drafts are accepted."""
     torch.manual_seed(2)
     heads = MedusaHeads.for_target(target, 3, 1, "own")
     with torch.no_grad():
@@ -31,22 +31,22 @@ def heads_of(target):
 
 def decode(decoder, prompts, mode):
     """Tokens reported until the end or the error, and the error's text."""
-    told = [[] for _ in prompts]
+    reported = [[] for _ in prompts]
     each = [Sampling(temperature=0.7 * (n != 2), min_p=0.01, top_k=40, seed=n) for n in range(len(prompts))]
-    requests = [Request(prompt, WANTED, its, NONE) for prompt, its in zip(prompts, each, strict=True)]
+    requests = [Request(prompt, WANTED, sampling, NONE) for prompt, sampling in zip(prompts, each, strict=True)]
     try:
-        decoder.serve(requests, len(prompts), mode=mode, on_tokens=lambda number, new: told[number].extend(new))
+        decoder.serve(requests, len(prompts), mode=mode, on_tokens=lambda number, new: reported[number].extend(new))
     except FloatingPointError as error:
-        return told, str(error)
-    return told, ""
+        return reported, str(error)
+    return reported, ""
 
 
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("mode", ["greedy", "sample", "typical"])
-def test_nothing_is_committed_behind_nan(make_target, mode, rows, static, drafts):
-    """One token's embedding is NaN, as in a damaged file: so are all logits from there on."""
+def test_nothing_is_committed_after_nan(make_target, mode, rows, static, drafts):
+    """One token's embedding is NaN, as in a damaged file: so are all logits after it."""
     target = make_target("llama")
     decoder = SpeculativeDecoder(target, heads_of(target) if drafts else None, static=static)
     prompts = PROMPTS[:rows]
@@ -63,24 +63,24 @@ def test_nothing_is_committed_behind_nan(make_target, mode, rows, static, drafts
     at, row, token = max(places)
     kept = embedding[token].clone()
     embedding[token] = torch.nan
-    told, error = decode(decoder, prompts, mode)
+    reported, error = decode(decoder, prompts, mode)
     numbered = re.fullmatch(
         r"prompt (\d): the target's logits are not finite in float32; its weights may be damaged", error
     )
     assert numbered, error
-    for mine, whole in zip(told, clean, strict=True):
+    for mine, whole in zip(reported, clean, strict=True):
         assert mine == whole[: len(mine)]
-    assert token not in told[row][:-1], "the last token that can be told is the one that breaks it"
-    if not drafts:  # a tree may meet it before, in another row
-        assert int(numbered[1]) == row + 1 and told[row] == clean[row][: at + 1]
+    assert token not in reported[row][:-1], "at most one token with this embedding is reported"
+    if not drafts:  # a tree may hold the token earlier, in another row
+        assert int(numbered[1]) == row + 1 and reported[row] == clean[row][: at + 1]
     embedding[token] = kept
-    assert decode(decoder, prompts, mode) == (clean, ""), "nothing of it is left in the cache"
+    assert decode(decoder, prompts, mode) == (clean, ""), "no NaN is left in the cache"
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample", "typical"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_the_first_token(make_target, mode, value):
-    """NaN, one +∞, or nothing but −∞ behind the prompt; a single −∞ is a token that never comes."""
+    """NaN, one +∞, or only −∞ after the prompt; with a single −∞ that token is never emitted."""
     target = make_target("llama")
     plain = target.lm_head.forward
 
@@ -90,11 +90,11 @@ def test_the_first_token(make_target, mode, value):
         return torch.cat([logits[:-1], logits[-1:].index_fill(-1, torch.arange(61)[which], value)])
 
     target.lm_head.forward = broken
-    told, error = decode(SpeculativeDecoder(target), PROMPTS[:2], mode)
-    assert error.startswith("prompt 2: the target's logits are not finite") and told == [told[0][:1], []]
+    reported, error = decode(SpeculativeDecoder(target), PROMPTS[:2], mode)
+    assert error.startswith("prompt 2: the target's logits are not finite") and reported == [reported[0][:1], []]
     target.lm_head.forward = lambda hidden: plain(hidden).index_fill(-1, torch.tensor([4]), -torch.inf)
-    told, error = decode(SpeculativeDecoder(target), PROMPTS[:2], mode)
-    assert not error and not any(4 in tokens for tokens in told)
+    reported, error = decode(SpeculativeDecoder(target), PROMPTS[:2], mode)
+    assert not error and not any(4 in tokens for tokens in reported)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
@@ -105,7 +105,7 @@ def test_float16_that_overflows(make_target, mode):
     for each in (target, half):
         with torch.no_grad():
             each.lm_head.weight.mul_(3e4)
-    told, error = decode(SpeculativeDecoder(target), PROMPTS, mode)
-    assert not error and all(len(tokens) == WANTED for tokens in told), "float32 holds it"
+    reported, error = decode(SpeculativeDecoder(target), PROMPTS, mode)
+    assert not error and all(len(tokens) == WANTED for tokens in reported), "float32 does not overflow"
     _, error = decode(SpeculativeDecoder(half), PROMPTS, mode)
     assert error == "prompt 1: the target's logits are not finite in float16; use bfloat16 or float32"

@@ -1,5 +1,4 @@
-"""What a step leaves behind for the next one: the accepted path's K/V wherever it branches, and the tokens that a
-repetition penalty counts."""
+"""State between steps: the K/V of accepted paths that branch, and the tokens that a repetition penalty counts."""
 
 import random
 
@@ -19,7 +18,7 @@ class BranchDrafter(Drafter):
     """Drafts the true text on one chosen path of a fixed tree, wrong tokens elsewhere.
 
     Args:
-        truth: of each prompt, ``max_depth + 1`` tokens longer than what is asked for.
+        truth: continuation of each prompt, ``max_depth + 1`` tokens longer than the limit.
         leaves: the paths it chooses from, in turn.
     """
 
@@ -62,7 +61,7 @@ EARLY = Topology(((0,), (0, 0), (1,), (1, 0)))
     ids=["sibling", "last sibling", "branches at its end", "branches at once"],
 )
 def test_a_path_that_leaves_the_first_nodes(make_target, teach, topology, leaf, path, rows, static):
-    """Its K/V have to move, even if only those of its last node do; else what follows is another text."""
+    """Its K/V must move, even if only the last node's do; otherwise the text changes."""
     target = make_target("llama")
     prompts, wanted = PROMPTS[:rows], 30
     truth = teach(target, prompts, wanted + 5)
@@ -83,7 +82,7 @@ def penalised_greedy(target, prompt, penalty, count):
         seen[text] = True
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
         best = logits.topk(2)
-        assert best.values[0] - best.values[1] > 1e-4, "a near-tie, which rounding may decide: another penalty"
+        assert best.values[0] - best.values[1] > 1e-4, "a near-tie that rounding may decide: choose another penalty"
         text.append(int(best.indices[0]))
     return text[len(prompt) :]
 
@@ -93,7 +92,7 @@ def penalised_greedy(target, prompt, penalty, count):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("penalty", [1.3, 2.5])
 def test_repetition_penalty_with_a_drafter(make_target, penalty, rows, static, drafts):
-    """Every token counts as seen: of the prompt, the prefill's, those of the path, and the bonus token."""
+    """Every token counts as seen: of the prompt, the prefill, the path, and the bonus token."""
     target = make_target("llama")
     prompts, wanted = PROMPTS[:rows], 60
     truth = [penalised_greedy(target, prompt, penalty, wanted + 4) for prompt in prompts]
@@ -112,7 +111,7 @@ def test_repetition_penalty_with_a_drafter(make_target, penalty, rows, static, d
 
 @pytest.mark.parametrize("static", [False, True])
 def test_a_row_refilled_with_other_parameters(make_target, static):
-    """One row, one request after the other: of the one before, nothing is left."""
+    """One row, one request after the other: nothing of the previous one remains."""
     target = make_target("llama")
     each = [
         Sampling(seed=1, min_p=0.5), Sampling(seed=2), Sampling(seed=3, min_p=0.2), Sampling(seed=4, top_k=2),

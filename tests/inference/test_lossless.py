@@ -7,7 +7,7 @@ from draftsmith.inference.lossless import check_greedy
 
 PROMPTS = [[5, 7, 11], [3, 1, 4, 1, 5, 9]]
 LENGTH = 12
-TIE = 4  # the place in the first prompt's output where two tokens are made to tie
+TIE = 4  # position in the first output where two tokens are made to tie
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_an_output_that_ends_wrongly_is_a_mismatch(target):
 
 
 def tied(target, gap):
-    """A reference, and an output that takes another token there whose logit is ``gap`` less; both go on greedily."""
+    """A reference, and an output with another token at ``TIE``, of a logit lower by ``gap``; both continue greedily."""
     reference = plain(target)
     first = reference[0][TIE]
     second = next(t for t in range(target.vocab_size) if t not in [*reference[0], *reference[1], *PROMPTS[0]])
@@ -77,21 +77,21 @@ def tied(target, gap):
 
 def test_an_exact_tie_is_a_near_tie(target):
     reference, output = tied(target, 0.0)
-    for ours, theirs in ((output, reference), (reference, output)):  # whichever of the two was plain decoding's
+    for ours, theirs in ((output, reference), (reference, output)):  # whichever is the reference
         check = check_greedy(target, PROMPTS, ours, theirs)
         assert (check.checked, check.identical, check.near_ties, check.mismatches) == (2 * LENGTH, False, 1, 0)
 
 
 @pytest.mark.parametrize("gap, near_ties, mismatches", [(4e-3, 1, 0), (6e-3, 0, 1)])
-def test_what_is_near_is_said_by_the_tolerance(target, monkeypatch, gap, near_ties, mismatches):
+def test_near_ties_are_within_the_tolerance(target, monkeypatch, gap, near_ties, mismatches):
     reference, output = tied(target, gap)
     monkeypatch.setattr(lossless, "tolerance", lambda *_: 5e-3)
     check = check_greedy(target, PROMPTS, output, reference)
     assert (check.identical, check.near_ties, check.mismatches) == (False, near_ties, mismatches)
 
 
-def test_tolerance_is_what_two_shapes_of_forward_pass_differ_by(target):
+def test_tolerance_is_the_difference_between_two_shapes_of_forward_pass(target):
     with torch.inference_mode():
-        found = lossless.tolerance(target, PROMPTS[0], plain(target)[0])
+        tolerance = lossless.tolerance(target, PROMPTS[0], plain(target)[0])
         scale = float(target.logits(target.hidden(torch.tensor(PROMPTS[:1]))).abs().max())
-    assert 0 < found < 1e-5 * scale
+    assert 0 < tolerance < 1e-5 * scale

@@ -1,4 +1,4 @@
-"""Merged drafters: the union of their trees, which nodes are kept, and the distribution of what is committed."""
+"""Merged drafters: the union of their trees, the nodes that are kept, and the distribution of committed tokens."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def target(make_target):
 
 
 class Given(Drafter):
-    """Proposes the trees that it was given, one of each row or one for all: {path of tokens: chance}."""
+    """Proposes given trees, one for each row or one for all: {path of tokens: acceptance probability}."""
 
     static = True
 
@@ -77,7 +77,7 @@ def merged(target, drafters, rows, *, nodes=1000, costs=None, static=False):
 
 
 def paths_of(tree, row):
-    """The path of each valid node → (its number, its sources' bits); checked against ancestors and depth."""
+    """Path of each valid node → (its number, its source bits); checked against ancestors and depth."""
     found = {}
     for node in range(tree.tokens.shape[1]):
         if not tree.valid[row, node]:
@@ -95,14 +95,14 @@ def paths_of(tree, row):
         assert {n for n, bit in enumerate(bits) if bit} == on_path
         assert tree.mask is None or tree.mask[row, node].nonzero().flatten().tolist() == sorted(on_path)
         assert int(tree.depth[row, node]) == len(path)
-        assert tuple(path) not in found, "one node of each path"
+        assert tuple(path) not in found, "one node per path"
         found[tuple(path)] = node, int(tree.source[row, node])
     return found
 
 
 @st.composite
 def trees(draw):
-    """A tree over three tokens, {path: chance}, parents first and at least as likely."""
+    """A tree over three tokens, {path: acceptance probability}, parents first."""
     found = {(): 1.0}
     for _ in range(draw(st.integers(0, 9))):
         above = draw(st.sampled_from(sorted(found)))
@@ -116,7 +116,7 @@ def trees(draw):
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_the_union_of_the_trees(target, data):
-    """Its node sequences are those of the trees, nothing more and nothing less; each node knows who proposed it."""
+    """Its node sequences are exactly those of the trees; each node has the bits of its sources."""
     rows, count = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     given_trees = [[data.draw(trees()) for _ in range(rows)] for _ in range(count)]
     drafter = merged(target, [Given(*each, nodes=10, depth=4) for each in given_trees], rows,
@@ -134,7 +134,7 @@ def test_the_union_of_the_trees(target, data):
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_the_nodes_that_pay(target, data):
-    """As many of the likeliest nodes as maximise tokens / time, against all prefixes of the sorted list."""
+    """The number of nodes maximises expected tokens / time, compared with all prefixes of the sorted list."""
     one, other = data.draw(trees()), data.draw(trees())
     costs = StepCosts({1: 1.0, 3: data.draw(st.sampled_from([1.1, 2.0])), 12: data.draw(st.sampled_from([1.2, 6.0]))})
     most = data.draw(st.integers(2, 12))
@@ -155,8 +155,8 @@ def test_the_nodes_that_pay(target, data):
     assert tree.tokens.shape[1] == len(kept) + 1, "no padding"
 
 
-def test_members_learn_their_own_numbers(target):
-    """Of the accepted path each member sees the nodes it proposed by its own numbers, and −1 for the others'."""
+def test_drafters_get_their_own_node_numbers(target):
+    """Each drafter gets the accepted path in its own node numbers, with −1 for nodes it did not propose."""
     one = Given({(1,): 0.9, (1, 2): 0.8, (5,): 0.3}, {(7,): 0.5, (7, 7): 0.4, (7, 7, 7): 0.3})
     other = Given({(5,): 0.9, (1,): 0.6, (1, 2): 0.5, (1, 2, 3): 0.5, (1, 4): 0.1}, {(8,): 0.5})
     drafter = merged(target, [one, other], 2)
@@ -171,7 +171,7 @@ def test_members_learn_their_own_numbers(target):
 
 
 class Drawing(Drafter):
-    """Draws a chain of two tokens from a fixed distribution in every row."""
+    """Draws a chain of two tokens from a fixed distribution."""
 
     static, random, num_nodes, max_depth, branching = True, True, 3, 2, 1
 
@@ -195,11 +195,11 @@ class Drawing(Drafter):
 
 
 def first_two(tree, rows, generator):
-    """The first two tokens that are committed if the target's distribution is P everywhere."""
+    """The first two committed tokens if the target's distribution is P at every node."""
     nodes, most = tree.tokens.shape[1], tree.draws.child.shape[2]
     uniforms = torch.rand(rows, nodes, most, generator=generator)
-    behind = torch.tensor(P).expand(rows, nodes, -1)
-    verdict = verify_sample(tree, behind, uniforms, torch.rand(rows, generator=generator), 2)
+    p = torch.tensor(P).expand(rows, nodes, -1)
+    verdict = verify_sample(tree, p, uniforms, torch.rand(rows, generator=generator), 2)
     drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=nodes - 1))
     fresh = torch.multinomial(torch.tensor(P).expand(rows, -1), 1, replacement=True, generator=generator)
     tokens = torch.cat([drafted, fresh], 1)
@@ -214,7 +214,7 @@ def chi_square(pairs):
 
 
 def merged_to_a_set(tree):
-    """The wrong variant: where two draws lead to one child, the second one is forgotten."""
+    """Wrong variant: of two draws that lead to one child, the second one is dropped."""
     child = tree.draws.child.clone()
     for turn in range(1, child.shape[2]):
         again = (child[..., :turn] == child[..., turn : turn + 1]).any(-1)
@@ -230,9 +230,9 @@ def small(make_target):
 
 @pytest.mark.parametrize("certain", [False, True])
 def test_the_distribution_of_merged_draws(small, certain):
-    """Two drafters draw from different distributions at the same nodes, and often the same token; a third one is
-    certain of what it proposes. Two tokens, jointly: those of plain sampling. Merged to a set they are not, nor where
-    both draw with the same random numbers."""
+    """Two drafters draw from different distributions at the same nodes, often the same token; a third one is
+    deterministic. Two committed tokens have the joint distribution of plain sampling; not so with draws merged to a
+    set, nor if both drafters use the same uniforms."""
     rows = 300_000
     generator = torch.Generator().manual_seed(3)
     drafters = [Drawing(Q), Drawing(Q2)]
@@ -243,15 +243,15 @@ def test_the_distribution_of_merged_draws(small, certain):
     drafter = merged(small, drafters, rows, costs=StepCosts({1: 1.0, 2: 1.1}))
     tree = drafter.propose(state)
     agree = (tree.valid.sum(1) < tree.valid.shape[1]).float().mean()
-    assert agree > 0.1, "they often propose the same"
+    assert agree > 0.1, "they often propose the same token"
     assert chi_square(first_two(tree, rows, generator)) > 1e-6
     assert chi_square(first_two(merged_to_a_set(tree), rows, generator)) < 1e-6
     drafter._states = lambda state: [state] * len(drafters)
     assert chi_square(first_two(drafter.propose(state), rows, generator)) < 1e-6
 
 
-def test_what_is_kept_does_not_depend_on_what_was_drawn(small):
-    """The number of nodes of a certain source stays the same whatever the others drew and shared (C2)."""
+def test_kept_nodes_do_not_depend_on_drawn_tokens(small):
+    """The nodes of a deterministic source are the same whatever the others drew (C2)."""
     rows = 500
     sure = Given({(1,): 0.5, (0,): 0.4, (2,): 0.3, (3,): 0.2})
     for nodes, costs, wanted in ((6, None, 3), (5, None, 2), (1000, StepCosts({1: 1.0, 2: 1.1}), 4)):
@@ -270,24 +270,24 @@ def test_node_counts_by_row_and_for_the_whole_batch():
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_whether_it_pays_to_ask(target, right):
-    """A drafter of known price is asked after the others: while its nodes come true as its price says, and not any more
-    once they have not for some steps. In another text it begins anew."""
-    priced = Given({(1,): 0.8, (1, 2): 0.7})
-    priced.estimate = DraftEstimate(0.3, 3, 2.5)
+def test_drafters_with_an_estimate_run_where_they_pay(target, right):
+    """It runs while its nodes are accepted as estimated, stops after some steps without accepted nodes, and runs again
+    in a new text."""
+    estimated = Given({(1,): 0.8, (1, 2): 0.7})
+    estimated.estimate = DraftEstimate(0.3, 3, 2.5)
     other = Given({(5,): 0.4}, nodes=2)
-    drafter = merged(target, [priced, other], 1, costs=StepCosts({1: 1e-2, 2: 1.1e-2, 8: 1.8e-2}))
-    state, asked = state_of(1), []
+    drafter = merged(target, [estimated, other], 1, costs=StepCosts({1: 1e-2, 2: 1.1e-2, 8: 1.8e-2}))
+    state, ran = state_of(1), []
     zeros = torch.zeros(1, dtype=torch.int64)
     for _ in range(20):
         tree = drafter.propose(state)
         found = {path: node for path, (node, _) in paths_of(tree, 0).items()}
-        asked.append((1,) in found)
-        assert (5,) in found, "it pays in any case"
-        path = [0, found[1,], found[1, 2]] if right and asked[-1] else [0, 1, 2]
-        length = torch.tensor([2 if right and asked[-1] else 0])
+        ran.append((1,) in found)
+        assert (5,) in found, "the other one always runs"
+        path = [0, found[1,], found[1, 2]] if right and ran[-1] else [0, 1, 2]
+        length = torch.tensor([2 if right and ran[-1] else 0])
         verdict = Verdict(torch.tensor([path]), length, length, zeros, zeros.bool())
         drafter.absorb(state, verdict, tree, torch.zeros(1, tree.tokens.shape[1], 32))
-    assert asked[0] and (all(asked) if right else not any(asked[8:]))
+    assert ran[0] and (all(ran) if right else not any(ran[8:]))
     drafter.begin(slice(0, 1))
     assert (1,) in paths_of(drafter.propose(state), 0)

@@ -1,4 +1,4 @@
-"""Merges of every kind of drafter through the checks that any drafter has to pass."""
+"""Merges of all kinds of drafters, through the checks of every drafter."""
 
 import copy
 
@@ -18,7 +18,7 @@ from draftsmith.models.target import Target
 
 COSTS = StepCosts({1: 1.0, 8: 1.4, 32: 3.0})
 TREE = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0)))
-CHANCES = (0.6, 0.4, 0.25, 0.1, 0.2, 0.1)  # of the paths in their order
+ACCEPTANCES = (0.6, 0.4, 0.25, 0.1, 0.2, 0.1)  # of the paths, in order
 
 
 def heads(target: Target, costs: StepCosts | None) -> MedusaDrafter:
@@ -27,7 +27,7 @@ def heads(target: Target, costs: StepCosts | None) -> MedusaDrafter:
     with torch.no_grad():
         for parameter in found.parameters():
             parameter.add_(torch.randn(parameter.shape).to(parameter.device) * 0.02)
-    return MedusaDrafter(found, TREE, target, CHANCES, costs, None if costs is None else 0.05)
+    return MedusaDrafter(found, TREE, target, ACCEPTANCES, costs, None if costs is None else 0.05)
 
 
 def draft_model(target: Target, seed: int, expansion: list[int]) -> DraftModelDrafter:
@@ -74,12 +74,12 @@ def test_lossless_sampling(make_target, kind, static):
 
 
 def test_lossless_by_cost(make_target):
-    """Trees cut by cost, and heads that are asked where it pays."""
+    """Trees limited by cost, and heads that run only where they pay."""
 
-    def deeper(target):  # heads look three tokens ahead
+    def deeper(target):  # than the heads, which draft three tokens
         ngram = NgramDrafter(target, depth=5, min_match=1, costs=COSTS)
         return MergedDrafter({"heads": heads(target, COSTS), "ngram": ngram}, target, 12, COSTS)
 
     check_greedy(make_target, deeper, own=False)
-    # 4 nodes would be fewer than the draft model's own tree has, which its cache has to hold.
+    # 4 nodes are fewer than the draft model's own tree has, which its cache must hold.
     check_greedy(make_target, merge("a draft model and n-grams", COSTS, 4), own=False)

@@ -1,4 +1,4 @@
-"""Drafting from the text's own past, against a plain Python reference, and through the checks of every drafter."""
+"""The n-gram drafter, against a plain Python reference, and through the checks of every drafter."""
 
 import itertools
 import random
@@ -16,11 +16,11 @@ from draftsmith.kernels.tree_attention import ancestor_mask
 
 CAPACITY = 160
 MODES = pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
-FREE = StepCosts({1: 1.0, 30_000: 2.0})  # nodes cost little, also in a batch of thousands
+FREE = StepCosts({1: 1.0, 30_000: 2.0})  # additional nodes cost little, even in a batch of thousands
 
 
 class Reference:
-    """One text, its candidates, and what came true in it."""
+    """Plain Python reference: the candidates of one text, and their counts."""
 
     def __init__(self, max_match, min_match, depth, branches):
         self.max_match, self.min_match, self.depth, self.branches = max_match, min_match, depth, branches
@@ -28,7 +28,7 @@ class Reference:
         self.tried = [PRIOR_COUNT] * len(PRIOR)
 
     def matches(self, text):
-        """(tokens that match, where the match ends), the best first."""
+        """(length of the match, its last position), the best first."""
         found = []
         for end in range(len(text) - 1):
             length = 0
@@ -39,7 +39,7 @@ class Reference:
         return sorted(found, reverse=True)[: self.branches]
 
     def nodes(self, text):
-        """Path → (chance, class), in the order of the nodes."""
+        """Path → (acceptance probability, class), in node order."""
         nodes = {}
         for turn, (length, end) in enumerate(self.matches(text)):
             path, acceptance, own = (), 1.0, turn == 0
@@ -61,7 +61,7 @@ class Reference:
 
 
 class Driver:
-    """A drafter driven by hand, of texts that are known."""
+    """Runs a drafter step by step on known texts."""
 
     def __init__(self, target, rows, static, **options):
         self.drafter, self.target = NgramDrafter(target, **options), target
@@ -70,7 +70,7 @@ class Driver:
         self.drafter.allocate(self.cache, self.drafter.max_depth, static)
 
     def begin(self, rows, prompts, chunk=7):
-        """The prompts but for their last tokens, the roots, padded with the last token of the longest."""
+        """Prefill the prompts without their last tokens, which are the roots; padding is the root."""
         self.drafter.begin(rows)
         longest = max(map(len, prompts)) - 1
         padding = [prompt[-1] for prompt in prompts]
@@ -93,7 +93,7 @@ class Driver:
         return [self.paths(row) for row in range(len(lengths))]
 
     def paths(self, row):
-        """Path → (chance, node) of a row's valid nodes but the root; everything else the tree says agrees with it."""
+        """Path → (acceptance probability, node) of a row's valid nodes but the root; checks all fields of the tree."""
         tree, found, names = self.tree, {}, {0: ()}
         rows, nodes = tree.tokens.shape
         assert nodes <= self.drafter.num_nodes and tree.ancestors.shape[2] == -(-nodes // 64)
@@ -103,7 +103,7 @@ class Driver:
         mask = ancestor_mask(tree.ancestors, nodes)
         if tree.mask is not None:
             assert torch.equal(mask, tree.mask)
-        assert bool(mask[row, :, 0].all()), "a node that sees nothing of its tree"
+        assert bool(mask[row, :, 0].all()), "every node sees the root"
         assert int(tree.parent[row, 0]) == -1 and float(tree.acceptance[row, 0]) == 1 and int(tree.source[row, 0]) == 0
         above = {0: {0}}
         for node in range(1, nodes):
@@ -120,7 +120,7 @@ class Driver:
         return found
 
     def absorb(self, futures):
-        """Accept what the futures say; returns what each row commits."""
+        """Accept the drafted tokens that agree with the futures; returns the committed tokens of each row."""
         depth = self.drafter.max_depth
         paths, lengths, committed = [], [], []
         for row, future in enumerate(futures):
@@ -141,7 +141,7 @@ class Driver:
 
 
 def repetitive(rng, count, alphabet):
-    """A random text, half of which is copied from before, now and then as a loop."""
+    """A random text, half of it copied from earlier parts, sometimes periodically."""
     text = [rng.randrange(alphabet)]
     while len(text) < count:
         if rng.random() < 0.5:
@@ -164,8 +164,7 @@ def repetitive(rng, count, alphabet):
     ids=str,
 )
 def test_reference(make_target, options, static):
-    """Candidates, their order and chances, in a ragged batch whose rows begin other texts while their neighbours go
-    on."""
+    """Candidates, their order and acceptance probabilities, in a ragged batch with refilled rows."""
     rng, rows = random.Random(repr(options)), 3
     driver = Driver(make_target("llama"), rows, static, **options)
     texts, done, references = [[] for _ in range(rows)], [0] * rows, [Reference(**options) for _ in range(rows)]
@@ -174,10 +173,10 @@ def test_reference(make_target, options, static):
         for row in range(rows):
             if not driver.cache.lengths[row] and (step == 0 or rng.random() < 0.7):
                 texts[row] = repetitive(rng, 140, rng.choice([2, 3, 6]))
-                done[row] = rng.choice([1, 2, 9, 40, 80])  # tokens that are known, the root included
+                done[row] = rng.choice([1, 2, 9, 40, 80])  # known tokens, root included
                 references[row] = Reference(**options)
                 driver.begin(slice(row, row + 1), [texts[row][: done[row]]])
-                if done[row] == 1:  # the root alone: an engine's text has a prompt before it
+                if done[row] == 1:  # the root alone, without a prefix: an ended row
                     driver.end(row)
         found = driver.propose()
         assert not static or driver.tree.tokens.shape[1] == driver.drafter.num_nodes
@@ -204,7 +203,7 @@ def test_reference(make_target, options, static):
 
 
 def proposed(make_target, static, text, before=(), **options):
-    """Paths that are proposed for a text, alone in a row that has held others before."""
+    """Proposed paths for a text, in a row that has held other texts before."""
     driver = Driver(make_target("llama"), 1, static, **options)
     for each in (*before, text):
         driver.begin(slice(0, 1), [list(each)])
@@ -245,8 +244,8 @@ def test_matches_and_their_order(make_target, static):
 
 
 @MODES
-def test_nothing_behind_the_text_is_seen(make_target, static):
-    """Padding (equal to the root here), and what an earlier text left in the row."""
+def test_tokens_beyond_the_text_are_ignored(make_target, static):
+    """Padding (equal to the root here), and tokens of an earlier text in the row."""
     options = {"depth": 3, "min_match": 1}
     assert proposed(make_target, static, [1, 2, 3], before=[[3, 4] * 20], **options) == []
     driver = Driver(make_target("llama"), 2, static, **options)
@@ -257,17 +256,16 @@ def test_nothing_behind_the_text_is_seen(make_target, static):
 
 
 @MODES
-def test_chance_follows_the_text(make_target, static):
-    """It begins as measured elsewhere, and in a loop and in a text without repetition soon says so; of an earlier text
-    in the row nothing is left."""
+def test_acceptance_probabilities_follow_the_text(make_target, static):
+    """It starts from the prior, and soon reflects a loop or a text without repetition; a new text starts anew."""
     options = {"max_match": 4, "min_match": 1, "depth": 3, "branches": 1}
     driver = Driver(make_target("llama"), 1, static, **options)
-    never = [token for number in range(6, 46) for token in (number, 5)]  # behind a 5 never what was there before
+    never = [token for number in range(6, 46) for token in (number, 5)]  # after a 5 never the same token again
     always = [1, 2] * 60
     for text, first in ((never, 5), (always, 2), (never, 5)):
         driver.begin(slice(0, 1), [[first, text[0], first]])
         (found,) = driver.propose()
-        assert next(iter(found.values()))[0] == pytest.approx(PRIOR[0]), "something is left of the text before"
+        assert next(iter(found.values()))[0] == pytest.approx(PRIOR[0]), "counts of the previous text remain"
         place, steps = 2, 0
         while steps < 20 or int(driver.root) != first:
             driver.propose()
@@ -280,7 +278,7 @@ def test_chance_follows_the_text(make_target, static):
 
 @MODES
 def test_buffers(make_target, static):
-    """A step that is undone by putting them back leaves nothing behind."""
+    """Restoring the buffers undoes a step."""
     driver, text = Driver(make_target("llama"), 1, static, min_match=1), [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1]
     driver.begin(slice(0, 1), [text])
     before = driver.propose()
@@ -294,7 +292,7 @@ def test_buffers(make_target, static):
 
 
 def connected(nodes):
-    """All sets of paths that hold each path's own beginning."""
+    """All subsets of paths that are closed under taking the parent."""
     paths = list(nodes)
     for kept in itertools.product((False, True), repeat=len(paths)):
         chosen = {path for path, keep in zip(paths, kept, strict=True) if keep}
@@ -304,7 +302,7 @@ def connected(nodes):
 
 @pytest.mark.parametrize("slope", [0.01, 0.1, 0.2, 0.3, 1.0])
 def test_nodes_by_cost(make_target, slope):
-    """The best expected tokens per time among all trees with as many nodes in each row, by trying them all."""
+    """The maximum of expected tokens / time over all trees with equally many nodes in each row, by brute force."""
     rng, target = random.Random(0), make_target("llama")
     costs = StepCosts({1: 1.0, 2: 1.0 + slope, 4: 1 + 1.5 * slope, 60: 1 + 30 * slope})
     options = {"max_match": 5, "min_match": 1, "depth": 4}
@@ -344,7 +342,7 @@ def test_nodes_by_cost(make_target, slope):
 
 
 def test_lossless(make_target):
-    """Each text's seed makes its text, whoever is beside it, as its own drafts do not depend on others."""
+    """Includes seeds: a row's drafts do not depend on the other rows."""
 
     def make(target):
         return NgramDrafter(target, depth=4, min_match=1)
@@ -355,7 +353,7 @@ def test_lossless(make_target):
     lossless_suite.check_seeds(make_target, make)
 
 
-# A row for each text: rows that begin others, each with a prefill of its own, would take a minute.
+# One row per text: refilled rows, each with its own prefill, would take a minute.
 @pytest.mark.parametrize(("name", "static", "costs"), [("plain", True, None), ("cut", False, FREE)])
 def test_lossless_sampling(make_target, name, static, costs):
     def make(target):
@@ -366,7 +364,7 @@ def test_lossless_sampling(make_target, name, static, costs):
 
 
 def test_lossless_by_cost(make_target):
-    """Trees of all sizes and depths follow on one another."""
+    """Trees of changing size and depth."""
 
     def make(target):
         return NgramDrafter(target, depth=4, min_match=1, costs=StepCosts({1: 1.0, 9: 3.0, 27: 4.0}))

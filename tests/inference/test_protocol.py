@@ -1,5 +1,4 @@
-"""A drafter that uses nothing but the protocol passes the checks of lossless_suite.py; mistakes that its protocol makes
-possible do not."""
+"""A drafter written against the protocol passes the checks of lossless_suite.py; typical mistakes do not."""
 
 from dataclasses import replace
 
@@ -12,13 +11,13 @@ from draftsmith.inference.sampling import philox_uniforms
 from draftsmith.inference.tree import Draws, StaticTree, TokenTree
 from draftsmith.kernels.verify import WITHOUT_REPLACEMENT, draw
 
-PARENTS = [-1, 0, 0, 1, 1, 3]  # the largest tree; each row takes its first nodes
+PARENTS = [-1, 0, 0, 1, 1, 3]  # the largest tree; each row uses its first nodes
 EXPANDED = [0, 1, 3]  # nodes with children
 
 
 class BigramDrafter(Drafter):
-    """Counts which token follows which, row by row, and drafts from six sevenths of the vocabulary by these counts,
-    in trees of 2 to 6 nodes; how many, follows from what was committed before."""
+    """Counts the bigrams of each row's text and drafts by these counts from six sevenths of the vocabulary, in trees of
+    2 to 6 nodes; the size depends on the tokens committed before."""
 
     num_nodes, max_depth, branching, static = len(PARENTS), 3, 2, True
 
@@ -31,7 +30,7 @@ class BigramDrafter(Drafter):
     def allocate(self, cache, max_depth, static):
         rows, self.fixed = cache.rows, static
         self.prompt = torch.zeros(rows, cache.capacity, dtype=torch.int64, device=self.device)
-        self.counts = torch.zeros(rows, self.vocabulary**2, device=self.device)  # after any prompt, once it is read
+        self.counts = torch.zeros(rows, self.vocabulary**2, device=self.device)  # of bigrams
         self.unread, self.size = torch.zeros(2, rows, dtype=torch.int64, device=self.device)
 
     def buffers(self):
@@ -43,44 +42,44 @@ class BigramDrafter(Drafter):
     def prefill(self, features, tokens, start, rows):
         self.prompt[rows, start : start + tokens.shape[1]] = tokens
 
-    def learn(self, before, after, much):
-        self.counts.scatter_add_(1, before * self.vocabulary + after, much.float())
+    def count(self, before, after, weight):
+        self.counts.scatter_add_(1, before * self.vocabulary + after, weight.float())
 
     def propose(self, state):
         rows, length = len(state.root), state.length[:, None]
         self.prompt.scatter_(1, length, state.root[:, None])
         inside = torch.arange(self.prompt.shape[1] - 1, device=self.device) < length
-        self.learn(self.prompt[:, :-1], self.prompt[:, 1:], inside * self.unread[:, None])
+        self.count(self.prompt[:, :-1], self.prompt[:, 1:], inside * self.unread[:, None])
         self.unread.zero_()
         size = 2 + self.size % (self.num_nodes - 1)
         nodes = self.num_nodes if self.fixed else int(size.max())
         tokens, q = state.root[:, None].repeat(1, self.num_nodes), []
-        noise = None if state.settings is None else self.noise(state).view(rows, 3, 2)
+        uniforms = None if state.settings is None else self.uniforms(state).view(rows, 3, 2)
         table = self.counts.view(rows, self.vocabulary, self.vocabulary)[:, :, self.ids]
-        for turn, node in enumerate(EXPANDED):
+        for number, node in enumerate(EXPANDED):
             left = table.gather(1, tokens[:, node, None, None].expand(-1, 1, len(self.ids)))[:, 0] + 0.1
             q.append(left / left.sum(-1, keepdim=True))
             for draw_number, child in enumerate(n for n in range(self.num_nodes) if PARENTS[n] == node):
-                place = left.argmax(-1) if noise is None else draw(left, noise[:, turn, draw_number])
+                place = left.argmax(-1) if uniforms is None else draw(left, uniforms[:, number, draw_number])
                 tokens[:, child] = self.ids[place]
                 left = left.scatter(1, place[:, None], 0.0)
         valid = torch.arange(nodes, device=self.device) < size[:, None]
         child, q_row = (part[:, :nodes].expand(rows, -1, -1) for part in (self.tree.draws.child, self.q_row))
         child = torch.where(child < size[:, None, None], child, -1)
         kind = torch.full_like(child, WITHOUT_REPLACEMENT, dtype=torch.int8)
-        draws = None if noise is None else Draws(child, kind, q_row, torch.stack(q, 1), self.ids[None, None])
+        draws = None if uniforms is None else Draws(child, kind, q_row, torch.stack(q, 1), self.ids[None, None])
         shape = (part[:, :nodes].expand(rows, -1) for part in (self.tree.parent, self.tree.depth))
         ancestors = self.tree.ancestors[:, :nodes].expand(rows, -1, -1)
         return TokenTree(tokens[:, :nodes], *shape, ancestors, valid, draws=draws)
 
-    def noise(self, state):
+    def uniforms(self, state):
         return philox_uniforms(state.settings.seed, state.step, 6, stream=state.stream)
 
     def absorb(self, state, verdict, tree, features):
         path = tree.tokens.gather(1, verdict.path.clamp(max=tree.tokens.shape[1] - 1))
         depth = torch.arange(path.shape[1], device=self.device)
         after = torch.where(depth < verdict.length[:, None], path.roll(-1, 1), verdict.bonus[:, None])
-        self.learn(path, after, depth <= verdict.length[:, None])
+        self.count(path, after, depth <= verdict.length[:, None])
         self.size += verdict.length + verdict.bonus
 
 
@@ -88,22 +87,22 @@ def test_lossless(make_target):
     check_drafter(make_target, BigramDrafter)
 
 
-class Forgetful(BigramDrafter):
-    """What a text before it taught is still there when another begins in the row."""
+class Unreset(BigramDrafter):
+    """Keeps the counts of the previous text when another begins in the row."""
 
     def begin(self, rows):
         self.unread[rows] = 1
 
 
 class Undeclared(BigramDrafter):
-    """The steps that warm up a capture leave their marks on the counts."""
+    """Does not list the counts among its buffers, so that warm-up steps change them."""
 
     def buffers(self):
         return self.unread, self.size
 
 
 class StaleDistribution(BigramDrafter):
-    """From a text's second step on, q is that of the step before."""
+    """From a text's second step on, reports the q of the previous step."""
 
     def allocate(self, cache, max_depth, static):
         super().allocate(cache, max_depth, static)
@@ -118,33 +117,33 @@ class StaleDistribution(BigramDrafter):
         return replace(tree, draws=replace(tree.draws, q=stale))
 
 
-class RepeatedNoise(BigramDrafter):
-    """Every step draws with the verifier's numbers of the text's first step."""
+class RepeatedVerifierUniforms(BigramDrafter):
+    """Draws in every step with the verifier's uniforms of the text's first step."""
 
-    def noise(self, state):
+    def uniforms(self, state):
         return philox_uniforms(state.settings.seed, state.step * 0 + 1, 6)
 
 
-class RepeatedNoiseOfItsOwn(BigramDrafter):
-    """Every step draws with the same numbers, which nothing but this drafter uses."""
+class RepeatedOwnUniforms(BigramDrafter):
+    """Draws in every step with the same uniforms, from its own stream."""
 
-    def noise(self, state):
+    def uniforms(self, state):
         return philox_uniforms(state.settings.seed, state.step * 0, 6, stream=state.stream)
 
 
-def test_state_that_a_new_text_finds(make_target):
+def test_state_of_an_earlier_text(make_target):
     with pytest.raises(AssertionError, match="the steps committed|instead of"):
-        check_greedy(make_target, Forgetful)
+        check_greedy(make_target, Unreset)
     with pytest.raises(AssertionError, match="instead of"):
-        check_seeds(make_target, Forgetful)
+        check_seeds(make_target, Unreset)
 
 
-def test_state_that_is_not_put_back(make_target):
+def test_state_that_is_not_restored(make_target):
     with pytest.raises(AssertionError, match="steps undone before step"):
         check_warm_up(make_target, Undeclared)
 
 
-@pytest.mark.parametrize("wrong", [StaleDistribution, RepeatedNoise, RepeatedNoiseOfItsOwn])
-def test_draws_that_are_not_fresh_or_not_of_their_distribution(make_target, wrong):
+@pytest.mark.parametrize("wrong", [StaleDistribution, RepeatedVerifierUniforms, RepeatedOwnUniforms])
+def test_reused_uniforms_and_wrong_distributions(make_target, wrong):
     with pytest.raises(AssertionError, match="the texts do not have the target's distribution: p = "):
         check_sampling(make_target, wrong, count=4000)

@@ -12,9 +12,9 @@ TV is the total variation between the variant's distribution and the target's):
     three drawn without replacement, the best two by q kept                  wrong_kept_the_best_two             .10
     drawn at temperature .7, ratio at 1                                      wrong_temperature                   .10
     a draft kept only if its own q > .15                                     wrong_kept_if_likely                .12
-    draws of a shortlist verified with the full vocabulary's q               wrong_shortlist_with_the_full_q   .069
+    draws of a shortlist verified with the full vocabulary's q               wrong_shortlist_with_the_full_q     .069
     two reduced vocabularies merged, the ids of the first taken for both     wrong_shortlist_of_the_other_drafter
-    duplicate siblings tested twice against p alone                         wrong_duplicates_counted_twice      (.153)
+    duplicate siblings tested twice against p alone                          wrong_duplicates_counted_twice      (.153)
     typical acceptance                                                       wrong_typical
 
 and in test_engine_sampling.py, on the whole engine:

@@ -1,4 +1,4 @@
-"""Trees of ranks: their order, their files, and what is no tree."""
+"""Trees of ranks: node order, tree files, and invalid files."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_read_tree(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "neither JSON"),
         ("[[0], [0, 0]", "neither JSON"),
@@ -69,12 +69,12 @@ def test_read_tree(tmp_path, text):
     ],
     ids=lambda text: text[:20],
 )
-def test_what_is_no_tree(tmp_path, text, said):
+def test_invalid_trees(tmp_path, text, message):
     path = tmp_path / "tree.json"
     path.write_text(text)
     with pytest.raises(ValueError) as error:
         read_tree(path)
-    assert str(error.value).startswith(f"{path}: ") and said in str(error.value)
+    assert str(error.value).startswith(f"{path}: ") and message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -87,7 +87,7 @@ def test_tree_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="this is a folder; a tree is needed"):
         read_tree(tmp_path)
     (tmp_path / "tree.json").write_bytes(b"\xef\xbb\xbf[[0], [0, 0]]")
-    assert read_tree(tmp_path / "tree.json").num_nodes == 3, "a byte order mark is no part of it"
+    assert read_tree(tmp_path / "tree.json").num_nodes == 3, "a byte order mark is ignored"
     (tmp_path / "tree.json").write_text(str([[n] for n in range(4095)]))
     assert read_tree(tmp_path / "tree.json").num_nodes == 4096
 
@@ -104,7 +104,7 @@ def rank_paths(draw):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(rank_paths())
 def test_order_of_nodes(paths):
-    """Parents before children; the top-1 chain is nodes 0, 1, 2, …; the order of the paths given does not count."""
+    """Parents before children; the top-1 chain is nodes 0, 1, 2, …; the order of the given paths does not matter."""
     tree = Topology(tuple(paths))
     all_paths = [(), *tree.paths]
     assert set(tree.paths) == set(paths) and tree.num_nodes == len(paths) + 1

@@ -1,4 +1,4 @@
-"""Every node of a tree gets the logits that its path alone would get from the model."""
+"""Every node of a tree has the logits that the model gives for its path alone."""
 
 import random
 
@@ -26,18 +26,18 @@ def test_tree_logits_equal_each_path_run_alone(make_target, family, rows):
     for node in range(1, nodes):
         paths.append([*paths[parent[node]], node])
     assert max(map(len, paths)) > 9, "deeper than the windows"
-    here = target.device
-    tokens = torch.randint(61, (rows, nodes), generator=torch.Generator().manual_seed(2)).to(here)
-    depth = torch.tensor([len(path) - 1 for path in paths], device=here).expand(rows, -1)
+    device = target.device
+    tokens = torch.randint(61, (rows, nodes), generator=torch.Generator().manual_seed(2)).to(device)
+    depth = torch.tensor([len(path) - 1 for path in paths], device=device).expand(rows, -1)
     longest = max(map(len, prefixes))
-    padded = torch.tensor([prefix + [0] * (longest - len(prefix)) for prefix in prefixes], device=here)
+    padded = torch.tensor([prefix + [0] * (longest - len(prefix)) for prefix in prefixes], device=device)
 
     cache = KVCache(target, rows, longest + nodes)
     runner = Runner(target, cache)
-    cache.lengths = torch.tensor([len(prefix) for prefix in prefixes], device=here)
-    seen, at = longest + nodes, torch.arange(longest, device=here)[None]
-    mask = ancestor_mask(bitsets(parent)[None].expand(rows, -1, -1).to(here), nodes)
-    slots, positions = cache.lengths[:, None] + torch.arange(nodes, device=here), cache.lengths[:, None] + depth
+    cache.lengths = torch.tensor([len(prefix) for prefix in prefixes], device=device)
+    seen, at = longest + nodes, torch.arange(longest, device=device)[None]
+    mask = ancestor_mask(bitsets(parent)[None].expand(rows, -1, -1).to(device), nodes)
+    slots, positions = cache.lengths[:, None] + torch.arange(nodes, device=device), cache.lengths[:, None] + depth
     causal = {w: causal_bias(0, longest, w, torch.float32, target.device) for w in runner.windows}
     biases = {w: tree_bias(cache.lengths, mask, depth, seen, w, torch.float32) for w in runner.windows}
     with target.attention(ATTENTION):
@@ -45,6 +45,6 @@ def test_tree_logits_equal_each_path_run_alone(make_target, family, rows):
         ours = target.logits(runner.forward(tokens, positions, slots, seen, biases=biases)[0])
     for row, prefix in enumerate(prefixes):
         for node, path in enumerate(paths):
-            alone = torch.tensor([prefix + [int(tokens[row, above]) for above in path]], device=here)
+            alone = torch.tensor([prefix + [int(tokens[row, above]) for above in path]], device=device)
             expected = target.model(alone, use_cache=False).logits[0, -1]
             torch.testing.assert_close(ours[row, node], expected, rtol=0, atol=1e-5 * float(expected.std()) * 4)

@@ -32,7 +32,7 @@ def trees(draw):
 
 
 def walk(parents, tokens, choice, real):
-    """All nodes that greedy decoding would pass through, found from the root down; duplicates go side by side."""
+    """All nodes that greedy decoding passes through, from the root down; equal siblings all count."""
     accepted = {0}
     for node in range(1, real):
         if parents[node] in accepted and tokens[node] == choice[parents[node]]:
@@ -108,24 +108,24 @@ def test_a_static_trees_paths_are_those_of_its_mask():
     )
     tree = shape.fill(torch.randint(VOCAB, (400, 8)))
     logits = torch.randn(400, 8, VOCAB)
-    known, found = (verify_greedy(t, tree.mask, logits, 3) for t in (tree, replace(tree, static=None)))
+    static, general = (verify_greedy(t, tree.mask, logits, 3) for t in (tree, replace(tree, static=None)))
     for name in ("path", "length", "node", "bonus"):
-        assert torch.equal(getattr(known, name), getattr(found, name)), name
-    assert set(known.length.tolist()) == {0, 1, 2, 3}
+        assert torch.equal(getattr(static, name), getattr(general, name)), name
+    assert set(static.length.tolist()) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("mode", ["greedy", "sample", "temperature 0", "min_p", "typical"])
 def test_logits_that_are_not_finite_matter_on_the_path(mode, static, value):
-    """One bad node in each tree, of which some lie on the accepted path, at every depth."""
+    """One node with bad logits in each tree; some are on the accepted path, at every depth."""
     torch.manual_seed(0)
     rows, nodes, vocabulary = 1000, 8, 3
     shape = StaticTree(
         Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0))).parents, torch.device("cpu")
     )
     tokens = torch.randint(vocabulary, (rows, nodes))
-    tokens[:, [5, 4]] = (tokens[:, [1, 2]] + 1) % vocabulary  # their siblings' are other ones
+    tokens[:, [5, 4]] = (tokens[:, [1, 2]] + 1) % vocabulary  # siblings differ
     tree = shape.fill(tokens) if static else replace(shape.fill(tokens), static=None)
     sampling = {"temperature 0": Sampling(temperature=0), "min_p": Sampling(min_p=0.1)}.get(mode, Sampling())
     settings = Settings([sampling, Sampling()] * (rows // 2), torch.device("cpu"))
@@ -152,17 +152,17 @@ def test_logits_that_are_not_finite_matter_on_the_path(mode, static, value):
         assert bool(verdict.finite[row]) == (one not in path)
         if one in path:
             depths.add(path.index(one))
-        if mode != "typical":  # which may take another path
+        if mode != "typical":  # may take another path
             assert (one in path) == (one in before.path[row, : int(before.length[row]) + 1])
             if one not in path:
                 assert torch.equal(verdict.path[row], before.path[row]) and verdict.bonus[row] == before.bonus[row]
-        assert 0 <= int(verdict.bonus[row]) < vocabulary, "what a static step looks up next"
+        assert 0 <= int(verdict.bonus[row]) < vocabulary, "a valid token id for the next static step"
     assert depths >= ({0, 3} if mode == "typical" else {0, 1, 2, 3})
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample", "typical"])
 def test_padding_is_never_accepted(mode):
-    """A chain whose nodes the target is sure of, of which the last ones are padding."""
+    """A chain of tokens that the target is certain of, whose last nodes are padding."""
     shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0))).parents, torch.device("cpu"))
     tree = shape.fill(torch.tensor([[1, 0, 0, 0]] * 4))
     valid = torch.arange(4) < torch.tensor([1, 2, 3, 4])[:, None]

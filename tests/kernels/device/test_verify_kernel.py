@@ -153,7 +153,7 @@ def test_replay(device, seed, rows, nodes, most, size, num_q, kinds, block):
     (10, 4, 3, 13, 5, 2, [WITHOUT_REPLACEMENT], 16),
 ])  # fmt: skip
 def test_replay_of_reduced_vocabularies(device, seed, rows, nodes, most, size, reduced, num_q, kinds, block, shared):
-    """Laws over some of the target's tokens; one-hot draws of the others, too."""
+    """Distributions over a subset of the target's tokens, and one-hot draws of any token."""
     rng = random.Random(seed)
     ids = random_ids(rng, rows, num_q, size, reduced, shared)
     differed, lengths = compare(device, rng, rows, nodes, most, size, num_q, kinds, block, ids=ids)
