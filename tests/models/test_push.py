@@ -7,13 +7,15 @@ import huggingface_hub.constants
 import pytest
 from server import TOKEN, Hub
 
-from draftsmith.models.artifact import push, write_drafter
+from draftsmith.models.artifact import push, read_drafter, write_drafter
 
 
 @pytest.fixture
 def hub(tmp_path_factory, monkeypatch):
     with Hub(tmp_path_factory.mktemp("hub")) as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        files = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield server
@@ -42,8 +44,8 @@ def test_the_artifact_and_nothing_else(hub, folder):
     assert stored["tree.json"].read_text() == "content of tree.json"
 
 
-def test_parts_are_uploaded(hub, folder, tiny_lm):
-    """Those that the config lists, whole; what is at work elsewhere in the folder, or was left half-written, is not."""
+def test_parts_are_uploaded(hub, folder, tiny_lm, monkeypatch, tmp_path_factory, capsys):
+    """Those that the config lists, whole, and fetched again in one go; other folders and half-written files are not."""
     for name in ("ssm-0", "ssm-1", "not-a-part"):
         shutil.copytree(tiny_lm, folder / name)
     for name in ("ssm-0/.new.tmp/model.safetensors", "ssm-0/config.json.tmp", "features/0.bin", "tensorboard/x"):
@@ -51,6 +53,7 @@ def test_parts_are_uploaded(hub, folder, tiny_lm):
         (folder / name).write_text("half")
     described = {"name_or_path": "some/target", "fingerprint": "ab" * 32}
     target = SimpleNamespace(name="some/target", fingerprint="ab" * 32, describe=lambda: described)
+    (folder / "model.safetensors").unlink()
     write_drafter(folder, "ssm", {}, {}, target, {}, parts=["ssm-0", "ssm-1"])
     push(folder, "somebody/ensemble", private=False)
     stored = hub.files("models/somebody/ensemble")
@@ -59,6 +62,10 @@ def test_parts_are_uploaded(hub, folder, tiny_lm):
         "config.json", "README.md", "tree.json", "recipe.yaml", "metrics.jsonl", "provenance.json"
     }  # fmt: skip
     assert stored["ssm-1/model.safetensors"].read_bytes() == (tiny_lm / "model.safetensors").read_bytes()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
+    fetched, config, weights = read_drafter("somebody/ensemble")
+    assert (config["parts"], weights) == (["ssm-0", "ssm-1"], {}) and (fetched / "ssm-1/model.safetensors").exists()
+    assert capsys.readouterr().err.count("fetching") == 1, "no pickled weights are asked for"
 
 
 def test_a_refusal_is_one_line(hub, folder):
