@@ -173,10 +173,10 @@ def _nearest(model: type[BaseModel], path: tuple[str | int, ...]) -> str:
         section = found[0] if found else None
     siblings = list(section.model_fields) if section else []
     last = str(path[-1])[:100]
-    near = difflib.get_close_matches(last, siblings, n=1)
-    if near:
-        return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), near[0]])
     everywhere = {key.rsplit(".", 1)[-1]: key for key in reversed(_keys(model))}  # the first of a name wins
+    near = difflib.get_close_matches(last, siblings, n=1)
+    if near and last not in everywhere:  # a key in another place is meant rather than one of a similar name here
+        return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), near[0]])
     near = difflib.get_close_matches(last, everywhere, n=1)
     if near:
         return f"; nearest valid key: {everywhere[near[0]]}"

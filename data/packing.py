@@ -1,4 +1,4 @@
-"""Token streams cut into rows of one length, and the order in which rows are seen.
+"""Cut token streams into rows of one length, and pack samples into rows.
 
 Shape letters: S rows, T tokens in a row.
 """
@@ -16,10 +16,10 @@ from draftsmith.data.rows import Skipped
 
 
 def pack(documents: Sequence[Sequence[int]], length: int, separator: int) -> torch.Tensor:
-    """Join documents with ``separator`` and cut the stream into rows; the tail that fills no row is dropped.
+    """Join documents with ``separator`` and cut the stream into rows; an incomplete last row is dropped.
 
     Returns:
-        ``[S, length]`` int32 (vocabularies fit, and it halves the memory).
+        ``[S, length]`` int32 (large enough for vocabularies, half the memory of int64).
 
     Raises:
         ValueError: the documents do not fill one row.
@@ -44,7 +44,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Many samples, flat: sample i is ``[starts[i], starts[i + 1])`` of ``tokens`` int32 and ``supervised`` bool.
+    """Samples in flat arrays: sample i is ``[starts[i], starts[i + 1])`` of ``tokens`` int32 and ``supervised`` bool.
 
     skipped: rows of the source that gave no sample.
     """
@@ -58,20 +58,22 @@ class Tokenized:
         return len(self.starts) - 1
 
     def sha256(self) -> str:
+        """The hash of all samples and their label masks."""
         digest = hashlib.sha256()
         for part in (self.tokens, self.supervised, self.starts):
             digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()
 
     def without_label(self) -> int:
-        """How many samples have nothing supervised behind their first token."""
+        """The number of samples without a label after their first token."""
         labels = self.supervised.copy()
-        labels[self.starts[:-1][np.diff(self.starts) > 0]] = False  # nothing predicts a first token
+        labels[self.starts[:-1][np.diff(self.starts) > 0]] = False  # a first token is never predicted
         before = np.concatenate([[0], np.cumsum(labels)])
         return int((np.diff(before[self.starts]) == 0).sum())
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> "Tokenized":
+        """Samples put into flat arrays."""
         tokens, supervised, lengths = array("i"), bytearray(), [0]
         for sample in samples:
             tokens.extend(sample.ids)
@@ -82,8 +84,8 @@ class Tokenized:
 
 
 class Rows:
-    """Samples as rows: of ``length`` tokens with several samples each if ``share`` (best fit, longest first), else of
-    one sample each and as long as the longest.
+    """Samples as rows. With ``share``, a row has ``length`` tokens and several samples (best fit, longest first);
+    otherwise one sample, and the length of the longest.
 
     Raises:
         ValueError: there is no sample, or one is longer than a row.
@@ -111,12 +113,12 @@ class Rows:
         return len(self.rows)
 
     def batch(self, numbers: Sequence[int], length: int | None = None) -> dict[str, torch.Tensor]:
-        """The rows of these numbers, padded to ``length`` (T; the longest row's if left out).
+        """The rows with these numbers, padded to ``length`` (T; the longest row's if left out).
 
         Returns:
             ``tokens [S, T]`` int32 (padding 0), ``supervised [S, T]`` bool, ``segment [S, T]`` int32 (1, 2, … by sample
-            in its row, 0 at padding), and where rows are shared ``positions [S, T]`` int64, which begin at 0 in every
-            segment: with them, and without a mask, ``transformers`` models keep the segments of a row apart.
+            in its row, 0 at padding), and with ``share`` also ``positions [S, T]`` int64, which begin at 0 in every
+            segment: given these and no mask, ``transformers`` models keep the segments of a row apart.
         """
         length = self.length if length is None else length
         shape = (len(numbers), length)
@@ -135,34 +137,3 @@ class Rows:
         if self.share:
             arrays["positions"] = positions
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
-
-
-def schedule(sizes: Sequence[int | None], weights: Sequence[float], samples: int, seed: int) -> np.ndarray:
-    """Which row of which source each sample is: ``[samples, 2]`` int64 of (source, row).
-
-    A source is drawn by weight; its rows are walked in a fresh permutation per epoch, those of a streamed one (its size
-    is None) as they come. A pure function of its arguments, so that a resumed run needs only the step it had reached.
-    """
-    share = np.asarray(weights, dtype=np.float64)
-    rng = np.random.default_rng(seed)
-    chosen = rng.choice(len(sizes), size=samples, p=share / share.sum())
-    order = np.empty((samples, 2), dtype=np.int64)
-    order[:, 0] = chosen
-    for source, size in enumerate(sizes):
-        places = np.flatnonzero(chosen == source)
-        if size is None:
-            order[places, 1] = np.arange(len(places))
-            continue
-        epochs = -(-len(places) // size)
-        rows = np.tile(np.arange(size), (epochs, 1))
-        rng.permuted(rows, axis=1, out=rows)  # the numbers that rng.permutation(size) would give, epoch by epoch
-        order[places, 1] = rows.ravel()[: len(places)]
-    return order
-
-
-def describe(sources: Sequence[str], order: np.ndarray) -> str:
-    """Samples of :func:`schedule` for a person: ``stdlib rows 3, 17; package:torch row 4``."""
-    rows: dict[str, list[int]] = {}
-    for source, row in order:
-        rows.setdefault(sources[int(source)], []).append(int(row))
-    return "; ".join(f"{name} row{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for name, r in rows.items())

@@ -597,7 +597,8 @@ def table_of(results: Sequence[Result]) -> str:
     if results:
         names = ("python", "torch", "triton", "transformers")
         shown = ", ".join(f"{name} {results[-1].versions[name]}" for name in names if name in results[-1].versions)
-        where = f"{time.strftime('%Y-%m-%d')}, {results[-1].device}; {shown}; `make gpu`:\n\n"
+        command = "make gpu-rehearsal" if results[-1].rehearsal else "make gpu"
+        where = f"{time.strftime('%Y-%m-%d')}, {results[-1].device}; {shown}; `{command}`:\n\n"
     return where + "\n".join(lines) + "\n"
 
 

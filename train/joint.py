@@ -130,18 +130,15 @@ def guarded(joint: Joint, tau: float, kl: float) -> float:
     return -kl if kl == kl else -math.inf
 
 
-def write_target(recipe: DrafterRecipe, target: Target, joint: Joint | None) -> list[str]:
-    """After a joint stage, write the adapter and, where ``export.merged`` says so, the target with it merged in, for
-    servers that take no adapter; returns the names of these sub-folders of the run's folder."""
-    if joint is None:
-        return []
+def write_target(recipe: DrafterRecipe, target: Target) -> None:
+    """Write the trained adapter into the run's folder and, where ``export.merged`` says so, the target with it merged in,
+    for servers that take no adapter."""
     folder, t = recipe.run.folder, recipe.target
     write_adapter(folder, target)
     if not recipe.export.merged:
-        return [FOLDER]
+        return
     base = load_target(t.name, revision=t.revision, dtype=t.dtype, trust_remote_code=t.trust_remote_code)
     whole = merge_adapter(base, folder / FOLDER)
     (folder / "target").mkdir(exist_ok=True)
     write_model(folder / "target", whole.model, whole.tokenizer, provenance(merged_from=t.name))
     target.merged_fingerprint = fingerprint(folder / "target")
-    return [FOLDER, "target"]

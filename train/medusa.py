@@ -74,8 +74,7 @@ class MedusaRecipe(DrafterRecipe):
             raise ValueError(f"target.quantize={self.target.quantize}: joint training changes the weights; use none")
         if joint and "lm_head" in joint.lora.modules and self.drafter.projection == "shared":
             raise ValueError(
-                "joint.lora.modules: lm_head would move the matrix that all heads share; drop it, or use "
-                "drafter.projection=own"
+                "joint.lora.modules: lm_head is shared by all heads; drop it, or use drafter.projection=own"
             )
         if joint and self.precision.compile:
             raise ValueError("precision.compile: joint training changes its loss at every step; leave it off")
@@ -206,11 +205,10 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
         config = MedusaConfig(d.num_draft_heads, d.num_layers, d.projection, shape.hidden_size, shape.vocab_size)
         own = sum(p.numel() for p in MedusaHeads(config).parameters())
     projected = d.num_draft_heads * shape.hidden_size * shape.vocab_size if d.projection == "shared" else 0
-    found = []
-    for stage in recipe.stages:
-        adapters = stage.joint.lora.r * shape.rank if stage.joint else 0
-        passes = 1 if not stage.joint else 3 if stage.joint.loss == "kl" else 2  # forward, the teacher's, backward
-        found.append(Plan.of(recipe, stage, shape, own + adapters, projected, passes))
+    found = [Plan.of(recipe, stage, shape, own, projected) for stage in recipe.stages]
+    if joint:
+        trained, passes = own + joint.lora.r * shape.rank, 3 if joint.loss == "kl" else 2  # the teacher's, backward
+        found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, projected, passes)
     return found
 
 
@@ -236,8 +234,9 @@ def train(run: Run[MedusaRecipe]) -> None:
         found = evaluate(run, module, run.held_out)
         tree = best_tree(head_ranks(target, heads, run.held_out["tokens"], run.held_out["supervised"]), SIMULATED_NODES)
     facts = {name: value for name, value in found.items() if name in FACTS}
-    parts = partial(write_target, recipe, target, recipe.stages[-1].joint)
-    run.export(heads.config.to_dict(), heads.state_dict(), target, tree, parts, **facts)
+    if recipe.stages[-1].joint and run.main:
+        write_target(recipe, target)
+    run.export(heads.config.to_dict(), heads.state_dict(), target, facts, tree)
 
 
 SCRIPT = Script("medusa", MedusaRecipe, train, plans)

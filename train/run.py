@@ -22,8 +22,8 @@ from draftsmith.common.recipe import read_recipe, write_recipe
 from draftsmith.common.sections import DrafterRecipe, R, Stage
 from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import read_template
+from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.step import Drafter
 from draftsmith.inference.tree import Topology
 from draftsmith.models.artifact import check_target, provenance, push, read_drafter, write_drafter
 from draftsmith.models.stored import resolve_folder
@@ -222,8 +222,11 @@ class Run(Generic[R]):
     def real_tau(self, target: Target, make: Callable[[], Drafter]) -> dict[str, float]:
         """``tau``: tokens that the engine accepts per step of held-out prompts with a copy of the drafter as it is
         now; nothing at a step at which ``evaluate.decode`` does not ask for it."""
-        wanted, prompts = self.recipe.evaluate, prompts_of(self.held_out)[: self.recipe.evaluate.prompts]
-        if not wanted.decode or not self.job.step or self.job.step % wanted.decode or not prompts or sharded.spreads():
+        wanted, step = self.recipe.evaluate, self.job.step
+        if not wanted.decode or not step or step % wanted.decode or sharded.spreads():
+            return {}
+        prompts = prompts_of(self.held_out)[: wanted.prompts]
+        if not prompts:
             return {}
         with torch.autocast(target.device.type, enabled=False):
             results = SpeculativeDecoder(target, make()).generate(prompts, DECODED_TOKENS)
@@ -241,26 +244,25 @@ class Run(Generic[R]):
         )  # fmt: skip
 
     def export(
-        self, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target, tree: Topology | None = None,
-        write_parts: Callable[[], Sequence[str]] = tuple, **facts: Any,
+        self, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target, facts: Mapping[str, Any],
+        tree: Topology | None = None, parts: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Write the drafter's folder and upload it where the recipe says so.
 
         Args:
             shape, weights: of the drafter, as its loader reads them.
+            facts: what provenance.json records besides.
             tree: what an uploaded drafter proposes before it is calibrated.
-            write_parts: writes the sub-folders that belong to the drafter and returns their names.
-            facts: what provenance.json says besides.
+            parts: names of the folder's sub-folders that the drafter consists of, already written.
         """
         recipe, folder = self.recipe, self.folder
         assert isinstance(recipe, DrafterRecipe)
         if not self.main:
             return
-        facts |= {"target_fingerprint": target.fingerprint, "dtype": recipe.target.dtype, "init_from": recipe.init_from}
-        parts = write_parts()
-        write_drafter(
-            folder, self.kind, shape, weights, target, self.facts(**facts), read_template(recipe.data.template), parts
-        )
+        t = recipe.target
+        own = {"target_fingerprint": self.job.target, "dtype": t.dtype, "init_from": recipe.init_from, **facts}
+        template = read_template(recipe.data.template)
+        write_drafter(folder, self.kind, shape, weights, target, self.facts(**own), template, parts)
         if tree is not None and (self.small or recipe.export.push_to_hub) and not (folder / "tree.json").exists():
             write_json(folder / "tree.json", {"paths": [list(path) for path in tree.paths]})
         self.close()

@@ -77,9 +77,10 @@ class Sampler:
                 order[places, 1] = np.arange(len(places))
                 continue
             size = len(cast(Rows, rows))
-            for epoch, begin in enumerate(range(0, len(places), size)):
-                walk = np.random.default_rng([self.seed, 1 + source, epoch]).permutation(size)
-                order[places[begin : begin + size], 1] = walk[: len(places) - begin]
+            epochs = np.tile(np.arange(size), (-(-len(places) // size), 1))
+            # The numbers of permutation(size) epoch by epoch, so that further epochs change no earlier one.
+            np.random.default_rng([self.seed, 1 + source]).permuted(epochs, axis=1, out=epochs)
+            order[places, 1] = epochs.ravel()[: len(places)]
         return order
 
     def stage(self, count: int, before: int = 0, beside: Mapping[str, Tensor] | None = None) -> "StageSamples":

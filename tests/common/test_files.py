@@ -172,9 +172,7 @@ def test_a_full_disk_while_training(tmp_path, run_main, tiny_lm):
         "target": {"name": str(tiny_lm)},
         "data": {"train": [{"source": str(text)}], "validation": [{"source": str(text)}], "max_length": 64},
         "drafter": {"num_draft_heads": 2},
-        "optim": {"lr": 1e-3},
-        "batch": {"sequences": 1},
-        "steps": 2,
+        "stages": [{"optim": {"lr": 1e-3}, "batch": {"sequences": 1}, "steps": 2}],
         "checkpoint": {"every": 1},
         "precision": {"autocast": "none", "threads": 1},
     }

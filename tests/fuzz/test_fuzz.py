@@ -245,7 +245,8 @@ def test_recipes_as_text(folder, data):
 
 
 KEYS = ["run.name", "run.name.x", "steps.0", "target.name", "optim.lr", "optim.betas", "data.train.0.weight",
-        "data.train", "steps", "batch.sequences", "drafter.num_draft_heads", "stages.0.steps", "evaluate.decode",
+        "data.train", "steps", "stages", "stages.0.batch.sequences", "stages.0.optim.lr",
+        "drafter.num_draft_heads", "stages.0.steps", "evaluate.decode",
         "export.push_to_hub", "data.train.-1.x", "data..x", "x", "", "data.train.99999999999", "optim", "run", "joint",
         "a.b.c.d"]  # fmt: skip
 
@@ -357,8 +358,9 @@ def tiny_recipes(folder, tiny_lm):
     contents: dict[str, Any] = {
         "medusa": {
             "run": run, "target": {"name": str(tiny_lm)}, "drafter": {"num_draft_heads": 2},
-            "data": {"train": [source], "validation": [source], "max_length": 64}, "optim": {"lr": 1e-3},
-            "batch": {"sequences": 2}, "steps": 2, "precision": {"autocast": "none", "threads": 1},
+            "data": {"train": [source], "validation": [source], "max_length": 64},
+            "stages": [{"optim": {"lr": 1e-3}, "batch": {"sequences": 2}, "steps": 2}],
+            "precision": {"autocast": "none", "threads": 1},
         },
         "distill": {
             "run": run, "target": {"name": str(tiny_lm)}, "data": {"seeds": [source]},

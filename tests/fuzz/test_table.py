@@ -80,7 +80,7 @@ class World:
             content |= {"engine": {"batch_size": 2, "max_length": 64, "threads": 1}}
         else:
             data = {"train": [source], "validation": [source], "max_length": 64}
-            content |= {"drafter": {"num_draft_heads": 2}, "data": data, **stage}
+            content |= {"drafter": {"num_draft_heads": 2}, "data": data, "stages": [stage]}
             content |= {"precision": {"autocast": "none", "threads": 1}}
         return self.file("recipe.yaml", yaml.safe_dump(content | sections) + text)
 
@@ -203,7 +203,8 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     # recipes
     ("a list as key", medusa.main, written("? [a, b]\n: 1\n"), 2, "a key is a word"),
     ("a date", medusa.main, written("2024-01-01: 1\n"), 2, "unknown key '2024-01-01'"),
-    ("a date for a number", medusa.main, training("steps=2024-01-01"), 2, "'steps': input should be a valid integer"),
+    ("a date for a number", medusa.main, training("stages.0.steps=2024-01-01"), 2,
+     "'stages.0.steps': input should be a valid integer"),
     ("deep nesting", medusa.main, written("x: " + "[" * 5000), 2, "recipe.yaml"),
     ("an alias bomb", medusa.main, written(bomb()), 2, "more than 10,000 values"),
     ("a tag", medusa.main, written("x: !!python/object/apply:os.system [ls]\n"), 2, "are not supported"),
@@ -220,16 +221,16 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("an empty recipe", medusa.main, lambda w: [w.file("x.yaml", "")], 2, "got nothing"),
     ("a list", medusa.main, lambda w: [w.file("x.yaml", "- 1\n")], 2, "a recipe is a mapping of sections"),
     ("JSON too deep", medusa.main, lambda w: [w.file("x.yaml", DEEP)], 2, "x.yaml"),
-    ("muon", medusa.main, training("optim.name=muon"), 2, "muon"),
-    ("a batch of 10⁹", medusa.main, training("batch.sequences=1000000000"), 2, "'batch.sequences'"),
+    ("muon", medusa.main, training("stages.0.optim.name=muon"), 2, "muon"),
+    ("a batch of 10⁹", medusa.main, training("stages.0.batch.sequences=1000000000"), 2, "'stages.0.batch.sequences'"),
     ("10⁹ heads", medusa.main, training("drafter.num_draft_heads=1000000000"), 2, "'drafter.num_draft_heads'"),
     ("a negative limit", medusa.main, training("data.train.0.limit=-1"), 2, "'data.train.0.limit'"),
     ("a weight of 0", medusa.main, training("data.train.0.weight=0"), 2, "'data.train.0.weight'"),
     ("a weight of nan", medusa.main, training("data.train.0.weight=.nan"), 2, "'data.train.0.weight'"),
     ("a negative seed", medusa.main, training("run.seed=-1"), 2, "'run.seed'"),
     ("a seed of 2⁶³", medusa.main, training(f"run.seed={1 << 63}"), 2, "'run.seed'"),
-    ("a learning rate of inf", medusa.main, training("optim.lr=.inf"), 2, "'optim.lr'"),
-    ("betas of 1", medusa.main, training("optim.betas=[1, 1]"), 2, "'optim.betas"),
+    ("a learning rate of inf", medusa.main, training("stages.0.optim.lr=.inf"), 2, "'stages.0.optim.lr'"),
+    ("betas of 1", medusa.main, training("stages.0.optim.betas=[1, 1]"), 2, "'stages.0.optim.betas"),
     ("one row of 10⁹ tokens", medusa.main, training("data.max_length=1000000000"), 2, "'data.max_length'"),
     ("a package elsewhere", medusa.main, training("data.train.0.source=package:../x"), 2, "after 'package:' comes"),
     ("heads to begin with", medusa.main, training("init_from=/nowhere"), 2, "/nowhere"),

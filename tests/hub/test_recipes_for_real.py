@@ -30,10 +30,10 @@ RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))
 # tests/train/test_shipped_recipes.py
 NOTHING_OF_THE_HUB = {"tiny-distill", "tiny-draft", "tiny-lm", "tiny-medusa", "tiny-medusa2"}
 SIZES = [
-    "target.dtype=float32", "data.max_length=224", "steps=4", "batch={sequences: 4, accumulate: 2}",
+    "target.dtype=float32", "data.max_length=224", "stages.0.steps=4", "stages.0.batch={sequences: 4, accumulate: 2}",
     "precision.autocast=none", "precision.threads=1", "checkpoint.every=4", "evaluate={every: 2, sequences: 8}",
 ]  # fmt: skip
-JOINT = ["joint.steps=4", "joint.batch={sequences: 4, accumulate: 2}", "precision.gradient_checkpointing=true"]
+JOINT = ["stages.1.steps=4", "stages.1.batch={sequences: 4, accumulate: 2}", "precision.gradient_checkpointing=true"]
 ANSWERS = ["target.dtype=float32", "engine.batch_size=4", "engine.threads=1", "decoding.max_new_tokens=12"]
 FEW = ["--max-new-tokens", "8"]  # timed by calibrate.py
 USELESS = ("bard", "bing", "empty")  # rows that are skipped

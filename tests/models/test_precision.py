@@ -152,9 +152,7 @@ def recipe(tiny_lm, tmp_path):
             "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
             "validation": [{"source": "stdlib", "split": "test", "answers": ask}],
         },
-        "batch": {"sequences": 4},
-        "steps": 2,
-        "optim": {"lr": 1e-2},
+        "stages": [{"name": "medusa-1", "batch": {"sequences": 4}, "steps": 2, "optim": {"lr": 1e-2}}],
         "precision": {"threads": 1},
         "checkpoint": {"every": 1, "keep": 1},
     }
@@ -194,12 +192,12 @@ def test_a_resumed_run_keeps_what_it_began_with(recipe, tmp_path, run_main, cpu)
     assert (code, err) == (0, "") and ", bfloat16 autocast (in hardware here)\n" in out
     assert trained_in(tmp_path / "run") == ("float32", "bfloat16")
     cpu("avx2")  # another machine
-    code, out, err = run_main(medusa.main, recipe, "--resume", "steps=3")
+    code, out, err = run_main(medusa.main, recipe, "--resume", "stages.0.steps=3")
     assert (code, err) == (0, "") and "resuming medusa-1 at step 2 of 3" in out
     assert "precision: float32 weights, bfloat16 autocast (as this run began)\n" in out
     assert out.count("warning: ") == 1 and "warning: bfloat16 autocast can be many times slower" in out
     assert trained_in(tmp_path / "run") == ("float32", "bfloat16")
-    code, out, err = run_main(medusa.main, recipe, "--resume", "steps=4", "precision.autocast=none")
+    code, out, err = run_main(medusa.main, recipe, "--resume", "stages.0.steps=4", "precision.autocast=none")
     assert (code, err) == (0, "") and "no autocast (as asked)\n" in out and "warning" not in out
     assert trained_in(tmp_path / "run") == ("float32", "none"), "obeyed"
     code, out, err = run_main(medusa.main, recipe, "--restart")

@@ -8,7 +8,7 @@ from draftsmith.kernels import bench as kernels
 from draftsmith.models.adapter import add_lora
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.train import bench, bench_medusa, bench_step
-from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
+from draftsmith.train.medusa import Medusa1, Medusa2, MedusaStage
 
 
 def test_operations(make_target):
@@ -21,8 +21,8 @@ def test_operations(make_target):
     shared = Medusa1(target, MedusaHeads.for_target(target, 3, 1, "shared"))
     assert bench_step.operations(target, shared, 10) == 10 * (2 * inside + 6 * blocks + 4 * 3 * head)
     add_lora(target, 4, 8, 0.0, ["q_proj", "o_proj"])
-    stage = Joint.model_validate({"optim": {"lr": 1e-3}, "batch": {"sequences": 4}, "steps": 4})
-    both = Medusa2(target, shared.heads, stage, lambda: 0)
+    stage = MedusaStage.model_validate({"optim": {"lr": 1e-3}, "batch": {"sequences": 4}, "steps": 4, "joint": {}})
+    both = Medusa2(target, shared.heads, stage)
     lora = 2 * 2 * 4 * (32 + 32)
     expected = 10 * (6 * inside + 6 * head + 6 * (blocks + lora) + 4 * 3 * head)
     assert bench_step.operations(target, both, 10) == expected

@@ -5,12 +5,13 @@ import time
 import pytest
 import torch
 
-from draftsmith.common.sections import Answers, Evaluate, Optim, Stage
+from draftsmith.common.sections import Data
 from draftsmith.inference.answers import answer
+from draftsmith.inference.ranks import head_ranks
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import expect
-from draftsmith.train.medusa_loss import Medusa1
+from draftsmith.train.medusa import Medusa1, MedusaRecipe
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +19,22 @@ def target(tiny_lm):
     return load_target(str(tiny_lm))
 
 
-def stage(steps, sequences=4):
-    return Stage.model_validate({"optim": Optim(lr=1e-3), "batch": {"sequences": sequences}, "steps": steps})
+def recipe_of(steps=70, sequences=4, cached=False, evaluate_every=30, held_out=32, **ask):
+    ask = {"prompts": 640, "prompt_tokens": 24, "new_tokens": 8, "batch_size": 5, **ask}
+    source = {"source": "stdlib", "answers": ask}
+    return MedusaRecipe.model_validate(
+        {
+            "run": {"name": "x"}, "target": {"name": "t"}, "drafter": {"num_draft_heads": 3},
+            "data": {"train": [source], "validation": [{**source, "answers": {**ask, "prompts": 64}}]},
+            "stages": [{"optim": {"lr": 1e-3}, "batch": {"sequences": sequences}, "steps": steps}],
+            "cache_hidden": "memory" if cached else "none",
+            "evaluate": {"every": evaluate_every, "sequences": held_out},
+        }
+    )  # fmt: skip
+
+
+def ranks(module, held_out):
+    head_ranks(module.target, module.heads, held_out["tokens"], held_out["supervised"])
 
 
 def test_each_part_is_work_times_its_measured_time(target, monkeypatch):
@@ -31,71 +46,65 @@ def test_each_part_is_work_times_its_measured_time(target, monkeypatch):
 
     monkeypatch.setattr(expect, "_seconds", a_second)
     monkeypatch.setattr(expect, "_step_seconds", lambda *_: 0.5)
-    heads = MedusaHeads.for_target(target, 3, 1, "shared")
-    asked = [Answers(prompts=640, prompt_tokens=24, new_tokens=8, batch_size=5), Answers(prompts=64, prompt_tokens=24)]
-    evaluate = Evaluate(every=30, sequences=32)
-    found = expect.training_seconds(target, heads, asked, 320, stage(70), evaluate)
+    module = Medusa1(target, MedusaHeads.for_target(target, 3, 1, "shared"))
+    found = expect.training_seconds(target, module, ranks, recipe_of(cached=True))
     assert found == {
-        "answers": pytest.approx((640 + 64) * 1 / 4 * 24 / 32 + 640 * 8 * 0.5 / 5 + 64 * 128 * 0.5 / 5),
-        "hidden states": 320 / 4,
+        "answers": pytest.approx((640 + 64) * 1 / 4 * 24 / 32 + (640 + 64) * 8 * 0.5 / 5),
+        "hidden states": 640 / 4,
         "steps": 70 * 4 / 2,
         "evaluation": 3 * 32 / 4,
     }
-    uncached = expect.training_seconds(target, heads, asked, 0, stage(70), evaluate)
-    assert uncached == {**found, "hidden states": 70 * 4 / 4}
+    uncached = expect.training_seconds(target, module, ranks, recipe_of())
+    assert uncached == {name: seconds for name, seconds in found.items() if name != "hidden states"}
 
 
-def test_nothing_is_left_behind(target, monkeypatch):
-    """A run that was told how long it takes is the same to the bit as one that was not."""
-
-    def refuse(*_):
-        raise AssertionError("training's own passes are counted, by training and by its tests")
-
-    monkeypatch.setattr(Medusa1, "forward", refuse)
-    monkeypatch.setattr(Medusa1, "count", refuse)
-    heads = MedusaHeads.for_target(target, 3, 1, "own")
-    before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
-    weights = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
-    state, training = torch.get_rng_state(), target.model.training
-    expect.training_seconds(target, heads, [Answers(prompts=9, prompt_tokens=24)], 9, stage(5), Evaluate())
-    assert torch.get_rng_state().equal(state) and target.model.training == training
-    assert all(tensor.equal(before[name]) for name, tensor in heads.state_dict().items())
-    assert all(tensor.equal(weights[name]) for name, tensor in target.model.state_dict().items())
-    assert all(p.grad is None for p in [*heads.parameters(), *target.model.parameters()])
+@pytest.mark.parametrize("cached", [False, True])
+def test_nothing_is_left_behind(target, cached):
+    """A run whose time was estimated is the same to the bit as one whose time was not."""
+    module = Medusa1(target, MedusaHeads.for_target(target, 3, 1, "own"))
+    module.train()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    state, modes = torch.get_rng_state(), [part.training for part in module.modules()]
+    expect.training_seconds(target, module, ranks, recipe_of(cached=cached))
+    assert torch.get_rng_state().equal(state) and [part.training for part in module.modules()] == modes
+    assert all(tensor.equal(before[name]) for name, tensor in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
 
 
 def test_it_is_about_right(target):
     """Generously: other work comes and goes while this is timed. A time of all rows taken for one's is 32 times it."""
-    ask = Answers(prompts=64, prompt_tokens=24, new_tokens=40, batch_size=32)
-    heads = MedusaHeads.for_target(target, 3, 1, "shared")
-    found = expect.training_seconds(target, heads, [ask], 64, stage(50, 64), Evaluate(every=10, sequences=32))
+    module = Medusa1(target, MedusaHeads.for_target(target, 3, 1, "shared"))
+    recipe = recipe_of(50, 64, True, 10, prompts=64, new_tokens=40, batch_size=32)
+    found = expect.training_seconds(target, module, ranks, recipe)
     assert all(seconds > 0 for seconds in found.values())
     prompts = torch.randint(target.vocab_size, (64, 24), generator=torch.Generator().manual_seed(1)).tolist()
     began = time.perf_counter()
     made = answer(target, prompts, 40, 32)["supervised"].sum()
-    real = (time.perf_counter() - began) * 64 * 40 / float(made)
+    real = 2 * (time.perf_counter() - began) * 64 * 40 / float(made)
     assert real / 6 < found["answers"] < real * 6
 
 
 def test_it_takes_a_moment():
-    """Of the bundled target, at the sizes of `make demo`: little beside the minutes that it foretells."""
+    """Of the bundled target, at the sizes of `make demo`: little beside the minutes that it estimates."""
     target = load_target("models/tiny-lm")
-    heads = MedusaHeads.for_target(target, 4, 2, "shared")
-    asked = [Answers(prompts=2048, prompt_tokens=96, new_tokens=128, batch_size=96)]
+    module = Medusa1(target, MedusaHeads.for_target(target, 4, 2, "shared"))
+    recipe = recipe_of(500, 16, True, 500, 96, prompts=2048, prompt_tokens=96, new_tokens=128, batch_size=96)
     began = time.process_time()
-    found = expect.training_seconds(target, heads, asked, 2048, stage(500, 16), Evaluate(every=500, sequences=96))
+    found = expect.training_seconds(target, module, ranks, recipe)
     assert time.process_time() - began < 8, "1.3 s of one core with AVX2"
     assert found["answers"] > found["evaluation"]
 
 
 def test_what_is_not_tried(target, monkeypatch):
-    """A context that is too short for what is asked: the run itself says so. A large target."""
-    heads = MedusaHeads.for_target(target, 3, 1, "shared")
+    """A context that is too short for the answers, which the run itself says; other text; a large target."""
+    module = Medusa1(target, MedusaHeads.for_target(target, 3, 1, "shared"))
 
-    def seconds(prompt_tokens):
-        asked = [Answers(prompts=2, prompt_tokens=prompt_tokens, new_tokens=2)]
-        return expect.training_seconds(target, heads, asked, 9, stage(1), Evaluate())
+    def seconds(prompt_tokens, **fields):
+        recipe = recipe_of(prompt_tokens=prompt_tokens, new_tokens=5).model_copy(update=fields)
+        return expect.training_seconds(target, module, ranks, recipe)
 
-    assert seconds(target.context - expect.STEPS - 3) and seconds(target.context - expect.STEPS - 2) is None
+    assert seconds(target.context - expect.STEPS - 6) and seconds(target.context - expect.STEPS - 5) is None
+    text = {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib"}]}
+    assert seconds(20, data=Data.model_validate(text)) is None
     monkeypatch.setattr(expect, "SMALL", 100)
     assert seconds(20) is None

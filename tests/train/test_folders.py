@@ -116,7 +116,7 @@ def test_a_file_and_loops_are_not_folders(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["checkpoints", "answers", "adapter", "target", "features", "streams", "held_out", "tensorboard"]
+    "name", ["checkpoints", "answers", "part", "adapter", "features", "streams", "held_out", "tensorboard"]
 )
 def test_restart_follows_no_links(tmp_path, name):
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"
@@ -126,6 +126,8 @@ def test_restart_follows_no_links(tmp_path, name):
     folder.mkdir()
     (folder / name).symlink_to(elsewhere)
     (folder / "model.safetensors").touch()
+    config = {"drafter_type": "x", "parts": ["part"], "target": {"name_or_path": "t", "adapter": "adapter"}}
+    (folder / "config.json").write_text(json.dumps(config))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=f"{name}: a link; --restart deletes nothing outside"):
         begin(folder, False, True)
@@ -272,11 +274,14 @@ def test_ctrl_c_while_importing(tmp_path, script, library):
 # ---- said early
 
 
+STAGE = {"optim": {"lr": 1e-3}, "batch": {"sequences": 1}, "steps": 3}
+
+
 def recipe_of(**sections):
     text = {"source": "stdlib"}
     content = {
         "run": {"name": "x"}, "target": {"name": "t"}, "data": {"train": [text], "validation": [text]}, "drafter": {},
-        "optim": {"lr": 1e-3}, "batch": {"sequences": 1}, "steps": 3,
+        "stages": [STAGE],
     }  # fmt: skip
     from draftsmith.train.medusa import MedusaRecipe
 
@@ -292,7 +297,8 @@ def recipe_of(**sections):
          "no Jinja template"),
         ({"track": {"wandb": True}}, "track.wandb needs a package more: pip install wandb"),
         ({"track": {"tensorboard": True}}, "track.tensorboard needs a package more: pip install tensorboard"),
-        ({"optim": {"lr": 1e-3, "eight_bit": True}}, "optim.eight_bit needs a package more: pip install bitsandbytes"),
+        ({"stages": [{**STAGE, "optim": {"lr": 1e-3, "eight_bit": True}}]},
+         "optim.eight_bit needs a package more: pip install bitsandbytes"),
         ({"target": {"name": "t", "quantize": "8bit"}},
          "target.quantize needs a package more: pip install bitsandbytes"),
     ],
@@ -301,14 +307,14 @@ def test_what_is_missing(sections, message, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     recipe = recipe_of(**sections)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        folders.check(recipe, [recipe])
-    folders.check(recipe_of(), [recipe_of()])
+        folders.check(recipe, recipe.stages)
+    folders.check(recipe_of(), recipe_of().stages)
 
 
 def test_checkpoints_that_cannot_fit(tmp_path, monkeypatch):
     def room(steps=30, **checkpoints):
-        recipe = recipe_of(checkpoint={"every": 10, "keep": 1, **checkpoints}, steps=steps)
-        folders.check_room(tmp_path, 1000, recipe, recipe)
+        recipe = recipe_of(checkpoint={"every": 10, "keep": 1, **checkpoints}, stages=[{**STAGE, "steps": steps}])
+        folders.check_room(tmp_path, 1000, recipe, recipe.stages[0])
 
     def free(count):
         monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=count))
@@ -324,14 +330,14 @@ def test_checkpoints_that_cannot_fit(tmp_path, monkeypatch):
 
 
 def test_what_to_begin_with_is_checked_before_the_target_is_loaded(tmp_path, run_main, monkeypatch):
-    from draftsmith.train import lm, medusa
+    from draftsmith.train import lm, medusa, run
 
-    monkeypatch.setattr(medusa, "load_target", None)
+    monkeypatch.setattr(run, "load_target", None)
     heads = {"drafter_type": "medusa", "num_draft_heads": 3, "num_layers": 1, "projection": "own"}
     wrong = {
         "nothing": (None, "no drafter there"),
         "list": ([], "a JSON object is needed"),
-        "model": ({"model_type": "llama"}, "its drafter_type is None; Medusa heads are needed"),
+        "model": ({"model_type": "llama"}, "its drafter_type is None, not 'medusa'"),
         "heads": (heads, "its num_draft_heads is 3, the recipe's 4; set drafter.num_draft_heads"),
     }
     for name, (config, message) in wrong.items():

@@ -122,7 +122,7 @@ def test_the_loss_written_out():
     batch = {"tokens": tokens.int(), "written": written.int(), "again": again}
     counts = module.count(batch)
     assert counts.tolist() == [4 * 8, 2 * 7, 2 * 6, 3]
-    loss, metrics = module(batch, counts)
+    loss, metrics = module(batch, counts, 0)
 
     def log_probability(logits, token):
         return torch.log_softmax(logits, -1)[token]
@@ -169,7 +169,7 @@ def test_unlikelihood_gets_a_model_out_of_its_loop():
         for _ in range(30):
             tokens = loop if not extra else torch.randint(50, (2, 12))
             batch = {"tokens": tokens.int(), **extra}
-            loss, _ = module(batch, module.count(batch))
+            loss, _ = module(batch, module.count(batch), 0)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -38,7 +38,7 @@ class Toy(nn.Module):
     def count(self, batch):
         return (batch["labels"] != -100).sum().view(1)
 
-    def forward(self, batch, counts):
+    def forward(self, batch, counts, step):
         logits = self.out(self.dropout(self.embed(batch["tokens"])))
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
         hits = (logits.argmax(-1) == batch["labels"]).sum()
@@ -58,20 +58,38 @@ def samples(numbers: range) -> dict[str, torch.Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
-def stage(steps=8, sequences=4, accumulate=1, **optim) -> Stage:
+def stage(steps=8, sequences=4, accumulate=1, name="toy", **optim) -> Stage:
     optim = Optim(**{"lr": 0.05, "schedule": "constant", **optim})
-    return Stage(optim=optim, batch=Batch(sequences=sequences, accumulate=accumulate), steps=steps)
+    return Stage(name=name, optim=optim, batch=Batch(sequences=sequences, accumulate=accumulate), steps=steps)
+
+
+def evaluate(module):
+    batch = samples(range(1000, 1016))
+    loss, _ = module(batch, module.count(batch), 0)
+    return {"validation_loss": float(loss)}
+
+
+class Samples:
+    """What ``make`` makes of numbers, as the loop takes it."""
+
+    def __init__(self, make) -> None:
+        self.make = make
+
+    def __call__(self, numbers: range) -> dict[str, torch.Tensor]:
+        return self.make(numbers)
+
+    def describe(self, numbers: range) -> str:
+        return f"{numbers.start} to {numbers.stop - 1}"
+
+
+def fit(run, module, stage, make=samples, evaluate=evaluate) -> None:
+    loop.fit(run, module, Samples(make), stage, evaluate, "-validation_loss")
 
 
 def job(folder: Path, resume=False, every=4, keep=2, evaluate_every=3, stages=("toy",)) -> loop.Job:
-    def evaluate(module):
-        batch = samples(range(1000, 1016))
-        loss, _ = module(batch, module.count(batch))
-        return {"validation_loss": float(loss)}
-
     return loop.Job(
         folder, loop.make_accelerator(Precision(threads=1)), Checkpoint(every=every, keep=keep),
-        Evaluate(every=evaluate_every), resume, evaluate, "-validation_loss", list(stages),
+        Evaluate(every=evaluate_every), resume, list(stages),
     )  # fmt: skip
 
 
@@ -130,7 +148,7 @@ def reference(
 def test_a_step_is_the_mean_over_all_its_labels(accumulate, tmp_path):
     """However the sequences are split; the micro-batches have 3 to 15 labels."""
     toy = Toy()
-    loop.fit(job(tmp_path), toy, samples, stage(accumulate=accumulate, weight_decay=0.1, clip=0.5), "toy")
+    fit(job(tmp_path), toy, stage(accumulate=accumulate, weight_decay=0.1, clip=0.5))
     expected = reference(8, 4, decay=0.1, clip=0.5)
     for name, weight in weights(toy).items():
         torch.testing.assert_close(weight, expected[name], atol=2e-6, rtol=0)
@@ -151,7 +169,7 @@ def rank_of_two(rank: int, port: int, folder: Path) -> None:
         return norms[-1]
 
     run.accelerator.clip_grad_norm_ = noted
-    loop.fit(run, Toy(), samples, stage(accumulate=2, weight_decay=0.1, clip=0.5), "toy")
+    fit(run, Toy(), stage(accumulate=2, weight_decay=0.1, clip=0.5))
     (folder / f"norms-{rank}.json").write_text(json.dumps(norms))
 
 
@@ -181,18 +199,18 @@ def test_gradients_over_two_processes_are_the_whole_batchs(tmp_path):
     for step in range(8):
         toy.load_state_dict(reference(step, 4, decay=0.1, clip=0.5), strict=False)
         batch = samples(range(step * 4, step * 4 + 4))
-        losses.append(float(toy(batch, toy.count(batch))[0].detach()))
+        losses.append(float(toy(batch, toy.count(batch), 0)[0].detach()))
     assert line["loss"] == pytest.approx(sum(losses) / 8, abs=1e-4)
 
 
 def test_metrics_are_means_over_labels(tmp_path):
-    loop.fit(job(tmp_path, evaluate_every=100), Toy(), samples, stage(steps=12, lr=1e-12, accumulate=2), "toy")
+    fit(job(tmp_path, evaluate_every=100), Toy(), stage(steps=12, lr=1e-12, accumulate=2))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 12, 12]
     toy, losses = Toy(), []
     for step in range(12):
         batch = samples(range(step * 4, step * 4 + 4))
-        losses.append(float(toy(batch, toy.count(batch))[0].detach()))
+        losses.append(float(toy(batch, toy.count(batch), 0)[0].detach()))
     assert lines[0]["loss"] == pytest.approx(sum(losses[:10]) / 10, abs=1e-4)
     assert lines[1]["loss"] == pytest.approx(sum(losses[10:]) / 2, abs=1e-4)
     assert "validation_loss" in lines[2]
@@ -202,11 +220,11 @@ def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(tmp_path)
     modes = []
 
     class Watched(Toy):
-        def forward(self, batch, counts):
+        def forward(self, batch, counts, step):
             modes.append(self.training and self.dropout.training)
-            return super().forward(batch, counts)
+            return super().forward(batch, counts, step)
 
-    loop.fit(job(tmp_path, evaluate_every=1), Watched(0.3), samples, stage(steps=3), "toy")
+    fit(job(tmp_path, evaluate_every=1), Watched(0.3), stage(steps=3))
     assert modes == [True, False] * 3
 
 
@@ -214,7 +232,7 @@ def test_some_parameters_learn_faster(tmp_path):
     """AdamW's first step is as long as its learning rate."""
     toy, before = Toy(), Toy()
     toy.lr_factors = {"out.": 4.0}
-    loop.fit(job(tmp_path), toy, samples, stage(steps=1, lr=1e-3), "toy")
+    fit(job(tmp_path), toy, stage(steps=1, lr=1e-3))
     for name, factor in (("embed.weight", 1), ("out.weight", 4), ("out.bias", 4)):
         moved = (weights(toy)[name] - weights(before)[name]).abs().max()
         assert float(moved) == pytest.approx(factor * 1e-3, rel=1e-3), name
@@ -229,8 +247,7 @@ def test_the_best_weights_are_kept(tmp_path):
         seen.append(weights(module))
         return {"validation_loss": next(values)}
 
-    run.evaluate = evaluate
-    loop.fit(run, Toy(), samples, stage(steps=4), "toy")
+    fit(run, Toy(), stage(steps=4), evaluate=evaluate)
     assert run.best == -1.0
     seen[1].pop("frozen")
     assert same(loop.best_weights(run, "toy"), seen[1])
@@ -254,8 +271,9 @@ def train(folder: Path, resume: bool, kill_at: int | None = None, how: int = sig
             os.kill(os.getpid(), how)
         return samples(numbers)
 
-    loop.fit(run, toy, interrupted, stage(steps=6, schedule="cosine"), "first")
-    loop.fit(run, toy, interrupted, stage(steps=8, accumulate=2, schedule="linear", warmup_steps=2), "second")
+    fit(run, toy, stage(steps=6, schedule="cosine", name="first"), interrupted)
+    second = stage(steps=8, accumulate=2, schedule="linear", warmup_steps=2, name="second")
+    fit(run, toy, second, interrupted)
     return toy
 
 
@@ -300,11 +318,11 @@ def test_a_finished_run_is_not_trained_again(tmp_path, uninterrupted):
 
 
 def test_a_recipe_that_ends_before_the_checkpoint_is_a_clear_error(tmp_path):
-    loop.fit(job(tmp_path), Toy(), samples, stage(steps=8), "toy")
+    fit(job(tmp_path), Toy(), stage(steps=8))
     with pytest.raises(ValueError, match=r"step-8: it is at step 8 of stage 'toy'.* has 5 steps\) does not reach"):
-        loop.fit(job(tmp_path, resume=True), Toy(), samples, stage(steps=5), "toy")
+        fit(job(tmp_path, resume=True), Toy(), stage(steps=5))
     with pytest.raises(ValueError, match="stages other; 'other' has 8 steps"):
-        loop.fit(job(tmp_path, resume=True, stages=("other",)), Toy(), samples, stage(steps=8), "other")
+        fit(job(tmp_path, resume=True, stages=("other",)), Toy(), stage(steps=8, name="other"))
 
 
 def test_a_damaged_checkpoint_is_a_clear_error(tmp_path):
@@ -325,7 +343,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
         return batch
 
     with pytest.raises(FloatingPointError, match=r"toy: loss nan.* at step 5 on 16 to 19; no weights .*optim\.lr"):
-        loop.fit(job(tmp_path), toy, poisoned, stage(), "toy", lambda n: f"{n.start} to {n.stop - 1}")
+        fit(job(tmp_path), toy, stage(), poisoned)
     (last,) = checkpoint.checkpoints(tmp_path / "checkpoints")
     assert last.name == "step-4"
     saved = checkpoint.read_tensors(last)
@@ -337,7 +355,7 @@ def test_batch_must_divide_over_processes(tmp_path, monkeypatch):
     run = job(tmp_path)
     monkeypatch.setattr(loop.Accelerator, "num_processes", property(lambda self: 3))
     with pytest.raises(ValueError, match=r"batch\.sequences=4 is not a multiple of processes × accumulate \(3 × 1\)"):
-        loop.fit(run, Toy(), samples, stage(), "toy")
+        fit(run, Toy(), stage())
 
 
 def test_a_launcher_that_ran_other_processes_is_found_out(monkeypatch):

@@ -19,18 +19,28 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.adapter import add_lora, merge_adapter, switched_off, untie, write_adapter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
-from draftsmith.train import loop, medusa, medusa_loss
-from draftsmith.train.medusa_loss import Joint, Medusa1, Medusa2
+from draftsmith.train import joint as joint_training
+from draftsmith.train import loop, losses, medusa
+from draftsmith.train.joint import Joint, divergence, drift, guarded
+from draftsmith.train.medusa import Medusa1, Medusa2, MedusaStage
 from draftsmith.train.optim import make_optimizer
+from draftsmith.train.samples import Sampler
 
 ROOT = Path(__file__).parents[2]
 HEADS = 3
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+STEPS = 40
+
+
 def joint(**fields):
-    stage = {"optim": {"lr": 1e-3}, "batch": {"sequences": 4}, "steps": 40}
-    return Joint.model_validate(stage | fields)
+    return Joint.model_validate(fields)
+
+
+def stage_of(**fields):
+    content = {"optim": {"lr": 1e-3}, "batch": {"sequences": 4}, "steps": STEPS, "joint": fields}
+    return MedusaStage.model_validate(content)
 
 
 def make_module(target, moved=True, modules=ALL, **fields):
@@ -44,7 +54,7 @@ def make_module(target, moved=True, modules=ALL, **fields):
                 parameter.normal_(std=0.1)
         for parameter in heads.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    return Medusa2(target, heads, joint(**fields), lambda: 39)
+    return Medusa2(target, heads, stage_of(**fields))
 
 
 def make_batch(vocab_size):
@@ -77,9 +87,9 @@ def definition(target, batch, kind):
 def test_loss_is_its_definition(make_target, monkeypatch, kind, modules):
     target = make_target("llama")
     module, batch = make_module(target, modules=modules, loss=kind, ramp="constant"), make_batch(61)
-    monkeypatch.setattr(medusa_loss, "LOGITS", {"cpu": 5 * 61, "cuda": 5 * 61})  # chunks of five positions
+    monkeypatch.setattr(losses, "LOGITS", {"cpu": 5 * 61, "cuda": 5 * 61})  # chunks of five positions
     counts = module.count(batch)
-    loss, metrics = module(batch, counts)
+    loss, metrics = module(batch, counts, STEPS - 1)
     wanted, labels = definition(target, batch, kind)
     assert float(metrics["lm_loss"]) == pytest.approx(wanted, rel=1e-4) and wanted > 1e-3
     heads = sum(0.8**k * float(metrics[f"head{k}_loss"]) for k in range(1, HEADS + 1))
@@ -118,7 +128,7 @@ def test_only_what_trains_drops_out(make_target, checkpointing):
                 parameter.normal_(std=0.1)
     if checkpointing:
         loop.checkpoint_activations(target.model)
-    module = Medusa2(target, heads, joint(), lambda: 0)
+    module = Medusa2(target, heads, stage_of())
     module.train()
     with switched_off(target.model):
         assert torch.equal(target.hidden(tokens), still)
@@ -130,7 +140,7 @@ def test_only_what_trains_drops_out(make_target, checkpointing):
 def test_gradients_reach_adapters_and_heads_alone(make_target):
     target = make_target("llama")
     module, batch = make_module(target), make_batch(61)
-    loss, _ = module(batch, module.count(batch))
+    loss, _ = module(batch, module.count(batch), STEPS - 1)
     loss.backward()
     for name, parameter in module.named_parameters():
         trains = "lora_" in name or name.startswith("heads.")
@@ -141,15 +151,14 @@ def test_gradients_reach_adapters_and_heads_alone(make_target):
 def test_gradient_of_the_divergence(make_target):
     """Against autograd through the definition, without chunks."""
     target = make_target("llama")
-    module, batch = make_module(target), make_batch(61)
+    make_module(target)
     torch.manual_seed(0)
     hidden, teacher = torch.randn(2, 9, 32)
     hidden.requires_grad_()
-    (ours,) = torch.autograd.grad(module.divergence(hidden, teacher), hidden)
+    (ours,) = torch.autograd.grad(divergence(target, hidden, teacher), hidden)
     wanted = target.logits(teacher).log_softmax(-1)
     plain = (wanted.exp() * (wanted - target.logits(hidden).log_softmax(-1))).sum()
     torch.testing.assert_close(ours, torch.autograd.grad(plain, hidden)[0], rtol=1e-4, atol=1e-5)
-    assert batch
 
 
 def test_adapters_off_are_the_target_as_it_was(make_target):
@@ -168,15 +177,16 @@ def test_adapters_off_are_the_target_as_it_was(make_target):
     ("ramp", "expected"), [("constant", [1, 1, 1]), ("linear", [0.05, 0.5, 1]), ("sine", [0.0785, 0.7071, 1])]
 )
 def test_the_heads_weight_grows(ramp, expected):
-    stage = joint(loss="ce", head_weight=0.6, ramp=ramp, ramp_steps=20)
-    found = [stage.weight(step) / 0.6 for step in (0, 9, 25)]
+    section = joint(loss="ce", head_weight=0.6, ramp=ramp, ramp_steps=20)
+    found = [section.weight(step, STEPS) / 0.6 for step in (0, 9, 25)]
     assert found == pytest.approx(expected, abs=1e-3)
-    assert joint(loss="ce").weight(39) == pytest.approx(0.2) and joint().weight(39) == pytest.approx(0.01)
+    assert joint(loss="ce").weight(39, STEPS) == pytest.approx(0.2)
+    assert joint().weight(39, STEPS) == pytest.approx(0.01)
 
 
 def test_heads_learn_faster(make_target):
     module = make_module(make_target("llama"), heads_lr=4.0)
-    optimizer = make_optimizer(module, module.joint.optim)
+    optimizer = make_optimizer(module, stage_of().optim)
     names = {id(p): name for name, p in module.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -186,8 +196,9 @@ def test_heads_learn_faster(make_target):
 
 def test_drift(make_target):
     target = make_target("llama")
-    module, batch = make_module(target), make_batch(61)
-    found = module.drift(batch["tokens"], batch["supervised"], batch_size=3)
+    make_module(target)
+    batch = make_batch(61)
+    found = drift(target, batch["tokens"], batch["supervised"], batch_size=3)
     kl, count = definition(target, batch, "kl")
     trained, _ = definition(target, batch, "ce")
     assert found["kl"] == pytest.approx(kl, rel=1e-4)
@@ -236,6 +247,10 @@ def test_untie(make_target):
 # ---- the command
 
 
+TEN_STEPS = {"steps": 10, "batch": {"sequences": 8, "accumulate": 2}}
+JOINT = {"lora": {"r": 4, "dropout": 0.1}, "head_weight": 0.1}
+
+
 @pytest.fixture(scope="module")
 def recipe(tiny_lm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
@@ -248,13 +263,10 @@ def recipe(tiny_lm, tmp_path_factory):
             "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
             "validation": [{"source": "stdlib", "split": "test", "answers": ask | {"prompts": 8}}],
         },
-        "batch": {"sequences": 8, "accumulate": 2},
-        "steps": 10,
-        "optim": {"lr": 1e-2},
-        "joint": {
-            "steps": 10, "batch": {"sequences": 8, "accumulate": 2}, "optim": {"lr": 1e-4},
-            "lora": {"r": 4, "dropout": 0.1}, "head_weight": 0.1,
-        },
+        "stages": [
+            {"name": "medusa-1", **TEN_STEPS, "optim": {"lr": 1e-2}},
+            {"name": "medusa-2", **TEN_STEPS, "optim": {"lr": 1e-4}, "joint": JOINT},
+        ],
         "precision": {"autocast": "none", "threads": 1},
         "checkpoint": {"every": 5, "keep": 1},
         "evaluate": {"every": 5},
@@ -334,7 +346,7 @@ def test_a_run_killed_before_its_stage_was_saved(recipe, run_main, monkeypatch):
     assert run_main(medusa.main, recipe, "run.name=rarely-killed", *rarely, "--resume")[0] == 0
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert (recipe.parent / "rarely-killed" / name).read_bytes() == (recipe.parent / "rarely" / name).read_bytes()
-    code, _, err = run_main(medusa.main, recipe, "run.name=rarely-killed", *rarely, "--resume", "steps=12")
+    code, _, err = run_main(medusa.main, recipe, "run.name=rarely-killed", *rarely, "--resume", "stages.0.steps=12")
     assert code == 2 and "the steps of a stage before it have changed" in err and err.count("\n") == 1
 
 
@@ -359,36 +371,40 @@ def test_the_engine_loads_either_form(whole, run_main, tmp_path, tiny_lm):
     assert SpeculativeDecoder(adapted, drafter).generate([[5, 6]], 5)[0].tokens
 
 
+DIRECT = "stages=" + json.dumps([{"name": "medusa-2", **TEN_STEPS, "optim": {"lr": 1e-4}, "joint": JOINT}])
+
+
 def test_together_from_the_start(recipe, run_main):
-    code, _, err = run_main(medusa.main, recipe, "run.name=direct", "joint.heads_first=false", "export.merged=false")
+    code, _, err = run_main(medusa.main, recipe, "run.name=direct", DIRECT, "export.merged=false")
     assert (code, err) == (0, "")
     folder = recipe.parent / "direct"
     assert list(metrics(folder, "kl")) == [5, 10] and not (folder / "target").exists()
 
 
 def test_too_much_drift(recipe, run_main):
-    overrides = ["joint.max_kl=1e-9", "joint.optim.lr=1e-3"]
-    code, _, err = run_main(medusa.main, recipe, "run.name=drift", *overrides, "joint.on_drift=stop")
+    overrides = ["stages.1.joint.max_kl=1e-9", "stages.1.optim.lr=1e-3"]
+    code, _, err = run_main(medusa.main, recipe, "run.name=drift", *overrides, "stages.1.joint.on_drift=stop")
     assert code == 1 and err.count("\n") == 1
-    assert "error: the target has moved by" in err and "beyond joint.max_kl=1e-09; lower joint.optim.lr" in err
-    code, out, err = run_main(medusa.main, recipe, "run.name=drift", *overrides, "joint.on_drift=warn", "--restart")
-    assert (code, err) == (0, "") and "weights that moved less go before these" in out
+    assert "error: the target has moved by" in err and "beyond joint.max_kl=1e-09; lower the stage's optim.lr" in err
+    code, out, err = run_main(
+        medusa.main, recipe, "run.name=drift", *overrides, "stages.1.joint.on_drift=warn", "--restart"
+    )
+    assert (code, err) == (0, "") and "weights that moved less are preferred to these" in out
 
 
 @pytest.mark.parametrize(
     ("tau", "kl", "judged"),
     [(2.5, 0.0, 2.5), (2.5, 0.05, 2.5), (2.5, 0.051, -0.051), (9.0, 0.3, -0.3), (2.5, math.nan, -math.inf)],
 )
-def test_what_the_joint_stage_is_judged_by(make_target, capsys, tau, kl, judged):
-    module = make_module(make_target("llama"), max_kl=0.05)
-    assert medusa.guarded(module, tau, {"kl": kl})["guarded_tau"] == judged
+def test_the_selection_metric_of_a_joint_stage(capsys, tau, kl, judged):
+    assert guarded(joint(max_kl=0.05), tau, kl) == judged
     assert ("beyond joint.max_kl=0.05" in capsys.readouterr().out) == (judged < 0)
-    module = make_module(make_target("llama"), max_kl=0.05, on_drift="stop")
+    strict = joint(max_kl=0.05, on_drift="stop")
     if judged < 0:
-        with pytest.raises(FloatingPointError, match=r"beyond joint\.max_kl=0\.05; lower joint\.optim\.lr"):
-            medusa.guarded(module, tau, {"kl": kl})
+        with pytest.raises(FloatingPointError, match=r"beyond joint\.max_kl=0\.05; lower the stage's optim\.lr"):
+            guarded(strict, tau, kl)
     else:
-        assert medusa.guarded(module, tau, {"kl": kl})["guarded_tau"] == judged
+        assert guarded(strict, tau, kl) == judged
 
 
 def test_weights_that_moved_the_target_too_far_are_not_selected(recipe, run_main, monkeypatch):
@@ -404,8 +420,8 @@ def test_weights_that_moved_the_target_too_far_are_not_selected(recipe, run_main
     taus, kls = iter([9.0, 9.0, 8.0, 3.0, 2.0, 2.5, 3.0]), iter([0.9, 0.01, 0.02, 0.06, 0.01])
     monkeypatch.setattr(medusa, "simulate", lambda *_: next(taus))
     moved = dict.fromkeys(("perplexity", "original_perplexity", "perplexity_ratio"), 1.0)
-    monkeypatch.setattr(Medusa2, "drift", lambda *_: {"kl": next(kls), **moved})
-    overrides = ["steps=2", "evaluate.every=1", "joint.steps=4", "checkpoint.keep=9", "checkpoint.every=1"]
+    monkeypatch.setattr(medusa, "drift", lambda *_: {"kl": next(kls), **moved})
+    overrides = ["stages.0.steps=2", "evaluate.every=1", "stages.1.steps=4", "checkpoint.keep=9", "checkpoint.every=1"]
     name = "run.name=guarded"
     code, _, err = run_main(medusa.main, recipe, name, *overrides, "export.merged=false")
     assert (code, err) == (0, "")
@@ -424,26 +440,22 @@ def test_weights_that_moved_the_target_too_far_are_not_selected(recipe, run_main
 def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
     """One schedule over both stages: the second begins where the first ended, and trains on no row again too soon.
     λ0 grows from the stage's own beginning, and the adapters' first weights do not depend on what was before it."""
-    orders, rows, ramp, seeds = [], [], [], []
-    schedule, batch = packing.schedule, packing.Rows.batch
-
-    def scheduled(*arguments):
-        orders.append(schedule(*arguments))
-        return orders[-1]
+    rows, ramp, seeds = [], [], []
+    batch, add_lora = packing.Rows.batch, joint_training.add_lora
 
     def taken(self, numbers, length=None):
-        if length is not None:  # a training sample, beside others
+        if length is not None and len(numbers) == 1:  # a training sample, beside others
             rows.extend(numbers)
         return batch(self, numbers, length)
 
-    monkeypatch.setattr(packing, "schedule", scheduled)
     monkeypatch.setattr(packing.Rows, "batch", taken)
-    monkeypatch.setattr(Joint, "weight", lambda self, step: ramp.append(step) or 0.1)
-    monkeypatch.setattr(medusa, "add_lora", lambda *given: seeds.append(torch.initial_seed()) or add_lora(*given))
-    overrides = ["run.name=order", "steps=3", "joint.steps=4", "evaluate.every=9", "export.merged=false"]
+    monkeypatch.setattr(Joint, "weight", lambda self, step, steps: ramp.append(step) or 0.1)
+    patched = lambda *given: seeds.append(torch.initial_seed()) or add_lora(*given)  # noqa: E731
+    monkeypatch.setattr(joint_training, "add_lora", patched)
+    overrides = ["run.name=order", "stages.0.steps=3", "stages.1.steps=4", "evaluate.every=9", "export.merged=false"]
     code, _, err = run_main(medusa.main, recipe, *overrides)
     assert (code, err) == (0, "")
-    (order,) = orders
+    order = Sampler([range(16)], [1.0], 3, ["stdlib"]).order(7 * 8)
     assert order.shape == (7 * 8, 2) and rows == order[:, 1].tolist()
     assert ramp == [0, 0, 1, 1, 2, 2, 3, 3], "two micro-batches a step"
     assert seeds == [3 + 1], "the recipe's, and one"
@@ -453,25 +465,35 @@ def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["joint.lora.modules=[q_proj, c_attn]"], "lora.modules: target '{}' has no linear layer 'c_attn'; it has: "),
+        (
+            ["stages.1.joint.lora.modules=[q_proj, c_attn]"],
+            "lora.modules: target '{}' has no linear layer 'c_attn'; it has: ",
+        ),
         (["target.quantize=8bit"], "target.quantize=8bit: joint training changes the weights; use none"),
-        (["joint.head_wieght=1"], "unknown key 'joint.head_wieght'; nearest valid key: joint.head_weight"),
-        (["joint=null"], "export.merged: there is nothing to merge without a joint stage"),
-        (["joint.optim.name=muon"], "adapters train with adamw"),
-        (["optim.name=muon"], "optim.name=muon: Muon is for matrices, and the heads are stacks of them; use adamw"),
+        (
+            ["stages.1.joint.head_wieght=1"],
+            "unknown key 'stages.1.joint.head_wieght'; nearest valid key: stages.1.joint.head_",
+        ),
+        (["joint.head_weight=1"], "unknown key 'joint'; nearest valid key: stages.0.joint"),
+        (["steps=3"], "unknown key 'steps'; nearest valid key: stages.0.steps"),
+        (["stages.1.joint=null"], "export.merged: there is nothing to merge without a joint stage"),
+        (["stages.1.optim.name=muon"], "optim.name: Muon is for matrices, and the heads are stacks of them; use adamw"),
         (["drafter.num_draft_heads=1000000000"], "'drafter.num_draft_heads': input should be less than or equal to 64"),
-        (["joint.lora.r=1000000000"], "'joint.lora.r': input should be less than or equal to 4096, got 1000000000"),
-        (["joint.max_kl=.nan"], "'joint.max_kl': input should be a finite number, got nan"),
+        (
+            ["stages.1.joint.lora.r=1000000000"],
+            "'stages.1.joint.lora.r': input should be less than or equal to 4096, got 1000000000",
+        ),
+        (["stages.1.joint.max_kl=.nan"], "'stages.1.joint.max_kl': input should be a finite number, got nan"),
         (["init_from=''"], "'init_from': string should have at least 1 character, got ''"),
         (
-            ["joint.lora.modules=[q_proj, lm_head]"],
-            "lm_head would move the matrix that all heads share; drop it, or use",
+            ["stages.1.joint.lora.modules=[q_proj, lm_head]"],
+            "lm_head is shared by all heads; drop it, or use",
         ),
         (["precision.compile=true"], "precision.compile: joint training changes its loss at every step"),
     ],
 )
 def test_bad_input_is_one_line(recipe, tiny_lm, run_main, overrides, message):
-    code, _, err = run_main(medusa.main, recipe, "run.name=bad", "steps=1", *overrides, "--restart")
+    code, _, err = run_main(medusa.main, recipe, "run.name=bad", "stages.0.steps=1", *overrides, "--restart")
     assert code == 2 and err.count("\n") == 1 and message.format(tiny_lm) in err
 
 
@@ -484,7 +506,7 @@ def test_another_adapter_is_another_target(recipe, whole, run_main, tmp_path):
     save_file(weights, path, {"format": "pt"})
     code, _, err = run_main(decode.main, changed, "--prompt", "x")
     assert code == 2 and "same shape, other weights (fingerprint " in err and err.count("\n") == 2
-    code, _, err = run_main(medusa.main, recipe, "run.name=plain", f"init_from={whole}", "steps=1", "joint.steps=1")
+    code, _, err = run_main(medusa.main, recipe, "run.name=plain", f"init_from={whole}", "stages.0.steps=1")
     assert code == 2 and "same shape, other weights (fingerprint " in err and err.count("\n") == 1
 
 
@@ -494,7 +516,7 @@ def test_a_damaged_adapter(whole, run_main):
     try:
         path.write_bytes(kept[: len(kept) // 2])
         code, _, err = run_main(decode.main, whole, "--prompt", "x")
-        assert code == 2 and "truncated" in err and err.count("\n") == 2
+        assert code == 2 and "truncated" in err and "Traceback" not in err
         path.unlink()
         code, _, err = run_main(decode.main, whole, "--prompt", "x")
         assert code == 2 and "no adapter_model.safetensors here" in err

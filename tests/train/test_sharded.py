@@ -28,12 +28,16 @@ ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # two processes cannot 
 KEYS = ("loss", "lm_loss", "kl", "simulated_tau", "perplexity")
 
 
+STAGE = {"batch": {"sequences": 8, "accumulate": 2}, "steps": 10}
+HEADS = {"name": "medusa-1", **STAGE, "optim": {"lr": 1e-2, "schedule": "constant"}}
+HEADS_ALONE = f"stages=[{json.dumps(HEADS)}]"
+
+
 @pytest.fixture(scope="module")
 def recipe(tiny_lm, tmp_path_factory):
     """Two stages of ten steps."""
     folder = tmp_path_factory.mktemp("runs")
     ask = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 24, "batch_size": 12}
-    stage = {"batch": {"sequences": 8, "accumulate": 2}, "steps": 10}
     content = {
         "run": {"name": "whole", "output_dir": str(folder), "seed": 3},
         "target": {"name": str(tiny_lm)},
@@ -42,12 +46,11 @@ def recipe(tiny_lm, tmp_path_factory):
             "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
             "validation": [{"source": "stdlib", "split": "test", "answers": ask | {"prompts": 8}}],
         },
-        **stage,
-        "optim": {"lr": 1e-2, "schedule": "constant"},
-        "joint": {
-            **stage, "optim": {"lr": 1e-3, "schedule": "constant"}, "lora": {"r": 4, "dropout": 0.0},
-            "head_weight": 0.1, "ramp": "constant",
-        },
+        "stages": [
+            HEADS,
+            {"name": "medusa-2", **STAGE, "optim": {"lr": 1e-3, "schedule": "constant"}, "joint": {
+                "lora": {"r": 4, "dropout": 0.0}, "head_weight": 0.1, "ramp": "constant"}},
+        ],
         "precision": {"autocast": "none", "threads": 1, "gradient_checkpointing": True},
         "checkpoint": {"every": 5, "keep": 1},
         "evaluate": {"every": 5},
@@ -161,7 +164,7 @@ def test_another_strategy_goes_on(recipe, whole, run_main, first, then):
 def test_hidden_states_on_disk(recipe, whole, strategy):
     """Made by two processes, each a share, or together where the target is spread."""
     name = f"{strategy}-disk"
-    overrides = ["cache_hidden=disk", "joint=null", "precision.gradient_checkpointing=false"]
+    overrides = ["cache_hidden=disk", HEADS_ALONE, "precision.gradient_checkpointing=false"]
     out = finish(launch(strategy, recipe, f"run.name={name}", *overrides, prepared=whole))
     folder = recipe.parent / name
     assert "on disk in" in out and (folder / "features/0.done").read_bytes() == b"\1"
@@ -205,7 +208,7 @@ def test_a_process_holds_its_part(strategy, tiny_lm, tmp_path):
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, [], "asks for FSDP 1 or for offloading; set fsdp"),
         (
             {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
-            ["joint=null", "precision.gradient_checkpointing=false", "precision.compile=true"],
+            [HEADS_ALONE, "precision.gradient_checkpointing=false", "precision.compile=true"],
             "not quantised or compiled",
         ),
     ],

@@ -1,0 +1,116 @@
+"""Which rows each sample of a run is, and the batches they make."""
+
+import itertools
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.data.packing import Rows, Sample, Tokenized
+from draftsmith.train.samples import Sampler, WithHidden, prompts_of
+
+
+def order(sizes, weights, count, seed):
+    """Of sources of these sizes; None: a streamed one, which has none."""
+    rows = [range(size) if size is not None else SimpleNamespace(length=1) for size in sizes]
+    return Sampler(rows, weights, seed, [f"source {n}" for n in range(len(sizes))]).order(count)
+
+
+def test_it_is_a_pure_function():
+    arguments = ([7, 3], [1.0, 2.0], 50, 11)
+    np.random.seed(0)
+    first = order(*arguments)
+    np.random.seed(1)
+    assert (order(*arguments) == first).all()
+    assert (order([7, 3], [1.0, 2.0], 50, 12) != first).any()
+
+
+def test_more_samples_change_no_earlier_one():
+    sizes = [7, None, 1, 30]
+    longer = order(sizes, [1.0, 2.0, 0.5, 3.0], 900, 4)
+    for count in (1, 37, 250, 899):
+        assert (order(sizes, [1.0, 2.0, 0.5, 3.0], count, 4) == longer[:count]).all()
+
+
+def test_streamed_rows_come_as_they_are():
+    found = order([7, None], [1.0, 2.0], 60, 0)
+    streamed = found[found[:, 0] == 1]
+    assert streamed[:, 1].tolist() == list(range(len(streamed))) and 20 < len(streamed) < 60
+
+
+def test_each_row_once_per_epoch():
+    found = order([7, 3], [1.0, 2.0], 500, 0)
+    for source, size in enumerate((7, 3)):
+        rows = found[found[:, 0] == source, 1]
+        epochs = [tuple(rows[i : i + size]) for i in range(0, len(rows) - size + 1, size)]
+        assert len(epochs) > 10
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        assert len(set(epochs)) > 1, "each epoch has a permutation of its own"
+
+
+def test_sources_of_one_size_are_walked_differently():
+    found = order([40, 40], [1.0, 1.0], 400, 0)
+    first, second = (found[found[:, 0] == source, 1][:40].tolist() for source in (0, 1))
+    assert sorted(first) == sorted(second) and first != second
+
+
+def test_a_source_with_one_row_is_fast():
+    began = time.process_time()
+    assert len(order([1, 2], [1.0, 1.0], 1_000_000, 0)) == 1_000_000
+    assert time.process_time() - began < 1
+
+
+def test_sources_are_drawn_by_weight():
+    found = order([5, 5, 5], [1.0, 3.0, 1e-12], 4000, 0)
+    assert (found[:, 0] == 1).mean() == pytest.approx(0.75, abs=0.03)
+    assert found[:, 0].max() == 1, "the third is never drawn"
+
+
+def rows_of(*lengths, begin=0):
+    ids = itertools.count(begin)
+    samples = [Sample([next(ids) for _ in range(length)], [True] * length) for length in lengths]
+    return Rows(Tokenized.of(samples), 8, share=False)
+
+
+def test_the_batches_of_a_stage():
+    """A stage goes on where the one before it ended; batches are as long as the longest source among them."""
+    short, long = rows_of(2, 2, 2), rows_of(5, 4, begin=100)
+    sampler = Sampler([short, long], [1.0, 1.0], 3, ["short", "long.jsonl"])
+    whole = sampler.order(12)
+    stage = sampler.stage(8, before=4)
+    assert (stage.order == whole[4:]).all()
+    for first in range(8):
+        source, row = whole[4 + first]
+        batch = stage(range(first, first + 1))
+        assert batch["tokens"].shape == (1, (2, 5)[source])
+        assert torch.equal(batch["tokens"], (short, long)[source].batch([row])["tokens"])
+    mixed = stage(range(8))
+    assert set(whole[4:, 0]) == {0, 1} and mixed["tokens"].shape == (8, 5)
+    assert torch.equal(stage(range(3, 6))["tokens"], mixed["tokens"][3:6])
+    names = [f"{('short', 'long.jsonl')[source]} row {row}" for source, row in whole[4:6]]
+    assert stage.describe(range(1)) == names[0]
+    assert Sampler([short], [1.0], 3, ["a"]).stage(3).describe(range(2)).startswith("a rows ")
+
+
+def test_rows_beside_the_samples_are_taken_in_turn():
+    stage = Sampler([rows_of(3, 3)], [1.0], 0, ["a"]).stage(7, beside={"written": torch.arange(3)})
+    assert stage(range(7))["written"].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert stage(range(4, 6))["written"].tolist() == [1, 2]
+
+
+def test_hidden_states_stay_with_their_rows():
+    rows = rows_of(4, 2, 3)
+    hidden = torch.arange(3 * 4 * 2.0).view(3, 4, 2)
+    batch = WithHidden(rows, hidden).batch([2, 0], 6)
+    assert torch.equal(batch["hidden"][:, :4], hidden[[2, 0]]) and not batch["hidden"][:, 4:].any()
+    assert torch.equal(batch["tokens"], rows.batch([2, 0], 6)["tokens"])
+
+
+def test_prompts_precede_the_first_label():
+    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]])
+    supervised = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
+    assert prompts_of({"tokens": tokens, "supervised": supervised}) == [[1, 2]], (
+        "the others have no prompt, or no label"
+    )
