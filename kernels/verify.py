@@ -31,13 +31,13 @@ from torch import Tensor
 from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
 
 # A draw's kind, also spelled as numbers in the kernels: the drafter had no choice; independent; or what its node drew
-# before from the same distribution is out of the bag.
+# before from the same distribution is excluded.
 ONE_HOT, IID, WITHOUT_REPLACEMENT = 0, 1, 2
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """One index per row by inversion of the cumulative sum: ``[B, V]`` weights that need not sum to 1, ``[B]`` uniforms
-    in [0, 1) → ``[B]``. An index of weight 0 never comes, whatever the uniform."""
+    in [0, 1) → ``[B]``. An index of weight 0 is never returned."""
     sums = weights.double().cumsum(-1)
     return (sums > uniform.double()[:, None] * sums[:, -1:]).int().argmax(-1)
 
@@ -54,27 +54,27 @@ def acceptances_reference(
     acceptances: list[Tensor] = []
     drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # of earlier draws: token, row of q, whether without replacement
     for turn in range(child.shape[2]):
-        there, its_kind, source = child[..., turn] >= 0, kind[..., turn], q_row[..., turn]
+        exists, draw_kind, source = child[..., turn] >= 0, kind[..., turn], q_row[..., turn]
         token = tokens.gather(1, child[..., turn].clamp(min=0))[..., None]  # [B, N, 1]
         if q is None:
             acceptance, left = r.gather(-1, token)[..., 0], r.scatter(-1, token, 0.0)
         else:
             one_hot = torch.zeros_like(p).scatter_(-1, token, 1.0)
             draw_q = q.gather(1, source[..., None].expand(-1, -1, p.shape[-1]))
-            shrinks = there & (its_kind == WITHOUT_REPLACEMENT)
+            shrinks = exists & (draw_kind == WITHOUT_REPLACEMENT)
             for before, from_row, also in drawn:
                 taken = shrinks & also & (from_row == source)
                 draw_q = torch.where(taken[..., None], draw_q.scatter(-1, before, 0.0), draw_q)
             if drawn:
                 draw_q = torch.where(shrinks[..., None], draw_q / draw_q.sum(-1, keepdim=True), draw_q)
             drawn.append((token, source, shrinks))
-            draw_q = torch.where((its_kind == ONE_HOT)[..., None], one_hot, draw_q)
+            draw_q = torch.where((draw_kind == ONE_HOT)[..., None], one_hot, draw_q)
             acceptance = (r.gather(-1, token) / draw_q.gather(-1, token))[..., 0].clamp(max=1)
             left = (r - draw_q).clamp(min=0)
         mass = left.sum(-1, keepdim=True)
         acceptance = torch.where(mass[..., 0] > 0, acceptance, 1.0)  # r is q: accept, whatever rounding says
-        acceptances.append(torch.where(there, acceptance, 0.0))
-        r = torch.where(there[..., None] & (mass > 0), left / mass, r)
+        acceptances.append(torch.where(exists, acceptance, 0.0))
+        r = torch.where(exists[..., None] & (mass > 0), left / mass, r)
     return torch.stack(acceptances, -1) if acceptances else p.new_zeros(child.shape), r
 
 
@@ -108,14 +108,14 @@ def _pick(values, turns, turn):
 
 @jit
 def _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns):
-    """A node's draws as vectors over ``turns``: whether there is one, its token, kind and distribution."""
+    """A node's draws as vectors over ``turns``: whether it exists, its token, kind and row of q."""
     place = (batch * N + node) * K + turns
-    its_child = tl.load(child + place, mask=turns < K, other=-1)
-    there = its_child >= 0
-    token = tl.load(tokens + batch * N + its_child, mask=there, other=-1)
-    its_kind = tl.load(kind + place, mask=there, other=0).to(tl.int32)
-    its_q_row = tl.load(q_row + place, mask=there, other=-1)
-    return there, token, its_kind, its_q_row
+    child_node = tl.load(child + place, mask=turns < K, other=-1)
+    exists = child_node >= 0
+    token = tl.load(tokens + batch * N + child_node, mask=exists, other=-1)
+    draw_kind = tl.load(kind + place, mask=exists, other=0).to(tl.int32)
+    draw_q_row = tl.load(q_row + place, mask=exists, other=-1)
+    return exists, token, draw_kind, draw_q_row
 
 
 @jit
@@ -126,8 +126,8 @@ def _q_at(q, entry, source, x, mask, V, VQ, entry_row, HAS_IDS: constexpr):
     ``entry_row`` further (0: the same map).
     """
     if HAS_IDS:
-        its_entry = tl.load(entry + source * entry_row + x, mask=mask, other=-1)
-        values = tl.load(q + source * VQ + its_entry, mask=its_entry >= 0, other=0.0)
+        q_entry = tl.load(entry + source * entry_row + x, mask=mask, other=-1)
+        values = tl.load(q + source * VQ + q_entry, mask=q_entry >= 0, other=0.0)
     else:
         values = tl.load(q + source * V + x, mask=mask, other=0.0)
     return values
@@ -143,8 +143,8 @@ def _remaining_q(q, entry, x, token, kind, q_row, turns, turn, source, V, VQ, en
 
 @jit
 def _draw_distribution(q, entry, x, token, kind, q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS: constexpr):
-    """The distribution of draw ``turn`` at tokens x. At a token drawn earlier without replacement it should be 0, and
-    is not: r is 0 there, because that draw was rejected (r < q), so (r − q)+ is 0 with either."""
+    """The distribution of draw ``turn`` at tokens x. At a token drawn earlier without replacement it should be 0 and
+    is not, which has no effect: r is 0 there, because that draw was rejected (r < q), so (r − q)+ is 0 either way."""
     if _pick(kind, turns, turn) == 0:
         values = (x == _pick(token, turns, turn)).to(tl.float32)
     else:
@@ -157,13 +157,13 @@ def _draw_distribution(q, entry, x, token, kind, q_row, scale, turns, turn, V, V
 def _residual(
     p, q, entry, x, token, kind, q_row, scale, mass, turns, last, V, VQ, entry_row, HAS_IDS: constexpr
 ):  # fmt: skip
-    """r before draw ``last`` at tokens x. A mass of 0: no draw, or nothing to subtract it from."""
+    """r before draw ``last`` at tokens x. Turns of mass 0 are skipped: there is no draw, or r equals q."""
     r = tl.load(p + x, mask=x < V, other=0.0)
     for turn in range(last):
-        its_mass = _pick(mass, turns, turn)
-        if its_mass > 0:
-            its_q = _draw_distribution(q, entry, x, token, kind, q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS)
-            r = tl.maximum(r - its_q, 0.0) / its_mass
+        draw_mass = _pick(mass, turns, turn)
+        if draw_mass > 0:
+            draw_q = _draw_distribution(q, entry, x, token, kind, q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS)
+            r = tl.maximum(r - draw_q, 0.0) / draw_mass
     return r
 
 
@@ -172,50 +172,50 @@ def _acceptances_kernel(
     p, tokens, child, kind, q_row, q, entry, acceptance, mass_out, scale_out, N, K, R, V, VQ, entry_batch, entry_row,
     HAS_IDS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr,
 ):  # fmt: skip
-    """Phase A, any draws: one node per program, a pass over V for every draw (and one before it for a draw without
-    replacement, for what its distribution has left)."""
+    """Phase A, any draws: one node per program, a pass over V for every draw (and one before it for the remaining
+    mass of q of a draw without replacement)."""
     node = tl.program_id(1)
     batch = tl.program_id(0).to(tl.int64)  # the axis that may be long
     turns = tl.arange(0, BLOCK_K)
-    there, token, its_kind, its_q_row = _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns)
+    exists, token, draw_kind, draw_q_row = _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns)
     p += (batch * N + node) * V
     q += batch * R * VQ
     entry += batch * entry_batch
     acceptances = tl.zeros([BLOCK_K], tl.float32)
     mass = tl.zeros([BLOCK_K], tl.float32)
     scale = tl.full([BLOCK_K], 1.0, tl.float32)
-    draws = tl.max(tl.where(there, turns + 1, 0), 0)
+    draws = tl.max(tl.where(exists, turns + 1, 0), 0)
     for turn in range(draws):
-        if _pick(there.to(tl.int32), turns, turn) != 0:
-            # The first of its distribution is not divided by a sum: it is drawn from the distribution as given.
-            source = _pick(its_q_row, turns, turn)
-            kin = (turns < turn) & there & (its_kind == 2) & (its_q_row == source)
-            if (_pick(its_kind, turns, turn) == 2) & (tl.sum(kin.to(tl.int32), 0) > 0):
-                had = tl.zeros([BLOCK_V], tl.float32)
+        if _pick(exists.to(tl.int32), turns, turn) != 0:
+            # The first draw from a distribution is not divided by a sum: q is used as given.
+            source = _pick(draw_q_row, turns, turn)
+            earlier = (turns < turn) & exists & (draw_kind == 2) & (draw_q_row == source)
+            if (_pick(draw_kind, turns, turn) == 2) & (tl.sum(earlier.to(tl.int32), 0) > 0):
+                remaining = tl.zeros([BLOCK_V], tl.float32)
                 for start in range(0, V, BLOCK_V):
                     x = start + tl.arange(0, BLOCK_V)
-                    had += _remaining_q(
-                        q, entry, x, token, its_kind, its_q_row, turns, turn, source, V, VQ, entry_row, HAS_IDS
+                    remaining += _remaining_q(
+                        q, entry, x, token, draw_kind, draw_q_row, turns, turn, source, V, VQ, entry_row, HAS_IDS
                     )  # fmt: skip
-                scale = tl.where(turns == turn, tl.sum(had, 0), scale)
-            its_token = _pick(token, turns, turn)
+                scale = tl.where(turns == turn, tl.sum(remaining, 0), scale)
+            draw_token = _pick(token, turns, turn)
             left = tl.zeros([BLOCK_V], tl.float32)
-            r_there = tl.zeros([BLOCK_V], tl.float32)
-            q_there = tl.zeros([BLOCK_V], tl.float32)
+            r_at_token = tl.zeros([BLOCK_V], tl.float32)
+            q_at_token = tl.zeros([BLOCK_V], tl.float32)
             for start in range(0, V, BLOCK_V):
                 x = start + tl.arange(0, BLOCK_V)
                 r = _residual(
-                    p, q, entry, x, token, its_kind, its_q_row, scale, mass, turns, turn, V, VQ, entry_row, HAS_IDS
+                    p, q, entry, x, token, draw_kind, draw_q_row, scale, mass, turns, turn, V, VQ, entry_row, HAS_IDS
                 )  # fmt: skip
-                its_q = _draw_distribution(
-                    q, entry, x, token, its_kind, its_q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS
+                draw_q = _draw_distribution(
+                    q, entry, x, token, draw_kind, draw_q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS
                 )  # fmt: skip
-                left += tl.maximum(r - its_q, 0.0)
-                r_there += tl.where(x == its_token, r, 0.0)
-                q_there += tl.where(x == its_token, its_q, 0.0)
+                left += tl.maximum(r - draw_q, 0.0)
+                r_at_token += tl.where(x == draw_token, r, 0.0)
+                q_at_token += tl.where(x == draw_token, draw_q, 0.0)
             total = tl.sum(left, 0)
-            r_x, q_x = tl.sum(r_there, 0), tl.sum(q_there, 0)
-            # r(x) < q(x) first: a draw of probability 0 divides by nothing.
+            r_x, q_x = tl.sum(r_at_token, 0), tl.sum(q_at_token, 0)
+            # r(x) < q(x) is tested first, so that a draw of probability 0 divides by nothing.
             ratio = tl.where(r_x < q_x, r_x / tl.where(q_x > 0, q_x, 1.0), tl.where(r_x > 0, 1.0, 0.0))
             acceptances = tl.where(turns == turn, tl.where(total > 0, ratio, 1.0), acceptances)
             mass = tl.where(turns == turn, total, mass)
@@ -231,30 +231,30 @@ def _one_hot_acceptances_kernel(
 ):  # fmt: skip
     """Phase A where all draws are one-hot: one node per program, one pass over V.
 
-    After the first k draws p is left without their tokens. Its mass is that of the tokens of no draw plus that of the
-    later draws', a sum without cancellation.
+    The residual after the first k draws is p without their tokens. Its mass is that of the undrawn tokens plus that of
+    the later draws' tokens, a sum without cancellation.
     """
     node = tl.program_id(1)
     batch = tl.program_id(0).to(tl.int64)  # the axis that may be long
     turns = tl.arange(0, BLOCK_K)
-    there, token, _, _ = _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns)
-    if tl.max(there.to(tl.int32), 0) > 0:
+    exists, token, _, _ = _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns)
+    if tl.max(exists.to(tl.int32), 0) > 0:
         p += (batch * N + node) * V
-        nobody = tl.zeros([BLOCK_V], tl.float32)
+        undrawn = tl.zeros([BLOCK_V], tl.float32)
         for start in range(0, V, BLOCK_V):
             x = start + tl.arange(0, BLOCK_V)
             drawn = tl.sum((x[:, None] == token[None, :]).to(tl.int32), 1) > 0  # no draw: token −1
-            nobody += tl.load(p + x, mask=(x < V) & (drawn == 0), other=0.0)
-        same = (token[:, None] == token[None, :]) & there[:, None]
+            undrawn += tl.load(p + x, mask=(x < V) & (drawn == 0), other=0.0)
+        same = (token[:, None] == token[None, :]) & exists[:, None]
         again = tl.sum((same & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0  # a token tested before
-        own = tl.load(p + token, mask=there & (again == 0), other=0.0)
-        residual = tl.sum(nobody, 0)
-        behind = residual + tl.sum(tl.where(turns[None, :] > turns[:, None], own[None, :], 0.0), 1)  # [BLOCK_K]
+        own = tl.load(p + token, mask=exists & (again == 0), other=0.0)
+        residual = tl.sum(undrawn, 0)
+        mass_after = residual + tl.sum(tl.where(turns[None, :] > turns[:, None], own[None, :], 0.0), 1)  # [BLOCK_K]
         before = tl.where(
-            tl.sum((there[None, :] & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0, own + behind, 1.0
+            tl.sum((exists[None, :] & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0, own + mass_after, 1.0
         )
-        acceptances = tl.where(behind > 0, tl.minimum(own / tl.where(before > 0, before, 1.0), 1.0), 1.0)
-        tl.store(acceptance + (batch * N + node) * K + turns, tl.where(there, acceptances, 0.0), mask=turns < K)
+        acceptances = tl.where(mass_after > 0, tl.minimum(own / tl.where(before > 0, before, 1.0), 1.0), 1.0)
+        tl.store(acceptance + (batch * N + node) * K + turns, tl.where(exists, acceptances, 0.0), mask=turns < K)
     else:
         tl.store(acceptance + (batch * N + node) * K + turns, tl.zeros([BLOCK_K], tl.float32), mask=turns < K)
 
@@ -264,7 +264,7 @@ def _weights(
     p, q, entry, x, V, VQ, entry_row, token, kind, q_row, scale, mass, turns, draws, HAS_Q: constexpr,
     HAS_IDS: constexpr,
 ):  # fmt: skip
-    """What is left at tokens x once all draws of a node are rejected."""
+    """The residual at tokens x after all draws of a node were rejected."""
     if HAS_Q:
         weights = _residual(
             p, q, entry, x, token, kind, q_row, scale, mass, turns, draws, V, VQ, entry_row, HAS_IDS
@@ -288,9 +288,9 @@ def _walk_and_draw_kernel(
     length = batch * 0
     for depth in range(1, max_depth + 1):
         place = (batch * N + node) * K + turns
-        its_acceptance = tl.load(acceptance + place, mask=turns < K, other=0.0)
+        acceptances = tl.load(acceptance + place, mask=turns < K, other=0.0)
         uniform = tl.load(uniforms + place, mask=turns < K, other=1.0)
-        first = tl.min(tl.where(uniform < its_acceptance, turns, BLOCK_K), 0)
+        first = tl.min(tl.where(uniform < acceptances, turns, BLOCK_K), 0)
         goes_on = (first < BLOCK_K) & (length == depth - 1)
         below = tl.load(child + (batch * N + node) * K + first, mask=goes_on, other=0)
         node = tl.where(goes_on, below, node)
@@ -300,7 +300,7 @@ def _walk_and_draw_kernel(
     tl.store(length_out + batch, length)
     tl.store(node_out + batch, node)
 
-    there, token, its_kind, its_q_row = _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns)
+    exists, token, draw_kind, draw_q_row = _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns)
     mass = tl.zeros([BLOCK_K], tl.float32)
     scale = mass
     if HAS_Q:
@@ -309,32 +309,32 @@ def _walk_and_draw_kernel(
         scale = tl.load(scale_in + place, mask=turns < K, other=1.0)
         q += batch * R * VQ
         entry += batch * entry_batch
-    draws = tl.max(tl.where(there, turns + 1, 0), 0)
+    draws = tl.max(tl.where(exists, turns + 1, 0), 0)
     p += (batch * N + node) * V
     total = tl.zeros([BLOCK_V], tl.float64)
     for start in range(0, V, BLOCK_V):
         x = start + tl.arange(0, BLOCK_V)
         total += _weights(
-            p, q, entry, x, V, VQ, entry_row, token, its_kind, its_q_row, scale, mass, turns, draws, HAS_Q, HAS_IDS
+            p, q, entry, x, V, VQ, entry_row, token, draw_kind, draw_q_row, scale, mass, turns, draws, HAS_Q, HAS_IDS
         ).to(tl.float64)  # fmt: skip
-    border = tl.load(bonus_uniform + batch).to(tl.float64) * tl.sum(total, 0)
+    threshold = tl.load(bonus_uniform + batch).to(tl.float64) * tl.sum(total, 0)
     before = tl.sum(total, 0) * 0  # the sum of the blocks before
-    found = V + tl.zeros([BLOCK_V], tl.int32)  # by lane, the first token whose sum is above the border
+    first_above = V + tl.zeros([BLOCK_V], tl.int32)  # by lane, the first token whose cumulative sum is above it
     for start in range(0, V, BLOCK_V):
         x = start + tl.arange(0, BLOCK_V)
         w = _weights(
-            p, q, entry, x, V, VQ, entry_row, token, its_kind, its_q_row, scale, mass, turns, draws, HAS_Q, HAS_IDS
+            p, q, entry, x, V, VQ, entry_row, token, draw_kind, draw_q_row, scale, mass, turns, draws, HAS_Q, HAS_IDS
         ).to(tl.float64)  # fmt: skip
         sums = before + tl.cumsum(w, 0)
-        found = tl.minimum(found, tl.where((sums > border) & (w > 0), x, V))
+        first_above = tl.minimum(first_above, tl.where((sums > threshold) & (w > 0), x, V))
         before += tl.sum(w, 0)
-    token_found = tl.min(found, 0)
-    tl.store(bonus + batch, tl.where(token_found < V, token_found, 0).to(tl.int64))
+    bonus_token = tl.min(first_above, 0)
+    tl.store(bonus + batch, tl.where(bonus_token < V, bonus_token, 0).to(tl.int64))
 
 
 def entries_of(ids: Tensor, vocabulary: int) -> Tensor:
-    """Where each of the target's tokens is in a reduced vocabulary: ``ids [.., Vq]`` int64 → ``[.., V]`` int32, −1
-    where it is not."""
+    """The entry of each of the target's tokens in a reduced vocabulary: ``ids [.., Vq]`` int64 → ``[.., V]`` int32, −1
+    for tokens without one."""
     entries = torch.full((*ids.shape[:-1], vocabulary), -1, dtype=torch.int32, device=ids.device)
     return entries.scatter_(-1, ids, torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device).expand_as(ids))
 
@@ -342,7 +342,7 @@ def entries_of(ids: Tensor, vocabulary: int) -> Tensor:
 def verify_tile(most: int, vocabulary: int) -> dict[str, int]:
     """The kernels' block sizes for at most ``most`` draws of a node (K)."""
     block_k = next_power(most)
-    # x × draws is compared at once: that tile has 8192 elements at most.
+    # The comparison of x with all draws is a tile of 8192 elements at most.
     return {
         "BLOCK_K": block_k,
         "BLOCK_V": min(next_power(vocabulary), max(64, min(2048, 8192 // block_k))),
@@ -357,7 +357,7 @@ def verify_sample(
     """Test each node's draws in order against the target's distribution; draw the bonus token from the residual.
 
     Args:
-        p: ``[B, N, V]`` float32 the distribution behind each node.
+        p: ``[B, N, V]`` float32 the target's distribution after each node.
         tokens: ``[B, N]`` int64 of the nodes.
         child: ``[B, N, K]`` int64 the node a draw leads to; −1 where there is none.
         kind: ``[B, N, K]`` integers: 0 one-hot, 1 i.i.d., 2 without replacement of what the node drew before from the
@@ -367,12 +367,12 @@ def verify_sample(
         uniforms: ``[B, N, K]`` float32 in [0, 1), fresh.
         bonus_uniform: ``[B]`` float32 in [0, 1), fresh.
         max_depth: of the deepest node (A − 1).
-        block: how much of the vocabulary is looked at at once; 0 chooses.
+        block: tokens of the vocabulary per tile; 0 chooses.
         ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once;
             None if they are the target's vocabulary (Vq = V).
 
     Returns:
-        path ``[B, A]`` (node numbers by depth; entry d behind the accepted length is d), length ``[B]``, the last
+        path ``[B, A]`` (node numbers by depth; entry d beyond the accepted length is d), length ``[B]``, the last
         accepted node ``[B]`` and the bonus token ``[B]``, all int64.
     """
     if why_not_triton(p):
@@ -386,7 +386,7 @@ def verify_sample(
     if block:
         tile["BLOCK_V"] = block
     has_q = q is not None
-    distributions = p if q is None else q.contiguous()  # p: a pointer that nobody follows
+    distributions = p if q is None else q.contiguous()  # p in place of q: never read
     has_ids = has_q and ids is not None
     entries, strides = distributions, [0, 0]  # as above
     if has_q and ids is not None:
