@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "hub"))  # server.py, the miniature Hub
+sys.path.insert(0, str(Path(__file__).parent / "family"))  # toy_family.py
 
 # A job in the background has it ignored, and so would the commands that tests start in order to interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

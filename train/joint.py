@@ -131,8 +131,8 @@ def guarded(joint: Joint, tau: float, kl: float) -> float:
 
 
 def write_target(recipe: DrafterRecipe, target: Target) -> None:
-    """Write the trained adapter into the run's folder and, where ``export.merged`` says so, the target with it merged in,
-    for servers that take no adapter."""
+    """Write the trained adapter into the run's folder and, where ``export.merged`` says so, the target with it merged
+    in, for servers that take no adapter."""
     folder, t = recipe.run.folder, recipe.target
     write_adapter(folder, target)
     if not recipe.export.merged:

@@ -74,7 +74,7 @@ class MedusaRecipe(DrafterRecipe):
             raise ValueError(f"target.quantize={self.target.quantize}: joint training changes the weights; use none")
         if joint and "lm_head" in joint.lora.modules and self.drafter.projection == "shared":
             raise ValueError(
-                "joint.lora.modules: lm_head is shared by all heads; drop it, or use drafter.projection=own"
+                "joint.lora.modules: lm_head is shared by all heads; drop it, or set drafter.projection=own"
             )
         if joint and self.precision.compile:
             raise ValueError("precision.compile: joint training changes its loss at every step; leave it off")
