@@ -71,14 +71,9 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "-")):
         raise FileNotFoundError(f"'{name}': there is no such folder, and a Hub id would be USER/NAME")
     folder = _download(name, revision, ignore_patterns=[*_NEVER, "*.bin", *([] if weights else ["*.safetensors"])])
-    if weights and not any(folder.glob("*.safetensors")) and not _has_parts(folder):
+    if weights and not any(folder.glob("*.safetensors")):
         folder = _download(name, revision, ": its pickled weights, there are no others", allow_patterns=_PICKLED)
     return folder
-
-
-def _has_parts(folder: Path) -> bool:
-    """Whether a drafter's config lists parts (sub-folders with weights of their own); others are then optional."""
-    return (folder / "config.json").exists() and bool(config_of(folder).get("parts"))
 
 
 def _download(name: str, revision: str | None, what: str = "", **patterns: list[str]) -> Path:
