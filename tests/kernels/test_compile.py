@@ -20,10 +20,11 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program may have on sm_90
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def attention(dtype: torch.dtype, width: int, queries: int, splits: int, **options) -> None:
+def attention(dtype: torch.dtype, width: int, queries: int, splits: int, group: int = 4, **options) -> None:
+    """Two key/value heads of ``group`` query heads each; 1 is Llama-2's, whose tiles have a row for each query."""
     from draftsmith.kernels.tree_attention import tree_attention_cached
 
-    q, cache = torch.zeros(1, 4, queries, width, dtype=dtype), torch.zeros(2, 1, 1, 2048, width, dtype=dtype)
+    q, cache = torch.zeros(1, 2 * group, queries, width, dtype=dtype), torch.zeros(2, 1, 2, 2048, width, dtype=dtype)
     ancestors, depth = torch.zeros(1, queries, 1, dtype=torch.int64), torch.zeros(1, queries, dtype=torch.int32)
     lengths = torch.zeros(1, dtype=torch.int64)
     tree_attention_cached(q, *cache, lengths, ancestors, queries, 0.1, depth, depth, splits=splits, **options)
@@ -58,6 +59,10 @@ for name, dtype in DTYPES.items():
     for width, queries, splits in ((64, 64, 1), (128, 64, 4), (256, 64, 1), (128, 1, 4)):
         CASES[f"attention {name} D={width} Q={queries} splits={splits}"] = partial(
             attention, dtype, width, queries, splits
+        )
+    for queries, splits in ((64, 4), (16, 1)):
+        CASES[f"attention {name} D=128 Q={queries} splits={splits}, group 1"] = partial(
+            attention, dtype, 128, queries, splits, 1
         )
     CASES[f"head_topk {name} M=5"] = partial(head_topk, dtype, 5)
     CASES[f"commit {name}"] = partial(commit, dtype, 128)
@@ -122,6 +127,7 @@ def compiled() -> list[tuple[str, str, int]]:
 def test_every_kernel_compiles_and_fits(compiled):
     cases, kernels = {case for case, _, _ in compiled}, {kernel for _, kernel, _ in compiled}
     assert cases == set(CASES)
+    assert sum("group 1" in case and kernel == "_tree_attention_kernel" for case, kernel, _ in compiled) == 6
     assert kernels == {
         "_tree_attention_kernel", "_merge_splits_kernel", "_commit_kernel", "_acceptances_kernel",
         "_one_hot_acceptances_kernel", "_walk_and_draw_kernel", "_block_topk_kernel", "_merge_topk_kernel",
