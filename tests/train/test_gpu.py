@@ -243,8 +243,9 @@ def test_every_command_can_be_typed(run_main, tmp_path):
                 module = importlib.import_module("draftsmith." + script.removesuffix(".py").replace("/", "."))
                 options = getattr(module, "PARSER", None) or module.parser()
                 asked = options.parse_intermixed_args(words)
-                if script == "train/lm.py":
-                    read_recipe(gpu.ROOT / asked.recipe, module.LmRecipe, asked.overrides)
+                if script in ("train/lm.py", "train/medusa.py"):
+                    kind = module.LmRecipe if script == "train/lm.py" else module.MedusaRecipe
+                    read_recipe(gpu.ROOT / asked.recipe, kind, asked.overrides)
     code, printed, _ = run_main(gpu.main, "--list", "--only", "step", "--out", tmp_path)
     assert code == 0 and printed.startswith("step: plain step ≤ 1.25") and "--graphs" in printed
     first = ("kernels", "profile", "step", "target", "medusa", "decode", "engine")
