@@ -10,7 +10,6 @@ from typing import Any
 
 from draftsmith.data.chat import encode_prompt
 from draftsmith.data.formats import Message
-from draftsmith.data.rows import UnusableRow
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.terminal import console, end_text, separate_text, write_text
 from draftsmith.inference.text import TextStream, answer_text
@@ -147,17 +146,18 @@ def interact(decoder: SpeculativeDecoder, options: Options, *, raw: bool) -> Non
                 continue
             if not line:
                 continue
-            asked: list[Message] = [*chat, {"role": "user", "content": line}]
-            prompt = encode_prompt(asked if is_chat else line, tokenizer)
+            messages: list[Message] = [*chat, {"role": "user", "content": line}]
+            prompt = encode_prompt(messages if is_chat else line, tokenizer)
             if len(prompt) >= target.context:
-                what, advice = ("the conversation", "/reset begins a new one") if chat else ("it", "shorten it")
+                what = f"{'with it the conversation' if chat else 'it'} has {len(prompt)} tokens"
+                advice = "/reset begins a new conversation" if chat else "shorten it"
                 raise ValueError(
-                    f"this line was not sent: {what} has {len(prompt)} tokens with it, and the target's context of "
-                    f"{target.context} has no room for an answer; {advice}"
+                    f"this line was not sent: {what}, and the target's context of {target.context} has to hold the "
+                    f"answer, too; {advice}"
                 )
             if not prompt:
                 raise ValueError("this line has no token; type another one")
-        except (UnusableRow, ValueError) as error:
+        except ValueError as error:
             console.print(str(error), markup=False, soft_wrap=True)
             continue
         if answers:
@@ -165,4 +165,5 @@ def interact(decoder: SpeculativeDecoder, options: Options, *, raw: bool) -> Non
         answers += 1
         with _first_interrupt() as stopped:
             result = stream(decoder, prompt, options(prompt), stopped)
-        chat = [*asked, {"role": "assistant", "content": answer_text(target, result.tokens)}]
+        if is_chat:
+            chat = [*messages, {"role": "assistant", "content": answer_text(target, result.tokens)}]

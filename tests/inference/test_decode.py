@@ -301,15 +301,15 @@ def test_without_a_template_lines_are_texts_of_their_own(run_main, target, tiny_
     if not raw:
         folder = shutil.copytree(tiny_lm, tmp_path / "plain")
         (folder / "chat_template.jinja").unlink()
+    given = b"a = 1\n" + b"y" * 5000 + b"\n/reset\nb = 2\n"
     code, out, err = run_interactive(
-        run_main, monkeypatch, "none", b"a = 1\n/reset\nb = 2\n", "--target", folder, "--max-new-tokens", 5,
-        *["--raw"] * raw,
+        run_main, monkeypatch, "none", given, "--target", folder, "--max-new-tokens", 5, *["--raw"] * raw
     )  # fmt: skip
     prompts = [Prompt(line).encode(target) for line in ("a = 1", "/reset", "b = 2")]
     wanted = [decode_text(target.tokenizer, r.tokens) for r in SpeculativeDecoder(target).generate(prompts, 5)]
     assert (code, out, err.count("tokens in")) == (0, "\n".join(wanted), 3)
     why = "--raw" if raw else "the target has no chat template"
-    assert err.count(f"Each line is continued by itself ({why})") == 1
+    assert err.count(f"Each line is continued by itself ({why})") == 1 and "; shorten it\n" in err
 
 
 def test_what_does_not_fit_is_not_sent(run_main, drafter, target, monkeypatch):
@@ -320,7 +320,7 @@ def test_what_does_not_fit_is_not_sent(run_main, drafter, target, monkeypatch):
     answers = converse(target, [fits, fits, "x"], 5)
     assert (code, out) == (0, "\n".join([*answers, answers[0]]))
     assert err.count("this line was not sent: it has ") == 1 and "it is not UTF-8 text" in err
-    found = re.findall(r"the conversation has (\d+) tokens with it, .*; /reset begins a new one\n", err)
+    found = re.findall(r"with it the conversation has (\d+) tokens, .*; /reset begins a new conversation\n", err)
     assert len(found) == 1 and int(found[0]) >= target.context
 
 
