@@ -45,6 +45,7 @@ if __name__ == "__main__":
 from draftsmith.common.command import run_command
 from draftsmith.common.files import check_folder, json_object, locked, write_json, write_text
 
+GROUP = 4  # query heads of a key/value head in kernels/bench.py
 MARK = "DRAFTSMITH_GPU_RUN"  # environment variable of every process that a part starts: the folder of the results
 ROOMS = ("common", "kernels", "models", "data", "inference", "train", "recipes", "tests")
 # Packages that a part may need, by import name, and what they are used for.
@@ -159,9 +160,13 @@ def judge_profile(out: Path, rehearsal: bool) -> Finding:
     return Finding(f"{how}: " + "; ".join(shown), facts={"profiles": [row["profile"] for row in rows]})
 
 
-def judge_step(part: str) -> Callable[[Path, bool], Finding]:
+def judge_step(part: str, count: int) -> Callable[[Path, bool], Finding]:
     """Plain step: at most 1.25 × its bytes over the copy bandwidth. 64 nodes with shared heads over the plain step: at
-    most 1.15, but 1.35 with grouped-query attention at 16k tokens."""
+    most 1.15, but 1.35 with grouped-query attention at 16k tokens.
+
+    Args:
+        count: of the figures that the goals ask for; fewer where something did not fit into memory.
+    """
 
     def judge(out: Path, rehearsal: bool) -> Finding:
         report = json_object(out / part / "step.json")
@@ -177,7 +182,9 @@ def judge_step(part: str) -> Callable[[Path, bool], Finding]:
                 most = 1.35 if row["context"] > 8192 and "llama3" in row["shape"] else 1.15
                 met.append(row["ratio"] <= most)
                 shown.append(f"{row['nodes']} nodes {row['ratio']:.2f} × plain (goal {most})")
-        return Finding("; ".join(shown), all(met) and len(met) >= 2)
+        if len(met) < count and not rehearsal:
+            shown.append(f"{count - len(met)} of {count} figures are missing")
+        return Finding("; ".join(shown), all(met) and len(met) == count)
 
     return judge
 
@@ -213,15 +220,16 @@ def judge_kernels(out: Path, rehearsal: bool) -> Finding:
     slower: list[str] = []
     shares: dict[str, list[float]] = {"bandwidth": [], "matrix rate": []}
     for shape, ways in shapes.items():
-        ours = ways["triton"]
-        seconds, memory = ours["median_us"] / 1e6, ours["shape"]["N"] * 32 // 8 <= 64
-        limit = ours["moved"] / report["copy_bandwidth"] if memory else ours["operations"] / report["matmul_rate"]
-        shares["bandwidth" if memory else "matrix rate"].append(limit / seconds)
-        if limit / seconds < (0.8 if memory else 0.55):
-            below.append(f"{shape} ({limit / seconds:.0%} of {'bandwidth' if memory else 'matrix rate'})")
-        others = min((row["median_us"] for way, row in ways.items() if way in ("SDPA", "flex_attention")), default=0)
-        if ours["median_us"] > others:
-            slower.append(f"{shape} ({ours['median_us'] / others:.2f} ×)")
+        ours, others = ways["triton"], [ways[way]["median_us"] for way in ("SDPA", "flex_attention") if way in ways]
+        memory = ours["shape"]["N"] * GROUP <= 64  # else the products take longer than reading K and V
+        what, goal = ("bandwidth", 0.8) if memory else ("matrix rate", 0.55)
+        bound = ours["moved"] / report["copy_bandwidth"] if memory else ours["operations"] / report["matmul_rate"]
+        share, beside = bound / ours["median_us"] * 1e6, ours["median_us"] / min(others)
+        shares[what].append(share)
+        if share < goal:
+            below.append(f"{shape} ({share:.0%} of the {what})")
+        if beside > 1:
+            slower.append(f"{shape} ({beside:.2f} ×)")
     value = "; ".join(f"{min(all_):.0%}–{max(all_):.0%} of the {what}" for what, all_ in shares.items() if all_)
     value += f"; below the goal in {len(below)}, slower than the best in {len(slower)} of {len(shapes)} shapes"
     return Finding(value, not below and not slower, {"below": below, "slower": slower})
@@ -341,7 +349,7 @@ PARTS = (
         (BENCH + "--shape llama2-7b llama3-8b --contexts 1024 16384 --nodes 1 16 64 --projection shared own "
          "--out {out}/step/step.json",),
         (TOY + "--nodes 1 4 --projection shared own --out {out}/step/step.json",),
-        judge_step("step"),
+        judge_step("step", 8),
     ),
     Part(
         "target", "a causal LM of about 190 M parameters trains and exports (speed: unmeasured, no goal)", 300,
@@ -412,7 +420,7 @@ PARTS = (
         "compile", "as step, the forward pass by torch.compile", 240,
         (BENCH + "--shape llama3-8b --contexts 1024 --nodes 1 64 --compile --out {out}/compile/step.json",),
         (TOY + "--nodes 1 4 --out {out}/compile/step.json",),  # eager: compiling takes a minute on a CPU
-        judge_step("compile"),
+        judge_step("compile", 2),
     ),
 )  # fmt: skip
 

@@ -252,6 +252,112 @@ def test_every_command_can_be_typed(run_main, tmp_path):
     assert sum(one.limit for one in gpu.PARTS if one.name in first) <= 1500, "they fit, however long each one takes"
 
 
+def step_row(shape, context, nodes, projection, median, ratio):
+    return {"shape": shape, "context": context, "nodes": nodes, "projection": projection, "median": median,
+            "ratio": ratio, "bytes": 16e9}  # fmt: skip
+
+
+def test_goals_of_steps(tmp_path):
+    """16 GB at 4 TB/s: 4 ms."""
+    out = tmp_path / "step" / "step.json"
+    out.parent.mkdir()
+
+    def judged(plain, at_1k, llama2_at_16k, llama3_at_16k):
+        rows = []
+        for shape, at_16k in (("llama2-7b", llama2_at_16k), ("llama3-8b", llama3_at_16k)):
+            for context, ratio in ((1024, at_1k), (16384, at_16k)):
+                rows += [
+                    step_row(shape, context, 1, None, plain, 1.0),
+                    step_row(shape, context, 16, "shared", plain * 9, 9.0),  # no goal
+                    step_row(shape, context, 64, "shared", plain * ratio, ratio),
+                    step_row(shape, context, 64, "own", plain * 9, 9.0),
+                ]
+        limits = {shape: {"copy_bandwidth": 4e12} for shape in ("llama2-7b", "llama3-8b")}
+        out.write_text(json.dumps({"rows": rows, "limits": limits}))
+        return gpu.judge_step("step", 8)(tmp_path, False)
+
+    found = judged(4.92e-3, 1.14, 1.14, 1.34)
+    assert found.met and "llama3-8b at 16384: plain 4.92 ms = 1.23 × bound; 64 nodes 1.34 × plain" in found.value
+    assert not judged(5.1e-3, 1.14, 1.14, 1.34).met
+    assert not judged(4.9e-3, 1.16, 1.14, 1.34).met
+    assert not judged(4.9e-3, 1.14, 1.16, 1.34).met
+    assert not judged(4.9e-3, 1.14, 1.14, 1.36).met
+    report = json.loads(out.read_text())
+    out.write_text(json.dumps(report | {"rows": report["rows"][:4]}))
+    found = gpu.judge_step("step", 8)(tmp_path, False)
+    assert not found.met and found.value.endswith("; 6 of 8 figures are missing")
+
+    lean = tmp_path / "lean" / "step.json"
+    lean.parent.mkdir()
+    ours = report["rows"][:2]
+    for more, met in ((1.1e-3, True), (0.9e-3, False)):  # of one node; of 16 nodes any gain will do
+        theirs = [ours[0] | {"median": ours[0]["median"] + more}, ours[1] | {"median": ours[1]["median"] + 1e-5}]
+        lean.write_text(json.dumps({"rows": theirs}))
+        assert gpu.judge_lean(tmp_path, False).met is met
+    lean.write_text(json.dumps({"rows": []}))
+    with pytest.raises(ValueError, match="no step was measured with both decoders"):
+        gpu.judge_lean(tmp_path, False)
+
+
+def test_goals_of_kernels(tmp_path):
+    """K and V of 4 GB at 4 TB/s: 1 ms; products of 1 T at 1 P/s: 1 ms."""
+    out = tmp_path / "kernel-bench" / "kernels.json"
+    out.parent.mkdir()
+
+    def row(way, nodes, ms, difference=0.01):
+        return {"kernel": "attention", "way": way, "shape": {"B": 1, "L": 1024, "N": nodes}, "median_us": ms * 1e3,
+                "moved": 4e9, "operations": 1e12, "difference": difference}  # fmt: skip
+
+    def judged(*rows):
+        out.write_text(json.dumps({"rows": rows, "copy_bandwidth": 4e12, "matmul_rate": 1e15}))
+        return gpu.judge_kernels(tmp_path, False)
+
+    few = [row("SDPA", 16, 1.3), row("flex_attention", 16, 1.4)]
+    many = [row("SDPA", 64, 2.0), row("flex_attention", 64, 1.85)]
+    found = judged(*few, row("triton", 16, 1.2), *many, row("triton", 64, 1.8))
+    assert found.met and found.value.startswith(
+        "83%–83% of the bandwidth; 56%–56% of the matrix rate; below the goal in 0"
+    )
+    found = judged(*few, row("triton", 16, 1.28), *many, row("triton", 64, 1.9))
+    assert not found.met and found.facts == {
+        "below": ["B=1 L=1024 N=16 (78% of the bandwidth)", "B=1 L=1024 N=64 (53% of the matrix rate)"],
+        "slower": ["B=1 L=1024 N=64 (1.03 ×)"],
+    }
+    for wrong in (3.0, float("nan")):
+        with pytest.raises(ValueError, match="attention, triton: difference"):
+            judged(*few, row("triton", 16, 1.2, wrong))
+
+
+def test_goals_of_training_and_decoding(tmp_path):
+    out = tmp_path / "train-step" / "train.json"
+    out.parent.mkdir()
+    for share, hours, met in ((0.46, 0.9, True), (0.44, 0.9, False), (0.46, 1.1, False)):
+        rows = [
+            {"stage": stage, "of_matmul_rate": share, "hours_per_70M_tokens": hours * more, "peak_memory_bytes": 4e10}
+            for stage, more in (("medusa-1", 1), ("medusa-2", 9))
+        ]
+        out.write_text(json.dumps({"results": rows}))
+        assert gpu.judge_training(tmp_path, False).met is met
+    report = {
+        "drafter": "draft_model:a/b+ngram", "execution": "cuda graph, lean decoder", "speedup": 1.5,
+        "mean_accepted_length": 2.0, "lossless": {"passed": True, "checked": 99, "near_ties": 1, "mismatches": 0},
+    }  # fmt: skip
+    file = tmp_path / "decode" / "x" / "report.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(report))
+    judge = gpu.judge_decode("decode")
+    assert judge(tmp_path, False).value == (
+        "b+ngram: τ 2.00, 1.50 × plain, cuda graph, lean decoder, 99 tokens checked, 1 near-ties"
+    )
+    for wrong, message in (
+        ({"execution": "eager: no"}, r"b\+ngram: steps ran eager: no"),
+        ({"lossless": {**report["lossless"], "passed": False, "mismatches": 3}}, "3 mismatches in 99 tokens"),
+    ):
+        file.write_text(json.dumps(report | wrong))
+        with pytest.raises(ValueError, match=message):
+            judge(tmp_path, False)
+
+
 def test_bad_input(run_main, tmp_path):
     code, _, err = run_main(gpu.main, "--minutes", 0)
     assert (code, err) == (2, "error: --minutes 0.0: must be above 0 and at most 1440\n")
