@@ -1,7 +1,7 @@
-"""Recipes: YAML read into strict typed objects. The only reader of YAML.
+"""Read recipes: YAML into strict typed objects. No other file reads YAML.
 
-Unknown keys, wrong types and impossible combinations are one ``ValueError`` line with file, field and the nearest valid
-key.
+Unknown keys, wrong types and impossible combinations raise a one-line ``ValueError`` with file, field and the nearest
+valid key.
 """
 
 import copy
@@ -34,13 +34,13 @@ _FLOAT = re.compile(
 )
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _BYTES = 1_000_000  # of a file
-_VALUES = 10_000  # in one recipe; aliases count as what they stand for
+_VALUES = 10_000  # in one recipe; an alias counts as all values of its anchor
 
 
 def _scalar(text: str) -> Any:
-    """What an unquoted YAML scalar is: null, true or false, a decimal number, else text.
+    """The value of an unquoted YAML scalar: null, true or false, a decimal number, else text.
 
-    These are YAML 1.2's words and numbers. By YAML 1.1, ``no`` is false, ``017`` is 15, ``1:30`` is 90, ``2024-01-01``
+    These are YAML 1.2's words and numbers. In YAML 1.1, ``no`` is false, ``017`` is 15, ``1:30`` is 90, ``2024-01-01``
     is a date and ``2e-3`` is text.
     """
     if text in _WORDS or text in ("Null", "NULL", "True", "TRUE", "False", "FALSE"):
@@ -53,15 +53,15 @@ def _scalar(text: str) -> Any:
 
 
 def _document(text: str) -> Any:
-    """The one YAML document in ``text``, as plain values. An alias is a copy of what its anchor names, so that an
-    override changes one of them.
+    """The single YAML document in ``text``, as plain values. An alias is a copy of its anchor's value, so that an
+    override changes only one of them.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or has what recipes do without: tags, merge keys, keys that are no text, a key
+        yaml.YAMLError: it is no YAML, or uses what recipes do not allow: tags, merge keys, keys that are no text, a key
             given twice, a second document, too many values.
     """
     events: Iterator[Any] = yaml.parse(text, yaml.SafeLoader)
-    anchors: dict[str, tuple[Any, int]] = {}  # the value, and how many values it is
+    anchors: dict[str, tuple[Any, int]] = {}  # the value, and the number of values in it
     count = 0
 
     def wrong(event: Any, problem: str) -> yaml.MarkedYAMLError:
@@ -110,18 +110,18 @@ def _document(text: str) -> Any:
             anchors[event.anchor] = value, count - before
         return value
 
-    found = None
+    document = None
     next(events)  # the stream begins
     if isinstance(next(events), yaml.DocumentStartEvent):
-        found = value_of(next(events))
+        document = value_of(next(events))
         next(events)  # the document ends
         if not isinstance(event := next(events), yaml.StreamEndEvent):
             raise wrong(event, "a second document begins here; a recipe is one")
-    return found
+    return document
 
 
 def _yaml(text: str, where: str, *, lines: bool = False) -> Any:
-    """The value of YAML text; ``lines``: an error says in which one."""
+    """The value of YAML text; ``lines``: whether errors name the line."""
     try:
         return _document(text)
     except yaml.YAMLError as error:
@@ -139,7 +139,7 @@ def _yaml(text: str, where: str, *, lines: bool = False) -> Any:
 
 
 def _short(text: str, most: int = 100) -> str:
-    """At most so many characters of a text, on one line."""
+    """At most ``most`` characters of a text, on one line."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:most])
     return shown if len(text) <= most else f"{shown}…"
 
@@ -152,7 +152,7 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """All dotted keys below a section; those of a list's entries as an override of its first one."""
+    """All dotted keys below a section; a list's are those of its first entry, as in an override."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -169,11 +169,11 @@ def _nearest(model: type[BaseModel], path: tuple[str | int, ...]) -> str:
         if isinstance(part, int) or section is None:
             continue
         field = section.model_fields.get(part)
-        found = _sections(field.annotation) if field else []
-        section = found[0] if found else None
+        sections = _sections(field.annotation) if field else []
+        section = sections[0] if sections else None
     siblings = list(section.model_fields) if section else []
     last = str(path[-1])[:100]
-    everywhere = {key.rsplit(".", 1)[-1]: key for key in reversed(_keys(model))}  # the first of a name wins
+    everywhere = {key.rsplit(".", 1)[-1]: key for key in reversed(_keys(model))}  # the first key of a name is kept
     near = difflib.get_close_matches(last, siblings, n=1)
     if near and last not in everywhere:  # a key in another place is meant rather than one of a similar name here
         return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), near[0]])
@@ -184,10 +184,11 @@ def _nearest(model: type[BaseModel], path: tuple[str | int, ...]) -> str:
 
 
 def _explain(error: ValidationError, model: type[BaseModel], where: str, overrides: typing.Sequence[str]) -> str:
+    """The first of pydantic's errors as one line."""
     first = error.errors()[0]
     path = tuple(p for p in first["loc"] if not (isinstance(p, str) and p.startswith("function-")))
     field = ".".join(map(str, path)) or "recipe"
-    for override in overrides:  # name those that reach this field, and no innocent one
+    for override in overrides:  # name only those that set this field
         key = override.partition("=")[0] + "."
         if key.startswith(f"{field}.") or f"{field}.".startswith(key):
             where += f" with {_short(override)}"
@@ -218,8 +219,8 @@ def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[st
     if os.path.lexists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise ValueError(f"{path}: not a file (a device, or a link that leads nowhere); a recipe is needed")
     if not os.path.lexists(path):
-        there = sorted(p.stem for p in path.parent.glob("*.yaml")) if os.path.isdir(path.parent) else []
-        near = difflib.get_close_matches(path.stem[:100], there, n=1)
+        recipes = sorted(p.stem for p in path.parent.glob("*.yaml")) if os.path.isdir(path.parent) else []
+        near = difflib.get_close_matches(path.stem[:100], recipes, n=1)
         hint = f"; did you mean {path.parent / (near[0] + '.yaml')}?" if near else ""
         raise FileNotFoundError(f"{path}: there is no such recipe{hint}")
     if os.path.isfile(path) and (size := os.path.getsize(path)) > _BYTES:
@@ -239,7 +240,7 @@ def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[st
 
 
 def _override(content: dict[str, Any], override: str, path: str) -> None:
-    """Set what ``section.field=value`` names."""
+    """Set the field that ``section.field=value`` names."""
     key, equals, value = override.partition("=")
     parts = key.split(".")
     if not equals or not all(parts) or len(parts) > 32:
@@ -261,13 +262,13 @@ def _override(content: dict[str, Any], override: str, path: str) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that :func:`_scalar` would read as a number, and YAML 1.1 would not."""
+    """Dumper that quotes text which :func:`_scalar` would read as a number and YAML 1.1 would not."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
 def write_recipe(recipe: Section, path: Path, command: str) -> None:
-    """Save the resolved recipe, atomically, headed by the command that ran it."""
+    """Write the resolved recipe, whole or not at all, after a comment with the command that ran it."""
     text = yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     write_text(path, f"# {_short(command, len(command))}\n{text}")

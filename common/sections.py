@@ -1,4 +1,4 @@
-"""The sections that recipes share; a script adds its own by subclassing :class:`Recipe` and :class:`Stage`."""
+"""Sections that recipes share; a script adds its own by subclassing :class:`TrainingRecipe` and :class:`Stage`."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from draftsmith.common.recipe import Section
 
-# Bounds keep a slip of the keyboard from asking for more memory or threads than any machine has.
+# Bounds reject typing errors that would need more memory or threads than any machine has.
 Positive = Annotated[int, Field(gt=0, le=1_000_000_000)]
 Tokens = Annotated[int, Field(gt=0, le=1 << 20)]  # of a sequence
 Sequences = Annotated[int, Field(gt=0, le=1 << 16)]  # at once
@@ -18,12 +18,12 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 Name = Annotated[str, Field(min_length=1)]
-SAMPLES = 100_000_000  # sequences of a stage: their order is kept in memory
+SAMPLES = 100_000_000  # sequences of a stage, at most: their order is kept in memory
 TINY_STEPS, TINY_LENGTH = 2, 96  # of --tiny: steps of a stage, tokens of a row
 
 
 def _repository(text: str) -> str:
-    """The Hub's rules for USER/NAME."""
+    """Check a Hub id (USER/NAME) by the Hub's rules."""
     parts = text.split("/")
     part = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
     if len(parts) != 2 or not all(re.fullmatch(part, p) for p in parts) or re.search(r"--|\.\.|\.git$", text):
@@ -71,7 +71,7 @@ class Target(Section):
 
 
 class Answers(Section):
-    """The target continues prompts cut from a source; what it wrote is what the drafter trains on."""
+    """Training on the target's own continuations of prompts that are cut from a source."""
 
     tiny: ClassVar[dict[str, Any]] = {"prompts": 8, "prompt_tokens": 16, "new_tokens": 16, "batch_size": 8}
 
@@ -85,7 +85,7 @@ LOCAL_FILES = (".json", ".jsonl", ".parquet", ".txt")
 
 
 class Source(Section):
-    """Where samples come from."""
+    """A source of samples."""
 
     source: str = Field(
         description="stdlib or package:NAME (text from this machine), a .json, .jsonl, .parquet or .txt file (one "
@@ -109,11 +109,12 @@ class Source(Section):
 
     @property
     def installed(self) -> bool:
-        """Whether it is text that every machine has, with splits by module path."""
+        """Whether it is the standard library or an installed package, with splits by module path."""
         return self.source == "stdlib" or self.source.startswith("package:")
 
     @property
     def is_file(self) -> bool:
+        """Whether it is a file, or a pattern of files."""
         return self.source.endswith(LOCAL_FILES)
 
     @model_validator(mode="after")
@@ -158,16 +159,14 @@ class Data(Section):
         default=0.1, description="share of rows that cannot be used (unknown speaker, empty chat, …) that is an error"
     )
     max_unsupervised: Share = Field(
-        default=0.1, description="share of samples without a label (cut before the assistant speaks) that is an error"
+        default=0.1, description="share of samples without a label (cut before the assistant's turn) that is an error"
     )
 
     @model_validator(mode="after")
     def _ends(self) -> "Data":
         for source in self.validation:
             if source.streaming and source.limit is None:
-                raise ValueError(
-                    f"validation source {source.source!r} is streamed; say with 'limit' how many rows of it"
-                )
+                raise ValueError(f"validation source {source.source!r} is streamed; set 'limit' to its number of rows")
         for source in [*self.train, *self.validation]:
             answers = source.answers
             if answers is not None and answers.prompt_tokens + answers.new_tokens > self.max_length:
@@ -221,7 +220,7 @@ class Precision(Section):
     compile: bool = Field(default=False, description="torch.compile the training step (needs a C++ compiler)")
     threads: Threads | None = Field(default=None, description="CPU threads; all cores if left out")
     gradient_checkpointing: bool = Field(
-        default=False, description="make activations again in the backward pass: less memory, a third more time"
+        default=False, description="recompute activations in the backward pass: less memory, a third more time"
     )
 
 
@@ -250,18 +249,18 @@ class Evaluate(Section):
 
 
 class Track(Section):
-    """Where metrics go besides metrics.jsonl."""
+    """Trackers of metrics besides metrics.jsonl."""
 
     tiny: ClassVar[dict[str, Any]] = {"wandb": False, "tensorboard": False}
 
     wandb: bool = False
     project: Name = Field(default="draftsmith", description="the Weights & Biases project")
-    offline: bool = Field(default=False, description="keep what wandb gets in the run folder, to be sent later")
+    offline: bool = Field(default=False, description="keep wandb's data in the run folder, to be uploaded later")
     tensorboard: bool = Field(default=False, description="into the run folder's tensorboard/")
 
 
 class Export(Section):
-    """What happens to the finished run."""
+    """Uploads and additional files of the finished run."""
 
     tiny: ClassVar[dict[str, Any]] = {"push_to_hub": None}
 
@@ -276,7 +275,7 @@ class Export(Section):
     )
 
 
-# A folder is named by it.
+# Also a folder's name.
 StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
 
 
@@ -292,7 +291,7 @@ class Stage(Section):
 
     @property
     def samples(self) -> int:
-        """Sequences of all its steps."""
+        """Number of sequences of all its steps."""
         return self.steps * self.batch.sequences
 
     @model_validator(mode="after")
@@ -318,7 +317,7 @@ class Recipe(Section):
 
 
 class TrainingRecipe(Recipe):
-    """What a training script reads. A script narrows ``stages`` to its own kind of stage where it has one."""
+    """The recipe of a training script. A script with its own kind of stage narrows ``stages`` to it."""
 
     stages: list[Stage] = Field(min_length=1, description="trained one after the other")
 
@@ -341,12 +340,12 @@ class TrainingRecipe(Recipe):
 
 
 class DrafterRecipe(TrainingRecipe):
-    """What a script reads that trains a drafter for a frozen target; the script adds its section ``drafter``."""
+    """The recipe of a script that trains a drafter for a frozen target; the script adds its section ``drafter``."""
 
     tiny: ClassVar[dict[str, Any]] = {"init_from": None}
 
     target: Target
-    init_from: Name | None = Field(default=None, description="a drafter of the same target whose weights to begin with")
+    init_from: Name | None = Field(default=None, description="a drafter of the same target to begin from")
     cache_hidden: Literal["none", "memory", "disk"] = Field(
         default="none",
         description="run the frozen target once over the rows and keep its hidden states, in memory or in the run's "

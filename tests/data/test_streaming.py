@@ -114,5 +114,5 @@ def test_what_cannot_be_streamed(tmp_path, tokenizer):
                      tmp_path / "n.json", keep=True)  # fmt: skip
     with pytest.raises(ValueError, match="'streaming' is for"):
         Source(source="stdlib", streaming=True)
-    with pytest.raises(ValueError, match="say with 'limit' how many rows"):
+    with pytest.raises(ValueError, match="set 'limit' to its number of rows"):
         data(validation=[{"source": "a/b", "streaming": True}])
