@@ -183,7 +183,7 @@ gpu.PARTS = tuple(
     for name in seconds
 )
 gpu.fingerprint = lambda device, installed: device
-sys.argv = ["gpu.py", "--rehearsal", "--out", str(out)]
+sys.argv = ["gpu.py", "--rehearsal", "--out", str(out), *sys.argv[2:]]
 run_command(gpu.main)
 """
 
@@ -207,9 +207,12 @@ def test_a_killed_run_goes_on(tmp_path, how):
         assert alive(left)
     assert (tmp_path / "one" / "result.json").exists() and not (tmp_path / "two" / "result.json").exists()
     assert "| one |" in (tmp_path / "table.md").read_text()
+    only = [*command, "--only", "one"]  # starts nothing: there is its result
+    done = subprocess.run(only, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "one: pass already" in done.stdout, done.stderr
+    assert gone(left)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert gone(left)
     assert "one: pass already" in done.stdout and "two: pass after" in done.stdout and "three: pass" in done.stdout
     assert [len((tmp_path / f"{name}.pid").read_text().split()) for name in ("one", "two", "three")] == [1, 2, 1]
 
