@@ -238,6 +238,14 @@ def headings(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
+def test_the_walk_through_a_family_shows_its_code():
+    """What CONTRIBUTING.md quotes stands in the toy family word for word."""
+    family, quoted = (ROOT / "tests/family/toy_family.py").read_text(), blocks("CONTRIBUTING.md", "python")
+    assert len(quoted) >= 6
+    for quote in quoted:
+        assert quote in family, quote
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
     page = ROOT / document
