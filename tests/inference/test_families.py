@@ -59,7 +59,9 @@ def test_a_family_of_one_entry(run_main, written, family, target, tmp_path, monk
     texts = encode_prompts(read_prompts(prompts), target)
     lengths = [n for result in SpeculativeDecoder(target, drafter).generate(texts, 32) for n in result.accepted]
     data = answer(target, texts, 32, 4)
-    ranks = bigram_family.calibration(folder, {}, {"table": drafter.table}).ranks(target, **data)
+    assert isinstance(drafter, bigram_family.BigramDrafter)
+    calibration = bigram_family.calibration(folder, {}, {"table": drafter.table})
+    ranks = calibration.ranks(target, data["tokens"], data["supervised"])
     assert simulate(read_tree(folder / "tree.json"), ranks) == sum(lengths) / len(lengths)
 
     for name, least in ((folder, 1.3), (f"{folder}+ngram", 1.0)):  # a merge proposes nothing where no node pays
