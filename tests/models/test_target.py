@@ -48,7 +48,7 @@ def test_packed_samples_do_not_see_each_other(make_target, family):
 
 
 def test_a_family_that_cannot_be_packed_says_so(make_target):
-    with pytest.raises(ValueError, match=r"'tiny-opt' \(opt\): packed samples attend to each other .*data.packing=false"):
+    with pytest.raises(ValueError, match=r"'tiny-opt' \(opt\): packed samples attend to each other .*packing=false"):
         make_target("opt").check_packing()
 
 
