@@ -119,6 +119,9 @@ class MergedDrafter(Drafter):
             tree, self.own = self.tensor_merge.merge(trees, drawn, whole_batch)
             return tree
         proposing = [number for number, tree in enumerate(trees) if tree.tokens.shape[1] > 1]
+        if not proposing:
+            self.own = [self.zeros] * len(self.drafters)  # the root is node 0 of each tree
+            return self.root_tree.fill(state.root[:, None], self.zeros, self.ones)
         counted = state.active.tolist() if whole_batch else None
         times = self.times if whole_batch else self.standard_times
         if len(proposing) == 1 and self._keeps_all(trees[proposing[0]], times, counted):
