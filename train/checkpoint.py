@@ -113,7 +113,7 @@ def clear(folder: Path) -> None:
             path.unlink()
         elif path.exists():
             shutil.rmtree(path)
-    with contextlib.suppress(OSError):  # there is none, or it holds something of somebody else's
+    with contextlib.suppress(OSError):  # it does not exist, or holds files that are not ours
         folder.rmdir()
 
 
@@ -128,14 +128,14 @@ def read_state(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from None
     step = state.get("step")
-    odd = [] if isinstance(step, int) and f"step-{step}" == path.name else ["step"]
-    odd += [] if isinstance(state.get("stage"), str) else ["stage"]
-    odd += [] if isinstance(state.get("best"), float | int) else ["best"]
-    odd += [] if isinstance(state.get("stage_step", 0), int) else ["stage_step"]  # older ones have none
-    odd += [] if state.get("autocast", "none") in ("none", "bfloat16") else ["autocast"]
-    odd += [] if state.get("dtype") in (None, *DTYPES) else ["dtype"]
-    if odd:
-        raise _damaged(path, ValueError(f"state.json: '{odd[0]}' is {json.dumps(state.get(odd[0]))[:60]}"))
+    wrong = [] if isinstance(step, int) and f"step-{step}" == path.name else ["step"]
+    wrong += [] if isinstance(state.get("stage"), str) else ["stage"]
+    wrong += [] if isinstance(state.get("best"), float | int) else ["best"]
+    wrong += [] if isinstance(state.get("stage_step", 0), int) else ["stage_step"]  # older ones have none
+    wrong += [] if state.get("autocast", "none") in ("none", "bfloat16") else ["autocast"]
+    wrong += [] if state.get("dtype") in (None, *DTYPES) else ["dtype"]
+    if wrong:
+        raise _damaged(path, ValueError(f"state.json: '{wrong[0]}' is {json.dumps(state.get(wrong[0]))[:60]}"))
     return state
 
 

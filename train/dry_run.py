@@ -30,7 +30,7 @@ console = make_console()
 class TargetShape:
     """Sizes of a target, by its config alone.
 
-    rank: parameters of an adapter of rank 1 on the layers asked for.
+    rank: parameters of an adapter of rank 1 on the named layers.
     """
 
     parameters: int

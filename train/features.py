@@ -39,14 +39,14 @@ def hidden_states(
     where = f"on disk in {stored.parent}" if stored else f"of memory for {processes} process(es)"
     done = torch.zeros(-(-shape[0] // batch_size), dtype=torch.uint8)  # by batch
     if stored:
-        asked = {
+        request = {
             "target": target.fingerprint, "made_in": [str(target.dtype), torch.is_autocast_enabled(target.device.type)],
             "quantized": str(getattr(target.model.config, "quantization_config", None)),
             "rows": rows.samples.sha256(), "share": rows.share, "dtype": str(dtype), "shape": list(shape),
             "batch_size": batch_size,
         }  # fmt: skip
         with accelerator.main_process_first():
-            there = stored.exists() and _read(stored.with_suffix(".json")) == asked
+            there = stored.exists() and _read(stored.with_suffix(".json")) == request
             if not there:
                 _check(what, wanted, free, where)
                 if accelerator.is_main_process:
@@ -54,7 +54,7 @@ def hidden_states(
                     for path, size in ((stored, wanted), (stored.with_suffix(".done"), len(done))):
                         path.unlink(missing_ok=True)
                         _take_room(path, size)
-                    write_json(stored.with_suffix(".json"), asked)
+                    write_json(stored.with_suffix(".json"), request)
             kept = torch.from_file(str(stored), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
             done = torch.from_file(str(stored.with_suffix(".done")), shared=True, size=len(done), dtype=torch.uint8)
     else:

@@ -163,7 +163,7 @@ def begin(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:
     there = checkpoint.checkpoints(folder / "checkpoints")
     if not main:
         return resume and bool(there)
-    finished = (folder / "model.safetensors").exists()
+    finished = any((folder / name).exists() for name in ("config.json", "model.safetensors"))
     if (there or finished) and not (resume or restart):
         what = f"an unfinished run at {there[-1].name}" if there and not finished else "a finished run"
         raise ValueError(f"{folder}: holds {what}; pass --resume to go on, --restart to begin anew, or set run.name")

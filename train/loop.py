@@ -64,8 +64,8 @@ def make_accelerator(wanted: Precision) -> Accelerator:
 
 
 def with_precision(recipe: R, accelerator: Accelerator, resume: bool = False) -> R:
-    """The recipe with what ``precision.autocast: auto`` and ``target.dtype: auto`` are on this device; said in a line,
-    and in a second one if it is slow here.
+    """The recipe with what ``precision.autocast: auto`` and ``target.dtype: auto`` are on this device, printed
+    in a line, with a warning where that is slow here.
 
     Args:
         resume: ``auto`` is what the run's newest checkpoint was trained with.
@@ -281,7 +281,7 @@ def fit(
     since, note = time.monotonic(), ""
     original.train()
     bar = ProgressBar(name, stage.steps, console, start=start, disable=not accelerator.is_main_process)
-    with bar, interruptible() as asked_to_stop:
+    with bar, interruptible() as stop_requested:
         for step in range(start, stage.steps):
             rate = learning_rate(stage, step)
             for group in optimizer.param_groups:
@@ -292,14 +292,14 @@ def fit(
             batches = [{k: v.to(accelerator.device) for k, v in batch.items()} for batch in batches]
             counts = torch.stack([original.count(b) for b in batches]).sum(0).float()
             # A signal does not reach all processes at the same moment; they have to stop at the same step.
-            asked = counts.new_tensor([float(asked_to_stop())])
-            reduced: Any = accelerator.reduce(torch.cat([counts, asked]), "sum")
-            counts, asked = reduced[:-1], reduced[-1]
+            stop = counts.new_tensor([float(stop_requested())])
+            reduced: Any = accelerator.reduce(torch.cat([counts, stop]), "sum")
+            counts, stop_all = reduced[:-1], reduced[-1]
             totals: dict[str, Tensor] = {}
             for i, batch in enumerate(batches):
                 last = i == len(batches) - 1
                 if zero_2:
-                    accelerator.gradient_state.sync_gradients = last  # DeepSpeed steps behind the last backward pass
+                    accelerator.gradient_state.sync_gradients = last  # DeepSpeed steps after the last backward pass
                 synchronise = nullcontext() if last else accelerator.no_sync(module)
                 with synchronise, autocast(accelerator, job.precision):
                     loss, metrics = stepped(batch, counts, step)
@@ -338,11 +338,11 @@ def fit(
             if ends or (step + 1) % job.evaluation.every == 0:
                 evaluate_now()
                 since = time.monotonic()
-            stop = asked_to_stop() if processes == 1 else bool(asked)
-            if ends or stop or (step + 1) % job.checkpoint.every == 0:
+            stops = stop_requested() if processes == 1 else bool(stop_all)
+            if ends or stops or (step + 1) % job.checkpoint.every == 0:
                 save()
                 since = time.monotonic()
-            if stop:
+            if stops:
                 raise KeyboardInterrupt(f"stopped at step {job.step}; saved. Go on with --resume")
     accelerator.free_memory()
 

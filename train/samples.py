@@ -54,7 +54,7 @@ class Sampler:
     """Which row of which source each sample of a run is: a pure function of the arguments and the sample's number.
 
     A source is drawn by weight for each sample; its rows are walked in a fresh permutation per epoch, those of a
-    streamed source in the order in which they arrive. Sample n is the same however many are asked for: a resumed run
+    streamed source in the order in which they arrive. Sample n does not depend on how many are drawn: a resumed run
     needs only the step it had reached, and more steps change no earlier sample.
 
     Args:

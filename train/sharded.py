@@ -7,7 +7,7 @@
 
 The launcher says which: ``accelerate launch --config_file recipes/accelerate/zero3.yaml …``. Under ZeRO-2 the
 optimizer's state goes into a folder of its own beside a checkpoint; another strategy, or another number of processes,
-goes on from the weights and begins it anew.
+continues from the weights and begins the optimizer anew.
 """
 
 import errno

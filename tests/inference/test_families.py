@@ -4,9 +4,9 @@ import json
 import subprocess
 import sys
 
-import bigram_family
 import pytest
 import torch
+import toy_family
 
 from draftsmith.inference import calibrate, costs, decode
 from draftsmith.inference.answers import answer
@@ -15,7 +15,7 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.ranks import simulate
 from draftsmith.inference.tree import read_tree
-from draftsmith.models.artifact import write_drafter
+from draftsmith.models.artifact import read_drafter, write_drafter
 
 PROMPTS = ["import os", "def read(path):", "The software is provided", "copyright notice"]
 
@@ -32,14 +32,14 @@ def written(tmp_path_factory, target):
     for row, marks in zip(data["tokens"].long(), data["supervised"], strict=True):
         text = row[marks]
         counts.index_put_((text[:-1], text[1:]), torch.ones(len(text) - 1), accumulate=True)
-    table = counts.topk(3, -1).indices
-    write_drafter(folder, "bigram", {"order": 2}, {"table": table}, target, {})
+    weights = {"embed.weight": counts, "out.weight": torch.eye(target.vocab_size)}  # logits: the counts
+    write_drafter(folder, "toy", {"width": target.vocab_size}, weights, target, {})
     return folder, prompts
 
 
 @pytest.fixture
 def family(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "bigram", "bigram_family")
+    monkeypatch.setitem(FAMILIES, "toy", "toy_family")
 
 
 def test_a_family_of_one_entry(run_main, written, family, target, tmp_path, monkeypatch):
@@ -53,15 +53,15 @@ def test_a_family_of_one_entry(run_main, written, family, target, tmp_path, monk
     assert code == 0 and f"{folder / 'tree.json'}: " in out, err
     known = json.loads((folder / "tree.json").read_text())["calibration"]
     assert known["expected_mean_accepted_length"] > 1.3, "else nothing is accepted, and this tests nothing"
-    assert len(known["accuracy_by_head_and_rank"]) == bigram_family.DEPTH
+    assert len(known["accuracy_by_head_and_rank"]) == toy_family.DEPTH
 
     _, drafter = load_drafter(str(folder), target)
     texts = encode_prompts(read_prompts(prompts), target)
     lengths = [n for result in SpeculativeDecoder(target, drafter).generate(texts, 32) for n in result.accepted]
     data = answer(target, texts, 32, 4)
-    assert isinstance(drafter, bigram_family.BigramDrafter)
-    calibration = bigram_family.calibration(folder, {}, {"table": drafter.table})
-    ranks = calibration.ranks(target, data["tokens"], data["supervised"])
+    assert isinstance(drafter, toy_family.ToyDrafter)
+    _, config, weights = read_drafter(str(folder))
+    ranks = toy_family.calibration(folder, config, weights).ranks(target, data["tokens"], data["supervised"])
     assert simulate(read_tree(folder / "tree.json"), ranks) == sum(lengths) / len(lengths)
 
     for name, least in ((folder, 1.3), (f"{folder}+ngram", 1.0)):  # a merge proposes nothing where no node pays
@@ -76,7 +76,7 @@ def test_a_family_of_one_entry(run_main, written, family, target, tmp_path, monk
 def test_a_family_without_a_tree(run_main, written, family, monkeypatch):
     """Only its target's steps are timed, and a tree that nobody would read is refused."""
     folder, prompts = written
-    monkeypatch.delattr(bigram_family, "calibration")
+    monkeypatch.delattr(toy_family, "calibration")
     monkeypatch.setattr(costs, "REMEASURE_SECONDS", 0.3)
     before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
     code, out, err = run_main(calibrate.main, folder, "--device", "cpu")
@@ -112,9 +112,9 @@ def test_unknown_types(run_main, written, family):
     folder, _ = written
     config = json.loads((folder / "config.json").read_text())
     try:
-        for kind, hint in (("bigrams", "; nearest: bigram"), ("eagle", "")):
+        for kind, hint in (("toys", "; nearest: toy"), ("eagle", "")):
             (folder / "config.json").write_text(json.dumps({**config, "drafter_type": kind}))
-            message = f"{folder}: drafter_type '{kind}' is not known to this version; known: bigram, medusa{hint}"
+            message = f"{folder}: drafter_type '{kind}' is not known to this version; known: medusa, toy{hint}"
             for main, options in ((decode.main, ["--prompt", "a"]), (calibrate.main, [])):
                 assert run_main(main, folder, *options, "--target", "/nowhere") == (2, "", f"error: {message}\n")
     finally:
