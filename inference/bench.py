@@ -168,16 +168,16 @@ def grow_tree(nodes: int, heads: int) -> Topology:
         ValueError: there are fewer paths.
     """
     paths: list[Ranks] = []
-    waiting: list[tuple[float, Ranks]] = [(-RIGHT, (0,))]  # a path comes after its parent, which is likelier
+    waiting: list[tuple[float, Ranks]] = [(-RIGHT, (0,))]  # (minus the probability, path); a parent comes first
     while len(paths) < nodes - 1:
         if not waiting:
             raise ValueError(f"--nodes {nodes}: {heads} heads make no more than {len(paths) + 1}; raise --heads")
-        chance, path = heapq.heappop(waiting)
+        negative, path = heapq.heappop(waiting)
         paths.append(path)
         if len(path) < heads:
-            heapq.heappush(waiting, (chance * RIGHT, (*path, 0)))
+            heapq.heappush(waiting, (negative * RIGHT, (*path, 0)))
         if path[-1] + 1 < MAX_RANK:
-            heapq.heappush(waiting, (chance * (1 - RIGHT), (*path[:-1], path[-1] + 1)))
+            heapq.heappush(waiting, (negative * (1 - RIGHT), (*path[:-1], path[-1] + 1)))
     return Topology(tuple(paths))
 
 

@@ -1,13 +1,13 @@
-"""Time the Medusa-1 training step on the CPU against the straightforward loop, which materialises every head's logits.
+"""Time the Medusa-1 training step on the CPU beside the published loop, which materialises every head's logits.
 
     python train/bench.py                                   # 5 heads, a vocabulary of 32,000, width 512
     python train/bench.py --supervised 1.0 --width 1024     # every token is a label
     python train/bench.py --out runs/bench-train.json
 
-Both train the same heads on the same hidden states, labels, dtype and threads, each in a process of its own; the
-straightforward loop is what the published code does: logits of all heads at all positions, then one shifted
-cross-entropy per head. «heads»: forward and backward of the heads. «step»: the frozen target's forward pass and AdamW
-with it. Memory is what the process holds at its peak beyond weights, gradients and moments.
+Both train the same heads on the same hidden states, labels, dtype and threads, each in a process of its own. The
+published loop computes the logits of all heads at all positions, then one shifted cross-entropy per head. «heads»:
+forward and backward of the heads. «step»: the same with the frozen target's forward pass and AdamW. Memory is the peak
+of the process beyond weights, gradients and moments.
 """
 
 import argparse
@@ -58,7 +58,7 @@ console = make_console()
 
 
 class Straightforward(nn.Module):
-    """The published loop: K heads, all logits at once, one cross-entropy per head over the shifted labels."""
+    """K heads, all logits at once, one cross-entropy per head over the shifted labels."""
 
     def __init__(self, width: int, vocab_size: int, heads: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Straightforward(nn.Module):
 
 
 def batch_of(args: argparse.Namespace) -> dict[str, Tensor]:
-    """Rows of turns: of each 128 tokens the last ones, in the wanted share, are the assistant's."""
+    """Rows of conversations: of each 128 tokens the last ones, in the given share, are the assistant's."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(args.vocab, (args.rows, args.length), generator=generator, dtype=torch.int32)
     place = torch.arange(args.length) % 128
@@ -177,7 +177,7 @@ def main() -> None:
     mine, theirs = results["draftsmith"], results["straightforward"]
     apart = max(abs(a - b) / abs(b) for a, b in zip(mine["losses"], theirs["losses"], strict=True))
     if apart > (1e-3 if args.dtype == "float32" else 2e-2):
-        raise ValueError(f"the two do not train the same: losses {mine['losses']} and {theirs['losses']}")
+        raise ValueError(f"the two loops do not train alike: losses {mine['losses']} and {theirs['losses']}")
     tokens = args.rows * args.length
     torch.set_num_threads(args.threads)
     table = Table("", "heads, s", "step, s", "tokens/s", "peak memory, MB", title=None)

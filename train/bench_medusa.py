@@ -6,11 +6,12 @@
     medusa-1         the target frozen
     joint, direct    heads and target together from the start, cross-entropy (arXiv 2401.10774 §2.2.2 says: it harms)
     joint, 2 stages  the heads alone for half of the steps, then together, cross-entropy
-    self-distilled   the same, but the target is held to what it said before, by KL
+    self-distilled   the same, but KL keeps the target near its original distribution
 
 All train on the same answers of the target, by recipes/tiny-medusa2.yaml (--recipe for another). Finished runs are
-kept: the command goes on where it was stopped. τ is given twice: on what the trained target now writes (real, by the
-engine), and on what the original target wrote (simulated). A target made dull would win the first and lose the second.
+kept: the command resumes where it was stopped. τ is given twice: on what the trained target now writes (real, by the
+engine), and on what the original target wrote (simulated). A target whose text became
+more predictable would gain in the first and lose in the second.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def ways(steps: int, recipe: MedusaRecipe) -> dict[str, list[str]]:
         recipe: has the two stages of Medusa-2.
     """
     heads, joint = (stage.model_dump(mode="json") for stage in recipe.stages)
-    # Nothing holds the target back then, so the weights are chosen by τ alone, however far it has moved.
+    # No KL limit applies then, so that the weights are chosen by τ alone, however far the target has moved.
     loose = {
         **joint,
         "joint": {**joint["joint"], "loss": "ce", "head_weight": 0.2, "ramp": "constant", "max_kl": 100.0},
@@ -84,7 +85,7 @@ def ways(steps: int, recipe: MedusaRecipe) -> dict[str, list[str]]:
 
 
 def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -> Path:
-    """A finished run's folder; trained, or trained on, unless it is there."""
+    """Folder of a finished run; trains it, or resumes training, if need be."""
     folder = out / f"{name.replace(', ', '-').replace(' ', '-')}-{steps}"
     if (folder / "config.json").exists():
         return folder
@@ -98,7 +99,7 @@ def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -
     console.print(f"{name}: {shlex.join(command[1:])}", style="bold")
     done = subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, check=False)
     if done.returncode:
-        raise ValueError(f"training '{name}' failed (exit code {done.returncode}); mend it and run this again")
+        raise ValueError(f"training '{name}' failed (exit code {done.returncode}); fix it and run this again")
     return folder
 
 

@@ -1,11 +1,11 @@
-"""What a training step costs for the shape of a target: Medusa-1 (heads alone) and Medusa-2's second stage (with LoRA).
+"""Time a training step for the shape of a target: Medusa-1 (heads alone) and Medusa-2's second stage (with LoRA).
 
     python train/bench_step.py --shape llama2-7b --dtype bfloat16 --tokens 2048 --out runs/bench/train_step.json
     python train/bench_step.py --shape tiny-lm --sequences 2 --tokens 256 --stages medusa-1
 
 Random weights and random tokens, all of them labels: nothing is downloaded. A step is forward, backward, clipping and
-AdamW. The share of the matrix rate counts the multiplications that the method needs (passes through the target's
-matrices, its LM head, the heads), without what gradient checkpointing repeats; the rate is measured on a large product.
+AdamW. The share of the matrix rate counts the products that the method needs (passes through the target's matrices,
+its LM head, the heads), without those that gradient checkpointing repeats; the rate is measured on a large product.
 """
 
 import argparse
@@ -55,8 +55,8 @@ console = make_console()
 
 
 def operations(target: Target, module: Medusa1, positions: int) -> float:
-    """Multiply-adds · 2 of a step, after the passes that each matrix sees: frozen ones forward alone (Medusa-1), or
-    forward twice and backward to their inputs (Medusa-2 with KL: the teacher); what trains forward and backward."""
+    """Multiply-adds · 2 of a step, counted by passes: frozen matrices forward only (Medusa-1), or forward
+    twice, for the teacher of the KL, and backward to their inputs (Medusa-2); trained ones forward and backward."""
     joint = isinstance(module, Medusa2)
     head = cast(nn.Linear, target.lm_head).weight.numel()
     inside = sum(p.numel() for p in target.decoder.parameters() if p.ndim == 2 and not p.requires_grad)

@@ -1,4 +1,4 @@
-"""The command bench.py: its trees, the state that steps begin from, the least one could take, what is written."""
+"""The command bench.py: its trees, the state before each step, the lower bound, what is written."""
 
 import json
 import shlex
@@ -30,7 +30,7 @@ def small_shape(monkeypatch):
 
 @pytest.fixture
 def running():
-    """``running(target)``: what a step has to run inside of, until the test ends."""
+    """``running(target)``: enter the contexts that a step needs, until the test ends."""
     with torch.inference_mode(), ExitStack() as stack:
         yield lambda target: stack.enter_context(target.attention(ATTENTION))
 
@@ -46,16 +46,16 @@ def test_a_tree_has_as_many_nodes_as_asked_for(nodes, heads):
 
 
 def test_a_tree_holds_the_likeliest_paths():
-    def chance(path):
+    def probability(path):
         return 0.55 ** len(path) * 0.45 ** sum(path)
 
     tree = grow_tree(30, 3)
     every = [(a, b, c)[:depth] for a in range(10) for b in range(10) for c in range(10) for depth in (1, 2, 3)]
-    best = sorted(map(chance, set(every)), reverse=True)[:29]
-    assert sorted(map(chance, tree.paths), reverse=True) == pytest.approx(best)
+    best = sorted(map(probability, set(every)), reverse=True)[:29]
+    assert sorted(map(probability, tree.paths), reverse=True) == pytest.approx(best)
 
 
-def test_a_tree_that_cannot_be():
+def test_an_impossible_tree():
     with pytest.raises(ValueError, match="--nodes 12: 1 heads make no more than 11; raise --heads"):
         grow_tree(12, 1)
 
@@ -131,7 +131,7 @@ def test_least_of_other_families(make_target):
 
 @pytest.mark.parametrize(("nodes", "batch"), [(1, 1), (1, 2), (6, 1), (6, 2)])
 def test_every_step_sees_the_context(running, nodes, batch):
-    """Every step that is timed begins behind as many tokens as asked for, from the same roots and features."""
+    """Every timed step starts with the asked number of cached tokens and the same roots and features."""
     target = random_target("small", 100, torch.float32, CPU)
     running(target)
     torch.manual_seed(0)
@@ -191,7 +191,7 @@ def test_the_commit_moves_nodes(running, batch):
 
 
 def test_cases_take_turns(monkeypatch):
-    """In turns of five, after three steps to warm up that do not count."""
+    """Turns of five steps, after three warm-up steps that are not timed."""
     turns = []
 
     def case(number):
@@ -219,7 +219,7 @@ def test_quantiles():
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Limits that are known, and no search for memory that is free again, which takes a while in a large process."""
+    """Known limits, and no garbage collection, which is slow in a large process."""
     monkeypatch.setattr(bench, "release", lambda: None)
     monkeypatch.setattr(bench, "measure_device", lambda *args: Device(5e9, 7e9))
 
@@ -268,7 +268,7 @@ def test_the_command(run_main, quick, tmp_path):
 
 
 def test_steps_that_are_no_graph_replays_are_refused_on_request(run_main, quick, running, tmp_path):
-    """A static step on the CPU has the shapes of a graph, and is none."""
+    """A step on the CPU is no graph replay."""
     out = tmp_path / "step.json"
     common = ["--shape", "small", "--device", "cpu", "--threads", 1, "--repeat", 2, "--contexts", 9, "--heads", 3]
     code, _, err = run_main(bench.main, *common, "--nodes", 3, "--graphs", "--out", out)

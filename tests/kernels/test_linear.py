@@ -1,4 +1,4 @@
-"""Every form of a product computes it; the choice is measured once, kept in a file, and may not be had of damage."""
+"""Every form of a product gives its result; the choice is measured once and kept in a file, which may be damaged."""
 
 import copy
 import json
@@ -15,7 +15,7 @@ from draftsmith.kernels.measured import machine
 
 @pytest.fixture(autouse=True)
 def anew(monkeypatch, tmp_path):
-    """A process that has measured nothing yet."""
+    """No measurements yet, in memory or on disk."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(linears, "_chosen", {})
     monkeypatch.setattr(linears, "_stored", None)

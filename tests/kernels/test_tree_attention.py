@@ -1,4 +1,4 @@
-"""Tree attention against walks from node to parent, and float64."""
+"""Tree attention against float64, with masks from walks from node to parent."""
 
 import random
 

@@ -50,7 +50,7 @@ def test_the_command(run_main, tmp_path):
 
 
 def test_results_that_could_not_be_written(run_main, tmp_path):
-    """Said before anything is measured."""
+    """The error comes before anything is measured."""
     file = tmp_path / "file"
     file.touch()
     asked = tmp_path / "prompts.jsonl"

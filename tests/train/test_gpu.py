@@ -77,7 +77,7 @@ def test_a_failing_part_does_not_stop_the_rest(tmp_path):
         part("late", "pass", after=("good", "fails")),
     )  # fmt: skip
     assert [(r.part, r.result, r.value) for r in results] == [
-        ("fails", "fail", "exit code 1: no memory"), ("unreadable", "fail", "KeyError: 'rows'"),
+        ("fails", "fail", "exit code 1: no memory; measured"), ("unreadable", "fail", "KeyError: 'rows'"),
         ("slow", "fail", "2 ms | 3 ms"), ("wrong", "fail", "IndexError: list index out of range"),
         ("good", "pass", "measured"), ("late", "not run", "needs fails, which has not passed"),
     ]  # fmt: skip
