@@ -327,7 +327,7 @@ class TrainingRecipe(Recipe):
         if isinstance(content, dict) and "stages" not in content and "steps" in content:
             raise ValueError(
                 "steps, batch and optim belong to an entry of the list 'stages' now: "
-                "stages: [{name: train, steps: …, batch: …, optim: …}]"
+                "stages: [{name: train, steps: …, batch: …, optim: …}]; 'joint' is a section of a stage"
             )
         return content
 
