@@ -650,7 +650,8 @@ def run_all(
                 commands_of(part, out, rehearsal), finding.facts, device, installed,
             )
         )  # fmt: skip
-        write_json(out / part.name / "result.json", asdict(results[-1]))
+        if result != "not run":  # which is no reason to lose an earlier result
+            write_json(out / part.name / "result.json", asdict(results[-1]))
         write_text(out / "table.md", table_of(results))
         print(f"{part.name}: {result} after {seconds:.0f} s: {finding.value}", flush=True)
     return results

@@ -164,6 +164,8 @@ def test_what_no_longer_fits_is_left_out(tmp_path):
     assert runs(tmp_path, "long") == 0
     run(tmp_path, counted("long", limit=900), minutes=10)
     assert runs(tmp_path, "long") == 1, "in a later run"
+    assert run(tmp_path, counted("long", limit=900), minutes=0.2, again=True)[0].result == "not run"
+    assert run(tmp_path, counted("long", limit=900), minutes=0.2)[0].result == "pass", "the result is still there"
 
 
 RUNNER = """
