@@ -20,7 +20,7 @@ ROWS, SEQUENCES = 4, 2  # of a pass through the target; of a training step
 def training_seconds(
     target: Target, module: nn.Module, evaluate: Callable[[nn.Module, Batch], object], recipe: DrafterRecipe
 ) -> dict[str, float] | None:
-    """Seconds of each part of a recipe's first stage whose rows are all the target's own answers; None for other rows,
+    """Seconds of each part of a recipe of one stage whose rows are all the target's own answers; None for other rows,
     for a target that is too large to try, or whose context is too short for it. Takes about a second itself; weights
     and random numbers stay as they are.
 
@@ -51,7 +51,8 @@ def training_seconds(
             batch["hidden"] = target.hidden(batch["tokens"])
         counts = module.count(batch).float()  # type: ignore[operator]
     trained = [p for p in module.parameters() if p.requires_grad]
-    learning = _seconds(lambda: torch.autograd.grad(module(batch, counts, 0)[0], trained)) / SEQUENCES
+    step_back = lambda: torch.autograd.grad(module(batch, counts, 0)[0], trained, allow_unused=True)  # noqa: E731
+    learning = _seconds(step_back) / SEQUENCES
     stage = recipe.stages[0]
     parts = {"answers": sum(a.prompts * (forward * a.prompt_tokens / length + step * a.new_tokens) for a in requests)}
     if recipe.cache_hidden != "none":
@@ -76,12 +77,14 @@ def _step_seconds(target: Target, prompts: list[list[int]]) -> float:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Of the shortest of three runs: the first one warms up, and other work comes and goes."""
+    """Of the shortest of three runs: the first one warms up, and other work comes and goes. Random numbers that they
+    draw (dropout) are drawn again afterwards."""
     times: list[float] = []
-    for _ in range(3):
-        began = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        for _ in range(3):
+            began = time.perf_counter()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
     return min(times)

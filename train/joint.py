@@ -130,7 +130,7 @@ def guarded(joint: Joint, tau: float, kl: float) -> float:
     return -kl if kl == kl else -math.inf
 
 
-def write_target(recipe: DrafterRecipe, target: Target) -> None:
+def export_target(recipe: DrafterRecipe, target: Target) -> None:
     """Write the trained adapter into the run's folder and, where ``export.merged`` says so, the target with it merged
     in, for servers that take no adapter."""
     folder, t = recipe.run.folder, recipe.target

@@ -36,7 +36,7 @@ from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
 from draftsmith.train.dry_run import Plan, target_shape
-from draftsmith.train.joint import Joint, add_adapters, cross_entropy, divergence, drift, guarded, write_target
+from draftsmith.train.joint import Joint, add_adapters, cross_entropy, divergence, drift, export_target, guarded
 from draftsmith.train.loop import Batch
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
@@ -219,7 +219,8 @@ def train(run: Run[MedusaRecipe]) -> None:
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
     run.start_weights(heads, target)
     module: Medusa1 = Medusa1(target, heads)
-    run.estimate(target, module, partial(evaluate, run))
+    if not recipe.stages[0].joint:
+        run.estimate(target, module, partial(evaluate, run))
     rows = run.read_rows(target)
     frozen = any(not stage.joint for stage in recipe.stages if stage.name in run.remaining)
     inputs = run.with_hidden(target, rows) if frozen else rows
@@ -233,10 +234,9 @@ def train(run: Run[MedusaRecipe]) -> None:
     with run.evaluating(module):
         found = evaluate(run, module, run.held_out)
         tree = best_tree(head_ranks(target, heads, run.held_out["tokens"], run.held_out["supervised"]), SIMULATED_NODES)
-    facts = {name: value for name, value in found.items() if name in FACTS}
     if recipe.stages[-1].joint and run.main:
-        write_target(recipe, target)
-    run.export(heads.config.to_dict(), heads.state_dict(), target, facts, tree)
+        export_target(recipe, target)
+    run.export(heads.config.to_dict(), heads.state_dict(), target, {n: found[n] for n in FACTS if n in found}, tree)
 
 
 SCRIPT = Script("medusa", MedusaRecipe, train, plans)

@@ -71,6 +71,25 @@ def test_nothing_is_left_behind(target, cached):
     assert all(p.grad is None for p in module.parameters())
 
 
+class DropsOut(Medusa1):
+    """With dropout and a parameter that no loss reaches, as other families have."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.unused = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, batch, counts, step):
+        loss, metrics = super().forward(batch, counts, step)
+        return torch.nn.functional.dropout(loss, 0.5), metrics
+
+
+def test_random_numbers_are_drawn_again(target):
+    module = DropsOut(target, MedusaHeads.for_target(target, 3, 1, "own"))
+    state = torch.get_rng_state()
+    assert expect.training_seconds(target, module, ranks, recipe_of())
+    assert torch.get_rng_state().equal(state)
+
+
 def test_it_is_about_right(target):
     """Generously: other work comes and goes while this is timed. A time of all rows taken for one's is 32 times it."""
     module = Medusa1(target, MedusaHeads.for_target(target, 3, 1, "shared"))
