@@ -340,11 +340,12 @@ class TrainingRecipe(Recipe):
 
 
 class DrafterRecipe(TrainingRecipe):
-    """The recipe of a script that trains a drafter for a frozen target; the script adds its section ``drafter``."""
+    """The recipe of a script that trains a drafter for a frozen target; the script narrows ``drafter``."""
 
     tiny: ClassVar[dict[str, Any]] = {"init_from": None}
 
     target: Target
+    drafter: Section
     init_from: Name | None = Field(default=None, description="a drafter of the same target to begin from")
     cache_hidden: Literal["none", "memory", "disk"] = Field(
         default="none",

@@ -20,6 +20,7 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.precision import matmul_rate
 from draftsmith.models.stored import local_folder
 from draftsmith.train import sharded
+from draftsmith.train.loop import with_precision
 from draftsmith.train.losses import LOGITS
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5}
@@ -102,13 +103,17 @@ class Plan:
 
 def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator) -> None:
     """Print the resolved recipe and the table of its stages, for each process."""
-    console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
-    device, processes = accelerator.device, accelerator.num_processes
+    stages, problem = list[Plan](), ""
     try:
+        recipe = with_precision(recipe, accelerator)
         stages = plans(recipe)
-    except ValueError as error:
-        console.print(f"no sizes: {error}")
+    except (OSError, ValueError) as error:
+        problem = f"no sizes: {error}"
+    console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    if problem:
+        console.print(problem)
         return
+    device, processes = accelerator.device, accelerator.num_processes
     half = recipe.precision.autocast == "bfloat16"
     rate = matmul_rate(device, torch.bfloat16 if half else torch.float32)
     table = Table("stage", "frozen", "trained", "memory", "tokens a step", "a step", "all steps")

@@ -432,11 +432,10 @@ def continuations(
         return {}
     module.unlikelihood = stage.unlikelihood.weight
     folder = run.folder / "answers" / stage.name
-    if not (run.resume and (folder / "model.safetensors").exists()):
-        with run.accelerator.main_process_first():
-            if run.main:
-                seed = run.recipe.run.seed + run.recipe.stages.index(stage)
-                checkpoint.write_tensors(folder, write_on(module, tokenizer, stage.unlikelihood, seed))
+    with run.accelerator.main_process_first():
+        if run.main and not (run.resume and (folder / "model.safetensors").exists()):
+            seed = run.recipe.run.seed + run.recipe.stages.index(stage)
+            checkpoint.write_tensors(folder, write_on(module, tokenizer, stage.unlikelihood, seed))
     return checkpoint.read_tensors(folder)
 
 
@@ -486,7 +485,6 @@ def train(run: Run[LmRecipe]) -> None:
         licences={source.source: sources.licence(source.source) for source in recipe.data.train},
     )  # fmt: skip
     write_model(folder, model, tokenizer, facts)
-    run.close()
     loop.console.print(f"done: {folder} (validation loss {loss:.3f}); try: python inference/decode.py none "
                        f"--target {folder} --prompt 'def read('")  # fmt: skip
 

@@ -68,7 +68,6 @@ class Run(Generic[R]):
         self.job = loop.Job(
             folder, self.accelerator, recipe.checkpoint, recipe.evaluate, self.resume,
             [stage.name for stage in recipe.stages], recipe.precision,
-            Trackers(recipe.track, folder, recipe.model_dump(mode="json")) if self.main else None,
         )  # fmt: skip
 
     @property
@@ -108,28 +107,26 @@ class Run(Generic[R]):
 
     def _check_init_from(self, recipe: DrafterRecipe) -> None:
         """Refuse a drafter to begin with by its config alone, before the target is loaded."""
-        where, wanted = f"init_from={recipe.init_from}", getattr(recipe, "drafter").model_dump()  # noqa: B009
-        folder = resolve_folder(str(recipe.init_from))
+        where, folder = f"init_from={recipe.init_from}", resolve_folder(str(recipe.init_from))
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{where}: no drafter there (config.json)")
         config = json_object(folder / "config.json")
         if config.get("drafter_type") != self.kind:
             raise ValueError(f"{where}: its drafter_type is {config.get('drafter_type')!r}, not {self.kind!r}")
-        for name, value in wanted.items():
-            if config.get(name) != value:
-                raise ValueError(
-                    f"{where}: its {name} is {config.get(name)!r}, the recipe's {value!r}; set drafter.{name}"
-                )
+        for name, value in recipe.drafter.model_dump(mode="json").items():
+            if config.get(name, value) != value:  # what a config leaves out only concerns training
+                raise ValueError(f"{where}: its {name} is {config[name]!r}, the recipe's {value!r}; set drafter.{name}")
 
     def start_weights(self, drafter: nn.Module, target: Target) -> None:
-        """Copy the weights of ``init_from`` into a new drafter, check that there is room for its checkpoints, and print
-        its size.
+        """Put a new drafter on the run's device, with the weights of ``init_from``; check that there is room for its
+        checkpoints, and print its size.
 
         Raises:
             FileNotFoundError, ValueError: there is no such drafter, it has another target or shape, or no room.
         """
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
+        drafter.to(self.accelerator.device)
         if recipe.init_from and not self.resume:
             folder, config, weights = read_drafter(recipe.init_from)
             check_target(folder, config, target)
@@ -137,9 +134,10 @@ class Run(Generic[R]):
             if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
                 raise ValueError(f"init_from={recipe.init_from}: its weights have another shape than the recipe's")
             drafter.load_state_dict(weights)
-        self.check_room(sum(p.numel() for p in drafter.parameters()))
+        trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+        self.check_room(trained)
         console.print(
-            f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.2f} M parameters to train beside a frozen target of "
+            f"{trained / 1e6:.2f} M parameters to train beside a frozen target of "
             f"{sum(map(sharded.size, target.model.parameters())) / 1e6:.2f} M"
         )
 
@@ -149,7 +147,7 @@ class Run(Generic[R]):
             folders.check_room(self.folder, parameters, self.recipe, self.recipe.stages[0])
 
     def estimate(self, target: Target, module: nn.Module, evaluate: Callable[[nn.Module, Batch], object]) -> None:
-        """Print how long the first stage will take, where it is one of small models on the target's own answers."""
+        """Print how long the run will take, where it is one stage of small models on the target's own answers."""
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
         if self.resume or len(recipe.stages) > 1 or self.accelerator.num_processes > 1:
@@ -205,6 +203,8 @@ class Run(Generic[R]):
             take_best: False: the module keeps its last weights.
         """
         recipe = self.recipe
+        if self.main and not self.job.trackers:
+            self.job.trackers = Trackers(recipe.track, self.folder, recipe.model_dump(mode="json"))
         before = sum(earlier.samples for earlier in recipe.stages[: self.job.stages.index(stage.name)])
         sources = recipe.data.train
         sampler = Sampler(rows, [s.weight for s in sources], recipe.run.seed, [s.source for s in sources])
@@ -265,17 +265,11 @@ class Run(Generic[R]):
         write_drafter(folder, self.kind, shape, weights, target, self.facts(**own), template, parts)
         if tree is not None and (self.small or recipe.export.push_to_hub) and not (folder / "tree.json").exists():
             write_json(folder / "tree.json", {"paths": [list(path) for path in tree.paths]})
-        self.close()
         if recipe.export.push_to_hub:
             console.print(f"uploading to {recipe.export.push_to_hub} …")
             push(folder, recipe.export.push_to_hub, recipe.export.private)
         tau = f", simulated τ {facts['simulated_tau']:.2f}" if "simulated_tau" in facts else ""
         console.print(f"done: {folder}{tau}; next: python inference/calibrate.py {folder}")
-
-    def close(self) -> None:
-        """Hand the last lines to the trackers."""
-        if self.job.trackers:
-            self.job.trackers.close()
 
 
 @dataclass(frozen=True)
@@ -298,17 +292,17 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
     args = parser.parse_intermixed_args()
     command = f"accelerate launch train/{script.name}.py {shlex.join(sys.argv[1:])}"
     recipe = read_recipe(args.recipe, script.recipe, args.overrides)
-    if args.tiny:
-        recipe = tiny(recipe)
     accelerator = loop.make_accelerator(recipe.precision)
+    if args.tiny:
+        recipe = tiny(recipe, processes=accelerator.num_processes)
     main_process, small = accelerator.is_main_process, args.tiny or args.dry_run
     for stage in recipe.stages:
         loop.micro_batch(stage, stage.name, accelerator.num_processes)
+    _check_strategy(recipe)
     if args.dry_run:
         if main_process:
-            dry_run.show(loop.with_precision(recipe, accelerator), script.plans, accelerator)
-        recipe = tiny(recipe, "dry-run")
-    _check_strategy(recipe)
+            dry_run.show(recipe, script.plans, accelerator)
+        recipe = tiny(recipe, "dry-run", accelerator.num_processes)
     folders.check(recipe, recipe.stages)
     folder = recipe.run.folder
     with folders.held(folder, script.name, main_process):
@@ -317,7 +311,12 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
             if small and main_process and isinstance(recipe, DrafterRecipe):
                 write_target(recipe.target)
         recipe = loop.with_precision(recipe, accelerator, resume)
-        script.train(Run(recipe, script.name, accelerator, resume, command, small))
+        run = Run(recipe, script.name, accelerator, resume, command, small)
+        try:
+            script.train(run)
+        finally:
+            if run.job.trackers:
+                run.job.trackers.close()
         if args.dry_run and main_process:
             console.print(f"the tiny form of this recipe is in {folder}: {dry_run.decode_a_little(folder)}")
 

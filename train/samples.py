@@ -63,6 +63,7 @@ class Sampler:
     """
 
     def __init__(self, rows: Sequence[Batches], weights: Sequence[float], seed: int, names: Sequence[str]) -> None:
+        assert len(rows) == len(weights) == len(names)
         self.rows, self.weights, self.seed, self.names = rows, weights, seed, names
 
     def order(self, count: int) -> np.ndarray:

@@ -22,15 +22,21 @@ _SHAPE = {
 }  # fmt: skip
 
 
-def tiny(recipe: R, suffix: str = "tiny") -> R:
+def tiny(recipe: R, suffix: str = "tiny", processes: int = 1) -> R:
     """The same recipe with small data, lengths, steps and target. Its run is ``NAME-suffix``; nothing is tracked or
     uploaded. What becomes small is in each section's ``tiny``.
+
+    Args:
+        processes: that train it; a step has a multiple of as many sequences.
 
     Raises:
         ValueError: the recipe does not say its target's ``model_type``.
     """
     small = _shrunk(recipe)
     small["run"]["name"] += f"-{suffix}"
+    for stage in small["stages"]:
+        sequences = -(-stage["batch"]["sequences"] // processes) * processes
+        stage["batch"] = {**stage["batch"], "sequences": sequences}
     if "target" in small:
         small["target"] = tiny_target(small["target"], Path(small["run"]["output_dir"]) / small["run"]["name"])
     return valid(type(recipe), small)

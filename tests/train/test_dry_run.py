@@ -3,13 +3,18 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
+from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Optim
 from draftsmith.models.artifact import read_json
 from draftsmith.train import dry_run, lm, medusa, schema
+from draftsmith.train.loop import micro_batch
+from draftsmith.train.tiny import tiny
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +45,24 @@ def test_a_target_that_is_not_here(run_main, tmp_path):
     assert code == 0, err
     assert "no sizes: target 'lmsys/vicuna-7b-v1.5': its config cannot be read" in out
     assert "the tiny form of this recipe is in" in out and "identical to plain decoding" in out
+
+
+def test_a_target_that_is_not_here_on_another_device(capsys):
+    """Where ``target.dtype: auto`` reads the target's config, too; the recipe is printed all the same."""
+    device = SimpleNamespace(device=torch.device("mps"), num_processes=1, is_main_process=True)
+    recipe = read_recipe(ROOT / "recipes/vicuna7b.yaml", medusa.MedusaRecipe, ["target.dtype=auto"])
+    dry_run.show(recipe, medusa.plans, device)
+    out = capsys.readouterr().out
+    assert "name: lmsys/vicuna-7b-v1.5" in out and "no sizes: " in out
+
+
+def test_the_tiny_form_suits_any_number_of_processes():
+    recipe = read_recipe(ROOT / "recipes/tiny-medusa.yaml", medusa.MedusaRecipe)
+    for processes, sequences in {1: 4, 2: 4, 3: 6, 8: 8, 1024: 1024}.items():
+        (stage,) = tiny(recipe, processes=processes).stages
+        assert stage.batch.sequences == sequences
+        assert micro_batch(stage, stage.name, processes) == sequences // processes
+    assert tiny(recipe).stages[0].batch.sequences == 4
 
 
 def test_lm(run_main, tmp_path):

@@ -467,6 +467,30 @@ def test_begin_with_other_heads(recipe, whole, run_main):
         and err.startswith(f"error: init_from={whole}: its num_layers is 1, the recipe's 2; set ")
         and err.count("\n") == 1
     )
+    silent = shutil.copytree(whole, recipe.parent / "silent")
+    config = json.loads((silent / "config.json").read_text())
+    del config["num_layers"]
+    (silent / "config.json").write_text(json.dumps(config))
+    options[2] = f"init_from={silent}"
+    assert run_main(medusa.main, *options, "run.name=silent-further")[0] == 0, "what a config leaves out is no obstacle"
+    code, _, err = run_main(medusa.main, *options, "run.name=z", "drafter.num_layers=2")
+    assert code == 2 and "its weights have another shape than the recipe's" in err
+
+
+def test_trackers_begin_with_training_and_end_with_the_run(recipe, run_main, monkeypatch, tmp_path):
+    """A run that fails before it trains opens none; of one that fails later they have every line."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = [recipe, "run.name=tracked", "track.tensorboard=true"]
+    folder = recipe.parent / "tracked"
+    assert run_main(medusa.main, *options, f"target.name={tmp_path / 'nowhere'}")[0] == 2
+    assert not (folder / "tensorboard").exists()
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        stop_in_step(patch, 12, kill)
+        run_main(medusa.main, *options)
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("simulated_tau")] == [10]
 
 
 @pytest.fixture

@@ -211,6 +211,11 @@ def test_a_process_holds_its_part(strategy, tiny_lm, tmp_path):
             [HEADS_ALONE, "precision.gradient_checkpointing=false", "precision.compile=true"],
             "not quantised or compiled",
         ),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+            [HEADS_ALONE, "precision.gradient_checkpointing=false", "target.quantize=8bit", "--dry-run"],
+            "not quantised or compiled",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_one_line(recipe, run_main, monkeypatch, environment, overrides, message):
