@@ -1,4 +1,4 @@
-"""Shared by all commands: one-line errors, exit codes, Ctrl-C.
+"""What all commands share: errors in one line, exit codes, Ctrl-C.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or bad input (and a run its user interrupted).
 
@@ -73,7 +73,7 @@ def _flush() -> None:
 
 
 def _drop_output() -> None:
-    """After stdout was closed (``… | head``): keep the interpreter's final flush from failing too."""
+    """Discard further output after stdout was closed (``… | head``), so that the interpreter's final flush succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -90,17 +90,17 @@ def _handles_interrupts() -> bool:
 
 
 def _refuse_other_checkout() -> None:
-    """Exit with one line if the running script lies in one checkout of this project and the library in another: the
-    script would run with modules of another state."""
+    """Exit with one line if the running script is in one checkout of this project and the imported library in another,
+    since their code may differ."""
     main = sys.modules["__main__"]
     if getattr(main, "__spec__", None) is not None or not getattr(main, "__file__", None):
         return  # python -m, or no script at all
     script, library = Path(str(main.__file__)).resolve(), Path(__file__).resolve().parents[1]
-    own = script.parent.parent  # a command is a file in one of the rooms
-    if own != library and (own / "common" / "command.py").is_file():
+    checkout = script.parent.parent  # a command is a file in a top-level folder
+    if checkout != library and (checkout / "common" / "command.py").is_file():
         _stop(
-            f"{script}: this script is part of {own}, but this Python imports draftsmith from {library}; install "
-            f"the script's (pip install --editable {own}), or run {library / script.relative_to(own)}",
+            f"{script}: this script is part of {checkout}, but this Python imports draftsmith from {library}; install "
+            f"the script's (pip install --editable {checkout}), or run {library / script.relative_to(checkout)}",
             2,
         )
 
@@ -189,15 +189,15 @@ def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoRetur
 
 def _out_of_memory(error: Exception) -> bool:
     """Whether memory ran out; on a CPU torch raises a plain RuntimeError."""
-    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return known or "can't allocate memory" in str(error)
+    by_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return by_type or "can't allocate memory" in str(error)
 
 
 def recipe_parser(
     description: str | None, recipe: str, override: str, tiny: str | None = None, *,
     resume: str = "go on from the newest checkpoint",
     restart: str = "begin anew, deleting earlier checkpoints of this run",
-    dry_run: str = "say what it would cost; train nothing",
+    dry_run: str = "print what it would cost; train nothing",
 ) -> argparse.ArgumentParser:  # fmt: skip
     """The command line of a command that reads a recipe.
 
@@ -245,7 +245,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         if requested:
             raise KeyboardInterrupt("interrupted twice; the last checkpoint is kept")
         requested = True
-        # Not print(): the signal may have come in the middle of one, which takes no second one.
+        # Not print(): the signal may have interrupted one, and printing is not reentrant.
         os.write(2, b"\ninterrupted: finishing this step, then saving (again to stop at once)\n")
 
     signals = (signal.SIGINT, signal.SIGTERM) if _handles_interrupts() else (signal.SIGTERM,)

@@ -22,7 +22,7 @@ def _named(path: Path, error: BaseException) -> BaseException:
     """The error of a failed write, with the name of the file instead of the temporary one's."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror or str(error), str(path))
-    if isinstance(error, Exception) and "No space left on device" in str(error):  # from a library that is not Python
+    if isinstance(error, Exception) and "No space left on device" in str(error):  # from a library not written in Python
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     return error
 
@@ -48,8 +48,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Write several files, all or none: inside, fill the yielded folder; then each of its files replaces the one of its
-    name in ``folder``, which is made if need be; its other files stay.
+    """Write several files, all or none: inside, write to the yielded folder; afterwards its files replace those of the
+    same name in ``folder``, which is created if missing and keeps its other files.
 
     Raises:
         OSError: as :func:`replacing`.
@@ -104,7 +104,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a lock file, which is made if need be, for this process alone; a killed process holds none.
+    """Hold a lock file, created if missing, for this process alone; it is released when the process ends or is killed.
 
     Args:
         wait: until the process that holds it releases it.
@@ -117,7 +117,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     from filelock import FileLock
 
     try:
-        held = FileLock(path).acquire(blocking=wait)
+        lock = FileLock(path).acquire(blocking=wait)
     except (NotImplementedError, OSError) as error:  # the first is what older versions raise
         if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
             raise
@@ -125,7 +125,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
             f"{path.parent}: its file system cannot lock files, so that two commands could write here at once; choose "
             "a folder on another one"
         ) from None
-    with held:
+    with lock:
         yield
 
 
@@ -149,7 +149,7 @@ def check_folder(option: str, folder: Path | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text whole or not at all. Half of a surrogate pair, which UTF-8 cannot hold, becomes ``?``."""
+    """Write UTF-8 text whole or not at all. An unpaired surrogate, which UTF-8 cannot hold, becomes ``?``."""
     with replacing(path) as temporary:
         temporary.write_bytes(text.encode("utf-8", "replace"))
 

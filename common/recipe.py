@@ -138,10 +138,10 @@ def _yaml(text: str, where: str, *, lines: bool = False) -> Any:
     raise ValueError(f"{where}{place}: not valid YAML: {_short(problem)}")
 
 
-def _short(text: str, most: int = 100) -> str:
-    """At most ``most`` characters of a text, on one line."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:most])
-    return shown if len(text) <= most else f"{shown}…"
+def _short(text: str, length: int = 100) -> str:
+    """At most ``length`` characters of a text, on one line."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:length])
+    return shown if len(text) <= length else f"{shown}…"
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
@@ -174,12 +174,12 @@ def _nearest(model: type[BaseModel], path: tuple[str | int, ...]) -> str:
     siblings = list(section.model_fields) if section else []
     last = str(path[-1])[:100]
     everywhere = {key.rsplit(".", 1)[-1]: key for key in reversed(_keys(model))}  # the first key of a name is kept
-    near = difflib.get_close_matches(last, siblings, n=1)
-    if near and last not in everywhere:  # a key in another place is meant rather than one of a similar name here
-        return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), near[0]])
-    near = difflib.get_close_matches(last, everywhere, n=1)
-    if near:
-        return f"; nearest valid key: {everywhere[near[0]]}"
+    matches = difflib.get_close_matches(last, siblings, n=1)
+    if matches and last not in everywhere:  # a key in another place is meant rather than one of a similar name here
+        return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), matches[0]])
+    matches = difflib.get_close_matches(last, everywhere, n=1)
+    if matches:
+        return f"; nearest valid key: {everywhere[matches[0]]}"
     return f"; valid keys here: {', '.join(siblings)}" if siblings else ""
 
 
@@ -220,8 +220,8 @@ def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[st
         raise ValueError(f"{path}: not a file (a device, or a link that leads nowhere); a recipe is needed")
     if not os.path.lexists(path):
         recipes = sorted(p.stem for p in path.parent.glob("*.yaml")) if os.path.isdir(path.parent) else []
-        near = difflib.get_close_matches(path.stem[:100], recipes, n=1)
-        hint = f"; did you mean {path.parent / (near[0] + '.yaml')}?" if near else ""
+        matches = difflib.get_close_matches(path.stem[:100], recipes, n=1)
+        hint = f"; did you mean {path.parent / (matches[0] + '.yaml')}?" if matches else ""
         raise FileNotFoundError(f"{path}: there is no such recipe{hint}")
     if os.path.isfile(path) and (size := os.path.getsize(path)) > _BYTES:
         raise ValueError(f"{path}: {size:,} bytes; no recipe is so long")
@@ -244,7 +244,9 @@ def _override(content: dict[str, Any], override: str, path: str) -> None:
     key, equals, value = override.partition("=")
     parts = key.split(".")
     if not equals or not all(parts) or len(parts) > 32:
-        raise ValueError(f"'{_short(override)}' is no override; write section.field=value, for example optim.lr=1e-3")
+        raise ValueError(
+            f"'{_short(override)}' is no override; write section.field=value, for example stages.0.optim.lr=1e-3"
+        )
     where, key = f"{path} with {_short(override)}", _short(key)
     node: Any = content
     for part, last in zip(parts, [False] * (len(parts) - 1) + [True], strict=True):
