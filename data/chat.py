@@ -69,13 +69,13 @@ def template_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str
     Raises:
         ValueError: there is none, or it is no Jinja template.
     """
-    own = tokenizer.chat_template
-    own = own.get("default") if isinstance(own, dict) else own  # some have several
-    if template is None and not isinstance(own, str):
+    own_template = tokenizer.chat_template
+    own_template = own_template.get("default") if isinstance(own_template, dict) else own_template  # some have several
+    if template is None and not isinstance(own_template, str):
         raise ValueError(f"the tokenizer has no chat template; {_ADVICE}")
     if template is None:
-        check_template(cast(str, own), "the tokenizer's own chat template")
-    return template or cast(str, own)
+        check_template(cast(str, own_template), "the tokenizer's own chat template")
+    return template or cast(str, own_template)
 
 
 def apply_template(

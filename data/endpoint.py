@@ -58,11 +58,11 @@ def check_server(url: str, seconds: float = CONNECT) -> None:
     if proxy and not urllib.request.proxy_bypass(host):
         through = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
         host, port, tls = through.hostname or "", through.port or 80, through.scheme == "https"
-    found: queue.SimpleQueue[str] = queue.SimpleQueue()
+    result: queue.SimpleQueue[str] = queue.SimpleQueue()
     # In a thread: nothing else bounds how long the resolver takes.
-    threading.Thread(target=lambda: found.put(_problem(host, port, tls, seconds)), daemon=True).start()
+    threading.Thread(target=lambda: result.put(_problem(host, port, tls, seconds)), daemon=True).start()
     try:
-        problem = found.get(timeout=seconds)
+        problem = result.get(timeout=seconds)
     except queue.Empty:
         problem = f"no connection within {seconds:g} seconds"
     if problem:

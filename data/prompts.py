@@ -43,7 +43,7 @@ class _Module:
     path: str
     text: str
     lines: list[int]  # where the lines not yet tried begin, in random order
-    taken: list[tuple[int, int]] = field(default_factory=list)  # sorted [start, end)
+    windows: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of those already cut, sorted
 
     def next_line(self, width: int) -> int | None:
         """The next line start before a free gap of ``width`` characters or more."""
@@ -54,9 +54,9 @@ class _Module:
         return None
 
     def is_free(self, start: int, end: int) -> bool:
-        after = bisect.bisect(self.taken, (start, len(self.text)))
-        clear_before = after == 0 or self.taken[after - 1][1] <= start
-        return clear_before and end <= (self.taken[after][0] if after < len(self.taken) else len(self.text))
+        after = bisect.bisect(self.windows, (start, len(self.text)))
+        clear_before = after == 0 or self.windows[after - 1][1] <= start
+        return clear_before and end <= (self.windows[after][0] if after < len(self.windows) else len(self.text))
 
 
 def _line_starts(text: str) -> list[int]:
@@ -89,10 +89,10 @@ def prompts(
     if length < 1:
         raise ValueError(f"prompt_tokens={prompt_tokens} leaves no room beside the tokenizer's special tokens")
 
-    found: list[Prompt] = []
+    result: list[Prompt] = []
     seen: set[str] = set()
     active = modules
-    while active and len(found) < count:
+    while active and len(result) < count:
         tried = [(m, start) for m in active if (start := m.next_line(_SPARSE * length)) is not None]
         if not tried:
             break
@@ -104,16 +104,16 @@ def prompts(
         for (module, start), chunk, text, ids in zip(tried, chunks, texts, encoded, strict=True):
             window = (start, start + len(text))
             whole = len(ids) == prompt_tokens and chunk.startswith(text)
-            if whole and text not in seen and module.is_free(*window) and len(found) < count:
-                bisect.insort(module.taken, window)
+            if whole and text not in seen and module.is_free(*window) and len(result) < count:
+                bisect.insort(module.windows, window)
                 seen.add(text)
-                found.append(Prompt(text, module.path, list(ids)))
-    if len(found) < count:
+                result.append(Prompt(text, module.path, list(ids)))
+    if len(result) < count:
         raise ValueError(
-            f"source '{source}' split '{split}' gives only {len(found)} prompts of {prompt_tokens} tokens, from "
+            f"source '{source}' split '{split}' gives only {len(result)} prompts of {prompt_tokens} tokens, from "
             f"{len(modules)} modules; {count} are needed. Cut fewer or shorter ones"
         )
-    return found
+    return result
 
 
 def write(path: Path, cut: list[Prompt]) -> None:

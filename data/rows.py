@@ -64,20 +64,20 @@ class Skipped:
         reasons = "; ".join(f"{count:,} × {reason} (first: {place})" for count, reason, place in self.table())
         return f"{self.count:,} of {self.rows:,} rows skipped: {reasons}"
 
-    def check(self, source: str, most: float, rows: int = 0) -> None:
+    def check(self, source: str, max_share: float, rows: int = 0) -> None:
         """Refuse a source with too many unusable rows.
 
         Args:
-            most: the share of rows that may be skipped; one row always may be, unless this is 0.
+            max_share: the share of rows that may be skipped; one row always may be, unless this is 0.
             rows: number of rows that the share refers to, if the source is known to have more than were read.
 
         Raises:
             ValueError: more rows were skipped; the message has the reasons.
         """
-        if self.count > max(most * max(rows, self.rows), 1 if most else 0):
+        if self.count > max(max_share * max(rows, self.rows), 1 if max_share else 0):
             raise ValueError(
-                f"data source '{source}': {self}. That is more than data.max_skipped={most:g} of them; correct the "
-                "data, or raise data.max_skipped"
+                f"data source '{source}': {self}. That is more than data.max_skipped={max_share:g} of them; correct "
+                "the data, or raise data.max_skipped"
             )
 
 
@@ -112,10 +112,10 @@ def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]
         split = cast(sources.Split, source.split)
         known = f"{source.form} {sources.fingerprint([(source.source, split)])}"
         if source.form == "chat":
-            made: Iterable[Any] = ({"messages": chat} for chat in sources.dialogues(source.source, split))
+            samples: Iterable[Any] = ({"messages": chat} for chat in sources.dialogues(source.source, split))
         else:
-            made = ({"text": document.text} for document in sources.documents(source.source, split))
-        return _numbered(made), known
+            samples = ({"text": document.text} for document in sources.documents(source.source, split))
+        return _numbered(samples), known
     files = _files(source) if source.is_file else []
     known = _known(source, files)
     if files and files[0].suffix != ".parquet":

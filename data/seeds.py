@@ -52,12 +52,12 @@ def read_seed(row: Any) -> tuple[Message, ...]:
     content = read_prompt(row)
     texts = content.texts if isinstance(content, Turns) else [content] if isinstance(content, str) else []
     chat = content if isinstance(content, list) else [{"role": "user", "content": text} for text in texts]
-    asked = [m for m in itertools.takewhile(lambda m: m["role"] != "tool", chat) if m["role"] != "assistant"]
-    while asked and asked[-1]["role"] != "user":
-        asked.pop()
-    if not asked:
+    messages = [m for m in itertools.takewhile(lambda m: m["role"] != "tool", chat) if m["role"] != "assistant"]
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    if not messages:
         raise UnusableRow("the user asks nothing")
-    return tuple(asked)
+    return tuple(messages)
 
 
 def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[list[Seed], Skipped]:
@@ -69,23 +69,23 @@ def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[lis
     Raises:
         FileNotFoundError, ValueError: a source cannot be read, too many of its rows ask nothing, or all of them.
     """
-    found: list[Seed] = []
+    result: list[Seed] = []
     seen: Counter[str] = Counter()
     total = Skipped()
     for source in sources:
         skipped = Skipped()
         for _, messages in usable(itertools.islice(rows(source)[0], source.limit), read_seed, skipped):
             digest = hashlib.sha256(json.dumps([source.source, messages]).encode()).hexdigest()[:20]
-            found.append(Seed(f"{digest}-{seen[digest]}" if seen[digest] else digest, source.source, messages))
+            result.append(Seed(f"{digest}-{seen[digest]}" if seen[digest] else digest, source.source, messages))
             seen[digest] += 1
         skipped.check(source.source, max_skipped)
         total.rows += skipped.rows
         for count, reason, place in skipped.table():
             total.add(reason, place if len(sources) == 1 else f"{place} of {source.source}", count)
-    if not found:
+    if not result:
         why = f": {total}" if total.count else ""
         raise ValueError(f"data.seeds: no row of {', '.join(s.source for s in sources)} asks anything{why}")
-    return found, total
+    return result, total
 
 
 class RequestFailed(Exception):

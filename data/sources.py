@@ -73,8 +73,8 @@ def licence(source: str) -> str:
     for distribution in importlib.metadata.packages_distributions().get(name, []):
         meta = cast(Message, importlib.metadata.metadata(distribution))
         classifiers = [c.rsplit(" :: ", 1)[-1] for c in meta.get_all("Classifier") or [] if c.startswith("License ::")]
-        stated = meta.get("License-Expression") or (classifiers[0] if classifiers else meta.get("License"))
-        return f"{distribution} {meta['Version']}: {(stated or 'see its metadata').splitlines()[0]}"
+        text = meta.get("License-Expression") or (classifiers[0] if classifiers else meta.get("License"))
+        return f"{distribution} {meta['Version']}: {(text or 'see its metadata').splitlines()[0]}"
     return "unknown"
 
 
