@@ -1,4 +1,4 @@
-# `make` alone says what there is.
+# `make` alone lists the commands.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -10,7 +10,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 PY := .venv/bin/python
-# Everything accelerate would otherwise warn about is said here; --quiet leaves a failing script its own one line.
+# All settings that accelerate would otherwise warn about; with --quiet a failing script prints its own line alone.
 ACCELERATE := .venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 export TIMEFORMAT := took %0lR
 
@@ -41,14 +41,14 @@ install: .venv/installed
 	install --constraint .venv/torch.txt --editable '.[dev]'; \
 	touch $@; echo "Installed in $$SECONDS s."
 
-# A person's own commands, one after the other.
+# The commands that a user would type, one after the other.
 demo: install
-	@printf '\nFour steps, a few minutes on two cores. Each says how long it takes here once it has tried.\n'
-	@printf '\n1/4 Training Medusa heads on what the target itself writes (how long is said in some seconds)\n'
+	@printf '\nFour steps, a few minutes on two cores. Each prints how long it will take once it has timed its first part.\n'
+	@printf '\n1/4 Training Medusa heads on what the target itself writes (an estimate of its time follows in some seconds)\n'
 	time $(ACCELERATE) train/medusa.py recipes/tiny-medusa.yaml --restart
-	@printf '\n2/4 Choosing the tree that pays on this machine (a minute at most)\n'
+	@printf '\n2/4 Choosing the tree that is fastest on this machine (a minute at most)\n'
 	time $(PY) inference/calibrate.py runs/demo
-	@printf '\n3/4 Cutting prompts from modules that no training saw (some seconds)\n'
+	@printf '\n3/4 Cutting prompts from modules that were in no training data (some seconds)\n'
 	time $(PY) data/prompts.py stdlib --split test --count 40 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/demo/prompts.jsonl
 	@printf '\n4/4 Decoding the prompts with the drafter, with n-grams of the text, with both and with neither (timing ends after 75 s, then the rest is checked)\n'
 	time $(PY) inference/decode.py runs/demo ngram runs/demo+ngram --prompts runs/demo/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --seconds 75 --report runs/demo --show 3
