@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -486,11 +487,12 @@ def test_trackers_begin_with_training_and_end_with_the_run(recipe, run_main, mon
     assert run_main(medusa.main, *options, f"target.name={tmp_path / 'nowhere'}")[0] == 2
     assert not (folder / "tensorboard").exists()
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        stop_in_step(patch, 12, kill)
+        stop_in_step(patch, 27, kill)
         run_main(medusa.main, *options)
+    assert "_AsyncWriterThread" not in {type(thread).__name__ for thread in threading.enumerate()}, "TensorBoard's"
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("simulated_tau")] == [10]
+    assert [event.step for event in events.Scalars("simulated_tau")] == [10, 20]
 
 
 @pytest.fixture

@@ -489,7 +489,7 @@ def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
         (["init_from=''"], "'init_from': string should have at least 1 character, got ''"),
         (
             ["stages.1.joint.lora.modules=[q_proj, lm_head]"],
-            "all heads share lm_head; drop it, or set",
+            "lm_head is shared by all heads; drop it, or set",
         ),
         (["precision.compile=true"], "precision.compile: joint training changes its loss at every step"),
     ],
