@@ -35,13 +35,13 @@ def answer(
     answers: list[list[int]] = [[] for _ in prompts]
     # Prompts of similar length run together, to keep padding small.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    made = 0  # tokens, as if every answer that has ended had new_tokens
+    tokens_done = 0  # an answer that has ended counts as new_tokens
 
     def add(count: int) -> None:
-        nonlocal made
-        made += count
+        nonlocal tokens_done
+        tokens_done += count
         if on_done:
-            on_done(made / new_tokens)
+            on_done(tokens_done / new_tokens)
 
     def end(place: int, result: Generation) -> None:
         answers[order[place]] = result.tokens

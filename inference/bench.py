@@ -56,7 +56,7 @@ SHAPES: dict[str, dict[str, Any] | None] = {
     },
     "tiny-lm": None,  # what the bundled model's own config says
 }  # fmt: skip
-RIGHT = 0.55  # how often a head's best token is right in the trees grown here
+ACCURACY = 0.55  # probability p that a head's best token is right in the trees of :func:`grow_tree`
 MAX_RANK = 10  # ranks per head, as many as calibration looks at
 PHASES = ("draft", "verify", "accept", "commit", "other")
 TURN = 5  # steps in a row before the next tree has its turn
@@ -122,10 +122,10 @@ def release() -> None:
 
 
 def check_fits(needed: int, device: torch.device) -> None:
-    """Check that so many bytes are free.
+    """Check that ``needed`` bytes of the device's memory are free.
 
     Raises:
-        MemoryError: they are not.
+        MemoryError: fewer are.
     """
     cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
@@ -161,43 +161,48 @@ def random_heads(target: Target, count: int, projection: Projection) -> MedusaHe
 
 
 def grow_tree(nodes: int, heads: int) -> Topology:
-    """The best tree of ``nodes`` nodes, root included, if each head's token of rank r were right with the probability
-    p · (1 − p)^r, independently of the others: much like the trees that calibration finds.
+    """The best tree of ``nodes`` nodes, root included, if each head's token of rank r is right with probability
+    p · (1 − p)^r, p = :data:`ACCURACY`, independently of the others: much like the trees that calibration finds.
 
     Raises:
         ValueError: there are fewer paths.
     """
     paths: list[Ranks] = []
-    waiting: list[tuple[float, Ranks]] = [(-RIGHT, (0,))]  # (minus the probability, path); a parent comes first
+    waiting: list[tuple[float, Ranks]] = [(-ACCURACY, (0,))]  # (minus the probability, path); a parent comes first
     while len(paths) < nodes - 1:
         if not waiting:
-            raise ValueError(f"--nodes {nodes}: {heads} heads make no more than {len(paths) + 1}; raise --heads")
+            raise ValueError(
+                f"--nodes {nodes}: {heads} heads give trees of at most {len(paths) + 1} nodes; raise --heads"
+            )
         negative, path = heapq.heappop(waiting)
         paths.append(path)
         if len(path) < heads:
-            heapq.heappush(waiting, (negative * RIGHT, (*path, 0)))
+            heapq.heappush(waiting, (negative * ACCURACY, (*path, 0)))
         if path[-1] + 1 < MAX_RANK:
-            heapq.heappush(waiting, (negative * (1 - RIGHT), (*path[:-1], path[-1] + 1)))
+            heapq.heappush(waiting, (negative * (1 - ACCURACY), (*path[:-1], path[-1] + 1)))
     return Topology(tuple(paths))
 
 
-def least(target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int) -> tuple[int, int]:
-    """The bytes that a step has to read at least, and its multiply-adds · 2; for dense targets.
+def required_work(
+    target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int
+) -> tuple[int, int]:
+    """Lower bounds of a dense target's step: the bytes that it reads, and its multiply-adds · 2.
 
-    Every weight counts once, a tied or shared LM head too, an embedding table not at all. The matrices of the target
-    meet every node, those of the heads one hidden state of each row; nodes attend to the prefix and their ancestors.
+    Every weight is read once, a tied or shared LM head too, embedding tables not at all. The target's matrices are
+    multiplied with every node, those of the heads with one hidden state per row; nodes attend to the prefix and their
+    ancestors.
     """
     tables = {id(module.weight) for module in target.decoder.modules() if isinstance(module, nn.Embedding)}
     weights = [w for w in target.decoder.parameters() if id(w) not in tables] + list(target.lm_head.parameters())
     read = sum(w.numel() for w in weights)
     products = sum(w.numel() for w in weights if w.dim() > 1) * batch * topology.num_nodes
-    # Where some layers have a window, all are counted as if they had.
+    # If some layers have a sliding window, all are counted with it: a lower bound.
     seen = min(context, getattr(target.config, "sliding_window", None) or context)
     keys = topology.num_nodes * seen + sum(depth + 1 for depth in topology.depths)
     for kv_heads, width in target.kv_shapes:
         read += 2 * batch * seen * kv_heads * width
         products += 2 * batch * keys * target.config.num_attention_heads * width
-    used = topology.max_depth  # the other heads are not run
+    used = topology.max_depth  # further heads are not run
     if heads is not None:
         blocks, projections = heads.weight[:, :used].numel(), used * target.vocab_size * target.hidden_size
         read += blocks + heads.bias[:, :used].numel() + (0 if heads.projection is None else projections)
@@ -205,11 +210,11 @@ def least(target: Target, heads: MedusaHeads | None, topology: Topology, batch: 
     return read * target.dtype.itemsize, 2 * products
 
 
-def measure_device(device: torch.device, dtype: torch.dtype, touched: int) -> Device:
-    """Measured limits of the device. A CPU copies as many bytes as a step touches: some stay in its caches."""
+def measure_device(device: torch.device, dtype: torch.dtype, bytes_read: int) -> Device:
+    """Measured limits of the device. A CPU copies as many bytes as a step reads, since some stay in its caches."""
     if device.type == "cuda":
         return kernel_bench.measure_device(dtype)
-    source = torch.ones(min(max(touched // 2, 1 << 16), 1 << 28), dtype=torch.uint8)
+    source = torch.ones(min(max(bytes_read // 2, 1 << 16), 1 << 28), dtype=torch.uint8)
     into = torch.empty_like(source)
     copy = min(timeit.repeat(lambda: into.copy_(source), number=1, repeat=8))
     return Device(2 * source.numel() / copy, matmul_rate(device, dtype))
@@ -225,7 +230,7 @@ def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
 class Case:
     """A step that is repeated from the same state: ``batch`` rows of ``context`` cached tokens each.
 
-    steps, replays: launched so far, and those of them that were replays of a CUDA graph.
+    steps, replays: number of steps launched so far, and of those that were replayed from a CUDA graph.
 
     Raises:
         MemoryError: the cache does not fit.
@@ -349,15 +354,15 @@ def take_turns(cases: Sequence[Case], repeat: int) -> list[list[float]]:
         case.take(3)  # compiles, captures and allocates
     turn = TURN if len(cases) > 1 else repeat
     for done in range(0, repeat, turn):
-        for case, taken in zip(cases, times, strict=True):
-            taken += case.take(min(turn, repeat - done))
+        for case, seconds in zip(cases, times, strict=True):
+            seconds += case.take(min(turn, repeat - done))
     return times
 
 
 def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -> dict[str, Any]:
     """The measurements of a case as a row of the JSON file; all times in seconds."""
     median, low, high = quantiles(times)
-    moved_bytes, flops = least(target, case.heads, case.topology, case.batch, case.context)
+    moved_bytes, flops = required_work(target, case.heads, case.topology, case.batch, case.context)
     by_bytes, by_flops = moved_bytes / best.copy_bandwidth, flops / best.matmul_rate
     bound, phases = max(by_bytes, by_flops), case.phases(len(times))
     moved, commit = case.moving_commit(len(times))
@@ -384,7 +389,7 @@ def bench_target(target: Target, best: Device, args: argparse.Namespace, tables:
     """
     heads = functools.cache(lambda projection: projection and random_heads(target, args.heads, projection))
     trees = [(None, 1), *((p, n) for p in args.projection for n in sorted(set(args.nodes)) if n > 1)]
-    # One by one on a GPU, whose memory is scarce and whose times are steady, and where each tree is compiled.
+    # One by one on a GPU, whose memory is limited and whose times vary little, and with --compile.
     groups = [[tree] for tree in trees] if target.device.type == "cuda" or args.compile else [trees]
 
     def measure(group: Sequence[tuple[Projection | None, int]], batch: int, context: int) -> list[dict[str, Any]]:
@@ -395,7 +400,7 @@ def bench_target(target: Target, best: Device, args: argparse.Namespace, tables:
         times = take_turns(cases, args.repeat)
         for case in cases if args.graphs else ():
             case.check_graphs()
-        rows = [make_row(target, case, taken, best) for case, taken in zip(cases, times, strict=True)]
+        rows = [make_row(target, case, seconds, best) for case, seconds in zip(cases, times, strict=True)]
         for case, row in zip(cases, rows, strict=True):
             if args.profile:
                 kernels, seconds, table = case.profile()
@@ -408,20 +413,20 @@ def bench_target(target: Target, best: Device, args: argparse.Namespace, tables:
 
     rows: list[dict[str, Any]] = []
     for batch, context in itertools.product(args.batches, args.contexts):
-        found: list[dict[str, Any]] = []
+        measured: list[dict[str, Any]] = []
         for group in groups:
             what = f"{target.name}, batch {batch}, context {context}, {' '.join(str(n) for _, n in group)} nodes"
             release()
             try:
                 with console.status(f"measuring {what}"):
-                    found += measure(group, batch, context)
+                    measured += measure(group, batch, context)
                 console.print(f"  measured {what}", markup=False, soft_wrap=True)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 left_out(what, error)
             if args.compile:
                 torch.compiler.reset()  # it gives up after a few shapes
-        plain = next((row["median"] for row in found if row["nodes"] == 1), None)
-        rows += [{**row, "ratio": row["median"] / plain if plain else None} for row in found]
+        plain = next((row["median"] for row in measured if row["nodes"] == 1), None)
+        rows += [{**row, "ratio": row["median"] / plain if plain else None} for row in measured]
     return rows
 
 
@@ -455,7 +460,7 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def plot(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Over the size of the tree: the step beside the plain one, and the share of it that the device needs at least."""
+    """Plot by size of the tree: a step's time over the plain step's, and the device's bound over the step's time."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -464,11 +469,11 @@ def plot(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     fig, axes = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
     trees = [row for row in rows if row["projection"]] or rows
     for key in dict.fromkeys((r["shape"], r["batch"], r["context"], r["projection"]) for r in trees):
-        mine = [r for r in rows if (r["shape"], r["batch"], r["context"]) == key[:3]]
-        mine = [r for r in mine if r["projection"] in (None, key[3])]
+        points = [r for r in rows if (r["shape"], r["batch"], r["context"]) == key[:3]]
+        points = [r for r in points if r["projection"] in (None, key[3])]
         for axis, value in zip(axes, ("ratio", "of_bound"), strict=True):
             label = "{}, batch {}, context {}, {}".format(*key)
-            axis.plot([r["nodes"] for r in mine], [r[value] for r in mine], marker="o", label=label)
+            axis.plot([r["nodes"] for r in points], [r[value] for r in points], marker="o", label=label)
     for axis, name in zip(axes, ("time of a step over the plain step's", "of bound"), strict=True):
         axis.set(xlabel="nodes of the tree", title=name, ylim=(0, None))
         axis.spines[["top", "right"]].set_visible(False)
@@ -487,10 +492,10 @@ def main() -> None:
     if max(args.nodes) > MAX_NODES:
         raise ValueError(f"--nodes {max(args.nodes)}: must be at most {MAX_NODES}")
     for unknown in [name for name in args.shape or [] if name not in SHAPES]:
-        raise ValueError(f"--shape {unknown}: no such shape; there are {', '.join(SHAPES)}")
+        raise ValueError(f"--shape {unknown}: unknown; use {', '.join(SHAPES)}")
     device = torch.device(choose_device(args.device))
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {device}: cpu, cuda or cuda:N")
+        raise ValueError(f"--device {device}: unknown; use cpu, cuda or cuda:N")
     # Impossible trees are refused before anything is loaded.
     positions = max(args.contexts) + max(grow_tree(nodes, args.heads).max_depth for nodes in args.nodes) + 1
     if args.out:
@@ -522,20 +527,23 @@ def main() -> None:
             left_out(shape, error)
             continue
         if positions > target.context:
-            raise ValueError(f"--contexts {max(args.contexts)}: with the tree beyond the target's {target.context}")
+            raise ValueError(
+                f"--contexts {max(args.contexts)}: with the tree this exceeds the target's context of "
+                f"{target.context}; lower it"
+            )
         with torch.inference_mode(), target.attention(ATTENTION), torch.cuda.device_of(target.lm_head.weight):
-            touched = least(target, None, Topology(()), 1, min(args.contexts))[0]
-            best = measure_device(device, getattr(torch, name), touched)
+            bytes_read = required_work(target, None, Topology(()), 1, min(args.contexts))[0]
+            best = measure_device(device, getattr(torch, name), bytes_read)
             rows = bench_target(target, best, args, tables)
         facts["limits"][target.name] = asdict(best)
         facts["rows"] += rows
-        if args.out:  # after each target: what was measured outlives a command that is ended
+        if args.out:  # after each target, so that an interrupted command keeps what it measured
             write_json(args.out, facts)
         del target  # its memory is the next one's
         if rows:
             rates = f"copies {best.copy_bandwidth / 1e9:,.1f} GB/s, multiplies {best.matmul_rate / 1e9:,.1f} GFLOP/s"
-            ways = ", ".join(sorted({row["execution"] for row in rows}))
-            console.print(f"{facts['device']}, {name}: {rates}; steps: {ways}", markup=False, soft_wrap=True)
+            executions = ", ".join(sorted({row["execution"] for row in rows}))
+            console.print(f"{facts['device']}, {name}: {rates}; steps: {executions}", markup=False, soft_wrap=True)
             print_tables(rows)
     if not facts["rows"]:
         raise ValueError("nothing fits into memory; take smaller --batches, --contexts or another --dtype")

@@ -77,7 +77,7 @@ def methods_of(target: Target, draft: Target, expansion: list[int], max_new_toke
         PLAIN: SpeculativeDecoder(target),
     }
     methods: dict[str, Method] = {
-        name: lambda some, decoder=decoder: decoder.generate(some, max_new_tokens, batch_size=1)
+        name: lambda prompts, decoder=decoder: decoder.generate(prompts, max_new_tokens, batch_size=1)
         for name, decoder in decoders.items()
     }
     methods[ASSISTED] = transformers_method(target, max_new_tokens, assistant_model=draft.model)
@@ -89,11 +89,11 @@ def compare(timed: dict[str, Timed]) -> dict[str, dict[str, Any]]:
     """Tokens/s, speed-ups over the others and number of texts that differ from plain decoding's, by method."""
     expected = timed[PLAIN].outputs
     rows: dict[str, dict[str, Any]] = {}
-    for name, its in timed.items():
-        different = sum(tokens_of(its.outputs[number]) != expected[number].tokens for number in expected)
-        rows[name] = its.summary() | {"texts": len(expected), "different": different, "tau": None}
+    for name, method in timed.items():
+        different = sum(tokens_of(method.outputs[number]) != expected[number].tokens for number in expected)
+        rows[name] = method.summary() | {"texts": len(expected), "different": different, "tau": None}
         for base in (PLAIN, GENERATE, ASSISTED):
-            rows[name] |= speedup_fields(f"speedup_vs_{base}", speedup(its, timed[base]) if base != name else None)
+            rows[name] |= speedup_fields(f"speedup_vs_{base}", speedup(method, timed[base]) if base != name else None)
     accepted = [length for result in timed[OURS].outputs.values() for length in result.accepted]
     rows[OURS]["tau"] = round(sum(accepted) / len(accepted), 4) if accepted else None
     return rows

@@ -1,4 +1,4 @@
-"""Calibrate a drafter's tree: which rank paths are right on held-out text, and how many nodes pay on this device.
+"""Calibrate a drafter's tree: which rank paths are right on held-out text, and which size is fastest on this device.
 
     python inference/calibrate.py runs/demo              # writes runs/demo/tree.json
     python inference/calibrate.py runs/demo --nodes 32   # a tree of 32 nodes, whatever it costs here
@@ -117,7 +117,7 @@ def pick(choices: Sequence[Choice]) -> Choice:
 
 def choose(
     target: Target, calibration: Calibration, ranks: Tensor, prompts: Sequence[list[int]], sizes: Sequence[int],
-    late: Callable[[], bool], lean: bool | None = None,
+    time_is_up: Callable[[], bool], lean: bool | None = None,
 ) -> tuple[list[Choice], Costs]:  # fmt: skip
     """Time the best tree of each size; returns those that were timed, with expected τ and cost on this device.
 
@@ -125,7 +125,7 @@ def choose(
         ranks: ``[S, T, K]`` of the text.
         prompts: token ids; the timed steps continue them.
         sizes: numbers of nodes, rising.
-        late: as :func:`race` takes it.
+        time_is_up: as :func:`race` takes it.
         lean: as :class:`SpeculativeDecoder` takes it.
     """
     trees: list[Topology] = []
@@ -137,7 +137,7 @@ def choose(
     taus = [1.0, *(simulate(topology, ranks) for topology in trees)]
     prompts = sorted(prompts, key=len, reverse=True)  # the first one's cache serves all
     decoders: dict[int, SpeculativeDecoder] = {}
-    # This thread's time on a CPU: what else runs there disturbs it less. It leaves out waiting, for a GPU or a disk.
+    # On a CPU this thread's time, which other processes disturb less; it excludes waiting for a GPU or a disk.
     clock = time.perf_counter if target.spread or target.device.type != "cpu" else time.thread_time
 
     def run(size: int, turn: int) -> list[float]:
@@ -146,15 +146,15 @@ def choose(
         if size not in decoders:
             drafter = calibration.build(target, trees[size - 1]) if size else None
             decoders[size] = SpeculativeDecoder(target, drafter, lean=lean)
-            first = Request(prompt, 4, stop_ids=frozenset())  # allocates what all need, and tunes
+            first = Request(prompt, 4, stop_ids=frozenset())  # allocates, and chooses the forms of products
             decoders[size].serve([first], 1, max_length=len(prompt) + count)
         note = lambda *_: ends.append(clock())  # noqa: E731
         decoders[size].generate([prompt], count, stop_ids=frozenset(), on_tokens=note)
         return [end - begin for begin, end in itertools.pairwise(ends)]
 
-    costs = race(run, taus, late)
+    costs = race(run, taus, time_is_up)
     plain, *measured = costs.seconds
-    # A larger tree is never cheaper: where one was measured to be, the smaller one was disturbed.
+    # A larger tree is never cheaper: if it was measured to be, the smaller one's measurement was disturbed.
     seconds = list(itertools.accumulate(reversed(measured), min))[::-1]
     timed = [each for each in zip(trees, taus[1:], seconds, measured, strict=True) if each[3] < math.inf]
     return [Choice(tree, tau, cost, tau * plain / cost) for tree, tau, cost, _ in timed], costs
@@ -270,26 +270,27 @@ def main() -> None:
         def show_time(*_: object) -> None:
             advance(min(int(time.monotonic() - began), math.ceil(args.seconds)))
 
-        def late() -> bool:
+        def time_is_up() -> bool:
             show_time()
             return time.monotonic() - began > args.seconds
 
         for part in batches(len(rows), 8 if texts else 1, began + RANKING * args.seconds):
-            some = rows[part]
+            batch_rows = rows[part]
             if texts:
-                batch = answer(target, [texts[row] for row in some], args.max_new_tokens, 32, show_time, lean)
+                batch = answer(target, [texts[row] for row in batch_rows], args.max_new_tokens, 32, show_time, lean)
             else:
-                batch = {name: data[name][some] for name in ("tokens", "supervised")}
+                batch = {name: data[name][batch_rows] for name in ("tokens", "supervised")}
             parts.append({**batch, "ranks": drafter.ranks(target, batch["tokens"], batch["supervised"])})
             show_time()
             if sum(int((done["ranks"][..., 0] >= 0).sum()) for done in parts) >= MAX_POSITIONS:
                 break
         ranks = joined(parts, "ranks", -1)
         counted = time.monotonic()
-        room = max(1, min(TIMED_CONTEXT, target.context - 2 * TIMED_TOKENS))  # else there would be no step to time
-        prompts = [prompt[-room:] for prompt in timing_prompts(joined(parts, "tokens"), joined(parts, "supervised"))]
+        prompts = timing_prompts(joined(parts, "tokens"), joined(parts, "supervised"))
+        length = max(1, min(TIMED_CONTEXT, target.context - 2 * TIMED_TOKENS))  # the context has room for timed steps
+        prompts = [prompt[-length:] for prompt in prompts]
         sizes = (args.nodes,) if args.nodes else SIZES
-        choices, costs = choose(target, drafter, ranks, prompts, sizes, late, lean)
+        choices, costs = choose(target, drafter, ranks, prompts, sizes, time_is_up, lean)
     positions = int((ranks[..., 0] >= 0).sum())
     seconds = {"ranking": round(counted - began, 2), "timing": round(time.monotonic() - counted, 2)}
     print(

@@ -29,7 +29,7 @@ class StepCosts:
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
         rows, times = zip(*sorted(seconds.items()), strict=True)
-        # Where a larger step was measured to be cheaper, the smaller one was disturbed: take the larger one's time.
+        # If a larger step was measured to be cheaper, the smaller one's measurement was disturbed: take the larger's.
         points = list(zip(rows, list(itertools.accumulate(reversed(times), min))[::-1], strict=True))
         if len(points) == 1:  # too slow for a second step to be timed
             points.append((points[0][0] + 10, 2 * points[0][1]))
@@ -95,8 +95,8 @@ def step_costs(target: Target, lean: bool | None = None, remeasure: bool = False
         lean: as :class:`draftsmith.inference.engine.SpeculativeDecoder` takes it.
         remeasure: measure, for longer, even if the costs are known.
     """
-    ran = "transformers" if isinstance(find_lean(target, lean), str) else "lean"
-    key = f"{target.fingerprint}, {target.dtype}, {target.device}, {ran}"
+    decoder = "transformers" if isinstance(find_lean(target, lean), str) else "lean"
+    key = f"{target.fingerprint}, {target.dtype}, {target.device}, {decoder}"
     known = read_measured(FILE).get(key)
     if target.fingerprint and known and isinstance(known, dict) and not remeasure:
         return StepCosts({int(rows): float(seconds) for rows, seconds in known.items()})
@@ -108,11 +108,11 @@ def step_costs(target: Target, lean: bool | None = None, remeasure: bool = False
 
 @torch.inference_mode()
 def _measure(target: Target, lean: bool | None, budget: float) -> tuple[dict[int, float], int]:
-    """Least seconds of a step by rows (other work only adds to a step's time), and the number of rounds."""
+    """Minimum seconds of a step by rows (other work only adds to a step's time), and the number of rounds."""
     context = min(CONTEXT, target.context // 2)
     sizes = [size for size in SIZES if context + 2 * size < target.context] or [1]
     steps: dict[int, Step] = {}
-    least: dict[int, float] = {}
+    fastest: dict[int, float] = {}
     deadline, timed = 0.0, 0
     with engine_attention([target]):
         for _, size in itertools.product(range(ROUNDS), sizes):
@@ -124,10 +124,10 @@ def _measure(target: Target, lean: bool | None, budget: float) -> tuple[dict[int
                 steps[size].active.fill_(True)
                 _time(steps[size], context)  # the first step allocates and tunes
             seconds = min(_time(steps[size], context) for _ in range(REPEATS))
-            least[size] = min(seconds, least.get(size, seconds))
+            fastest[size] = min(seconds, fastest.get(size, seconds))
             timed += 1
             deadline = deadline or time.perf_counter() + budget
-    return least, timed // len(sizes)
+    return fastest, timed // len(sizes)
 
 
 def _time(step: Step, context: int) -> float:
@@ -147,11 +147,11 @@ def draft_time(drafter: Drafter, target: Target, costs: StepCosts) -> float:
     feature = torch.zeros(1, width, dtype=target.dtype, device=target.device)
     state = State(zero, zero, feature, zero == 0, None, zero)
     drafter.propose(state)
-    least, deadline = float("inf"), time.perf_counter() + 0.1
+    fastest, deadline = float("inf"), time.perf_counter() + 0.1
     for _ in range(20):
         began = time.perf_counter()
         drafter.propose(state)
-        least = min(least, time.perf_counter() - began)
+        fastest = min(fastest, time.perf_counter() - began)
         if time.perf_counter() > deadline:
             break
-    return least / costs.plain_seconds
+    return fastest / costs.plain_seconds

@@ -133,16 +133,16 @@ class SpeculativeDecoder:
         """
         sampling = Sampling() if sampling is None else sampling
         if isinstance(sampling, Sampling):
-            each = [sampling] * len(prompts)
+            samplings = [sampling] * len(prompts)
         elif isinstance(sampling, Sequence):
-            each = list(sampling)
+            samplings = list(sampling)
         else:
             raise ValueError(f"sampling is of type {type(sampling).__name__}; give a Sampling, or one for each prompt")
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} samplings for {len(prompts)} prompts; give one, or one for each")
+        if len(samplings) != len(prompts):
+            raise ValueError(f"{len(samplings)} samplings for {len(prompts)} prompts; give one, or one for each")
         requests = [
-            Request(prompt, max_new_tokens, one, stop_ids, stop_strings)
-            for prompt, one in zip(prompts, each, strict=True)
+            Request(prompt, max_new_tokens, parameters, stop_ids, stop_strings)
+            for prompt, parameters in zip(prompts, samplings, strict=True)
         ]
         rows = max(1, len(requests)) if batch_size is None else batch_size
         return self.serve(requests, rows, mode=mode, instrument=instrument, on_tokens=on_tokens, on_end=on_end)
@@ -162,7 +162,7 @@ class SpeculativeDecoder:
 
         Args:
             requests: taken one by one as rows become free, and numbered from 0 in that order. An exhausted iterator is
-                asked again after each step, until no text is being decoded.
+                tried again after each step, until no text is being decoded.
             mode: ``greedy``, ``sample`` or ``typical`` (lossy).
             max_length: upper bound of any prompt's tokens together with its answer's. Left out, all requests are read
                 at once to compute it.
@@ -230,7 +230,7 @@ class SpeculativeDecoder:
             raise ValueError(f"{where}: token {wrong}")
         if prompt >= context:
             raise ValueError(
-                f"{where} has {prompt} tokens; the target's context holds {context} with the answer: shorten it"
+                f"{where} has {prompt} tokens; the target's context holds {context} with the answer; shorten it"
             )
         if not _is_whole(request.max_new_tokens):
             raise ValueError(f"{where}: max_new_tokens {request.max_new_tokens!r}: must be a whole number")
@@ -351,7 +351,10 @@ class _Queue:
             number = len(self.results)
             length = self.decoder._length(number, request)
             if length > self.max_length:
-                raise ValueError(f"prompt {number + 1} needs {length} tokens with its answer, beyond {self.max_length}")
+                raise ValueError(
+                    f"prompt {number + 1} needs {length} tokens with its answer, max_length is {self.max_length}; "
+                    "raise it"
+                )
             text = _Text(number, request, length - len(request.prompt))
             self.results.append(text.result)
             new.append((row, text))

@@ -107,13 +107,13 @@ def check_sample(
                 settings = Settings(seeds, target.device)
                 p = sampling_distribution(logits[:, place : place + 1], settings, seen[:, None])[:, 0].double()
                 token = texts[:, at, None]
-                own = p.gather(1, token)
-                ranks_above = (p > own) | ((p == own) & (torch.arange(p.shape[1], device=p.device) < token))
+                p_token = p.gather(1, token)
+                ranks_above = (p > p_token) | ((p == p_token) & (torch.arange(p.shape[1], device=p.device) < token))
                 above = torch.where(ranks_above, p, 0.0).sum(-1)
                 uniform = torch.rand(len(rows), generator=noise, dtype=torch.float64).to(p.device)
-                transforms[place] += (above + uniform * own[:, 0]).tolist()
+                transforms[place] += (above + uniform * p_token[:, 0]).tolist()
                 result.checked += len(rows)
-                result.mismatches += int((own[:, 0] == 0).sum())
+                result.mismatches += int((p_token[:, 0] == 0).sum())
         if on_prompt:
             on_prompt(number + 1)
     for values in transforms:

@@ -28,9 +28,9 @@ def check_threads(threads: int | None) -> None:
         ValueError: it is below 1, or above both 256 and the machine's cores.
     """
     check_counts(threads=threads)
-    most = max(256, os.cpu_count() or 1)
-    if threads is not None and threads > most:
-        raise ValueError(f"--threads {threads}: must be at most {most}")
+    limit = max(256, os.cpu_count() or 1)
+    if threads is not None and threads > limit:
+        raise ValueError(f"--threads {threads}: must be at most {limit}")
 
 
 def parts_of(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Time the steps of trees of several sizes on a machine with other work; most rounds go to the sizes that may pay."""
+"""Time steps with trees of several sizes on a busy machine; most rounds go to the sizes that may be fastest."""
 
 import math
 import statistics
@@ -24,8 +24,8 @@ class Costs:
     noise: float | None
 
 
-def race(run: Callable[[int, int], Sequence[float]], taus: Sequence[float], late: Callable[[], bool]) -> Costs:
-    """Time steps of all sizes in turn, in rounds, until the costs no longer fall or time is up.
+def race(run: Callable[[int, int], Sequence[float]], taus: Sequence[float], time_is_up: Callable[[], bool]) -> Costs:
+    """Time the steps of all sizes in turn, in rounds, until the costs no longer fall or time is up.
 
     Other work on the machine can only add to a step's time, so the minimum over rounds counts. A size is skipped while
     its upper bound on speed, at its own cost or that of the next smaller size timed, is below a share of the best
@@ -34,9 +34,9 @@ def race(run: Callable[[int, int], Sequence[float]], taus: Sequence[float], late
     Args:
         run: (size, turn) → the seconds of its steps, the same steps whenever the turn is the same.
         taus: tokens per step by size, rising; the first is plain decoding.
-        late: whether time is up; asked before each run, once the first two sizes have been timed.
+        time_is_up: called before each run, once the first two sizes have been timed.
     """
-    least: list[dict[tuple[int, int], float]] = [{} for _ in taus]  # by turn and step
+    fastest: list[dict[tuple[int, int], float]] = [{} for _ in taus]  # (turn, step) → seconds, by size
     costs = [math.inf] * len(taus)
     history: list[list[float]] = []
     noise: float | None = None
@@ -48,11 +48,11 @@ def race(run: Callable[[int, int], Sequence[float]], taus: Sequence[float], late
             bound = next((cost for cost in reversed(costs[: size + 1]) if cost < math.inf), 0.0)
             if size > 1 and tau < share * best * bound:
                 continue
-            if costs[min(1, len(taus) - 1)] < math.inf and late():
+            if costs[min(1, len(taus) - 1)] < math.inf and time_is_up():
                 return Costs(costs, number, noise)
             for step, seconds in enumerate(run(size, turn)):
-                least[size][turn, step] = min(seconds, least[size].get((turn, step), math.inf))
-            costs[size] = statistics.mean(least[size].values())
+                fastest[size][turn, step] = min(seconds, fastest[size].get((turn, step), math.inf))
+            costs[size] = statistics.mean(fastest[size].values())
             racing.append(size)
         history.append(list(costs))
         if number >= 3 * TIMED_PROMPTS - 1:

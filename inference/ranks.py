@@ -93,8 +93,8 @@ def head_ranks(
         features = heads.features(hidden.to(heads.weight.dtype))
         labels = draft_labels(tokens[part], supervised[part], num_heads)
         for k in range(num_heads):
-            logits = (heads.head_logits(k, some, target.lm_head) for some in features[k].split(LOGITS))
-            best = torch.cat([some.topk(top, -1).indices.cpu() for some in logits])  # [P, top]
+            logits = (heads.head_logits(k, chunk, target.lm_head) for chunk in features[k].split(LOGITS))
+            best = torch.cat([chunk.topk(top, -1).indices.cpu() for chunk in logits])  # [P, top]
             ranks[part, :, k][begins] = label_ranks(best, labels[..., k][begins])
         if on_done:
             on_done(min(start + batch_size, sequences))

@@ -148,9 +148,9 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
             verdict = "[yellow]typical acceptance: lossy, this is not the target's own distribution[/yellow]"
         elif lossless is not None and lossless["mode"] == "sample":
             colour = "green" if lossless["passed"] else "red"
-            have = "have" if lossless["passed"] else "do not have"
+            verb = "have" if lossless["passed"] else "do not have"
             verdict = (
-                f"[{colour}]sampled tokens {have} the target's distribution: "
+                f"[{colour}]sampled tokens {verb} the target's distribution: "
                 f"χ² p = {lossless['p_value']:.2g}[/{colour}] ({lossless['checked']} tokens checked, "
                 f"{lossless['mismatches']} of probability 0)"
             )
@@ -167,15 +167,15 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
         console.print(f"{escape(report['drafter'])}: {verdict}", soft_wrap=True)
         if len(report.get("sources", {})) > 1:
             shares = [
-                f"{name} proposed {its['proposed_nodes']} nodes, {its['accepted_tokens']} accepted"
-                for name, its in report["sources"].items()
+                f"{name} proposed {counts['proposed_nodes']} nodes, {counts['accepted_tokens']} accepted"
+                for name, counts in report["sources"].items()
             ]
             console.print(f"  {'; '.join(shares)}", markup=False, soft_wrap=True)
 
 
 def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
-    """The text of an answer in pieces, each with whether the drafter wrote its last token; the others are the target's
-    own. Joined they are :func:`draftsmith.inference.text.decode_text` of its tokens."""
+    """The text of an answer in pieces, each with a flag: whether its last token was drafted or is the target's own.
+    Joined they are :func:`draftsmith.inference.text.decode_text` of its tokens."""
     drafted = [False] * len(result.tokens)
     place = 1
     for length in result.accepted:
@@ -184,8 +184,8 @@ def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
             drafted[place + offset] = True
         place += length
     stream = TextStream(tokenizer)
-    found = [(stream.add([token]), own) for token, own in zip(result.tokens, drafted, strict=True)]
-    return [(text, own) for text, own in [*found, (stream.end(), False)] if text]
+    texts = [(stream.add([token]), is_draft) for token, is_draft in zip(result.tokens, drafted, strict=True)]
+    return [(text, is_draft) for text, is_draft in [*texts, (stream.end(), False)] if text]
 
 
 def print_texts(tokenizer: Any, prompts: Sequence[list[int]], results: Sequence[Generation], console: Console) -> None:
@@ -195,10 +195,10 @@ def print_texts(tokenizer: Any, prompts: Sequence[list[int]], results: Sequence[
             separate_text()
         console.print(f"prompt {number}: [green]green[/green] was drafted and accepted, plain is the target's own")
         console.print(visible(decode_text(tokenizer, prompt[-48:])), style="dim", markup=False)
-        found = pieces(tokenizer, result)
-        for text, drafted in found:
+        texts = pieces(tokenizer, result)
+        for text, drafted in texts:
             write_text(text, drafted=drafted)
-        end_text(found[-1][0] if found else "")
+        end_text(texts[-1][0] if texts else "")
 
 
 def write_reports(reports: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:

@@ -74,7 +74,7 @@ def find_lean(target: Target, lean: bool | None) -> LeanDecoder | str:
     Raises:
         ValueError: the lean decoder is asked for (True), and there is none.
     """
-    decoder = "as asked" if lean is False else lean_decoder(target)
+    decoder = "as requested" if lean is False else lean_decoder(target)
     if lean and isinstance(decoder, str):
         raise ValueError(f"target '{target.name}' has no lean decoder: {decoder}; use --decoder auto (lean=None)")
     return decoder

@@ -239,9 +239,9 @@ class Step:
 
     def buffers(self) -> list[Tensor]:
         """Tensors that a step changes and the next one reads, except K/V beyond a row's length; the lengths first."""
-        own = [self.cache.lengths, self.state.root, self.state.feature, self.verifier.step, self.committed]
+        tensors = [self.cache.lengths, self.state.root, self.state.feature, self.verifier.step, self.committed]
         seen = [] if self.verifier.seen is None else [self.verifier.seen]
-        return [*own, *seen, *self.drafter.buffers()]
+        return [*tensors, *seen, *self.drafter.buffers()]
 
     def _replay(self) -> None:
         graph = self._graphs.get(self.verifier.graph_key)

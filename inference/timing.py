@@ -57,15 +57,15 @@ class Timed:
         """Time the method on a group of prompts, the ``place``-th one; places come in order within a round."""
         began, cpu = time.perf_counter(), time.process_time()
         outputs = method([prompts[number] for number in group])
-        taken, worked = time.perf_counter() - began, time.process_time() - cpu
+        elapsed, cpu_elapsed = time.perf_counter() - began, time.process_time() - cpu
         if place == len(self.tokens):
             self.tokens.append(0)
             self.seconds.append([])
             self.cpu_seconds.append([])
         self.outputs.update(zip(group, outputs, strict=True))
         self.tokens[place] = sum(len(tokens_of(output)) for output in outputs)
-        self.seconds[place].append(taken)
-        self.cpu_seconds[place].append(worked)
+        self.seconds[place].append(elapsed)
+        self.cpu_seconds[place].append(cpu_elapsed)
 
     @property
     def typical_seconds(self) -> list[float]:
@@ -132,13 +132,13 @@ def speedup(method: Timed, base: Timed) -> Speedup:
     return Speedup(ratio, (low, high))
 
 
-def speedup_fields(name: str, found: Speedup | None) -> dict[str, Any]:
+def speedup_fields(name: str, measured: Speedup | None) -> dict[str, Any]:
     """A speed-up as the two fields of a report, ``name`` and ``name_interval``."""
-    if found is None:
+    if measured is None:
         return {name: None, f"{name}_interval": None}
     return {
-        name: round(found.ratio, 4),
-        f"{name}_interval": [round(bound, 4) for bound in found.interval] if found.interval else None,
+        name: round(measured.ratio, 4),
+        f"{name}_interval": [round(bound, 4) for bound in measured.interval] if measured.interval else None,
     }
 
 
@@ -169,8 +169,8 @@ def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1
         ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=target.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)
         stops = sorted(target.stop_ids) or None
-        model: Any = target.model  # whose generate is typed as a tensor
-        own = model.generation_config
+        model: Any = target.model  # its type stubs make generate a tensor
+        config = model.generation_config
         target.model.generation_config = GenerationConfig()  # one that is passed to generate inherits from the model's
         try:
             with torch.inference_mode():
@@ -179,7 +179,7 @@ def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1
                     **{"do_sample": False, **options},
                 )  # fmt: skip
         finally:
-            target.model.generation_config = own
+            target.model.generation_config = config
         outputs: list[list[int]] = []
         for prompt, row in zip(prompts, out[:, longest:].tolist(), strict=True):
             row = row[: target.context - len(prompt)]
@@ -220,11 +220,13 @@ def run_rounds(
                 timed[name].run(methods[name], prompts, groups[place], place)
             order = [*order[1:], order[0]]
             advance(done)
-            spent = time.perf_counter() - since
+            elapsed = time.perf_counter() - since
             if done == 1:
-                expected = spent * total if seconds is None else min(max(seconds, spent * MIN_GROUPS), spent * total)
+                expected = (
+                    elapsed * total if seconds is None else min(max(seconds, elapsed * MIN_GROUPS), elapsed * total)
+                )
                 console.print(f"  about {format_duration(expected)} here, judged from the first prompt", markup=False)
-            if done >= MIN_GROUPS and ((seconds and spent >= seconds) or (settled and settled(timed))):
+            if done >= MIN_GROUPS and ((seconds and elapsed >= seconds) or (settled and settled(timed))):
                 break
     return timed
 
@@ -286,7 +288,7 @@ def evaluate(
 
     def engine_method(decoder: SpeculativeDecoder, batch_size: int = args.batch_size) -> Method:
         limit = args.max_new_tokens
-        return lambda some: decoder.generate(some, limit, batch_size=batch_size, **engine_options(args, some))
+        return lambda group: decoder.generate(group, limit, batch_size=batch_size, **engine_options(args, group))
 
     for name, decoder in zip(names, decoders, strict=True):
         methods[name] = engine_method(decoder)
@@ -325,19 +327,22 @@ def evaluate(
 
     # τ and the check are over all prompts, those that were not timed included.
     timed_prompts = sorted(timed[names[0]].outputs)
-    todo = sorted({*range(len(prompts))} - {*timed_prompts})
+    untimed = sorted({*range(len(prompts))} - {*timed_prompts})
     reference = {**timed["engine"].outputs} if "engine" in timed else {}
-    unknown = [n for n in range(len(prompts)) if n not in reference] if args.check_lossless and not sampled else []
-    if todo or unknown:
-        each = max(sum(timed[name].typical_seconds) for name in methods) / len(timed_prompts)
+    without_reference = (
+        [n for n in range(len(prompts)) if n not in reference] if args.check_lossless and not sampled else []
+    )
+    if untimed or without_reference:
+        per_prompt = max(sum(timed[name].typical_seconds) for name in methods) / len(timed_prompts)
+        duration = per_prompt * (len(untimed) * len(names) + len(without_reference))
         console.print(
-            f"decoding {len(todo)} prompts that were not timed, and {len(unknown)} without the drafter to compare: at "
-            f"most about {format_duration(each * (len(todo) * len(names) + len(unknown)))} here", markup=False,
+            f"decoding {len(untimed)} prompts that were not timed, and {len(without_reference)} without the drafter "
+            f"to compare: at most about {format_duration(duration)} here", markup=False,
         )  # fmt: skip
-    for name in names if todo else ():
-        timed[name].outputs.update(zip(todo, methods[name]([prompts[n] for n in todo]), strict=True))
+    for name in names if untimed else ():
+        timed[name].outputs.update(zip(untimed, methods[name]([prompts[n] for n in untimed]), strict=True))
     plain = engine_method(SpeculativeDecoder(target, **options), max(args.batch_size, CHECK_ROWS))
-    reference.update(zip(unknown, plain([prompts[n] for n in unknown]), strict=True))
+    reference.update(zip(without_reference, plain([prompts[n] for n in without_reference]), strict=True))
 
     reports: list[dict[str, Any]] = []
     outputs: list[list[Generation]] = []
@@ -345,9 +350,10 @@ def evaluate(
         results: list[Generation] = [timed[name].outputs[n] for n in range(len(prompts))]
         outputs.append(results)
         # The phases of a step are timed in a separate run, since reading clocks between them costs time.
-        execution, some = decoder.execution, prompts[: max(INSTRUMENTED, args.batch_size)]
+        execution, instrumented = decoder.execution, prompts[: max(INSTRUMENTED, args.batch_size)]
         decoder.generate(
-            some, args.max_new_tokens, batch_size=args.batch_size, instrument=True, **engine_options(args, some)
+            instrumented, args.max_new_tokens, batch_size=args.batch_size, instrument=True,
+            **engine_options(args, instrumented),
         )  # fmt: skip
         lossless = None
         if args.check_lossless:
@@ -360,7 +366,7 @@ def evaluate(
                     lossless = check_greedy(target, prompts, [r.tokens for r in results], plain_texts, advance)
         drafter = decoder.drafter
         counted = reporting.acceptance(results, drafter.max_depth, drafter.num_nodes, drafter.sources)
-        over = {base: speedup(timed[name], timed[base]) for base in compared}
+        speedups = {base: speedup(timed[name], timed[base]) for base in compared}
         accepted = [length for n in timed_prompts for length in results[n].accepted]
         reports.append(
             {
@@ -383,12 +389,12 @@ def evaluate(
                 "timed_prompts": len(timed_prompts),
                 "pairs": len(timed[name].tokens),
                 "baselines": baselines,
-                **speedup_fields("speedup", over.get("engine")),
-                **speedup_fields("speedup_vs_transformers", over.get("transformers")),
-                **speedup_fields("speedup_vs_prompt_lookup", over.get("prompt_lookup")),
+                **speedup_fields("speedup", speedups.get("engine")),
+                **speedup_fields("speedup_vs_transformers", speedups.get("transformers")),
+                **speedup_fields("speedup_vs_prompt_lookup", speedups.get("prompt_lookup")),
                 "overhead": (
-                    round(sum(accepted) / len(accepted) / over["engine"].ratio, 4)
-                    if accepted and "engine" in over
+                    round(sum(accepted) / len(accepted) / speedups["engine"].ratio, 4)
+                    if accepted and "engine" in speedups
                     else None
                 ),
                 "peak_memory_bytes": peak,

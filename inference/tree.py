@@ -254,14 +254,14 @@ def read_candidates(path: Path) -> tuple[Topology, list[float]]:
     content = _read_content(path)
     topology = _tree_in(path, content)
     calibration = content.get("calibration") if isinstance(content, dict) else None
-    listed = calibration.get("candidates") if isinstance(calibration, dict) else None
-    if not isinstance(listed, list):
-        return topology, [0.5 ** len(one) for one in topology.paths]
+    entries = calibration.get("candidates") if isinstance(calibration, dict) else None
+    if not isinstance(entries, list):
+        return topology, [0.5 ** len(entry) for entry in topology.paths]
     rates: dict[Ranks, float] = {}
-    for one in listed:
-        ranks, rate = (one.get("path"), one.get("rate")) if isinstance(one, dict) else (None, None)
+    for entry in entries:
+        ranks, rate = (entry.get("path"), entry.get("rate")) if isinstance(entry, dict) else (None, None)
         if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks) or not isinstance(rate, float):
-            raise ValueError(f'{path}: a candidate is {one!r}, not {{"path": [0, 1], "rate": 0.4}}')
+            raise ValueError(f'{path}: a candidate is {entry!r}, not {{"path": [0, 1], "rate": 0.4}}')
         rates[tuple(ranks)] = rate
     topology = _topology(path, list(rates))
-    return topology, [rates[one] for one in topology.paths]
+    return topology, [rates[entry] for entry in topology.paths]

@@ -72,8 +72,8 @@ def nats_per_token(
     for prompt, result in zip(prompts, results, strict=True):
         ids = torch.tensor([[*prompt, *result.tokens]], device=target.device)
         logits = target.logits(target.hidden(ids[:, :-1])[0, len(prompt) - 1 :]).float() / temperature
-        own = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
-        total, count = total - float(own.sum()), count + len(result.tokens)
+        log_p = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
+        total, count = total - float(log_p.sum()), count + len(result.tokens)
     return total / count
 
 
@@ -94,7 +94,7 @@ def sweep(
         ("sampling", sampled, "sample", Sampling(temperature, seed=seed)),
         *((f"typical ε = {e:g}", decoder, "typical", Sampling(temperature, epsilon=e, seed=seed)) for e in epsilons),
     ]  # type: ignore[list-item]
-    taken: dict[str, list[float]] = {name: [] for name, *_ in methods}
+    seconds: dict[str, list[float]] = {name: [] for name, *_ in methods}
     results: dict[str, list[Generation]] = {}
     longest = sorted(prompts, key=len)[-batch_size:]
     for _, engine, mode, _ in methods[:4]:  # first calls allocate; on a GPU they compile and capture
@@ -108,7 +108,7 @@ def sweep(
                 results[name] = engine.generate(
                     prompts, max_new_tokens, mode=mode, sampling=seeded, batch_size=batch_size
                 )
-                taken[name].append(time.perf_counter() - began)
+                seconds[name].append(time.perf_counter() - began)
                 done += 1
                 advance(done)
     rows: list[dict[str, Any]] = []
@@ -120,7 +120,7 @@ def sweep(
                 "mode": mode,
                 "lossy": mode == "typical",
                 "epsilon": sampling.epsilon if mode == "typical" else None,
-                "tokens_per_second": round(counted["new_tokens"] / statistics.median(taken[name]), 2),
+                "tokens_per_second": round(counted["new_tokens"] / statistics.median(seconds[name]), 2),
                 "mean_accepted_length": counted["mean_accepted_length"],
                 "nats_per_token": round(nats_per_token(engine.target, prompts, results[name], temperature), 4),
                 "repeated_4gram_rate": counted["repetition"]["repeated_4gram_rate"],

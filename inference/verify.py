@@ -140,12 +140,12 @@ def verify_typical(
     bound = torch.minimum(delta * (-entropy).exp(), torch.as_tensor(epsilon, dtype=p.dtype, device=p.device))
     parent = tree.parent.clamp(min=0).long()
     p_parent = p.gather(1, parent[..., None].expand(-1, -1, p.shape[-1]))
-    own = p_parent.gather(-1, tree.tokens[..., None])[..., 0]  # [B, N], p(x) of each node
-    agrees = (own > bound.gather(1, parent)) & tree.valid
+    p_node = p_parent.gather(-1, tree.tokens[..., None])[..., 0]  # [B, N], p(x) of each node
+    agrees = (p_node > bound.gather(1, parent)) & tree.valid
     agrees[:, 0].fill_(True)
-    own = torch.where(torch.arange(own.shape[1], device=own.device) == 0, 1.0, own)
+    p_node = torch.where(torch.arange(p_node.shape[1], device=p_node.device) == 0, 1.0, p_node)
     accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)
-    score = (mask * own.clamp(min=1e-30).log()[:, None, :]).sum(-1)  # Σ log p along each path, at least −70 per node
+    score = (mask * p_node.clamp(min=1e-30).log()[:, None, :]).sum(-1)  # Σ log p along each path, at least −70 per node
     depth = tree.depth.long()
     node = torch.where(accepted, depth.double() * 1e4 + score.double(), -torch.inf).argmax(-1)
     length = depth.gather(1, node[:, None])[:, 0]

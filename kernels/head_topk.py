@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
 
-MOST = 16  # largest R: the kernel extracts its best R one by one
+MAX_COUNT = 16  # largest R: the kernel extracts the best R one by one
 
 
 def head_topk_reference(features: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -38,13 +38,13 @@ def _block_topk_kernel(
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     known = token < vocabulary
-    own = features + row.to(tl.int64)[:, None] * features_row
-    theirs = weight + token.to(tl.int64)[None, :] * weight_row
+    feature_place = features + row.to(tl.int64)[:, None] * features_row
+    weight_place = weight + token.to(tl.int64)[None, :] * weight_row
     logits = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for start in range(0, width, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(own + k[None, :], mask=(row < rows)[:, None] & (k < width)[None, :], other=0.0)
-        w = tl.load(theirs + k[:, None], mask=known[None, :] & (k < width)[:, None], other=0.0)
+        x = tl.load(feature_place + k[None, :], mask=(row < rows)[:, None] & (k < width)[None, :], other=0.0)
+        w = tl.load(weight_place + k[:, None], mask=known[None, :] & (k < width)[:, None], other=0.0)
         logits = tl.dot(x, w, logits, input_precision="ieee")
     left = tl.where(known[None, :], logits, float("-inf"))
     place = row.to(tl.int64) * candidates + tl.program_id(0) * COUNT
@@ -112,8 +112,8 @@ def head_topk(features: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Ten
         return best.values, best.indices
     rows, width = features.shape
     vocabulary = weight.shape[0]
-    if not 0 < count <= min(MOST, vocabulary):
-        raise ValueError(f"head_topk: {count} tokens of {vocabulary}; ask for 1 to {min(MOST, vocabulary)}")
+    if not 0 < count <= min(MAX_COUNT, vocabulary):
+        raise ValueError(f"head_topk: {count} tokens of {vocabulary}; use 1 to {min(MAX_COUNT, vocabulary)}")
     assert features.stride(1) == weight.stride(1) == 1
     tile = topk_tile(rows, features.dtype)
     blocks = -(-vocabulary // tile["BLOCK_V"])

@@ -39,14 +39,14 @@ def check_vocabulary(model: Target, target: Target) -> None:
     """
     if model.tokenizer is None or target.tokenizer is None or model.tokenizer is target.tokenizer:
         return
-    own, wanted = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-    if own == wanted:
+    ids, target_ids = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    if ids == target_ids:
         return
-    token = min((token for token in own.keys() | wanted.keys() if own.get(token) != wanted.get(token)), key=str)
-    ids = [f"is id {v[token]}" if token in v else "is missing" for v in (own, wanted)]
+    token = min((token for token in ids.keys() | target_ids.keys() if ids.get(token) != target_ids.get(token)), key=str)
+    entries = [f"is id {v[token]}" if token in v else "is missing" for v in (ids, target_ids)]
     raise ValueError(
-        f"draft model '{model.name}' has another vocabulary than target '{target.name}': token {token!r} {ids[0]} in "
-        f"one and {ids[1]} in the other; take a draft model with the target's tokenizer"
+        f"draft model '{model.name}' has another vocabulary than target '{target.name}': token {token!r} {entries[0]} "
+        f"in one and {entries[1]} in the other; take a draft model with the target's tokenizer"
     )
 
 

@@ -49,8 +49,8 @@ NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
 class Part:
     """A drafter before its target is loaded.
 
-    build: (target, costs, options) → the drafter. costs: step costs by which it chooses its nodes; None if it is to
-        propose all of them. options: those of :func:`load_target`, for causal LMs of its own.
+    build: (target, costs, options) → the drafter. costs: step costs by which it chooses its nodes; None: it
+        proposes all of them. options: those of :func:`load_target`, for causal LMs of its own.
     uses_costs: whether it chooses nodes by step costs even when it is the only drafter.
     """
 
@@ -87,8 +87,8 @@ def family_of(folder: Path, config: dict[str, Any]) -> ModuleType:
     """
     kind = config["drafter_type"]
     if kind not in FAMILIES:
-        near = difflib.get_close_matches(kind, FAMILIES, n=1)
-        hint = f"; nearest: {near[0]}" if near else ""
+        matches = difflib.get_close_matches(kind, FAMILIES, n=1)
+        hint = f"; nearest: {matches[0]}" if matches else ""
         known = ", ".join(sorted(FAMILIES))
         raise ValueError(f"{folder}: drafter_type '{kind}' is not known to this version; known: {known}{hint}")
     return importlib.import_module(FAMILIES[kind])
@@ -100,10 +100,10 @@ def read_named(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
         return read_drafter(name)
     except FileNotFoundError as error:
         kind = name.partition(":")[0]
-        near = difflib.get_close_matches(kind, ("none", NGRAM, f"{DRAFT_MODEL}PATH"), n=1)
-        if not near or "/" in kind or os.path.lexists(name):
+        matches = difflib.get_close_matches(kind, ("none", NGRAM, f"{DRAFT_MODEL}PATH"), n=1)
+        if not matches or "/" in kind or os.path.lexists(name):
             raise
-        raise FileNotFoundError(f"{error}; did you mean {near[0]}?") from None
+        raise FileNotFoundError(f"{error}; did you mean {matches[0]}?") from None
 
 
 def load_drafter(
@@ -151,14 +151,14 @@ def load_drafter(
 
     known = next((config["target"]["name_or_path"] for _, config, _ in stored.values()), None)
     if target is None and not (target_name or known):
-        what = "'none' is no drafter and knows no target" if not names else f"'{name}' has no target of its own"
+        what = "'none' names no target" if not names else f"'{name}' has no target of its own"
         raise ValueError(f"{what}: pass --target")
     loaded = target or load_target(str(target_name or known), **options)
     for folder, config, _ in stored.values():
         loaded = target_of(folder, config, loaded, keep_template=target is not None)
     if not parts:
         return loaded, None
-    # Static steps (on a GPU) always have all nodes; more rows are nearly free there. So costs decide nothing.
+    # Static steps (on a GPU) always have all nodes, since more rows cost little there: no costs are needed.
     dynamic = loaded.device.type == "cpu" or loaded.spread
     uses_costs = len(parts) > 1 or any(part.uses_costs for part in parts.values())
     costs = step_costs(loaded, lean) if dynamic and uses_costs else None
@@ -184,8 +184,8 @@ def _draft_model(name: str) -> Part:
 
     def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
         # On one device and unquantised, however the target is loaded: it is small and runs several times per step.
-        some = {name: options[name] for name in ("dtype", "trust_remote_code") if name in options}
-        model = load_target(path, device=str(target.device), **some)
+        shared = {name: options[name] for name in ("dtype", "trust_remote_code") if name in options}
+        model = load_target(path, device=str(target.device), **shared)
         draft_cost = None if costs is None or target.spread else step_costs(model).plain_seconds / costs.plain_seconds
         return DraftModelDrafter(model, target, children, costs=costs, draft_cost=draft_cost)
 

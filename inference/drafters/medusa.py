@@ -18,7 +18,7 @@ from draftsmith.inference.drafters.protocol import Drafter, DraftEstimate, State
 from draftsmith.inference.ranks import head_ranks
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology, read_candidates, read_tree
 from draftsmith.kernels.backend import why_not_triton
-from draftsmith.kernels.head_topk import MOST, head_topk
+from draftsmith.kernels.head_topk import MAX_COUNT, head_topk
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
 
@@ -68,7 +68,7 @@ class MedusaDrafter(Drafter):
         self.shared_matrix: Tensor | None = None
         lm_head, ranks = target.lm_head, topology.max_rank + 1
         plain = type(lm_head) is torch.nn.Linear and lm_head.bias is None and not target.spread
-        if plain and heads.projection is None and 0 < ranks <= MOST and why_not_triton(self.greedy.choice) is None:
+        if plain and heads.projection is None and 0 < ranks <= MAX_COUNT and why_not_triton(self.greedy.choice) is None:
             self.shared_matrix = cast(Tensor, lm_head.weight)
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:

@@ -39,13 +39,13 @@ def merge_on_host(
         acceptances.append(lists[-1])
     kept = best_nodes([tree.acceptance for tree in merged], times, counted)
     count = max(map(len, kept))
-    own: list[list[list[int]]] = []
+    own_numbers: list[list[list[int]]] = []
     for by_row in places:
-        own.append([])
+        own_numbers.append([])
         for nodes, place in zip(kept, by_row, strict=True):
             number_of = {at: node for node, at in enumerate(place)}
-            own[-1].append([number_of.get(node, -1) for node in nodes] + [-1] * (count - len(nodes)))
-    return [tree.subtree(nodes) for tree, nodes in zip(merged, kept, strict=True)], own, acceptances
+            own_numbers[-1].append([number_of.get(node, -1) for node in nodes] + [-1] * (count - len(nodes)))
+    return [tree.subtree(nodes) for tree, nodes in zip(merged, kept, strict=True)], own_numbers, acceptances
 
 
 def _add(

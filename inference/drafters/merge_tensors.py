@@ -84,8 +84,8 @@ class TensorMerge:
         sizes = [tree.tokens.shape[1] - 1 for tree in trees]
         candidates = self._candidates(trees)
         count = self._choose(candidates, sizes, drawn, whole_batch)
-        tree, own = self._assemble(candidates, count, sizes)
-        return (replace(tree, draws=self._draws(tree, own, trees, drawn)) if any(drawn) else tree), own
+        tree, own_numbers = self._assemble(candidates, count, sizes)
+        return (replace(tree, draws=self._draws(tree, own_numbers, trees, drawn)) if any(drawn) else tree), own_numbers
 
     def _candidates(self, trees: Sequence[TokenTree]) -> Candidates:
         depths = self.numbers[1 : self.max_depth + 1]
@@ -174,9 +174,11 @@ class TensorMerge:
             part = slice(first + 1, first + 1 + size)
             own_place = torch.where(c.proposed[:, part], place[:, part], count)
             own_place = torch.cat((self.zeros, own_place), 1)
-            own = torch.full_like(source, -1).scatter_(1, own_place, self.numbers[: size + 1].expand(len(place), -1))
-            own_numbers.append(own[:, :count])
-            source = source + ((own > 0).long() << number)
+            tree_numbers = torch.full_like(source, -1).scatter_(
+                1, own_place, self.numbers[: size + 1].expand(len(place), -1)
+            )
+            own_numbers.append(tree_numbers[:, :count])
+            source = source + ((tree_numbers > 0).long() << number)
             first += size
         tree = TokenTree(
             tokens, parent.int(), depth.int(), self._bitsets(mask), valid, mask, source=source[:, :count],
@@ -205,7 +207,7 @@ class TensorMerge:
             d = part.draws
             assert d is not None and d.q is not None
             at = own.clamp(min=0)[..., None].expand(-1, -1, d.child.shape[2])
-            # Merged node of each of its own nodes.
+            # The merged node of each node of this tree.
             place = torch.zeros(rows, part.tokens.shape[1] + 1, dtype=torch.int64, device=own.device)
             place.scatter_(1, torch.where(own >= 0, own, part.tokens.shape[1]), self.numbers[:count].expand(rows, -1))
             child = d.child.expand(rows, -1, -1).gather(1, at)

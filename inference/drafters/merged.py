@@ -31,9 +31,8 @@ from draftsmith.inference.verify import Verdict
 from draftsmith.models.target import Target
 
 MERGE_SECONDS = 3e-4  # time of merging and of the drafters' bookkeeping on a CPU
-MARGIN = (
-    1.1  # minimum ratio of speeds for running a drafter: accepting nodes of several sources costs more than measured
-)
+# Minimum ratio of speeds for running a drafter: accepting nodes of several sources costs more than is measured.
+MARGIN = 1.1
 PRIOR_TOKENS = 8.0  # weight of a drafter's estimate, in tokens, beside its accepted tokens in the text
 
 
@@ -89,7 +88,7 @@ class MergedDrafter(Drafter):
         self.accepted, self.predicted = ([[PRIOR_TOKENS] * cache.rows for _ in self.drafters] for _ in range(2))
         self.estimated: dict[int, list[float]] = {}  # drafters run by their estimate in this step → prediction by row
         self.single = -1  # the only drafter that proposed nodes in this step; −1 if there are several
-        self.own: list[Tensor] = []  # [B, N] by drafter: number of each merged node in its tree, −1 if it has none
+        self.own_numbers: list[Tensor] = []  # [B, N] by drafter: each merged node's number in its tree, or −1
         self.depths = torch.arange(max_depth + 1, device=device)
         self.zeros = torch.zeros(cache.rows, 1, dtype=torch.int64, device=device)
         self.ones = torch.ones(cache.rows, 1, device=device)
@@ -114,13 +113,13 @@ class MergedDrafter(Drafter):
         whole_batch, self.single = state.settings is None, -1
         trees = self._draft(state, whole_batch)
         drawn = [tree.draws is not None and tree.draws.q is not None for tree in trees]
-        assert all(each <= drafter.random for each, drafter in zip(drawn, self.drafters, strict=True))
+        assert all(is_drawn <= drafter.random for is_drawn, drafter in zip(drawn, self.drafters, strict=True))
         if self.fixed or any(drawn):
-            tree, self.own = self.tensor_merge.merge(trees, drawn, whole_batch)
+            tree, self.own_numbers = self.tensor_merge.merge(trees, drawn, whole_batch)
             return tree
         proposing = [number for number, tree in enumerate(trees) if tree.tokens.shape[1] > 1]
         if not proposing:
-            self.own = [self.zeros] * len(self.drafters)  # the root is node 0 of each tree
+            self.own_numbers = [self.zeros] * len(self.drafters)  # the root is node 0 of each tree
             return self.root_tree.fill(state.root[:, None], self.zeros, self.ones)
         counted = state.active.tolist() if whole_batch else None
         times = self.times if whole_batch else self.standard_times
@@ -130,7 +129,7 @@ class MergedDrafter(Drafter):
 
     def _draft(self, state: State, whole_batch: bool) -> list[TokenTree]:
         """Each drafter's tree. In eager steps, drafters with an estimate come last, and run only if their expected
-        tokens, corrected by the texts so far, are worth their time."""
+        tokens, corrected by the texts so far, raise the expected speed."""
         states = self._states(state)
         self.estimated = {}
         if self.fixed or not whole_batch or not self.costs:
@@ -176,12 +175,12 @@ class MergedDrafter(Drafter):
     def _merge_on_host(
         self, trees: Sequence[TokenTree], state: State, times: Sequence[float], counted: Sequence[bool] | None
     ) -> TokenTree:
-        merged, own, acceptances = merge_on_host(trees, self.sources, state.root.tolist(), times, counted)
-        self.own = [torch.tensor(by_row, device=self.zeros.device) for by_row in own]
+        merged, own_numbers, acceptances = merge_on_host(trees, self.sources, state.root.tolist(), times, counted)
+        self.own_numbers = [torch.tensor(by_row, device=self.zeros.device) for by_row in own_numbers]
         for number in self.estimated:  # the prediction is for the nodes that were kept
             self.estimated[number] = [
                 sum(row[node] for node in nodes if node > 0)
-                for row, nodes in zip(acceptances[number], own[number], strict=True)
+                for row, nodes in zip(acceptances[number], own_numbers[number], strict=True)
             ]
         if all(len(tree.tokens) == 1 for tree in merged):
             return self.root_tree.fill(state.root[:, None], self.zeros, self.ones)
@@ -192,8 +191,8 @@ class MergedDrafter(Drafter):
         for number, (drafter, view) in enumerate(zip(self.drafters, self._states(state), strict=True)):
             if type(drafter).absorb is not Drafter.absorb:
                 own_path = verdict.own_path if number == self.single else self._own_path(number, verdict)
-                its_verdict = replace(verdict, own_path=own_path)
-                drafter.absorb(view, its_verdict, tree, _select(features, self.columns[number]))
+                view_verdict = replace(verdict, own_path=own_path)
+                drafter.absorb(view, view_verdict, tree, _select(features, self.columns[number]))
 
     def _own_path(self, number: int, verdict: Verdict) -> Tensor:
         """``Verdict.own_path`` of one of the drafters."""
@@ -202,7 +201,7 @@ class MergedDrafter(Drafter):
         if self.single >= 0:
             return torch.where(depth == 0, path, -1)
         path = path.masked_fill(depth > verdict.length[:, None], -1)
-        return torch.where(path >= 0, self.own[number].gather(1, path.clamp(min=0)), -1)
+        return torch.where(path >= 0, self.own_numbers[number].gather(1, path.clamp(min=0)), -1)
 
     def _record(self, state: State, verdict: Verdict) -> None:
         """Count the accepted nodes of the drafters that ran by their estimate."""
@@ -210,10 +209,12 @@ class MergedDrafter(Drafter):
             return
         paths, lengths, active = verdict.path.tolist(), verdict.length.tolist(), state.active.tolist()
         for number, predicted in self.estimated.items():
-            own = None if number == self.single else self.own[number].tolist()
+            numbers = None if number == self.single else self.own_numbers[number].tolist()
             for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):
                 if active[row]:
-                    accepted = length if own is None else sum(own[row][node] >= 0 for node in path[1 : length + 1])
+                    accepted = (
+                        length if numbers is None else sum(numbers[row][node] >= 0 for node in path[1 : length + 1])
+                    )
                     self.accepted[number][row] += accepted
                     self.predicted[number][row] += predicted[row]
 

@@ -58,13 +58,14 @@ class Drafter(Protocol):
 
     A drafter with caches or buffers belongs to one decoder at a time.
 
-    num_nodes, max_depth, branching: upper bounds of its trees: nodes (root included), depth, draws per node.
+    num_nodes, max_depth, branching: upper bounds of its trees' nodes (root included), depth, and draws per node.
     static: ``propose`` and ``absorb`` can run with fixed shapes and without host synchronisation (if ``allocate`` asks
         for it), so that a CUDA graph can capture them.
     captures: layers of the target whose input it also reads; F = d · (1 + number of layers).
     models: other causal LMs that it runs; the engine installs its attention in them.
     random: in sampling mode its nodes are drawn at random, and its trees carry ``draws`` with distributions.
-    estimate: expected cost and gain, if known before drafting; a merge runs such a drafter only where it pays.
+    estimate: expected cost and gain, if known before drafting; a merge runs it only where that raises the
+        expected speed.
     sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``.
     """
 
@@ -84,8 +85,8 @@ class Drafter(Protocol):
         Called before the first text, and again when the engine's own buffers change.
 
         Args:
-            max_depth: of any tree the engine verifies; in a merge another drafter's may be deeper. ``StaticTree`` s
-                that are filled have to be made for this depth.
+            max_depth: of any tree the engine verifies; in a merge another drafter's may be deeper. Any
+                ``StaticTree`` that it fills has to be made for this depth.
             static: as described for the class.
         """
 

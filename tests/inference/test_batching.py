@@ -47,14 +47,14 @@ def test_a_queue(lesson, scripted, family, rows, static):
     """Rows end at different steps; what takes their place writes what it would write alone."""
     target, truth = lesson(family)
     drafter = scripted(target, PROMPTS, truth, LIMITS, 33, 5)
-    told, ended = [[] for _ in PROMPTS], []
+    reported, ended = [[] for _ in PROMPTS], []
     decoder = SpeculativeDecoder(target, drafter, static=static)
     requests = [Request(prompt, limit, stop_ids=NONE) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
     results = decoder.serve(
-        requests, rows, on_tokens=lambda number, new: told[number].extend(new),
+        requests, rows, on_tokens=lambda number, new: reported[number].extend(new),
         on_end=lambda number, result: ended.append((number, result.finish_reason)),
     )  # fmt: skip
-    assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)] == told
+    assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)] == reported
     assert [r.accepted for r in results] == drafter.accepted
     assert sorted(ended) == [(number, "length") for number in range(7)]
     assert decoder.execution.startswith("eager, ")
@@ -95,7 +95,7 @@ def test_requests_are_taken_as_rows_get_free(lesson):
     results = decoder.serve(coming(), 2, max_length=30, on_end=lambda number, result: ended.append(number))
     assert [r.tokens for r in results] == [row[:6] for row in truth]
     assert all(number - before <= 1 for number, before in taken), "no more than two under way"
-    with pytest.raises(ValueError, match="prompt 4 needs 23 tokens with its answer, beyond 20"):
+    with pytest.raises(ValueError, match="prompt 4 needs 23 tokens with its answer, max_length is 20; raise it"):
         decoder.serve(coming(), 2, max_length=20)
     assert decoder.serve([], 4) == []
 
@@ -131,7 +131,7 @@ def test_seeds_and_temperatures_in_one_batch(make_target, static):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_typical_with_a_penalty(make_target, rows):
-    """Every token is the likeliest under the penalised law, the first one too, and it counts as seen."""
+    """Every token is the likeliest under the penalised distribution, the first one too, and it counts as seen."""
     target = make_target("llama")
     sampling = Sampling(repetition_penalty=3.0)
     results = SpeculativeDecoder(target).generate(PROMPTS[:rows], 25, mode="typical", sampling=sampling, stop_ids=NONE)

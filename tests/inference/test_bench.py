@@ -11,7 +11,15 @@ import torch
 from transformers import LlamaConfig
 
 from draftsmith.inference import bench
-from draftsmith.inference.bench import Case, grow_tree, least, quantiles, random_heads, random_target, take_turns
+from draftsmith.inference.bench import (
+    Case,
+    grow_tree,
+    quantiles,
+    random_heads,
+    random_target,
+    required_work,
+    take_turns,
+)
 from draftsmith.inference.runner import ATTENTION
 from draftsmith.inference.tree import StaticTree, Topology
 from draftsmith.kernels.bench import Device
@@ -56,7 +64,7 @@ def test_a_tree_holds_the_likeliest_paths():
 
 
 def test_an_impossible_tree():
-    with pytest.raises(ValueError, match="--nodes 12: 1 heads make no more than 11; raise --heads"):
+    with pytest.raises(ValueError, match="--nodes 12: 1 heads give trees of at most 11 nodes; raise --heads"):
         grow_tree(12, 1)
 
 
@@ -81,7 +89,7 @@ def test_the_bundled_shape():
     assert (target.context, target.dtype, target.lm_head.weight.std() > 0.01) == (500, torch.float32, True)
 
 
-def test_what_does_not_fit_is_said(monkeypatch):
+def test_what_does_not_fit_is_a_memory_error(monkeypatch):
     monkeypatch.setattr(bench.psutil, "virtual_memory", lambda: SimpleNamespace(available=1e9))
     with pytest.raises(MemoryError, match=r"^needs 27.0 GB, 1.0 GB are free$"):
         random_target("llama2-7b", 100, torch.float32, CPU)
@@ -91,7 +99,7 @@ def test_what_does_not_fit_is_said(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_least_by_hand(dtype):
+def test_required_work_by_hand(dtype):
     """Two layers, width 32, MLP 48, 4 heads and 2 K/V heads of width 8, vocabulary 61."""
     target = random_target("small", 100, dtype, CPU)
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48  # q, k + v, o, MLP
@@ -102,7 +110,7 @@ def test_least_by_hand(dtype):
     def attention(keys):  # q · k, then times v, in both layers
         return 2 * 2 * keys * 4 * 8
 
-    plain = least(target, None, Topology(()), 3, 10)
+    plain = required_work(target, None, Topology(()), 3, 10)
     assert plain == (
         dtype.itemsize * (matrices + norms + 3 * 10 * kv),
         2 * 3 * (matrices + attention(10 + 1)),
@@ -110,20 +118,20 @@ def test_least_by_hand(dtype):
 
     tree = Topology(((0,), (0, 0), (1,)))  # four nodes that see 1, 2, 3 and 2 nodes; two of the heads are run
     for projection in ("shared", "own"):
-        size, flops = least(target, random_heads(target, 5, projection), tree, 3, 10)
+        size, flops = required_work(target, random_heads(target, 5, projection), tree, 3, 10)
         blocks, logits = 2 * 32 * 32, 2 * 61 * 32
         own = logits if projection == "own" else 0
         assert size == plain[0] + dtype.itemsize * (blocks + 2 * 32 + own)
         assert flops == 2 * 3 * (4 * matrices + attention(4 * 10 + 8) + blocks + logits)
 
 
-def test_least_of_other_families(make_target):
+def test_required_work_of_other_families(make_target):
     """A tied LM head counts once, and embeddings not at all; windows limit what has to be read."""
     target = make_target("gpt2")
     layer = 4 * 32 * 32 + 4 * 32 + 8 * 32 * 32 + 5 * 32 + 4 * 32  # matrices and biases, two norms
-    assert least(target, None, Topology(()), 1, 10)[0] == 4 * (2 * layer + 2 * 32 + 61 * 32 + 10 * 2 * 2 * 32)
+    assert required_work(target, None, Topology(()), 1, 10)[0] == 4 * (2 * layer + 2 * 32 + 61 * 32 + 10 * 2 * 2 * 32)
     mistral = make_target("mistral")  # a window of 8
-    assert least(mistral, None, Topology(()), 1, 100) == least(mistral, None, Topology(()), 1, 8)
+    assert required_work(mistral, None, Topology(()), 1, 100) == required_work(mistral, None, Topology(()), 1, 8)
 
 
 # ---- steps
@@ -190,7 +198,7 @@ def test_the_commit_moves_nodes(running, batch):
     assert torch.equal(after[:, :, :20], before[:, :, :20])
 
 
-def test_cases_take_turns(monkeypatch):
+def test_cases_are_timed_in_turn(monkeypatch):
     """Turns of five steps, after three warm-up steps that are not timed."""
     turns = []
 
@@ -252,7 +260,7 @@ def test_the_command(run_main, quick, tmp_path):
         assert 0 < row["low"] <= row["median"] <= row["high"]
         tree = grow_tree(row["nodes"], 3)
         heads = random_heads(target, 3, row["projection"]) if row["projection"] else None
-        assert (row["bytes"], row["flops"]) == least(target, heads, tree, row["batch"], row["context"])
+        assert (row["bytes"], row["flops"]) == required_work(target, heads, tree, row["batch"], row["context"])
         assert row["depth"] == tree.max_depth and row["execution"] == "eager, lean decoder"
         assert row["bound"] == pytest.approx(max(row["bytes"] / 5e9, row["flops"] / 7e9))
         assert row["bound_by"] == ("bytes" if row["bytes"] / 5e9 > row["flops"] / 7e9 else "flops")
@@ -314,7 +322,7 @@ def test_a_stored_target(run_main, quick, tiny_lm):
     assert code == 0 and " 255 1 " in printed
     code, _, err = run_main(bench.main, *common, "--contexts", 256)
     assert code == 2 and err.startswith("precision: float32 weights (") and len(err.splitlines()) == 2
-    assert err.endswith("\nerror: --contexts 256: with the tree beyond the target's 256\n")
+    assert err.endswith("\nerror: --contexts 256: with the tree this exceeds the target's context of 256; lower it\n")
 
 
 def test_what_does_not_fit_is_left_out(run_main, quick, monkeypatch, tmp_path):
@@ -338,11 +346,11 @@ def test_what_does_not_fit_is_left_out(run_main, quick, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--shape llama9", f"--shape llama9: no such shape; there are {', '.join([*bench.SHAPES, 'small'])}"),
+        ("--shape llama9", f"--shape llama9: unknown; use {', '.join([*bench.SHAPES, 'small'])}"),
         ("--target no/such/folder", "'no/such/folder': there is no such folder, and a Hub id would be USER/NAME"),
         ("--shape small --nodes 4 0", "--nodes 0: must be at least 1"),
         ("--shape small --repeat 0", "--repeat 0: must be at least 1"),
-        ("--shape small --heads 1 --nodes 99", "--nodes 99: 1 heads make no more than 11; raise --heads"),
+        ("--shape small --heads 1 --nodes 99", "--nodes 99: 1 heads give trees of at most 11 nodes; raise --heads"),
         ("--shape small --device gpu", "device 'gpu': unknown; use cpu, cuda or cuda:N"),
         ("--shape small --nodes 5000", "--nodes 5000: must be at most 4096"),
         ("--shape small --contexts 1000000000000", "--contexts 1000000000000: must be at most 2147483647"),

@@ -233,7 +233,7 @@ def test_the_choice_is_steady(curve):
     assert min(map(quiet.speed, chosen)) >= 0.95 * best, sorted(chosen)
 
 
-def test_sizes_that_cannot_pay_are_left_out():
+def test_sizes_that_cannot_be_fastest_are_left_out():
     machine = Machine(0, 0.2, 1.0)
     costs = race(machine.run, TAUS, lambda: False)
     assert machine.runs[0] == machine.runs[1] == costs.rounds
@@ -265,7 +265,7 @@ def test_of_equal_trees_the_smaller():
         (4.0, 17.0, [1, 2, 1]),
     ],
 )
-def test_rows_that_time_is_left_for(each, until, sizes):
+def test_batches_fit_into_the_remaining_time(each, until, sizes):
     seen: list[int] = []
     for part in batches(100, 1, until, lambda: each * sum(seen)):
         assert part.start == sum(seen)
@@ -361,7 +361,7 @@ def test_the_tree_is_the_fastest_one(run_main, heads_folder, monkeypatch):
     )
 
 
-def test_said_before_the_target_is_loaded(run_main, heads_folder, tmp_path):
+def test_errors_before_the_target_is_loaded(run_main, heads_folder, tmp_path):
     folder, _ = heads_folder
     empty = tmp_path / "empty.jsonl"
     empty.touch()
@@ -455,7 +455,7 @@ def test_heads_too_weak_for_a_tree(run_main, heads_folder, monkeypatch):
     assert [size["nodes"] for size in json.loads((folder / "tree.json").read_text())["calibration"]["sizes"]] == [2]
 
 
-def test_runs_at_work_are_left_alone(run_main, heads_folder):
+def test_a_run_that_another_command_writes_is_refused(run_main, heads_folder):
     folder, prompts = heads_folder
     with FileLock(folder / ".lock"):
         result = run_main(calibrate.main, folder, "--prompts", prompts, "--target", "/nowhere")

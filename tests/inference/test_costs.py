@@ -43,7 +43,7 @@ def test_draft_time(make_target):
 
 
 @pytest.mark.parametrize(("slope", "nodes"), [(0.05, 4), (0.3, 3), (2.0, 1)])
-def test_medusa_proposes_the_nodes_that_pay(make_target, slope, nodes):
+def test_medusa_proposes_the_number_of_nodes_of_highest_speed(make_target, slope, nodes):
     """Acceptance probabilities .6, .4, .2, by the cost of a node; in sampling mode by standard costs."""
     target = make_target("llama")
     heads, topology = MedusaHeads.for_target(target, 2, 1, "shared"), Topology(((0,), (0, 0), (1,)))

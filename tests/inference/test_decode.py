@@ -151,7 +151,7 @@ def test_the_interval_holds_the_truth_95_times_of_100():
     assert 370 <= held <= 392
 
 
-def test_a_slow_spell_meets_all_methods_of_a_pair():
+def test_a_slow_group_slows_all_methods_alike():
     """A group that all methods decode three times as slowly leaves the ratio; one more method that is slow by itself
     moves no other's."""
     spell = [1.0] * 20 + [3.0] * 10
@@ -536,7 +536,7 @@ def test_bad_prompts(run_main, drafter, tmp_path):
         (["draft_model:"], "'draft_model:': write draft_model:PATH, or draft_model:PATH@2,2,1"),
         (["draft_model:models/tiny-lm@2,x"], "write draft_model:PATH, or draft_model:PATH@2,2,1"),
         (["draft_model:/no/model", "--target", "models/tiny-lm"], "'/no/model': there is no such folder"),
-        (["none"], "'none' is no drafter and knows no target: pass --target"),
+        (["none"], "'none' names no target: pass --target"),
         (["MODEL"], "this is a model, not a drafter; to decode with it alone: none --target"),
         (["none", "--target", "DRAFTER"], "this is a drafter, not a target; pass it as DRAFTER"),
         (["DRAFTER", "DRAFTER"], "two of the drafters have the same name"),
@@ -723,7 +723,7 @@ def test_typical_says_that_it_is_lossy(drafter, prompts, tmp_path, run_main):
         (["--interactive", "--check-lossless"], "--interactive measures nothing"),
     ],
 )
-def test_modes_that_cannot_be(drafter, run_main, options, message):
+def test_conflicting_modes(drafter, run_main, options, message):
     what = [] if "--interactive" in options else ["--prompt", "x"]
     code, _, err = run_main(decode.main, drafter, *what, *options)
     err = re.sub(r"\Aprecision: .*\n", "", err)  # where the target was loaded

@@ -10,7 +10,7 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.options import DECODERS
 
 LEAN = "eager, lean decoder"
-RAN = {"auto": LEAN, "lean": LEAN, "transformers": "eager, transformers decoder (as asked)"}
+RAN = {"auto": LEAN, "lean": LEAN, "transformers": "eager, transformers decoder (as requested)"}
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_families_without_a_lean_decoder(run_main, drafter, prompts, target, tmp
     given = ["none", "--target", folder, "--prompts", prompts, *options]
     reason = "a GPTNeoXModel has no embed_tokens"
     line = f"error: target '{folder}' has no lean decoder: {reason}; use --decoder auto (lean=None)\n"
-    line = f"precision: float32 weights (as asked)\n{line}"
+    line = f"precision: float32 weights (as requested)\n{line}"
     given += ["--dtype", "float32"]
     assert run_main(decode.main, *given, "--decoder", "lean") == (2, "", line)
     code, _, err = run_main(decode.main, *given)

@@ -279,7 +279,7 @@ def test_draws_without_replacement():
 
 
 @pytest.mark.parametrize("name", EXPANSIONS)
-def test_trees_end_early_where_more_does_not_pay(make_target, name):
+def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_target, name):
     sizes = Counter()
 
     class Watched(Checked):

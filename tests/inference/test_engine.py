@@ -215,8 +215,8 @@ def test_prompt_of_the_whole_context_but_one(make_target, teach):
     ("prompts", "message"),
     [
         ([[1, 2], []], "prompt 2 is empty; give it at least one token"),
-        ([[1] * 256], "prompt 1 has 256 tokens; the target's context holds 256 with the answer: shorten it"),
-        ([[1], [1] * 300], "prompt 2 has 300 tokens; the target's context holds 256 with the answer: shorten it"),
+        ([[1] * 256], "prompt 1 has 256 tokens; the target's context holds 256 with the answer; shorten it"),
+        ([[1], [1] * 300], "prompt 2 has 300 tokens; the target's context holds 256 with the answer; shorten it"),
     ],
 )
 def test_prompts_that_cannot_be_decoded(lesson, prompts, message):

@@ -133,7 +133,7 @@ def test_the_union_of_the_trees(target, data):
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_the_nodes_that_pay(target, data):
+def test_the_number_of_nodes_maximises_speed(target, data):
     """The number of nodes maximises expected tokens / time, compared with all prefixes of the sorted list."""
     one, other = data.draw(trees()), data.draw(trees())
     costs = StepCosts({1: 1.0, 3: data.draw(st.sampled_from([1.1, 2.0])), 12: data.draw(st.sampled_from([1.2, 6.0]))})
@@ -270,7 +270,7 @@ def test_node_counts_by_row_and_for_the_whole_batch():
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_drafters_with_an_estimate_run_where_they_pay(target, right):
+def test_drafters_with_an_estimate_run_where_that_raises_speed(target, right):
     """It runs while its nodes are accepted as estimated, stops after some steps without accepted nodes, and runs again
     in a new text."""
     estimated = Given({(1,): 0.8, (1, 2): 0.7})

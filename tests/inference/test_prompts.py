@@ -85,7 +85,7 @@ def test_bad_lines_are_named(tmp_path, line, message):
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-def test_files_that_are_none(tmp_path):
+def test_invalid_files(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n \n")
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     for name, message in (

@@ -56,7 +56,7 @@ def test_negative_logits_and_a_last_block_of_one(device):
 
 @pytest.mark.parametrize("count", [0, 17, 6])
 def test_too_many(count, device):
-    with pytest.raises(ValueError, match="ask for 1 to 5"):
+    with pytest.raises(ValueError, match="use 1 to 5"):
         head_topk(torch.zeros(1, 16, device=device), torch.zeros(5, 16, device=device), count)
 
 
