@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: str | torch.device) -> str:
-    """The device in words."""
+    """Name of a device: a GPU's, or a CPU's with its cores and threads."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -124,9 +124,9 @@ def write_drafter(
 
 
 def _card(name: str, drafter_type: str, shape: Mapping[str, Any], target: Target, facts: Mapping[str, Any]) -> str:
-    """The model card: what it is, what for, how to run it, how it was made."""
+    """The model card: the drafter, its target, how to run it and how it was trained."""
     rows = "\n".join(f"| {key} | {value} |" for key, value in {**shape, **facts}.items() if not isinstance(value, dict))
-    base = "" if local_folder(target.name) else f"base_model: {target.name}\n"  # the Hub takes no other name
+    base = "" if local_folder(target.name) else f"base_model: {target.name}\n"  # the Hub accepts only ids here
     return f"""---
 library_name: draftsmith
 {base}tags: [speculative-decoding, {drafter_type}]
@@ -243,7 +243,7 @@ def part_folders(folder: Path) -> list[str]:
     names = {*config.get("parts", []), config["target"].get("adapter")}
     merged = config["target"].get("merged_fingerprint")
     for other in folder.glob("*/config.json") if merged else ():
-        with contextlib.suppress(OSError, ValueError):  # damaged: not the one
+        with contextlib.suppress(OSError, ValueError):  # damaged, so not the merged target
             if fingerprint(other.parent) == merged:
                 names.add(other.parent.name)
     return sorted(name for name in names if name and (folder / name).is_dir())
@@ -289,10 +289,10 @@ def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> Non
     """
     trained_for = config["target"]["name_or_path"]
     wrong = f"{folder}: this drafter was trained for target '{trained_for}', not for '{target.name}'"
-    for field, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if config.get(field, own) != own:
+    for field, value in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if config.get(field, value) != value:
             raise ValueError(
-                f"{wrong}: {field} {config[field]} ≠ {own}; train one for it, or pass --target {trained_for}"
+                f"{wrong}: {field} {config[field]} ≠ {value}; train one for it, or pass --target {trained_for}"
             )
     stored, merged = (config["target"].get(name) or "" for name in ("fingerprint", "merged_fingerprint"))
     if not stored and target.fingerprint:

@@ -28,7 +28,7 @@ _CEILINGS = {
     "ONEDNN_MAX_CPU_ISA": {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"},
     "MKL_ENABLE_INSTRUCTIONS": {"SSE4_2", "AVX", "AVX2", "AVX2_E1", "AVX512", "AVX512_E1", "AVX512_E2"},
 }
-_REQUESTED = "as asked"
+_REQUESTED = "as requested"
 _BEGAN = "as this run began"
 
 
@@ -71,7 +71,7 @@ def lacking(dtype: str, device: "str | torch.device") -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return "" if dtype == "float16" or major >= 8 else f"this GPU ({major}.{minor}) has no {dtype} in hardware"
-    return "" if dtype == "float16" else f"{dtype} is not relied on here ({device.type})"
+    return "" if dtype == "float16" else f"{dtype} is not used here ({device.type})"
 
 
 def hardware_bfloat16(device: "str | torch.device") -> bool:
@@ -119,12 +119,12 @@ def choose_dtype(
         return Choice("float32", missing or "on a CPU bfloat16 decodes no faster")
     if quantized:
         return Choice("float16", missing) if missing else Choice("bfloat16", "for what is not quantised")
-    own = stored()
-    if own == "bfloat16" and missing:
+    stored_in = stored()
+    if stored_in == "bfloat16" and missing:
         return Choice("float32", f"it is stored in bfloat16, and {missing}; float16 takes half the memory")
-    if own in DTYPES:
-        return Choice(own, "as it is stored")
-    return Choice("float32" if missing else "bfloat16", f"it is stored in {own}")
+    if stored_in in DTYPES:
+        return Choice(stored_in, "as it is stored")
+    return Choice("float32" if missing else "bfloat16", f"it is stored in {stored_in}")
 
 
 def describe(device: "str | torch.device", dtype: Choice, autocast: Choice | None = None) -> list[str]:

@@ -91,7 +91,7 @@ class Target:
 
     @property
     def context(self) -> int:
-        """The number of positions the model was made for. Where rotary frequencies change with the length of the input
+        """The number of positions the model is made for. Where rotary frequencies change with the length of the input
         (longrope, dynamic), the number up to which they are constant: beyond it, a tree or a batch would change the
         text."""
         positions = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
@@ -99,9 +99,9 @@ class Target:
         kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one per kind of layer
         for kind in kinds:
             if kind.get("rope_type", kind.get("type")) in ("longrope", "dynamic"):
-                own = kind.get("original_max_position_embeddings")
-                own = own or getattr(self.config, "original_max_position_embeddings", None)
-                positions = min(positions, int(own or positions))
+                original = kind.get("original_max_position_embeddings")
+                original = original or getattr(self.config, "original_max_position_embeddings", None)
+                positions = min(positions, int(original or positions))
         return positions
 
     @property

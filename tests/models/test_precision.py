@@ -98,21 +98,21 @@ def test_a_gpu(monkeypatch, capability, stored, quantized, dtype, autocast):
 
 def test_what_was_asked_for_and_what_a_run_began_with(cpu):
     cpu("avx2")
-    assert choose_autocast("bfloat16", "cpu", "none") == Choice("bfloat16", "as asked")
+    assert choose_autocast("bfloat16", "cpu", "none") == Choice("bfloat16", "as requested")
     assert choose_autocast("auto", "cpu", "bfloat16") == Choice("bfloat16", "as this run began")
     assert choose_dtype("float16", "cpu", str, began="float32").value == "float16"
     assert choose_dtype("auto", "cpu", str, began="bfloat16").value == "bfloat16"
     why = "this CPU has no bfloat16 instructions"
     dtype, cast = choose_dtype("auto", "cpu", str), choose_autocast("auto", "cpu")
     assert describe("cpu", dtype, cast) == [f"precision: float32 weights, no autocast ({why})"]
-    half = Choice("bfloat16", "as asked")
+    half = Choice("bfloat16", "as requested")
     assert describe("cpu", half, half) == [
-        "precision: bfloat16 weights, bfloat16 autocast (as asked)",
+        "precision: bfloat16 weights, bfloat16 autocast (as requested)",
         f"warning: bfloat16 weights and bfloat16 autocast can be many times slower than float32 here: {why}",
     ]
-    assert len(describe("cpu", Choice("float16", "as asked"))) == 2
+    assert len(describe("cpu", Choice("float16", "as requested"))) == 2
     cpu("avx512_bf16", "avx512_fp16")
-    assert len(describe("cpu", half, half)) == len(describe("cpu", Choice("float16", "as asked"))) == 1
+    assert len(describe("cpu", half, half)) == len(describe("cpu", Choice("float16", "as requested"))) == 1
 
 
 def test_the_dtype_a_model_is_stored_in(tiny_lm, tmp_path):
@@ -198,7 +198,7 @@ def test_a_resumed_run_keeps_what_it_began_with(recipe, tmp_path, run_main, cpu)
     assert out.count("warning: ") == 1 and "warning: bfloat16 autocast can be many times slower" in out
     assert trained_in(tmp_path / "run") == ("float32", "bfloat16")
     code, out, err = run_main(medusa.main, recipe, "--resume", "stages.0.steps=4", "precision.autocast=none")
-    assert (code, err) == (0, "") and "no autocast (as asked)\n" in out and "warning" not in out
+    assert (code, err) == (0, "") and "no autocast (as requested)\n" in out and "warning" not in out
     assert trained_in(tmp_path / "run") == ("float32", "none"), "obeyed"
     code, out, err = run_main(medusa.main, recipe, "--restart")
     assert "precision: float32 weights, no autocast (this CPU has no bfloat16 instructions)\n" in out
@@ -217,7 +217,7 @@ def test_a_distillation_goes_on_in_the_dtype_it_began_with(tiny_lm, tmp_path, ru
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
     code, out, err = run_main(distill.main, path, "target.dtype=bfloat16")
-    assert (code, err) == (0, "") and "precision: bfloat16 weights (as asked)\n" in out
+    assert (code, err) == (0, "") and "precision: bfloat16 weights (as requested)\n" in out
     code, out, err = run_main(distill.main, path)
     assert (code, err) == (0, "") and "precision: bfloat16 weights (as this run began)\n" in out
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())

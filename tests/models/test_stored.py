@@ -344,9 +344,9 @@ def test_refused(folder, cause, monkeypatch):
     damage(folder)
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         load_target(str(folder), trust_remote_code="pickle" in cause)
-    told = str(error.value)
-    assert said in told and "\n" not in told and len(told) < 700, told
-    assert str(folder) in told or "/cache/models/target-" in told
+    message = str(error.value)
+    assert said in message and "\n" not in message and len(message) < 700, message
+    assert str(folder) in message or "/cache/models/target-" in message
     assert not (folder / "loaded_unsafely").exists()
 
 

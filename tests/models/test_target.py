@@ -60,7 +60,7 @@ def test_a_model_without_an_lm_head_is_refused(make_target, monkeypatch):
 
 
 def test_logits_that_are_not_the_lm_heads_are_refused(make_target):
-    """A family that scales its logits in a way that nobody told us of."""
+    """A family that scales its logits in a way that our code does not know."""
     target = make_target("granite")
     target.model.config.logits_scaling = 1.0  # the model reads it, and so do we
     forward = target.model.forward
