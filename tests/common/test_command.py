@@ -41,7 +41,7 @@ def fail_with(error):
          "(Permission denied); choose another folder"),
     ],
 )  # fmt: skip
-def test_one_line_and_a_code(error, code, line, capsys, monkeypatch):
+def test_errors_are_one_line_and_an_exit_code(error, code, line, capsys, monkeypatch):
     monkeypatch.setitem(fail_with.__globals__, "__name__", "draftsmith.x")  # as if raised by us
     with pytest.raises(SystemExit) as stopped:
         run_command(fail_with(error))
@@ -71,7 +71,7 @@ def test_success_is_0(capsys):
 
 
 @pytest.mark.parametrize("main", [lambda: int("x"), lambda: Path("/nowhere/at/all").read_text(), lambda: 1 / 0])
-def test_a_defect_keeps_its_traceback(main, monkeypatch):
+def test_other_errors_keep_their_traceback(main, monkeypatch):
     monkeypatch.setitem(fail_with.__globals__, "__name__", "some.library")
     with pytest.raises((ValueError, FileNotFoundError, ZeroDivisionError)):
         run_command(main)

@@ -87,7 +87,7 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path):
     assert read_text(tmp_path / "lines") == "x" * 900 + "\n", "the half of the second line is taken back"
 
 
-def test_a_library_that_says_in_words_that_the_disk_is_full(tmp_path):
+def test_a_full_disk_that_a_library_reports_as_a_plain_exception(tmp_path):
     """tokenizers raises a plain Exception."""
     for block in (replacing(tmp_path / "a"), replacing_folder(tmp_path / "a")):
         with pytest.raises(OSError) as caught, block:
@@ -112,7 +112,7 @@ def test_several_files_at_once(tmp_path):
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"a": "2", "b": "2", "kept": "mine"}
 
 
-def test_a_folder_in_the_way(tmp_path):
+def test_a_folder_where_a_file_is_written(tmp_path):
     (tmp_path / "a/b").mkdir(parents=True)
     with pytest.raises(OSError) as caught:
         write_text(tmp_path / "a", "x")

@@ -290,7 +290,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 
-def test_an_innocent_override_is_not_blamed(read):
+def test_only_the_override_at_fault_is_named(read):
     with pytest.raises(ValueError, match=r"toy\.yaml with optim\.lr=-1\.0: 'optim\.lr'"):
         read("run.seed=3", "optim.lr=-1.0", "steps=3")
     with pytest.raises(ValueError, match=r"toy\.yaml: 'optim\.clip': "):

@@ -84,7 +84,7 @@ SYSTEM = (
         ),
     ],
 )
-def test_what_a_person_would_mark(name, text):
+def test_supervised_tokens_as_marked_by_hand(name, text):
     tokenizer = tokenizer_of(name)
     assert marked(encode(CHAT, tokenizer, None, 10_000), tokenizer) == text
 
@@ -205,7 +205,7 @@ def test_unusable_rows(row, message):
         read_sample(row)
 
 
-# ---- what cannot be told
+# ---- errors
 
 
 def test_no_template_is_an_error():
@@ -213,7 +213,7 @@ def test_no_template_is_an_error():
         encode(CHAT, tokenizer_of("vicuna", template=False), None, 100)
 
 
-def test_a_template_that_thinks_ahead_is_an_error():
+def test_a_template_that_opens_a_thinking_block_is_an_error():
     """The prompt opens a thinking block that the stored answer does not have: no guess, and no mask of ones."""
     template = tokenizer_of("chatml").chat_template.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
     with pytest.raises(ValueError, match=r"assistant's part cannot be found; give the recipe a data.template"):
@@ -264,7 +264,7 @@ def test_templates_that_raise(failure, marks):
         ("x" * 2_000_000, "2,000,000 characters; a chat template has a few thousand"),
     ],
 )
-def test_templates_without_sense(template, message):
+def test_templates_that_are_invalid(template, message):
     with pytest.raises(ValueError, match=message) as error:
         check_template(template)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300

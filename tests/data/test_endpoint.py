@@ -74,7 +74,7 @@ def test_a_server_that_answers(served):
         assert "it uses TLS: the URL begins with https://" in refused(f"http://127.0.0.1:{port}/v1")
 
 
-def test_one_that_is_slow_to_answer_is_there(listening):
+def test_a_server_that_is_slow_to_answer_is_reachable(listening):
     check_server(f"http://127.0.0.1:{listening}/v1")
 
 
@@ -88,7 +88,7 @@ def test_nobody_listens():
     )
 
 
-def test_packets_that_get_lost():
+def test_a_server_that_drops_connections():
     """A full queue of connections swallows whatever comes."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -125,16 +125,16 @@ def test_a_resolver_that_hangs(monkeypatch):
         ("http://[::1/v1", "it names no host and port"),
     ],
 )
-def test_hosts_that_are_none(url, message):
+def test_urls_without_a_valid_host(url, message):
     assert message in refused(url)
 
 
-def test_the_proxy_that_leads_there_counts(monkeypatch, listening):
+def test_a_proxy_is_checked_in_place_of_the_server(monkeypatch, listening):
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{listening}")
     check_server("http://no-such-host.invalid/v1")
     monkeypatch.setenv("no_proxy", "no-such-host.invalid")
     refused("http://no-such-host.invalid/v1")
 
 
-def test_it_is_in_time():
+def test_the_check_is_bounded_in_time():
     assert endpoint.CONNECT < 5

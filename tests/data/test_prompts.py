@@ -211,7 +211,7 @@ def make_tokenizer(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["missing", "loop", "dangling", "file", "empty", "damaged", "odd"])
-def test_tokenizers_that_are_none(kind, run_main, tmp_path):
+def test_invalid_tokenizers(kind, run_main, tmp_path):
     make_tokenizer(tmp_path / "t", kind)
     code, _, err = command(run_main, tmp_path / "t", tmp_path / "p.jsonl")
     assert code == 2 and err.replace("'", "").startswith(f"error: {tmp_path / 't'}: "), err
@@ -240,13 +240,13 @@ def test_bad_numbers(value, run_main, tmp_path):
     assert code == 2 and "is not a number from 1 on" in err and len(err) < 600
 
 
-def test_a_source_that_is_none(run_main, stored, tmp_path):
+def test_an_invalid_source(run_main, stored, tmp_path):
     code, _, err = run_main(prompts_command.main, "package:../x", "--tokenizer", stored, "--out", tmp_path / "p")
     assert code == 2 and err.startswith("error: source 'package:../x': after 'package:' comes the name")
 
 
 @pytest.mark.parametrize("script", ["prompts", "preview"])
-def test_help_is_soon_there(script):
+def test_help_imports_nothing_slow(script):
     """Nothing heavy is imported for it, whatever the machine."""
     path = str(Path(sources.__file__).with_name(f"{script}.py"))
     code = (

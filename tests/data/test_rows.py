@@ -54,7 +54,7 @@ def test_columns_that_change_their_type(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[]", " [ ] \n", "", "\n\n"])
-def test_nothing(tmp_path, text):
+def test_empty_files(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     assert read(tmp_path / "a.json") == []
 
@@ -103,7 +103,7 @@ def make_loop(path):
     ],
     ids=["loop", "folder", "dangling", "missing"],
 )
-def test_files_that_are_none(tmp_path, suffix, make, message):
+def test_invalid_files(tmp_path, suffix, make, message):
     make(tmp_path / f"a.{suffix}")
     for name in (f"a.{suffix}", f"*.{suffix}"):
         with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
@@ -112,7 +112,7 @@ def test_files_that_are_none(tmp_path, suffix, make, message):
 
 
 @pytest.mark.parametrize("name", ["x" * 300 + ".jsonl", "x" * 100_000 + ".json", "\0.jsonl"])
-def test_names_that_are_none(name):
+def test_missing_sources(name):
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         read(name)
 
@@ -171,7 +171,7 @@ def test_reasons_do_not_grow_without_end():
         (101, 101, 0.1, 1000, True),
     ],
 )
-def test_the_bound(count, rows, most, of, refused):
+def test_the_limit_of_skipped_rows(count, rows, most, of, refused):
     skipped = Skipped(rows)
     if count:
         skipped.add("an empty conversation", "row 3", count)

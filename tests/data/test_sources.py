@@ -134,7 +134,7 @@ def test_held_out_text_and_prompts_are_of_no_training_module(split):
         ("package:heapq", "'heapq' is a single module, not a package"),
     ],
 )
-def test_packages_that_are_none(source, message, monkeypatch):
+def test_invalid_packages(source, message, monkeypatch):
     monkeypatch.setitem(sys.modules, "no_spec", types.ModuleType("no_spec"))
     with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
         sources.documents(source)

@@ -168,7 +168,7 @@ def test_one_process_makes_it_and_the_others_wait(tmp_path, cache):
         ([], {}, "a.jsonl'"),
     ],
 )
-def test_bad_data_is_said(tmp_path, tokenizer, rows, fields, message):
+def test_bad_data_is_one_line(tmp_path, tokenizer, rows, fields, message):
     source = write(tmp_path / "a.jsonl", rows)
     with pytest.raises(ValueError) as error:
         tokenized(source, data(**fields), tokenizer)
@@ -210,7 +210,7 @@ def test_one_odd_row_never_ends_a_run(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("reason", [5, "length", {"x": 1}, [], [None, 3]])
-def test_odd_finish_reasons_are_none(tmp_path, tokenizer, reason):
+def test_invalid_finish_reasons_are_ignored(tmp_path, tokenizer, reason):
     source = write(tmp_path / "a.jsonl", [{"messages": CHATS[0], "finish_reason": reason}])
     assert parts(tokenized(source, data(), tokenizer), tokenizer)[0][1] == "It is 0.<|end|>"
 
@@ -265,6 +265,6 @@ def test_templates(tmp_path):
         ({"source": "stdlib", "files": "a.jsonl"}, "'files' is for a Hub data set"),
     ],
 )
-def test_sources_that_cannot_be(fields, message):
+def test_invalid_sources(fields, message):
     with pytest.raises(ValueError, match=message):
         Source.model_validate(fields)

@@ -117,7 +117,7 @@ def test_a_failing_write_leaves_what_stood_before(trained, tmp_path, monkeypatch
     assert checkpoint.restore(tmp_path / "step-7", *fresh())["step"] == 7
 
 
-def test_lone_tensors(tmp_path):
+def test_tensors_are_written_and_read(tmp_path):
     checkpoint.write_tensors(tmp_path / "best", {"a": torch.arange(3)})
     assert torch.equal(checkpoint.read_tensors(tmp_path / "best")["a"], torch.arange(3))
     (tmp_path / "best/model.safetensors").write_bytes(b"half")

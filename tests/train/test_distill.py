@@ -678,7 +678,7 @@ def test_sampled_requests_carry_their_own_seeds(ask, server):
         ((400, b"the maximum context length is 9"), 1, "too long"), ((400, b"bad temperature"), 1, "http 400"),
     ],
 )  # fmt: skip
-def test_what_is_asked_again(ask, server, tmp_path, what, requests, reason):
+def test_which_failures_are_retried(ask, server, tmp_path, what, requests, reason):
     server.plan = lambda asked: what
     code, _, err = ask("data.seeds.0.limit=1")
     assert code == 1 and len(server.requests) == requests
@@ -720,7 +720,7 @@ def test_a_server_that_is_down(ask, server, tmp_path):
     assert ask()[0] == 0 and counts_of(folder)["done"] == 20, "another address of the same model is no other recipe"
 
 
-def test_it_breaks_down_on_the_way(ask, server, tmp_path):
+def test_a_server_that_fails_during_the_run(ask, server, tmp_path):
     answers = iter(["fine"] * 9)
     server.plan = lambda asked: next(answers, (500, b"gone"))
     code, _, err = ask("endpoint.give_up=6", "endpoint.retries=0", "endpoint.concurrency=1")

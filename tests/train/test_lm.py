@@ -88,7 +88,7 @@ def test_it_learnt_something(trained):
         "x" * 300,
     ],
 )
-def test_text_comes_back(tokenizer, text):
+def test_encoded_text_decodes_to_itself(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
     assert max(ids, default=0) < 420
@@ -148,7 +148,7 @@ def test_the_loss_written_out():
     assert module.heads.bias.grad is not None and module.model.model.embed_tokens.weight.grad is not None
 
 
-def test_what_is_said_again():
+def test_repeated_ngrams():
     tokens = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2, 9, 1, 2, 3], [5, 5, 5, 5, 5, 5, 0, 0, 0, 0, 0, 0]])
     supervised = torch.zeros(2, 12, dtype=torch.bool)
     supervised[0, 3:], supervised[1, 1:6] = True, True

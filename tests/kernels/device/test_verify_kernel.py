@@ -192,7 +192,7 @@ def test_replay_of_one_hot_draws(device, seed, rows, nodes, most, size, block, l
 
 @pytest.mark.parametrize("last", [0.0, 1 - 2**-24])
 @pytest.mark.parametrize("num_q", [0, 2])
-def test_the_ends_of_the_last_coin(device, last, num_q):
+def test_bonus_uniforms_at_both_ends_of_their_range(device, last, num_q):
     kinds = ANY if num_q else [ONE_HOT]
     compare(device, random.Random(2), 12, 3, 2, 20, num_q, kinds, 16, torch.full((12,), last))
 
