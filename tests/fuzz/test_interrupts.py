@@ -60,7 +60,7 @@ def world(tiny_lm, tmp_path_factory, run_main):
             "train": [{"source": "package:yaml", "split": "train", "answers": ASK}],
             "validation": [{"source": "package:yaml", "split": "train", "answers": ASK | {"prompts": 8}}],
         },
-        "stages": [{"batch": {"sequences": 4}, "steps": 60, "optim": {"lr": 1e-2}}],
+        "stages": [{"name": "medusa-1", "batch": {"sequences": 4}, "steps": 60, "optim": {"lr": 1e-2}}],
         "precision": {"autocast": "none", "threads": 1},
         "checkpoint": {"every": 10, "keep": 1},
         "evaluate": {"every": 20},
@@ -254,14 +254,14 @@ def cut(world: World, kind: Any, name: str, moment: float, working: bool, what: 
 @pytest.mark.parametrize("case", [Training, Decoding])
 @pytest.mark.parametrize("what", [signal.SIGINT, signal.SIGKILL])
 def test_a_moment_of_its_work(world, case, what):
-    """A little after its first output. While a command still imports: tests/train/test_run.py."""
+    """A little after its first output. While a command still imports: tests/train/test_folders.py."""
     assert cut(world, case, f"once-{what.name}", 0.1, True, what) in ("interrupted", "killed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [Training, Answering, Calibration, Decoding])
 def test_twenty_moments(world, case):
-    """Every other one anywhere in the command's life, the others behind its first output."""
+    """Every other one anywhere in the command's life, the others after its first output."""
     timed = case(world, "timed")
     whole = live(world, timed)
     assert whole.code == 0, whole.err
@@ -274,5 +274,5 @@ def test_twenty_moments(world, case):
         ended = cut(world, case, f"cut-{number}", moment, working, chance.choice([signal.SIGINT, signal.SIGKILL]))
         assert share < 0.2 or ended != "interrupted before our first line"
         ends[ended] += 1
-    print(f"{case.script} ({whole.working:.1f} of {whole.seconds:.1f} s behind its first output): {dict(ends)}")
+    print(f"{case.script} ({whole.working:.1f} of {whole.seconds:.1f} s after its first output): {dict(ends)}")
     assert ends["killed"] >= 5 and ends["interrupted"] >= 5
