@@ -47,9 +47,9 @@ def why_not_triton(tensor: Tensor) -> str | None:
     return None
 
 
-def next_power(number: int, least: int = 1) -> int:
-    """The smallest power of two that is at least ``number`` and ``least`` (itself a power of two)."""
-    return max(least, 1 << (number - 1).bit_length())
+def next_power(number: int, minimum: int = 1) -> int:
+    """The smallest power of two that is at least ``number`` and ``minimum`` (itself a power of two)."""
+    return max(minimum, 1 << (number - 1).bit_length())
 
 
 def multiprocessors(device: torch.device) -> int:

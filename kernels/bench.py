@@ -177,7 +177,7 @@ class Table:
             bench(args, self, *sizes)
         except torch.cuda.OutOfMemoryError:
             print(f"{bench.__name__}{sizes}: does not fit into this GPU's memory, left out", flush=True)
-        if args.out:  # after each shape: what was measured outlives a command that is ended
+        if args.out:  # after each shape, so that an interrupted command keeps what it measured
             versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
             facts = {"device": self.name, **asdict(self.device), "dtype": args.dtype, "versions": versions}
             write_json(args.out, facts | {"rows": [asdict(row) for row in self.rows]})
@@ -221,10 +221,10 @@ def random_tree(nodes: int) -> tuple[Tensor, Tensor]:
 def bench_attention(args: argparse.Namespace, table: Table, batch: int, context: int, nodes: int) -> None:
     dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
     slots, scale = context + nodes, width**-0.5
-    held = 2 * batch * kv_heads * slots * width * dtype.itemsize
+    cache_bytes = 2 * batch * kv_heads * slots * width * dtype.itemsize
     caches = [
         torch.randn(2, batch, kv_heads, slots, width, device=args.device, dtype=dtype)
-        for _ in range(copies(held, args.device))
+        for _ in range(copies(cache_bytes, args.device))
     ]
     q = torch.randn(batch, nodes, heads, width, device=args.device, dtype=dtype).transpose(1, 2)
     ancestors, depth = (part.to(args.device).expand(batch, *part.shape[1:]) for part in random_tree(nodes))
@@ -246,13 +246,13 @@ def bench_attention(args: argparse.Namespace, table: Table, batch: int, context:
                 custom_mask=seen, sm_scale=scale,
             ).transpose(0, 1)[None]
         )  # fmt: skip
-    wanted = ways["SDPA"](*caches[0])
+    expected = ways["SDPA"](*caches[0])
     shape = {"B": batch, "L": context, "N": nodes}
     operations = 4.0 * batch * heads * nodes * slots * width
     for name, way in ways.items():
-        difference = float((way(*caches[0]) - wanted).abs().max())
+        difference = float((way(*caches[0]) - expected).abs().max())
         calls = [lambda k=k, v=v, way=way: way(k, v) for k, v in caches]
-        table.add("attention", name, shape, calls, held + 2 * q.numel() * dtype.itemsize, operations, difference)
+        table.add("attention", name, shape, calls, cache_bytes + 2 * q.numel() * dtype.itemsize, operations, difference)
 
 
 def flex_attention_way(
@@ -300,25 +300,27 @@ def bench_commit(args: argparse.Namespace, table: Table, batch: int, nodes: int)
 
 
 def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int) -> None:
-    vocabulary, most = args.vocabulary, 4
+    vocabulary, draws = args.vocabulary, 4
     p = torch.randn(batch, nodes, vocabulary, device=args.device).mul(3).softmax(-1)
     tokens = p.flatten(0, 1).multinomial(1).view(batch, nodes)
     numbers = (
-        torch.arange(nodes * most, device=args.device).view(nodes, most) + 1
+        torch.arange(nodes * draws, device=args.device).view(nodes, draws) + 1
     )  # node i's draws lead to 4i + 1 … 4i + 4
     child = torch.where(numbers < nodes, numbers, -1).expand(batch, -1, -1)
-    q_row = torch.arange(nodes, device=args.device)[:, None].expand(nodes, most).expand(batch, -1, -1)
-    uniforms, last = torch.rand(batch, nodes, most, device=args.device), torch.rand(batch, device=args.device)
+    q_row = torch.arange(nodes, device=args.device)[:, None].expand(nodes, draws).expand(batch, -1, -1)
+    uniforms, last = torch.rand(batch, nodes, draws, device=args.device), torch.rand(batch, device=args.device)
     for kind, q in ((ONE_HOT, None), (WITHOUT_REPLACEMENT, torch.randn_like(p).mul(3).add(p.log()).softmax(-1))):
         shape = {"B": batch, "N": nodes, "V": vocabulary}
         arguments = (p, tokens, child, torch.full_like(child, kind, dtype=torch.int8), q_row, q, uniforms, last, 4)
-        wanted = verify_sample_reference(*arguments)
-        inner = min(nodes, -(-(nodes - 1) // most))  # nodes that have draws: their distributions have to be read once
+        expected = verify_sample_reference(*arguments)
+        inner = min(nodes, -(-(nodes - 1) // draws))  # nodes that have draws: their distributions have to be read once
         size = 4.0 * batch * vocabulary * (inner * (1 if q is None else 2) + 1)
         for way, function in (("plain PyTorch", verify_sample_reference), ("triton", verify_sample)):
-            got = function(*arguments)
+            results = function(*arguments)
             # Rows that come out otherwise: a uniform within rounding of a border.
-            differs = torch.stack([(a == b).view(batch, -1).all(1) for a, b in zip(got, wanted, strict=True)]).all(0)
+            differs = torch.stack(
+                [(a == b).view(batch, -1).all(1) for a, b in zip(results, expected, strict=True)]
+            ).all(0)
             name = f"{way}, {'one-hot' if q is None else 'drawn'}"
             call = lambda function=function: function(*arguments)  # noqa: B023, E731
             table.add("verify", name, shape, [call], size, 0, float((~differs).float().mean()))

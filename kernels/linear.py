@@ -173,7 +173,7 @@ def _measure(matrix: Tensor, packed: bool) -> dict[int, str]:
     layers: a matrix that stays in the cache would be misleading. This thread's processor time is measured and the
     shortest counts, since other work on the machine can only add to it."""
     global _spent
-    begun = time.thread_time()
+    began = time.thread_time()
     inputs, outputs = matrix.shape
     outputs = max(1, min(outputs, _SAMPLE // inputs))
     count = min(_LAYERS, max(1, _POOL // (inputs * outputs)))
@@ -204,5 +204,5 @@ def _measure(matrix: Tensor, packed: bool) -> dict[int, str]:
                 break
         name = min(best, key=lambda name: best[name])
         fastest[rows] = name if best[name] < _GAIN * best["blas"] else "blas"
-    _spent += time.thread_time() - begun
+    _spent += time.thread_time() - began
     return fastest

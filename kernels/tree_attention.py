@@ -195,21 +195,21 @@ def _add_tile(
         x = scores * (log2_scale / (softcap * 1.4426950408889634))
         # tanh: by its series near 0, where 1 − 2 / (e^2x + 1) would cancel
         x2 = x * x
-        near = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
-        far = 1 - 2 / (tl.exp2(x * 2.8853900817779268) + 1)
-        scores = tl.where(x2 < 0.0625, near, far) * (softcap * 1.4426950408889634)
+        series = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
+        closed_form = 1 - 2 / (tl.exp2(x * 2.8853900817779268) + 1)
+        scores = tl.where(x2 < 0.0625, series, closed_form) * (softcap * 1.4426950408889634)
     else:
         scores = scores * log2_scale
     scores = tl.where(seen, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, 1))
     anchor = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row may have seen nothing yet
     weights = tl.exp2(scores - anchor[:, None])
-    faded = tl.exp2(best - anchor)
+    rescale = tl.exp2(best - anchor)
     values = tl.load(
         v + place[:, None] * v_stride + d[None, :], mask=stored[:, None] & (d < width)[None, :], other=0.0
     )  # [BLOCK_N, BLOCK_D]
-    acc = acc * faded[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return new_best, total * faded + tl.sum(weights, 1), acc
+    acc = acc * rescale[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return new_best, total * rescale + tl.sum(weights, 1), acc
 
 
 @jit
@@ -232,9 +232,9 @@ def _tree_attention_kernel(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP
-    live = query < num_queries
+    exists = query < num_queries
     d = tl.arange(0, BLOCK_D)
-    inside = live[:, None] & (d < width)[None, :]
+    inside = exists[:, None] & (d < width)[None, :]
     length = tl.load(lengths + batch)
 
     rows_q = q + batch * q_batch + head * q_head + query * q_query
@@ -244,7 +244,7 @@ def _tree_attention_kernel(
     first = length * 0  # the first slot that any query sees
     if WINDOW:
         first = tl.maximum(length - WINDOW + 1, 0)
-        own_depth = tl.load(depth + batch * depth_batch + query, mask=live, other=0)
+        own_depth = tl.load(depth + batch * depth_batch + query, mask=exists, other=0)
     prefix_tiles = tl.cdiv(length - first, BLOCK_N)
     tiles = prefix_tiles + tl.cdiv(num_tree_keys, BLOCK_N)
     tiles_per_split = tl.cdiv(tiles, SPLITS)
@@ -268,7 +268,9 @@ def _tree_attention_kernel(
         begin = (tile - prefix_tiles) * BLOCK_N
         node = begin + tl.arange(0, BLOCK_N)
         stored = node < num_tree_keys
-        word = tl.load(ancestors + batch * ancestors_batch + query * ancestors_query + begin // 64, mask=live, other=0)
+        word = tl.load(
+            ancestors + batch * ancestors_batch + query * ancestors_query + begin // 64, mask=exists, other=0
+        )
         seen = ((word[:, None] >> (node % 64)[None, :]) & 1) != 0
         seen = seen & stored[None, :]
         if WINDOW:
@@ -287,7 +289,7 @@ def _tree_attention_kernel(
         place = ((batch * num_queries + query) * (KV_HEADS * GROUP) + head) * SPLITS + split
         tl.store(partial + place[:, None] * width + d[None, :], acc, mask=inside)
         lse = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-        tl.store(partial_lse + place, lse, mask=live)
+        tl.store(partial_lse + place, lse, mask=exists)
 
 
 @jit

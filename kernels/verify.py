@@ -30,8 +30,8 @@ from torch import Tensor
 
 from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
 
-# A draw's kind, also spelled as numbers in the kernels: the drafter had no choice; independent; or what its node drew
-# before from the same distribution is excluded.
+# A draw's kind, written as numbers in the kernels: deterministic; independent; excluding the tokens that its node drew
+# before from the same distribution.
 ONE_HOT, IID, WITHOUT_REPLACEMENT = 0, 1, 2
 
 
@@ -57,24 +57,24 @@ def acceptances_reference(
         exists, draw_kind, source = child[..., turn] >= 0, kind[..., turn], q_row[..., turn]
         token = tokens.gather(1, child[..., turn].clamp(min=0))[..., None]  # [B, N, 1]
         if q is None:
-            acceptance, left = r.gather(-1, token)[..., 0], r.scatter(-1, token, 0.0)
+            acceptance, remaining = r.gather(-1, token)[..., 0], r.scatter(-1, token, 0.0)
         else:
             one_hot = torch.zeros_like(p).scatter_(-1, token, 1.0)
             draw_q = q.gather(1, source[..., None].expand(-1, -1, p.shape[-1]))
             shrinks = exists & (draw_kind == WITHOUT_REPLACEMENT)
-            for before, from_row, also in drawn:
-                taken = shrinks & also & (from_row == source)
-                draw_q = torch.where(taken[..., None], draw_q.scatter(-1, before, 0.0), draw_q)
+            for earlier, earlier_row, earlier_shrinks in drawn:
+                excluded = shrinks & earlier_shrinks & (earlier_row == source)
+                draw_q = torch.where(excluded[..., None], draw_q.scatter(-1, earlier, 0.0), draw_q)
             if drawn:
                 draw_q = torch.where(shrinks[..., None], draw_q / draw_q.sum(-1, keepdim=True), draw_q)
             drawn.append((token, source, shrinks))
             draw_q = torch.where((draw_kind == ONE_HOT)[..., None], one_hot, draw_q)
             acceptance = (r.gather(-1, token) / draw_q.gather(-1, token))[..., 0].clamp(max=1)
-            left = (r - draw_q).clamp(min=0)
-        mass = left.sum(-1, keepdim=True)
-        acceptance = torch.where(mass[..., 0] > 0, acceptance, 1.0)  # r is q: accept, whatever rounding says
+            remaining = (r - draw_q).clamp(min=0)
+        mass = remaining.sum(-1, keepdim=True)
+        acceptance = torch.where(mass[..., 0] > 0, acceptance, 1.0)  # r is q: accept, despite rounding
         acceptances.append(torch.where(exists, acceptance, 0.0))
-        r = torch.where(exists[..., None] & (mass > 0), left / mass, r)
+        r = torch.where(exists[..., None] & (mass > 0), remaining / mass, r)
     return torch.stack(acceptances, -1) if acceptances else p.new_zeros(child.shape), r
 
 
@@ -92,10 +92,10 @@ def verify_sample_reference(
         turn = accepted.int().argmax(-1, keepdim=True)  # the first
         first = torch.where(accepted.any(-1), child.gather(-1, turn)[..., 0], -1)
         for depth in range(1, max_depth + 1):
-            below = first.gather(1, node[:, None])[:, 0]
-            goes_on = (below >= 0) & (length == depth - 1)
-            node, length = torch.where(goes_on, below, node), length + goes_on
-            path[:, depth] = torch.where(goes_on, node, depth)
+            child_node = first.gather(1, node[:, None])[:, 0]
+            advances = (child_node >= 0) & (length == depth - 1)
+            node, length = torch.where(advances, child_node, node), length + advances
+            path[:, depth] = torch.where(advances, node, depth)
     bonus = draw(residual[torch.arange(len(p), device=p.device), node], bonus_uniform)
     return path, length, node, bonus
 
@@ -137,8 +137,8 @@ def _q_at(q, entry, source, x, mask, V, VQ, entry_row, HAS_IDS: constexpr):
 def _remaining_q(q, entry, x, token, kind, q_row, turns, turn, source, V, VQ, entry_row, HAS_IDS: constexpr):
     """Row ``source`` of q at tokens x, without what the node drew from it before ``turn``."""
     earlier = (turns < turn) & (kind == 2) & (q_row == source)
-    gone = tl.sum(((x[:, None] == token[None, :]) & earlier[None, :]).to(tl.int32), 1) > 0
-    return _q_at(q, entry, source, x, (x < V) & (gone == 0), V, VQ, entry_row, HAS_IDS)
+    drawn = tl.sum(((x[:, None] == token[None, :]) & earlier[None, :]).to(tl.int32), 1) > 0
+    return _q_at(q, entry, source, x, (x < V) & (drawn == 0), V, VQ, entry_row, HAS_IDS)
 
 
 @jit
@@ -246,14 +246,14 @@ def _one_hot_acceptances_kernel(
             drawn = tl.sum((x[:, None] == token[None, :]).to(tl.int32), 1) > 0  # no draw: token −1
             undrawn += tl.load(p + x, mask=(x < V) & (drawn == 0), other=0.0)
         same = (token[:, None] == token[None, :]) & exists[:, None]
-        again = tl.sum((same & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0  # a token tested before
-        own = tl.load(p + token, mask=exists & (again == 0), other=0.0)
+        repeated = tl.sum((same & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0  # a token tested before
+        p_token = tl.load(p + token, mask=exists & (repeated == 0), other=0.0)
         residual = tl.sum(undrawn, 0)
-        mass_after = residual + tl.sum(tl.where(turns[None, :] > turns[:, None], own[None, :], 0.0), 1)  # [BLOCK_K]
+        mass_after = residual + tl.sum(tl.where(turns[None, :] > turns[:, None], p_token[None, :], 0.0), 1)  # [BLOCK_K]
         before = tl.where(
-            tl.sum((exists[None, :] & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0, own + mass_after, 1.0
+            tl.sum((exists[None, :] & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0, p_token + mass_after, 1.0
         )
-        acceptances = tl.where(mass_after > 0, tl.minimum(own / tl.where(before > 0, before, 1.0), 1.0), 1.0)
+        acceptances = tl.where(mass_after > 0, tl.minimum(p_token / tl.where(before > 0, before, 1.0), 1.0), 1.0)
         tl.store(acceptance + (batch * N + node) * K + turns, tl.where(exists, acceptances, 0.0), mask=turns < K)
     else:
         tl.store(acceptance + (batch * N + node) * K + turns, tl.zeros([BLOCK_K], tl.float32), mask=turns < K)
@@ -291,11 +291,11 @@ def _walk_and_draw_kernel(
         acceptances = tl.load(acceptance + place, mask=turns < K, other=0.0)
         uniform = tl.load(uniforms + place, mask=turns < K, other=1.0)
         first = tl.min(tl.where(uniform < acceptances, turns, BLOCK_K), 0)
-        goes_on = (first < BLOCK_K) & (length == depth - 1)
-        below = tl.load(child + (batch * N + node) * K + first, mask=goes_on, other=0)
-        node = tl.where(goes_on, below, node)
-        length += goes_on.to(tl.int64)
-        tl.store(path + batch * (max_depth + 1) + depth, tl.where(goes_on, node, depth))
+        advances = (first < BLOCK_K) & (length == depth - 1)
+        child_node = tl.load(child + (batch * N + node) * K + first, mask=advances, other=0)
+        node = tl.where(advances, child_node, node)
+        length += advances.to(tl.int64)
+        tl.store(path + batch * (max_depth + 1) + depth, tl.where(advances, node, depth))
     tl.store(path + batch * (max_depth + 1), batch * 0)
     tl.store(length_out + batch, length)
     tl.store(node_out + batch, node)
@@ -339,9 +339,9 @@ def entries_of(ids: Tensor, vocabulary: int) -> Tensor:
     return entries.scatter_(-1, ids, torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device).expand_as(ids))
 
 
-def verify_tile(most: int, vocabulary: int) -> dict[str, int]:
-    """The kernels' block sizes for at most ``most`` draws of a node (K)."""
-    block_k = next_power(most)
+def verify_tile(max_draws: int, vocabulary: int) -> dict[str, int]:
+    """The kernels' block sizes for at most ``max_draws`` draws of a node (K)."""
+    block_k = next_power(max_draws)
     # The comparison of x with all draws is a tile of 8192 elements at most.
     return {
         "BLOCK_K": block_k,
@@ -378,11 +378,11 @@ def verify_sample(
     if why_not_triton(p):
         return verify_sample_reference(p, tokens, child, kind, q_row, q, uniforms, bonus_uniform, max_depth, ids)
     rows, nodes, vocabulary = p.shape
-    most = child.shape[2]
+    max_draws = child.shape[2]
     p, tokens, child, kind, q_row, uniforms, bonus_uniform = (
         part.contiguous() for part in (p, tokens, child, kind, q_row, uniforms, bonus_uniform)
     )
-    tile = verify_tile(max(most, 1), vocabulary)
+    tile = verify_tile(max(max_draws, 1), vocabulary)
     if block:
         tile["BLOCK_V"] = block
     has_q = q is not None
@@ -392,20 +392,20 @@ def verify_sample(
     if has_q and ids is not None:
         entries = entries_of(ids, vocabulary)
         strides = [0 if size == 1 else stride for size, stride in zip(ids.shape, entries.stride(), strict=True)][:2]
-    sizes = (nodes, most, distributions.shape[1], vocabulary, distributions.shape[2], *strides)
+    sizes = (nodes, max_draws, distributions.shape[1], vocabulary, distributions.shape[2], *strides)
     acceptance = torch.empty(child.shape, dtype=torch.float32, device=p.device)
     mass, scale = torch.empty_like(acceptance), torch.empty_like(acceptance)
     path = torch.empty(rows, max_depth + 1, dtype=torch.int64, device=p.device)
     length, node, bonus = torch.empty(3, rows, dtype=torch.int64, device=p.device)
     with torch.cuda.device_of(p):
-        if most and has_q:
+        if max_draws and has_q:
             _acceptances_kernel[(rows, nodes)](
                 p, tokens, child, kind, q_row, distributions, entries, acceptance, mass, scale, *sizes, HAS_IDS=has_ids,
                 **tile,
             )  # fmt: skip
-        elif most:
+        elif max_draws:
             _one_hot_acceptances_kernel[(rows, nodes)](
-                p, tokens, child, kind, q_row, acceptance, nodes, most, vocabulary, **tile
+                p, tokens, child, kind, q_row, acceptance, nodes, max_draws, vocabulary, **tile
             )
         _walk_and_draw_kernel[(rows,)](
             p, tokens, child, kind, q_row, distributions, entries, acceptance, mass, scale, uniforms, bonus_uniform,
