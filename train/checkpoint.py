@@ -89,8 +89,8 @@ def checkpoints(folder: Path) -> list[Path]:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    found = [folder / name for name in names if re.fullmatch(r"step-[0-9]{1,18}", name)]
-    return sorted(found, key=lambda p: int(p.name[5:]))
+    paths = [folder / name for name in names if re.fullmatch(r"step-[0-9]{1,18}", name)]
+    return sorted(paths, key=lambda p: int(p.name[5:]))
 
 
 def _remove(path: Path) -> None:
@@ -156,19 +156,19 @@ def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | No
         rng = load_file(path / "rng.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise _damaged(path, error) from None
-    own = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if own.keys() != weights.keys() or any(own[n].shape != w.shape for n, w in weights.items()):
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if parameters.keys() != weights.keys() or any(parameters[n].shape != w.shape for n, w in weights.items()):
         raise ValueError(f"{path}: this checkpoint is of a model of another shape; {_ADVICE}")
     with torch.no_grad():
         for name, weight in weights.items():
-            own[name].copy_(weight)
-    if any(key.rpartition("|")[0] not in own for key in moments) or "cpu" not in rng:
+            parameters[name].copy_(weight)
+    if any(key.rpartition("|")[0] not in parameters for key in moments) or "cpu" not in rng:
         raise _damaged(path, ValueError("its files are not of one checkpoint"))
     for key, value in moments.items() if optimizer else ():
         assert optimizer is not None
         name, field = key.rsplit("|", 1)
-        kept = value.to(own[name].device) if field != "step" else value
-        optimizer.state[own[name]][field] = int(value) if value.dtype == torch.int64 else kept
+        kept = value.to(parameters[name].device) if field != "step" else value
+        optimizer.state[parameters[name]][field] = int(value) if value.dtype == torch.int64 else kept
     torch.set_rng_state(rng["cpu"])
     if "cuda" in rng and torch.cuda.is_available():
         torch.cuda.set_rng_state(rng["cuda"])
@@ -192,7 +192,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """What :func:`write_tensors` wrote.
+    """Read the tensors that :func:`write_tensors` wrote.
 
     Raises:
         ValueError: the file is damaged or missing.

@@ -1,5 +1,5 @@
 """The frozen target's last hidden states, made once and kept: in memory, or in a file of the run's folder that training
-reads as if it were memory. Stage 1 then runs no target at all."""
+reads as if it were memory. The first stage then does not run the target."""
 
 import math
 import os
@@ -32,10 +32,10 @@ def hidden_states(
         ValueError: there is no room for them. Nothing was written then.
     """
     shape = (len(rows), rows.length, target.hidden_size)
-    wanted, free = math.prod(shape) * dtype.itemsize, _free(stored)
+    needed, free = math.prod(shape) * dtype.itemsize, _free(stored)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    wanted *= 1 if stored else processes
-    what = f"{shape[0]:,} rows × {shape[1]:,} tokens × {shape[2]:,} take {wanted / 1e9:.2f} GB"
+    needed *= 1 if stored else processes
+    what = f"{shape[0]:,} rows × {shape[1]:,} tokens × {shape[2]:,} take {needed / 1e9:.2f} GB"
     where = f"on disk in {stored.parent}" if stored else f"of memory for {processes} process(es)"
     done = torch.zeros(-(-shape[0] // batch_size), dtype=torch.uint8)  # by batch
     if stored:
@@ -46,29 +46,29 @@ def hidden_states(
             "batch_size": batch_size,
         }  # fmt: skip
         with accelerator.main_process_first():
-            there = stored.exists() and _read(stored.with_suffix(".json")) == request
-            if not there:
-                _check(what, wanted, free, where)
+            reusable = stored.exists() and _read(stored.with_suffix(".json")) == request
+            if not reusable:
+                _check(what, needed, free, where)
                 if accelerator.is_main_process:
                     stored.parent.mkdir(parents=True, exist_ok=True)
-                    for path, size in ((stored, wanted), (stored.with_suffix(".done"), len(done))):
+                    for path, size in ((stored, needed), (stored.with_suffix(".done"), len(done))):
                         path.unlink(missing_ok=True)
                         _take_room(path, size)
                     write_json(stored.with_suffix(".json"), request)
             kept = torch.from_file(str(stored), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
             done = torch.from_file(str(stored.with_suffix(".done")), shared=True, size=len(done), dtype=torch.uint8)
     else:
-        _check(what, wanted, free, where)
+        _check(what, needed, free, where)
         kept = torch.empty(shape, dtype=dtype)
     accelerator.wait_for_everyone()
     missing = (done == 0).nonzero()[:, 0].tolist()
     accelerator.wait_for_everyone()  # everyone has looked before anyone writes
     together = stored is None or sharded.spreads()  # each keeps its own, or runs its part of every layer
-    mine = missing if together else missing[accelerator.process_index :: accelerator.num_processes]
+    numbers = missing if together else missing[accelerator.process_index :: accelerator.num_processes]
     writes = stored is None or not sharded.spreads() or accelerator.is_main_process
     loop.console.print(f"  cache_hidden: {what} {where}, {free / 1e9:.1f} GB are free")
-    with ProgressBar("the target's hidden states", len(mine), loop.console) as bar:
-        for count, number in enumerate(mine, 1):
+    with ProgressBar("the target's hidden states", len(numbers), loop.console) as bar:
+        for count, number in enumerate(numbers, 1):
             place = range(number * batch_size, min((number + 1) * batch_size, len(rows)))
             batch = {key: value.to(target.device) for key, value in rows.batch(place).items()}
             made = target.hidden(batch["tokens"].long(), batch.get("positions"))
@@ -85,7 +85,7 @@ def hidden_states(
 
 
 def _take_room(path: Path, size: int) -> None:
-    """A file of zeros that has its room on the disk: a mapped one that filled it later would end the process."""
+    """Write a file of zeros whose disk space is allocated: a full disk behind a memory map would kill the process."""
     try:
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -100,8 +100,8 @@ def _free(stored: Path | None) -> int:
     return shutil.disk_usage(next(folder for folder in stored.parents if folder.exists())).free
 
 
-def _check(what: str, wanted: int, free: int, where: str) -> None:
-    if wanted > 0.8 * free:
+def _check(what: str, needed: int, free: int, where: str) -> None:
+    if needed > 0.8 * free:
         raise ValueError(
             f"cache_hidden: {what} {where}, and {free / 1e9:.1f} GB are free; set cache_hidden=none, or fewer rows "
             "(data.train.0.limit)"

@@ -28,15 +28,15 @@ def shifted_labels(tokens: Tensor, supervised: Tensor, shift: int, segment: Tens
     """
     labels = torch.full(tokens.shape, -100, dtype=torch.int64, device=tokens.device)
     if shift < tokens.shape[1]:
-        wanted = supervised[:, shift:]
+        is_label = supervised[:, shift:]
         if segment is not None:
-            wanted = wanted & (segment[:, shift:] == segment[:, :-shift])
-        labels[:, :-shift] = torch.where(wanted, tokens[:, shift:].long(), -100)
+            is_label = is_label & (segment[:, shift:] == segment[:, :-shift])
+        labels[:, :-shift] = torch.where(is_label, tokens[:, shift:].long(), -100)
     return labels
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The gradients are made beside the loss, from logits that are still at hand: none is kept or made twice."""
+    """Cross-entropy whose gradients are computed with the loss, by chunks: no logits are kept or computed twice."""
 
     @staticmethod
     def forward(
@@ -45,12 +45,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         kind = features.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        wants = [with_gradients and bool(needed) for needed in ctx.needs_input_grad[:3]]
-        flat, wanted = features.reshape(-1, features.shape[-1]).to(dtype), labels.reshape(-1)
+        needs = [with_gradients and bool(needed) for needed in ctx.needs_input_grad[:3]]
+        flat, flat_labels = features.reshape(-1, features.shape[-1]).to(dtype), labels.reshape(-1)
         w, b = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-        d_features = torch.zeros_like(flat) if wants[0] else None
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants[1] else None
-        d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if wants[2] else None
+        d_features = torch.zeros_like(flat) if needs[0] else None
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
+        d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if needs[2] else None
         losses = torch.zeros((), dtype=torch.float32, device=flat.device)
         hits = torch.zeros((), dtype=torch.int64, device=flat.device)
         rows = min(chunk, len(flat))
@@ -58,7 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         whole = low if dtype == torch.float32 else low.new_empty(low.shape, dtype=torch.float32)
         with torch.autocast(kind, enabled=False):
             for begin in range(0, len(flat), chunk):
-                x, label = flat[begin : begin + chunk], wanted[begin : begin + chunk]
+                x, label = flat[begin : begin + chunk], flat_labels[begin : begin + chunk]
                 logits, slope = whole[: len(x)], low[: len(x)]
                 torch.mm(x, w.t(), out=slope)
                 if b is not None:
@@ -67,13 +67,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     logits.copy_(slope)
                 right = label.clamp(min=0)[:, None]
                 labelled = (label != -100)[:, None]
-                top = logits.amax(-1, keepdim=True)  # the place of it would cost as much as the softmax
+                top = logits.amax(-1, keepdim=True)  # without its index, which would cost as much as the softmax
                 chosen = logits.gather(1, right)
                 logits.sub_(top).exp_()
                 total = logits.sum(-1, keepdim=True)
                 losses += torch.where(labelled, total.log() + top - chosen, 0.0).sum()
                 hits += ((chosen == top) & labelled).sum()
-                if not any(wants):
+                if not any(needs):
                     continue
                 # softmax − one-hot, nothing where there is no label
                 logits.mul_(labelled / total).scatter_add_(1, right, -labelled.to(logits.dtype))
@@ -93,11 +93,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        made = (  # in place: nobody else sees them, and a second backward pass has no graph
+        gradients = (  # in place: nobody else sees them, and a second backward pass has no graph
             None if d is None else d.mul_(d_loss).view(like[0]).to(like[1])
             for d, like in zip(ctx.saved_tensors, ctx.like, strict=True)
         )
-        return *made, None, None, None
+        return *gradients, None, None, None
 
 
 def linear_cross_entropy(

@@ -1,4 +1,4 @@
-"""More devices than plain data parallelism needs: what the launch configuration asks for, and what it changes.
+"""ZeRO-2, ZeRO-3 and FSDP: strategies for several devices, chosen by the launch configuration.
 
     ZeRO-2        DeepSpeed runs the optimizer: gradients and moments of what trains are spread over the processes.
     ZeRO-3, FSDP  The frozen target is spread: each process holds a part of every layer, and a layer is whole only while
@@ -30,7 +30,7 @@ _LAUNCHED = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
 _engines: list[Any] = []  # DeepSpeed's: at their end they would take their hooks off the target
 
 
-def _asked(name: str) -> bool:
+def _requested(name: str) -> bool:
     return os.environ.get(name, "false").lower() == "true"
 
 
@@ -45,19 +45,19 @@ def _zero(plugin: DeepSpeedPlugin) -> dict[str, Any]:
 
 
 def strategy() -> Literal["none", "zero2", "zero3", "fsdp"]:
-    """What the launcher asked for.
+    """The strategy in the launch configuration.
 
     Raises:
-        ValueError: something that is not supported.
+        ValueError: it is not supported.
     """
-    if _asked("ACCELERATE_USE_FSDP"):
-        if os.environ.get("FSDP_VERSION", "1") != "2" or _asked("FSDP_OFFLOAD_PARAMS"):
+    if _requested("ACCELERATE_USE_FSDP"):
+        if os.environ.get("FSDP_VERSION", "1") != "2" or _requested("FSDP_OFFLOAD_PARAMS"):
             raise ValueError(
                 "the launch configuration asks for FSDP 1 or for offloading; set fsdp_version: 2 and "
                 "fsdp_offload_params: false (offloading: recipes/accelerate/zero3.yaml)"
             )
         return "fsdp"
-    if not _asked("ACCELERATE_USE_DEEPSPEED"):
+    if not _requested("ACCELERATE_USE_DEEPSPEED"):
         return "none"
     stage = _plugin().zero_stage
     if stage not in (1, 2, 3):
@@ -91,10 +91,10 @@ def placing(accelerator: Accelerator, dtype: str) -> Iterator[Callable[[PreTrain
     Args:
         dtype: of the target's weights, ``float32``, ``bfloat16`` or ``float16``.
     """
-    found = strategy()
-    if found == "fsdp":
+    launched = strategy()
+    if launched == "fsdp":
         yield lambda model: _fully_shard(model, accelerator.device)
-    elif found == "zero3":
+    elif launched == "zero3":
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
         config = {
@@ -159,8 +159,8 @@ def prepare(
     accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer, micro: int, clip: float
 ) -> tuple[Any, Any]:
     """Module and optimizer as they train under the launcher's strategy."""
-    found = strategy()
-    if found == "zero2":
+    launched = strategy()
+    if launched == "zero2":
         plugin: Any = accelerator.state.deepspeed_plugin
         plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": micro,
@@ -189,13 +189,13 @@ def _folder(checkpoints: Path) -> Path:
 
 
 def save(engine: Any, checkpoints: Path, step: int, keep: int) -> None:
-    """``checkpoints/deepspeed/step-N``, by all processes, before the checkpoint of that step."""
+    """Write ``checkpoints/deepspeed/step-N``, by all processes, before the checkpoint of that step."""
     folder = _folder(checkpoints)
     if engine.global_rank == 0:
-        there = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")}
-        before = sorted(number for number in there if number < step)
-        for number in set(there) - set(before[-keep:]):  # also what another run, or a killed one, left
-            shutil.rmtree(there[number])
+        by_step = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")}
+        before = sorted(number for number in by_step if number < step)
+        for number in set(by_step) - set(before[-keep:]):  # also what another run, or a killed one, left
+            shutil.rmtree(by_step[number])
     torch.distributed.barrier()
     try:
         engine.save_checkpoint(str(folder), tag=f"step-{step}", save_latest=False, exclude_frozen_parameters=True)
@@ -204,12 +204,12 @@ def save(engine: Any, checkpoints: Path, step: int, keep: int) -> None:
 
 
 def forget(checkpoints: Path) -> None:
-    """Delete the optimizer's states: they are of a run, or a strategy, that has ended."""
+    """Delete the optimizer's states, those of an earlier run or strategy."""
     shutil.rmtree(_folder(checkpoints), ignore_errors=True)
 
 
 def load(engine: Any, checkpoints: Path, step: int, processes: int) -> bool:
-    """The optimizer's state of a step; False if there is none, or it is of another number of processes."""
+    """Load the optimizer's state of a step; False if there is none, or it is of another number of processes."""
     folder = _folder(checkpoints) / f"step-{step}"
     if len(list(folder.glob("*optim_states.pt"))) != processes:
         return False

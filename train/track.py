@@ -16,7 +16,7 @@ console = make_console()
 
 
 class Trackers:
-    """Those of a recipe's ``track`` section; on the main process only.
+    """The trackers of a recipe's ``track`` section; on the main process only.
 
     Raises:
         ValueError: a package is missing.
@@ -56,7 +56,7 @@ class Trackers:
             self.run = wandb.init(**given, mode="offline", settings=settings)
 
     def log(self, line: dict[str, Any]) -> None:
-        """One line of ``metrics.jsonl``."""
+        """Send the numbers of a line of ``metrics.jsonl``."""
         step = int(line["step"])
         numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
         try:
@@ -73,7 +73,7 @@ class Trackers:
             self.board = None
 
     def close(self) -> None:
-        """Hand over the rest; a network that hangs is left after ``WAIT`` seconds."""
+        """Send the remaining lines; stop waiting for a network that hangs after ``WAIT`` seconds."""
         if self.board is not None:
             try:
                 self.board.close()
