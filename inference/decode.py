@@ -110,10 +110,10 @@ def check(args: argparse.Namespace) -> None:
     if len({short_name(name) for name in args.drafters}) < len(args.drafters):
         raise ValueError("two of the drafters have the same name, and so would their reports")
     given_sampling = [name for name in SAMPLING if getattr(args, name) is not None]
-    if args.mode == "greedy" and given_sampling:
-        raise ValueError(f"--{given_sampling[0].replace('_', '-')} needs --mode sample (or typical)")
     if args.mode != "typical" and args.epsilon is not None:
         raise ValueError("--epsilon is the threshold of --mode typical")
+    if args.mode == "greedy" and given_sampling:
+        raise ValueError(f"--{given_sampling[0].replace('_', '-')} needs --mode sample (or typical)")
     if args.mode == "typical" and args.check_lossless:
         raise ValueError("--mode typical is lossy by design, so there is nothing for --check-lossless to check")
     measured = args.report or args.check_lossless

@@ -718,6 +718,7 @@ def test_typical_says_that_it_is_lossy(drafter, prompts, tmp_path, run_main):
     "options, message",
     [
         (["--temperature", "0.5"], "--temperature needs --mode sample"),
+        (["--epsilon", "0.1"], "--epsilon is the threshold of --mode typical"),
         (["--mode", "sample", "--top-p", "1.5"], "top_p 1.5: must be above 0 and at most 1"),
         (["--mode", "typical", "--check-lossless"], "--mode typical is lossy by design"),
         (["--interactive", "--check-lossless"], "--interactive measures nothing"),
