@@ -8,6 +8,7 @@ import copy
 import difflib
 import os
 import re
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,7 +205,8 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str, overrid
         kind = shown or f", got a {type(got).__name__}"
         return f"{where}: '{field}': this is a section; write its fields below it{kind}{tail}"
     message = first["msg"].removeprefix("Value error, ")
-    return f"{where}: '{field}': {_short(message[0].lower() + message[1:], 400)}{shown}{tail}"
+    message = _short(message[0].lower() + message[1:], 400)
+    return f"{where}: '{field}': {message}{shown}{tail}" if path else f"{where}: {message}{tail}"
 
 
 def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[str] = ()) -> S:
@@ -225,7 +227,8 @@ def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[st
         raise FileNotFoundError(f"{path}: there is no such recipe{hint}")
     if os.path.isfile(path) and (size := os.path.getsize(path)) > _BYTES:
         raise ValueError(f"{path}: {size:,} bytes; no recipe is so long")
-    content = _yaml(read_text(path, "recipe"), str(path), lines=True)
+    text = read_text(path, "recipe")
+    content = _yaml(text, str(path), lines=True)
     if not isinstance(content, dict):
         raise ValueError(
             f"{path}: a recipe is a mapping of sections (run, data, optim, …), got "
@@ -236,7 +239,11 @@ def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[st
     try:
         return recipe.model_validate(content)
     except ValidationError as error:
-        raise ValueError(_explain(error, recipe, str(path), overrides)) from None
+        message = _explain(error, recipe, str(path), overrides)
+        command = re.match(r"# .*\b(\w+/\w+\.py) ", text)  # a recipe's first line
+        if command and Path(command[1]).name != Path(sys.argv[0]).name and Path(sys.argv[0]).suffix == ".py":
+            message += f" (this recipe is for {command[1]})"
+        raise ValueError(message) from None
 
 
 def _override(content: dict[str, Any], override: str, path: str) -> None:

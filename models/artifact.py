@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.utils import logging
 
 from draftsmith import __version__
 from draftsmith.common.command import first_line
@@ -84,6 +85,7 @@ def write_model(folder: Path, model: Any, tokenizer: Any, facts: Mapping[str, An
         OSError: the disk is full, or it cannot be written.
     """
     with replacing_folder(folder) as temporary:
+        logging.disable_progress_bar()  # it would only flash
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
     write_json(folder / "provenance.json", facts)

@@ -11,6 +11,7 @@ Exit codes: 0 done, 1 no answers, 2 wrong usage or bad input, or interrupted.
 
 import hashlib
 import json
+import os
 import shlex
 import sys
 import time
@@ -30,6 +31,10 @@ if __name__ == "__main__":
     before_imports(PARSER)
 
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which others import, would look for one and warn
+
 from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase
 

@@ -18,7 +18,7 @@ from draftsmith.common.sections import DrafterRecipe, Optim, R, Stage, Target
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.precision import matmul_rate
-from draftsmith.models.stored import local_folder
+from draftsmith.models.stored import resolve_folder
 from draftsmith.train import sharded
 from draftsmith.train.loop import with_precision
 from draftsmith.train.losses import LOGITS
@@ -47,8 +47,8 @@ def target_shape(target: Target, adapted: Sequence[str] = ()) -> TargetShape:
         ValueError: its config cannot be read.
     """
     try:
-        where = local_folder(target.name) or target.name  # of a Hub id only the config comes
-        config = AutoConfig.from_pretrained(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
+        folder = resolve_folder(target.name, target.revision, weights=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=target.trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=target.trust_remote_code)
     except Exception as error:  # transformers and the Hub's client raise a dozen unrelated types
@@ -133,7 +133,7 @@ def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator) 
 
 def decode_a_little(folder: Path) -> str:
     """Decode eight tokens with the exported drafter, compared with plain decoding; with the model alone, if the folder
-    holds a model. Returns what was decoded, in words.
+    holds a model. Returns what was decoded, as text.
 
     Raises:
         ValueError: they differ.

@@ -63,7 +63,7 @@ def training_seconds(
 
 
 def _step_seconds(target: Target, prompts: list[list[int]]) -> float:
-    """Of a step that decodes all these prompts: the shortest, because the first ones choose forms and make room."""
+    """Seconds of a step that decodes all these prompts: the shortest, as the first ones choose forms and allocate."""
     times: list[float] = []
 
     def note(number: int, new: list[int]) -> None:
@@ -77,8 +77,8 @@ def _step_seconds(target: Target, prompts: list[list[int]]) -> float:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Of the shortest of three runs: the first one warms up, and other work comes and goes. Random numbers that they
-    draw (dropout) are drawn again afterwards."""
+    """Seconds of the shortest of three runs: the first one warms up, and other work comes and goes. Random numbers
+    that they draw (dropout) are drawn again afterwards."""
     times: list[float] = []
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         for _ in range(3):

@@ -103,7 +103,7 @@ def _kind(folder: Path) -> str | None:
 
 
 def check(recipe: Recipe, stages: Sequence[Stage]) -> None:
-    """What a recipe names is there: data files, chat template, packages. Nothing of it is read.
+    """Check that what a recipe names exists: data files, chat template, packages. No data is read.
 
     Raises:
         FileNotFoundError, ValueError: something is missing, or the template is no template.
@@ -121,7 +121,7 @@ def check(recipe: Recipe, stages: Sequence[Stage]) -> None:
     }
     for package, field in wanted.items():
         if field and importlib.util.find_spec(package) is None:
-            raise ValueError(f"{field} needs a package more: pip install {package}")
+            raise ValueError(f"{field} needs another package: pip install {package}")
 
 
 def check_room(folder: Path, parameters: int, recipe: Recipe, stage: Stage) -> None:
@@ -176,7 +176,7 @@ def begin(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:
 
 
 def _forget(folder: Path) -> None:
-    """Delete what a run writes into its folder, nothing else, and nothing that is elsewhere."""
+    """Delete what a run writes into its folder, nothing else, and nothing outside of it."""
     written = (*_FOLDERS, *part_folders(folder))
     for name in ("checkpoints", "answers", *written):
         if (folder / name).is_symlink():

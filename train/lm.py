@@ -123,7 +123,7 @@ class Unlikelihood(Section):
 
 
 class LmStage(Stage):
-    tiny: ClassVar[dict[str, Any]] = {**Stage.tiny, "max_length": TINY_LENGTH}
+    tiny: ClassVar[dict[str, Any]] = {"max_length": TINY_LENGTH}
 
     max_length: Tokens
     unlikelihood: Unlikelihood | None = None
@@ -218,7 +218,7 @@ class LanguageModel(nn.Module):
 
 
 def repeated(tokens: Tensor, supervised: Tensor, n: int) -> Tensor:
-    """Where a continuation says an n-gram again.
+    """Positions that complete an n-gram for the second time.
 
     Args:
         tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.answers.answer` returns them.
@@ -237,7 +237,9 @@ def repeated(tokens: Tensor, supervised: Tensor, n: int) -> Tensor:
     return again
 
 
-def write_on(module: LanguageModel, tokenizer: PreTrainedTokenizerFast, ask: Unlikelihood, seed: int) -> loop.Batch:
+def write_continuations(
+    module: LanguageModel, tokenizer: PreTrainedTokenizerFast, ask: Unlikelihood, seed: int
+) -> loop.Batch:
     """Greedy continuations by the model as it is: ``written [S, T]`` and ``again [S, T]`` of :func:`repeated`."""
     source, wanted = ask.source, ask.source.answers
     assert wanted is not None
@@ -251,7 +253,7 @@ def write_on(module: LanguageModel, tokenizer: PreTrainedTokenizerFast, ask: Unl
     return {"written": rows["tokens"], "again": again}
 
 
-def begin_with(model: LlamaForCausalLM, folder: Path) -> None:
+def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
     """Copy a stored model's weights.
 
     Raises:
@@ -435,13 +437,14 @@ def continuations(
     with run.accelerator.main_process_first():
         if run.main and not (run.resume and (folder / "model.safetensors").exists()):
             seed = run.recipe.run.seed + run.recipe.stages.index(stage)
-            checkpoint.write_tensors(folder, write_on(module, tokenizer, stage.unlikelihood, seed))
+            checkpoint.write_tensors(folder, write_continuations(module, tokenizer, stage.unlikelihood, seed))
     return checkpoint.read_tensors(folder)
 
 
 def train(run: Run[LmRecipe]) -> None:
     """From the tokenizer to the exported model."""
     recipe, folder, m = run.recipe, run.folder, run.recipe.model
+    run.save_recipe()
     run.check_room(parameters_of(m))
     if recipe.init_from and not run.resume:
         check_beginning(recipe)
@@ -455,7 +458,7 @@ def train(run: Run[LmRecipe]) -> None:
     end, end_of_turn = (int(tokenizer.get_vocab()[token]) for token in (END_OF_TEXT, END_OF_TURN))
     model = LlamaForCausalLM(config_of(m, end))
     if recipe.init_from and not run.resume:
-        begin_with(model, resolve_folder(recipe.init_from))
+        load_weights(model, resolve_folder(recipe.init_from))
     if recipe.precision.gradient_checkpointing:
         loop.checkpoint_activations(model)
     module = LanguageModel(model, recipe.lookahead)

@@ -61,12 +61,10 @@ class Run(Generic[R]):
     data_sha256: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        recipe, folder = self.recipe, self.folder
+        recipe = self.recipe
         self.main = self.accelerator.is_main_process
-        if self.main:
-            write_recipe(recipe, folder / "recipe.yaml", self.command)
         self.job = loop.Job(
-            folder, self.accelerator, recipe.checkpoint, recipe.evaluate, self.resume,
+            self.folder, self.accelerator, recipe.checkpoint, recipe.evaluate, self.resume,
             [stage.name for stage in recipe.stages], recipe.precision,
         )  # fmt: skip
 
@@ -85,6 +83,11 @@ class Run(Generic[R]):
 
     # ---- before training
 
+    def save_recipe(self) -> None:
+        """Write the resolved recipe into the run's folder."""
+        if self.main:
+            write_recipe(self.recipe, self.folder / "recipe.yaml", self.command)
+
     def load_target(self) -> Target:
         """The frozen target of a :class:`DrafterRecipe`, spread over processes if the launcher says so.
 
@@ -101,6 +104,7 @@ class Run(Generic[R]):
                 t.name, revision=t.revision, dtype=t.dtype, device=str(self.accelerator.device), quantize=t.quantize,
                 trust_remote_code=t.trust_remote_code, place=place,
             )  # fmt: skip
+        self.save_recipe()
         self.job.target, self.job.dtype = target.fingerprint, t.dtype
         torch.manual_seed(recipe.run.seed)  # for the weights that the script makes next
         return target

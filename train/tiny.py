@@ -48,7 +48,9 @@ def _shrunk(value: Any) -> Any:
         return [_shrunk(entry) for entry in value]
     if not isinstance(value, Section):
         return value
-    content = {name: _shrunk(getattr(value, name)) for name in type(value).model_fields} | type(value).tiny
+    content = {name: _shrunk(getattr(value, name)) for name in type(value).model_fields}
+    for section in reversed(type(value).__mro__):  # a section has its base class's values, too
+        content |= vars(section).get("tiny", {})
     if isinstance(value, Source) and value.answers is None:
         keep = {"source": str(SAMPLES), "weight": value.weight}
         content = Source(**keep).model_dump()

@@ -29,7 +29,7 @@ class Trackers:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                raise ValueError("track.tensorboard needs a package more: pip install tensorboard") from None
+                raise ValueError("track.tensorboard needs another package: pip install tensorboard") from None
             self.board = SummaryWriter(str(folder / "tensorboard"))
         if track.wandb:
             self._start_wandb(track, folder, config)

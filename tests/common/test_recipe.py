@@ -429,3 +429,25 @@ def test_bad_input_is_one_line_and_exit_code_2(run_main, monkeypatch, tmp_path, 
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
     assert line.startswith("error: ") and message in line
+
+
+def test_the_script_of_another_recipe(run_main):
+    """The recipe's first line names its own script."""
+    from draftsmith.train import distill, lm
+
+    for main, script in ((lm.main, "train/lm.py"), (distill.main, "/anywhere/train/distill.py")):
+        code, _, err = run_main(main, ROOT / "recipes/tiny-medusa.yaml", script=script)
+        assert code == 2 and err.endswith(" (this recipe is for train/medusa.py)\n") and err.count("\n") == 1
+    code, _, err = run_main(lm.main, ROOT / "recipes/tiny-lm.yaml", "run.nam=x", script="train/lm.py")
+    assert code == 2 and "this recipe is for" not in err
+
+
+def test_a_recipe_from_before_there_were_stages(run_main, tmp_path):
+    from draftsmith.train import medusa
+
+    text = (ROOT / "recipes/tiny-medusa.yaml").read_text()
+    old = tmp_path / "old.yaml"
+    old.write_text(text[: text.index("stages:")] + "steps: 3\nbatch: {sequences: 2}\noptim: {lr: 1e-3}\n")
+    code, _, err = run_main(medusa.main, old)
+    assert code == 2 and err.startswith(f"error: {old}: steps, batch and optim belong to an entry of the list 'stages'")
+    assert err.count("\n") == 1

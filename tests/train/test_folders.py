@@ -295,12 +295,12 @@ def recipe_of(**sections):
         ({"data": {"train": [{"source": "stdlib"}], "validation": [{"source": "no.txt"}]}}, "'no.txt': there is no"),
         ({"data": {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib"}], "template": "{% if %}"}},
          "no Jinja template"),
-        ({"track": {"wandb": True}}, "track.wandb needs a package more: pip install wandb"),
-        ({"track": {"tensorboard": True}}, "track.tensorboard needs a package more: pip install tensorboard"),
+        ({"track": {"wandb": True}}, "track.wandb needs another package: pip install wandb"),
+        ({"track": {"tensorboard": True}}, "track.tensorboard needs another package: pip install tensorboard"),
         ({"stages": [{**STAGE, "optim": {"lr": 1e-3, "eight_bit": True}}]},
-         "optim.eight_bit needs a package more: pip install bitsandbytes"),
+         "optim.eight_bit needs another package: pip install bitsandbytes"),
         ({"target": {"name": "t", "quantize": "8bit"}},
-         "target.quantize needs a package more: pip install bitsandbytes"),
+         "target.quantize needs another package: pip install bitsandbytes"),
     ],
 )  # fmt: skip
 def test_what_is_missing(sections, message, monkeypatch):
