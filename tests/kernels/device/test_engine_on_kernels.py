@@ -68,7 +68,7 @@ def test_sampled_texts_are_those_of_plain_pytorch(make_target, device, monkeypat
     requests = [Request(p, 8, s, frozenset()) for p, s in zip(PROMPTS, samplings, strict=True)]
     ours = SpeculativeDecoder(target, drafter, static=True).serve(requests, 3, mode="sample")
     with monkeypatch.context() as patch:
-        for module in ("step", "cache"):
+        for module in ("runner", "cache"):
             patch.setattr(f"draftsmith.inference.{module}.why_not_triton", lambda tensor: "left out")
         patch.setattr("draftsmith.kernels.verify.why_not_triton", lambda tensor: "left out")
         plain = SpeculativeDecoder(target, drafter_of(target, "own")).serve(requests, 3, mode="sample")
