@@ -240,10 +240,18 @@ def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[st
         return recipe.model_validate(content)
     except ValidationError as error:
         message = _explain(error, recipe, str(path), overrides)
-        command = re.match(r"# .*\b(\w+/\w+\.py) ", text)  # a recipe's first line
-        if command and Path(command[1]).name != Path(sys.argv[0]).name and Path(sys.argv[0]).suffix == ".py":
-            message += f" (this recipe is for {command[1]})"
+        command = re.match(r"# .*\b(\w+)/(\w+)\.py ", text)  # a recipe's first line
+        *_, room, script = _script_of(recipe)
+        if command and command[1] == room and command[2] != script:  # other rooms' commands read all recipes
+            message += f" (this recipe is for {command[1]}/{command[2]}.py)"
         raise ValueError(message) from None
+
+
+def _script_of(recipe: type[S]) -> tuple[str, ...]:
+    """Folders and name of the file that defines a recipe class."""
+    if recipe.__module__ == "__main__":
+        return Path(sys.argv[0]).resolve().with_suffix("").parts
+    return ("", *recipe.__module__.split("."))
 
 
 def _override(content: dict[str, Any], override: str, path: str) -> None:

@@ -357,7 +357,11 @@ def check_beginning(recipe: LmRecipe) -> None:
 
 
 def check_ends(where: str, vocabulary: Collection[str]) -> None:
-    """Raises: ValueError: a tokenizer's vocabulary lacks our end tokens."""
+    """Refuse a tokenizer without our end tokens.
+
+    Raises:
+        ValueError: its vocabulary lacks one.
+    """
     missing = {END_OF_TEXT, END_OF_TURN} - set(vocabulary)
     if missing:
         raise ValueError(

@@ -146,7 +146,11 @@ class Run(Generic[R]):
         )
 
     def check_room(self, parameters: int) -> None:
-        """Raises: ValueError: the disk has no room for the checkpoints of so many parameters."""
+        """Refuse a run whose checkpoints of so many parameters do not fit on the disk.
+
+        Raises:
+            ValueError: they do not.
+        """
         if self.main:
             folders.check_room(self.folder, parameters, self.recipe, self.recipe.stages[0])
 
@@ -326,7 +330,11 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
 
 
 def _check_strategy(recipe: R) -> None:  # type: ignore[misc]
-    """Raises: ValueError: ZeRO-3 or FSDP cannot train this recipe."""
+    """Refuse a recipe that the launcher's strategy, ZeRO-3 or FSDP, cannot train.
+
+    Raises:
+        ValueError: it cannot.
+    """
     if not sharded.spreads():
         return
     if not isinstance(recipe, DrafterRecipe):

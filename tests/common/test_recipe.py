@@ -433,6 +433,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run_main, monkeypatch, tmp_path, 
 
 def test_the_script_of_another_recipe(run_main):
     """The recipe's first line names its own script."""
+    from draftsmith.data import preview
     from draftsmith.train import distill, lm
 
     for main, script in ((lm.main, "train/lm.py"), (distill.main, "/anywhere/train/distill.py")):
@@ -440,6 +441,8 @@ def test_the_script_of_another_recipe(run_main):
         assert code == 2 and err.endswith(" (this recipe is for train/medusa.py)\n") and err.count("\n") == 1
     code, _, err = run_main(lm.main, ROOT / "recipes/tiny-lm.yaml", "run.nam=x", script="train/lm.py")
     assert code == 2 and "this recipe is for" not in err
+    code, _, err = run_main(preview.main, ROOT / "recipes/tiny-medusa.yaml", "run.nam=x", script="data/preview.py")
+    assert code == 2 and "unknown key 'run.nam'" in err and "this recipe is for" not in err, "it reads all recipes"
 
 
 def test_a_recipe_from_before_there_were_stages(run_main, tmp_path):
