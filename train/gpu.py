@@ -14,8 +14,8 @@ Results: pass, fail, «cut short» (killed at its limit before it failed), «not
 part that it needs has not passed, or no time is left). A result counts as long as the sources, the device and the
 versions are the same; --again measures anew. Exit code 1: a part failed, or any part of a rehearsal did not pass.
 
-It needs a Python with torch, transformers and accelerate, not `make install`: the checkout is put on the path. Parts that
-need a package that is missing are not run.
+It needs a Python with torch, transformers and accelerate, not `make install`: the checkout is put on the path. Parts
+that need a missing package are not run.
 """
 
 import argparse
