@@ -3,6 +3,7 @@
     python inference/decode.py runs/demo --prompt 'def read_config(path):' --raw
     python inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --baseline all --check-lossless --report DIR
     python inference/decode.py runs/demo --interactive               # a conversation; with --raw each line is continued
+    python inference/decode.py runs/demo --prompts P.jsonl --live    # texts as they are decoded, in colours
     python inference/decode.py runs/demo --prompt 'import ' --raw --mode sample --temperature 0.8 --top-p 0.95 --seed 1
     python inference/decode.py runs/a runs/b --prompts P.jsonl --baseline engine        # two drafters, one table
     python inference/decode.py ngram --target models/tiny-lm --prompts P.jsonl          # drafts from the text itself
@@ -42,8 +43,9 @@ def parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="one prompt; the text is printed as it is decoded")
     what.add_argument(
-        "--prompts", type=Path, metavar="FILE.jsonl", help='lines of {"prompt": …}, {"messages": …} or {"turns": …}'
-    )
+        "--prompts", type=Path, action="append", metavar="FILE.jsonl",
+        help='lines of {"prompt": …}, {"messages": …} or {"turns": …}; several files: give --prompts for each',
+    )  # fmt: skip
     what.add_argument(
         "--interactive", action="store_true", help="a conversation; texts to continue where there is no chat template"
     )
@@ -82,6 +84,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--show", type=int, default=0, metavar="N", help="print N of the texts, drafted tokens coloured"
     )
+    parser.add_argument(
+        "--live", action="store_true", help="print each of --prompts' texts as it is decoded, and measure nothing else"
+    )
     parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.png there")
     target_options(parser)
     parser.add_argument(
@@ -119,10 +124,12 @@ def check(args: argparse.Namespace) -> None:
     measured = args.report or args.check_lossless
     if args.interactive and measured:
         raise ValueError("--interactive measures nothing; leave out --report and --check-lossless, or use --prompts")
+    if args.live and (measured or not args.prompts):
+        raise ValueError("--live prints the texts of --prompts and measures nothing; leave out --report and the like")
     if args.interactive and sys.stdin is None:
         raise ValueError("--interactive reads stdin, which is closed; use --prompt or --prompts")
-    if not args.prompts and not measured and len(args.drafters) > 1:
-        raise ValueError("--prompt and --interactive take one DRAFTER; compare several with --prompts")
+    if (args.live or not args.prompts) and not measured and len(args.drafters) > 1:
+        raise ValueError("--prompt, --interactive and --live take one DRAFTER; compare several with --prompts alone")
     if args.prompt == "":
         raise ValueError("--prompt: the text is empty; give it at least one character")
     if args.raw and args.prompts:
@@ -133,7 +140,7 @@ def check(args: argparse.Namespace) -> None:
 def main() -> None:
     args = parser().parse_intermixed_args()
     check(args)
-    given = read_prompts(args.prompts) if args.prompts else []
+    given = [prompt for path in args.prompts or [] for prompt in read_prompts(path)]
     if args.prompt is not None:
         try:
             args.prompt.encode()
@@ -146,7 +153,7 @@ def main() -> None:
     from draftsmith.inference import timing
     from draftsmith.inference.drafters.load import load_drafter
     from draftsmith.inference.engine import SpeculativeDecoder
-    from draftsmith.inference.interactive import interact, stream
+    from draftsmith.inference.interactive import interact, print_legend, stream, stream_prompts
 
     timing.sampling_of(args)  # checks the ranges
     options = target_arguments(args)
@@ -164,16 +171,20 @@ def main() -> None:
         return {"max_new_tokens": args.max_new_tokens, **timing.engine_options(args, [prompt])}
 
     if args.interactive:
-        return interact(first, engine_options, raw=args.raw)
+        return interact(first, args.drafters[0], engine_options, raw=args.raw)
     if args.prompt is not None:
         chat = target.tokenizer.chat_template and not args.raw
         given = [Prompt([{"role": "user", "content": args.prompt}] if chat else args.prompt, "--prompt")]
     prompts = encode_prompts(given, target)
+    if args.live:
+        return stream_prompts(first, args.drafters[0], given, prompts, engine_options)
     if args.prompt is not None and not args.report and not args.check_lossless:
+        print_legend(first, args.drafters[0])
         stream(first, prompts[0], engine_options(prompts[0]))
         return
 
-    reports, outputs = timing.evaluate(args.drafters, target, drafters, prompts, args)
+    kinds = [prompt.kind for prompt in given]
+    reports, outputs = timing.evaluate(args.drafters, target, drafters, prompts, args, kinds)
     shown = max(args.show, 1) if args.prompt is not None else args.show
     reporting.print_texts(target.tokenizer, prompts[:shown], outputs[0][:shown], console)
     reporting.print_table(reports, console)

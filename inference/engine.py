@@ -54,6 +54,8 @@ class Generation:
 
     tokens: new tokens, up to and including the first stop id.
     accepted: committed tokens of each step, bonus token included, after trimming; without the prefill's token.
+    drafted_by: for each token, the bits of the drafter's ``sources`` that proposed it (1 if it names none); 0 if the
+        token is the target's own.
     finish_reason: ``stop`` (a stop id or string), ``length`` (the limit) or ``context`` (the target's last position).
     drafted: number of proposed nodes, if the drafter names its ``sources``.
     proposed, accepted_from: for each source, how many nodes it proposed, and how many of these were committed; a node
@@ -62,6 +64,7 @@ class Generation:
 
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    drafted_by: list[int] = field(default_factory=list)
     finish_reason: str = ""
     drafted: int = 0
     proposed: list[int] = field(default_factory=list)
@@ -119,6 +122,7 @@ class SpeculativeDecoder:
         batch_size: int | None = None,
         instrument: bool = False,
         on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_step: Callable[[int, Generation], None] | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
         """Decode prompts with the same limits and stops. See :meth:`serve`.
@@ -145,7 +149,9 @@ class SpeculativeDecoder:
             for prompt, parameters in zip(prompts, samplings, strict=True)
         ]
         rows = max(1, len(requests)) if batch_size is None else batch_size
-        return self.serve(requests, rows, mode=mode, instrument=instrument, on_tokens=on_tokens, on_end=on_end)
+        return self.serve(
+            requests, rows, mode=mode, instrument=instrument, on_tokens=on_tokens, on_step=on_step, on_end=on_end
+        )
 
     def serve(
         self,
@@ -156,6 +162,7 @@ class SpeculativeDecoder:
         max_length: int | None = None,
         instrument: bool = False,
         on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_step: Callable[[int, Generation], None] | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
         """Decode a queue of requests, ``batch_size`` at a time; a request's result does not depend on the others.
@@ -168,6 +175,7 @@ class SpeculativeDecoder:
                 at once to compute it.
             instrument: add each phase's time to ``seconds``, waiting for the device between phases.
             on_tokens: called with (number of the request, its newly committed tokens) after each step.
+            on_step: called with (number of the request, its result so far) after each step.
             on_end: called with (number of the request, its result) when it has ended.
 
         Raises:
@@ -194,7 +202,7 @@ class SpeculativeDecoder:
         models = [self.target, *self.drafter.models]
         with torch.inference_mode(), engine_attention(models), on_device(self.target.device):
             step = self._make_step(mode, batch_size, capacity)
-            queue = _Queue(self, step, iter(requests), max_length, results, on_tokens, on_end)
+            queue = _Queue(self, step, iter(requests), max_length, results, on_tokens, on_step, on_end)
             launched: deque[tuple[ReadCommitted, list[_Text | None]]] = deque()
             try:
                 queue.fill(clock)
@@ -312,10 +320,10 @@ class _Queue:
     def __init__(
         self, decoder: SpeculativeDecoder, step: Step, waiting: Iterable[Request], max_length: int,
         results: list[Generation], on_tokens: Callable[[int, list[int]], None] | None,
-        on_end: Callable[[int, Generation], None] | None,
+        on_step: Callable[[int, Generation], None] | None, on_end: Callable[[int, Generation], None] | None,
     ) -> None:  # fmt: skip
         self.decoder, self.step, self.waiting, self.max_length = decoder, step, iter(waiting), max_length
-        self.results, self.on_tokens, self.on_end = results, on_tokens, on_end
+        self.results, self.on_tokens, self.on_step, self.on_end = results, on_tokens, on_step, on_end
         self.texts: list[_Text | None] = [None] * step.rows
         step.reset()
 
@@ -335,7 +343,7 @@ class _Queue:
                 if token < 0:
                     raise self._not_finite(text)
                 self.texts[row] = text
-                self._add(row, text, [token], step=False)
+                self._add(row, text, [token], [0], step=False)
 
     def _next_texts(self) -> list[tuple[int, _Text]]:
         """Rows and texts of new requests, for the first adjacent free rows."""
@@ -373,9 +381,10 @@ class _Queue:
                 count = values[0]
                 if count < 0:
                     raise self._not_finite(text)
-                kept = self._add(row, text, [*values[1:count], values[depth + 1]], step=True)
+                drafted_by = values[depth + 2 :][: count - 1] if self.step.num_sources else [1] * (count - 1)
+                kept = self._add(row, text, [*values[1:count], values[depth + 1]], [*drafted_by, 0], step=True)
                 if self.step.num_sources:
-                    self._count(text.result, values[depth + 2 :][: min(kept, count - 1)], *values[2 * depth + 2 :])
+                    self._count(text.result, drafted_by[:kept], *values[2 * depth + 2 :])
 
     def _count(self, result: Generation, accepted: list[int], drafted: int, *proposed: int) -> None:
         """Add a step's counts by source.
@@ -397,8 +406,8 @@ class _Queue:
         advice = "use bfloat16 or float32" if dtype == "float16" else "its weights may be damaged"
         return FloatingPointError(f"prompt {text.number + 1}: the target's logits are not finite in {dtype}; {advice}")
 
-    def _add(self, row: int, text: _Text, new: list[int], *, step: bool) -> int:
-        """Append tokens, trimmed where the text ends; returns how many were appended."""
+    def _add(self, row: int, text: _Text, new: list[int], drafted_by: list[int], *, step: bool) -> int:
+        """Append tokens and their ``drafted_by``, trimmed where the text ends; returns how many were appended."""
         result, request = text.result, text.request
         stops = self.decoder.target.stop_ids if request.stop_ids is None else request.stop_ids
         new = new[: text.limit - len(result.tokens)]
@@ -415,12 +424,15 @@ class _Queue:
                 del result.tokens[end:]
                 new = result.tokens[before:]
                 result.finish_reason = "stop"
+        result.drafted_by += drafted_by[: len(new)]
         if step:
             result.accepted.append(len(new))
         if not result.finish_reason and len(result.tokens) >= text.limit:
             result.finish_reason = "length" if text.limit == request.max_new_tokens else "context"
         if self.on_tokens:
             self.on_tokens(text.number, list(new))
+        if self.on_step:
+            self.on_step(text.number, result)
         if result.finish_reason:
             self.texts[row] = None
             self.step.end(row)

@@ -1,21 +1,23 @@
-"""One answer streamed to stdout, and --interactive: a conversation, or texts that the target continues."""
+"""Answers streamed to stdout as they are decoded, and --interactive: a conversation, or texts that are continued."""
 
 import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 from draftsmith.data.chat import encode_prompt
 from draftsmith.data.formats import Message
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
-from draftsmith.inference.terminal import console, end_text, separate_text, write_text
-from draftsmith.inference.text import TextStream, answer_text
+from draftsmith.inference.prompts import Prompt
+from draftsmith.inference.terminal import console, end_text, legend, separate_text, shows_colours, write_text
+from draftsmith.inference.text import TextStream, answer_text, visible
 
 Options = Callable[[list[int]], dict[str, Any]]  # prompt → the arguments of SpeculativeDecoder.generate beside it
-_COLOURS = "green text was drafted and accepted, the rest is the target's own"
+WARM_UP = 8  # tokens of the prompt and of the answer that are decoded before a timed answer
+SHOWN_LINES = 8  # of a prompt, above its answer
 _HELP = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 _HELP_RAW = "/exit or Ctrl-D leaves, Ctrl-C stops a text"
 
@@ -46,41 +48,86 @@ def _first_interrupt() -> Iterator[Callable[[], bool]]:
 
 def stream(
     decoder: SpeculativeDecoder, prompt: list[int], options: dict[str, Any], stopped: Callable[[], bool] | None = None
-) -> Generation:
+) -> tuple[Generation, float]:
     """Decode one prompt; write its text to stdout as it comes and a line of statistics to stderr.
 
     Args:
         options: of ``SpeculativeDecoder.generate``.
         stopped: asked after each step; the answer ends there once it returns True.
-    """
-    text, steps, written = TextStream(decoder.target.tokenizer), list[list[int]](), ""
 
-    def write(piece: str, drafted: bool) -> None:
+    Returns:
+        The result, and the seconds it took.
+    """
+    text, result, written = TextStream(decoder.target.tokenizer), Generation(), ""
+
+    def write(piece: str, drafted: int) -> None:
         nonlocal written
         write_text(piece, drafted=drafted)
         written = piece or written
 
-    def show(_: int, new: list[int]) -> None:
-        steps.append(new)
-        for place, token in enumerate(new, 1):
-            write(text.add([token]), place < len(new))  # the last token of a step is the target's own
+    shown = 0
+
+    def show(_: int, so_far: Generation) -> None:
+        nonlocal result, shown
+        result = so_far
+        for token, drafted_by in zip(result.tokens[shown:], result.drafted_by[shown:], strict=True):
+            write(text.add([token]), drafted_by)
+        shown = len(result.tokens)
         if stopped and stopped():
             raise _StoppedError
 
     began = time.perf_counter()
     try:
-        (result,) = decoder.generate([prompt], on_tokens=show, **options)
+        decoder.generate([prompt], on_step=show, **options)
     except _StoppedError:
-        result = Generation([token for new in steps for token in new], [len(new) for new in steps[1:]], "Ctrl-C")
+        result.finish_reason = "Ctrl-C"
     seconds = time.perf_counter() - began
-    write(text.end(), False)
+    write(text.end(), 0)
     end_text(written)
-    tau = sum(result.accepted) / len(result.accepted) if result.accepted else 1.0
-    console.print(
-        f"[dim]{len(result.tokens)} tokens in {seconds:.2f} s ({len(result.tokens) / seconds:.0f}/s), "
-        f"{len(result.accepted)} steps, τ {tau:.2f}, ended by {result.finish_reason}[/dim]"
-    )
-    return result
+    console.print(f"{statistics_of([result], seconds)}, ended by {result.finish_reason}", style="dim", markup=False)
+    return result, seconds
+
+
+def statistics_of(results: Sequence[Generation], seconds: float) -> str:
+    """Tokens, speed and mean accepted length of answers, in one line."""
+    tokens = sum(len(result.tokens) for result in results)
+    accepted = [length for result in results for length in result.accepted]
+    tau = sum(accepted) / len(accepted) if accepted else 1.0
+    return f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s, {len(accepted)} steps, τ {tau:.2f}"
+
+
+def stream_prompts(
+    decoder: SpeculativeDecoder, name: str, given: Sequence[Prompt], prompts: Sequence[list[int]], options: Options
+) -> None:
+    """Stream the answers to prompts one after the other, each below its prompt, then what they took together.
+
+    Args:
+        name: of the drafter.
+        prompts: token ids of ``given``.
+    """
+    short = prompts[0][:WARM_UP]
+    decoder.generate([short], **{**options(short), "max_new_tokens": WARM_UP})  # the first call allocates and tunes
+    print_legend(decoder, name)
+    results: list[Generation] = []
+    total = 0.0
+    for number, (asked, prompt) in enumerate(zip(given, prompts, strict=True)):
+        if number:
+            separate_text()
+        content = asked.content if isinstance(asked.content, str) else asked.content[-1]["content"]
+        lines = visible(content).splitlines()[-SHOWN_LINES:]
+        said = "\n".join(f"> {line}" for line in lines)
+        console.print(f"\n{said}", style="bold", markup=False)
+        result, seconds = stream(decoder, prompt, options(prompt))
+        results.append(result)
+        total += seconds
+    if len(results) > 1:
+        console.print(f"\n{len(results)} answers: {statistics_of(results, total)}", style="bold", markup=False)
+
+
+def print_legend(decoder: SpeculativeDecoder, name: str) -> None:
+    """Say what the colours mean, where there are any."""
+    if shows_colours() and decoder.drafter.max_depth:
+        console.print(legend(name, decoder.drafter.sources))
 
 
 def read_line() -> str | None:
@@ -114,11 +161,14 @@ def read_line() -> str | None:
     return line
 
 
-def interact(decoder: SpeculativeDecoder, options: Options, *, raw: bool) -> None:
+def interact(decoder: SpeculativeDecoder, name: str, options: Options, *, raw: bool) -> None:
     """Answer lines from stdin until ``/exit`` or the end of the input.
 
     With a chat template they are the user's messages of a conversation, which is rendered and prefilled anew each turn;
     without one, or with ``raw``, each line is a text of its own that the target continues.
+
+    Args:
+        name: of the drafter.
     """
     target = decoder.target
     tokenizer = target.tokenizer
@@ -126,11 +176,12 @@ def interact(decoder: SpeculativeDecoder, options: Options, *, raw: bool) -> Non
     is_chat = bool(tokenizer.chat_template) and not raw
     chat: list[Message] = []
     if is_chat:
-        start = f"A conversation with {target.name}: {_COLOURS}; /help lists the commands"
+        start = f"A conversation with {target.name}; /help lists the commands"
     else:
         why = "--raw" if raw else "the target has no chat template"
-        start = f"Each line is continued by itself ({why}): {_COLOURS}; {_HELP_RAW}"
+        start = f"Each line is continued by itself ({why}); {_HELP_RAW}"
     console.print(start, style="dim", markup=False)
+    print_legend(decoder, name)
     answers = 0
     while True:
         try:
@@ -164,6 +215,6 @@ def interact(decoder: SpeculativeDecoder, options: Options, *, raw: bool) -> Non
             separate_text()
         answers += 1
         with _first_interrupt() as stopped:
-            result = stream(decoder, prompt, options(prompt), stopped)
+            result, _ = stream(decoder, prompt, options(prompt), stopped)
         if is_chat:
             chat = [*messages, {"role": "assistant", "content": answer_text(target, result.tokens)}]

@@ -5,12 +5,17 @@ Off a terminal nothing is wrapped or coloured.
 
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from draftsmith.inference.text import visible
 
 _WIDE = 10_000  # columns: nothing is wrapped
+# Colours of drafted text, by the number of its source: name and escape code.
+COLOURS = (("green", 32), ("cyan", 36), ("magenta", 35), ("yellow", 33))
 
 
 def make_console(*, stderr: bool) -> Console:
@@ -24,16 +29,40 @@ def make_console(*, stderr: bool) -> Console:
 console = make_console(stderr=True)
 
 
-def write_text(text: str, *, drafted: bool = False) -> None:
+def shows_colours() -> bool:
+    """Whether stdout is a terminal on which :func:`write_text` colours drafted text."""
+    out = sys.stdout
+    return out is not None and out.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def legend(drafter: str, sources: Sequence[str]) -> str:
+    """What the colours of :func:`write_text` mean, in rich's markup.
+
+    Args:
+        drafter: its name, for one without sources.
+        sources: of a drafter that names them, in order.
+    """
+    names = [Path(name).name for name in sources or [drafter]]
+    said = [f"[{COLOURS[n % len(COLOURS)][0]}]drafted by {escape(name)}[/]" for n, name in enumerate(names)]
+    return f"{', '.join(said)}, the rest is the target's own"
+
+
+def write_text(text: str, *, drafted: int = 0) -> None:
     """Write a piece of a decoded text to stdout, in UTF-8. On a terminal its encoding is used, control characters are
-    made visible, and drafted text is green."""
+    made visible, and drafted text has the colour of its source.
+
+    Args:
+        drafted: bits of the sources that proposed the text, of which the lowest one gives the colour; 0: not drafted.
+    """
     out = sys.stdout
     if out is None or not text:  # stdout was closed
         return
     if out.isatty():
-        colour = drafted and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         text = visible(text)
-        out.write(f"\x1b[32m{text}\x1b[0m" if colour else text)
+        if drafted and shows_colours():
+            lowest = (drafted & -drafted).bit_length() - 1
+            text = f"\x1b[{COLOURS[lowest % len(COLOURS)][1]}m{text}\x1b[0m"
+        out.write(text)
     elif hasattr(out, "buffer"):
         out.flush()
         out.buffer.write(text.encode("utf-8", "replace"))

@@ -214,11 +214,10 @@ def test_streamed_text_is_the_text(target, capsys, cut):
     tokens = target.tokenizer(text)["input_ids"]
     tokens = tokens[: len(tokens) - cut]
 
-    def generate(prompts, on_tokens):
-        on_tokens(0, tokens[:1])
-        for start in range(1, len(tokens), 3):
-            on_tokens(0, tokens[start : start + 3])
-        return [Generation(tokens, [3] * (len(tokens) // 3), "length")]
+    def generate(prompts, on_step):
+        for end in range(1, len(tokens) + 3, 3):
+            shown = tokens[:end]
+            on_step(0, Generation(shown, [3] * (end // 3), ([0] + [1, 1, 0] * end)[: len(shown)], "length"))
 
     interactive.stream(SimpleNamespace(target=target, generate=generate), [1], {})
     out, err = capsys.readouterr()
