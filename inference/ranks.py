@@ -79,12 +79,13 @@ def head_ranks(
         on_done: called with the number of sequences done so far.
 
     Returns:
-        ``[S, T, K]`` int64: at position t, head k's rank of x_{t+k+1}; ``MAX_RANK`` if it is not among the best, −1
-        where there is no such label or where position t + 1 is no answer's token (no step begins there).
+        ``[S, T, K]`` int64: at position t, head k's rank of x_{t+k+1}; ``MAX_RANK`` if it is not among the best (nor
+        among the draft vocabulary), −1 where there is no such label or where position t + 1 is no answer's token (no
+        step begins there).
     """
     sequences, num_heads = len(tokens), heads.config.num_draft_heads
     ranks = torch.full((*tokens.shape, num_heads), -1, dtype=torch.int64)
-    top = min(MAX_RANK, heads.config.vocab_size)
+    top, draft_head = min(MAX_RANK, heads.config.outputs), heads.draft_head(target.lm_head)
     for start in range(0, sequences, batch_size):
         part = slice(start, start + batch_size)
         begins = torch.zeros_like(supervised[part])
@@ -93,8 +94,8 @@ def head_ranks(
         features = heads.features(hidden.to(heads.weight.dtype))
         labels = draft_labels(tokens[part], supervised[part], num_heads)
         for k in range(num_heads):
-            logits = (heads.head_logits(k, chunk, target.lm_head) for chunk in features[k].split(LOGITS))
-            best = torch.cat([chunk.topk(top, -1).indices.cpu() for chunk in logits])  # [P, top]
+            logits = (heads.head_logits(k, chunk, draft_head) for chunk in features[k].split(LOGITS))
+            best = torch.cat([heads.tokens(chunk.topk(top, -1).indices).cpu() for chunk in logits])  # [P, top]
             ranks[part, :, k][begins] = label_ranks(best, labels[..., k][begins])
         if on_done:
             on_done(min(start + batch_size, sequences))

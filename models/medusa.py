@@ -3,8 +3,11 @@
     head_k(h) = projection_k( ResBlock_L(… ResBlock_1(h)) ),   ResBlock(x) = x + SiLU(W x + b)
 
 W and b are initialised to zero and the projection to the target's LM head, so an untrained head equals the LM head.
+With a draft vocabulary (:mod:`draftsmith.models.vocabulary`) a head chooses among S tokens: its output i is token
+``draft_vocab[i]``, and its projection has the LM head's rows of these tokens.
 
-Shape letters: K draft heads, L layers per head, P positions, d hidden width, V vocabulary.
+Shape letters: K draft heads, L layers per head, P positions, d hidden width, V vocabulary, S draft vocabulary (V if
+there is none).
 """
 
 from collections.abc import Mapping
@@ -17,17 +20,20 @@ from torch.nn import functional as F
 
 from draftsmith.kernels.linear import apply_linear, choose, linear
 from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import check_draft_vocab
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """The shape of a set of heads. ``projection``: a V × d matrix per head (own), or the target's LM head (shared)."""
+    """The shape of a set of heads. ``projection``: an S × d matrix per head (own), or the target's LM head (shared).
+    ``draft_vocab_size``: S; None: all of V."""
 
     num_draft_heads: int
     num_layers: int
     projection: Literal["own", "shared"]
     hidden_size: int
     vocab_size: int
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_draft_heads", "num_layers", "hidden_size", "vocab_size"):
@@ -36,6 +42,17 @@ class MedusaConfig:
                 raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
         if not isinstance(self.projection, str) or self.projection not in ("own", "shared"):
             raise ValueError(f"field 'projection' is {self.projection!r}; it has to be 'own' or 'shared'")
+        draft = self.draft_vocab_size
+        if draft is not None and (type(draft) is not int or not 0 < draft <= self.vocab_size):
+            raise ValueError(
+                f"field 'draft_vocab_size' is {draft!r}; it has to be a whole number from 1 to the target's "
+                f"{self.vocab_size}, or null for all"
+            )
+
+    @property
+    def outputs(self) -> int:
+        """S: the number of tokens that a head chooses from."""
+        return self.draft_vocab_size or self.vocab_size
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,8 +68,10 @@ class MedusaHeads(nn.Module):
     """All K heads, with stacked weights, so that one batched product computes all of them.
 
     Parameters: ``weight [L, K, d, d]`` and ``bias [L, K, 1, d]`` (x @ weight + bias), and for ``own`` projections
-    ``projection [K, V, d]``.
+    ``projection [K, S, d]``. Buffer: ``draft_vocab [S]`` int64, ascending ids of the target, or None.
     """
+
+    draft_vocab: Tensor | None
 
     def __init__(self, config: MedusaConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -62,36 +81,55 @@ class MedusaHeads(nn.Module):
         self.bias = nn.Parameter(torch.zeros(layers, k, 1, d, dtype=dtype))
         self.projection: nn.Parameter | None = None
         if config.projection == "own":
-            self.projection = nn.Parameter(torch.empty(k, config.vocab_size, d, dtype=dtype))
+            self.projection = nn.Parameter(torch.empty(k, config.outputs, d, dtype=dtype))
+        draft_vocab = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
+        self.register_buffer("draft_vocab", draft_vocab)
 
     @classmethod
     def for_target(
-        cls, target: Target, num_draft_heads: int, num_layers: int, projection: Literal["own", "shared"]
-    ) -> "MedusaHeads":
-        """Untrained heads for a target: each equals its LM head.
+        cls, target: Target, num_draft_heads: int, num_layers: int, projection: Literal["own", "shared"],
+        draft_vocab_size: int | None = None,
+    ) -> "MedusaHeads":  # fmt: skip
+        """Untrained heads for a target: each equals its LM head. A draft vocabulary is the first ids, until
+        :meth:`draft_from` is called.
 
         Raises:
-            ValueError: the LM head has a bias, which a head's own projection lacks.
+            ValueError: the LM head has a bias, which a head's own projection lacks; or the draft vocabulary is larger
+                than the target's.
         """
         if projection == "own" and getattr(target.lm_head, "bias", None) is not None:
             raise ValueError(f"target '{target.name}': its LM head has a bias; use drafter.projection=shared")
-        config = MedusaConfig(num_draft_heads, num_layers, projection, target.hidden_size, target.vocab_size)
+        width, vocab_size = target.hidden_size, target.vocab_size
+        config = MedusaConfig(num_draft_heads, num_layers, projection, width, vocab_size, draft_vocab_size)
         heads = cls(config).to(target.device)
-        if heads.projection is not None:
-            with torch.no_grad():
-                weight = cast(nn.Linear, target.lm_head).weight
-                heads.projection.copy_(weight.float().expand_as(heads.projection))
+        heads._start_projection(target)
         return heads
+
+    @torch.no_grad()
+    def _start_projection(self, target: Target) -> None:
+        """Give each head's own projection the LM head's rows."""
+        if self.projection is not None:
+            weight = cast(nn.Linear, target.lm_head).weight
+            rows = weight if self.draft_vocab is None else weight[self.draft_vocab]
+            self.projection.copy_(rows.float().expand_as(self.projection))
+
+    def draft_from(self, ids: Tensor, target: Target) -> None:
+        """Set the draft vocabulary, ``[S]`` int64 ascending, of untrained heads."""
+        assert self.draft_vocab is not None
+        self.draft_vocab.copy_(ids)
+        self._start_projection(target)
 
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "MedusaHeads":
         """Heads from a drafter folder's config and weights.
 
         Raises:
-            ValueError: a key is missing, unknown or of another shape.
+            ValueError: a key is missing, unknown or of another shape, or the draft vocabulary is none of the target's.
         """
+        names = [name for name in MedusaConfig.__dataclass_fields__ if name != "draft_vocab_size"]
         try:
-            shape = MedusaConfig(**{name: config[name] for name in MedusaConfig.__dataclass_fields__})
+            draft_vocab_size = config.get("draft_vocab_size")  # older artifacts have none
+            shape = MedusaConfig(**{name: config[name] for name in names}, draft_vocab_size=draft_vocab_size)
             with torch.device("meta"):  # no memory is allocated before the shapes are checked against the file
                 promised = cls(shape).state_dict()
         except KeyError as missing:
@@ -104,6 +142,10 @@ class MedusaHeads(nn.Module):
         stored = {name: tuple(w.shape) for name, w in weights.items()}
         if expected != stored:
             raise ValueError(f"{where}/model.safetensors: its tensors are {stored}, config.json promises {expected}")
+        if shape.draft_vocab_size is not None:
+            check_draft_vocab(
+                weights["draft_vocab"], shape.draft_vocab_size, shape.vocab_size, f"{where}/model.safetensors"
+            )
         heads = cls(shape)
         heads.load_state_dict(dict(weights))
         return heads.eval().requires_grad_(False)
@@ -116,23 +158,60 @@ class MedusaHeads(nn.Module):
         return x
 
     def projections(self, lm_head: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
-        """Each head's matrix ``[V, d]`` and bias ``[V]``. One ``unbind`` serves all heads, so that its gradient is one
-        tensor; indexing would make a tensor of that size per head."""
+        """Each head's matrix ``[S, d]`` and bias ``[S]``, from the target's LM head. One ``unbind`` serves all heads,
+        so that its gradient is one tensor; indexing would make a tensor of that size per head."""
         if self.projection is None:
             shared = cast(nn.Linear, lm_head)
-            return [(shared.weight, shared.bias)] * self.config.num_draft_heads
+            weight, bias = shared.weight, shared.bias
+            if self.draft_vocab is not None:
+                weight, bias = weight[self.draft_vocab], None if bias is None else bias[self.draft_vocab]
+            return [(weight, bias)] * self.config.num_draft_heads
         return [(matrix, None) for matrix in self.projection.unbind(0)]
 
-    def head_logits(self, head: int, feature: Tensor, lm_head: nn.Module) -> Tensor:
-        """The logits of one head from its feature: ``[P, d] → [P, V]``."""
-        return _project(feature, lm_head) if self.projection is None else linear(feature, self.projection[head])
+    def draft_head(self, lm_head: nn.Module) -> nn.Module:
+        """What a shared projection multiplies by: the target's LM head itself, or with a draft vocabulary a frozen copy
+        of its rows. Make it once: :meth:`head_logits` and :meth:`logits` take it.
 
-    def logits(self, hidden: Tensor, lm_head: nn.Module, heads: int | None = None) -> Tensor:
-        """The logits of the first ``heads`` heads (all if left out): ``[P, d] → [K, P, V]``."""
+        Raises:
+            ValueError: the LM head is quantised, so that its rows cannot be taken.
+        """
+        if self.draft_vocab is None or self.projection is not None:
+            return lm_head
+        from accelerate.utils import align_module_device  # only where rows are taken
+
+        with torch.no_grad(), align_module_device(lm_head):  # an offloaded one comes back for this
+            weight, bias = cast(nn.Linear, lm_head).weight, cast(nn.Linear, lm_head).bias
+            if not weight.is_floating_point():
+                raise ValueError(
+                    "the target's LM head is quantised, and a draft vocabulary takes its rows; load it whole"
+                )
+            ids = self.draft_vocab.to(weight.device)
+            rows = nn.Linear(weight.shape[1], len(ids), bias is not None, device="meta").requires_grad_(False)
+            rows.weight = nn.Parameter(weight[ids].to(self.draft_vocab.device), requires_grad=False)
+            if bias is not None:
+                rows.bias = nn.Parameter(bias[ids].to(self.draft_vocab.device), requires_grad=False)
+        return rows
+
+    def head_logits(self, head: int, feature: Tensor, draft_head: nn.Module) -> Tensor:
+        """The logits of one head from its feature: ``[P, d] → [P, S]``. ``draft_head``: :meth:`draft_head`'s."""
+        return self._shared(feature, draft_head) if self.projection is None else linear(feature, self.projection[head])
+
+    def logits(self, hidden: Tensor, draft_head: nn.Module, heads: int | None = None) -> Tensor:
+        """The logits of the first ``heads`` heads (all if left out): ``[P, d] → [K, P, S]``. ``draft_head``:
+        :meth:`draft_head`'s."""
         features = self.features(hidden, heads)
         if self.projection is None:
-            return _project(features, lm_head)
+            return self._shared(features, draft_head)
         own = self.projection[: len(features)]
         if len(own) and choose(features.shape[1], own[0].t()) != "blas":  # separate products are faster on this machine
             return torch.stack([linear(*pair) for pair in zip(features, own, strict=True)])
         return features @ own.transpose(1, 2)
+
+    def _shared(self, features: Tensor, draft_head: nn.Module) -> Tensor:
+        logits = _project(features, draft_head)
+        assert logits.shape[-1] == self.config.outputs, "these are the LM head's logits; draft_head takes its rows"
+        return logits
+
+    def tokens(self, places: Tensor) -> Tensor:
+        """The target's token ids of outputs of the heads, of any shape."""
+        return places if self.draft_vocab is None else self.draft_vocab[places]

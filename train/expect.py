@@ -36,7 +36,9 @@ def training_seconds(
     if sum(p.numel() for p in target.model.parameters()) > SMALL or ask.prompt_tokens + ask.new_tokens > room:
         return None
     rows, length = min(ask.batch_size, ask.prompts, DECODED), ask.prompt_tokens + ask.new_tokens
-    tokens = torch.randint(target.vocab_size, (max(rows, ROWS), length), generator=torch.Generator().manual_seed(0))
+    # Before the rows are read, a draft vocabulary is the first ids, and nearly all labels are inside of one.
+    vocabulary = getattr(recipe.drafter, "draft_vocab_size", None) or target.vocab_size
+    tokens = torch.randint(vocabulary, (max(rows, ROWS), length), generator=torch.Generator().manual_seed(0))
     supervised = torch.zeros(tokens.shape, dtype=torch.bool)
     supervised[:, ask.prompt_tokens :] = True
     halfway = ask.prompt_tokens + ask.new_tokens // 2  # a step takes longer the more it looks back on

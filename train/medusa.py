@@ -7,12 +7,13 @@
     Medusa-2   then both train together: L_LM + λ0 · L_heads, the target by LoRA (a stage with a section ``joint``)
 
 The checkpoint with the highest simulated τ on held-out rows is exported. Then: inference/calibrate.py,
-inference/decode.py. Shape letters: B batch, T tokens, d hidden width.
+inference/decode.py. Shape letters: B batch, T tokens, d hidden width, V vocabulary, S draft vocabulary.
 """
 
 import copy
+from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
 
@@ -29,17 +30,21 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, Layers, Stage
+from draftsmith.common.sections import DrafterRecipe, Layers, Positive, Stage
+from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.ranks import best_tree, head_ranks, simulate
 from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import check_draft_vocab, coverage, coverage_by_size, most_frequent, places
+from draftsmith.train import checkpoint
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.joint import Joint, add_adapters, cross_entropy, divergence, drift, export_target, guarded
-from draftsmith.train.loop import Batch
+from draftsmith.train.loop import Batch, console
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
+from draftsmith.train.samples import Batches
 
 SIMULATED_NODES = 16  # size of the tree whose τ chooses the best checkpoint
 FACTS = ("simulated_tau", "kl", "perplexity", "original_perplexity", "perplexity_ratio")  # for provenance.json
@@ -49,6 +54,10 @@ class Heads(Section):
     num_draft_heads: Layers = 5
     num_layers: Layers = 1
     projection: Literal["own", "shared"] = "own"
+    draft_vocab_size: Positive | None = Field(
+        default=None,
+        description="draft only the most frequent tokens of the training rows' answers, so many; null: all tokens",
+    )
 
 
 class MedusaStage(Stage):
@@ -67,6 +76,11 @@ class MedusaRecipe(DrafterRecipe):
         if any(stage.joint for stage in self.stages[:-1]):
             raise ValueError(
                 "stages: a joint stage has to be the last one: the heads cannot train on a target that moved"
+            )
+        if self.drafter.draft_vocab_size and any(source.streaming for source in self.data.train):
+            raise ValueError(
+                "drafter.draft_vocab_size: its tokens are counted over all training rows, and a streamed source has no "
+                "end; drop one"
             )
         if self.precision.gradient_checkpointing and not joint:
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
@@ -101,10 +115,12 @@ class Medusa1(nn.Module):
         return self
 
     def labels(self, batch: Batch) -> list[Tensor]:
-        """Per head ``[B, T]``: head k reads position t and predicts x_{t+k+1}."""
+        """Per head ``[B, T]``: head k reads position t and predicts x_{t+k+1}. With a draft vocabulary a label is the
+        token's place in it, and a token outside is no label."""
         tokens, supervised, segment = batch["tokens"], batch["supervised"], batch.get("segment")
-        heads = self.heads.config.num_draft_heads
-        return [shifted_labels(tokens, supervised, k + 1, segment) for k in range(1, heads + 1)]
+        heads, ids = self.heads.config.num_draft_heads, self.heads.draft_vocab
+        labels = [shifted_labels(tokens, supervised, k + 1, segment) for k in range(1, heads + 1)]
+        return labels if ids is None else [places(each, ids, outside=-100) for each in labels]
 
     def count(self, batch: Batch) -> Tensor:
         """Labels of each head."""
@@ -202,9 +218,11 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
     d, joint = recipe.drafter, recipe.stages[-1].joint
     shape = target_shape(recipe.target, joint.lora.modules if joint else ())
     with torch.device("meta"):
-        config = MedusaConfig(d.num_draft_heads, d.num_layers, d.projection, shape.hidden_size, shape.vocab_size)
+        config = MedusaConfig(
+            d.num_draft_heads, d.num_layers, d.projection, shape.hidden_size, shape.vocab_size, d.draft_vocab_size
+        )
         own = sum(p.numel() for p in MedusaHeads(config).parameters())
-    projected = d.num_draft_heads * shape.hidden_size * shape.vocab_size if d.projection == "shared" else 0
+    projected = d.num_draft_heads * shape.hidden_size * config.outputs if d.projection == "shared" else 0
     found = [Plan.of(recipe, stage, shape, own, projected) for stage in recipe.stages]
     if joint:
         trained, passes = own + joint.lora.r * shape.rank, 3 if joint.loss == "kl" else 2  # the teacher's, backward
@@ -212,16 +230,81 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
     return found
 
 
+VOCABULARY = "draft_vocab"  # folder of the run: the draft vocabulary that it began with
+
+
+def begun_vocabulary(run: Run[MedusaRecipe], size: int | None, vocab_size: int) -> Tensor | None:
+    """The draft vocabulary that a resumed run began with: ``[S]`` int64, or None.
+
+    Raises:
+        ValueError: it has another size than the recipe's, or is damaged.
+    """
+    folder = run.folder / VOCABULARY
+    ids = checkpoint.read_tensors(folder).get("ids", torch.empty(0)) if folder.exists() else None
+    if (began := None if ids is None else len(ids)) != size:
+        raise ValueError(
+            f"{run.folder}: it began with drafter.draft_vocab_size={began or 'null'}, not {size or 'null'}; set it "
+            "back, or --restart"
+        )
+    if ids is not None:
+        check_draft_vocab(ids, len(ids), vocab_size, f"{folder}/model.safetensors")
+    return ids
+
+
+def choose_vocabulary(
+    run: Run[MedusaRecipe], heads: MedusaHeads, begun: Tensor | None, target: Target, rows: Sequence[Batches]
+) -> dict[str, Any]:
+    """Give the heads their draft vocabulary: that of the resumed run (``begun``) or of the drafter that they began
+    from, else the most frequent tokens of the training rows' answers. Prints what it covers.
+
+    Returns:
+        For provenance.json: the size and the coverage of training and held-out labels, also by other sizes.
+    """
+    assert heads.draft_vocab is not None
+    train = torch.zeros(target.vocab_size, dtype=torch.int64)
+    for part in rows:
+        assert isinstance(part, Rows)
+        labels = torch.from_numpy(part.samples.tokens[part.samples.supervised])
+        train += torch.bincount(labels, minlength=target.vocab_size)
+    held_out = torch.bincount(run.held_out["tokens"][run.held_out["supervised"]], minlength=target.vocab_size)
+    if begun is not None:
+        heads.draft_from(begun, target)
+    elif not run.recipe.init_from:
+        heads.draft_from(most_frequent(train, heads.config.outputs), target)
+    ids = heads.draft_vocab.cpu()
+    if run.main and begun is None:
+        checkpoint.write_tensors(run.folder / VOCABULARY, {"ids": ids})
+    shares = [round(coverage(counts, ids), 4) for counts in (train, held_out)]
+    others = {size: [round(share, 4) for share in pair] for size, pair in coverage_by_size(train, held_out).items()}
+    others.pop(len(ids), None)
+    console.print(
+        f"draft vocabulary: {len(ids):,} of {target.vocab_size:,} tokens cover {shares[0]:.2%} of the training labels "
+        f"and {shares[1]:.2%} of the held-out ones"
+    )
+    if others:
+        listed = ", ".join(f"{size:,}: {a:.2%} and {b:.2%}" for size, (a, b) in others.items())
+        console.print(f"  other sizes (drafter.draft_vocab_size) {listed}")
+    return {"draft_vocabulary": {"size": len(ids), "train": shares[0], "held_out": shares[1], "others": others}}
+
+
 def train(run: Run[MedusaRecipe]) -> None:
     """From the target to the exported drafter."""
-    recipe, d = run.recipe, run.recipe.drafter
+    recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
     target = run.load_target()
-    heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection)
+    size = d.draft_vocab_size
+    if size and run.small:
+        size = min(size, target.vocab_size // 2)  # a tiny target has fewer tokens
+    begun = begun_vocabulary(run, size, target.vocab_size) if run.resume else None
+    heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection, size)
     run.start_weights(heads, target)
+    if size and recipe.init_from and heads.draft_vocab is not None:
+        check_draft_vocab(heads.draft_vocab, size, target.vocab_size, f"init_from={recipe.init_from}")
     module: Medusa1 = Medusa1(target, heads)
     if not recipe.stages[0].joint:
         run.estimate(target, module, partial(evaluate, run))
     rows = run.read_rows(target)
+    if size is not None:
+        facts = choose_vocabulary(run, heads, begun, target, rows)
     frozen = any(not stage.joint for stage in recipe.stages if stage.name in run.remaining)
     inputs = run.with_hidden(target, rows) if frozen else rows
     for stage in recipe.stages:
@@ -236,7 +319,8 @@ def train(run: Run[MedusaRecipe]) -> None:
         tree = best_tree(head_ranks(target, heads, run.held_out["tokens"], run.held_out["supervised"]), SIMULATED_NODES)
     if recipe.stages[-1].joint and run.main:
         export_target(recipe, target)
-    run.export(heads.config.to_dict(), heads.state_dict(), target, {n: found[n] for n in FACTS if n in found}, tree)
+    facts |= {name: found[name] for name in FACTS if name in found}
+    run.export(heads.config.to_dict(), heads.state_dict(), target, facts, tree)
 
 
 SCRIPT = Script("medusa", MedusaRecipe, train, plans)

@@ -1,6 +1,7 @@
 """Medusa as a drafter: all heads read one hidden state and fill a fixed tree of ranks (arXiv 2401.10774 §2.1).
 
-Shape letters: B rows, K heads, R ranks kept per head, N nodes, d hidden width, V vocabulary.
+Shape letters: B rows, K heads, R ranks kept per head, N nodes, d hidden width, V vocabulary, S draft vocabulary (V if
+there is none).
 """
 
 import itertools
@@ -58,7 +59,7 @@ class MedusaDrafter(Drafter):
     ) -> None:  # fmt: skip
         _check_topology(topology, heads.config)
         self.heads = heads.to(target.device, target.dtype)
-        self.lm_head = target.lm_head
+        self.draft_head = heads.draft_head(target.lm_head)
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
         self.topology, self.acceptances, self.device = topology, acceptances, target.device
@@ -66,10 +67,10 @@ class MedusaDrafter(Drafter):
         self.greedy = self.sampled = self._shape(range(len(topology.paths)))
         # If all heads share a plain matrix, a kernel finds their best tokens without storing the logits.
         self.shared_matrix: Tensor | None = None
-        lm_head, ranks = target.lm_head, topology.max_rank + 1
-        plain = type(lm_head) is torch.nn.Linear and lm_head.bias is None and not target.spread
+        head, ranks, spread = self.draft_head, topology.max_rank + 1, target.spread and heads.draft_vocab is None
+        plain = type(head) is torch.nn.Linear and head.bias is None and not spread
         if plain and heads.projection is None and 0 < ranks <= MAX_COUNT and why_not_triton(self.greedy.choice) is None:
-            self.shared_matrix = cast(Tensor, lm_head.weight)
+            self.shared_matrix = cast(Tensor, head.weight)
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         self.deepest = max_depth
@@ -107,13 +108,14 @@ class MedusaDrafter(Drafter):
         if not len(shape.choice):
             return shape.tree.fill(state.root[:, None], acceptance=acceptance)
         best = self._best(state.feature, shape).transpose(0, 1).flatten(1)  # [B, K·R]
-        tokens = torch.cat([state.root[:, None], best.index_select(1, shape.choice)], 1)
+        drafts = self.heads.tokens(best.index_select(1, shape.choice))  # [B, N − 1]
+        tokens = torch.cat([state.root[:, None], drafts], 1)
         return shape.tree.fill(tokens, acceptance=acceptance)
 
     def _best(self, feature: Tensor, shape: _Shape) -> Tensor:
-        """The R most likely tokens of each head: ``[B, d] → [K, B, R]``."""
+        """The places of the R most likely tokens of each head: ``[B, d] → [K, B, R]``, 0 … S − 1."""
         if self.shared_matrix is None:
-            return self.heads.logits(feature, self.lm_head, shape.depth).topk(shape.ranks, -1).indices
+            return self.heads.logits(feature, self.draft_head, shape.depth).topk(shape.ranks, -1).indices
         features = self.heads.features(feature, shape.depth)
         ids = head_topk(features.flatten(0, 1), self.shared_matrix, shape.ranks)[1]
         return ids.unflatten(0, features.shape[:2])
@@ -124,8 +126,8 @@ def _check_topology(topology: Topology, config: MedusaConfig, where: str = "") -
         raise ValueError(
             f"{where}the tree is {topology.max_depth} deep, but there are {config.num_draft_heads} draft heads"
         )
-    if topology.max_rank >= config.vocab_size:
-        raise ValueError(f"{where}the tree asks for rank {topology.max_rank} of a vocabulary of {config.vocab_size}")
+    if topology.max_rank >= config.outputs:
+        raise ValueError(f"{where}the tree asks for rank {topology.max_rank} of a vocabulary of {config.outputs}")
 
 
 # ---- the family, as inference/drafters/load.py describes it

@@ -1,0 +1,73 @@
+"""Draft vocabularies: the S token ids that a drafter chooses its drafts from, of the target's V.
+
+A drafter's projection then has S rows instead of V, and its output i is token ``ids[i]``. The ids are the most frequent
+ones of the target's own answers (VocabTrim, arXiv 2506.22694; FR-Spec, arXiv 2502.14856, counts a general corpus). The
+target verifies over all V tokens, so the output stays exact: a token outside is never drafted, only written.
+
+Shape letters: V vocabulary of the target, S draft vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SIZES = (2048, 4096, 8192, 16384, 32768)  # whose coverage is reported beside the chosen one's
+
+
+def most_frequent(counts: Tensor, size: int) -> Tensor:
+    """The ids of the ``size`` highest counts, equal counts by the lower id.
+
+    Args:
+        counts: ``[V]`` int64.
+        size: S, at most V.
+
+    Returns:
+        ``[S]`` int64, ascending.
+    """
+    assert 0 < size <= len(counts)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def coverage(counts: Tensor, ids: Tensor) -> float:
+    """The share of counted tokens that are among ``ids``. ``counts [V]``, ``ids [S]``; 0 if nothing was counted."""
+    return int(counts[ids].sum()) / max(1, int(counts.sum()))
+
+
+def coverage_by_size(train: Tensor, held_out: Tensor, sizes: Sequence[int] = SIZES) -> dict[int, tuple[float, float]]:
+    """What other draft vocabularies would cover of the training and the held-out labels, by size; sizes that are not
+    below V are left out. ``train``, ``held_out``: counts ``[V]``; the ids are chosen by the former."""
+    chosen = {size: most_frequent(train, size) for size in sizes if size < len(train)}
+    return {size: (coverage(train, ids), coverage(held_out, ids)) for size, ids in chosen.items()}
+
+
+def places(tokens: Tensor, ids: Tensor, outside: int) -> Tensor:
+    """The place of each token in a draft vocabulary.
+
+    Args:
+        tokens: ``[…]`` int64 ids of the target; negative ones are outside.
+        ids: ``[S]`` int64, ascending, on the same device.
+
+    Returns:
+        ``[…]`` int64; ``outside`` where the token is not among ``ids``.
+    """
+    place = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
+    return torch.where(ids[place] == tokens, place, outside)
+
+
+def check_draft_vocab(ids: Tensor, size: int, vocab_size: int, where: str) -> None:
+    """Refuse a map that is not ``size`` ascending ids of the target.
+
+    Raises:
+        ValueError: another size or dtype, ids that repeat, do not ascend, or are not the target's.
+    """
+    if ids.shape != (size,) or ids.dtype not in (torch.int32, torch.int64):
+        dtype = str(ids.dtype).removeprefix("torch.")
+        wrong = f"is {list(ids.shape)} of {dtype}; draft_vocab_size={size} needs [{size}] of int64 or int32"
+    elif (ids[1:] <= ids[:-1]).any():
+        wrong = "does not ascend, or holds an id twice; fetch or train the drafter again"
+    elif int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        wrong = f"holds ids from {int(ids[0])} to {int(ids[-1])}; the target's are 0 to {vocab_size - 1}"
+    else:
+        return
+    raise ValueError(f"{where}: 'draft_vocab' {wrong}")
