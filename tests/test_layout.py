@@ -143,7 +143,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     """Built from a copy, so that no stale build folder helps and none is left."""
     copy = tmp_path_factory.mktemp("source")
     for folder in (*ROOMS, "recipes"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "smollm2"))
     for file in ("pyproject.toml", "__init__.py", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / file, copy)
     build = "import setuptools.build_meta as b; print(b.build_wheel('dist'))"
@@ -155,7 +155,13 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
 def test_wheel_holds_every_file(wheel):
     wanted = {"__init__.py", *(p.relative_to(ROOT).as_posix() for room in ROOMS for p in modules(room))}
     wanted |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "recipes").rglob("*.yaml")}
-    data = ["models/tiny-lm/*", "recipes/templates/*", "recipes/schema/*", "data/samples.jsonl"]
+    data = [
+        "models/tiny-lm/*",
+        "models/requirements.txt",
+        "recipes/templates/*",
+        "recipes/schema/*",
+        "data/samples.jsonl",
+    ]
     wanted |= {p.relative_to(ROOT).as_posix() for pattern in data for p in ROOT.glob(pattern)}
     packed = {n.removeprefix("draftsmith/") for n in wheel.namelist() if n.startswith("draftsmith/")}
     assert packed == wanted
