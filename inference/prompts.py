@@ -20,10 +20,12 @@ class Prompt:
     """A prompt as raw text, or as chat messages for the target's template.
 
     where: the file and line it came from, or the option, for errors.
+    kind: the kind of text (code, writing, …) by which reports group their figures, if the row has a field ``kind``.
     """
 
     content: str | list[Message]
     where: str = field(default="prompt", compare=False)
+    kind: str | None = None
 
     def encode(self, target: "Target") -> list[int]:
         """The token ids, as :func:`draftsmith.data.chat.encode_prompt` says.
@@ -61,7 +63,7 @@ def encode_prompts(prompts: Sequence[Prompt], target: "Target") -> list[list[int
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts from JSON lines, whose formats :func:`draftsmith.data.formats.read_prompt` reads. A ``prompt`` that is a
     text is raw text; of ``turns`` the first is the user's message; the last message of a conversation is left out if it
-    is the assistant's, the answer that is asked for.
+    is the assistant's, the answer that is asked for. A text in ``kind`` names the kind of text.
 
     Raises:
         FileNotFoundError, ValueError: no such file, a line that asks nothing (its number is named), or no line.
@@ -70,8 +72,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     for number, line in enumerate(read_text(path, "prompts file").split("\n"), 1):  # splitlines() cuts at U+2028, too
         if line.strip():
             where = f"{path}:{number}"
+            row = parse_json(line, where)
             try:
-                content = read_prompt(parse_json(line, where))
+                content = read_prompt(row)
             except UnusableRow as error:
                 raise ValueError(f"{where}: {error}") from None
             if isinstance(content, Turns):
@@ -80,7 +83,8 @@ def read_prompts(path: Path) -> list[Prompt]:
                 content = content[:-1]
             if not content:
                 raise ValueError(f"{where}: no message but one of the assistant; the user has to ask something")
-            prompts.append(Prompt(content, where))
+            kind = row.get("kind")
+            prompts.append(Prompt(content, where, kind if isinstance(kind, str) and kind else None))
     if not prompts:
         raise ValueError(f'{path}: holds no prompt; write {{"prompt": "…"}} or {{"messages": […]}} on each line')
     return prompts

@@ -1,5 +1,6 @@
 """Reports: the figures of a run as JSON (the field names are stable), a table, coloured text and a plot."""
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,18 +23,52 @@ SPEEDUPS = {
     "transformers": "speedup_vs_transformers",
     "prompt_lookup": "speedup_vs_prompt_lookup",
 }
-LOOP = 8  # length of a repeated n-gram that counts as the beginning of a loop
+OTHER = "other"  # the kind of prompts without one, where others have one
+REPEAT = 8  # length of the repeated n-gram at which ``repetition`` ends its count
+SHOWN_DEPTHS = 6  # of the acceptance of each kind of text, in the table
+LONGEST_PERIOD, PERIODS, LOOP_TOKENS = 64, 3, 32  # of a loop: at most; at least; at least
 
 
-def loop_begins(tokens: Sequence[int]) -> int:
+def first_repeat(tokens: Sequence[int]) -> int:
     """The number of tokens before the end of the first repeated 8-gram; all of them if there is none."""
     seen: set[tuple[int, ...]] = set()
-    for end in range(LOOP, len(tokens) + 1):
-        gram = tuple(tokens[end - LOOP : end])
+    for end in range(REPEAT, len(tokens) + 1):
+        gram = tuple(tokens[end - REPEAT : end])
         if gram in seen:
             return end - 1
         seen.add(gram)
     return len(tokens)
+
+
+def loop_begins(tokens: Sequence[int]) -> int:
+    """The number of tokens before the first loop, all of them if there is none.
+
+    A loop is a stretch of at least 32 tokens that repeats a period of at most 64 tokens, at least three times in a row.
+    Its first period is new text: the loop begins with the second one.
+    """
+    begins = len(tokens)
+    for period in range(1, min(LONGEST_PERIOD, len(tokens) // PERIODS) + 1):
+        needed = max(PERIODS * period, LOOP_TOKENS) - period  # tokens in a row that equal those one period before
+        equal = 0
+        for place in range(period, len(tokens)):
+            equal = equal + 1 if tokens[place] == tokens[place - period] else 0
+            if equal == needed:
+                begins = min(begins, place + 1 - needed)
+                break
+    return begins
+
+
+def _accepted_before(results: Sequence[Generation], ends: Sequence[int]) -> tuple[int, int]:
+    """Committed tokens, and number, of the steps that end within the first ``ends`` tokens of each answer."""
+    tokens = steps = 0
+    for result, end in zip(results, ends, strict=True):
+        reached = 1  # the prefill's token
+        for length in result.accepted:
+            reached += length
+            if reached > end:
+                break
+            tokens, steps = tokens + length, steps + 1
+    return tokens, steps
 
 
 def repeated_rate(tokens: Sequence[int], n: int = 4) -> tuple[int, int]:
@@ -47,22 +82,21 @@ def acceptance(
 ) -> dict[str, Any]:
     """The report's fields about acceptance. τ counts the bonus token, not the prefill's; that of plain decoding is 1.
 
+    ``loops`` has the number of tokens before the first loop of an answer (:func:`loop_begins`), and τ over the steps
+    that end before it. ``repetition`` has τ up to the first repeated 8-gram, which need not begin a loop.
+
     Args:
+        results: at least one.
         sources: of a drafter that counts its nodes by source; without them, every step proposed ``num_nodes`` − 1.
     """
     lengths = [length for result in results for length in result.accepted]
     steps = len(lengths)
     per_position = [sum(length > place for length in lengths) for place in range(1, max_depth + 1)]
-    before = Counter[str]()
+    unrepeated, unrepeated_steps = _accepted_before(results, [first_repeat(result.tokens) for result in results])
+    ends = [loop_begins(result.tokens) for result in results]
+    before_loop, steps_before_loop = _accepted_before(results, ends)
     repeats = Counter[str]()
     for result in results:
-        end = loop_begins(result.tokens)
-        reached = 1  # the prefill's token
-        for length in result.accepted:
-            reached += length
-            if reached > end:
-                break
-            before.update(tokens=length, steps=1)
         again, grams = repeated_rate(result.tokens)
         repeats.update(again=again, grams=grams)
     counted = [result for result in results if result.proposed]
@@ -82,9 +116,16 @@ def acceptance(
         "repetition": {
             "repeated_4gram_rate": round(repeats["again"] / max(1, repeats["grams"]), 4),
             "mean_accepted_length_before_first_loop": (
-                round(before["tokens"] / before["steps"], 4) if before["steps"] else None
+                round(unrepeated / unrepeated_steps, 4) if unrepeated_steps else None
             ),
-            "tokens_before_first_loop": before["tokens"],
+            "tokens_before_first_loop": unrepeated,
+        },
+        "loops": {
+            "looping_answers": sum(end < len(result.tokens) for end, result in zip(ends, results, strict=True)),
+            "mean_tokens_before": round(statistics.mean(ends), 2),
+            "median_tokens_before": statistics.median(ends),
+            "steps_before": steps_before_loop,
+            "mean_accepted_length_before": round(before_loop / steps_before_loop, 4) if steps_before_loop else None,
         },
         "spec_decode": {
             "num_drafts": steps,
@@ -102,6 +143,43 @@ def ratio_cell(fields: dict[str, Any], name: str) -> str:
         return "–"
     interval = fields.get(f"{name}_interval")
     return f"{fields[name]:.2f}" + (f"\n{interval[0]:.2f}–{interval[1]:.2f}" if interval else "")
+
+
+def _fitting_name(drafter: str) -> str:
+    """A drafter's name in at most 21 characters."""
+    name = drafter if len(drafter) <= 21 else short_name(drafter)
+    return name if len(name) <= 21 else "…" + name[-20:]
+
+
+def print_kinds(reports: Sequence[dict[str, Any]], console: Console) -> None:
+    """The figures of each kind of text, a row for each drafter; nothing where there are no kinds."""
+    if not reports[0].get("kinds"):
+        return
+    ratios = {"engine": "× plain", "transformers": "× trans-\nformers"}
+    compared = [base for base in ratios if base in reports[0]["baselines"]]
+    table = Table(box=SIMPLE_HEAD, show_edge=False, collapse_padding=True, pad_edge=False)
+    table.add_column("method, % accepted\nat depth 1, 2, …", no_wrap=True)
+    for column in ("τ", "τ before\nloops", *(ratios[base] for base in compared)):
+        table.add_column(column, justify="right", no_wrap=True)
+    for kind, of_first in reports[0]["kinds"].items():
+        count = of_first["prompts"]
+        table.add_row(f"[bold]{escape(kind)}[/bold], {count} prompt{'s' * (count != 1)}")
+        for report in reports:
+            figures = report["kinds"][kind]
+            before = figures["loops"]["mean_accepted_length_before"]
+            rates = " ".join(f"{100 * rate:.0f}" for rate in figures["acceptance_per_position"][:SHOWN_DEPTHS])
+            table.add_row(
+                f"  {escape(_fitting_name(report['drafter']))}" + (f"\n  [dim]{rates}[/dim]" if rates else ""),
+                ratio_cell(figures, "mean_accepted_length"), f"{before:.2f}" if before else "–",
+                *(ratio_cell(figures, SPEEDUPS[base]) for base in compared), end_section=report is reports[-1],
+            )  # fmt: skip
+    console.print(table)
+    loops = [
+        f"{kind} {figures['loops']['mean_tokens_before']:.0f} ({figures['loops']['median_tokens_before']:.0f}), "
+        f"{figures['loops']['looping_answers']} of {figures['prompts']} answers loop"
+        for kind, figures in reports[0]["kinds"].items()
+    ]
+    console.print(f"Tokens before the first loop, mean (median): {'; '.join(loops)}", markup=False, soft_wrap=True)
 
 
 def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
@@ -128,10 +206,9 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
                     ratios[place] = f"{speed / baselines[base]['tokens_per_second']:.2f}"
             table.add_row(label, f"{speed:.1f}", *ratios, "1.00" if key != "prompt_lookup" else "–", "–")
     for report in reports:
-        name = report["drafter"] if len(report["drafter"]) <= 21 else short_name(report["drafter"])
-        name = name if len(name) <= 21 else "…" + name[-20:]
-        before = report["repetition"]["mean_accepted_length_before_first_loop"]
-        ratios = [ratio_cell(report, name) for name in SPEEDUPS.values()]
+        name = _fitting_name(report["drafter"])
+        before = report["loops"]["mean_accepted_length_before"]
+        ratios = [ratio_cell(report, field) for field in SPEEDUPS.values()]
         table.add_row(
             f"[bold]{escape(name)}[/bold]", f"[bold]{report['tokens_per_second']:.1f}[/bold]", *ratios,
             f"{report['mean_accepted_length'] or 0:.2f}", f"{before:.2f}" if before else "–",
@@ -142,6 +219,7 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
             f"Ratios of tokens/s with 95 % intervals: {first['timed_prompts']} prompts in {first['pairs']} groups, "
             "each decoded by all methods in turn", markup=False, soft_wrap=True,
         )  # fmt: skip
+    print_kinds(reports, console)
     for report in reports:
         lossless = report["lossless"]
         if report.get("lossy"):
@@ -215,13 +293,17 @@ def write_reports(reports: Sequence[dict[str, Any]], folder: Path, console: Cons
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Plot tokens/s beside the baselines, the accepted lengths, and the acceptance by position."""
+    """Plot tokens/s beside the baselines, the accepted lengths, and the acceptance by position; where there are several
+    kinds of text, also τ, speed-ups and acceptance of each kind."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, (speed, lengths, places) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    kinds = report.get("kinds", {})
+    rows = 2 if kinds else 1
+    fig, axes = plt.subplots(rows, 3, figsize=(13, 4.2 * rows), layout="constrained", squeeze=False)
+    speed, lengths, places = axes[0]
     baselines = report["baselines"]
     names = {
         "engine": "plain,\nour engine",
@@ -254,7 +336,9 @@ def plot(report: dict[str, Any], path: Path) -> None:
     places.set_xlabel("drafted position")
     places.set_ylabel("% of steps that accept it")
     places.set_title("Acceptance per position")
-    for axis in (speed, lengths, places):
+    if kinds:
+        _plot_kinds(kinds, *axes[1])
+    for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
     fig.suptitle(
         f"{report['drafter']} on {report['target']}: {report['prompts']} prompts, {report['dtype']}, "
@@ -262,6 +346,44 @@ def plot(report: dict[str, Any], path: Path) -> None:
         fontsize=10,
     )
     write_figure(fig, path)
+
+
+def _plot_kinds(kinds: dict[str, dict[str, Any]], lengths: Any, speeds: Any, places: Any) -> None:
+    """τ, speed-ups and acceptance of each kind of text, with 95 % intervals, on three axes."""
+    names = list(kinds)
+
+    def bars(axis: Any, field: str, shift: float, width: float, colour: str, label: str) -> None:
+        known = [(place, kinds[name]) for place, name in enumerate(names) if kinds[name].get(field)]
+        where = [place + shift for place, _ in known]
+        heights = [figures[field] for _, figures in known]
+        drawn = axis.bar(where, heights, width, color=colour, label=label)
+        axis.bar_label(drawn, [f"{height:.2f}" for height in heights], label_type="center", color="white")
+        for place, height, (_, figures) in zip(where, heights, known, strict=True):
+            if interval := figures.get(f"{field}_interval"):
+                low, high = interval
+                reach = [[max(0, height - low)], [max(0, high - height)]]
+                axis.errorbar(place, height, reach, color="#30343c", capsize=3)
+
+    bars(lengths, "mean_accepted_length", 0, 0.6, "#2f7d4f", "τ")
+    lengths.set_ylabel("tokens per step")
+    lengths.set_title("τ by kind of text, 95 % interval")
+    bars(speeds, "speedup", -0.2, 0.4, "#2f7d4f", "over plain decoding")
+    bars(speeds, "speedup_vs_transformers", 0.2, 0.4, "#5a8fc4", "over transformers.generate")
+    speeds.axhline(1, color="#8d95a3", linewidth=1)
+    speeds.set_title("Speed-up by kind of text, 95 % interval")
+    speeds.set_ylim(top=1.25 * speeds.get_ylim()[1])  # room for the legend
+    speeds.legend(frameon=False, fontsize=9)
+    for axis in (lengths, speeds):
+        axis.set_xticks(range(len(names)), names)
+    for name, figures in kinds.items():
+        rates = [100 * rate for rate in figures["acceptance_per_position"]]
+        places.plot(range(1, len(rates) + 1), rates, marker="o", label=name)
+        places.set_xticks(range(1, len(rates) + 1))
+    places.set_ylim(0, 100)
+    places.set_xlabel("drafted position")
+    places.set_ylabel("% of steps that accept it")
+    places.set_title("Acceptance per position by kind of text")
+    places.legend(frameon=False, fontsize=9)
 
 
 def write_figure(figure: Any, path: Path) -> None:

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -46,14 +46,16 @@ class Timed:
         outputs: prompt number → the method's output, of the last round with this prompt.
         tokens: new tokens of each group, in the last round with it.
         seconds, cpu_seconds: of each group, one per round.
+        groups: prompt numbers of each group.
     """
 
     outputs: dict[int, Any] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     seconds: list[list[float]] = field(default_factory=list)
     cpu_seconds: list[list[float]] = field(default_factory=list)
+    groups: list[Sequence[int]] = field(default_factory=list)
 
-    def run(self, method: "Method", prompts: Sequence[list[int]], group: range, place: int) -> None:
+    def run(self, method: "Method", prompts: Sequence[list[int]], group: Sequence[int], place: int) -> None:
         """Time the method on a group of prompts, the ``place``-th one; places come in order within a round."""
         began, cpu = time.perf_counter(), time.process_time()
         outputs = method([prompts[number] for number in group])
@@ -62,10 +64,21 @@ class Timed:
             self.tokens.append(0)
             self.seconds.append([])
             self.cpu_seconds.append([])
+            self.groups.append(group)
         self.outputs.update(zip(group, outputs, strict=True))
         self.tokens[place] = sum(len(tokens_of(output)) for output in outputs)
         self.seconds[place].append(elapsed)
         self.cpu_seconds[place].append(cpu_elapsed)
+
+    def part(self, numbers: Collection[int]) -> "Timed":
+        """The outputs and times of some of the prompts: of those groups that hold no others."""
+        places = [place for place, group in enumerate(self.groups) if set(group) <= set(numbers)]
+        groups = [self.groups[place] for place in places]
+        return Timed(
+            {number: self.outputs[number] for group in groups for number in group},
+            [self.tokens[place] for place in places], [self.seconds[place] for place in places],
+            [self.cpu_seconds[place] for place in places], groups,
+        )  # fmt: skip
 
     @property
     def typical_seconds(self) -> list[float]:
@@ -116,20 +129,35 @@ def speedup(method: Timed, base: Timed) -> Speedup:
     interval says how much the ratio varies with the prompts. Its percentiles are those of the expanded interval
     (Hesterberg, arXiv 1411.5279), since the plain ones are too narrow for few groups.
     """
-    from scipy.stats import norm, t  # takes half a second to import
-
     columns = torch.tensor(
         [method.tokens, method.typical_seconds, base.tokens, base.typical_seconds], dtype=torch.float64
     )
+    return Speedup(float(_ratio(columns.sum(-1))), _interval(columns, _ratio))
+
+
+def _interval(
+    columns: torch.Tensor, statistic: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[float, float] | None:  # fmt: skip
+    """95 % interval of a statistic ``[C, …] → […]`` of the sums of ``columns [C, G]`` over G groups, see
+    :func:`speedup`; None below :data:`MIN_PAIRS` groups."""
+    from scipy.stats import norm, t  # takes half a second to import
+
     groups = columns.shape[1]
-    ratio = float(_ratio(columns.sum(-1)))
     if groups < MIN_PAIRS:
-        return Speedup(ratio, None)
+        return None
     drawn = torch.randint(groups, (RESAMPLES, groups), generator=torch.Generator().manual_seed(0))
     tail = norm.cdf(math.sqrt(groups / (groups - 1)) * t.ppf(0.025, groups - 1))
     bounds = torch.tensor([tail, 1 - tail], dtype=torch.float64)
-    low, high = torch.quantile(_ratio(columns[:, drawn].sum(-1)), bounds).tolist()
-    return Speedup(ratio, (low, high))
+    low, high = torch.quantile(statistic(columns[:, drawn].sum(-1)), bounds).tolist()
+    return low, high
+
+
+def accepted_interval(results: Sequence[Generation]) -> list[float] | None:
+    """95 % interval of τ over all steps of some answers, by a bootstrap over the answers, as :func:`speedup`'s."""
+    sums = [(sum(result.accepted), len(result.accepted)) for result in results if result.accepted]
+    columns = torch.tensor(sums, dtype=torch.float64).view(-1, 2).t()
+    interval = _interval(columns, lambda total: total[0] / total[1])
+    return [round(bound, 4) for bound in interval] if interval else None
 
 
 def speedup_fields(name: str, measured: Speedup | None) -> dict[str, Any]:
@@ -190,17 +218,35 @@ def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1
     return run
 
 
+def group_prompts(kinds: Sequence[str], batch_size: int) -> list[list[int]]:
+    """Numbers of the prompts of each timed group, in the order of timing.
+
+    A group holds ``batch_size`` prompts of one kind, or a multiple of it where that leaves :data:`GROUPS` groups of the
+    kind. The groups of a kind are in random order (fixed seed), and the kinds are mixed in proportion to their numbers
+    of groups, so that the groups timed before an early end are typical.
+    """
+    placed: list[tuple[float, list[int]]] = []  # (share of its kind's groups before it, group)
+    for kind in dict.fromkeys(kinds):
+        numbers = [number for number, each in enumerate(kinds) if each == kind]
+        size = batch_size * max(1, len(numbers) // (GROUPS * batch_size))
+        groups = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        random.Random(0).shuffle(groups)
+        placed += [((place + 0.5) / len(groups), group) for place, group in enumerate(groups)]
+    return [group for _, group in sorted(placed, key=lambda pair: pair[0])]
+
+
 def run_rounds(
     methods: dict[str, Method], prompts: Sequence[list[int]], rounds: int, warm_up: list[list[int]],
     batch_size: int = 1, seconds: float | None = None, settled: Callable[[dict[str, Timed]], bool] | None = None,
+    kinds: Sequence[str] | None = None,
 ) -> dict[str, Timed]:  # fmt: skip
     """Time every method on groups of prompts, ``rounds`` times over all of them.
 
     The methods take turns on each group, in rotating order, so that other load on the machine affects all of them
-    alike. A group holds ``batch_size`` prompts, or a multiple of it where that leaves :data:`GROUPS` groups. Groups are
-    in random order (fixed seed), so that those timed before an early end are typical.
+    alike. The groups are those of :func:`group_prompts`.
 
     Args:
+        kinds: the kind of text of each prompt; a group then holds prompts of one kind.
         warm_up: prompts that each method decodes first, untimed.
         seconds: time limit, checked between groups after the first :data:`MIN_GROUPS`.
         settled: called after each group from :data:`MIN_GROUPS` on; True ends timing.
@@ -208,9 +254,7 @@ def run_rounds(
     for method in methods.values():
         method(warm_up)  # first calls allocate and tune
     timed = {name: Timed() for name in methods}
-    size = batch_size * max(1, len(prompts) // (GROUPS * batch_size))
-    groups = [range(first, min(first + size, len(prompts))) for first in range(0, len(prompts), size)]
-    random.Random(0).shuffle(groups)
+    groups = group_prompts(kinds or [""] * len(prompts), batch_size)
     order = list(methods)
     total, since = rounds * len(groups), time.perf_counter()
     console.print(f"decoding {len(prompts)} prompts by {', '.join(methods)}; rounds: {rounds}", markup=False)
@@ -272,9 +316,13 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def evaluate(
     names: Sequence[str], target: Target, drafters: Sequence[Drafter | None], prompts: list[list[int]],
-    args: argparse.Namespace,
+    args: argparse.Namespace, kinds: Sequence[str | None] = (),
 ) -> tuple[list[dict[str, Any]], list[list[Generation]]]:  # fmt: skip
     """Decode all prompts with each drafter and the baselines.
+
+    Args:
+        kinds: the kind of text of each prompt, if it has one. Where there are several kinds, the reports have the field
+            ``kinds``, the figures of each; prompts without a kind are those of kind ``other``.
 
     Returns:
         For each drafter its report, with the fields of report.json, and its results.
@@ -315,7 +363,13 @@ def evaluate(
         pairs = itertools.product(names, compared)
         return bool(compared) and all(speedup(timed[name], timed[base]).narrow for name, base in pairs)
 
-    timed = run_rounds(methods, prompts, args.repeat, warm_up, args.batch_size, args.seconds, settled)
+    by_kind: dict[str, list[int]] = {}  # kind → prompt numbers
+    for number, kind in enumerate(kinds):
+        by_kind.setdefault(kind or reporting.OTHER, []).append(number)
+    if len(by_kind) < 2:
+        by_kind = {}
+    named = [kind or reporting.OTHER for kind in kinds] if by_kind else None
+    timed = run_rounds(methods, prompts, args.repeat, warm_up, args.batch_size, args.seconds, settled, named)
     baselines = {name: timed[name].summary() for name in compared}
     if "engine" in compared and "transformers" in compared:
         plain_over_theirs = speedup(timed["engine"], timed["transformers"])
@@ -364,9 +418,8 @@ def evaluate(
                 else:
                     plain_texts = [reference[n].tokens for n in range(len(prompts))]
                     lossless = check_greedy(target, prompts, [r.tokens for r in results], plain_texts, advance)
-        drafter = decoder.drafter
-        counted = reporting.acceptance(results, drafter.max_depth, drafter.num_nodes, drafter.sources)
-        speedups = {base: speedup(timed[name], timed[base]) for base in compared}
+        bases = {base: timed[base] for base in compared}
+        figures = _figures(results, decoder.drafter, timed[name], bases)
         accepted = [length for n in timed_prompts for length in results[n].accepted]
         reports.append(
             {
@@ -382,21 +435,20 @@ def evaluate(
                 "batch_size": args.batch_size,
                 "tree_nodes": decoder.drafter.num_nodes,
                 "execution": execution,
-                **counted,
+                **figures,
                 **timed[name].summary(),
                 "seconds": {k: round(v, 4) for k, v in decoder.seconds.items()},
                 "round_seconds": timed[name].by_round(timed[name].seconds),
-                "timed_prompts": len(timed_prompts),
-                "pairs": len(timed[name].tokens),
                 "baselines": baselines,
-                **speedup_fields("speedup", speedups.get("engine")),
-                **speedup_fields("speedup_vs_transformers", speedups.get("transformers")),
-                **speedup_fields("speedup_vs_prompt_lookup", speedups.get("prompt_lookup")),
                 "overhead": (
-                    round(sum(accepted) / len(accepted) / speedups["engine"].ratio, 4)
-                    if accepted and "engine" in speedups
+                    round(sum(accepted) / len(accepted) / speedup(timed[name], timed["engine"]).ratio, 4)
+                    if accepted and "engine" in compared
                     else None
                 ),
+                "kinds": {
+                    kind: _figures_of_kind(numbers, results, decoder.drafter, timed[name], bases)
+                    for kind, numbers in by_kind.items()
+                },
                 "peak_memory_bytes": peak,
                 "lossless": lossless.to_dict() | {"passed": lossless.passed} if lossless else None,
                 "versions": versions(),
@@ -404,3 +456,34 @@ def evaluate(
             }
         )
     return reports, outputs
+
+
+def _figures(
+    results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]
+) -> dict[str, Any]:  # fmt: skip
+    """The report's fields about acceptance and speed, of all prompts or of one kind's."""
+    speedups = {base: speedup(timed, other) for base, other in bases.items() if timed.tokens}
+    figures: dict[str, Any] = reporting.acceptance(results, drafter.max_depth, drafter.num_nodes, drafter.sources)
+    figures["mean_accepted_length_interval"] = accepted_interval(results)
+    figures |= {"timed_prompts": sum(map(len, timed.groups)), "pairs": len(timed.tokens)}
+    for base, name in reporting.SPEEDUPS.items():
+        figures |= speedup_fields(name, speedups.get(base))
+    return figures
+
+
+def _figures_of_kind(
+    numbers: Sequence[int], results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]
+) -> dict[str, Any]:  # fmt: skip
+    """The fields of a kind of text within the report: those of the prompts with these numbers."""
+
+    def speed(method: Timed) -> float | None:
+        return round(method.tokens_per_second, 2) if method.tokens else None
+
+    part = timed.part(numbers)
+    parts = {base: other.part(numbers) for base, other in bases.items()}
+    return {
+        "prompts": len(numbers),
+        "tokens_per_second": speed(part),
+        "baselines": {base: {"tokens_per_second": speed(other)} for base, other in parts.items()},
+        **_figures([results[number] for number in numbers], drafter, part, parts),
+    }

@@ -40,6 +40,13 @@ def test_read_prompts(tmp_path):
     assert [prompt.where for prompt in read_prompts(path)][1:3] == [f"{path}:3", f"{path}:4"]
 
 
+def test_kinds_of_text(tmp_path):
+    path = tmp_path / "p.jsonl"
+    kinds = ["code", "", None, 3, ["code"], "日本語"]
+    path.write_text("".join(json.dumps({"prompt": "a", "kind": kind}) + "\n" for kind in kinds) + '{"turns": ["a"]}')
+    assert [prompt.kind for prompt in read_prompts(path)] == ["code", None, None, None, None, "日本語", None]
+
+
 LINES = [
     ('{"prompt": null}', "it has nothing; needed is one of messages, conversations, turns or prompt"),
     ('{"prompt": 5}', "prompt is a number; a text or a list of messages is needed"),

@@ -9,13 +9,30 @@ from draftsmith.inference.engine import Generation
 from draftsmith.inference.text import decode_text
 
 
+def test_first_repeat():
+    assert report.first_repeat([]) == 0
+    assert report.first_repeat([1] * 8) == 8
+    assert report.first_repeat([1] * 20) == 8  # tokens 1 to 9 hold the 8-gram twice
+    assert report.first_repeat(range(100)) == 100
+    assert report.first_repeat([*range(10), *range(10)]) == 17
+    assert report.first_repeat([*range(8), 99, *range(7)]) == 16
+
+
 def test_loop_begins():
-    assert report.loop_begins([]) == 0
-    assert report.loop_begins([1] * 8) == 8
-    assert report.loop_begins([1] * 20) == 8  # tokens 1 to 9 hold the 8-gram twice
-    assert report.loop_begins(range(100)) == 100
-    assert report.loop_begins([*range(10), *range(10)]) == 17
-    assert report.loop_begins([*range(8), 99, *range(7)]) == 16
+    """With the second of at least three periods, of at most 64 tokens, that have at least 32 tokens in all."""
+    start = [*range(100, 107)]
+    assert report.loop_begins([]) == 0 and report.loop_begins(range(300)) == 300
+    assert report.loop_begins([*start, *[1] * 32]) == 8
+    assert report.loop_begins([*start, *[1] * 31]) == 38, "31 tokens are too few"
+    for period in (2, 12, 64):
+        loop = [*range(period)] * 3 + [*range(period)] * (32 // period)
+        assert report.loop_begins([*start, *loop]) == 7 + period
+        assert report.loop_begins([*start, *loop, *start]) == 7 + period, "a loop may end"
+        assert report.loop_begins([*start, 0, *loop]) == 8 + period, "a repeated token before it does not count"
+    assert report.loop_begins([*range(12)] * 3) == 12
+    assert report.loop_begins([*range(12), *range(12), *range(11)]) == 35, "a period lacks its last token"
+    assert report.loop_begins([*range(65)] * 4) == 260, "a period of 65 tokens is too long"
+    assert report.loop_begins([*([5, 6, 7] * 8), *([5, 6, 8] * 20)]) == 27, "24 tokens are too few, 60 are a loop"
 
 
 def test_repeated_rate():
@@ -43,6 +60,13 @@ def test_acceptance():
             "mean_accepted_length_before_first_loop": 2.4,
             "tokens_before_first_loop": 12,
         },
+        "loops": {
+            "looping_answers": 0,
+            "mean_tokens_before": 5.0,
+            "median_tokens_before": 3,
+            "steps_before": 5,
+            "mean_accepted_length_before": 2.4,
+        },
         "spec_decode": {
             "num_drafts": 5,
             "num_draft_tokens": 35,
@@ -53,6 +77,20 @@ def test_acceptance():
 
 
 def test_acceptance_before_the_loop():
+    """A step that reaches into the loop does not count."""
+    looping = Generation([*range(10)] * 3 + [0, 1], [3, 4, 2, 3, 5, 6, 6, 2])  # a loop from its 11th token on
+    other = Generation([*range(6)], [1, 4])
+    loops = report.acceptance([looping, other], 5, 8)["loops"]
+    assert loops == {
+        "looping_answers": 1,
+        "mean_tokens_before": 8.0,
+        "median_tokens_before": 8.0,
+        "steps_before": 5,  # 1 + 3 + 4 + 2 = 10 tokens of the first answer
+        "mean_accepted_length_before": 2.8,
+    }
+
+
+def test_acceptance_before_the_first_repeated_8_gram():
     tokens = [*range(10), *range(10)]  # the loop is evident at the 18th token: 17 lie before
     counted = report.acceptance([Generation(tokens, [2, 2, 3, 4, 4, 4])], 3, 4)
     assert counted["mean_accepted_length"] == pytest.approx(19 / 6, abs=1e-4)
@@ -108,3 +146,39 @@ def test_table_and_plot_without_baselines_or_steps(tmp_path):
     report.plot(lean, tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["report.png"]
+
+
+def kinds_of(report_of_kinds: dict[str, list[Generation]]) -> dict[str, dict]:
+    return {
+        kind: {"prompts": len(results), "speedup": None, **report.acceptance(results, 3, 8)}
+        for kind, results in report_of_kinds.items()
+    }
+
+
+def test_table_and_plot_by_kind_of_text(tmp_path):
+    looping = Generation([*range(10)] * 4, [3] * 13)
+    short = Generation([1, 2, 3, 4], [2, 1])
+    kinds = kinds_of({"code": [looping, short], "[writing]": [Generation([1], [], "stop")]})
+    kinds["code"] |= {"speedup": 1.25, "speedup_interval": [1.125, 1.375], "mean_accepted_length_interval": [2.5, 3.0]}
+    both = [
+        {
+            "drafter": name, "target": "t", "device": "cpu", "dtype": "float32", "prompts": 3, "timed_prompts": 3,
+            "pairs": 3, "baselines": {"engine": {"tokens_per_second": 9.0}}, "tokens_per_second": 10.0,
+            "lossless": None, **report.acceptance([looping, short], 3, 8), "kinds": kinds,
+        }
+        for name in ("runs/a", "ngram")
+    ]  # fmt: skip
+    console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
+    report.print_table(both, console)
+    lines = [line.split() for line in console.export_text().splitlines()]
+    for drafter in ("runs/a", "ngram"):
+        at = lines.index([drafter, "2.80", "2.40", "1.25"], lines.index(["code,", "2", "prompts"]))
+        assert lines[at + 1] == ["93", "87", "0", "2.50–3.00", "1.12–1.38"]
+    assert lines.index(["[writing],", "1", "prompt"]) < lines.index(["runs/a", "–", "–", "–"])
+    text = " ".join(word for line in lines for word in line)
+    assert "Tokens before the first loop, mean (median): code 7 (7), 1 of 2 answers loop; [writing] 1 (1), 0 of" in text
+    report.plot(both[0], tmp_path / "report.png")
+    report.plot(both[0] | {"kinds": {}}, tmp_path / "without.png")
+    sizes = [(tmp_path / name).read_bytes()[16:24] for name in ("report.png", "without.png")]
+    width, height = (int.from_bytes(sizes[0][i : i + 4], "big") for i in (0, 4))
+    assert sizes[1] == width.to_bytes(4, "big") + (height // 2).to_bytes(4, "big"), "a second row of axes"
