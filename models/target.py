@@ -416,7 +416,7 @@ def load_target(
     """Load a target and its tokenizer.
 
     Args:
-        name: a folder or a Hub id.
+        name: a folder, a .gguf file or a folder that holds one, or a Hub id.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: on a GPU the one it is stored in, on a CPU float32
             (:mod:`draftsmith.models.precision`).
         quantize: ``none``, ``8bit`` or ``4bit`` (NF4): the linear layers without the LM head, by bitsandbytes.

@@ -19,7 +19,7 @@ _VOCABULARIES = (
 def load_tokenizer(
     name: str | Path, revision: str | None = None, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder or a Hub id; no weights are downloaded.
+    """The tokenizer of a folder, a GGUF file or a Hub id; no weights are downloaded.
 
     Raises:
         FileNotFoundError: there is no such folder or repository, or no tokenizer in it.
