@@ -2,6 +2,7 @@
 
     python inference/calibrate.py runs/demo              # writes runs/demo/tree.json
     python inference/calibrate.py runs/demo --nodes 32   # a tree of 32 nodes, whatever it costs here
+    python inference/calibrate.py runs/demo --at-load    # for other machines: each chooses the size when it loads it
     python inference/calibrate.py ngram --target models/tiny-lm     # step costs alone, for drafters without a tree
 
 The best tree of each size and its expected tokens per step follow from the ranks that the drafter gives to the true
@@ -37,6 +38,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nodes", type=int, help="nodes of the tree, root included; measured on this device if left out"
     )
+    parser.add_argument(
+        "--at-load", action="store_true",
+        help="time no step: the nodes are chosen whenever the drafter is loaded, by what steps cost on that machine "
+        "(a GPU runs them all)",
+    )  # fmt: skip
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -222,6 +228,33 @@ def print_costs(target: Target, lean: bool | None) -> None:
     print(", ".join(f"{rows}: {cost:.2f}" for rows, cost in costs.points))
 
 
+def write_candidates(folder: Path, ranks: Tensor) -> None:
+    """Write a tree.json whose nodes are chosen at load.
+
+    Args:
+        ranks: ``[S, T, K]`` of the text.
+
+    Raises:
+        ValueError: there is no position to count on.
+    """
+    known = candidates(ranks)
+    taus: dict[int, float] = {}
+    for size in SIZES:
+        topology = best_tree(ranks, size)
+        if size <= len(known) + 1:
+            taus[topology.num_nodes] = round(simulate(topology, ranks), 4)
+    calibration = {
+        "positions": int((ranks[..., 0] >= 0).sum()),
+        "candidates": known,
+        "accuracy_by_head_and_rank": accuracy(ranks),
+        "mean_accepted_length_by_nodes": taus,
+    }
+    paths = [one["path"] for one in known]
+    write_json(folder / "tree.json", {"paths": paths, "at_load": True, "calibration": calibration})
+    said = ", ".join(f"{nodes}: {tau:.2f}" for nodes, tau in taus.items())
+    print(f"{folder / 'tree.json'}: {len(known) + 1} nodes to choose from at load; expected τ by nodes: {said}")
+
+
 def print_choices(choices: Sequence[Choice]) -> None:
     print("  nodes  depth  expected τ  ms/step  expected speed-up")
     for c in choices:
@@ -235,6 +268,8 @@ def main() -> None:
     args = parser().parse_intermixed_args()
     if args.nodes is not None and args.nodes < 2:
         raise ValueError(f"--nodes {args.nodes}: a tree has at least 2 nodes, the root and one draft")
+    if args.at_load and args.nodes:
+        raise ValueError("--at-load leaves the number of nodes to each machine; leave out --nodes")
     check_counts(nodes=args.nodes, max_new_tokens=args.max_new_tokens)
     if args.nodes is not None and args.nodes > MAX_NODES:
         raise ValueError(f"--nodes {args.nodes}: must be at most {MAX_NODES}")
@@ -265,6 +300,7 @@ def main() -> None:
     console.print(f"calibrating: at most {args.seconds:.0f} s", markup=False)
     began = time.monotonic()
     parts: list[dict[str, Tensor]] = []
+    share = 1.0 if args.at_load else RANKING
     with ProgressBar("calibrating (s)", math.ceil(args.seconds), console, transient=True) as advance:
 
         def show_time(*_: object) -> None:
@@ -274,7 +310,7 @@ def main() -> None:
             show_time()
             return time.monotonic() - began > args.seconds
 
-        for part in batches(len(rows), 8 if texts else 1, began + RANKING * args.seconds):
+        for part in batches(len(rows), 8 if texts else 1, began + share * args.seconds):
             batch_rows = rows[part]
             if texts:
                 batch = answer(target, [texts[row] for row in batch_rows], args.max_new_tokens, 32, show_time, lean)
@@ -285,6 +321,8 @@ def main() -> None:
             if sum(int((done["ranks"][..., 0] >= 0).sum()) for done in parts) >= MAX_POSITIONS:
                 break
         ranks = joined(parts, "ranks", -1)
+        if args.at_load:
+            return write_candidates(folder, ranks)
         counted = time.monotonic()
         prompts = timing_prompts(joined(parts, "tokens"), joined(parts, "supervised"))
         length = max(1, min(TIMED_CONTEXT, target.context - 2 * TIMED_TOKENS))  # the context has room for timed steps

@@ -242,6 +242,17 @@ def _topology(path: Path, paths: Sequence[Sequence[int]]) -> Topology:
         raise ValueError(f"{path}: {error}") from None
 
 
+def chosen_at_load(path: Path) -> bool:
+    """Whether a tree's nodes are chosen from its candidates when the drafter is loaded, by what steps cost there: the
+    file has ``at_load``, from ``inference/calibrate.py --at-load``.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`read_tree`.
+    """
+    content = _read_content(path)
+    return isinstance(content, dict) and content.get("at_load") is True
+
+
 def read_candidates(path: Path) -> tuple[Topology, list[float]]:
     """Read the paths that a merge may choose from, and their acceptance probabilities from calibration.
 

@@ -6,8 +6,9 @@ config.json and imported when the first of them is loaded. It has two plain func
 ``open_drafter(folder, config, weights, tree, merged) → Part``
     A drafter before its target is loaded; everything that needs no target is checked here. ``folder``: Path. ``config``
     and ``weights``: what :func:`draftsmith.models.artifact.read_drafter` read. ``tree``: the file of its tree, which
-    exists or was named by the user; None for a family without ``calibration``. ``merged``: several drafters propose one
-    tree together, so it needs an acceptance probability for each of its nodes.
+    exists or was named by the user; None for a family without ``calibration``. ``merged``: nodes are chosen by step
+    costs, because several drafters propose one tree together or because the tree's file has ``at_load``; so it needs
+    an acceptance probability for each of its nodes.
 
 ``calibration(folder, config, weights) → Calibration``
     What inference/calibrate.py measures a tree with. Only a family whose drafters have a fixed tree (tree.json) has
@@ -34,7 +35,7 @@ from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.options import parts_of
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import Topology, chosen_at_load
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.target import Target, load_target
@@ -137,6 +138,7 @@ def load_drafter(
     if tree != "auto" and not any(hasattr(family, "calibration") for family in families.values()):
         raise ValueError(f"--tree {tree}: '{name}' has no tree of its own that another could replace; leave it out")
     parts: dict[str, Part] = {}
+    uses_costs = len(names) > 1
     for each in names:
         if each not in stored:
             parts[each] = _draft_model(each) if each.startswith(DRAFT_MODEL) else _ngram(each)
@@ -147,7 +149,9 @@ def load_drafter(
             path = folder / "tree.json" if tree == "auto" else Path(tree)
             if tree == "auto" and not path.exists():
                 raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {each}")
-        parts[each] = families[each].open_drafter(folder, config, weights, path, len(names) > 1)
+        at_load = path is not None and chosen_at_load(path)
+        uses_costs |= at_load
+        parts[each] = families[each].open_drafter(folder, config, weights, path, len(names) > 1 or at_load)
 
     known = next((config["target"]["name_or_path"] for _, config, _ in stored.values()), None)
     if target is None and not (target_name or known):
@@ -160,7 +164,7 @@ def load_drafter(
         return loaded, None
     # Static steps (on a GPU) always have all nodes, since more rows cost little there: no costs are needed.
     dynamic = loaded.device.type == "cpu" or loaded.spread
-    uses_costs = len(parts) > 1 or any(part.uses_costs for part in parts.values())
+    uses_costs |= any(part.uses_costs for part in parts.values())
     costs = step_costs(loaded, lean) if dynamic and uses_costs else None
     drafters = {each: part.build(loaded, costs, options) for each, part in parts.items()}
     if len(drafters) == 1:

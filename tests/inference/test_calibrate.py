@@ -14,12 +14,13 @@ from filelock import FileLock
 from safetensors.torch import save_file
 
 from draftsmith.common import progress
+from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate, costs
 from draftsmith.inference import race as racing
 from draftsmith.inference.answers import answer
 from draftsmith.inference.calibrate import Choice, batches, pick
 from draftsmith.inference.costs import step_costs
-from draftsmith.inference.drafters import medusa
+from draftsmith.inference.drafters import load, medusa
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
@@ -311,6 +312,39 @@ def test_calibrate_on_prompts(run_main, heads_folder):
     assert known["positions"] > 10
     assert known["expected_mean_accepted_length"] >= known["chain_mean_accepted_length"] >= 1
     assert [size["nodes"] for size in known["sizes"]] == [5]
+
+
+def test_a_tree_for_every_machine(run_main, heads_folder, monkeypatch):
+    """With --at-load no step is timed; the drafter, alone or in a merge, proposes what pays where it is loaded."""
+    folder, prompts = heads_folder
+    result = run_main(calibrate.main, folder, "--prompts", prompts, "--at-load", "--nodes", 4)
+    assert result == (2, "", "error: --at-load leaves the number of nodes to each machine; leave out --nodes\n")
+    monkeypatch.setattr(calibrate, "choose", None)
+    code, out, err = run_main(
+        calibrate.main, folder, "--prompts", prompts, "--max-new-tokens", 100, "--at-load", "--device", "cpu"
+    )
+    assert code == 0 and "to choose from at load; expected τ by nodes: 2: 1." in out, err
+    tree = json.loads((folder / "tree.json").read_text())
+    rates = [one["rate"] for one in tree["calibration"]["candidates"]]
+    assert len(tree["paths"]) == len(rates) > 4 and tree["at_load"] is True
+
+    def proposed(measured):
+        monkeypatch.setattr(load, "step_costs", lambda target, lean: costs.StepCosts(measured))
+        monkeypatch.setattr(medusa, "draft_time", lambda drafter, target, measured: 0.01)
+        target, drafter = load_drafter(str(folder), device="cpu", dtype="float32")
+        decoder = SpeculativeDecoder(target, drafter)
+        decoder.generate([[5, 6, 7]], 4)
+        assert drafter.estimate is not None
+        return drafter.estimate.nodes
+
+    assert proposed({1: 1.0, 64: 1.0}) == len(rates) + 1
+    best = max(rates)
+    assert proposed({1: 1.0, 2: 0.98 + best, 64: 60.0}) == 2
+    assert proposed({1: 1.0, 2: 1.0 + best, 64: 60.0}) == 1, "plain decoding"
+    del tree["at_load"]
+    write_json(folder / "tree.json", tree)
+    _, drafter = load_drafter(str(folder), device="cpu", dtype="float32")
+    assert drafter is not None and drafter.estimate is None, "a tree that was calibrated here is taken as it is"
 
 
 def test_what_has_no_tree(run_main, heads_folder, tiny_lm, monkeypatch, tmp_path):
