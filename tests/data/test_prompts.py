@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.data import prompts as prompts_command
 from draftsmith.data import sources
 from draftsmith.data.prompts import Prompt, prompts, write
+from draftsmith.inference.prompts import read_prompts
 from draftsmith.models.tokenizer import load_tokenizer
 
 
@@ -256,6 +257,39 @@ def test_help_imports_nothing_slow(script):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("[]\n"), done.stdout[-300:] + done.stderr
+
+
+def test_evaluation_prompts(packages, stored, run_main, tmp_path):
+    """As inference/decode.py reads them, without a tokenizer; with one, the long prompts are left out."""
+    out = tmp_path / "p.jsonl"
+    code, said, err = run_main(prompts_command.main, "questions", "chat", "questions", "--count", 1, "--out", out)
+    assert (code, err, said) == (0, "", f"{out}: 1 prompts each of questions, chat\n")
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["kind"], row["source"].split("/")[0], len(row["messages"])) for row in rows] == [
+        ("questions", "questions", 1), ("chat", "chat", 3)
+    ]  # fmt: skip
+    assert [p.content for p in read_prompts(out)] == [row["messages"] for row in rows]
+
+    limited = ("questions", "--count", 1, "--tokenizer", stored, "--prompt-tokens", 30, "--out", out)
+    assert run_main(prompts_command.main, *limited)[0] == 0
+    assert json.loads(out.read_text())["messages"][0]["content"] == "Who keeps the light?"
+    code, _, err = run_main(prompts_command.main, *limited, "--count", 2)
+    assert code == 2 and err == "error: there are only 1 such prompts in 'questions'; 2 are needed. Lower --count\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, what",
+    [
+        (("chat", "--split", "test"), "--split test: evaluation prompts have no splits"),
+        (("chat", "--prompt-tokens", 40), "--tokenizer and --prompt-tokens limit evaluation prompts together"),
+        (("chat", "stdlib"), "only evaluation sets can be given together"),
+        (("stdlib",), "--tokenizer is needed to cut windows of 'stdlib'"),
+        (("chats",), "source 'chats' is none of 'stdlib', 'readmes', 'package:NAME', 'human-eval', 'writing'"),
+    ],
+)
+def test_arguments_that_do_not_go_together(arguments, what, packages, run_main, tmp_path):
+    code, _, err = run_main(prompts_command.main, *arguments, "--out", tmp_path / "p.jsonl")
+    assert code == 2 and f"error: {what}" in err and not (tmp_path / "p.jsonl").exists()
 
 
 def test_readmes(tokenizer):
