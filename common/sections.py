@@ -56,7 +56,7 @@ class Run(Section):
 
 
 class Target(Section):
-    name: Name = Field(description="a folder or a Hub id")
+    name: Name = Field(description="a folder, a .gguf file or a folder that holds one, or a Hub id")
     revision: Name | None = None
     model_type: Name | None = Field(
         default=None, description="the target's family (llama, qwen3, …), so that --tiny and --dry-run need no download"
@@ -268,6 +268,9 @@ class Export(Section):
         default=None, description="upload the run folder, without checkpoints, as USER/NAME"
     )
     private: bool = True
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of the drafter's and the adapter's stored weights; bfloat16 halves the files"
+    )
     merged: bool = Field(
         default=False,
         description="after joint training: write the target with its adapter merged in, too (target/); all of it has "

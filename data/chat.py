@@ -98,6 +98,25 @@ def apply_template(
         ) from None
 
 
+def encode_user_turn(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None = None
+) -> tuple[list[int], str]:
+    """The token ids of a conversation rendered up to where the user speaks next, and the first word of what the
+    template writes after the user's text: a model that goes on writes the user's turn, which ends there.
+
+    Raises:
+        UnusableRow: as :func:`encode_prompt`; or the template does not keep the user's text as it is.
+    """
+    mark = "Zq7Uw3Xk"  # a text that no template has
+    turn: Message = {"role": "user", "content": mark}
+    text = apply_template([*messages, turn], tokenizer, template, tokenize=False, add_generation_prompt=True)
+    before, found, after = text.rpartition(mark)
+    if not found or not after.strip():
+        raise UnusableRow("the chat template has no place where the user's turn begins and ends")
+    # Most tokenizers join a space with the word after it.
+    return list(tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]), after.split()[0]
+
+
 def encode_prompt(
     prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None = None
 ) -> list[int]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,14 @@ from draftsmith.data.formats import Message, Turns, read_prompt
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
 TOO_LONG = "too long"
+CUT, REPETITIVE, DUPLICATE, SHORT = (
+    "user's turn cut",
+    "user's turn repetitive",
+    "user's turn duplicate",
+    "user's turn short",
+)
+REFUSALS = (CUT, REPETITIVE, DUPLICATE, SHORT)
+WRITTEN = "target"  # source of the conversations that the model begins itself
 SELF_TALK_PROMPT = (
     "Below is a conversation between a user and an assistant. Write the user's next message, and nothing else.\n\n"
 )
@@ -29,7 +38,8 @@ class Seed:
 
     id: hash of the source's name and the content (and, among equal ones, a number): the same on every machine, whatever
         the other rows are, and however many were added to the source since.
-    messages: the messages of the user and the system in order, none of the assistant; the last is the user's.
+    messages: the messages of the user and the system in order, none of the assistant; the last is the user's. None at
+        all: the model writes the user's first turn, too.
     """
 
     id: str
@@ -39,7 +49,12 @@ class Seed:
     @property
     def turns(self) -> int:
         """Number of answers it asks for."""
-        return sum(message["role"] == "user" for message in self.messages)
+        return sum(message["role"] == "user" for message in self.messages) or 1
+
+
+def written_seeds(count: int) -> list[Seed]:
+    """Seeds of conversations whose first turn of the user the model writes, too; more seeds change none before them."""
+    return [Seed(f"{WRITTEN}-{number:06}", WRITTEN, ()) for number in range(count)]
 
 
 def read_seed(row: Any) -> tuple[Message, ...]:
@@ -101,19 +116,57 @@ class RequestFailed(Exception):
         self.reason, self.detail, self.retry, self.retry_after = reason, detail, retry, retry_after
 
 
+class WrittenTurns:
+    """Which of the user's turns that a model wrote are kept: complete, not too short, not repetitive, and new.
+
+    Args:
+        known: first turns of the conversations that are there already.
+    """
+
+    SHORTEST = 3  # words
+    DISTINCT = 0.5  # smallest share of distinct words
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        self._seen = {self._key(text) for text in known}
+
+    @staticmethod
+    def _key(text: str) -> str:
+        return " ".join(re.findall(r"\w+", text.lower()))
+
+    def refusal(self, text: str, finish_reason: str, first: bool) -> str | None:
+        """Why a turn is not kept; None if it is. The first turn of a conversation has to be new, and is known then."""
+        key = self._key(text)
+        words = key.split()
+        if finish_reason == "length":
+            return CUT
+        if len(words) < self.SHORTEST:
+            return SHORT
+        if len(set(words)) < self.DISTINCT * len(words):
+            return REPETITIVE
+        if first and key in self._seen:
+            return DUPLICATE
+        if first:
+            self._seen.add(key)
+        return None
+
+
 @dataclass
 class Conversation:
     """A conversation under way.
 
-    pending: the messages that wait for an answer; None when it is over.
-    turn: number of answers so far, those that the model wrote for the user included.
+    written: which of the turns are kept that the model writes for the user.
+    pending: the messages that wait for the next one; None when the conversation is over.
+    speaker: whose message that is, ``assistant`` or ``user``.
+    turn: number of messages that the model wrote so far.
     failure: why it failed, if it did.
     """
 
     seed: Seed
     self_talk: int
+    written: WrittenTurns = field(default_factory=WrittenTurns)
     messages: list[Message] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
+    speaker: str = "assistant"
     turn: int = 0
     failure: RequestFailed | None = None
 
@@ -122,30 +175,36 @@ class Conversation:
         self.pending: list[Message] | None = next(self._requests)
 
     def _converse(self) -> Generator[list[Message], tuple[str, str], None]:
-        """The whole algorithm: yields the messages to answer and is sent (text, finish reason)."""
+        """The whole algorithm: yields the messages before the next one and is sent that one (text, finish reason)."""
         for message in self.seed.messages:
             self.messages.append(message)
             if message["role"] == "user":
                 yield from self._answered()
-        for _ in range(self.self_talk):
-            history = [f"{m['role'].capitalize()}: {m['content']}\n" for m in self.messages if m["role"] != "system"]
-            text, _ = yield [{"role": "user", "content": f"{SELF_TALK_PROMPT}{''.join(history)}User:"}]
-            if not text.strip():
-                return  # the user has nothing more to say
+        for _ in range(self.self_talk + (not self.seed.messages)):
+            self.speaker = "user"
+            text, finish_reason = yield self.messages
+            why = self.written.refusal(text, finish_reason, not self.messages)
+            if why and not self.messages:
+                raise RequestFailed(why, text[:200])
+            if why:
+                return  # the answers so far are kept
             self.messages.append({"role": "user", "content": text.strip()})
             yield from self._answered()
 
     def _answered(self) -> Generator[list[Message], tuple[str, str], None]:
+        self.speaker = "assistant"
         text, finish_reason = yield self.messages
         self.messages.append({"role": "assistant", "content": text})
         self.finish_reasons.append(finish_reason)
 
-    def add_answer(self, text: str, finish_reason: str) -> None:
-        """Add the answer to ``pending``, and go on to what waits for one next."""
+    def add(self, text: str, finish_reason: str) -> None:
+        """Add the message that ``pending`` waits for, and go on to what waits for one next."""
         try:
             self.pending = self._requests.send((text, finish_reason))
         except StopIteration:
             self.pending = None
+        except RequestFailed as error:
+            self.fail(error)
         self.turn += 1
 
     def fail(self, why: RequestFailed) -> None:
@@ -156,3 +215,9 @@ class Conversation:
             return
         while self.messages[-1]["role"] != "assistant":
             self.messages.pop()
+
+
+def asking_for_a_turn(messages: Sequence[Message]) -> list[Message]:
+    """A prompt that asks a model for the user's next message, for a server, which applies the template itself."""
+    history = [f"{m['role'].capitalize()}: {m['content']}\n" for m in messages if m["role"] != "system"]
+    return [{"role": "user", "content": f"{SELF_TALK_PROMPT}{''.join(history)}User:"}]

@@ -15,6 +15,7 @@ from typing import Any
 
 from draftsmith.common.files import append, json_object, parse_json, replacing
 from draftsmith.data.formats import Message
+from draftsmith.data.seeds import WRITTEN
 
 LINES = 1000  # of a shard
 _OWN = re.compile(r"shard-\d{5}\.jsonl|(failures\.jsonl|manifest\.json|recipe\.yaml)(\.tmp)?")
@@ -70,6 +71,7 @@ class Shards:
         answers: id → number of answers of each finished conversation.
         finish_reasons: finish reason → number of answers.
         failures: id → the line of failures.jsonl of each prompt that failed and has no conversation.
+        first_turns: the user's first turns that the model wrote itself (conversations of the source ``target``).
 
     Raises:
         ValueError: a complete line is damaged.
@@ -80,9 +82,12 @@ class Shards:
         self.answers: dict[str, int] = {}
         self.finish_reasons: Counter[str] = Counter()
         self.failures: dict[str, dict[str, str]] = {}
+        self.first_turns: list[str] = []
         for path in sorted(folder.glob("shard-" + "[0-9]" * 5 + ".jsonl")):
             for line in _whole_lines(path):
                 self._count(line["id"], line["finish_reason"])
+                if line.get("source") == WRITTEN:
+                    self.first_turns.append(line["messages"][0]["content"])
         for line in _whole_lines(folder / "failures.jsonl"):
             if line["id"] not in self.answers:
                 self.failures[line["id"]] = line

@@ -14,7 +14,7 @@ from torch import nn
 
 from draftsmith.common.command import first_line
 from draftsmith.common.files import json_object, read_text, replacing_folder
-from draftsmith.models.artifact import TEMPLATE, check_target
+from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype
 from draftsmith.models.stored import check_safetensors, save_tensors
 from draftsmith.models.target import Target
 
@@ -87,9 +87,9 @@ def switched_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def write_adapter(folder: Path, target: Target) -> None:
-    """Write ``folder/adapter`` in peft's format, each file whole or not at all, and include it in the target's
-    fingerprint.
+def write_adapter(folder: Path, target: Target, dtype: str = "float32") -> None:
+    """Write ``folder/adapter`` in peft's format and in a dtype, each file whole or not at all, and include it in the
+    target's fingerprint.
 
     Raises:
         OSError: the disk is full, or it cannot be written.
@@ -102,7 +102,7 @@ def write_adapter(folder: Path, target: Target) -> None:
     config.base_model_name_or_path, config.inference_mode = target.name, True
     with replacing_folder(folder / FOLDER) as temporary:
         weights = {f"base_model.model.{name}": weight for name, weight in trained.items()}
-        save_tensors(weights, temporary / "adapter_model.safetensors")
+        save_tensors(in_dtype(weights, dtype), temporary / "adapter_model.safetensors")
         config.save_pretrained(temporary)
     target.fingerprint, target.adapter = _fingerprint(target, folder / FOLDER), FOLDER
 

@@ -94,6 +94,11 @@ def write_model(folder: Path, model: Any, tokenizer: Any, facts: Mapping[str, An
 TEMPLATE = "chat_template.jinja"  # in a drafter's folder
 
 
+def in_dtype(weights: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """The weights with every floating-point tensor in a dtype (``float32``, ``bfloat16``); ids stay as they are."""
+    return {name: w.to(getattr(torch, dtype)) if w.is_floating_point() else w for name, w in weights.items()}
+
+
 def write_drafter(
     folder: Path, drafter_type: str, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target,
     facts: Mapping[str, Any], template: str | None = None, parts: Sequence[str] = (),

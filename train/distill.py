@@ -2,8 +2,8 @@
 
     python train/distill.py recipes/tiny-distill.yaml [section.field=value ...] [--dry-run] [--tiny] [--restart]
 
-The user's messages of each seed are sent one by one; the answers in the seed are dropped, the target's are kept. The
-run's folder gets shard-00000.jsonl, …, which a training recipe names as a source, failures.jsonl and manifest.json. The
+The user's messages of each seed are sent one by one; the answers in the seed are dropped, the target's are kept. Where
+there are no seeds, the target writes the user's messages, too (``data.written``, ``self_talk``). The run's folder gets shard-00000.jsonl, …, which a training recipe names as a source, failures.jsonl and manifest.json. The
 same command, after a kill too, goes on where it stopped and sends the failed prompts again.
 
 Exit codes: 0 done, 1 no answers, 2 wrong usage or bad input, or interrupted.
@@ -42,11 +42,21 @@ from draftsmith.common.files import json_object
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.recipe import Section, read_recipe, write_recipe
 from draftsmith.common.sections import Name, Positive, Run, Sequences, Share, Source, Target, Threads, Tokens
-from draftsmith.data.chat import encode_prompt
+from draftsmith.data.chat import encode_prompt, encode_user_turn
 from draftsmith.data.endpoint import Server, check_server, in_threads
 from draftsmith.data.formats import Message
 from draftsmith.data.rows import Skipped, UnusableRow
-from draftsmith.data.seeds import TOO_LONG, Conversation, RequestFailed, Seed, read_seeds
+from draftsmith.data.seeds import (
+    REFUSALS,
+    TOO_LONG,
+    Conversation,
+    RequestFailed,
+    Seed,
+    WrittenTurns,
+    asking_for_a_turn,
+    read_seeds,
+    written_seeds,
+)
 from draftsmith.data.shards import Shards, open_shards
 from draftsmith.data.tokenized import read_template
 from draftsmith.inference.drafters.load import load_drafter
@@ -64,7 +74,7 @@ from draftsmith.train.loop import console, dtype_of
 from draftsmith.train.tiny import SAMPLES, tiny_target, valid, write_target
 
 TEMPLATE = "chat template"  # a reason of a failure, beside those of data/endpoint.py
-OF_THE_PROMPT = (TOO_LONG, TEMPLATE)  # reasons that do not count towards endpoint.give_up
+OF_THE_PROMPT = (TOO_LONG, TEMPLATE, *REFUSALS)  # reasons that do not count towards endpoint.give_up
 MANIFEST_EVERY = 30.0  # seconds
 
 Backend = Callable[["DistillRecipe", Iterator[Conversation], Callable[[Conversation], None]], None]
@@ -75,7 +85,11 @@ class GivenUpError(Exception):
 
 
 class Seeds(Section):
-    seeds: list[Source] = Field(min_length=1, description="sources of the user's messages; the assistant's are dropped")
+    seeds: list[Source] = Field(default=[], description="sources of the user's messages; the assistant's are dropped")
+    written: int = Field(
+        default=0, ge=0, le=10_000_000, description="conversations more, of which the target writes the user's first "
+        "message, too: it goes on where the template lets the user speak; backend engine",
+    )  # fmt: skip
     template: Name | None = Field(
         default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
     )
@@ -85,6 +99,10 @@ class Seeds(Section):
 
     @model_validator(mode="after")
     def _chats(self) -> "Seeds":
+        if not self.seeds and not self.written:
+            raise ValueError(
+                "name 'seeds', or set 'written' to a number of conversations that the target begins itself"
+            )
         for source in self.seeds:
             if source.installed and source.form != "chat":
                 raise ValueError(f"seed source {source.source!r} needs conversations: set form: chat")
@@ -98,6 +116,10 @@ class Decoding(Section):
     temperature: float = Field(default=0.3, ge=1e-3, le=1e3, description="for mode sample")
     top_p: float = Field(default=1.0, gt=0, le=1, description="for mode sample")
     max_new_tokens: Tokens = Field(default=2048, description="of an answer; one that is cut there is kept and marked")
+    user_temperature: float = Field(
+        default=1.0, ge=1e-3, le=1e3, description="of the user's messages that the target writes, whatever the mode"
+    )
+    user_tokens: Tokens = Field(default=128, description="of such a message; a longer one is not used")
 
 
 class Engine(Section):
@@ -151,20 +173,24 @@ class DistillRecipe(Section):
                 f"decoding.max_new_tokens={self.decoding.max_new_tokens} leaves no room for a prompt within "
                 f"engine.max_length={self.engine.max_length}"
             )
+        if self.backend == "endpoint" and self.data.written:
+            raise ValueError("data.written is for backend engine; a server does not continue the user's turn")
         return self
 
     def sampling(self, conversation: Conversation) -> Sampling:
-        """Sampling parameters of the next answer, with a seed of the prompt and the turn, whatever else is decoded."""
+        """Sampling parameters of the next message, with a seed of the prompt and the turn, whatever else is decoded."""
         digest = hashlib.sha256(f"{self.run.seed} {conversation.seed.id} {conversation.turn}".encode()).digest()
-        d = self.decoding
-        return Sampling(d.temperature, top_p=d.top_p, seed=int.from_bytes(digest[:8], "big") >> 2)
+        d, seed = self.decoding, int.from_bytes(digest[:8], "big") >> 2
+        if conversation.speaker == "user":
+            return Sampling(d.user_temperature, seed=seed)
+        return Sampling(d.temperature if d.mode == "sample" else 0.0, top_p=d.top_p, seed=seed)
 
     def decides(self) -> dict[str, Any]:
         """All settings that the answers depend on, by field. Those of speed and the server's address may change between
         two commands that fill the same folder."""
         fields = {f"decoding.{name}": value for name, value in self.decoding.model_dump(mode="json").items()}
         fields |= {"run.seed": self.run.seed, "backend": self.backend, "self_talk": self.self_talk}
-        fields |= {"data.seeds": self.data.model_dump(mode="json")["seeds"]}
+        fields |= {"data.seeds": self.data.model_dump(mode="json")["seeds"]}  # not 'written': more of them change none
         if self.backend == "endpoint":
             assert self.endpoint is not None
             return {**fields, "endpoint.model": self.endpoint.model}
@@ -196,6 +222,20 @@ def encode(messages: list[Message], tokenizer: PreTrainedTokenizerBase, template
         raise RequestFailed(TEMPLATE, str(error)) from None
 
 
+def encode_turn(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str | None
+) -> tuple[list[int], str]:
+    """As :func:`draftsmith.data.chat.encode_user_turn`.
+
+    Raises:
+        RequestFailed: the template refuses it.
+    """
+    try:
+        return encode_user_turn(messages, tokenizer, template)
+    except UnusableRow as error:
+        raise RequestFailed(TEMPLATE, str(error)) from None
+
+
 def by_engine(
     recipe: DistillRecipe, conversations: Iterator[Conversation], end: Callable[[Conversation], None]
 ) -> None:
@@ -222,27 +262,40 @@ def by_engine(
         )
     longest = min(target.context, e.max_length)
 
+    closings: dict[int, str] = {}  # of the user's turns under way, by the conversation's id()
+
     def next_request(conversation: Conversation) -> Request | None:
         assert conversation.pending is not None
+        tokens = d.max_new_tokens
         try:
-            prompt = encode(conversation.pending, tokenizer, template)
+            if conversation.speaker == "user":
+                prompt, closings[id(conversation)] = encode_turn(conversation.pending, tokenizer, template)
+                tokens = d.user_tokens
+            else:
+                prompt = encode(conversation.pending, tokenizer, template)
             if len(prompt) >= longest:
                 raise RequestFailed(TOO_LONG, f"{len(prompt)} tokens before the answer, {longest} allowed with it")
         except RequestFailed as error:
             conversation.fail(error)
             end(conversation)
             return None
-        return Request(prompt, min(d.max_new_tokens, longest - len(prompt)), recipe.sampling(conversation))
+        return Request(prompt, min(tokens, longest - len(prompt)), recipe.sampling(conversation))
 
     def on_answer(conversation: Conversation, result: Generation) -> bool:
-        conversation.add_answer(answer_text(target, result.tokens), result.finish_reason)
+        text, reason = answer_text(target, result.tokens), result.finish_reason
+        closing = closings.pop(id(conversation), None)
+        if closing is not None and closing in text:
+            text, reason = text.partition(closing)[0], "stop"
+        conversation.add(text, reason)
         if conversation.pending is None:
             end(conversation)
         return conversation.pending is not None
 
     decoder = SpeculativeDecoder(target, drafter)
+    # The user's turns are sampled, beside which a row of temperature 0 is greedy.
+    mode = "sample" if recipe.self_talk or recipe.data.written else d.mode
     serve_conversations(
-        decoder, conversations, next_request, on_answer, e.batch_size, mode=d.mode, max_length=longest
+        decoder, conversations, next_request, on_answer, e.batch_size, mode=mode, max_length=longest
     )  # fmt: skip
 
 
@@ -256,12 +309,14 @@ def by_endpoint(
 
     def converse(conversation: Conversation) -> None:
         while conversation.pending is not None:
-            options: dict[str, Any] = {"max_tokens": d.max_new_tokens, "temperature": 0}
-            if d.mode == "sample":
-                seed = recipe.sampling(conversation).seed % (1 << 31)  # what every server takes
-                options |= {"temperature": d.temperature, "top_p": d.top_p, "seed": seed}
+            user, sampling = conversation.speaker == "user", recipe.sampling(conversation)
+            options: dict[str, Any] = {"max_tokens": d.user_tokens if user else d.max_new_tokens, "temperature": 0}
+            if user or d.mode == "sample":
+                seed = sampling.seed % (1 << 31)  # what every server takes
+                options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
+            messages = asking_for_a_turn(conversation.pending) if user else conversation.pending
             try:
-                conversation.add_answer(*server.answer(conversation.pending, **options))
+                conversation.add(*server.answer(messages, **options))
             except RequestFailed as error:
                 conversation.fail(error)
 
@@ -277,8 +332,10 @@ def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
     console.print(
         f"{len(seeds):,} prompts with {turns:,} turns of the user, {recipe.self_talk} more of self-talk each: at most "
         f"{texts:,} texts of {d.max_new_tokens:,} tokens, {texts * d.max_new_tokens:,} in all, {d.mode}, by "
-        f"{recipe.backend}. The first prompt:"
+        f"{recipe.backend}.{' The first prompt:' if seeds[0].messages else ''}"
     )
+    if not seeds[0].messages:
+        return console.print("The target writes the user's messages, the first one too.")
     first = Conversation(seeds[0], 0).pending or []
     if recipe.target is None or recipe.backend == "endpoint":
         console.print_json(json.dumps(first))
@@ -327,10 +384,10 @@ def with_dtype(recipe: DistillRecipe, folder: Path, restart: bool) -> DistillRec
 
 def seeds_of(recipe: DistillRecipe) -> tuple[list[Seed], Skipped]:
     """The seeds, and the rows that were skipped, which are printed."""
-    seeds, skipped = read_seeds(recipe.data.seeds, recipe.data.max_skipped)
+    seeds, skipped = read_seeds(recipe.data.seeds, recipe.data.max_skipped) if recipe.data.seeds else ([], Skipped())
     if skipped.count:
         console.print(f"seeds: {skipped}")
-    return seeds, skipped
+    return [*seeds, *written_seeds(recipe.data.written)], skipped
 
 
 def main() -> None:
@@ -380,10 +437,10 @@ def distill(
     if todo and recipe.endpoint and recipe.backend == "endpoint":
         check_server(recipe.endpoint.url)
     bar = ProgressBar(f"{len(todo):,} of {len(seeds):,} prompts to answer, by {recipe.backend}", len(todo), console)
-    ended, answered, failed_in_a_row, written = 0, 0, 0, time.monotonic()
+    ended, answered, failed_in_a_row, saved = 0, 0, 0, time.monotonic()
 
     def end(conversation: Conversation) -> None:
-        nonlocal ended, answered, failed_in_a_row, written
+        nonlocal ended, answered, failed_in_a_row, saved
         seed, why = conversation.seed, conversation.failure
         if why is None:
             shards.add(seed.id, conversation.messages, conversation.finish_reasons, seed.source)
@@ -393,9 +450,9 @@ def distill(
             failed_in_a_row += why.reason not in OF_THE_PROMPT
         ended += 1
         bar(ended)
-        if time.monotonic() - written > MANIFEST_EVERY:
+        if time.monotonic() - saved > MANIFEST_EVERY:
             write_manifest()
-            written = time.monotonic()
+            saved = time.monotonic()
         if recipe.endpoint and failed_in_a_row >= recipe.endpoint.give_up:
             raise GivenUpError
 
@@ -403,7 +460,8 @@ def distill(
     try:
         if todo:
             with bar:
-                backend(recipe, (Conversation(seed, recipe.self_talk) for seed in todo), end)
+                written = WrittenTurns(shards.first_turns)
+                backend(recipe, (Conversation(seed, recipe.self_talk, written) for seed in todo), end)
     except (GivenUpError, KeyboardInterrupt) as error:
         stopped = error
     if isinstance(stopped, KeyboardInterrupt):

@@ -134,7 +134,7 @@ def export_target(recipe: DrafterRecipe, target: Target) -> None:
     """Write the trained adapter into the run's folder and, where ``export.merged`` says so, the target with it merged
     in, for servers that take no adapter."""
     folder, t = recipe.run.folder, recipe.target
-    write_adapter(folder, target)
+    write_adapter(folder, target, recipe.export.dtype)
     if not recipe.export.merged:
         return
     base = load_target(t.name, revision=t.revision, dtype=t.dtype, trust_remote_code=t.trust_remote_code)

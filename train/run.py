@@ -25,7 +25,7 @@ from draftsmith.data.tokenized import read_template
 from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.tree import Topology
-from draftsmith.models.artifact import check_target, provenance, push, read_drafter, write_drafter
+from draftsmith.models.artifact import check_target, in_dtype, provenance, push, read_drafter, write_drafter
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
@@ -270,7 +270,8 @@ class Run(Generic[R]):
         t = recipe.target
         own = {"target_fingerprint": self.job.target, "dtype": t.dtype, "init_from": recipe.init_from, **facts}
         template = read_template(recipe.data.template)
-        write_drafter(folder, self.kind, shape, weights, target, self.facts(**own), template, parts)
+        stored = in_dtype(weights, recipe.export.dtype)
+        write_drafter(folder, self.kind, shape, stored, target, self.facts(**own), template, parts)
         if tree is not None and (self.small or recipe.export.push_to_hub) and not (folder / "tree.json").exists():
             write_json(folder / "tree.json", {"paths": [list(path) for path in tree.paths]})
         if recipe.export.push_to_hub:

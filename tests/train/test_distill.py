@@ -19,11 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.common.sections import Data, Source
 from draftsmith.data import endpoint, seeds, shards
+from draftsmith.data.chat import encode_prompt, encode_user_turn
 from draftsmith.data.rows import UnusableRow
 from draftsmith.data.seeds import Conversation, RequestFailed, Seed, read_seed, read_seeds
 from draftsmith.data.shards import Shards
 from draftsmith.data.tokenized import tokenized
 from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.text import answer_text
 from draftsmith.models.adapter import add_lora, write_adapter
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
@@ -68,9 +70,17 @@ def recipe(tiny_lm, tmp_path):
         "engine": {"batch_size": 4, "max_length": 250, "threads": 1},
         "decoding": {"mode": "greedy", "max_new_tokens": NEW},
     }
+    (tmp_path / "turns.jinja").write_text(TURNS)
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
+
+
+# The bundled target, a model of Python code, seldom ends a user's turn; after one of these it soon writes "def".
+TURNS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}return {{ m['content'] }}\n"
+    "{% else %}class {{ m['content'] }}\ndef \n{% endif %}{% endfor %}{% if add_generation_prompt %}return {% endif %}"
+)
 
 
 def lines_of(folder):
@@ -164,29 +174,52 @@ def test_unusable_rows_of_several_sources(tmp_path):
 def test_self_talk_shows_the_model_both_sides():
     conversation = Conversation(Seed("i", "s", ({"role": "user", "content": "hi"},)), 2)
     assert conversation.pending == [{"role": "user", "content": "hi"}]
-    conversation.add_answer("hello", "stop")
-    (asked,) = conversation.pending
+    conversation.add("hello", "stop")
+    assert conversation.speaker == "user" and [m["content"] for m in conversation.pending] == ["hi", "hello"]
+    (asked,) = seeds.asking_for_a_turn(conversation.pending)
     assert asked["content"] == f"{seeds.SELF_TALK_PROMPT}User: hi\nAssistant: hello\nUser:"
-    conversation.add_answer(" and you?\n", "stop")
-    assert [m["content"] for m in conversation.pending] == ["hi", "hello", "and you?"]
-    conversation.add_answer("fine", "length")
-    conversation.add_answer("  ", "stop")  # the user has nothing to say
+    conversation.add(" and how are you?\n", "stop")
+    assert conversation.speaker == "assistant"
+    assert [m["content"] for m in conversation.pending] == ["hi", "hello", "and how are you?"]
+    conversation.add("fine", "length")
+    conversation.add("  ", "stop")  # the user has nothing to say
     assert conversation.pending is None and conversation.failure is None
     assert conversation.finish_reasons == ["stop", "length"] and conversation.turn == 4
     assert [m["role"] for m in conversation.messages] == ["user", "assistant"] * 2
 
 
+def test_which_written_turns_are_kept():
+    turns = seeds.WrittenTurns(["Who was Ada Lovelace?"])
+    assert turns.refusal("Why is the sky blue?", "stop", True) is None
+    assert turns.refusal("why is  the sky BLUE", "stop", True) == seeds.DUPLICATE
+    assert turns.refusal("Who was Ada Lovelace", "stop", True) == seeds.DUPLICATE, "of an earlier command"
+    assert turns.refusal("Why is the sky blue?", "stop", False) is None, "later in another conversation"
+    assert turns.refusal("Tell me about the", "length", True) == seeds.CUT
+    assert turns.refusal("go on", "stop", True) == seeds.SHORT
+    assert turns.refusal("no no no no yes yes yes", "stop", True) == seeds.REPETITIVE
+    begun = Conversation(seeds.written_seeds(3)[2], 1, turns)
+    assert begun.seed.id == "target-000002" and begun.seed.turns == 1
+    assert begun.speaker == "user" and begun.pending == []
+    begun.add("why is the sky blue", "stop")
+    assert begun.failure is not None and begun.failure.reason == seeds.DUPLICATE and begun.pending is None
+    kept = Conversation(begun.seed, 0, turns)
+    kept.add("Who painted this one?", "stop")
+    assert kept.speaker == "assistant" and kept.pending == [{"role": "user", "content": "Who painted this one?"}]
+    kept.add("I did.", "stop")
+    assert kept.pending is None and kept.failure is None and len(kept.messages) == 2
+
+
 def test_what_was_answered_before_a_turn_that_is_too_long_stands():
     asked = ({"role": "user", "content": "a"}, {"role": "system", "content": "s"}, {"role": "user", "content": "b"})
     conversation = Conversation(Seed("i", "s", asked), 0)
-    conversation.add_answer("x", "stop")
+    conversation.add("x", "stop")
     conversation.fail(RequestFailed("too long"))
     assert conversation.failure is None and conversation.pending is None
     assert [m["content"] for m in conversation.messages] == ["a", "x"]
     for reason, heard in (("too long", 0), ("http 500", 1)):
         conversation = Conversation(Seed("i", "s", asked), 0)
         for _ in range(heard):
-            conversation.add_answer("x", "stop")
+            conversation.add("x", "stop")
         conversation.fail(RequestFailed(reason))
         assert conversation.failure is not None and conversation.failure.reason == reason
 
@@ -256,6 +289,7 @@ def test_answers_are_the_targets_own_turn_by_turn(recipe, run_main, tiny_lm, tea
 def test_sampled_answers_do_not_depend_on_the_batch(recipe, run_main, tmp_path):
     def answers(name, *options):
         sampled = ["decoding.mode=sample", "decoding.temperature=2.0", f"run.name={name}", *options]
+        sampled += [f"data.template={tmp_path}/turns.jinja", "decoding.user_tokens=96", "decoding.user_temperature=0.3"]
         code, _, err = run_main(distill.main, recipe, *sampled)
         assert code == 0, err
         return lines_of(tmp_path / name)
@@ -266,7 +300,42 @@ def test_sampled_answers_do_not_depend_on_the_batch(recipe, run_main, tmp_path):
     assert sum(alone[seed] != other[seed] for seed in alone) > 15
     roles = [[m["role"] for m in json.loads(line)["messages"] if m["role"] != "system"] for line in alone.values()]
     assert all(turns == ["user", "assistant"] * (len(turns) // 2) for turns in roles)
-    assert max(map(len, roles)) == 8, "three turns of the seed, and one of self-talk"
+    turns = {seed.id: seed.turns for seed in read_seeds([Source(source=str(tmp_path / "seeds.jsonl"))])[0]}
+    added = [len(roles) // 2 - turns[seed] for seed, roles in zip(alone, roles, strict=True)]
+    assert set(added) == {0, 1}, "of self-talk; a turn of the user that is cut is not used"
+
+
+def test_conversations_that_the_target_begins(recipe, run_main, tiny_lm, tmp_path):
+    options = [
+        "data.written=24",
+        "decoding.mode=greedy",
+        "decoding.user_tokens=32",
+        f"data.template={tmp_path}/turns.jinja",
+    ]
+    code, _, err = run_main(distill.main, recipe, "run.name=begun", *options)
+    assert code == 0, err
+    conversations = [json.loads(line) for line in lines_of(tmp_path / "begun").values()]
+    begun = [c for c in conversations if c["source"] == "target"]
+    failed = counts_of(tmp_path / "begun")["failed"]
+    assert begun and failed and set(failed) <= set(seeds.REFUSALS) and len(begun) + sum(failed.values()) == 24
+    # The user's turn is what the model writes where the template lets the user speak; the answer is plain greedy.
+    target = load_target(str(tiny_lm))
+    tokenizer = target.tokenizer
+    prompt, closing = encode_user_turn([], tokenizer, TURNS)
+    assert tokenizer.decode(prompt) == "class" and closing == "def"
+    prompt, closing = encode_user_turn([{"role": "system", "content": "Be brief."}], tokenizer)
+    assert tokenizer.decode(prompt) == "<|system|>\nBe brief.<|end|>\n<|user|>\n" and closing == "<|end|>"
+    for conversation in begun:
+        asked, answer = conversation["messages"]
+        assert "def" not in asked["content"] and len(asked["content"]) > 5
+        ids = encode_prompt([asked], tokenizer, TURNS)
+        (found,) = SpeculativeDecoder(target, None).generate([ids], NEW)
+        assert answer["content"] == answer_text(target, found.tokens)
+    # A second command keeps them, and knows their turns: the failed ones are tried again with the same result.
+    before = lines_of(tmp_path / "begun")
+    assert run_main(distill.main, recipe, "run.name=begun", *options)[0] == 0
+    assert lines_of(tmp_path / "begun") == before
+    assert Shards(tmp_path / "begun").first_turns == [c["messages"][0]["content"] for c in begun]
 
 
 def test_a_drafter_changes_nothing(recipe, run_main, tiny_lm, tmp_path, monkeypatch):
