@@ -1,11 +1,15 @@
 """Medusa as a drafter: node by node from the heads' ranks, and end to end."""
 
+import itertools
+
+import lossless_suite
 import pytest
 import torch
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.protocol import State
 from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.ranks import MAX_RANK, head_ranks
 from draftsmith.inference.tree import Topology, chain
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.medusa import MedusaHeads
@@ -14,19 +18,27 @@ PATHS = ((0,), (1,), (3,), (0, 0), (0, 2), (3, 1), (0, 0, 0), (0, 0, 4), (3, 1, 
 PROMPTS = [[7, 3, 19, 44, 5], [9], [58, 1, 30, 12, 6, 6, 31, 40]]
 
 
-def random_heads(target, projection, count=5):
-    heads = MedusaHeads.for_target(target, count, 1, projection)
+IDS = torch.tensor([0, 3, 5, 6, 9, 19, 20, 31, 44, 58, 60])
+
+
+def random_heads(target, projection, count=5, ids=None):
+    heads = MedusaHeads.for_target(target, count, 1, projection, None if ids is None else len(ids))
+    if ids is not None:
+        heads.draft_from(ids, target)
     torch.manual_seed(3)
     for weight in heads.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     return heads.requires_grad_(False)
 
 
+@pytest.mark.parametrize("ids", [None, IDS], ids=["all", "draft vocabulary"])
 @pytest.mark.parametrize("projection", ["own", "shared"])
 @torch.no_grad()
-def test_nodes_are_the_heads_ranks(make_target, projection):
+def test_nodes_are_the_heads_ranks(make_target, projection, ids):
     target = make_target("llama")
-    heads, topology = random_heads(target, projection), Topology(PATHS)
+    heads, topology = random_heads(target, projection, ids=ids), Topology(PATHS)
+    matrices = heads.projections(target.lm_head)
+    known = torch.arange(61) if ids is None else ids
     drafter = MedusaDrafter(heads, topology, target)
     assert (drafter.num_nodes, drafter.max_depth) == (11, 4)
     feature = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
@@ -40,8 +52,8 @@ def test_nodes_are_the_heads_ranks(make_target, projection):
         assert int(tree.tokens[row, 0]) == int(root[row])
         for node, path in enumerate(nodes):
             if path:
-                own = heads.head_logits(len(path) - 1, heads.features(feature)[len(path) - 1, row], target.lm_head)
-                assert int(tree.tokens[row, node]) == int(own.argsort(descending=True)[path[-1]])
+                own = matrices[len(path) - 1][0] @ heads.features(feature)[len(path) - 1, row]
+                assert int(tree.tokens[row, node]) == int(known[own.argsort(descending=True)[path[-1]]])
                 assert nodes[int(tree.parent[row, node])] == path[:-1]
             assert int(tree.depth[row, node]) == len(path)
             above = {nodes.index(path[:depth]) for depth in range(len(path) + 1)}
@@ -68,3 +80,51 @@ def test_tree_has_to_fit_the_heads(make_target):
     MedusaDrafter(heads, Topology(((60,),)), target)
     with pytest.raises(ValueError, match="the tree asks for rank 61 of a vocabulary of 61"):
         MedusaDrafter(heads, Topology(((61,),)), target)
+    with pytest.raises(ValueError, match="the tree asks for rank 11 of a vocabulary of 11"):
+        MedusaDrafter(random_heads(target, "shared", 2, IDS), Topology(((11,),)), target)
+
+
+# ---- a draft vocabulary
+
+
+def near_the_lm_head(target):
+    """Heads that draft what the LM head holds likely, of every second token: right now and then."""
+    torch.manual_seed(2)
+    ids = torch.arange(0, target.vocab_size, 2)
+    heads = MedusaHeads.for_target(target, 3, 1, "shared", len(ids))
+    heads.draft_from(ids, target)
+    with torch.no_grad():
+        heads.weight.normal_(std=0.1)
+    return MedusaDrafter(heads.requires_grad_(False), Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0))), target)
+
+
+def test_a_draft_vocabulary_is_lossless(make_target, teach):
+    """Greedy tokens are the target's own, and sampled texts have its distribution, tokens outside included."""
+    target = make_target("llama")
+    truth = teach(target, PROMPTS, 20)
+    results = SpeculativeDecoder(target, near_the_lm_head(target)).generate(PROMPTS, 20, stop_ids=frozenset())
+    assert [r.tokens for r in results] == truth
+    assert any(count > 1 for r in results for count in r.accepted) and any(token % 2 for row in truth for token in row)
+    lossless_suite.check_sampling(make_target, near_the_lm_head, "cut", count=4000, rows=4000)
+
+
+def test_a_label_outside_is_missed(make_target):
+    """Each label has the rank that the LM head's rows of the draft vocabulary give it; those outside have the rank of
+    a miss, and count as labels."""
+    target = make_target("llama")
+    heads = random_heads(target, "shared", 2, IDS)
+    torch.manual_seed(5)
+    tokens, supervised = torch.randint(61, (4, 16), dtype=torch.int32), torch.ones(4, 16, dtype=torch.bool)
+    ranks = head_ranks(target, heads, tokens, supervised)
+    missed = 0
+    with torch.no_grad():
+        features = heads.features(target.hidden(tokens.long()).flatten(0, 1)).unflatten(1, tokens.shape)  # [K, B, T, d]
+        for k, row, t in itertools.product(range(2), range(4), range(16 - 2)):
+            if t + k + 2 >= 16:
+                continue
+            label, logits = int(tokens[row, t + k + 2]), target.lm_head.weight @ features[k, row, t]
+            inside = (label == IDS).any()
+            rank = int((logits[IDS] > logits[label]).sum()) if inside else MAX_RANK
+            assert int(ranks[row, t, k]) == min(rank, MAX_RANK)
+            missed += not inside
+    assert 0 < missed < int((ranks >= 0).sum()) == 4 * (14 + 13)

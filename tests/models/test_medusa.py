@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch.nn import functional as F
 
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
@@ -72,6 +73,59 @@ def test_own_projection_needs_an_lm_head_without_bias(make_target):
     hidden = torch.randn(2, HIDDEN)
     logits = MedusaHeads.for_target(target, 1, 1, "shared").logits(hidden, target.lm_head)[0]
     torch.testing.assert_close(logits, target.lm_head(hidden))
+
+
+IDS = torch.tensor([0, 2, 3, 17, 18, 40, 59, 60])
+
+
+@pytest.mark.parametrize(("family", "projection"), [("llama", "own"), ("llama", "shared"), ("phi", "shared")])
+def test_draft_vocabulary_is_the_lm_heads_rows(make_target, family, projection):
+    """Outputs and training matrices of heads with a draft vocabulary are those of heads without, at its ids."""
+    target = make_target(family)
+    whole = MedusaHeads.for_target(target, 3, 1, "shared")
+    heads = MedusaHeads.for_target(target, 3, 1, projection, len(IDS))
+    heads.draft_from(IDS, target)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        heads.weight.copy_(whole.weight.normal_(std=0.2))
+    assert heads.state_dict()["draft_vocab"].equal(IDS) and heads.tokens(torch.tensor([[7, 0]])).tolist() == [[60, 0]]
+    hidden = torch.randn(5, HIDDEN)
+    expected = whole.logits(hidden, target.lm_head)[..., IDS]
+    draft_head = heads.draft_head(target.lm_head)
+    torch.testing.assert_close(heads.logits(hidden, draft_head), expected, rtol=1e-5, atol=1e-4)
+    for head, (weight, bias) in enumerate(heads.projections(target.lm_head)):
+        feature = heads.features(hidden)[head]
+        torch.testing.assert_close(F.linear(feature, weight, bias), expected[head], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(heads.head_logits(head, feature, draft_head), expected[head], rtol=1e-5, atol=1e-4)
+
+
+def test_draft_vocabulary_of_an_offloaded_lm_head(make_target):
+    """Its weight is on no device until it is used."""
+    target = make_target("llama", tie_word_embeddings=False)
+    rows = target.lm_head.weight[IDS].clone()
+    cpu_offload(target.model, torch.device("cpu"))
+    assert target.lm_head.weight.is_meta
+    heads = MedusaHeads(MedusaConfig(2, 1, "shared", HIDDEN, 61, len(IDS)))
+    heads.draft_vocab.copy_(IDS)
+    assert heads.draft_head(target.lm_head).weight.equal(rows) and target.lm_head.weight.is_meta
+
+
+def test_from_artifact_checks_the_draft_vocabulary():
+    config = {**GOOD, "projection": "shared", "draft_vocab_size": 3}
+    weights = MedusaHeads(MedusaConfig(**config)).state_dict() | {"draft_vocab": torch.tensor([1, 2, 5]).int()}
+    heads = MedusaHeads.from_artifact(config, weights, "x")
+    assert heads.draft_vocab.tolist() == [1, 2, 5] and heads.draft_vocab.dtype == torch.int64
+    for change, ids, said in [
+        ({}, [1, 5, 2], "model.safetensors: 'draft_vocab' does not ascend"),
+        ({}, [1, 2, 6], "model.safetensors: 'draft_vocab' holds ids from 1 to 6"),
+        ({}, [1, 2], "model.safetensors: its tensors are"),
+        ({"draft_vocab_size": None}, [1, 2, 5], "model.safetensors: its tensors are"),
+        ({"draft_vocab_size": 7}, [1, 2, 5], "config.json: field 'draft_vocab_size' is 7"),
+        ({"draft_vocab_size": True}, [1, 2, 5], "config.json: field 'draft_vocab_size' is True"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            MedusaHeads.from_artifact({**config, **change}, {**weights, "draft_vocab": torch.tensor(ids)}, "runs/x")
+        assert str(error.value).startswith(f"runs/x/{said}")
 
 
 GOOD = {"num_draft_heads": 2, "num_layers": 1, "projection": "own", "hidden_size": 4, "vocab_size": 6}

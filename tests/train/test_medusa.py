@@ -23,6 +23,7 @@ from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.train import medusa, run
+from draftsmith.train.dry_run import decode_a_little
 
 ROOT = Path(__file__).parents[2]
 HEADS = 3
@@ -73,6 +74,36 @@ def test_loss_is_its_definition(make_target, projection):
         assert float(metrics[f"head{k}_loss"]) == pytest.approx(sum(losses) / len(losses), rel=1e-4)
         assert float(metrics[f"head{k}_top1"]) == pytest.approx(sum(hits) / len(hits))
         wanted += 0.8**k * sum(losses) / len(losses)
+    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("projection", ["own", "shared"])
+def test_loss_with_a_draft_vocabulary(make_target, projection):
+    """The softmax is over the draft vocabulary, and a label outside is none: not in the loss, not in the mean."""
+    target = make_target("llama")
+    module, batch = make_module(target, projection), make_batch(target.vocab_size)
+    ids = torch.unique(batch["tokens"][batch["supervised"]])[::2].long()  # every second label
+    heads = MedusaHeads.for_target(target, HEADS, 2, projection, len(ids))
+    heads.draft_from(ids, target)
+    with torch.no_grad():
+        heads.weight.copy_(module.heads.weight)
+        heads.bias.copy_(module.heads.bias)
+        if projection == "own":
+            heads.projection.copy_(module.heads.projection[:, ids])
+    full, module = module, medusa.Medusa1(target, heads)
+    counts = module.count(batch)
+    loss, metrics = module(batch, counts, 0)
+    with torch.no_grad():
+        hidden = target.hidden(batch["tokens"].long())
+        logits = full.heads.logits(hidden.flatten(0, 1), target.lm_head).unflatten(1, hidden.shape[:2])[..., ids]
+    wanted = 0.0
+    for k, labels in enumerate(full.labels(batch)):
+        kept = torch.isin(labels, ids)
+        assert 0 < int(counts[k]) == int(kept.sum()) < int((labels != -100).sum())
+        inside = (labels[kept][:, None] == ids).int().argmax(1)
+        mean = float(F.cross_entropy(logits[k][kept], inside))
+        assert float(metrics[f"head{k + 1}_loss"]) == pytest.approx(mean, rel=1e-4)
+        wanted += 0.8 ** (k + 1) * mean
     assert float(loss.detach()) == pytest.approx(wanted, rel=1e-4)
 
 
@@ -273,6 +304,41 @@ def test_what_is_measured_while_training(recipe, run_main, monkeypatch):
     for which, made in answers.items():
         of = [row[marks].tolist() for row, marks in zip(made["tokens"], made["supervised"], strict=True)]
         assert (said == of) == (which == "validation")
+
+
+def test_a_draft_vocabulary_from_the_answers_to_the_artifact(recipe, run_main, monkeypatch):
+    """The most frequent tokens of the training answers; a resumed run keeps its own even if the rows are others now,
+    and a drafter that begins from another takes that one's."""
+    options = [recipe, "drafter.projection=shared", "stages.0.steps=4", "checkpoint.every=2", "evaluate.every=2"]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        stop_in_step(patch, 4, kill)
+        run_main(medusa.main, *options, "drafter.draft_vocab_size=40", "run.name=vocabulary")
+    folder = recipe.parent / "vocabulary"
+    answers = load_file(folder / "answers/train-0/model.safetensors")
+    counts = torch.bincount(answers["tokens"][answers["supervised"]], minlength=300)
+    ids = torch.tensor(sorted(sorted(range(300), key=lambda token: (-int(counts[token]), token))[:40]))
+    other = "data.train.0.answers.prompts=3"
+    resume = [*options, "run.name=vocabulary", "--resume"]
+    for size in (50, "null"):
+        code, _, err = run_main(medusa.main, *resume, f"drafter.draft_vocab_size={size}")
+        said = f"it began with drafter.draft_vocab_size=40, not {size}; set it back, or --restart"
+        assert (code, err) == (2, f"error: {folder}: {said}\n")
+    code, out, err = run_main(medusa.main, *resume, "drafter.draft_vocab_size=40", other)
+    assert code == 0, err
+    assert "draft vocabulary: 40 of 300 tokens cover " in out
+    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    assert weights["draft_vocab"].equal(ids) and config["draft_vocab_size"] == 40
+    held_out = load_file(folder / "held_out/model.safetensors")
+    inside = torch.isin(held_out["tokens"][held_out["supervised"]], ids)
+    found = json.loads((folder / "provenance.json").read_text())["draft_vocabulary"]
+    assert (found["size"], found["held_out"]) == (40, round(float(inside.float().mean()), 4))
+    command = [*options, f"init_from={folder}", "run.name=from-vocabulary", other]
+    code, _, err = run_main(medusa.main, *command, "drafter.draft_vocab_size=50")
+    assert code == 2 and "its draft_vocab_size is 40, the recipe's 50; set drafter.draft_vocab_size" in err
+    assert run_main(medusa.main, *command, "drafter.draft_vocab_size=40")[0] == 0
+    assert load_file(recipe.parent / "from-vocabulary/model.safetensors")["draft_vocab"].equal(ids)
+    (folder / "tree.json").write_text('{"paths": [[0], [0, 0], [1]]}')
+    assert "identical to plain decoding" in decode_a_little(folder)
 
 
 class Killed(BaseException):
