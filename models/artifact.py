@@ -133,7 +133,8 @@ def write_drafter(
 def _card(name: str, drafter_type: str, shape: Mapping[str, Any], target: Target, facts: Mapping[str, Any]) -> str:
     """The model card: the drafter, its target, how to run it and how it was trained."""
     rows = "\n".join(f"| {key} | {value} |" for key, value in {**shape, **facts}.items() if not isinstance(value, dict))
-    base = "" if local_folder(target.name) else f"base_model: {target.name}\n"  # the Hub accepts only ids here
+    is_local = local_folder(target.name) or target.name.endswith(".gguf")
+    base = "" if is_local else f"base_model: {target.name}\n"  # the Hub accepts only ids here
     return f"""---
 library_name: draftsmith
 {base}tags: [speculative-decoding, {drafter_type}]
