@@ -186,7 +186,9 @@ def main() -> None:
     kinds = [prompt.kind for prompt in given]
     reports, outputs = timing.evaluate(args.drafters, target, drafters, prompts, args, kinds)
     shown = max(args.show, 1) if args.prompt is not None else args.show
-    reporting.print_texts(target.tokenizer, prompts[:shown], outputs[0][:shown], console)
+    reporting.print_texts(
+        target.tokenizer, prompts[:shown], outputs[0][:shown], console, args.drafters[0], first.drafter.sources
+    )
     reporting.print_table(reports, console)
     if args.report:
         reporting.write_reports(reports, args.report, console)

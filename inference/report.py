@@ -14,7 +14,7 @@ from rich.table import Table
 from draftsmith.common.files import replacing, write_json
 from draftsmith.inference.engine import Generation
 from draftsmith.inference.options import short_name
-from draftsmith.inference.terminal import end_text, separate_text, write_text
+from draftsmith.inference.terminal import end_text, legend, separate_text, shows_colours, write_text
 from draftsmith.inference.text import TextStream, decode_text, visible
 
 # baseline → the report's field of the speed-up over it; its interval is in NAME_interval
@@ -251,31 +251,33 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
             console.print(f"  {'; '.join(shares)}", markup=False, soft_wrap=True)
 
 
-def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
-    """The text of an answer in pieces, each with a flag: whether its last token was drafted or is the target's own.
-    Joined they are :func:`draftsmith.inference.text.decode_text` of its tokens."""
-    drafted = [False] * len(result.tokens)
-    place = 1
-    for length in result.accepted:
-        # The last token of a whole step is the bonus; a step cut short by a limit may end in a drafted one.
-        for offset in range(length - 1):
-            drafted[place + offset] = True
-        place += length
+def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, int]]:
+    """The text of an answer in pieces, each with the ``drafted_by`` of its last token. Joined they are
+    :func:`draftsmith.inference.text.decode_text` of its tokens."""
     stream = TextStream(tokenizer)
-    texts = [(stream.add([token]), is_draft) for token, is_draft in zip(result.tokens, drafted, strict=True)]
-    return [(text, is_draft) for text, is_draft in [*texts, (stream.end(), False)] if text]
+    texts = [(stream.add([token]), bits) for token, bits in zip(result.tokens, result.drafted_by, strict=True)]
+    return [(text, bits) for text, bits in [*texts, (stream.end(), 0)] if text]
 
 
-def print_texts(tokenizer: Any, prompts: Sequence[list[int]], results: Sequence[Generation], console: Console) -> None:
-    """Write answers to stdout, a line feed between two; headings and the ends of the prompts to ``console``."""
+def print_texts(
+    tokenizer: Any, prompts: Sequence[list[int]], results: Sequence[Generation], console: Console, drafter: str,
+    sources: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Write answers to stdout, a line feed between two; headings and the ends of the prompts to ``console``.
+
+    Args:
+        drafter, sources: as :func:`draftsmith.inference.terminal.legend` takes them.
+    """
     for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), 1):
         if number > 1:
             separate_text()
-        console.print(f"prompt {number}: [green]green[/green] was drafted and accepted, plain is the target's own")
+        console.print(
+            f"prompt {number}" + (f": {legend(drafter, sources)}" if shows_colours() else ""), highlight=False
+        )
         console.print(visible(decode_text(tokenizer, prompt[-48:])), style="dim", markup=False)
         texts = pieces(tokenizer, result)
-        for text, drafted in texts:
-            write_text(text, drafted=drafted)
+        for text, drafted_by in texts:
+            write_text(text, drafted=drafted_by)
         end_text(texts[-1][0] if texts else "")
 
 

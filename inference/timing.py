@@ -433,7 +433,7 @@ def evaluate(
                 "prompts": len(prompts),
                 "max_new_tokens": args.max_new_tokens,
                 "batch_size": args.batch_size,
-                "tree_nodes": decoder.drafter.num_nodes,
+                "tree_nodes": tree_nodes(decoder.drafter),
                 "execution": execution,
                 **figures,
                 **timed[name].summary(),
@@ -458,12 +458,17 @@ def evaluate(
     return reports, outputs
 
 
+def tree_nodes(drafter: Drafter) -> int:
+    """Nodes of a drafter's trees, root included: those that it has chosen by step costs, or at most."""
+    return drafter.num_nodes if drafter.estimate is None else drafter.estimate.nodes
+
+
 def _figures(
     results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]
 ) -> dict[str, Any]:  # fmt: skip
     """The report's fields about acceptance and speed, of all prompts or of one kind's."""
     speedups = {base: speedup(timed, other) for base, other in bases.items() if timed.tokens}
-    figures: dict[str, Any] = reporting.acceptance(results, drafter.max_depth, drafter.num_nodes, drafter.sources)
+    figures: dict[str, Any] = reporting.acceptance(results, drafter.max_depth, tree_nodes(drafter), drafter.sources)
     figures["mean_accepted_length_interval"] = accepted_interval(results)
     figures |= {"timed_prompts": sum(map(len, timed.groups)), "pairs": len(timed.tokens)}
     for base, name in reporting.SPEEDUPS.items():

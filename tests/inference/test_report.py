@@ -118,10 +118,8 @@ def test_the_pieces_are_the_text(tiny_lm, cut):
     tokens = tokenizer(TEXT)["input_ids"]
     tokens = tokens[: len(tokens) - cut]
     assert any(tokenizer.decode(tokens[:n]).endswith("�") for n in range(len(tokens)))
-    rng, accepted = random.Random(cut), []
-    while (left := len(tokens) - 1 - sum(accepted)) > 0:
-        accepted.append(min(left, rng.randrange(1, 5)))
-    pieces = report.pieces(tokenizer, Generation(tokens, accepted))
+    drafted_by = random.Random(cut).choices(range(4), k=len(tokens))
+    pieces = report.pieces(tokenizer, Generation(tokens, drafted_by=drafted_by))
     assert "".join(text for text, _ in pieces) == decode_text(tokenizer, tokens)
     if not cut:
         assert decode_text(tokenizer, tokens) == TEXT
@@ -130,8 +128,8 @@ def test_the_pieces_are_the_text(tiny_lm, cut):
 def test_drafted_is_what_the_drafter_wrote(tiny_lm):
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
     tokens = [tokenizer(c)["input_ids"][0] for c in "abcdefgh"]
-    pieces = report.pieces(tokenizer, Generation(tokens, [3, 1, 2, 1]))
-    assert "".join(text for text, drafted in pieces if drafted) == "bcf"
+    pieces = report.pieces(tokenizer, Generation(tokens, drafted_by=[0, 1, 3, 0, 0, 2, 0, 0]))
+    assert pieces == [("a", 0), ("b", 1), ("c", 3), ("d", 0), ("e", 0), ("f", 2), ("g", 0), ("h", 0)]
 
 
 def test_table_and_plot_without_baselines_or_steps(tmp_path):
