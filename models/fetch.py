@@ -55,7 +55,7 @@ def fetch_model(out: Path) -> None:
                 with unfinished.open("wb") as target:
                     shutil.copyfileobj(source, target, 1 << 20)
                 if _sha256(unfinished) != _SHA256:
-                    raise ValueError(f"{file}: not the file that was expected (SHA-256); nothing was kept")
+                    raise ValueError(f"{file}: not the file that was expected (SHA-256); it was not kept")
     print(f"{file}: fetched in {time.monotonic() - began:.0f} s; name it by target.name={out}")
 
 

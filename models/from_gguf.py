@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import sys
 import time
@@ -143,6 +144,8 @@ def _write(file: Path, copy: Path, dtype: str, fields: dict[str, str]) -> None:
     import torch
     import transformers
 
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which save_pretrained imports, would warn
     options: dict[str, Any] = {"gguf_file": file.name, "dtype": getattr(torch, dtype), "output_loading_info": True}
     if hasattr(transformers, "GgufConfig"):  # newer versions keep the quantised blocks where they have a kernel
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
