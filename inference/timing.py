@@ -35,7 +35,7 @@ MIN_GROUPS = 16  # timed in any case, over all rounds, before timing may end ear
 NARROW = 0.03  # half-width of an interval, relative to its ratio, at which timing ends
 MIN_PAIRS, RESAMPLES = 5, 4000  # of the bootstrap: groups without which there is no interval; resamples
 CHECK_ROWS = 8  # minimum batch size of plain decoding that is not timed
-INSTRUMENTED = 8  # prompts of the run that times the phases of a step
+INSTRUMENTED = 4  # prompts of the run that times the phases of a step
 
 
 @dataclass
