@@ -63,7 +63,8 @@ def target_shape(target: Target, adapted: Sequence[str] = ()) -> TargetShape:
 @dataclass(frozen=True)
 class Plan:
     """What one stage costs. ``frozen`` and ``trained`` parameters, labels' ``positions`` per step; ``projected``: how
-    many of the frozen ones heads multiply with once more (a shared projection), in all."""
+    many of the frozen ones heads multiply with once more (a shared projection), in all; ``copied``: how many are held
+    twice (the LM head's rows of a draft vocabulary)."""
 
     name: str
     frozen: int
@@ -74,11 +75,13 @@ class Plan:
     positions: int
     projected: int = 0
     passes: int = 1  # through what is frozen: forward, the teacher's, backward to the adapters
+    copied: int = 0
 
     @classmethod
     def of(
-        cls, recipe: DrafterRecipe, stage: Stage, shape: TargetShape, trained: int, projected: int = 0, passes: int = 1
-    ) -> "Plan":
+        cls, recipe: DrafterRecipe, stage: Stage, shape: TargetShape, trained: int, projected: int = 0, passes: int = 1,
+        copied: int = 0,
+    ) -> "Plan":  # fmt: skip
         """A stage beside a frozen target. Under ZeRO-3 and FSDP a process holds its part of all but the LM head."""
         t = recipe.target
         held = BYTES[t.dtype if t.quantize == "none" else t.quantize]
@@ -86,13 +89,14 @@ class Plan:
             whole = shape.hidden_size * shape.vocab_size / shape.parameters
             held *= whole + (1 - whole) / PartialState().num_processes
         positions = stage.batch.sequences * recipe.data.max_length
-        return cls(stage.name, shape.parameters, trained, held, stage.optim, stage.steps, positions, projected, passes)
+        frozen, steps = shape.parameters, stage.steps
+        return cls(stage.name, frozen, trained, held, stage.optim, steps, positions, projected, passes, copied)
 
     @property
     def memory(self) -> float:
         """Bytes: weights, gradients and moments, and the logits that are alive at a time; no activations."""
         moments = 2.0 if self.optim.eight_bit else 4.0 if self.optim.name == "muon" else 8.0
-        return self.frozen * self.frozen_bytes + self.trained * (8 + moments) + 6.0 * LOGITS["cuda"]
+        return (self.frozen + self.copied) * self.frozen_bytes + self.trained * (8 + moments) + 6.0 * LOGITS["cuda"]
 
     @property
     def operations(self) -> float:

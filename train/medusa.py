@@ -222,11 +222,12 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
             d.num_draft_heads, d.num_layers, d.projection, shape.hidden_size, shape.vocab_size, d.draft_vocab_size
         )
         own = sum(p.numel() for p in MedusaHeads(config).parameters())
-    projected = d.num_draft_heads * shape.hidden_size * config.outputs if d.projection == "shared" else 0
-    found = [Plan.of(recipe, stage, shape, own, projected) for stage in recipe.stages]
+    rows = shape.hidden_size * config.outputs if d.projection == "shared" else 0
+    projected, copied = d.num_draft_heads * rows, rows if d.draft_vocab_size else 0
+    found = [Plan.of(recipe, stage, shape, own, projected, copied=copied) for stage in recipe.stages]
     if joint:
         trained, passes = own + joint.lora.r * shape.rank, 3 if joint.loss == "kl" else 2  # the teacher's, backward
-        found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, projected, passes)
+        found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, projected, passes, copied)
     return found
 
 

@@ -1,5 +1,6 @@
 """--dry-run: prints sizes and costs, then trains and decodes the recipe's tiny form. And the schemas."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -79,6 +80,19 @@ def test_the_plan_is_arithmetic():
     assert plan.memory == pytest.approx(14e9 + 1e8 * 16, rel=0.05)
     eight = dry_run.Plan("x", 7_000_000_000, 100_000_000, 0.5, Optim(lr=1e-3, eight_bit=True), 10, 4096)
     assert eight.memory == pytest.approx(3.5e9 + 1e8 * 10, rel=0.1)
+
+
+def test_the_plan_of_a_draft_vocabulary():
+    """Heads multiply with its rows alone, held beside the LM head; own projections have no more rows either."""
+    for overrides, trained in ((["drafter.projection=shared"], 0), (["drafter.projection=own"], 4 * 1000 * 160)):
+        overrides = ["drafter.num_draft_heads=4", "drafter.num_layers=1", "drafter.draft_vocab_size=1000", *overrides]
+        overrides.append("target.dtype=float32")
+        recipe = read_recipe(ROOT / "recipes/tiny-medusa.yaml", medusa.MedusaRecipe, overrides)
+        (plan,) = medusa.plans(recipe)
+        shared = 0 if trained else 1000 * 160
+        assert (plan.projected, plan.copied) == (4 * shared, shared)
+        assert plan.trained == 4 * (160 * 160 + 160) + trained
+        assert dataclasses.replace(plan, copied=0).memory == plan.memory - 4 * shared
 
 
 @pytest.mark.parametrize("name", sorted(schema.recipe_classes()))
