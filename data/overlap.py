@@ -156,10 +156,8 @@ class Overlap:
         self.prompts = {prompt.source: prompt for prompt in prompts}
         self._source_of: dict[int, str] = {}  # passage → the first prompt with it
         for source, prompt in self.prompts.items():
-            found = passages(prompt.text)
-            if len(_words(prompt.text)) >= WORDS:  # its short sentences are no passages of their own
-                found = found[: len(_words(prompt.text)) - WORDS + 1]
-            for passage in found.tolist():
+            windows = max(len(_words(prompt.text)) - WORDS + 1, 1)  # or the whole prompt; not its shorter sentences
+            for passage in passages(prompt.text)[:windows].tolist():
                 self._source_of.setdefault(passage, source)
 
     @classmethod

@@ -9,7 +9,7 @@ PROBLEMS = {
     "HumanEval/0": 'def longest_run(values: List[int]) -> int:\n    """ '
     'How long the longest run of equal values is. """\n',
     "HumanEval/1": '\ndef mirror(text: str) -> str:\n    """ Write the text and then the same text from its end to its '
-    'beginning.\n    >>> mirror("ab")\n    \'abba\'\n    """\n',
+    'beginning. Return it.\n    >>> mirror("ab")\n    \'abba\'\n    """\n',
 }
 QUERIES = [
     (7, "Write a letter from a lighthouse keeper to the captain of the last ship of the season. "),
@@ -19,6 +19,7 @@ QUERIES = [
 QUESTIONS = [
     ("0", "TEST", "Which river is the longest one that ends in a lake without an outlet?", "The Volga"),
     ("1", "TEST", " Who keeps the light? ", "A keeper"),
+    ("3", "TEST", "Who hosts the show Lights! today?", "Nobody"),
     ("2", "DEV", "How many steps does the stair of the tallest lighthouse have?", "Some hundred"),
 ]
 

@@ -24,6 +24,7 @@ def test_each_set(packages):
     assert [p.messages for p in questions] == [
         ({"role": "user", "content": "Which river is the longest one that ends in a lake without an outlet?"},),
         ({"role": "user", "content": "Who keeps the light?"},),
+        ({"role": "user", "content": "Who hosts the show Lights! today?"},),
     ]
     (chat,) = evaluation.load("chat")  # of the other split
     assert [m["role"] for m in chat.messages] == ["user", "assistant", "user"] and chat.source == "chat/2"

@@ -52,19 +52,23 @@ def test_what_is_shared(overlap):
     )
     chat = [user("Hello!"), assistant("How many steps does the stair of the tallest one have?")]
     assert overlap.shared_in(chat) == ('assistant: "how many steps does the stair of the" of chat/2')
+    assert overlap.shared("Return it.") is None  # a sentence of a long prompt
+    assert overlap.shared("Today.") is None and overlap.shared("who hosts the show lights today").endswith(
+        "questions/3"
+    )
     # Our own wording, which is the same in every prompt, is no prompt's text.
     assert overlap.shared("Complete this Python function:\n\n```python\ndef f(x):\n```") is None
     assert all(overlap.shared(follow_up) is None for follow_up in evaluation._FOLLOW_UPS)
 
 
 def test_every_prompt_is_found_in_itself(overlap):
-    assert len(overlap.prompts) == 6
+    assert len(overlap.prompts) == 7
     for source, prompt in overlap.prompts.items():
         assert overlap.shared_in(prompt.messages).endswith(f" of {source}")
 
 
 LEAKS = {
-    "chat/2": [user("How many steps does the stair of the tallest lighthouse have?"), assistant("Ninety.")],
+    "chat/2": [user("Say: how many steps does the stair of the tallest lighthouse have?"), assistant("Ninety.")],
     "human-eval/HumanEval/0": [user("Go on."), assistant('"""How long the longest run of equal values is."""')],
     "questions/1": [user("Who keeps the light?"), assistant("I do.")],
 }
@@ -135,7 +139,7 @@ def test_the_command(packages, run_main, tmp_path):
     code, out, err = run_main(command.main, rows, "--save", saved)
     assert code == 1 and err.startswith("error: training data shares a passage") and not saved.exists()
     assert [line.split(": ")[1] for line in out.splitlines()[:-1]] == ["row-30", "row-31", "row-32"]
-    assert out.splitlines()[-1] == "3 of 33 rows share a passage with one of 6 evaluation prompts"
+    assert out.splitlines()[-1] == "3 of 33 rows share a passage with one of 7 evaluation prompts"
 
     code, out, err = run_main(command.main, rows, "--against", "chat", "writing")
     assert (code, out.splitlines()[-1]) == (1, "1 of 33 rows share a passage with one of 2 evaluation prompts")
@@ -144,12 +148,12 @@ def test_the_command(packages, run_main, tmp_path):
     assert (code, err) == (0, "")
     assert clean.read_text().splitlines() == rows.read_text().splitlines()[:30]
     code, out, err = run_main(command.main, clean, saved)
-    assert (code, err) == (0, "") and f"{saved}: 0 of 6 evaluation prompts share a passage with it\n" in out
+    assert (code, err) == (0, "") and f"{saved}: 0 of 7 evaluation prompts share a passage with it\n" in out
 
     Passages.of(LEAKS.values()).save(saved)
     code, out, err = run_main(command.main, saved)
     assert code == 1 and out.startswith(
-        f"{saved}: 2 of 6 evaluation prompts share a passage with it: questions/1, chat/2"
+        f"{saved}: 2 of 7 evaluation prompts share a passage with it: questions/1, chat/2"
     )
 
 
