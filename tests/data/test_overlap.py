@@ -110,6 +110,13 @@ def test_answers_are_sampled(packages):
     assert 0.6 < len(stored.answer_passages) * ANSWERS_EVERY / (50 * 53 + len(passages(text))) < 1.5
 
 
+def test_a_message_without_a_word():
+    """It has no passage, so that it is compared as a whole."""
+    prompt = evaluation.EvaluationPrompt("questions/9", "questions", (user("2 + 2 = ?"),), "2 + 2 = ?")
+    assert Overlap([prompt]).shared_with(Passages.of([[user("2 + 2 = ?\n")]])) == ["questions/9"]
+    assert Overlap([prompt]).shared_with(Passages.of([[user("2 + 3 = ?")]])) == []
+
+
 @pytest.mark.parametrize("content", ["", "x" * 100, None])
 def test_other_files(content, tmp_path):
     from safetensors.numpy import save_file
