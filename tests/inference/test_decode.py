@@ -2,6 +2,7 @@
 
 import fcntl
 import io
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import t as t_distribution
 
 from draftsmith.inference import calibrate, decode, interactive, options, timing
+from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.options import short_name
 from draftsmith.inference.prompts import Prompt
@@ -251,6 +253,39 @@ def test_a_target_without_a_template_continues_text(run_main, drafter, target, m
     )
     (result,) = SpeculativeDecoder(target).generate([Prompt("def f(").encode(target)], 9)
     assert (code, out) == (0, decode_text(target.tokenizer, result.tokens))
+
+
+# ---- texts as they are decoded
+
+
+def test_live_texts(run_main, drafter, target, prompts):
+    """Those of plain decoding on stdout, the prompts and what the answers took on stderr."""
+    prompts.write_text(prompts.read_text() + '{"messages": [{"role": "user", "content": "say [b]\\nx"}]}\n')
+    other = prompts.with_name("other.jsonl")
+    other.write_text('{"prompt": "x = "}\n')
+    given = [Prompt("import os"), Prompt("def f(x):"), user("say [b]\nx"), Prompt("x = ")]
+    results = SpeculativeDecoder(target).generate([prompt.encode(target) for prompt in given], 9)
+    code, out, err = run_main(
+        decode.main, f"{drafter}+ngram", "--prompts", prompts, "--prompts", other, "--live", "--max-new-tokens", 9,
+        "--threads", 1,
+    )  # fmt: skip
+    assert (code, out) == (0, "\n".join(decode_text(target.tokenizer, result.tokens) for result in results))
+    asked = [line[2:] for line in err.splitlines() if line.startswith("> ")]
+    assert asked == ["import os", "def f(x):", "say [b]", "x", "x = "]
+    total = sum(len(result.tokens) for result in results)
+    assert f"4 answers: {total} tokens in " in err and "drafted by" not in err, "no colours, no legend"
+
+
+def test_each_token_has_the_sources_that_drafted_it(drafter):
+    """As many by source as are counted, and none where a step ended."""
+    target, both = load_drafter(f"ngram+{drafter}")
+    decoder = SpeculativeDecoder(target, both, static=True)  # both draft at each step, whatever it costs
+    (result,) = decoder.generate([[5, 6, 7]], 120, stop_ids=frozenset())
+    by_source = [sum(bits >> source & 1 for bits in result.drafted_by) for source in range(2)]
+    assert by_source == result.accepted_from and by_source[1] > 0
+    ends = [*itertools.accumulate(result.accepted, initial=1)]
+    drafted = [place for place, bits in enumerate(result.drafted_by) if bits]
+    assert [place for place in range(119) if place + 1 not in ends] == [place for place in drafted if place < 119]
 
 
 # ---- interactive

@@ -1,5 +1,7 @@
 """Greedy decoding equals the target's own, for every family, tree size and accepted length; and the ends of texts."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -231,11 +233,18 @@ def test_each_token_is_reported_once(lesson, scripted):
     reported = [[] for _ in PROMPTS]
     drafter = scripted(target, PROMPTS, truth, [WANTED] * 4, 33, 5)
     decoder = SpeculativeDecoder(target, drafter)
-    decoder.generate(
-        PROMPTS, WANTED, stop_ids=NONE, instrument=True, on_tokens=lambda row, new: reported[row].append(new)
-    )
+    so_far = [[] for _ in PROMPTS]
+    results = decoder.generate(
+        PROMPTS, WANTED, stop_ids=NONE, instrument=True, on_tokens=lambda row, new: reported[row].append(new),
+        on_step=lambda row, result: so_far[row].append((list(result.tokens), list(result.drafted_by))),
+    )  # fmt: skip
     assert [[token for part in parts for token in part] for parts in reported] == [t[:WANTED] for t in truth]
     assert [[len(part) for part in parts[1:]] for parts in reported] == drafter.accepted
+    for parts, steps, result in zip(reported, so_far, results, strict=True):
+        ends = [*itertools.accumulate(map(len, parts))]
+        assert steps == [(result.tokens[:end], result.drafted_by[:end]) for end in ends]
+        whole = [0, *(bit for length in result.accepted for bit in [1] * (length - 1) + [0])]
+        assert result.drafted_by[:-1] == whole[:-1], "the last step may be cut short, before the target's own token"
     assert all(seconds > 0 for seconds in decoder.seconds.values())
 
 

@@ -26,7 +26,7 @@ from draftsmith.common.command import run_command
 
 def main():
     for number, text in enumerate(json.load(sys.stdin)):
-        write_text(text, drafted=number % 2 == 1)
+        write_text(text, drafted=number % 4)
         console.print("τ → ×", markup=False)
     end_text("x")
 
@@ -90,8 +90,9 @@ def through_a_terminal(texts, **environment):
 
 def test_on_a_terminal_control_characters_are_visible(texts):
     shown = through_a_terminal(texts, TERM="xterm", PYTHONUTF8="1")
-    assert shown.count("\x1b[32m") == shown.count("\x1b[0m") == len(texts) // 2
-    plain = re.sub("\x1b\\[(32|0)m", "", shown)
+    pieces = re.findall("\x1b\\[(32|36)m(.*?)\x1b\\[0m", shown, re.DOTALL)
+    assert pieces == [("36" if n % 4 == 2 else "32", visible(text)) for n, text in enumerate(texts) if n % 4]
+    plain = re.sub("\x1b\\[(32|36|0)m", "", shown)
     assert plain == visible("".join(texts)) + "\n", "and a line feed at the end"
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", plain)
 
@@ -104,6 +105,19 @@ def test_terminals_without_colours(environment):
 def test_a_terminal_that_is_no_utf_8():
     """The bytes of UTF-8 would be control characters to it."""
     assert through_a_terminal(["é\x9b"], TERM="xterm", PYTHONIOENCODING="ascii") == "\\xe9\\x9b\n"
+
+
+def test_the_legend_names_the_sources():
+    """In the colours that their text has, escaped for rich."""
+    with terminal.console.capture() as captured:
+        terminal.console.print(terminal.legend("a/heads", ()))
+        terminal.console.print(terminal.legend("a/[b]+ngram", ("a/[b]", "ngram")))
+    assert captured.get().splitlines() == [
+        "drafted by heads, the rest is the target's own",
+        "drafted by [b], drafted by ngram, the rest is the target's own",
+    ]
+    said = terminal.legend("x+ngram", ("x", "ngram"))
+    assert said.startswith("[green]drafted by x") and "[cyan]drafted by ngram" in said
 
 
 def test_closed_stdout(monkeypatch):
