@@ -30,21 +30,24 @@ def on(device, target):
     return Target(model, None, target.name, "")
 
 
-def drafter_of(target, kind):
-    """Heads near the LM head, which the random target's own text agrees with now and then."""
+def drafter_of(target, kind, ids=None):
+    """Heads near the LM head, which the random target's own text agrees with now and then. ``ids``: their draft
+    vocabulary."""
     torch.manual_seed(2)
-    heads = MedusaHeads.for_target(target, 3, 1, kind)
+    heads = MedusaHeads.for_target(target, 3, 1, kind, None if ids is None else len(ids))
+    if ids is not None:
+        heads.draft_from(ids, target)
     with torch.no_grad():
         heads.weight.copy_((torch.randn(heads.weight.shape) * 0.1).to(heads.weight))
     return MedusaDrafter(heads, TREE, target)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_greedy(make_target, teach, device, family):
+@pytest.mark.parametrize(("family", "ids"), [("llama", None), ("mistral", torch.arange(0, 61, 2)), ("gemma2", None)])
+def test_greedy(make_target, teach, device, family, ids):
     target = make_target(family)
     truth = teach(target, PROMPTS, max(LIMITS))
     mine = on(device, target)
-    drafter = drafter_of(mine, "shared")
+    drafter = drafter_of(mine, "shared", ids)
     assert drafter.shared_matrix is not None, "the kernel is in use"
     decoder = SpeculativeDecoder(mine, drafter, static=True)
     requests = [Request(prompt, limit, stop_ids=frozenset()) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
@@ -54,6 +57,7 @@ def test_greedy(make_target, teach, device, family):
         results = decoder.serve(requests, 2)
         assert step in (None, decoder._step) and decoder._step is not None and len(decoder._step._graphs) == cuda
         assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)]
+        assert any(count > 1 for result in results for count in result.accepted)
     assert decoder.execution == f"{'cuda graph' if cuda else 'eager'}, lean decoder"
 
 
