@@ -259,7 +259,7 @@ def test_help_imports_nothing_slow(script):
     assert done.returncode == 0 and done.stdout.endswith("[]\n"), done.stdout[-300:] + done.stderr
 
 
-def test_evaluation_prompts(packages, stored, run_main, tmp_path):
+def test_evaluation_prompts(packages, tokenizer, stored, run_main, tmp_path):
     """As inference/decode.py reads them, without a tokenizer; with one, the long prompts are left out."""
     out = tmp_path / "p.jsonl"
     code, said, err = run_main(prompts_command.main, "questions", "chat", "questions", "--count", 1, "--out", out)
@@ -270,8 +270,10 @@ def test_evaluation_prompts(packages, stored, run_main, tmp_path):
     ]  # fmt: skip
     assert [p.content for p in read_prompts(out)] == [row["messages"] for row in rows]
 
-    limited = ("questions", "--count", 2, "--tokenizer", stored, "--prompt-tokens", 36, "--out", out)
-    assert run_main(prompts_command.main, *limited)[0] == 0 and "Which river" not in out.read_text()
+    longest = "Which river is the longest one that ends in a lake without an outlet?"
+    most = len(tokenizer(longest)["input_ids"]) - 1
+    limited = ("questions", "--count", 2, "--tokenizer", stored, "--prompt-tokens", most, "--out", out)
+    assert run_main(prompts_command.main, *limited)[0] == 0 and longest not in out.read_text()
     code, _, err = run_main(prompts_command.main, *limited, "--count", 3)
     assert code == 2 and err == "error: there are only 2 such prompts in 'questions'; 3 are needed. Lower --count\n"
 
