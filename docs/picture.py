@@ -1,10 +1,10 @@
 """Draw docs/demo.png, the picture of the README: a decoded text as a terminal shows it, above the demo's measurements.
 
     python docs/picture.py                  # after `make demo`
-    python docs/picture.py runs/demo --out docs/demo.png
+    python docs/picture.py runs/chats --out docs/demo.png
 
-The text is what `inference/decode.py` writes to a terminal of its own, green for tokens that were drafted and accepted.
-The measurements are those of the folder's report.json files.
+The text is what `inference/decode.py` writes to a terminal of its own, with the colours of what was drafted and
+accepted. The measurements are those of the folder's report.json files.
 """
 
 import argparse
@@ -29,7 +29,8 @@ from draftsmith.common.command import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS, WIDTH, DPI = 100, 16.0, 100  # characters of a line; inches of the picture; pixels per inch
-BACKGROUND, PLAIN, DIM, GREEN = "#14171c", "#e4e7ec", "#8d95a3", "#52d683"
+BACKGROUND, PLAIN, DIM, GREEN, CYAN = "#14171c", "#e4e7ec", "#8d95a3", "#52d683", "#5cc8e8"
+ANSI = {2: GREEN, 6: CYAN}  # by the number of the terminal's colour
 BARS = {"baseline": "#b8bcc6", "medusa": "#7fb895", "ngram": "#5a8fc4", "merged": "#2f7d4f"}
 
 
@@ -68,8 +69,9 @@ def styled_lines(text: str) -> list[list[tuple[str, str]]]:
         shown = []
         for place, character in enumerate(line.plain):
             style = line.get_style_at_offset(console, place)
-            green = style.color is not None and style.color.number == 2  # ANSI's green
-            shown.append((character, GREEN if green else DIM if style.dim else PLAIN))
+            number = style.color.number if style.color is not None else None
+            known = None if number is None else ANSI.get(number)
+            shown.append((character, known or (DIM if style.dim else PLAIN)))
         for begin in range(0, max(1, len(shown)), COLUMNS):
             pieces = groupby(shown[begin : begin + COLUMNS], key=lambda pair: pair[1])
             lines.append([("".join(character for character, _ in piece), colour) for colour, piece in pieces])
@@ -93,8 +95,6 @@ def draw_terminal(axes: Axes, lines: list[list[tuple[str, str]]], points: float)
                 axes.text(column + word.start(), row + 0.75, word[0], color=colour, family="monospace", size=points,
                           va="baseline", parse_math=False)  # fmt: skip
             column += len(text)
-    for row, said, colour in ((0.5, "drafted and accepted", GREEN), (0.42, "the target's own", PLAIN)):
-        axes.text(0.985, row, f"■ {said}", color=colour, size=15, ha="right", transform=axes.transAxes)
 
 
 def kind(drafter: str) -> str:
@@ -168,16 +168,17 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="?", type=Path, default=Path("runs/demo"), help="a run folder with reports")
-    parser.add_argument("--prompt", default="def read_config(path):")
-    parser.add_argument("--max-new-tokens", type=int, default=71)
+    parser.add_argument("run", nargs="?", type=Path, default=Path("runs/chats"), help="a run folder with reports")
+    parser.add_argument("--drafter", default="models/smollm2-medusa+ngram", help="which decodes the text")
+    parser.add_argument("--prompt", default="Write a Python function that counts how often each word occurs in a text.")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/demo.png")
     args = parser.parse_args()
     reports = read_reports(args.run)
-    command = ["inference/decode.py", str(args.run.resolve()), "--prompt", args.prompt, "--raw"]
+    command = ["inference/decode.py", args.drafter, "--prompt", args.prompt]
     command += ["--max-new-tokens", str(args.max_new_tokens)]
     text = terminal_output(command)
-    typed = f"$ python {shlex.join([command[0], 'runs/demo', *command[2:]])}"
+    typed = f"$ python {shlex.join(command)}"
     written = [line for line in styled_lines(text) if not line or not line[0][0].startswith("precision:")]
     lines = [[(typed, PLAIN)], *written]
 

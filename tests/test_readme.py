@@ -52,7 +52,7 @@ def shown(document: str) -> list[str]:
 def demo() -> list[str]:
     """What `make demo` runs, and what it says to type next."""
     printed = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    lines = printed[printed.index("1/4") :].splitlines()
+    lines = printed[printed.index("1/6") :].splitlines()
     return [
         re.sub(r"^(time |echo '  )", "", line).removesuffix("'")
         for line in lines
@@ -98,7 +98,7 @@ def test_commands_were_found():
     assert len(shown("README.md")) >= 6
     assert len(shown("BENCHMARKS.md")) >= 15
     assert sum(len(shown(name)) for name in DOCUMENTS if name.startswith("docs/")) >= 30
-    assert len(demo()) == 7
+    assert len(demo()) == 10
 
 
 @pytest.mark.parametrize("where, line", COMMANDS, ids=lambda value: value[:60])
@@ -221,12 +221,13 @@ def test_the_house_is_the_one_that_is_enforced():
 
 def test_the_picture_shows_what_the_terminal_shows():
     picture = module_of("docs/picture.py")
-    script = "import sys; sys.stdout.write('\\x1b[32mdra\\nfted\\x1b[0m own' + '-' * 100 + '\\n')"
+    script = "import sys; sys.stdout.write('\\x1b[32mdra\\nfted\\x1b[0m own' + '-' * 100 + '\\n\\x1b[36mx\\x1b[0m\\n')"
     output = picture.terminal_output(["-c", script])
     lines = picture.styled_lines(output)
     assert lines[0] == [("dra", picture.GREEN)]
     assert lines[1][0] == ("fted", picture.GREEN) and lines[1][1][1] == picture.PLAIN
-    assert [sum(len(text) for text, _ in line) for line in lines] == [3, picture.COLUMNS, 108 - picture.COLUMNS]
+    assert lines[-1] == [("x", picture.CYAN)]
+    assert [sum(len(text) for text, _ in line) for line in lines] == [3, picture.COLUMNS, 108 - picture.COLUMNS, 1]
     with pytest.raises(RuntimeError, match="no such thing"):
         picture.terminal_output(["-c", "import sys; sys.exit('no such thing')"])
     assert (ROOT / "docs/demo.png").stat().st_size <= 300_000
