@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install models demo chat test test-full lint bench bench-medusa gpu gpu-rehearsal
+.PHONY: help install models shipped demo chat test test-full lint bench bench-medusa gpu gpu-rehearsal
 
 PYTHON ?= python3
 # The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
@@ -48,12 +48,15 @@ models: install
 	@$(PY) models/fetch.py --out models/smollm2
 
 # The commands that a user would type, one after the other. Act 1 trains on little, to be short: the recipe as it is
-# trains three times as long on three times as many answers.
+# trains three times as long on three times as many answers. DRAFTER is the one of act 2 and of make chat.
 DRAFTER := models/smollm2-medusa
 SHORT := run.name=demo stages.0.steps=240 data.train.0.answers.prompts=640 data.validation.0.answers.prompts=96 \
     evaluate.every=240 checkpoint.every=240
 
-demo: install models
+shipped:
+	@test -f $(DRAFTER)/config.json || { echo 'error: there is no drafter in $(DRAFTER); git checkout -- $(DRAFTER) brings it back'; exit 2; }
+
+demo: shipped install models
 	@printf '\nAct 1: train a drafter. A target of 4 M parameters is in the repository; heads that predict its text are trained now.\n'
 	@printf '\n1/6 Training Medusa heads on what the target itself writes (an estimate of its time follows in some seconds)\n'
 	time $(ACCELERATE) train/medusa.py recipes/tiny-medusa.yaml --restart $(SHORT)
@@ -75,7 +78,7 @@ demo: install models
 	@echo '  $(PY) inference/decode.py runs/demo --prompt "def read_config(path):" --raw'
 	@echo '  .venv/bin/accelerate launch --quiet train/medusa.py recipes/tiny-medusa.yaml run.name=mine drafter.num_draft_heads=3'
 
-chat: install models
+chat: shipped install models
 	@$(PY) inference/decode.py $(DRAFTER)+ngram --interactive --max-new-tokens 400
 
 test: install
