@@ -23,6 +23,7 @@ SPEEDUPS = {
     "transformers": "speedup_vs_transformers",
     "prompt_lookup": "speedup_vs_prompt_lookup",
 }
+TABLE_WIDTH = 80  # columns of a terminal that holds the whole table
 OTHER = "other"  # the kind of prompts without one, where others have one
 REPEAT = 8  # length of the repeated n-gram at which ``repetition`` ends its count
 SHOWN_DEPTHS = 6  # of the acceptance of each kind of text, in the table
@@ -183,14 +184,20 @@ def print_kinds(reports: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
-    """Methods by rows: tokens/s, speed-ups with their 95 % intervals, τ, losslessness."""
+    """Methods by rows: tokens/s, speed-ups with their 95 % intervals, τ, losslessness. A terminal below
+    :data:`TABLE_WIDTH` gets the columns that fit into 60."""
     first = reports[0]
     title = f"{first['target']} · {first['prompts']} prompts · {first['device']} · {first['dtype']}"
     console.print(title, style="italic", markup=False)
     table = Table(box=SIMPLE_HEAD, show_edge=False, collapse_padding=True, pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    for column in ("tokens/s", "× plain", "× trans-\nformers", "× prompt\nlookup", "τ", "τ before\nloops"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("method", "tokens/s", "× plain", "× trans-\nformers", "× prompt\nlookup", "τ", "τ before\nloops")
+    shown = range(len(columns)) if console.width >= TABLE_WIDTH else (0, 1, 2, 3, 5)
+
+    def add_row(*cells: str) -> None:
+        table.add_row(*(cells[place] for place in shown))
+
+    for place in shown:
+        table.add_column(columns[place], justify="right" if place else "left", no_wrap=True)
     baselines = first["baselines"]
     labels = {
         "engine": "plain, our engine",
@@ -204,12 +211,12 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
             for place, base in enumerate(SPEEDUPS):
                 if base in baselines and ratios[place] == "–":
                     ratios[place] = f"{speed / baselines[base]['tokens_per_second']:.2f}"
-            table.add_row(label, f"{speed:.1f}", *ratios, "1.00" if key != "prompt_lookup" else "–", "–")
+            add_row(label, f"{speed:.1f}", *ratios, "1.00" if key != "prompt_lookup" else "–", "–")
     for report in reports:
         name = _fitting_name(report["drafter"])
         before = report["loops"]["mean_accepted_length_before"]
         ratios = [ratio_cell(report, field) for field in SPEEDUPS.values()]
-        table.add_row(
+        add_row(
             f"[bold]{escape(name)}[/bold]", f"[bold]{report['tokens_per_second']:.1f}[/bold]", *ratios,
             f"{report['mean_accepted_length'] or 0:.2f}", f"{before:.2f}" if before else "–",
         )  # fmt: skip

@@ -141,6 +141,12 @@ def test_table_and_plot_without_baselines_or_steps(tmp_path):
     report.print_table([lean], console)
     printed = console.export_text()
     assert "not compared" in printed and "runs/[x]" in printed and "[t]" in printed
+    narrow = Console(record=True, width=60, file=open("/dev/null", "w"))  # noqa: SIM115
+    ratios = dict.fromkeys(report.SPEEDUPS.values(), 1.234)
+    ratios |= {f"{name}_interval": [1.111, 1.345] for name in report.SPEEDUPS.values()}
+    report.print_table([{**lean, **ratios, "drafter": "x" * 30, "timed_prompts": 9, "pairs": 9}], narrow)
+    printed = narrow.export_text()
+    assert "…xxxx" in printed and printed.count("1.11–1.34") == 2 and printed.count("…") == 1, "nothing else is cut"
     report.plot(lean, tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in tmp_path.iterdir()] == ["report.png"]
