@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from draftsmith.common.sections import Source
 from draftsmith.data import evaluation
 from draftsmith.data import overlap as command
 from draftsmith.data.overlap import ANSWERS_EVERY, Overlap, Passages, passages
@@ -154,6 +155,9 @@ def test_the_command(packages, run_main, tmp_path):
     code, _, err = run_main(command.main, rows, "--clean", clean, "--save", saved)
     assert (code, err) == (0, "")
     assert clean.read_text().splitlines() == rows.read_text().splitlines()[:30]
+    assert run_main(command.main, rows, "--clean", tmp_path / "clean.parquet")[0] == 0
+    as_parquet = command.rows(Source(source=str(tmp_path / "clean.parquet")))[0]
+    assert [json.dumps(row) for _, row in as_parquet] == clean.read_text().splitlines()
     code, out, err = run_main(command.main, clean, saved)
     assert (code, err) == (0, "") and f"{saved}: 0 of 7 evaluation prompts share a passage with it\n" in out
 
