@@ -588,6 +588,8 @@ def test_bad_prompts(run_main, drafter, tmp_path):
         (["DRAFTER", "--seconds", "0"], "--seconds 0: must be above 0"),
         (["DRAFTER", "--seconds", "nan"], "--seconds nan: must be above 0"),
         (["DRAFTER", "--show", "-1"], "--show -1: must be at least 0"),
+        (["DRAFTER", "--live", "--report", "x"], "--live prints the texts of --prompts and measures nothing"),
+        (["DRAFTER", "ngram", "--live"], "--prompt, --interactive and --live take one DRAFTER"),
         (["DRAFTER", "--raw"], "--raw is for --prompt and --interactive"),
         (["DRAFTER", "--device", "cudda"], "device 'cudda'"),
         (["none", "--target", "/nowhere/at/all", "--device", "meta"], "device 'meta'"),
