@@ -6,7 +6,8 @@ DRAFTER is one of our Medusa drafters on a Llama target. FOLDER is a checkout of
 (compared at e2a5d20), VENV an environment that it runs in (Python 3.11: torch, numpy<2, transformers==4.36.2). Target,
 tokenizer and heads are written as that code reads them: a Llama checkpoint, and a folder with config.json and
 medusa_lm_head.pt. Both decode the prompts greedily in float32 on the CPU with all nodes of the same tree. Nothing of
-the published code is changed or copied.
+the published code is changed or copied; a head of several layers is given a block for each, since that code makes one
+block and applies it several times.
 
 A head that uses the target's LM head gets a copy of it as its last layer. A draft vocabulary does not exist there: both
 then choose from the whole vocabulary, and our τ with the draft vocabulary is reported beside.
@@ -130,7 +131,8 @@ def run_published(checkout: Path, folder: Path) -> None:
     layers = request["layers"]
     if layers > 1:  # theirs has one block, applied several times
         for head in model.medusa_head:
-            head[:layers] = torch.nn.Sequential(*[ResBlock(model.hidden_size) for _ in range(layers)])
+            for layer in range(layers):
+                head[layer] = ResBlock(model.hidden_size)
         model.medusa_head.load_state_dict(stored, strict=False)
     loaded = model.medusa_head.state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in stored.items()), "heads did not load"
