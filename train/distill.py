@@ -2,9 +2,10 @@
 
     python train/distill.py recipes/tiny-distill.yaml [section.field=value ...] [--dry-run] [--tiny] [--restart]
 
-The user's messages of each seed are sent one by one; the answers in the seed are dropped, the target's are kept. Where
-there are no seeds, the target writes the user's messages, too (``data.written``, ``self_talk``). The run's folder gets shard-00000.jsonl, …, which a training recipe names as a source, failures.jsonl and manifest.json. The
-same command, after a kill too, goes on where it stopped and sends the failed prompts again.
+The user's messages of each seed are sent one by one; the answers in the seed are dropped, the target's are kept. The
+target may also write the user's messages itself (``data.written``, ``self_talk``). The run's folder gets
+shard-00000.jsonl, …, which a training recipe names as a source, failures.jsonl and manifest.json. The same command,
+after a kill too, goes on where it stopped and sends the failed prompts again.
 
 Exit codes: 0 done, 1 no answers, 2 wrong usage or bad input, or interrupted.
 """

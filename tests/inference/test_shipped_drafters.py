@@ -1,0 +1,59 @@
+"""The drafters that the repository brings: for the target of `make models`, small, exact, and with what they need."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from draftsmith.inference import decode
+from draftsmith.models.from_gguf import with_safetensors
+from draftsmith.models.stored import FETCHED, fingerprint, gguf_file
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted(ROOT.glob("models/*/config.json"))
+DRAFTERS = [path.parent for path in SHIPPED if "drafter_type" in json.loads(path.read_text())]
+each = pytest.mark.parametrize("folder", DRAFTERS, ids=lambda folder: folder.name)
+
+
+def test_there_is_one():
+    assert "smollm2-medusa" in {folder.name for folder in DRAFTERS}
+
+
+@each
+def test_its_files(folder):
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tree.json", "provenance.json", "README.md", "recipe.yaml"} <= names
+    assert (
+        sum(path.stat().st_size for path in folder.rglob("*.safetensors") if path.name != "data-passages.safetensors")
+        < 8e6
+    )
+    with safe_open(folder / "model.safetensors", "pt") as stored:
+        dtypes = {name: stored.get_slice(name).get_dtype() for name in stored.keys()}  # noqa: SIM118
+    assert set(dtypes.values()) == {"BF16", "I64"} and dtypes["draft_vocab"] == "I64"
+    assert json.loads((folder / "tree.json").read_text())["at_load"] is True
+    made = json.loads((folder / "provenance.json").read_text())
+    assert made["data_sha256"] and made["simulated_tau"] > 1.5
+    for path in folder.iterdir():
+        if path.suffix in (".json", ".md", ".yaml", ".jsonl"):
+            assert "/tmp/" not in path.read_text() and "/root/" not in path.read_text(), path.name
+
+
+@each
+def test_it_decodes_the_target_exactly(folder, tmp_path, run_main, monkeypatch):
+    file = gguf_file(FETCHED)
+    if file is None:
+        pytest.skip("the target is not here: make models")
+    monkeypatch.chdir(ROOT)
+    wanted = json.loads((folder / "config.json").read_text())["target"]
+    assert wanted["name"] == FETCHED
+    if not wanted.get("adapter"):
+        assert wanted["fingerprint"] == fingerprint(with_safetensors(file))
+    code, out, err = run_main(
+        decode.main, folder, "--prompt", "What is the capital of France?", "--max-new-tokens", "24", "--threads", "1",
+        "--check-lossless", "--report", tmp_path,
+    )  # fmt: skip
+    assert code == 0, err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["new_tokens"] >= 8 and report["mean_accepted_length"] > 1
+    assert "Paris" in out
