@@ -109,12 +109,12 @@ def encode_user_turn(
     """
     mark = "Zq7Uw3Xk"  # a text that no template has
     turn: Message = {"role": "user", "content": mark}
-    text = apply_template([*messages, turn], tokenizer, template, tokenize=False, add_generation_prompt=True)
+    text = str(apply_template([*messages, turn], tokenizer, template, tokenize=False, add_generation_prompt=True))
     before, found, after = text.rpartition(mark)
     if not found or not after.strip():
         raise UnusableRow("the chat template has no place where the user's turn begins and ends")
     # Most tokenizers join a space with the word after it.
-    return list(tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]), after.split()[0]
+    return _ids(tokenizer, before.rstrip(" ")), after.split()[0]
 
 
 def encode_prompt(

@@ -151,6 +151,9 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
             line = parse_json(text, "")
             if not isinstance(line["id"], str) or not ("reason" in line or isinstance(line["finish_reason"], list)):
                 raise TypeError
+            begun = line.get("source") == WRITTEN and "reason" not in line  # its first turn is read
+            if begun and not isinstance(line["messages"][0]["content"], str):
+                raise TypeError
         except (ValueError, LookupError, TypeError):
             raise ValueError(
                 f"{path}:{number}: damaged; delete the line (its prompt is answered again), or pass --restart"

@@ -58,11 +58,8 @@ def serve_conversations(
     def end(number: int, result: Generation) -> None:
         conversation = requests.under_way.pop(number)
         goes_on = on_answer(conversation, result)
-        result.tokens, result.accepted, result.drafted_by = (
-            [],
-            [],
-            [],
-        )  # the engine keeps all results; there may be millions
+        # The engine keeps all results; there may be millions.
+        result.tokens, result.accepted, result.drafted_by = [], [], []
         if goes_on:
             requests.continued.append(conversation)
 

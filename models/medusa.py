@@ -183,7 +183,8 @@ class MedusaHeads(nn.Module):
             weight, bias = cast(nn.Linear, lm_head).weight, cast(nn.Linear, lm_head).bias
             if not weight.is_floating_point():
                 raise ValueError(
-                    "the target's LM head is quantised, and a draft vocabulary takes its rows; load it whole"
+                    "the target's LM head is quantised, and its rows cannot be taken for a draft vocabulary; load the "
+                    "target without quantisation"
                 )
             ids = self.draft_vocab.to(weight.device)
             rows = nn.Linear(weight.shape[1], len(ids), bias is not None, device="meta").requires_grad_(False)

@@ -92,10 +92,10 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
 
         return from_gguf.with_safetensors(file)
     folder = local_folder(name)
+    if name.rstrip("/") == FETCHED and not (folder and (folder / "config.json").exists()):  # empty after a failed fetch
+        raise FileNotFoundError(f"'{name}': not here yet; run: make models (93 MB)")
     if folder is not None:
         return folder
-    if name.rstrip("/") == FETCHED:
-        raise FileNotFoundError(f"'{name}': not here yet; run: make models (93 MB)")
     if os.path.lexists(name):
         kind = "a file" if Path(name).is_file() else "a symbolic link that leads to no folder"
         raise FileNotFoundError(f"'{name}': this is {kind}; a model's or drafter's folder, or a .gguf file, is needed")

@@ -162,6 +162,8 @@ def test_wheel_holds_every_file(wheel):
         "recipes/templates/*",
         "recipes/schema/*",
         "data/samples.jsonl",
+        "data/chats.jsonl",
+        "models/smollm2-medusa/*",
     ]
     wanted |= {p.relative_to(ROOT).as_posix() for pattern in data for p in ROOT.glob(pattern)}
     packed = {n.removeprefix("draftsmith/") for n in wheel.namelist() if n.startswith("draftsmith/")}

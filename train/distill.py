@@ -263,14 +263,14 @@ def by_engine(
         )
     longest = min(target.context, e.max_length)
 
-    closings: dict[int, str] = {}  # of the user's turns under way, by the conversation's id()
+    closings: dict[int, str | None] = {}  # what ends the user's turn under way, by the conversation's id()
 
     def next_request(conversation: Conversation) -> Request | None:
         assert conversation.pending is not None
-        tokens = d.max_new_tokens
+        tokens, closing = d.max_new_tokens, None
         try:
             if conversation.speaker == "user":
-                prompt, closings[id(conversation)] = encode_turn(conversation.pending, tokenizer, template)
+                prompt, closing = encode_turn(conversation.pending, tokenizer, template)
                 tokens = d.user_tokens
             else:
                 prompt = encode(conversation.pending, tokenizer, template)
@@ -280,12 +280,15 @@ def by_engine(
             conversation.fail(error)
             end(conversation)
             return None
-        return Request(prompt, min(tokens, longest - len(prompt)), recipe.sampling(conversation))
+        closings[id(conversation)] = closing
+        tokens = min(tokens, longest - len(prompt))
+        # Not every target stops at the closing, which may be a special token that the text does not show.
+        return Request(prompt, tokens, recipe.sampling(conversation), stop_strings=[closing] if closing else [])
 
     def on_answer(conversation: Conversation, result: Generation) -> bool:
         text, reason = answer_text(target, result.tokens), result.finish_reason
-        closing = closings.pop(id(conversation), None)
-        if closing is not None and closing in text:
+        closing = closings.pop(id(conversation))
+        if closing and closing in text:
             text, reason = text.partition(closing)[0], "stop"
         conversation.add(text, reason)
         if conversation.pending is None:
@@ -329,10 +332,12 @@ def by_endpoint(
 def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
     """Print how much would be sent, and the first prompt."""
     d, turns = recipe.decoding, sum(seed.turns for seed in seeds)
-    texts = turns + 2 * recipe.self_talk * len(seeds)
+    answers, written = turns + recipe.self_talk * len(seeds), recipe.self_talk * len(seeds) + recipe.data.written
+    asked = f" and {written:,} messages of the user of {d.user_tokens:,}" if written else ""
+    tokens = answers * d.max_new_tokens + written * d.user_tokens
     console.print(
         f"{len(seeds):,} prompts with {turns:,} turns of the user, {recipe.self_talk} more of self-talk each: at most "
-        f"{texts:,} texts of {d.max_new_tokens:,} tokens, {texts * d.max_new_tokens:,} in all, {d.mode}, by "
+        f"{answers:,} answers of {d.max_new_tokens:,} tokens{asked}, {tokens:,} tokens in all, {d.mode}, by "
         f"{recipe.backend}.{' The first prompt:' if seeds[0].messages else ''}"
     )
     if not seeds[0].messages:
@@ -355,15 +360,16 @@ def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
 
 
 def small(recipe: DistillRecipe) -> DistillRecipe:
-    """``--tiny``: eight bundled chats, sixteen tokens an answer, by a small random target of the same family."""
+    """``--tiny``: eight bundled chats, and two that the target begins where the recipe has such; sixteen tokens a
+    message, by a small random target of the same family."""
     content: dict[str, Any] = recipe.model_dump()
     content["run"]["name"] += "-tiny"
     folder = Path(recipe.run.output_dir) / content["run"]["name"]
     target = content["target"] or {"name": "", "model_type": "llama"}
     content |= {"backend": "engine", "endpoint": None, "target": tiny_target(target, folder)}
     content["engine"] |= {"drafter": "none", "batch_size": 4, "max_length": 512}
-    content["data"]["seeds"] = [{"source": str(SAMPLES), "limit": 8}]
-    content["decoding"]["max_new_tokens"] = 16
+    content["data"] |= {"seeds": [{"source": str(SAMPLES), "limit": 8}], "written": min(recipe.data.written, 2)}
+    content["decoding"] |= {"max_new_tokens": 16, "user_tokens": 16}
     return valid(DistillRecipe, content)
 
 

@@ -37,7 +37,7 @@ def training_seconds(
         return None
     rows, length = min(ask.batch_size, ask.prompts, DECODED), ask.prompt_tokens + ask.new_tokens
     # Before the rows are read, a draft vocabulary is the first ids, and nearly all labels are inside of one.
-    vocabulary = getattr(recipe.drafter, "draft_vocab_size", None) or target.vocab_size
+    vocabulary = min(getattr(recipe.drafter, "draft_vocab_size", None) or target.vocab_size, target.vocab_size)
     tokens = torch.randint(vocabulary, (max(rows, ROWS), length), generator=torch.Generator().manual_seed(0))
     supervised = torch.zeros(tokens.shape, dtype=torch.bool)
     supervised[:, ask.prompt_tokens :] = True

@@ -11,6 +11,7 @@ inference/decode.py. Shape letters: B batch, T tokens, d hidden width, V vocabul
 """
 
 import copy
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
@@ -296,6 +297,8 @@ def train(run: Run[MedusaRecipe]) -> None:
     if size and run.small:
         size = min(size, target.vocab_size // 2)  # a tiny target has fewer tokens
     begun = begun_vocabulary(run, size, target.vocab_size) if run.resume else None
+    if size is None and run.main:  # of a run that ended before its first checkpoint
+        shutil.rmtree(run.folder / VOCABULARY, ignore_errors=True)
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection, size)
     run.start_weights(heads, target)
     if size and recipe.init_from and heads.draft_vocab is not None:

@@ -479,9 +479,9 @@ def test_one_process_at_a_time(recipe, run_main, tmp_path):
 def test_dry_run_writes_nothing(recipe, run_main, tmp_path):
     code, out, _ = run_main(distill.main, recipe, "--dry-run", "self_talk=2")
     turns = sum(1 + n % 3 for n in range(20))
-    texts = turns + 2 * 2 * 20
+    tokens = (turns + 2 * 20) * NEW + 2 * 20 * 128  # answers, and messages of the user
     assert code == 0 and not (tmp_path / "whole").exists()
-    assert f"20 prompts with {turns} turns" in out and f"{texts * NEW:,} in all" in out
+    assert f"20 prompts with {turns} turns" in out and f"{tokens:,} tokens in all" in out
     assert "<|system|>\nBe brief.<|end|>\n<|user|>\n" in out and out.rstrip().endswith("<|assistant|>")
     server = ["backend=endpoint", "endpoint={url: 'http://localhost:1', model: m}"]
     code, out, _ = run_main(distill.main, recipe, "--dry-run", *server)
@@ -552,7 +552,9 @@ def test_shards_are_training_data(recipe, run_main, tiny_lm, tmp_path):
     assert code == 0, err
 
 
-@pytest.mark.parametrize("name", ["llama3-70b-distill", "tiny-distill", "vicuna33b-distill", "zephyr7b-distill"])
+@pytest.mark.parametrize(
+    "name", ["llama3-70b-distill", "smollm2-distill", "tiny-distill", "vicuna33b-distill", "zephyr7b-distill"]
+)
 def test_shipped_recipes_by_their_own_commands(tmp_path, run_main, monkeypatch, name):
     """One of them in a process of its own."""
     command = (ROOT / f"recipes/{name}.yaml").read_text().splitlines()[0].split()[1:]
@@ -565,7 +567,8 @@ def test_shipped_recipes_by_their_own_commands(tmp_path, run_main, monkeypatch, 
         monkeypatch.chdir(ROOT)
         code, _, err = run_main(distill.main, command[2], *options)
     assert code == 0, err
-    assert counts_of(tmp_path / f"{name}-tiny")["done"] == 8
+    counts, written = counts_of(tmp_path / f"{name}-tiny"), 2 * (name == "smollm2-distill")
+    assert counts["prompts"] == 8 + written and counts["done"] >= 8
 
 
 # ---- the endpoint
