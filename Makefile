@@ -96,7 +96,7 @@ lint: install
 
 # Training against a straightforward loop; then decoding against named peers in the same run: our engine without a
 # drafter, transformers.generate, transformers prompt-lookup.
-bench: install models
+bench: shipped install models
 	time $(PY) train/bench.py --out runs/bench/train.json
 	time $(PY) inference/bench.py --shape tiny-lm --device cpu --contexts 128 --nodes 1 4 12 16 --out runs/bench/step.json
 	$(PY) data/prompts.py human-eval writing questions chat --count 20 --out runs/bench/prompts.jsonl

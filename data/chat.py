@@ -101,8 +101,8 @@ def apply_template(
 def encode_user_turn(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None = None
 ) -> tuple[list[int], str]:
-    """The token ids of a conversation rendered up to where the user speaks next, and the first word of what the
-    template writes after the user's text: a model that goes on writes the user's turn, which ends there.
+    """The prompt from which a model writes the user's next turn: the token ids of the conversation, rendered up to the
+    beginning of that turn's text; and the first word of what the template writes after the text, where the turn ends.
 
     Raises:
         UnusableRow: as :func:`encode_prompt`; or the template does not keep the user's text as it is.

@@ -25,7 +25,7 @@ CUT, REPETITIVE, DUPLICATE, SHORT = (
     "user's turn duplicate",
     "user's turn short",
 )
-REFUSALS = (CUT, REPETITIVE, DUPLICATE, SHORT)
+REJECTIONS = (CUT, REPETITIVE, DUPLICATE, SHORT)
 WRITTEN = "target"  # source of the conversations that the model begins itself
 SELF_TALK_PROMPT = (
     "Below is a conversation between a user and an assistant. Write the user's next message, and nothing else.\n\n"
@@ -117,7 +117,7 @@ class RequestFailed(Exception):
 
 
 class WrittenTurns:
-    """Which of the user's turns that a model wrote are kept: complete, not too short, not repetitive, and new.
+    """Filter for user turns that the model writes: kept are complete ones, not too short, not repetitive, and new.
 
     Args:
         known: first turns of the conversations that are there already.
@@ -133,8 +133,8 @@ class WrittenTurns:
     def _key(text: str) -> str:
         return " ".join(re.findall(r"\w+", text.lower()))
 
-    def refusal(self, text: str, finish_reason: str, first: bool) -> str | None:
-        """Why a turn is not kept; None if it is. The first turn of a conversation has to be new, and is known then."""
+    def rejection(self, text: str, finish_reason: str, first: bool) -> str | None:
+        """Reason to reject a turn; None if it is kept. The first turn of a conversation has to be new; it is then known."""
         key = self._key(text)
         words = key.split()
         if finish_reason == "length":
@@ -154,7 +154,7 @@ class WrittenTurns:
 class Conversation:
     """A conversation under way.
 
-    written: which of the turns are kept that the model writes for the user.
+    written: filter for the user turns that the model writes.
     pending: the messages that wait for the next one; None when the conversation is over.
     speaker: whose message that is, ``assistant`` or ``user``.
     turn: number of messages that the model wrote so far.
@@ -183,7 +183,7 @@ class Conversation:
         for _ in range(self.self_talk + (not self.seed.messages)):
             self.speaker = "user"
             text, finish_reason = yield self.messages
-            why = self.written.refusal(text, finish_reason, not self.messages)
+            why = self.written.rejection(text, finish_reason, not self.messages)
             if why and not self.messages:
                 raise RequestFailed(why, text[:200])
             if why:
@@ -217,7 +217,7 @@ class Conversation:
             self.messages.pop()
 
 
-def asking_for_a_turn(messages: Sequence[Message]) -> list[Message]:
+def ask_for_user_turn(messages: Sequence[Message]) -> list[Message]:
     """A prompt that asks a model for the user's next message, for a server, which applies the template itself."""
     history = [f"{m['role'].capitalize()}: {m['content']}\n" for m in messages if m["role"] != "system"]
     return [{"role": "user", "content": f"{SELF_TALK_PROMPT}{''.join(history)}User:"}]

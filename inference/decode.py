@@ -124,8 +124,12 @@ def check(args: argparse.Namespace) -> None:
     measured = args.report or args.check_lossless
     if args.interactive and measured:
         raise ValueError("--interactive measures nothing; leave out --report and --check-lossless, or use --prompts")
-    if args.live and (measured or not args.prompts):
-        raise ValueError("--live prints the texts of --prompts and measures nothing; leave out --report and the like")
+    if args.live and not args.prompts:
+        raise ValueError("--live is for --prompts; other texts are printed as they are decoded anyway; leave it out")
+    if args.live and measured:
+        raise ValueError(
+            "--live prints the texts of --prompts and measures nothing; leave out --report and --check-lossless"
+        )
     if args.interactive and sys.stdin is None:
         raise ValueError("--interactive reads stdin, which is closed; use --prompt or --prompts")
     if (args.live or not args.prompts) and not measured and len(args.drafters) > 1:

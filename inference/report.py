@@ -139,7 +139,7 @@ def acceptance(
 
 
 def ratio_cell(fields: dict[str, Any], name: str) -> str:
-    """A speed-up of a report, its interval below it."""
+    """A ratio or a mean of a report, its interval below it."""
     if not fields.get(name):
         return "–"
     interval = fields.get(f"{name}_interval")

@@ -169,8 +169,8 @@ class MedusaHeads(nn.Module):
         return [(matrix, None) for matrix in self.projection.unbind(0)]
 
     def draft_head(self, lm_head: nn.Module) -> nn.Module:
-        """What a shared projection multiplies by: the target's LM head itself, or with a draft vocabulary a frozen copy
-        of its rows. Make it once: :meth:`head_logits` and :meth:`logits` take it.
+        """The linear layer of a shared projection: the target's LM head itself, or with a draft vocabulary a frozen
+        copy of its rows. Make it once: :meth:`head_logits` and :meth:`logits` take it.
 
         Raises:
             ValueError: the LM head is quantised, so that its rows cannot be taken.

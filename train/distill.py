@@ -48,13 +48,13 @@ from draftsmith.data.endpoint import Server, check_server, in_threads
 from draftsmith.data.formats import Message
 from draftsmith.data.rows import Skipped, UnusableRow
 from draftsmith.data.seeds import (
-    REFUSALS,
+    REJECTIONS,
     TOO_LONG,
     Conversation,
     RequestFailed,
     Seed,
     WrittenTurns,
-    asking_for_a_turn,
+    ask_for_user_turn,
     read_seeds,
     written_seeds,
 )
@@ -75,7 +75,7 @@ from draftsmith.train.loop import console, dtype_of
 from draftsmith.train.tiny import SAMPLES, tiny_target, valid, write_target
 
 TEMPLATE = "chat template"  # a reason of a failure, beside those of data/endpoint.py
-OF_THE_PROMPT = (TOO_LONG, TEMPLATE, *REFUSALS)  # reasons that do not count towards endpoint.give_up
+OF_THE_PROMPT = (TOO_LONG, TEMPLATE, *REJECTIONS)  # reasons that do not count towards endpoint.give_up
 MANIFEST_EVERY = 30.0  # seconds
 
 Backend = Callable[["DistillRecipe", Iterator[Conversation], Callable[[Conversation], None]], None]
@@ -296,7 +296,7 @@ def by_engine(
         return conversation.pending is not None
 
     decoder = SpeculativeDecoder(target, drafter)
-    # The user's turns are sampled, beside which a row of temperature 0 is greedy.
+    # The user's turns are sampled in either mode; greedy answers in the same batch have temperature 0.
     mode = "sample" if recipe.self_talk or recipe.data.written else d.mode
     serve_conversations(
         decoder, conversations, next_request, on_answer, e.batch_size, mode=mode, max_length=longest
@@ -318,7 +318,7 @@ def by_endpoint(
             if user or d.mode == "sample":
                 seed = sampling.seed % (1 << 31)  # what every server takes
                 options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
-            messages = asking_for_a_turn(conversation.pending) if user else conversation.pending
+            messages = ask_for_user_turn(conversation.pending) if user else conversation.pending
             try:
                 conversation.add(*server.answer(messages, **options))
             except RequestFailed as error:

@@ -176,7 +176,7 @@ def test_self_talk_shows_the_model_both_sides():
     assert conversation.pending == [{"role": "user", "content": "hi"}]
     conversation.add("hello", "stop")
     assert conversation.speaker == "user" and [m["content"] for m in conversation.pending] == ["hi", "hello"]
-    (asked,) = seeds.asking_for_a_turn(conversation.pending)
+    (asked,) = seeds.ask_for_user_turn(conversation.pending)
     assert asked["content"] == f"{seeds.SELF_TALK_PROMPT}User: hi\nAssistant: hello\nUser:"
     conversation.add(" and how are you?\n", "stop")
     assert conversation.speaker == "assistant"
@@ -190,13 +190,13 @@ def test_self_talk_shows_the_model_both_sides():
 
 def test_which_written_turns_are_kept():
     turns = seeds.WrittenTurns(["Who was Ada Lovelace?"])
-    assert turns.refusal("Why is the sky blue?", "stop", True) is None
-    assert turns.refusal("why is  the sky BLUE", "stop", True) == seeds.DUPLICATE
-    assert turns.refusal("Who was Ada Lovelace", "stop", True) == seeds.DUPLICATE, "of an earlier command"
-    assert turns.refusal("Why is the sky blue?", "stop", False) is None, "later in another conversation"
-    assert turns.refusal("Tell me about the", "length", True) == seeds.CUT
-    assert turns.refusal("go on", "stop", True) == seeds.SHORT
-    assert turns.refusal("no no no no yes yes yes", "stop", True) == seeds.REPETITIVE
+    assert turns.rejection("Why is the sky blue?", "stop", True) is None
+    assert turns.rejection("why is  the sky BLUE", "stop", True) == seeds.DUPLICATE
+    assert turns.rejection("Who was Ada Lovelace", "stop", True) == seeds.DUPLICATE, "of an earlier command"
+    assert turns.rejection("Why is the sky blue?", "stop", False) is None, "later in another conversation"
+    assert turns.rejection("Tell me about the", "length", True) == seeds.CUT
+    assert turns.rejection("go on", "stop", True) == seeds.SHORT
+    assert turns.rejection("no no no no yes yes yes", "stop", True) == seeds.REPETITIVE
     begun = Conversation(seeds.written_seeds(3)[2], 1, turns)
     assert begun.seed.id == "target-000002" and begun.seed.turns == 1
     assert begun.speaker == "user" and begun.pending == []
@@ -317,7 +317,7 @@ def test_conversations_that_the_target_begins(recipe, run_main, tiny_lm, tmp_pat
     conversations = [json.loads(line) for line in lines_of(tmp_path / "begun").values()]
     begun = [c for c in conversations if c["source"] == "target"]
     failed = counts_of(tmp_path / "begun")["failed"]
-    assert begun and failed and set(failed) <= set(seeds.REFUSALS) and len(begun) + sum(failed.values()) == 24
+    assert begun and failed and set(failed) <= set(seeds.REJECTIONS) and len(begun) + sum(failed.values()) == 24
     # The user's turn is what the model writes where the template lets the user speak; the answer is plain greedy.
     target = load_target(str(tiny_lm))
     tokenizer = target.tokenizer
