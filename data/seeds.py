@@ -134,7 +134,7 @@ class WrittenTurns:
         return " ".join(re.findall(r"\w+", text.lower()))
 
     def rejection(self, text: str, finish_reason: str, first: bool) -> str | None:
-        """Reason to reject a turn; None if it is kept. The first turn of a conversation has to be new; it is then known."""
+        """Reason to reject a turn; None if it is kept. A conversation's first turn has to be new; it is then known."""
         key = self._key(text)
         words = key.split()
         if finish_reason == "length":
