@@ -166,7 +166,10 @@ def main() -> None:
     torch.set_num_threads(args.threads or available_cores())
     target, drafters, lean = None, [], DECODERS[args.decoder]
     for name in args.drafters:
+        before = target
         target, drafter = load_drafter(name, target, target_name=args.target, tree=args.tree, lean=lean, **options)
+        if before is not None and target.fingerprint != before.fingerprint:
+            raise ValueError(f"'{name}': its adapter changes the target of the drafters before it; name it first")
         drafters.append(drafter)
     assert target is not None
     first = SpeculativeDecoder(target, drafters[0], compiled=args.compile, lean=lean)
