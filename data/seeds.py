@@ -27,6 +27,9 @@ CUT, REPETITIVE, DUPLICATE, SHORT = (
 )
 REJECTIONS = (CUT, REPETITIVE, DUPLICATE, SHORT)
 WRITTEN = "target"  # source of the conversations that the model begins itself
+# A character of a script that is written without spaces counts as a word.
+_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
+_WORD = re.compile(f"[{_UNSPACED}]|[^\\W{_UNSPACED}]+")
 SELF_TALK_PROMPT = (
     "Below is a conversation between a user and an assistant. Write the user's next message, and nothing else.\n\n"
 )
@@ -131,7 +134,7 @@ class WrittenTurns:
 
     @staticmethod
     def _key(text: str) -> str:
-        return " ".join(re.findall(r"\w+", text.lower()))
+        return " ".join(_WORD.findall(text.lower()))
 
     def rejection(self, text: str, finish_reason: str, first: bool) -> str | None:
         """Reason to reject a turn; None if it is kept. A conversation's first turn has to be new; it is then known."""

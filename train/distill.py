@@ -124,7 +124,8 @@ class Decoding(Section):
 
 
 class Engine(Section):
-    """Our own engine. None of it changes the answers, except that ``max_length`` may end a conversation early."""
+    """Our own engine. None of it changes the answers, except that ``max_length`` may end a conversation early, and that
+    of two conversations that the target begins with the same words, the one that has them first is kept."""
 
     drafter: Name = Field(default="none", description="a drafter's folder or Hub id; or none")
     batch_size: Sequences = Field(default=32, description="conversations decoded at once")
@@ -189,7 +190,12 @@ class DistillRecipe(Section):
     def decides(self) -> dict[str, Any]:
         """All settings that the answers depend on, by field. Those of speed and the server's address may change between
         two commands that fill the same folder."""
-        fields = {f"decoding.{name}": value for name, value in self.decoding.model_dump(mode="json").items()}
+        own = self.self_talk or self.data.written
+        fields = {
+            f"decoding.{name}": value
+            for name, value in self.decoding.model_dump(mode="json").items()
+            if own or not name.startswith("user_")
+        }
         fields |= {"run.seed": self.run.seed, "backend": self.backend, "self_talk": self.self_talk}
         fields |= {"data.seeds": self.data.model_dump(mode="json")["seeds"]}  # not 'written': more of them change none
         if self.backend == "endpoint":
@@ -431,7 +437,9 @@ def distill(
         SystemExit: no answers (code 1).
         KeyboardInterrupt: the user stopped it; the answers so far are kept.
     """
-    todo = [seed for seed in seeds if seed.id not in shards.answers]
+    # A turn that was rejected would be written again, word for word.
+    rejected = {id for id, line in shards.failures.items() if line["reason"] in REJECTIONS}
+    todo = [seed for seed in seeds if seed.id not in shards.answers and seed.id not in rejected]
     wanted = {seed.id: seed.turns + recipe.self_talk for seed in seeds}
 
     def write_manifest() -> dict[str, Any]:
@@ -480,7 +488,8 @@ def distill(
         raise KeyboardInterrupt(f"stopped: {summary}; the same command goes on")
     if counts["failed"]:
         reasons = ", ".join(f"{reason} {count:,} times" for reason, count in counts["failed"].items())
-        summary += f"; failed: {reasons} (see failures.jsonl; the same command sends these again)"
+        again = "the same command sends these again, but for user's turns that were not used"
+        summary += f"; failed: {reasons} (see failures.jsonl; {again})"
     if stopped or (failed_in_a_row and not answered) or not counts["done"]:
         detail = list(shards.failures.values())[-1]["detail"]
         print(f"error: no answers: {summary}{f': {detail}' if detail else ''}", file=sys.stderr, flush=True)

@@ -150,6 +150,8 @@ class LmRecipe(TrainingRecipe):
     def _finite(self) -> "LmRecipe":
         if self.export.push_to_hub:
             raise ValueError("export.push_to_hub uploads drafters; upload a model with: hf upload USER/NAME FOLDER")
+        if self.export.dtype != "float32":
+            raise ValueError("export.dtype is for drafters; a model's dtype is that of its training: leave it out")
         for source in self.data.train:
             if source.streaming and source.limit is None:
                 raise ValueError(

@@ -46,7 +46,7 @@ def test_it_decodes_the_target_exactly(folder, tmp_path, run_main, monkeypatch):
         pytest.skip("the target is not here: make models")
     monkeypatch.chdir(ROOT)
     wanted = json.loads((folder / "config.json").read_text())["target"]
-    assert wanted["name"] == FETCHED
+    assert wanted["name_or_path"] == FETCHED
     if not wanted.get("adapter"):
         assert wanted["fingerprint"] == fingerprint(with_safetensors(file))
     code, out, err = run_main(

@@ -196,6 +196,8 @@ def test_which_written_turns_are_kept():
     assert turns.rejection("Why is the sky blue?", "stop", False) is None, "later in another conversation"
     assert turns.rejection("Tell me about the", "length", True) == seeds.CUT
     assert turns.rejection("go on", "stop", True) == seeds.SHORT
+    assert turns.rejection("为什么天空是蓝色的？", "stop", True) is None, "no spaces, nine words"
+    assert turns.rejection("你好", "stop", True) == seeds.SHORT
     assert turns.rejection("no no no no yes yes yes", "stop", True) == seeds.REPETITIVE
     begun = Conversation(seeds.written_seeds(3)[2], 1, turns)
     assert begun.seed.id == "target-000002" and begun.seed.turns == 1
@@ -331,10 +333,11 @@ def test_conversations_that_the_target_begins(recipe, run_main, tiny_lm, tmp_pat
         ids = encode_prompt([asked], tokenizer, TURNS)
         (found,) = SpeculativeDecoder(target, None).generate([ids], NEW)
         assert answer["content"] == answer_text(target, found.tokens)
-    # A second command keeps them, and knows their turns: the failed ones are tried again with the same result.
+    # A second command keeps them, and knows their turns; rejected turns are not written again.
     before = lines_of(tmp_path / "begun")
-    assert run_main(distill.main, recipe, "run.name=begun", *options)[0] == 0
-    assert lines_of(tmp_path / "begun") == before
+    code, out, _ = run_main(distill.main, recipe, "run.name=begun", *options)
+    assert code == 0 and "to answer" not in out
+    assert lines_of(tmp_path / "begun") == before and counts_of(tmp_path / "begun")["failed"] == failed
     assert Shards(tmp_path / "begun").first_turns == [c["messages"][0]["content"] for c in begun]
 
 
