@@ -9,6 +9,9 @@ from draftsmith.common.sections import Batch, Optim, Recipe, Stage
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = {
+    "smollm2-distill.yaml": ("train/distill.py", "DistillRecipe"),
+    "smollm2-medusa.yaml": ("train/medusa.py", "MedusaRecipe"),
+    "smollm2-medusa2.yaml": ("train/medusa.py", "MedusaRecipe"),
     "tiny-distill.yaml": ("train/distill.py", "DistillRecipe"),
     "tiny-draft.yaml": ("train/lm.py", "LmRecipe"),
     "tiny-lm.yaml": ("train/lm.py", "LmRecipe"),

@@ -50,10 +50,10 @@ def test_it_decodes_the_target_exactly(folder, tmp_path, run_main, monkeypatch):
     if not wanted.get("adapter"):
         assert wanted["fingerprint"] == fingerprint(with_safetensors(file))
     code, out, err = run_main(
-        decode.main, folder, "--prompt", "What is the capital of France?", "--max-new-tokens", "24", "--threads", "1",
+        decode.main, folder, "--prompt", "Write a Python function that adds two numbers.", "--max-new-tokens", "24", "--threads", "1",
         "--check-lossless", "--report", tmp_path,
     )  # fmt: skip
     assert code == 0, err
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["new_tokens"] >= 8 and report["mean_accepted_length"] > 1
-    assert "Paris" in out
+    assert report["new_tokens"] == 24 and report["mean_accepted_length"] > 1
+    assert "Python" in out or "def" in out
