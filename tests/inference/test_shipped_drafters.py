@@ -50,8 +50,8 @@ def test_it_decodes_the_target_exactly(folder, tmp_path, run_main, monkeypatch):
     if not wanted.get("adapter"):
         assert wanted["fingerprint"] == fingerprint(with_safetensors(file))
     code, out, err = run_main(
-        decode.main, folder, "--prompt", "Write a Python function that adds two numbers.", "--max-new-tokens", "24", "--threads", "1",
-        "--check-lossless", "--report", tmp_path,
+        decode.main, folder, "--prompt", "Write a Python function that adds two numbers.", "--max-new-tokens", "24",
+        "--threads", "1", "--check-lossless", "--report", tmp_path,
     )  # fmt: skip
     assert code == 0, err
     report = json.loads((tmp_path / "report.json").read_text())
