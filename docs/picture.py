@@ -1,7 +1,7 @@
 """Draw docs/demo.png, the picture of the README: a decoded text as a terminal shows it, above the demo's measurements.
 
     python docs/picture.py                  # after `make demo`
-    python docs/picture.py runs/chats --out docs/demo.png
+    python docs/picture.py runs/bench       # after the decoding of `make bench`
 
 The text is what `inference/decode.py` writes to a terminal of its own, with the colours of what was drafted and
 accepted. The measurements are those of the folder's report.json files.
@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", type=Path, default=Path("runs/chats"), help="a run folder with reports")
     parser.add_argument("--drafter", default="models/smollm2-medusa+ngram", help="which decodes the text")
-    parser.add_argument("--prompt", default="Write a Python function that counts how often each word occurs in a text.")
+    parser.add_argument("--prompt", default="Write a short letter to invite a friend.")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/demo.png")
     args = parser.parse_args()
@@ -180,7 +181,7 @@ def main() -> None:
     text = terminal_output(command)
     typed = f"$ python {shlex.join(command)}"
     written = [line for line in styled_lines(text) if not line or not line[0][0].startswith("precision:")]
-    lines = [[(typed, PLAIN)], *written]
+    lines = [*([(part, PLAIN)] for part in textwrap.wrap(typed, COLUMNS)), *written]
 
     plt.switch_backend("Agg")
     plt.rcParams["text.hinting"] = "none"  # else letters are rounded to whole pixels and leave their columns
