@@ -210,8 +210,12 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             "prompts": prompts, "paths": [list(path) for path in tree.paths], "limit": args.max_new_tokens,
             "stops": sorted(target.stop_ids), "layers": heads.config.num_layers, "threads": args.threads,
         }  # fmt: skip
-        command = [args.python, str(Path(__file__).resolve()), "--worker", str(args.checkout.resolve()), str(folder)]
-        done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
+        # By a relative path: transformers takes a family's name anywhere in a path without model_type for its family.
+        command = [str(Path(args.python).absolute()), str(Path(__file__).resolve()), "--worker"]
+        done = subprocess.run(
+            [*command, str(args.checkout.resolve()), folder.name], input=json.dumps(request), stdout=subprocess.PIPE,
+            text=True, check=False, cwd=temporary,
+        )  # fmt: skip
     if done.returncode:
         raise ValueError(f"the published code failed (exit code {done.returncode}); see its messages above")
     theirs = [json.loads(line) for line in done.stdout.splitlines()]
