@@ -6,6 +6,7 @@ one. Text is UTF-8 with or without a byte order mark; errors name the place.
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -146,6 +147,15 @@ def check_folder(option: str, folder: Path | None) -> None:
             pass
     except OSError as error:
         raise ValueError(f"{option} {folder}: cannot write here ({error.strerror}); choose another folder") from None
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's content."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -182,7 +182,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 class Optim(Section):
     name: Literal["adamw", "muon"] = Field(
-        default="adamw", description="muon: from scratch only; matrices by Muon, embeddings and norms by AdamW"
+        default="adamw",
+        description="muon: for matrices that begin from scratch, AdamW for embeddings, output layers, biases and norms",
     )
     eight_bit: bool = Field(default=False, description="AdamW with a quarter of its memory (needs bitsandbytes)")
     lr: float = Field(ge=1e-12, le=100)

@@ -160,6 +160,7 @@ class Conversation:
     written: filter for the user turns that the model writes.
     pending: the messages that wait for the next one; None when the conversation is over.
     speaker: whose message that is, ``assistant`` or ``user``.
+    closing: the text that ends the message under way, where the engine writes the user's; None otherwise.
     turn: number of messages that the model wrote so far.
     failure: why it failed, if it did.
     """
@@ -170,6 +171,7 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     speaker: str = "assistant"
+    closing: str | None = None
     turn: int = 0
     failure: RequestFailed | None = None
 

@@ -419,7 +419,8 @@ def evaluate(
                     plain_texts = [reference[n].tokens for n in range(len(prompts))]
                     lossless = check_greedy(target, prompts, [r.tokens for r in results], plain_texts, advance)
         bases = {base: timed[base] for base in compared}
-        figures = _figures(results, decoder.drafter, timed[name], bases)
+        nodes = decoder.drafter.proposed_nodes(sampled=args.mode != "greedy")
+        figures = _figures(results, decoder.drafter, nodes, timed[name], bases)
         accepted = [length for n in timed_prompts for length in results[n].accepted]
         reports.append(
             {
@@ -433,7 +434,7 @@ def evaluate(
                 "prompts": len(prompts),
                 "max_new_tokens": args.max_new_tokens,
                 "batch_size": args.batch_size,
-                "tree_nodes": tree_nodes(decoder.drafter),
+                "tree_nodes": nodes,
                 "execution": execution,
                 **figures,
                 **timed[name].summary(),
@@ -446,7 +447,7 @@ def evaluate(
                     else None
                 ),
                 "kinds": {
-                    kind: _figures_of_kind(numbers, results, decoder.drafter, timed[name], bases)
+                    kind: _figures_of_kind(numbers, results, decoder.drafter, nodes, timed[name], bases)
                     for kind, numbers in by_kind.items()
                 },
                 "peak_memory_bytes": peak,
@@ -458,17 +459,12 @@ def evaluate(
     return reports, outputs
 
 
-def tree_nodes(drafter: Drafter) -> int:
-    """Nodes of a drafter's trees, root included: those that it has chosen by step costs, or at most."""
-    return drafter.num_nodes if drafter.estimate is None else drafter.estimate.nodes
-
-
 def _figures(
-    results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]
+    results: Sequence[Generation], drafter: Drafter, nodes: int, timed: Timed, bases: dict[str, Timed]
 ) -> dict[str, Any]:  # fmt: skip
-    """The report's fields about acceptance and speed, of all prompts or of one kind's."""
+    """The report's fields about acceptance and speed, of all prompts or of one kind's; ``nodes`` of a tree."""
     speedups = {base: speedup(timed, other) for base, other in bases.items() if timed.tokens}
-    figures: dict[str, Any] = reporting.acceptance(results, drafter.max_depth, tree_nodes(drafter), drafter.sources)
+    figures: dict[str, Any] = reporting.acceptance(results, drafter.max_depth, nodes, drafter.sources)
     figures["mean_accepted_length_interval"] = accepted_interval(results)
     figures |= {"timed_prompts": sum(map(len, timed.groups)), "pairs": len(timed.tokens)}
     for base, name in reporting.SPEEDUPS.items():
@@ -477,7 +473,8 @@ def _figures(
 
 
 def _figures_of_kind(
-    numbers: Sequence[int], results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]
+    numbers: Sequence[int], results: Sequence[Generation], drafter: Drafter, nodes: int, timed: Timed,
+    bases: dict[str, Timed],
 ) -> dict[str, Any]:  # fmt: skip
     """The fields of a kind of text within the report: those of the prompts with these numbers."""
 
@@ -490,5 +487,5 @@ def _figures_of_kind(
         "prompts": len(numbers),
         "tokens_per_second": speed(part),
         "baselines": {base: {"tokens_per_second": speed(other)} for base, other in parts.items()},
-        **_figures([results[number] for number in numbers], drafter, part, parts),
+        **_figures([results[number] for number in numbers], drafter, nodes, part, parts),
     }

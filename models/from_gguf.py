@@ -5,7 +5,6 @@ neither on the machine nor on the version of ``transformers`` that converted the
 """
 
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.common.command import first_line
-from draftsmith.common.files import json_object, locked, replacing_folder, write_json
+from draftsmith.common.files import file_sha256, json_object, locked, replacing_folder, write_json
 from draftsmith.models import stored
 
 if TYPE_CHECKING:
@@ -55,14 +54,10 @@ def with_safetensors(file: Path) -> Path:
 @functools.cache
 def _sha256(file: Path, size: int, modified: int) -> str:
     """SHA-256 of a file, computed once in a process unless its size or its time of modification changes."""
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise ValueError(f"{file}: not a GGUF file; fetch it again, or name a model's folder")
-        stream.seek(0)
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return file_sha256(file)
 
 
 def _is_whole(copy: Path, sha256: str) -> bool:

@@ -19,7 +19,7 @@ def most_frequent(counts: Tensor, size: int) -> Tensor:
     """The ids of the ``size`` highest counts, equal counts by the lower id.
 
     Args:
-        counts: ``[V]`` int64.
+        counts: ``[V]``, of any dtype.
         size: S, at most V.
 
     Returns:
@@ -31,7 +31,7 @@ def most_frequent(counts: Tensor, size: int) -> Tensor:
 
 def coverage(counts: Tensor, ids: Tensor) -> float:
     """The share of counted tokens that are among ``ids``. ``counts [V]``, ``ids [S]``; 0 if nothing was counted."""
-    return int(counts[ids].sum()) / max(1, int(counts.sum()))
+    return float(counts[ids].sum()) / (float(counts.sum()) or 1.0)
 
 
 def coverage_by_size(train: Tensor, held_out: Tensor, sizes: Sequence[int] = SIZES) -> dict[int, tuple[float, float]]:

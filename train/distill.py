@@ -269,8 +269,6 @@ def by_engine(
         )
     longest = min(target.context, e.max_length)
 
-    closings: dict[int, str | None] = {}  # what ends the user's turn under way, by the conversation's id()
-
     def next_request(conversation: Conversation) -> Request | None:
         assert conversation.pending is not None
         tokens, closing = d.max_new_tokens, None
@@ -286,14 +284,14 @@ def by_engine(
             conversation.fail(error)
             end(conversation)
             return None
-        closings[id(conversation)] = closing
+        conversation.closing = closing
         tokens = min(tokens, longest - len(prompt))
         # Not every target stops at the closing, which may be a special token that the text does not show.
         return Request(prompt, tokens, recipe.sampling(conversation), stop_strings=[closing] if closing else [])
 
     def on_answer(conversation: Conversation, result: Generation) -> bool:
         text, reason = answer_text(target, result.tokens), result.finish_reason
-        closing = closings.pop(id(conversation))
+        closing = conversation.closing
         if closing and closing in text:
             text, reason = text.partition(closing)[0], "stop"
         conversation.add(text, reason)

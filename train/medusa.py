@@ -72,8 +72,10 @@ class MedusaRecipe(DrafterRecipe):
     @model_validator(mode="after")
     def _possible(self) -> "MedusaRecipe":
         joint, heads = self.stages[-1].joint, self.drafter.num_draft_heads
-        if any(stage.optim.name != "adamw" for stage in self.stages):
-            raise ValueError("optim.name: Muon is for matrices, and the heads are stacks of them; use adamw")
+        if joint and self.stages[-1].optim.name != "adamw":
+            raise ValueError(
+                "optim.name: Muon has one learning rate for heads and adapters; use adamw where both train"
+            )
         if any(stage.joint for stage in self.stages[:-1]):
             raise ValueError(
                 "stages: a joint stage has to be the last one: the heads cannot train on a target that moved"
@@ -107,6 +109,7 @@ class Medusa1(nn.Module):
     def __init__(self, target: Target, heads: MedusaHeads) -> None:
         super().__init__()
         self.target, self.heads = target, heads
+        self.output_layers = ("heads.projection",)  # not for Muon
         self.model = target.model  # registered, frozen: moves with the module, is in no optimizer
 
     def train(self, mode: bool = True) -> "Medusa1":
@@ -185,8 +188,9 @@ class Medusa2(Medusa1):
         hidden = self.target.hidden(tokens, positions)
         weight: float | Tensor = self.joint.weight(step, self.steps)
         if self.joint.loss == "kl":
-            with torch.no_grad(), switched_off(self.model):
-                teacher = self.target.hidden(tokens, positions)
+            if (teacher := batch.get("hidden")) is None:  # kept by ``cache_hidden``: those of the target as it was
+                with torch.no_grad(), switched_off(self.model):
+                    teacher = self.target.hidden(tokens, positions)
             lm_loss = divergence(self.target, hidden[used], teacher[used]) / labelled
             weight = weight * all_positions / labelled  # 1 / (supervised share)
         else:
@@ -227,7 +231,8 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
     projected, copied = d.num_draft_heads * rows, rows if d.draft_vocab_size else 0
     found = [Plan.of(recipe, stage, shape, own, projected, copied=copied) for stage in recipe.stages]
     if joint:
-        trained, passes = own + joint.lora.r * shape.rank, 3 if joint.loss == "kl" else 2  # the teacher's, backward
+        teacher = joint.loss == "kl" and recipe.cache_hidden == "none"
+        trained, passes = own + joint.lora.r * shape.rank, 3 if teacher else 2  # the teacher's; backward
         found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, projected, passes, copied)
     return found
 
@@ -263,11 +268,12 @@ def choose_vocabulary(
         For provenance.json: the size and the coverage of training and held-out labels, also by other sizes.
     """
     assert heads.draft_vocab is not None
-    train = torch.zeros(target.vocab_size, dtype=torch.int64)
-    for part in rows:
+    train = torch.zeros(target.vocab_size, dtype=torch.float64)
+    for part, source in zip(rows, run.recipe.data.train, strict=True):
         assert isinstance(part, Rows)
         labels = torch.from_numpy(part.samples.tokens[part.samples.supervised])
-        train += torch.bincount(labels, minlength=target.vocab_size)
+        # As often as training draws from this source, whatever its length.
+        train += torch.bincount(labels, minlength=target.vocab_size) * (source.weight / len(part))
     held_out = torch.bincount(run.held_out["tokens"][run.held_out["supervised"]], minlength=target.vocab_size)
     if begun is not None:
         heads.draft_from(begun, target)
@@ -309,12 +315,13 @@ def train(run: Run[MedusaRecipe]) -> None:
     rows = run.read_rows(target)
     if size is not None:
         facts = choose_vocabulary(run, heads, begun, target, rows)
-    frozen = any(not stage.joint for stage in recipe.stages if stage.name in run.remaining)
-    inputs = run.with_hidden(target, rows) if frozen else rows
+    # Of no use to a target that trains to the labels alone.
+    used = any(not stage.joint or stage.joint.loss == "kl" for stage in recipe.stages if stage.name in run.remaining)
+    inputs = run.with_hidden(target, rows) if used else rows
     for stage in recipe.stages:
         if stage.joint:
             add_adapters(target, stage.joint, recipe.run.seed + 1, recipe.precision.gradient_checkpointing)
-            inputs = rows  # the target moves, and with it its hidden states
+            inputs = inputs if stage.joint.loss == "kl" else rows
             module = Medusa2(target, heads, stage)
         best_on = "guarded_tau" if stage.joint else "simulated_tau"
         run.fit(stage, module, inputs, partial(evaluate, run, held_out=run.held_out), best_on)

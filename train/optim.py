@@ -9,6 +9,21 @@ from torch import nn
 from draftsmith.common.sections import Optim
 
 
+class _Muon(torch.optim.Muon):
+    """PyTorch's Muon, which takes matrices alone, for stacks of them ``[..., m, n]`` too: each matrix by itself."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float) -> None:
+        torch.optim.Optimizer.__init__(self, params, torch.optim.Muon([torch.empty(0, 0)]).defaults)
+        self.param_groups[0] |= {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+
+    def _init_group(self, group: Any, params: list[Any], grads: list[Any], momenta: list[Any]) -> bool:
+        found: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+        super()._init_group(group, *found)
+        for whole, each in zip(found, (params, grads, momenta), strict=True):  # views: the updates are in place
+            each.extend(matrix for tensor in whole for matrix in tensor.detach().view(-1, *tensor.shape[-2:]))
+        return False
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """Muon (K. Jordan et al., 2024) for matrices, AdamW for the rest, as one optimizer with one state.
 
@@ -17,7 +32,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], optim: Optim) -> None:
         matrices, *others = groups
-        self.muon = torch.optim.Muon(**matrices, lr=optim.lr, adjust_lr_fn="match_rms_adamw")
+        self.muon = _Muon(**matrices, lr=optim.lr)
         self.adamw = torch.optim.AdamW(others, lr=optim.lr, betas=optim.betas, fused=True)
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {"lr": optim.lr})
 
@@ -32,11 +47,11 @@ class MuonAdamW(torch.optim.Optimizer):
 def make_optimizer(module: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """The optimizer of a stage over the parameters of ``module`` that train; biases and norms do not decay.
 
-    With ``muon``, embeddings (and LM heads tied to them) are left to AdamW. Where the module has ``lr_factors``,
-    ``{beginning of a name: factor}``, the groups of such parameters carry theirs for the training loop.
+    With ``muon``, AdamW keeps the embeddings (and LM heads tied to them) and what begins with one of the names in the
+    module's ``output_layers``, if it has them. Where the module has ``lr_factors``, ``{beginning of a name: factor}``,
+    AdamW's groups of such parameters carry theirs for the training loop.
     """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    plain = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if optim.name != "muon":
         groups = _by_factor(module, optim.weight_decay)
         if optim.eight_bit:
@@ -46,14 +61,15 @@ def make_optimizer(module: nn.Module, optim: Optim) -> torch.optim.Optimizer:
                 raise ValueError("optim.eight_bit needs bitsandbytes: pip install bitsandbytes") from None
             return AdamW8bit(groups, lr=optim.lr, betas=optim.betas)
         return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)
-    embeddings = {p for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    matrices = [p for p in trained if p.ndim == 2 and p not in embeddings]
-    rest = [p for p in trained if p.ndim > 2 or p in embeddings]
+    rest = {p for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    rest |= {p for name, p in trained.items() if name.startswith(getattr(module, "output_layers", ()))}
+    plain = [p for name, p in trained.items() if p.ndim < 2 or "bias" in name.split(".")]  # biases may be stacks, too
+    matrices = [p for p in trained.values() if p not in {*rest, *plain}]
     return MuonAdamW(
         [
             {"params": matrices, "weight_decay": optim.weight_decay},
-            {"params": rest, "weight_decay": optim.weight_decay},
-            plain,
+            {"params": [p for p in trained.values() if p in rest], "weight_decay": optim.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
         ],
         optim,
     )

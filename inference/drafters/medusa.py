@@ -82,6 +82,9 @@ class MedusaDrafter(Drafter):
         self.sampled, _ = self._paying(STANDARD_COSTS.table(self.num_nodes, 1), _STANDARD_TIME)
         self.estimate = DraftEstimate(self.draft_time, len(self.greedy.choice) + 1, tokens)
 
+    def proposed_nodes(self, sampled: bool) -> int:
+        return len((self.sampled if sampled else self.greedy).choice) + 1
+
     def _paying(self, table: Sequence[float], draft_time: float) -> tuple[_Shape, float]:
         """The likeliest paths, as many as maximise expected tokens / time, and the expected tokens."""
         assert self.acceptances is not None

@@ -90,6 +90,10 @@ class Drafter(Protocol):
             static: as described for the class.
         """
 
+    def proposed_nodes(self, sampled: bool) -> int:
+        """Nodes of its trees, root included: those that it has chosen by step costs, or at most."""
+        return self.num_nodes if self.estimate is None else self.estimate.nodes
+
     def buffers(self) -> Sequence[Tensor]:
         """Tensors that a step changes and the next one reads, except K/V beyond a row's length.
 

@@ -221,7 +221,7 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("an empty recipe", medusa.main, lambda w: [w.file("x.yaml", "")], 2, "got nothing"),
     ("a list", medusa.main, lambda w: [w.file("x.yaml", "- 1\n")], 2, "a recipe is a mapping of sections"),
     ("JSON too deep", medusa.main, lambda w: [w.file("x.yaml", DEEP)], 2, "x.yaml"),
-    ("muon", medusa.main, training("stages.0.optim.name=muon"), 2, "muon"),
+    ("another optimizer", medusa.main, training("stages.0.optim.name=sgd"), 2, "'stages.0.optim.name'"),
     ("a batch of 10⁹", medusa.main, training("stages.0.batch.sequences=1000000000"), 2, "'stages.0.batch.sequences'"),
     ("10⁹ heads", medusa.main, training("drafter.num_draft_heads=1000000000"), 2, "'drafter.num_draft_heads'"),
     ("a negative limit", medusa.main, training("data.train.0.limit=-1"), 2, "'data.train.0.limit'"),

@@ -335,12 +335,15 @@ def test_a_tree_for_every_machine(run_main, heads_folder, monkeypatch):
         decoder = SpeculativeDecoder(target, drafter)
         decoder.generate([[5, 6, 7]], 4)
         assert drafter.estimate is not None
-        return drafter.estimate.nodes
+        sampled.add(drafter.proposed_nodes(sampled=True))
+        return drafter.proposed_nodes(sampled=False)
 
+    sampled = set()
     assert proposed({1: 1.0, 64: 1.0}) == len(rates) + 1
     best = max(rates)
     assert proposed({1: 1.0, 2: 0.98 + best, 64: 60.0}) == 2
     assert proposed({1: 1.0, 2: 1.0 + best, 64: 60.0}) == 1, "plain decoding"
+    assert len(sampled) == 1, "a seed gives the same text on every machine"
     del tree["at_load"]
     write_json(folder / "tree.json", tree)
     _, drafter = load_drafter(str(folder), device="cpu", dtype="float32")

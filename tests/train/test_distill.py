@@ -288,11 +288,13 @@ def test_answers_are_the_targets_own_turn_by_turn(recipe, run_main, tiny_lm, tea
     assert counts_of(tmp_path / "whole") == {"prompts": 20, "done": 20, "failed": {}, "not_asked": 0, "ended_early": 0}
 
 
-def test_sampled_answers_do_not_depend_on_the_batch(recipe, run_main, tmp_path):
+def test_sampled_answers_do_not_depend_on_the_batch(recipe, run_main, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the source's name is part of the seeds' ids, and these of the random numbers
+
     def answers(name, *options):
         sampled = ["decoding.mode=sample", "decoding.temperature=2.0", f"run.name={name}", *options]
         sampled += [f"data.template={tmp_path}/turns.jinja", "decoding.user_tokens=96", "decoding.user_temperature=0.3"]
-        code, _, err = run_main(distill.main, recipe, *sampled)
+        code, _, err = run_main(distill.main, recipe, "data.seeds.0.source=seeds.jsonl", *sampled)
         assert code == 0, err
         return lines_of(tmp_path / name)
 
@@ -302,7 +304,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(recipe, run_main, tmp_path):
     assert sum(alone[seed] != other[seed] for seed in alone) > 15
     roles = [[m["role"] for m in json.loads(line)["messages"] if m["role"] != "system"] for line in alone.values()]
     assert all(turns == ["user", "assistant"] * (len(turns) // 2) for turns in roles)
-    turns = {seed.id: seed.turns for seed in read_seeds([Source(source=str(tmp_path / "seeds.jsonl"))])[0]}
+    turns = {seed.id: seed.turns for seed in read_seeds([Source(source="seeds.jsonl")])[0]}
     added = [len(roles) // 2 - turns[seed] for seed, roles in zip(alone, roles, strict=True)]
     assert set(added) == {0, 1}, "of self-talk; a turn of the user that is cut is not used"
 

@@ -98,6 +98,13 @@ def test_loss_is_its_definition(make_target, monkeypatch, kind, modules):
     weight = 0.2 if kind == "ce" else 0.01 * 56 / labels
     assert float(loss.detach()) == pytest.approx(wanted + weight * heads, rel=1e-4)
     assert counts[-2:].tolist() == [labels, 56]
+    with torch.no_grad(), switched_off(target.model):
+        kept = target.hidden(batch["tokens"].long())
+    again = module(batch | {"hidden": kept}, counts, STEPS - 1)[0]
+    assert float(again.detach()) == pytest.approx(float(loss.detach()), rel=1e-5), "the teacher's, by cache_hidden"
+    if kind == "kl":
+        other = module(batch | {"hidden": kept.roll(1, 1)}, counts, STEPS - 1)[0]
+        assert float(other.detach()) > 1.1 * float(loss.detach())
 
 
 def test_adapters_train_in_float32(make_target):
@@ -305,6 +312,13 @@ def test_both_stages_run(whole, tiny_lm):
     assert "| kl |" in (whole / "README.md").read_text()
 
 
+def test_the_teacher_of_kept_hidden_states(recipe, whole, run_main, monkeypatch):
+    monkeypatch.setattr(medusa, "switched_off", None)  # it is not run again
+    code, _, err = run_main(medusa.main, recipe, "run.name=kept", "cache_hidden=memory", "export.merged=false")
+    assert (code, err) == (0, "")
+    assert metrics(recipe.parent / "kept", "kl") == pytest.approx(metrics(whole, "kl"), rel=0.02)
+
+
 class Killed(BaseException):
     """Ends a run at once."""
 
@@ -479,7 +493,7 @@ def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
         (["joint.head_weight=1"], "unknown key 'joint'; nearest valid key: stages.0.joint"),
         (["steps=3"], "unknown key 'steps'; nearest valid key: stages.0.steps"),
         (["stages.1.joint=null"], "export.merged: there is nothing to merge without a joint stage"),
-        (["stages.1.optim.name=muon"], "optim.name: Muon is for matrices, and the heads are stacks of them; use adamw"),
+        (["stages.1.optim.name=muon"], "optim.name: Muon has one learning rate for heads and adapters; use adamw "),
         (["drafter.num_draft_heads=1000000000"], "'drafter.num_draft_heads': input should be less than or equal to 64"),
         (
             ["stages.1.joint.lora.r=1000000000"],

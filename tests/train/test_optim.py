@@ -34,8 +34,8 @@ def test_muon_gets_the_matrices_and_adamw_the_rest():
     module = Tied()
     optimizer = make_optimizer(module, Optim(name="muon", lr=0.01, weight_decay=0.1))
     matrices, rest, plain = optimizer.param_groups
-    assert names(module, matrices) == {"inner.weight"}
-    assert names(module, rest) == {"embedding.weight", "stack"}
+    assert names(module, matrices) == {"inner.weight", "stack"}
+    assert names(module, rest) == {"embedding.weight"}
     assert names(module, plain) == {"inner.bias", "norm"}
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.1, 0.0]
 
@@ -45,10 +45,11 @@ def test_each_part_steps_as_it_would_alone():
     module, twin = Tied(), Tied()
     twin.load_state_dict(module.state_dict())
     optimizer = make_optimizer(module, Optim(name="muon", lr=0.01, weight_decay=0.1, betas=(0.9, 0.95)))
-    muon = torch.optim.Muon([twin.inner.weight], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    slices = [nn.Parameter(matrix) for matrix in twin.stack.data]  # PyTorch's Muon takes no stacks
+    muon = torch.optim.Muon([twin.inner.weight, *slices], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(
         [
-            {"params": [twin.embedding.weight, twin.stack], "weight_decay": 0.1},
+            {"params": [twin.embedding.weight], "weight_decay": 0.1},
             {"params": [twin.inner.bias, twin.norm], "weight_decay": 0.0},
         ],
         lr=0.01, betas=(0.9, 0.95),
@@ -59,6 +60,8 @@ def test_each_part_steps_as_it_would_alone():
         for one, steps in ((module, [optimizer]), (twin, [muon, adamw])):
             one.zero_grad()
             one.loss().backward()
+            for matrix, slope in zip(slices, twin.stack.grad if one is twin else [], strict=False):
+                matrix.grad = slope
             for step in steps:
                 step.step()
     for (name, mine), theirs in zip(module.named_parameters(), twin.parameters(), strict=True):
