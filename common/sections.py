@@ -353,8 +353,8 @@ class DrafterRecipe(TrainingRecipe):
     init_from: Name | None = Field(default=None, description="a drafter of the same target to begin from")
     cache_hidden: Literal["none", "memory", "disk"] = Field(
         default="none",
-        description="run the frozen target once over the rows and keep its hidden states, in memory or in the run's "
-        "folder; how much room that takes is printed first",
+        description="run the frozen target (also Medusa-2's teacher) once over all rows and keep its hidden states, in "
+        "memory or in the run's folder; how much room that takes is printed first",
     )
 
     @model_validator(mode="after")

@@ -419,7 +419,7 @@ def evaluate(
                     plain_texts = [reference[n].tokens for n in range(len(prompts))]
                     lossless = check_greedy(target, prompts, [r.tokens for r in results], plain_texts, advance)
         bases = {base: timed[base] for base in compared}
-        nodes = decoder.drafter.proposed_nodes(sampled=args.mode != "greedy")
+        nodes = decoder.drafter.proposed_nodes(sampled)
         figures = _figures(results, decoder.drafter, nodes, timed[name], bases)
         accepted = [length for n in timed_prompts for length in results[n].accepted]
         reports.append(

@@ -135,6 +135,17 @@ def _card(name: str, drafter_type: str, shape: Mapping[str, Any], target: Target
     rows = "\n".join(f"| {key} | {value} |" for key, value in {**shape, **facts}.items() if not isinstance(value, dict))
     is_local = local_folder(target.name) or target.name.endswith(".gguf")
     base = "" if is_local else f"base_model: {target.name}\n"  # the Hub accepts only ids here
+    prompt = "def read_config(path):"
+    if getattr(target.tokenizer, "chat_template", None):
+        prompt = "Write a Python function that adds two numbers."
+    adapted = (
+        ""
+        if not target.adapter
+        else f"""
+The adapter in `{target.adapter}/` is part of it: it was trained with the drafter and is merged into the target that is
+loaded, so that the output is that of the target so changed.
+"""
+    )
     return f"""---
 library_name: draftsmith
 {base}tags: [speculative-decoding, {drafter_type}]
@@ -144,12 +155,12 @@ library_name: draftsmith
 A {drafter_type} drafter for `{target.name}`, trained with draftsmith. It proposes tokens that the target verifies: the
 output is the target's own greedy output, in fewer steps. It works with this target alone (fingerprint
 `{target.fingerprint[:16]}…`).
-
+{adapted}
 draftsmith is installed from a checkout of its repository, by `pip install .` there (or `make install`, into `.venv`).
 Then, in this folder:
 
 ```bash
-python -m draftsmith.inference.decode . --prompt "def read_config(path):"
+python -m draftsmith.inference.decode . --prompt "{prompt}"
 python -m draftsmith.inference.decode . --prompts FILE.jsonl --baseline all --check-lossless --report .
 ```
 

@@ -163,9 +163,10 @@ def test_wheel_holds_every_file(wheel):
         "recipes/schema/*",
         "data/samples.jsonl",
         "data/chats.jsonl",
-        "models/smollm2-medusa/*",
+        "models/smollm2-medusa*/*",
+        "models/smollm2-medusa*/adapter/*",
     ]
-    wanted |= {p.relative_to(ROOT).as_posix() for pattern in data for p in ROOT.glob(pattern)}
+    wanted |= {p.relative_to(ROOT).as_posix() for pattern in data for p in ROOT.glob(pattern) if p.is_file()}
     packed = {n.removeprefix("draftsmith/") for n in wheel.namelist() if n.startswith("draftsmith/")}
     assert packed == wanted
 

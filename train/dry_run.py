@@ -95,7 +95,7 @@ class Plan:
     @property
     def memory(self) -> float:
         """Bytes: weights, gradients and moments, and the logits that are alive at a time; no activations."""
-        moments = 2.0 if self.optim.eight_bit else 4.0 if self.optim.name == "muon" else 8.0
+        moments = 2.0 if self.optim.eight_bit else 8.0  # Muon has 4 for matrices, AdamW does the rest
         return (self.frozen + self.copied) * self.frozen_bytes + self.trained * (8 + moments) + 6.0 * LOGITS["cuda"]
 
     @property

@@ -1,5 +1,5 @@
 """The frozen target's last hidden states, made once and kept: in memory, or in a file of the run's folder that training
-reads as if it were memory. The first stage then does not run the target."""
+reads as if it were memory. Training then does not run the target, nor Medusa-2 its teacher."""
 
 import math
 import os

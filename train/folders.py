@@ -133,7 +133,7 @@ def check_room(folder: Path, parameters: int, recipe: Recipe, stage: Stage) -> N
     Raises:
         ValueError: they cannot.
     """
-    moments = 2 if stage.optim.eight_bit else 4 if stage.optim.name == "muon" else 8  # bytes of a parameter
+    moments = 2 if stage.optim.eight_bit else 8  # bytes of a parameter, at most
     saved = min(recipe.checkpoint.keep + 1, -(-stage.steps // recipe.checkpoint.every))  # the oldest goes last
     wanted = parameters * (4 + moments) * saved
     there = sum(file.stat().st_size for file in folder.glob("checkpoints/step-*/*"))  # they are replaced

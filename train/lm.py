@@ -164,6 +164,7 @@ class LanguageModel(nn.Module):
     """Next-token cross-entropy over packed rows; documents follow each other in a row, parted by the end token."""
 
     unlikelihood = 1.0  # weight of the loss on "written" rows
+    output_layers = ("heads.",)  # not for Muon
 
     def __init__(self, model: LlamaForCausalLM, lookahead: Lookahead | None = None) -> None:
         super().__init__()

@@ -57,7 +57,8 @@ class Heads(Section):
     projection: Literal["own", "shared"] = "own"
     draft_vocab_size: Positive | None = Field(
         default=None,
-        description="draft only the most frequent tokens of the training rows' answers, so many; null: all tokens",
+        description="draft only the most frequent tokens of the training rows' answers, so many (each source counts by "
+        "its weight); null: all tokens",
     )
 
 
@@ -231,8 +232,7 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
     projected, copied = d.num_draft_heads * rows, rows if d.draft_vocab_size else 0
     found = [Plan.of(recipe, stage, shape, own, projected, copied=copied) for stage in recipe.stages]
     if joint:
-        teacher = joint.loss == "kl" and recipe.cache_hidden == "none"
-        trained, passes = own + joint.lora.r * shape.rank, 3 if teacher else 2  # the teacher's; backward
+        trained, passes = own + joint.lora.r * shape.rank, 3 if joint.loss == "kl" else 2  # the teacher's, backward
         found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, projected, passes, copied)
     return found
 

@@ -49,9 +49,8 @@ def make_optimizer(module: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 
     With ``muon``, AdamW keeps the embeddings (and LM heads tied to them) and what begins with one of the names in the
     module's ``output_layers``, if it has them. Where the module has ``lr_factors``, ``{beginning of a name: factor}``,
-    AdamW's groups of such parameters carry theirs for the training loop.
+    the groups of such parameters carry theirs for the training loop; not with ``muon``.
     """
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if optim.name != "muon":
         groups = _by_factor(module, optim.weight_decay)
         if optim.eight_bit:
@@ -61,10 +60,12 @@ def make_optimizer(module: nn.Module, optim: Optim) -> torch.optim.Optimizer:
                 raise ValueError("optim.eight_bit needs bitsandbytes: pip install bitsandbytes") from None
             return AdamW8bit(groups, lr=optim.lr, betas=optim.betas)
         return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    plain = [p for name, p in trained.items() if not _decays(name, p)]
     rest = {p for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     rest |= {p for name, p in trained.items() if name.startswith(getattr(module, "output_layers", ()))}
-    plain = [p for name, p in trained.items() if p.ndim < 2 or "bias" in name.split(".")]  # biases may be stacks, too
-    matrices = [p for p in trained.values() if p not in {*rest, *plain}]
+    rest -= {*plain}
+    matrices = [p for p in trained.values() if p not in rest.union(plain)]
     return MuonAdamW(
         [
             {"params": matrices, "weight_decay": optim.weight_decay},
@@ -75,6 +76,10 @@ def make_optimizer(module: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     )
 
 
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim >= 2 and "bias" not in name.split(".")  # biases may be stacks, too
+
+
 def _by_factor(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """AdamW's groups: for each learning-rate factor, what decays and what does not."""
     factors: dict[str, float] = getattr(module, "lr_factors", {})
@@ -82,7 +87,7 @@ def _by_factor(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             factor = next((value for start, value in factors.items() if name.startswith(start)), 1.0)
-            found.setdefault((factor, parameter.ndim >= 2), []).append(parameter)
+            found.setdefault((factor, _decays(name, parameter)), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0, "lr_factor": factor}
         for (factor, decays), parameters in found.items()

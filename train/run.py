@@ -59,6 +59,7 @@ class Run(Generic[R]):
     small: bool = False
     held_out: Batch = field(default_factory=dict)
     data_sha256: list[str] = field(default_factory=list)
+    data_labels: list[int | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         recipe = self.recipe
@@ -179,6 +180,7 @@ class Run(Generic[R]):
             checkpoint.write_tensors(self.folder / "held_out", held_out)
         self.held_out = {key: value[: recipe.evaluate.sequences] for key, value in held_out.items()}
         self.data_sha256 = [part.samples.sha256() if isinstance(part, Rows) else "streamed" for part in rows]
+        self.data_labels = [int(part.samples.supervised.sum()) if isinstance(part, Rows) else None for part in rows]
         return list(rows)
 
     def with_hidden(self, target: Target, rows: Sequence[Batches]) -> list[Batches]:
@@ -268,7 +270,8 @@ class Run(Generic[R]):
         if not self.main:
             return
         t = recipe.target
-        own = {"target_fingerprint": self.job.target, "dtype": t.dtype, "init_from": recipe.init_from, **facts}
+        own = {"target_fingerprint": self.job.target, "dtype": t.dtype, "init_from": recipe.init_from}
+        own |= {"data_labels": self.data_labels, **facts}  # tokens that training predicts, by source
         template = read_template(recipe.data.template)
         stored = in_dtype(weights, recipe.export.dtype)
         write_drafter(folder, self.kind, shape, stored, target, self.facts(**own), template, parts)
@@ -331,17 +334,19 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
 
 
 def _check_strategy(recipe: R) -> None:  # type: ignore[misc]
-    """Refuse a recipe that the launcher's strategy, ZeRO-3 or FSDP, cannot train.
+    """Refuse a recipe that the launcher's strategy, ZeRO-2, ZeRO-3 or FSDP, cannot train.
 
     Raises:
         ValueError: it cannot.
     """
+    if sharded.strategy() == "zero2" and any(stage.optim.name == "muon" for stage in recipe.stages):
+        raise ValueError("optim.name=muon: ZeRO-2 cuts matrices into parts; use adamw, or launch without ZeRO-2")
     if not sharded.spreads():
         return
     if not isinstance(recipe, DrafterRecipe):
         raise ValueError(
-            "this command trains every weight, and ZeRO-3 and FSDP spread frozen ones; launch it with "
-            "recipes/accelerate/zero2.yaml"
+            "this command trains every weight, and ZeRO-3 and FSDP spread frozen ones; launch it with --multi_gpu, or "
+            "with recipes/accelerate/zero2.yaml and optim.name=adamw"
         )
     if recipe.target.quantize != "none" or recipe.precision.compile:
         raise ValueError(

@@ -91,8 +91,9 @@ class Drafter(Protocol):
         """
 
     def proposed_nodes(self, sampled: bool) -> int:
-        """Nodes of its trees, root included: those that it has chosen by step costs, or at most."""
-        return self.num_nodes if self.estimate is None else self.estimate.nodes
+        """Nodes of its trees, root included, in sampling mode (``sampled``) or the others: at most, or as many as it
+        has chosen by step costs."""
+        return self.num_nodes
 
     def buffers(self) -> Sequence[Tensor]:
         """Tensors that a step changes and the next one reads, except K/V beyond a row's length.

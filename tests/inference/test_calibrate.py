@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from draftsmith.common import progress
 from draftsmith.common.files import write_json
-from draftsmith.inference import calibrate, costs
+from draftsmith.inference import calibrate, costs, decode
 from draftsmith.inference import race as racing
 from draftsmith.inference.answers import answer
 from draftsmith.inference.calibrate import Choice, batches, pick
@@ -328,6 +328,8 @@ def test_a_tree_for_every_machine(run_main, heads_folder, monkeypatch):
     rates = [one["rate"] for one in tree["calibration"]["candidates"]]
     assert len(tree["paths"]) == len(rates) > 4 and tree["at_load"] is True
 
+    sampled: set[int] = set()
+
     def proposed(measured):
         monkeypatch.setattr(load, "step_costs", lambda target, lean: costs.StepCosts(measured))
         monkeypatch.setattr(medusa, "draft_time", lambda drafter, target, measured: 0.01)
@@ -338,12 +340,21 @@ def test_a_tree_for_every_machine(run_main, heads_folder, monkeypatch):
         sampled.add(drafter.proposed_nodes(sampled=True))
         return drafter.proposed_nodes(sampled=False)
 
-    sampled = set()
     assert proposed({1: 1.0, 64: 1.0}) == len(rates) + 1
     best = max(rates)
     assert proposed({1: 1.0, 2: 0.98 + best, 64: 60.0}) == 2
     assert proposed({1: 1.0, 2: 1.0 + best, 64: 60.0}) == 1, "plain decoding"
     assert len(sampled) == 1, "a seed gives the same text on every machine"
+    nodes = proposed({1: 1.0, 64: 1.0})
+    for mode, wanted in (("greedy", nodes), ("typical", nodes), ("sample", *sampled)):
+        options = [] if mode == "greedy" else ["--temperature", "0.7"]
+        report = folder.parent / mode
+        code, _, err = run_main(
+            decode.main, folder, "--prompt", "import os", "--mode", mode, *options, "--max-new-tokens", 4,
+            "--device", "cpu", "--report", report,
+        )  # fmt: skip
+        assert code == 0, err
+        assert json.loads((report / "report.json").read_text())["tree_nodes"] == wanted
     del tree["at_load"]
     write_json(folder / "tree.json", tree)
     _, drafter = load_drafter(str(folder), device="cpu", dtype="float32")

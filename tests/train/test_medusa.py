@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -257,7 +258,9 @@ def test_the_run_folder(whole, tiny_lm):
     assert set(load_file(whole / "model.safetensors")) == {"weight", "bias", "projection"}
     provenance = json.loads((whole / "provenance.json").read_text())
     assert provenance["target_fingerprint"] == config["target"]["fingerprint"]
-    assert {"versions", "device", "git_commit", "data_sha256", "command", "date"} <= set(provenance)
+    assert {"versions", "device", "git_commit", "data_sha256", "data_labels", "command", "date"} <= set(provenance)
+    answers = load_file(whole / "answers/train-0/model.safetensors")
+    assert provenance["data_labels"] == [int(answers["supervised"].sum())]
     resolved = (whole / "recipe.yaml").read_text()
     assert resolved.startswith("# accelerate launch train/medusa.py ")
     assert yaml.safe_load(resolved)["stages"][0]["optim"]["clip"] == 1.0, "defaults are written out"
@@ -304,6 +307,21 @@ def test_what_is_measured_while_training(recipe, run_main, monkeypatch):
     for which, made in answers.items():
         of = [row[marks].tolist() for row, marks in zip(made["tokens"], made["supervised"], strict=True)]
         assert (said == of) == (which == "validation")
+
+
+def test_sources_count_by_weight_in_the_draft_vocabulary(make_target, tmp_path):
+    """Training draws rows of a source by its weight, however many there are."""
+    target = make_target("llama")
+    often = Rows(Tokenized.of([Sample([1, 5, 5, 6], [False, True, True, True])] * 10), 4, share=False)
+    rarely = Rows(Tokenized.of([Sample([1, 7, 7, 8], [False, True, True, True])]), 4, share=False)
+    for weights, wanted in (((1.0, 1.0), [5, 7]), ((5.0, 1.0), [5, 6]), ((1.0, 5.0), [7, 8])):
+        recipe = SimpleNamespace(
+            init_from=None, data=SimpleNamespace(train=[SimpleNamespace(weight=weight) for weight in weights])
+        )
+        of_run = SimpleNamespace(recipe=recipe, main=False, held_out=make_batch(61))
+        heads = MedusaHeads.for_target(target, HEADS, 1, "shared", 2)
+        medusa.choose_vocabulary(of_run, heads, None, target, [often, rarely])
+        assert heads.draft_vocab.tolist() == wanted
 
 
 def test_a_draft_vocabulary_from_the_answers_to_the_artifact(recipe, run_main, monkeypatch):
@@ -392,13 +410,18 @@ def test_an_interrupted_run_goes_on_bit_for_bit(recipe, whole, run_main, monkeyp
     assert_same_weights(folder, whole)
 
 
-def test_a_killed_run_goes_on_bit_for_bit(recipe, whole, run_main, monkeypatch):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_killed_run_goes_on_bit_for_bit(recipe, whole, run_main, monkeypatch, optimizer):
+    options = [recipe, f"run.name=killed-{optimizer}", f"stages.0.optim.name={optimizer}"]
     with monkeypatch.context() as patch, pytest.raises(Killed):
         stop_in_step(patch, 17, kill)
-        run_main(medusa.main, recipe, "run.name=killed")
-    folder = recipe.parent / "killed"
+        run_main(medusa.main, *options)
+    folder = recipe.parent / f"killed-{optimizer}"
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-10"]
-    assert run_main(medusa.main, recipe, "run.name=killed", "--resume")[0] == 0
+    assert run_main(medusa.main, *options, "--resume")[0] == 0
+    if optimizer == "muon":
+        assert run_main(medusa.main, recipe, "run.name=muon", "stages.0.optim.name=muon")[0] == 0
+        whole = recipe.parent / "muon"
     assert_same_weights(folder, whole)
 
 

@@ -309,7 +309,8 @@ def test_both_stages_run(whole, tiny_lm):
     best = load_file(whole / "checkpoints/best/medusa-2/model.safetensors")
     stored = load_file(whole / "adapter/adapter_model.safetensors")
     assert len(stored) == 2 * 14 and sum("lora" in name for name in best) == 28
-    assert "| kl |" in (whole / "README.md").read_text()
+    card = (whole / "README.md").read_text()
+    assert "| kl |" in card and "The adapter in `adapter/` is part of it" in card
 
 
 def test_the_teacher_of_kept_hidden_states(recipe, whole, run_main, monkeypatch):

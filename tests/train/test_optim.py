@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from draftsmith.common.sections import Optim
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.train.medusa import Medusa1
 from draftsmith.train.optim import MuonAdamW, make_optimizer
 
 
@@ -38,6 +40,18 @@ def test_muon_gets_the_matrices_and_adamw_the_rest():
     assert names(module, rest) == {"embedding.weight"}
     assert names(module, plain) == {"inner.bias", "norm"}
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.1, 0.0]
+
+
+def test_of_medusa_heads_muon_gets_the_residual_blocks(make_target):
+    """Stacks of matrices; their biases are stacks, too, and projections are output layers."""
+    target = make_target("llama")
+    module = Medusa1(target, MedusaHeads.for_target(target, 3, 2, "own"))
+    target.model.requires_grad_(False)
+    for name, groups in {"muon": ["heads.weight", "heads.projection", "heads.bias"], "adamw": None}.items():
+        optimizer = make_optimizer(module, Optim(name=name, lr=0.01, weight_decay=0.1))
+        decay = {n: g["weight_decay"] for g in optimizer.param_groups for n in names(module, g)}
+        assert decay == {"heads.weight": 0.1, "heads.projection": 0.1, "heads.bias": 0.0}
+        assert groups is None or [names(module, g) for g in optimizer.param_groups] == [{n} for n in groups]
 
 
 def test_each_part_steps_as_it_would_alone():

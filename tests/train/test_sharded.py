@@ -15,11 +15,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from draftsmith.common.recipe import read_recipe
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.artifact import write_json
 from draftsmith.models.target import load_target
-from draftsmith.train import medusa, sharded
+from draftsmith.train import medusa, run, sharded
 from draftsmith.train.folders import mark
 
 ROOT = Path(__file__).parents[2]
@@ -223,6 +224,14 @@ def test_what_is_not_supported_is_one_line(recipe, run_main, monkeypatch, enviro
         monkeypatch.setenv(name, value)
     code, _, err = run_main(medusa.main, recipe, "run.name=refused", *overrides)
     assert code == 2 and err.count("\n") == 1 and message in err
+
+
+def test_what_zero_2_cannot_train(recipe, monkeypatch):
+    """It hands the optimizer parts of matrices."""
+    monkeypatch.setattr(sharded, "strategy", lambda: "zero2")
+    run._check_strategy(read_recipe(recipe, medusa.MedusaRecipe, [HEADS_ALONE]))
+    with pytest.raises(ValueError, match="optim.name=muon: ZeRO-2 cuts matrices into parts; use adamw"):
+        run._check_strategy(read_recipe(recipe, medusa.MedusaRecipe, [HEADS_ALONE, "stages.0.optim.name=muon"]))
 
 
 @pytest.mark.slow
