@@ -20,8 +20,9 @@ from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.artifact import write_json
 from draftsmith.models.target import load_target
-from draftsmith.train import medusa, run, sharded
+from draftsmith.train import medusa, sharded
 from draftsmith.train.folders import mark
+from draftsmith.train.run import _check_strategy
 
 ROOT = Path(__file__).parents[2]
 SPREAD = ["fsdp", "zero3"]
@@ -229,9 +230,9 @@ def test_what_is_not_supported_is_one_line(recipe, run_main, monkeypatch, enviro
 def test_what_zero_2_cannot_train(recipe, monkeypatch):
     """It hands the optimizer parts of matrices."""
     monkeypatch.setattr(sharded, "strategy", lambda: "zero2")
-    run._check_strategy(read_recipe(recipe, medusa.MedusaRecipe, [HEADS_ALONE]))
+    _check_strategy(read_recipe(recipe, medusa.MedusaRecipe, [HEADS_ALONE]))
     with pytest.raises(ValueError, match="optim.name=muon: ZeRO-2 cuts matrices into parts; use adamw"):
-        run._check_strategy(read_recipe(recipe, medusa.MedusaRecipe, [HEADS_ALONE, "stages.0.optim.name=muon"]))
+        _check_strategy(read_recipe(recipe, medusa.MedusaRecipe, [HEADS_ALONE, "stages.0.optim.name=muon"]))
 
 
 @pytest.mark.slow
