@@ -24,7 +24,7 @@ def stand_in(**other):
     """A target as far as a drafter's folder is concerned."""
     facts = {"name": "some/target", "hidden_size": 8, "vocab_size": 11, "fingerprint": "ab" * 32, **other}
     described = {"name_or_path": facts["name"], "fingerprint": facts["fingerprint"]}
-    return SimpleNamespace(**facts, describe=lambda: described)
+    return SimpleNamespace(**facts, tokenizer=None, adapter=None, describe=lambda: described)
 
 
 @pytest.fixture

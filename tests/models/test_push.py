@@ -52,7 +52,9 @@ def test_parts_are_uploaded(hub, folder, tiny_lm, monkeypatch, tmp_path_factory,
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("half")
     described = {"name_or_path": "some/target", "fingerprint": "ab" * 32}
-    target = SimpleNamespace(name="some/target", fingerprint="ab" * 32, describe=lambda: described)
+    target = SimpleNamespace(
+        name="some/target", fingerprint="ab" * 32, tokenizer=None, adapter=None, describe=lambda: described
+    )
     (folder / "model.safetensors").unlink()
     write_drafter(folder, "ssm", {}, {}, target, {}, parts=["ssm-0", "ssm-1"])
     push(folder, "somebody/ensemble", private=False)
