@@ -8,11 +8,15 @@ A path's probability is the share of positions where all its ranks are the true 
 assumed (Medusa, arXiv 2401.10774 §2.3.3, assumes it). A child never outnumbers its parent, so the N most frequent
 paths *are* the best tree of N nodes.
 
-Shape letters: S sequences, T tokens, K depths (draft heads), P positions.
+An ensemble of drafters has a tree for each of them: ``ranks [S, T, n, K]``. The n trees are merged, so a step accepts
+as many tokens as the tree that reaches deepest.
+
+Shape letters: S sequences, T tokens, K depths (draft heads), P positions, n drafters of an ensemble.
 """
 
-from collections import Counter
-from collections.abc import Callable
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +106,56 @@ def head_ranks(
     return ranks
 
 
+@torch.inference_mode()
+def next_token_ranks(
+    model: Target, tokens: Tensor, supervised: Tensor, draft_vocab: Tensor | None = None, batch_size: int = 16
+) -> Tensor:
+    """The rank that a causal LM gives to each token of the answers, after the true ones before it.
+
+    Args:
+        model: of the target's vocabulary.
+        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.answers.answer` returns them.
+        draft_vocab: ``[D]`` int64, ascending: the tokens that it drafts; all if None.
+
+    Returns:
+        ``[S, T]`` int64: the rank of token t; ``MAX_RANK`` if it is not among the best (nor among the draft
+        vocabulary), −1 where the token is no answer's, and at t = 0.
+    """
+    ranks = torch.full(tokens.shape, -1, dtype=torch.int64)
+    weight = None if draft_vocab is None else model.lm_head.weight[draft_vocab]
+    assert weight is None or getattr(model.lm_head, "bias", None) is None
+    for start in range(0, len(tokens), batch_size):
+        part = slice(start, start + batch_size)
+        rows = tokens[part].long()
+        labelled = supervised[part, 1:].cpu()
+        hidden = model.hidden(rows.to(model.device))[:, :-1][labelled.to(model.device)]  # [P, d]
+        best: list[Tensor] = []
+        for chunk in hidden.split(LOGITS):
+            logits = model.logits(chunk) if weight is None else chunk @ weight.to(chunk.dtype).t()
+            top = logits.topk(min(MAX_RANK, logits.shape[-1]), -1).indices
+            best.append((top if draft_vocab is None else draft_vocab.to(top.device)[top]).cpu())
+        if best:
+            ranks[part, 1:][labelled] = label_ranks(torch.cat(best), rows[:, 1:].cpu()[labelled])
+    return ranks
+
+
+def chained_ranks(next_ranks: Tensor, tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
+    """What a model that drafts token by token gives at each depth, from :func:`next_token_ranks`.
+
+    Args:
+        next_ranks, tokens, supervised: ``[S, T]``.
+        depth: K.
+
+    Returns:
+        ``[S, T, K]`` int64 as :func:`head_ranks`: at position t and depth k, the rank of token t + k + 1.
+    """
+    labels = draft_labels(tokens, supervised, depth)
+    ranks = torch.full_like(labels, -1)
+    for k in range(min(depth, tokens.shape[1] - 2)):
+        ranks[:, : -k - 2, k] = next_ranks[:, k + 2 :]
+    return torch.where(labels >= 0, ranks, -1)
+
+
 def path_counts(ranks: Tensor) -> tuple[Counter[tuple[int, ...]], int]:
     """How often each rank path was right as a whole, and the number of positions that have a label at every depth."""
     full = ranks[(ranks >= 0).all(-1)]
@@ -150,20 +204,143 @@ def simulate(topology: Topology, ranks: Tensor) -> float:
     Args:
         ranks: ``[S, T, K]`` as :func:`head_ranks` returns them.
     """
-    known = set(topology.paths)
-    tokens = steps = 0
-    for row in ranks.tolist():
-        begins = [t for t, at in enumerate(row) if at[0] >= 0]
-        if not begins:
+    return simulate_ensemble((topology,), ranks[:, :, None])
+
+
+# ---- ensembles
+
+
+def best_trees(ranks: Tensor, nodes: int) -> tuple[Topology, ...]:
+    """The trees of an ensemble's drafters, of together at most ``nodes`` nodes (the one root included), chosen one node
+    after the other: the node that most positions accept which none of the trees reaches so deep yet.
+
+    The nodes of different trees that hold equal tokens become one when the trees are merged; which these are is not
+    known from ranks, so all are counted.
+
+    Args:
+        ranks: ``[S, T, n, K]``.
+
+    Raises:
+        ValueError: there is no position to count on.
+    """
+    full = ranks[(ranks >= 0).flatten(2).all(-1)].transpose(0, 1)  # [n, P, K]
+    if not full.shape[1]:
+        raise ValueError("no calibration position: every answer is shorter than the drafts are deep")
+    reached = torch.zeros(full.shape[1], dtype=torch.int64)
+    trees: list[list[tuple[int, ...]]] = [[] for _ in full]
+    right: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # (drafter, path) → positions where it is right
+    queue: list[tuple[int, int, int, tuple[int, ...]]] = []  # (−gain, depth, drafter, path): a heap
+
+    def gain(drafter: int, path: tuple[int, ...]) -> int:
+        return int((reached[right[drafter, path]] < len(path)).sum())
+
+    def add_children(drafter: int, path: tuple[int, ...], positions: Tensor) -> None:
+        if len(path) == full.shape[2]:
+            return
+        of_next = full[drafter, positions, len(path)]
+        for rank in range(MAX_RANK):
+            child = (*path, rank)
+            right[drafter, child] = positions[of_next == rank]
+            if len(right[drafter, child]):
+                heapq.heappush(queue, (-gain(drafter, child), len(child), drafter, child))
+
+    for drafter in range(len(full)):
+        add_children(drafter, (), torch.arange(full.shape[1]))
+    chosen = 1
+    while queue and chosen < nodes:
+        known, depth, drafter, path = heapq.heappop(queue)
+        now = gain(drafter, path)  # gains only fall
+        if -known != now:
+            heapq.heappush(queue, (-now, depth, drafter, path))
             continue
-        t, end = begins[0], begins[-1]
+        trees[drafter].append(path)
+        chosen += 1
+        positions = right[drafter, path]
+        reached[positions] = reached[positions].clamp(min=depth)
+        add_children(drafter, path, positions)
+    return tuple(Topology(tuple(paths)) for paths in trees)
+
+
+def simulate_ensemble(trees: Sequence[Topology], ranks: Tensor) -> float:
+    """τ of an ensemble's merged trees, as :func:`simulate`; ``ranks``: ``[S, T, n, K]``."""
+    return simulate_depths(ensemble_depths(trees, ranks), ranks[:, :, 0, 0] >= 0)
+
+
+def ensemble_depths(trees: Sequence[Topology], ranks: Tensor) -> Tensor:
+    """How many drafted tokens a step that begins at each position would accept: ``[S, T, n, K]`` → ``[S, T]`` int64."""
+    accepted = torch.zeros(ranks.shape[:2], dtype=torch.int64)
+    for number, tree in enumerate(trees):
+        of_depth: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for path in tree.paths:
+            of_depth[len(path)].append(path)
+        for depth, paths in of_depth.items():
+            codes = _codes(ranks[:, :, number, :depth])
+            known = _codes(torch.tensor(paths)).unique()
+            deep = torch.isin(codes, known) & (ranks[:, :, number, :depth] >= 0).all(-1)
+            accepted = torch.where(deep, accepted.clamp(min=depth), accepted)
+    return accepted
+
+
+def _codes(ranks: Tensor) -> Tensor:
+    """A number for each path of ranks ``[…, k]``."""
+    weights = (MAX_RANK + 1) ** torch.arange(ranks.shape[-1])
+    return (ranks.clamp(min=0) * weights).sum(-1)
+
+
+def simulate_depths(accepted: Tensor, begins: Tensor) -> float:
+    """τ of steps that accept ``accepted [S, T]`` drafted tokens where they begin; ``begins [S, T]``: where one can."""
+    tokens = steps = 0
+    for row, can in zip(accepted.tolist(), begins.tolist(), strict=True):
+        places = [t for t, at in enumerate(can) if at]
+        if not places:
+            continue
+        t, end = places[0], places[-1]
         while t <= end:
-            if row[t][0] < 0:  # between two answers, or an answer's last token
+            if not can[t]:
                 t += 1
                 continue
-            accepted = 0
-            while accepted < len(row[t]) and tuple(row[t][: accepted + 1]) in known:
-                accepted += 1
-            tokens += min(accepted, end - t) + 1  # a bonus token behind the text's end is not committed
-            steps, t = steps + 1, t + accepted + 1
+            tokens += min(row[t], end - t) + 1
+            steps, t = steps + 1, t + row[t] + 1
     return tokens / steps if steps else 0.0
+
+
+def matched_answers(next_ranks: Tensor, supervised: Tensor, count: int) -> Tensor:
+    """Which answers a model reproduces: those whose first ``count`` tokens (all of a shorter one) are its own greedy
+    choices (SpecInfer, arXiv 2305.09781 §3; its greedy continuation is the answer's beginning then).
+
+    Args:
+        next_ranks: ``[…, S, T]`` of :func:`next_token_ranks`.
+        supervised: ``[S, T]`` bool.
+
+    Returns:
+        ``[…, A]`` bool, of the A answers in order of their rows; an answer is a run of supervised tokens.
+    """
+    marks = supervised.clone()
+    marks[:, 0] = False  # no model predicts a text's first token
+    before = torch.zeros_like(marks)
+    before[:, 1:] = marks[:, :-1]
+    starts = (marks & ~before).nonzero()
+    matched = torch.ones(*next_ranks.shape[:-2], len(starts), dtype=torch.bool)
+    inside = torch.ones(len(starts), dtype=torch.bool)
+    for shift in range(count):
+        place = (starts[:, 1] + shift).clamp(max=marks.shape[1] - 1)
+        inside = inside & marks[starts[:, 0], place] & (starts[:, 1] + shift < marks.shape[1])
+        right = next_ranks[..., starts[:, 0], place] == 0
+        matched &= right | ~inside
+    return matched
+
+
+def coverage(matched: Tensor) -> list[float]:
+    """coverage@s: the share of answers that any of the first s drafters reproduces; ``[n, A]`` bool → n numbers."""
+    return [round(float(matched[: s + 1].any(0).float().mean()), 4) for s in range(len(matched))]
+
+
+def overlap(matched: Tensor) -> list[list[float]]:
+    """Of the answers that either of two drafters reproduces, the share that both do: ``[n, A]`` bool → n × n; 1 where
+    neither reproduces any."""
+    both = (matched[:, None] & matched[None]).sum(-1)
+    either = (matched[:, None] | matched[None]).sum(-1)
+    return [
+        [round(float(b) / float(e), 4) if e else 1.0 for b, e in zip(*rows, strict=True)]
+        for rows in zip(both, either, strict=True)
+    ]
