@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from draftsmith.kernels.linear import apply_linear, choose, linear
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import check_draft_vocab
+from draftsmith.models.vocabulary import check_draft_vocab, head_rows
 
 
 @dataclass(frozen=True)
@@ -177,21 +177,7 @@ class MedusaHeads(nn.Module):
         """
         if self.draft_vocab is None or self.projection is not None:
             return lm_head
-        from accelerate.utils import align_module_device  # only where rows are taken
-
-        with torch.no_grad(), align_module_device(lm_head):  # an offloaded one comes back for this
-            weight, bias = cast(nn.Linear, lm_head).weight, cast(nn.Linear, lm_head).bias
-            if not weight.is_floating_point():
-                raise ValueError(
-                    "the target's LM head is quantised, and its rows cannot be taken for a draft vocabulary; load the "
-                    "target without quantisation"
-                )
-            ids = self.draft_vocab.to(weight.device)
-            rows = nn.Linear(weight.shape[1], len(ids), bias is not None, device="meta").requires_grad_(False)
-            rows.weight = nn.Parameter(weight[ids].to(self.draft_vocab.device), requires_grad=False)
-            if bias is not None:
-                rows.bias = nn.Parameter(bias[ids].to(self.draft_vocab.device), requires_grad=False)
-        return rows
+        return head_rows(lm_head, self.draft_vocab)
 
     def head_logits(self, head: int, feature: Tensor, draft_head: nn.Module) -> Tensor:
         """The logits of one head from its feature: ``[P, d] → [P, S]``. ``draft_head``: :meth:`draft_head`'s."""

@@ -4,13 +4,14 @@ A drafter's projection then has S rows instead of V, and its output i is token `
 ones of the target's own answers (VocabTrim, arXiv 2506.22694; FR-Spec, arXiv 2502.14856, counts a general corpus). The
 target verifies over all V tokens, so the output stays exact: a token outside is never drafted, only written.
 
-Shape letters: V vocabulary of the target, S draft vocabulary.
+Shape letters: V vocabulary of the target, S draft vocabulary, d hidden width.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SIZES = (2048, 4096, 8192, 16384, 32768)  # whose coverage is reported beside the chosen one's
 
@@ -71,3 +72,27 @@ def check_draft_vocab(ids: Tensor, size: int, vocab_size: int, where: str) -> No
     else:
         return
     raise ValueError(f"{where}: 'draft_vocab' {wrong}")
+
+
+@torch.no_grad()
+def head_rows(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
+    """A frozen copy of an LM head's rows, on the device of ``ids [S]``: ``[…, d] → […, S]``.
+
+    Raises:
+        ValueError: the LM head is quantised, so that its rows cannot be taken.
+    """
+    from accelerate.utils import align_module_device  # only where rows are taken
+
+    with align_module_device(lm_head):  # an offloaded one comes back for this
+        weight, bias = cast(nn.Linear, lm_head).weight, cast(nn.Linear, lm_head).bias
+        if not weight.is_floating_point():
+            raise ValueError(
+                "the LM head is quantised, and its rows cannot be taken for a draft vocabulary; load the model without "
+                "quantisation"
+            )
+        places = ids.to(weight.device)
+        rows = nn.Linear(weight.shape[1], len(ids), bias is not None, device="meta").requires_grad_(False)
+        rows.weight = nn.Parameter(weight[places].to(ids.device), requires_grad=False)
+        if bias is not None:
+            rows.bias = nn.Parameter(bias[places].to(ids.device), requires_grad=False)
+    return rows
