@@ -132,10 +132,10 @@ def speedup(method: Timed, base: Timed) -> Speedup:
     columns = torch.tensor(
         [method.tokens, method.typical_seconds, base.tokens, base.typical_seconds], dtype=torch.float64
     )
-    return Speedup(float(_ratio(columns.sum(-1))), _interval(columns, _ratio))
+    return Speedup(float(_ratio(columns.sum(-1))), bootstrap_interval(columns, _ratio))
 
 
-def _interval(
+def bootstrap_interval(
     columns: torch.Tensor, statistic: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[float, float] | None:  # fmt: skip
     """95 % interval of a statistic ``[C, …] → […]`` of the sums of ``columns [C, G]`` over G groups, see
@@ -156,7 +156,7 @@ def accepted_interval(results: Sequence[Generation]) -> list[float] | None:
     """95 % interval of τ over all steps of some answers, by a bootstrap over the answers, as :func:`speedup`'s."""
     sums = [(sum(result.accepted), len(result.accepted)) for result in results if result.accepted]
     columns = torch.tensor(sums, dtype=torch.float64).view(-1, 2).t()
-    interval = _interval(columns, lambda total: total[0] / total[1])
+    interval = bootstrap_interval(columns, lambda total: total[0] / total[1])
     return [round(bound, 4) for bound in interval] if interval else None
 
 
