@@ -136,13 +136,21 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The LM head and the scaling or capping of some families: ``[..., d] → [..., V]``."""
-        logits = apply_linear(self.lm_head, hidden).to(hidden.device)
+        return self.after_head(apply_linear(self.lm_head, hidden).to(hidden.device))
+
+    def after_head(self, logits: Tensor) -> Tensor:
+        """The scaling or capping of some families, of the LM head's output or of some of its columns."""
         cap, scale, divisor = self._after_head
         if cap:
             logits = torch.tanh(logits / cap) * cap
         if scale:
             logits = logits * scale
         return logits / divisor if divisor else logits
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether its logits are not the LM head's output as it is."""
+        return any(self._after_head)
 
     @cached_property
     def _after_head(self) -> list[float | None]:

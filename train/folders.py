@@ -25,7 +25,7 @@ _MARK, _LOCK = ".run", ".lock"
 _OWN = {_LOCK, _MARK, _MARK + ".tmp"}  # a folder that holds only these is empty
 # What --restart deletes.
 _FILES = ("metrics.jsonl", "model.safetensors", "config.json", "tree.json", "wandb_id")
-_FOLDERS = ("features", "streams", "held_out", "draft_vocab", "tensorboard")  # and a drafter's parts
+_FOLDERS = ("features", "streams", "held_out", "draft_vocab", "marks", "tensorboard")  # and a drafter's parts
 
 
 @contextmanager

@@ -12,7 +12,6 @@ inference/decode.py. Shape letters: B batch, T tokens, d hidden width, V vocabul
 
 import copy
 import shutil
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -32,20 +31,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe, Layers, Positive, Stage
-from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.ranks import best_tree, head_ranks, simulate
 from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import check_draft_vocab, coverage, coverage_by_size, most_frequent, places
-from draftsmith.train import checkpoint
+from draftsmith.models.vocabulary import check_draft_vocab, places
+from draftsmith.train import draft_vocabulary
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.joint import Joint, add_adapters, cross_entropy, divergence, drift, export_target, guarded
-from draftsmith.train.loop import Batch, console
+from draftsmith.train.loop import Batch
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
-from draftsmith.train.samples import Batches
 
 SIMULATED_NODES = 16  # size of the tree whose τ chooses the best checkpoint
 FACTS = ("simulated_tau", "kl", "perplexity", "original_perplexity", "perplexity_ratio")  # for provenance.json
@@ -237,64 +234,6 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
     return found
 
 
-VOCABULARY = "draft_vocab"  # folder of the run: the draft vocabulary that it began with
-
-
-def begun_vocabulary(run: Run[MedusaRecipe], size: int | None, vocab_size: int) -> Tensor | None:
-    """The draft vocabulary that a resumed run began with: ``[S]`` int64, or None.
-
-    Raises:
-        ValueError: it has another size than the recipe's, or is damaged.
-    """
-    folder = run.folder / VOCABULARY
-    ids = checkpoint.read_tensors(folder).get("ids", torch.empty(0)) if folder.exists() else None
-    if (began := None if ids is None else len(ids)) != size:
-        raise ValueError(
-            f"{run.folder}: it began with drafter.draft_vocab_size={began or 'null'}, not {size or 'null'}; set it "
-            "back, or --restart"
-        )
-    if ids is not None:
-        check_draft_vocab(ids, len(ids), vocab_size, f"{folder}/model.safetensors")
-    return ids
-
-
-def choose_vocabulary(
-    run: Run[MedusaRecipe], heads: MedusaHeads, begun: Tensor | None, target: Target, rows: Sequence[Batches]
-) -> dict[str, Any]:
-    """Give the heads their draft vocabulary: that of the resumed run (``begun``) or of the drafter that they began
-    from, else the most frequent tokens of the training rows' answers. Prints what it covers.
-
-    Returns:
-        For provenance.json: the size and the coverage of training and held-out labels, also by other sizes.
-    """
-    assert heads.draft_vocab is not None
-    train = torch.zeros(target.vocab_size, dtype=torch.float64)
-    for part, source in zip(rows, run.recipe.data.train, strict=True):
-        assert isinstance(part, Rows)
-        labels = torch.from_numpy(part.samples.tokens[part.samples.supervised])
-        # As often as training draws from this source, whatever its length.
-        train += torch.bincount(labels, minlength=target.vocab_size) * (source.weight / len(part))
-    held_out = torch.bincount(run.held_out["tokens"][run.held_out["supervised"]], minlength=target.vocab_size)
-    if begun is not None:
-        heads.draft_from(begun, target)
-    elif not run.recipe.init_from:
-        heads.draft_from(most_frequent(train, heads.config.outputs), target)
-    ids = heads.draft_vocab.cpu()
-    if run.main and begun is None:
-        checkpoint.write_tensors(run.folder / VOCABULARY, {"ids": ids})
-    shares = [round(coverage(counts, ids), 4) for counts in (train, held_out)]
-    others = {size: [round(share, 4) for share in pair] for size, pair in coverage_by_size(train, held_out).items()}
-    others.pop(len(ids), None)
-    console.print(
-        f"draft vocabulary: {len(ids):,} of {target.vocab_size:,} tokens cover {shares[0]:.2%} of the training labels "
-        f"and {shares[1]:.2%} of the held-out ones"
-    )
-    if others:
-        listed = ", ".join(f"{size:,}: {a:.2%} and {b:.2%}" for size, (a, b) in others.items())
-        console.print(f"  other sizes (drafter.draft_vocab_size) {listed}")
-    return {"draft_vocabulary": {"size": len(ids), "train": shares[0], "held_out": shares[1], "others": others}}
-
-
 def train(run: Run[MedusaRecipe]) -> None:
     """From the target to the exported drafter."""
     recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
@@ -302,9 +241,9 @@ def train(run: Run[MedusaRecipe]) -> None:
     size = d.draft_vocab_size
     if size and run.small:
         size = min(size, target.vocab_size // 2)  # a tiny target has fewer tokens
-    begun = begun_vocabulary(run, size, target.vocab_size) if run.resume else None
+    begun = draft_vocabulary.begun(run, size, target.vocab_size) if run.resume else None
     if size is None and run.main:  # of a run that ended before its first checkpoint
-        shutil.rmtree(run.folder / VOCABULARY, ignore_errors=True)
+        shutil.rmtree(run.folder / draft_vocabulary.FOLDER, ignore_errors=True)
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection, size)
     run.start_weights(heads, target)
     if size and recipe.init_from and heads.draft_vocab is not None:
@@ -314,7 +253,10 @@ def train(run: Run[MedusaRecipe]) -> None:
         run.estimate(target, module, partial(evaluate, run))
     rows = run.read_rows(target)
     if size is not None:
-        facts = choose_vocabulary(run, heads, begun, target, rows)
+        kept = heads.draft_vocab if begun is None and recipe.init_from else None  # start_weights read it
+        ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, begun if kept is None else kept)
+        if kept is None:
+            heads.draft_from(ids, target)
     # Of no use to a target that trains to the labels alone.
     used = any(not stage.joint or stage.joint.loss == "kl" for stage in recipe.stages if stage.name in run.remaining)
     inputs = run.with_hidden(target, rows) if used else rows

@@ -202,12 +202,12 @@ class Run(Generic[R]):
 
     def fit(
         self, stage: Stage, module: nn.Module, rows: Sequence[Batches], evaluate: Evaluate, best_on: str, *,
-        beside: Mapping[str, Tensor] | None = None, take_best: bool = True,
+        weights: Sequence[float] | None = None, beside: Mapping[str, Tensor] | None = None, take_best: bool = True,
     ) -> None:  # fmt: skip
         """Train one stage of the recipe; afterwards the module has the weights of its best evaluation.
 
         Args:
-            rows: by training source.
+            rows: by training source, or parts of these with their own ``weights``.
             best_on: the metric that selects weights; ``"-x"`` where less is better.
             beside: tensors whose rows are added to the batches, in turn.
             take_best: False: the module keeps its last weights.
@@ -217,7 +217,8 @@ class Run(Generic[R]):
             self.job.trackers = Trackers(recipe.track, self.folder, recipe.model_dump(mode="json"))
         before = sum(earlier.samples for earlier in recipe.stages[: self.job.stages.index(stage.name)])
         sources = recipe.data.train
-        sampler = Sampler(rows, [s.weight for s in sources], recipe.run.seed, [s.source for s in sources])
+        names = [s.source for s in sources] if weights is None else [f"part {place}" for place in range(len(rows))]
+        sampler = Sampler(rows, weights or [s.weight for s in sources], recipe.run.seed, names)
         loop.fit(self.job, module, sampler.stage(stage.samples, before, beside), stage, evaluate, best_on)
         if take_best:
             module.load_state_dict(loop.best_weights(self.job, stage.name), strict=False)

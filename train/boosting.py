@@ -1,0 +1,158 @@
+"""What each round of boosting trains on (SpecInfer, arXiv 2305.09781 §3): the prompts on which the models trained so
+far do not reproduce the target's greedy answer.
+
+A model's greedy continuation begins with the m tokens of the answer exactly if each of them is its most likely token
+after the true ones before it: one forward pass over each answer, in float32, whatever the size of the batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from draftsmith.common.files import read_json, write_json
+from draftsmith.common.progress import ProgressBar
+from draftsmith.common.recipe import Section
+from draftsmith.common.sections import Positive, Share
+from draftsmith.data.packing import Rows, Tokenized
+from draftsmith.inference.ranks import next_token_ranks
+from draftsmith.models.target import Target
+from draftsmith.train import checkpoint
+from draftsmith.train.loop import console
+from draftsmith.train.run import Run
+
+MARKS = "marks"  # folder of a run: which labels each round trains on
+BATCH = 16  # samples of a forward pass
+
+
+class Boost(Section):
+    """How the rounds differ."""
+
+    ensemble: Literal["boosted", "seeds"] = Field(
+        default="boosted", description="seeds: no boosting; the SSMs differ by the order of their samples alone"
+    )
+    mark: Literal["fresh", "train"] = Field(
+        default="fresh",
+        description="which prompts a round begins with. fresh: its own n-th part of them, which no SSM has trained on; "
+        "train: all of them, as in the paper: an SSM that memorises its prompts leaves nothing to the next",
+    )
+    unit: Literal["prompt", "segment"] = Field(
+        default="prompt",
+        description="what an SSM that reproduces it takes away from the next ones. prompt: a whole sample, by the "
+        "first 'tokens' of each of its answers; segment: so many tokens of an answer in a row, which stay as context "
+        "(with tokens: 1, every token that it predicts)",
+    )
+    tokens: Positive = Field(default=8, description="m, the depth of speculation")
+    marked_share: Share = Field(
+        default=0.0,
+        description="share of later rounds' samples drawn from the prompts taken away: weighting instead of dropping",
+    )
+    min_prompts: Positive = Field(default=64, description="a round with fewer prompts left is not run: the end")
+
+
+def greedy_ranks(model: Target, samples: Tokenized, draft_vocab: Tensor | None, what: str) -> np.ndarray:
+    """The rank that a model gives to each token, ``[tokens of all samples]`` int64 as :func:`next_token_ranks`."""
+    ranks = np.full(len(samples.tokens), -1, np.int64)
+    rows = Rows(samples, int(np.diff(samples.starts).max()), share=False)
+    order = np.argsort(np.diff(samples.starts), kind="stable")  # little padding
+    with ProgressBar(what, len(order), console) as bar, torch.autocast(model.device.type, enabled=False):
+        for begin in range(0, len(order), BATCH):
+            numbers = order[begin : begin + BATCH].tolist()
+            batch = rows.batch(numbers, int(np.diff(samples.starts)[numbers].max()))
+            found = next_token_ranks(model, batch["tokens"], batch["supervised"], draft_vocab, BATCH)
+            for row, number in zip(found.numpy(), numbers, strict=True):
+                part = slice(*samples.starts[number : number + 2])
+                ranks[part] = row[: part.stop - part.start]
+            bar(min(begin + BATCH, len(order)))
+    return ranks
+
+
+def unmatched(ranks: np.ndarray, samples: Tokenized, unit: str, tokens: int) -> np.ndarray:
+    """The labels that a model leaves to the next ones: ``[tokens of all samples]`` bool.
+
+    Args:
+        ranks: of :func:`greedy_ranks`.
+        unit, tokens: of :class:`Boost`.
+    """
+    sizes = np.diff(samples.starts)
+    sample = np.repeat(np.arange(len(sizes)), sizes)
+    label = samples.supervised.copy()
+    starts = label.copy()
+    starts[1:] &= ~(label[:-1] & (sample[1:] == sample[:-1]))
+    answer = np.cumsum(starts) - 1  # of each label
+    first = np.flatnonzero(starts)
+    place = np.arange(len(label)) - (first[answer.clip(0)] if len(first) else 0)
+    missed = (ranks > 0) & label
+    if unit == "segment":
+        windows = place.max(initial=0) // tokens + 1
+        segment = np.where(label, answer * windows + place // tokens, 0)
+        return label & (np.bincount(segment, missed, len(first) * windows)[segment] > 0)
+    beginning = missed & (place < tokens)
+    of_sample = np.bincount(sample[beginning], minlength=len(sizes)) > 0
+    return label & of_sample[sample]
+
+
+def subset(samples: Tokenized, labels: np.ndarray) -> Tokenized:
+    """The samples that have one of these labels, with no others. ``labels``: ``[tokens of all samples]`` bool."""
+    sizes = np.diff(samples.starts)
+    sample = np.repeat(np.arange(len(sizes)), sizes)
+    kept = np.bincount(sample[labels & samples.supervised], minlength=len(sizes)) > 0
+    inside = kept[sample]
+    starts = np.concatenate([[0], np.cumsum(sizes[kept])])
+    return Tokenized(samples.tokens[inside], (samples.supervised & labels)[inside], starts)
+
+
+def rows_of_round(
+    run: Run[Any], rows: Sequence[Rows], number: int, rounds: int, models: Sequence[Target], draft_vocab: Tensor | None,
+    boost: Boost,
+) -> tuple[list[Rows], list[float], int]:  # fmt: skip
+    """What round ``number`` (from 0) of ``rounds`` trains on.
+
+    Args:
+        rows: of each training source, all of them.
+        models: the SSMs trained so far.
+
+    Returns:
+        Rows, the weight of each, and the number of prompts that are left.
+    """
+    weights = [source.weight for source in run.recipe.data.train]
+    if boost.ensemble == "seeds":
+        return list(rows), weights, sum(len(part.samples) for part in rows)
+    given = [_given(part.samples, number, rounds, boost) for part in rows]
+    folder, asked = run.folder / MARKS / str(number), boost.model_dump()
+    with run.accelerator.main_process_first():
+        there = run.resume and (folder / "model.safetensors").exists() and read_json(folder / "asked.json") == asked
+        if run.main and not there:
+            left: dict[str, Tensor] = {}
+            for place, (part, labels) in enumerate(zip(rows, given, strict=True)):
+                samples, remaining = subset(part.samples, labels), labels.copy()
+                for index, model in enumerate(models if len(samples) else ()):
+                    ranks = greedy_ranks(model, samples, draft_vocab, f"which of {len(samples):,} ssm-{index} matches")
+                    kept = unmatched(ranks, samples, boost.unit, boost.tokens)
+                    remaining[labels] &= kept[samples.supervised]
+                left[str(place)] = torch.from_numpy(remaining)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "asked.json", asked)
+            checkpoint.write_tensors(folder, left)
+    marks = checkpoint.read_tensors(folder)
+    found, shares, prompts = list[Rows](), list[float](), 0
+    for place, (part, labels, weight) in enumerate(zip(rows, given, weights, strict=True)):
+        remaining = marks[str(place)].numpy()
+        kept, taken = subset(part.samples, remaining), subset(part.samples, labels & ~remaining)
+        prompts += len(kept)
+        for samples, share in ((kept, 1.0 - boost.marked_share), (taken, boost.marked_share)):
+            if len(samples) and share:
+                found.append(Rows(samples, run.recipe.data.max_length, share=run.recipe.data.packing))
+                shares.append(weight * share)
+    return found, shares, prompts
+
+
+def _given(samples: Tokenized, number: int, rounds: int, boost: Boost) -> np.ndarray:
+    """The labels that a round begins with: ``[tokens of all samples]`` bool."""
+    if boost.mark == "train":
+        return samples.supervised.copy()
+    sizes = np.diff(samples.starts)
+    return samples.supervised & np.repeat(np.arange(len(sizes)) % rounds == number, sizes)

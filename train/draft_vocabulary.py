@@ -1,0 +1,70 @@
+"""The draft vocabulary of a run: chosen when it begins, the same after a resume."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.common.sections import DrafterRecipe
+from draftsmith.data.packing import Rows
+from draftsmith.models.vocabulary import check_draft_vocab, coverage, coverage_by_size, most_frequent
+from draftsmith.train import checkpoint
+from draftsmith.train.loop import console
+from draftsmith.train.run import Run
+from draftsmith.train.samples import Batches
+
+FOLDER = "draft_vocab"  # of the run: the draft vocabulary that it began with
+
+
+def begun(run: Run[Any], size: int | None, vocab_size: int) -> Tensor | None:
+    """The draft vocabulary that a resumed run began with: ``[S]`` int64, or None.
+
+    Raises:
+        ValueError: it has another size than the recipe's, or is damaged.
+    """
+    folder = run.folder / FOLDER
+    ids = checkpoint.read_tensors(folder).get("ids", torch.empty(0)) if folder.exists() else None
+    if (began := None if ids is None else len(ids)) != size:
+        raise ValueError(
+            f"{run.folder}: it began with drafter.draft_vocab_size={began or 'null'}, not {size or 'null'}; set it "
+            "back, or --restart"
+        )
+    if ids is not None:
+        check_draft_vocab(ids, len(ids), vocab_size, f"{folder}/model.safetensors")
+    return ids
+
+
+def choose(
+    run: Run[Any], size: int, vocab_size: int, rows: Sequence[Batches], given: Tensor | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """The draft vocabulary: ``given``, else the most frequent tokens of the training rows' answers, ``size`` of them,
+    each source counted by its weight. Prints what it covers, and stores it in the run's folder.
+
+    Returns:
+        ``[S]`` int64 on the CPU; for provenance.json, the size and the coverage of training and held-out labels, also
+        by other sizes.
+    """
+    recipe = run.recipe
+    assert isinstance(recipe, DrafterRecipe)
+    train = torch.zeros(vocab_size, dtype=torch.float64)
+    for part, source in zip(rows, recipe.data.train, strict=True):
+        assert isinstance(part, Rows)
+        labels = torch.from_numpy(part.samples.tokens[part.samples.supervised])
+        # As often as training draws from this source, whatever its length.
+        train += torch.bincount(labels, minlength=vocab_size) * (source.weight / len(part))
+    held_out = torch.bincount(run.held_out["tokens"][run.held_out["supervised"]], minlength=vocab_size)
+    ids = most_frequent(train, size) if given is None else given.cpu()
+    if run.main:
+        checkpoint.write_tensors(run.folder / FOLDER, {"ids": ids})
+    shares = [round(coverage(counts, ids), 4) for counts in (train, held_out)]
+    others = {size: [round(share, 4) for share in pair] for size, pair in coverage_by_size(train, held_out).items()}
+    others.pop(len(ids), None)
+    console.print(
+        f"draft vocabulary: {len(ids):,} of {vocab_size:,} tokens cover {shares[0]:.2%} of the training labels "
+        f"and {shares[1]:.2%} of the held-out ones"
+    )
+    if others:
+        listed = ", ".join(f"{size:,}: {a:.2%} and {b:.2%}" for size, (a, b) in others.items())
+        console.print(f"  other sizes (drafter.draft_vocab_size) {listed}")
+    return ids, {"draft_vocabulary": {"size": len(ids), "train": shares[0], "held_out": shares[1], "others": others}}

@@ -1,0 +1,313 @@
+"""Train an ensemble of small speculative models (SSMs) for a target by boosting (SpecInfer, arXiv 2305.09781 §3).
+
+    accelerate launch train/ssm.py recipes/tiny-ssm.yaml [section.field=value ...] [--tiny] [--resume | --restart]
+
+Each stage of the recipe trains one SSM, a copy of the same base, on the target's own greedy answers:
+
+    D_1 = all prompts with their answers;   SSM_s minimises CE (or KL to the target) on D_s
+    D_{s+1} = the prompts that none of SSM_1 … SSM_s answers like the target does, in its first m tokens
+
+An SSM's weights are those of the evaluation with the highest simulated τ of the ensemble so far. Every part of the
+exported folder is a complete ``transformers`` model. Then: inference/calibrate.py, inference/decode.py. Shape letters:
+B batch, T tokens, P positions, d hidden width, S draft vocabulary, n SSMs.
+"""
+
+import copy
+import shutil
+from typing import Any, ClassVar, Literal
+
+from draftsmith.common.command import before_imports, recipe_parser, run_command
+
+PARSER = recipe_parser(
+    __doc__, "recipes/tiny-ssm.yaml", "boost.mark=train", "two steps of each stage on a small random target"
+)
+if __name__ == "__main__":
+    before_imports(PARSER)
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, PreTrainedModel
+
+from draftsmith.common.files import write_json
+from draftsmith.common.recipe import Section
+from draftsmith.common.sections import DrafterRecipe, Layers, Name, Positive
+from draftsmith.common.sections import Target as TargetSection
+from draftsmith.data.packing import Rows
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
+from draftsmith.inference.ranks import (
+    best_trees,
+    chained_ranks,
+    coverage,
+    matched_answers,
+    next_token_ranks,
+    overlap,
+    simulate_ensemble,
+)
+from draftsmith.models.artifact import in_dtype, write_model
+from draftsmith.models.ssm import model_of_layers, part_name, size_of_layers
+from draftsmith.models.stored import resolve_folder
+from draftsmith.models.target import Target, load_target
+from draftsmith.models.vocabulary import places
+from draftsmith.train import draft_vocabulary, sharded
+from draftsmith.train.boosting import Boost, rows_of_round
+from draftsmith.train.dry_run import Plan, target_shape
+from draftsmith.train.loop import Batch, checkpoint_activations, console
+from draftsmith.train.losses import in_chunks, linear_cross_entropy, shifted_labels
+from draftsmith.train.run import Run, Script, run_script
+
+SIMULATED_NODES, DEPTH = 16, 8  # of the merged tree whose τ chooses the best weights
+
+
+class Ssms(Section):
+    tiny: ClassVar[dict[str, Any]] = {"base": None, "layers": [0]}
+
+    base: Name | None = Field(
+        default=None,
+        description="a causal LM with the target's tokenizer; each SSM begins as a copy, and all of it trains",
+    )
+    layers: list[int] | None = Field(
+        default=None, min_length=1, description="or an SSM is made of these layers of the target, with its embeddings "
+        "and LM head, which stay as they are",
+    )  # fmt: skip
+    draft_vocab_size: Positive | None = Field(
+        default=None,
+        description="draft only the most frequent tokens of the training rows' answers, so many (each source counts by "
+        "its weight); null: all tokens",
+    )
+    loss: Literal["ce", "kl"] = Field(
+        default="ce", description="ce: the answers' tokens; kl: the target's distribution at each of them, which runs "
+        "the target in every step",
+    )  # fmt: skip
+    expansion: list[Layers] = Field(
+        default=[2, 1, 1, 1],
+        min_length=1,
+        description="children by depth, of the tree of evaluate.decode",
+    )
+
+
+class SsmRecipe(DrafterRecipe):
+    drafter: Ssms
+    boost: Boost = Boost()
+
+    @model_validator(mode="after")
+    def _possible(self) -> "SsmRecipe":
+        if (self.drafter.base is None) == (self.drafter.layers is None):
+            raise ValueError("drafter: name either 'base', a small causal LM, or 'layers' of the target")
+        if self.init_from:
+            raise ValueError("init_from: SSMs begin from drafter.base or drafter.layers; leave it out")
+        if any(source.streaming for source in self.data.train):
+            raise ValueError("data.train: boosting marks every prompt, and a streamed source has no end; use a file")
+        if self.cache_hidden != "none":
+            raise ValueError("cache_hidden: an SSM does not read the target's hidden states; set it to none")
+        if self.export.merged:
+            raise ValueError("export.merged: no SSM changes the target; leave it out")
+        return self
+
+
+class Ssm(nn.Module):
+    """An SSM that trains on the target's answers; the target itself takes part with ``loss: kl`` alone."""
+
+    def __init__(self, ssm: Target, target: Target, draft_vocab: Tensor | None, loss: str, frozen: bool) -> None:
+        super().__init__()
+        self.ssm, self.target, self.loss = ssm, target, loss
+        self.model = ssm.model.requires_grad_()
+        if frozen:
+            for module in (ssm.model.get_input_embeddings(), ssm.lm_head):
+                assert isinstance(module, nn.Module)
+                module.requires_grad_(False)
+        self.output_layers = ("model.lm_head",)  # not for Muon
+        self.teacher = target.model if loss == "kl" else None  # frozen: moves with the module, is in no optimizer
+        self.draft_vocab = draft_vocab
+
+    def train(self, mode: bool = True) -> "Ssm":
+        """Only the SSM enters train mode; the target stays in eval."""
+        super().train(mode)
+        if self.teacher is not None:
+            self.teacher.eval()
+        return self
+
+    def labels(self, batch: Batch) -> Tensor:
+        """``[B, T]``, the place of the next token in the draft vocabulary; a token outside is no label."""
+        labels = shifted_labels(batch["tokens"], batch["supervised"], 1, batch.get("segment"))
+        return labels if self.draft_vocab is None else places(labels, self.draft_vocab, outside=-100)
+
+    def count(self, batch: Batch) -> Tensor:
+        return (self.labels(batch) != -100).sum().view(1)
+
+    def head(self, model: Target) -> tuple[Tensor, Tensor | None]:
+        """The draft vocabulary's rows of a model's LM head: ``[S, d]``, and their bias ``[S]``."""
+        weight, bias = model.lm_head.weight, getattr(model.lm_head, "bias", None)
+        if self.draft_vocab is None:
+            return weight, bias
+        return weight[self.draft_vocab], None if bias is None else bias[self.draft_vocab]
+
+    def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """CE of the next token, or KL(target ‖ SSM) over the draft vocabulary, in nats per label."""
+        tokens, positions, labels = batch["tokens"].long(), batch.get("positions"), self.labels(batch)
+        used, labelled = labels != -100, counts[0].clamp(min=1)
+        hidden = self.ssm.hidden(tokens, positions)[used]
+        if self.loss == "ce" and not self.ssm.changes_logits:
+            weight, bias = self.head(self.ssm)
+            total, hits = linear_cross_entropy(hidden.float(), weight, labels[used], bias)
+            return total / labelled, {"ce": total.detach() / labelled, "top1": hits / labelled}
+        teacher = hidden
+        if self.loss == "kl":
+            with torch.no_grad():
+                teacher = self.target.hidden(tokens, positions)[used]
+
+        def log_softmax(model: Target, features: Tensor) -> Tensor:
+            return model.after_head(F.linear(features, *self.head(model))).float().log_softmax(-1)
+
+        def chunk(own: Tensor, given: Tensor, right: Tensor) -> Tensor:
+            log_probs = log_softmax(self.ssm, own)
+            if self.loss == "ce":
+                return F.nll_loss(log_probs, right, reduction="sum")
+            with torch.no_grad():
+                wanted = log_softmax(self.target, given)
+            return F.kl_div(log_probs, wanted, log_target=True, reduction="sum")
+
+        total = in_chunks(chunk, self.ssm.vocab_size, hidden, teacher, labels[used])
+        return total / labelled, {self.loss: total.detach() / labelled}
+
+
+def evaluate(run: Run[SsmRecipe], earlier: list[Tensor], module: nn.Module) -> dict[str, float]:
+    """Of the SSM in training, its accuracy and simulated τ alone; of the ensemble with those before it (``earlier``,
+    their :func:`next_token_ranks` of the held-out rows), simulated τ and coverage; now and then the real τ."""
+    assert isinstance(module, Ssm)
+    tokens, supervised = run.held_out["tokens"], run.held_out["supervised"]
+    own = next_token_ranks(module.ssm, tokens, supervised, module.draft_vocab)
+    ranks = torch.stack([chained_ranks(each, tokens, supervised, DEPTH) for each in (*earlier, own)], 2)
+    matched = matched_answers(torch.stack([*earlier, own]), supervised, run.recipe.boost.tokens)
+    found = {
+        "simulated_tau": _tau(ranks), "tau_alone": _tau(ranks[:, :, -1:]),
+        "held_out_top1": float((own == 0).sum() / (own >= 0).sum()),
+        "coverage_alone": float(matched[-1].float().mean()), "coverage": coverage(matched)[-1],
+    }  # fmt: skip
+
+    def drafter() -> DraftModelDrafter:
+        model = Target(copy.deepcopy(module.ssm.model).to(module.target.dtype), None, "the SSM in training", "")
+        return DraftModelDrafter(model, module.target, run.recipe.drafter.expansion, draft_vocab=module.draft_vocab)
+
+    return found | run.real_tau(module.target, drafter)
+
+
+def _tau(ranks: Tensor) -> float:
+    """τ of the best trees of together :data:`SIMULATED_NODES` nodes on ``ranks [S, T, n, K]``."""
+    return simulate_ensemble(best_trees(ranks, SIMULATED_NODES), ranks)
+
+
+def make_base(run: Run[SsmRecipe], target: Target) -> PreTrainedModel:
+    """The model of which each SSM begins as a copy, in float32.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, it has another vocabulary, or the target has no such layers.
+    """
+    d = run.recipe.drafter
+    if sharded.spreads():
+        raise ValueError("SSMs are small and train on whole weights: launch without ZeRO-3 and FSDP")
+    if d.layers:
+        return model_of_layers(target, d.layers)
+    base = load_target(str(d.base), dtype="float32", device=str(target.device))
+    check_vocabulary(base, target)
+    if base.vocab_size != target.vocab_size:
+        raise ValueError(f"drafter.base={d.base}: its LM head has {base.vocab_size} rows, not {target.vocab_size}")
+    return base.model
+
+
+def train(run: Run[SsmRecipe]) -> None:
+    """From the target and the base to the exported ensemble."""
+    recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
+    target = run.load_target()
+    size = d.draft_vocab_size
+    if size and run.small:
+        size = min(size, target.vocab_size // 2)  # a tiny target has fewer tokens
+    begun = draft_vocabulary.begun(run, size, target.vocab_size) if run.resume else None
+    base = make_base(run, target)
+    run.check_room(sum(p.numel() for p in base.parameters()))
+    rows = [part for part in run.read_rows(target) if isinstance(part, Rows)]
+    ids = None
+    if size is None:  # of a run that ended before its first checkpoint
+        shutil.rmtree(run.folder / draft_vocabulary.FOLDER, ignore_errors=True)
+    else:
+        ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, begun)
+        ids = ids.to(target.device)
+    ssms, ranks, prompts = list[Target](), list[Tensor](), list[int]()
+    for number, stage in enumerate(recipe.stages):
+        chosen, weights, left = rows_of_round(run, rows, number, len(recipe.stages), ssms, ids, recipe.boost)
+        console.print(f"{part_name(number)}: {left:,} prompts")
+        if ssms and left < recipe.boost.min_prompts:
+            console.print(
+                f"  fewer than boost.min_prompts={recipe.boost.min_prompts}: the ensemble has {len(ssms)} SSMs"
+            )
+            break
+        if not chosen:
+            raise ValueError(
+                f"stage '{stage.name}': no prompt is left to train on; lower boost.tokens, or use more data"
+            )
+        ssm = Target(copy.deepcopy(base), target.tokenizer, part_name(number), "")
+        if recipe.precision.gradient_checkpointing:
+            checkpoint_activations(ssm.model)
+        module = Ssm(ssm, target, ids, d.loss, frozen=d.layers is not None)
+        run.fit(stage, module, chosen, lambda m: evaluate(run, ranks, m), "simulated_tau", weights=weights)
+        ssm.model.eval().requires_grad_(False)
+        ssms.append(ssm)
+        prompts.append(left)
+        with run.evaluating(module):
+            ranks.append(next_token_ranks(ssm, run.held_out["tokens"], run.held_out["supervised"], ids))
+    export(run, target, ssms, ranks, ids, facts | {"prompts": prompts})
+
+
+def export(
+    run: Run[SsmRecipe], target: Target, ssms: list[Target], ranks: list[Tensor], ids: Tensor | None,
+    facts: dict[str, Any],
+) -> None:  # fmt: skip
+    """Write the SSMs, each a model folder, and what holds for all of them."""
+    recipe, folder, m = run.recipe, run.folder, run.recipe.boost.tokens
+    tokens, supervised = run.held_out["tokens"], run.held_out["supervised"]
+    parts = [part_name(number) for number in range(len(ssms))]
+    of_depth = torch.stack([chained_ranks(each, tokens, supervised, DEPTH) for each in ranks], 2)
+    trees, matched = best_trees(of_depth, SIMULATED_NODES), matched_answers(torch.stack(ranks), supervised, m)
+    facts |= {"simulated_tau": simulate_ensemble(trees, of_depth), "loss": recipe.drafter.loss}
+    facts |= {"boost": recipe.boost.model_dump()}
+    shape = {
+        "num_ssms": len(ssms), "layers": recipe.drafter.layers, "draft_vocab_size": None if ids is None else len(ids),
+        "vocab_size": target.vocab_size, "mark_tokens": m, "coverage": coverage(matched), "overlap": overlap(matched),
+    }  # fmt: skip
+    if run.main:
+        for name, ssm in zip(parts, ssms, strict=True):
+            stored = in_dtype(ssm.model.state_dict(), recipe.export.dtype)
+            model = type(ssm.model)(ssm.model.config).to(getattr(torch, recipe.export.dtype))
+            model.load_state_dict(stored)
+            model.generation_config = ssm.model.generation_config
+            write_model(folder / name, model, target.tokenizer, run.facts(part_of=recipe.run.name))
+        if run.small or recipe.export.push_to_hub:
+            write_json(folder / "tree.json", {"parts": [[list(path) for path in tree.paths] for tree in trees]})
+    run.export(shape, {} if ids is None else {"draft_vocab": ids.cpu()}, target, facts, parts=parts)
+
+
+def plans(recipe: SsmRecipe) -> list[Plan]:
+    """What each round costs."""
+    d, shape = recipe.drafter, target_shape(recipe.target)
+    if d.layers:
+        folder = resolve_folder(recipe.target.name, recipe.target.revision, weights=False)
+        trained, projected = size_of_layers(AutoConfig.from_pretrained(folder), d.layers)
+    else:
+        own = target_shape(TargetSection(name=str(d.base)))
+        trained, projected = own.parameters, 0
+    if d.draft_vocab_size:
+        projected = projected * d.draft_vocab_size // shape.vocab_size
+    passes = 1 if d.loss == "kl" else 0
+    return [Plan.of(recipe, s, shape, trained, projected, passes) for s in recipe.stages]
+
+
+SCRIPT = Script("ssm", SsmRecipe, train, plans)
+
+
+def main() -> None:
+    run_script(SCRIPT, PARSER)
+
+
+if __name__ == "__main__":
+    run_command(main, resumable=True)
