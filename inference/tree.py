@@ -209,6 +209,23 @@ def read_tree(path: Path) -> Topology:
     return _tree_in(path, _read_content(path))
 
 
+def read_trees(path: Path, count: int) -> tuple[Topology, ...]:
+    """Read the trees of ``count`` drafters: ``{"parts": [[[0], [0, 0]], …]}``, a list of rank paths for each of them,
+    or a file of :func:`read_tree`, whose tree all of them have.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`read_tree`; or it has trees for another number of drafters.
+    """
+    content = _read_content(path)
+    if not isinstance(content, dict) or "parts" not in content:
+        return (_tree_in(path, content),) * count
+    parts = content["parts"]
+    if not isinstance(parts, list) or len(parts) != count:
+        given = f"has {len(parts)} trees" if isinstance(parts, list) else "is not a list of trees"
+        raise ValueError(f"{path}: 'parts' {given}, and the drafter has {count} SSMs; calibrate it again")
+    return tuple(_tree_in(path, part) for part in parts)
+
+
 def _read_content(path: Path) -> Any:
     """What a tree's file holds: a JSON value or a Python literal."""
     try:
