@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.common.sections import DrafterRecipe
 from draftsmith.data.packing import Rows
 from draftsmith.models.vocabulary import check_draft_vocab, coverage, coverage_by_size, most_frequent
 from draftsmith.train import checkpoint
@@ -46,7 +45,6 @@ def choose(
         by other sizes.
     """
     recipe = run.recipe
-    assert isinstance(recipe, DrafterRecipe)
     train = torch.zeros(vocab_size, dtype=torch.float64)
     for part, source in zip(rows, recipe.data.train, strict=True):
         assert isinstance(part, Rows)

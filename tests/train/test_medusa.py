@@ -23,7 +23,7 @@ from draftsmith.data import streaming
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.train import medusa, run
+from draftsmith.train import draft_vocabulary, medusa, run
 from draftsmith.train.dry_run import decode_a_little
 
 ROOT = Path(__file__).parents[2]
@@ -319,9 +319,8 @@ def test_sources_count_by_weight_in_the_draft_vocabulary(make_target, tmp_path):
             init_from=None, data=SimpleNamespace(train=[SimpleNamespace(weight=weight) for weight in weights])
         )
         of_run = SimpleNamespace(recipe=recipe, main=False, held_out=make_batch(61))
-        heads = MedusaHeads.for_target(target, HEADS, 1, "shared", 2)
-        medusa.choose_vocabulary(of_run, heads, None, target, [often, rarely])
-        assert heads.draft_vocab.tolist() == wanted
+        ids, _ = draft_vocabulary.choose(of_run, 2, target.vocab_size, [often, rarely], None)
+        assert ids.tolist() == wanted
 
 
 def test_a_draft_vocabulary_from_the_answers_to_the_artifact(recipe, run_main, monkeypatch):
