@@ -249,9 +249,9 @@ def test_every_draw_has_its_own_uniform(make_target, monkeypatch):
         used.append(philox_uniforms(seed, step, count, stream)[0])
         return used[-1][None]
 
-    def recorded_draws(q, uniforms):
+    def recorded_draws(q, uniforms, **options):
         drawn[-1] += uniforms.flatten().tolist()
-        return draw_from(q, uniforms)
+        return draw_from(q, uniforms, **options)
 
     monkeypatch.setattr(draft_model, "philox_uniforms", recorded_uniforms)
     monkeypatch.setattr(draft_model, "draw_children", recorded_draws)
@@ -294,7 +294,7 @@ def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_targe
     target = lossless_suite.phrases(make_target)
     for rows in (1, 3):
         serve(target, make(target), static=False, rows=rows)
-    levels = {1 + sum(make(target).counts[1 : depth + 1]) for depth in range(1, len(EXPANSIONS[name]) + 1)}
+    levels = set(make(target).layout.firsts[2:])
     assert len(sizes) > 1 and set(sizes) <= levels, sizes
     sizes.clear()
     serve(target, make(target), static=True)
