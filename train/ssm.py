@@ -37,7 +37,7 @@ from draftsmith.common.sections import Target as TargetSection
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
 from draftsmith.inference.ranks import (
-    best_trees,
+    best_tree,
     chained_ranks,
     coverage,
     matched_answers,
@@ -45,6 +45,7 @@ from draftsmith.inference.ranks import (
     overlap,
     simulate_ensemble,
 )
+from draftsmith.inference.tree import Topology
 from draftsmith.models.artifact import in_dtype, write_model
 from draftsmith.models.ssm import model_of_layers, part_name, size_of_layers
 from draftsmith.models.stored import resolve_folder
@@ -57,7 +58,7 @@ from draftsmith.train.loop import Batch, checkpoint_activations, console
 from draftsmith.train.losses import in_chunks, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
 
-SIMULATED_NODES, DEPTH = 16, 8  # of the merged tree whose τ chooses the best weights
+SIMULATED_NODES, DEPTH = 16, 8  # of each SSM's tree; the τ of the trees, merged, chooses the best weights
 
 
 class Ssms(Section):
@@ -181,7 +182,8 @@ def evaluate(run: Run[SsmRecipe], earlier: list[Tensor], module: nn.Module) -> d
     ranks = torch.stack([chained_ranks(each, tokens, supervised, DEPTH) for each in (*earlier, own)], 2)
     matched = matched_answers(torch.stack([*earlier, own]), supervised, run.recipe.boost.tokens)
     found = {
-        "simulated_tau": _tau(ranks), "tau_alone": _tau(ranks[:, :, -1:]),
+        "simulated_tau": simulate_ensemble(_trees(ranks), ranks),
+        "tau_alone": simulate_ensemble(_trees(ranks[:, :, -1:]), ranks[:, :, -1:]),
         "held_out_top1": float((own == 0).sum() / (own >= 0).sum()),
         "coverage_alone": float(matched[-1].float().mean()), "coverage": coverage(matched)[-1],
     }  # fmt: skip
@@ -193,9 +195,9 @@ def evaluate(run: Run[SsmRecipe], earlier: list[Tensor], module: nn.Module) -> d
     return found | run.real_tau(module.target, drafter)
 
 
-def _tau(ranks: Tensor) -> float:
-    """τ of the best trees of together :data:`SIMULATED_NODES` nodes on ``ranks [S, T, n, K]``."""
-    return simulate_ensemble(best_trees(ranks, SIMULATED_NODES), ranks)
+def _trees(ranks: Tensor) -> tuple[Topology, ...]:
+    """The best tree of :data:`SIMULATED_NODES` nodes of each SSM, by ``ranks [S, T, n, K]``."""
+    return tuple(best_tree(of_ssm, SIMULATED_NODES) for of_ssm in ranks.unbind(2))
 
 
 def make_base(run: Run[SsmRecipe], target: Target) -> PreTrainedModel:
@@ -268,7 +270,7 @@ def export(
     tokens, supervised = run.held_out["tokens"], run.held_out["supervised"]
     parts = [part_name(number) for number in range(len(ssms))]
     of_depth = torch.stack([chained_ranks(each, tokens, supervised, DEPTH) for each in ranks], 2)
-    trees, matched = best_trees(of_depth, SIMULATED_NODES), matched_answers(torch.stack(ranks), supervised, m)
+    trees, matched = _trees(of_depth), matched_answers(torch.stack(ranks), supervised, m)
     facts |= {"simulated_tau": simulate_ensemble(trees, of_depth), "loss": recipe.drafter.loss}
     facts |= {"boost": recipe.boost.model_dump()}
     shape = {
