@@ -1,0 +1,361 @@
+"""Boosted ensembles of small speculative models: the loss and the marks against their definitions, then recipe →
+training → artifact by the real command, also killed at random moments."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draftsmith.data.packing import Sample, Tokenized
+from draftsmith.inference import decode
+from draftsmith.inference.ranks import matched_answers, next_token_ranks
+from draftsmith.models.ssm import model_of_layers
+from draftsmith.models.target import Target
+from draftsmith.train import boosting, ssm
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_ssm(target):
+    """The target's first layer as a model, perturbed, so that it agrees with the target now and then."""
+    model = model_of_layers(target, [0])
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.05 * weight.std())
+    return Target(model, None, "ssm", "")
+
+
+def make_samples(target, count=12):
+    """The target's greedy answers to random prompts, of 1 to 11 tokens; some samples have two answers."""
+    rng, samples = random.Random(3), []
+    for number in range(count):
+        ids, marks = [], []
+        for _ in range(1 + number % 2):
+            for part, size in ((False, rng.randint(2, 6)), (True, rng.randint(1, 11))):
+                for _ in range(size):
+                    text = torch.tensor([ids]) if ids else None
+                    greedy = part and text is not None
+                    ids.append(int(target.logits(target.hidden(text)[0, -1]).argmax()) if greedy else rng.randrange(61))
+                    marks.append(part)
+        samples.append(Sample(ids, marks))
+    return Tokenized.of(samples)
+
+
+def greedy(model, prompt, count):
+    text = list(prompt)
+    for _ in range(count):
+        text.append(int(model.logits(model.hidden(torch.tensor([text]))[0, -1]).argmax()))
+    return text[len(prompt) :]
+
+
+def answers_of(samples, number):
+    """(prompt, answer, first place) of each answer of a sample."""
+    begin, end = samples.starts[number], samples.starts[number + 1]
+    ids, marks, found, t = samples.tokens[begin:end].tolist(), samples.supervised[begin:end].tolist(), [], 0
+    while t < len(ids):
+        if marks[t]:
+            stop = next((u for u in range(t, len(ids)) if not marks[u]), len(ids))
+            found.append((ids[:t], ids[t:stop], begin + t))
+            t = stop
+        t += 1
+    return found
+
+
+@pytest.mark.parametrize("m", [1, 3, 8])
+def test_prompts_are_marked_by_what_the_model_really_continues(make_target, m):
+    target = make_target("llama")
+    model, samples = make_ssm(target), make_samples(target, 24)
+    ranks = boosting.greedy_ranks(model, samples, None, "marking")
+    left = boosting.unmatched(ranks, samples, "prompt", m)
+    matched = []
+    for number in range(len(samples)):
+        same = [greedy(model, prompt, min(m, len(said))) == said[:m] for prompt, said, _ in answers_of(samples, number)]
+        part = slice(samples.starts[number], samples.starts[number + 1])
+        wanted = samples.supervised[part] & (not all(same))
+        assert (left[part] == wanted).all(), number
+        matched += same
+    kept = boosting.subset(samples, left)
+    assert kept.supervised.sum() == left.sum() and len(kept) == (np.diff(np.searchsorted(
+        np.flatnonzero(left), samples.starts)) > 0).sum()  # fmt: skip
+    # Independent of how many are marked at once, and the same as for rows of a tensor.
+    tokens = torch.zeros(len(samples), 40, dtype=torch.int64)
+    supervised = torch.zeros(len(samples), 40, dtype=torch.bool)
+    for number in range(len(samples)):
+        part = slice(samples.starts[number], samples.starts[number + 1])
+        size = part.stop - part.start
+        tokens[number, :size] = torch.from_numpy(samples.tokens[part].astype(np.int64))
+        supervised[number, :size] = torch.from_numpy(samples.supervised[part].copy())
+    for batch_size in (1, 5, 24):
+        of_rows = next_token_ranks(model, tokens, supervised, batch_size=batch_size)
+        assert matched_answers(of_rows, supervised, m).tolist() == matched
+    if m < 8:
+        assert 0 < sum(matched) < len(matched)  # both happen
+
+
+def test_segments_are_marked_by_the_model_after_the_true_tokens(make_target):
+    target = make_target("llama")
+    model, samples = make_ssm(target), make_samples(target, 24)
+    ranks = boosting.greedy_ranks(model, samples, None, "marking")
+    left, wanted = boosting.unmatched(ranks, samples, "segment", 2), np.zeros(len(samples.tokens), bool)
+    for number in range(len(samples)):
+        for prompt, said, first in answers_of(samples, number):
+            for begin in range(0, len(said), 2):
+                segment = said[begin : begin + 2]
+                right = greedy(model, prompt + said[:begin], len(segment)) == segment
+                wanted[first + begin : first + begin + len(segment)] = not right
+    assert (left == wanted).all() and 0 < left.sum() < samples.supervised.sum()
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+@pytest.mark.parametrize("size", [None, 20])
+def test_loss_is_its_definition(make_target, loss, size):
+    target, generator = make_target("llama"), torch.Generator().manual_seed(5)
+    model = make_ssm(target)
+    ids = None if size is None else torch.randperm(target.vocab_size, generator=generator)[:size].sort().values
+    module = ssm.Ssm(model, target, ids, loss, frozen=True)
+    tokens = torch.randint(target.vocab_size, (3, 12), generator=generator)
+    supervised = torch.zeros(3, 12, dtype=torch.bool)
+    supervised[0, 4:9] = supervised[1, 2:12] = supervised[2, 7:8] = True
+    batch = {"tokens": tokens, "supervised": supervised}
+    counts = module.count(batch)
+    value, _ = module(batch, counts, 0)
+    kept = torch.arange(target.vocab_size) if ids is None else ids
+    losses = []
+    for row in range(3):
+        for t in range(1, 12):
+            if not supervised[row, t] or tokens[row, t] not in kept:
+                continue
+            q, p = (each.logits(each.hidden(tokens[row : row + 1, :t])[0, -1])[kept].log_softmax(-1)
+                    for each in (model, target))  # fmt: skip
+            right = int((kept == tokens[row, t]).nonzero())
+            losses.append(-q[right] if loss == "ce" else (p.exp() * (p - q)).sum())
+    assert int(counts) == len(losses)
+    assert float(value.detach()) == pytest.approx(float(torch.stack(losses).mean().detach()), rel=1e-4)
+    value.backward()
+    trained = {name for name, p in module.named_parameters() if p.grad is not None}
+    assert trained and not any("embed" in name or "lm_head" in name for name in trained)
+    assert all("layers" in name or "norm" in name for name in trained)
+
+
+def test_a_model_of_the_targets_layers(make_target):
+    """All layers give the target itself; some of them, those layers one after the other."""
+    target = make_target("llama")
+    tokens = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
+    whole = Target(model_of_layers(target, [0, 1]), None, "copy", "")
+    assert torch.equal(whole.logits(whole.hidden(tokens)), target.logits(target.hidden(tokens)))
+    last = model_of_layers(target, [1])
+    state = target.model.state_dict()
+    assert all(
+        torch.equal(weight, state[name.replace("layers.0.", "layers.1.")]) for name, weight in last.state_dict().items()
+    )
+    with pytest.raises(ValueError, match="the target has layers 0 to 1"):
+        model_of_layers(target, [2])
+
+
+# ---- recipe → training → artifact
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_lm, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ssm")
+    ask = {"prompts": 24, "prompt_tokens": 12, "new_tokens": 32, "batch_size": 12}
+    stage = {"steps": 6, "batch": {"sequences": 4}, "optim": {"lr": 0.01}}
+    content = {
+        "run": {"name": "whole", "output_dir": str(folder), "seed": 3},
+        "target": {"name": str(tiny_lm), "model_type": "llama"},
+        "drafter": {"layers": [1], "draft_vocab_size": 80},
+        "boost": {"tokens": 1, "min_prompts": 1, "unit": "segment"},
+        "data": {
+            "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
+            "validation": [{"source": "stdlib", "split": "test", "answers": ask | {"prompts": 8}}],
+        },
+        "stages": [{"name": f"ssm-{number}", **stage} for number in range(3)],
+        "precision": {"autocast": "none", "threads": 1},
+        "checkpoint": {"every": 2, "keep": 1},
+        "evaluate": {"every": 3},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, run_main):
+    code, _, err = run_main(ssm.main, recipe)
+    assert (code, err) == (0, "")
+    return recipe.parent / "whole"
+
+
+def weights_of(folder):
+    return {part.name: (part / "model.safetensors").read_bytes() for part in sorted(folder.glob("ssm-*"))}
+
+
+def test_it_trains_and_is_exported(recipe, whole, tiny_lm):
+    config = json.loads((whole / "config.json").read_text())
+    assert (config["drafter_type"], config["num_ssms"], config["draft_vocab_size"]) == ("ssm", 3, 80)
+    assert config["parts"] == ["ssm-0", "ssm-1", "ssm-2"] and len(config["coverage"]) == len(config["overlap"]) == 3
+    assert config["coverage"] == sorted(config["coverage"])
+    assert load_file(whole / "model.safetensors")["draft_vocab"].shape == (80,)
+    for part in config["parts"]:  # each is a model that transformers opens, with the target's tokenizer
+        model = AutoModelForCausalLM.from_pretrained(whole / part)
+        assert model.config.num_hidden_layers == 1
+        tokenizer = AutoTokenizer.from_pretrained(whole / part)
+        assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(tiny_lm).get_vocab()
+        assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, len(tokenizer))
+    first, second, _ = weights_of(whole).values()
+    assert first != second
+    losses = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert {line["stage"] for line in losses} == {"ssm-0", "ssm-1", "ssm-2"}
+    taus = [line["simulated_tau"] for line in losses if line.get("best")]
+    facts = json.loads((whole / "provenance.json").read_text())
+    assert facts["simulated_tau"] == pytest.approx(taus[-1], abs=0.02) and facts["boost"]["unit"] == "segment"
+    assert facts["prompts"] == [8, 8, 8]
+
+
+def test_each_round_trains_on_what_is_left(recipe, whole, run_main):
+    """mark: fresh gives each round its own third, less what the SSMs before it get right."""
+    marks = [load_file(whole / "marks" / str(number) / "model.safetensors")["0"] for number in range(3)]
+    answers = load_file(whole / "answers/train-0/model.safetensors")
+    sizes = answers["supervised"].long().mul(torch.arange(1, answers["tokens"].shape[1] + 1)).amax(1).tolist()
+    samples = Tokenized.of(
+        Sample(tokens[:size].tolist(), supervised[:size].tolist())
+        for tokens, supervised, size in zip(answers["tokens"], answers["supervised"], sizes, strict=True)
+    )
+    own = np.repeat(np.arange(24) % 3, np.diff(samples.starts))
+    ids, models = load_file(whole / "model.safetensors")["draft_vocab"], []
+    for number, mark in enumerate(marks):
+        wanted = samples.supervised & (own == number)
+        for model in models:
+            ranks = boosting.greedy_ranks(model, samples, ids, "marking")
+            wanted &= boosting.unmatched(ranks, samples, "segment", 1)
+        assert torch.equal(mark, torch.from_numpy(wanted))
+        assert number == 0 or mark.sum() < (samples.supervised & (own == number)).sum()
+        model = AutoModelForCausalLM.from_pretrained(whole / f"ssm-{number}", dtype=torch.float32)
+        models.append(Target(model, None, "", ""))
+
+
+def test_seeds_and_weighting_are_other_ensembles(recipe, whole, run_main):
+    found = [weights_of(whole)]
+    for name, override in {"seeds": "boost.ensemble=seeds", "weighted": "boost.marked_share=0.5"}.items():
+        code, _, err = run_main(ssm.main, recipe, f"run.name={name}", override)
+        assert code == 0, err
+        found.append(weights_of(recipe.parent / name))
+    assert len(found[1]) == 3 and len(set(found[1].values())) == 3
+    assert found[2]["ssm-0"] == found[0]["ssm-0"]  # nothing is marked before the first round
+    assert found[2]["ssm-1"] != found[0]["ssm-1"]
+
+
+def test_it_ends_when_too_few_prompts_are_left(recipe, run_main):
+    code, out, _ = run_main(ssm.main, recipe, "run.name=few", "boost.min_prompts=9")
+    assert code == 0 and "the ensemble ends here" in " ".join(out.split())
+    config = json.loads((recipe.parent / "few" / "config.json").read_text())
+    assert config["parts"] == ["ssm-0"] and config["num_ssms"] == 1
+
+
+def test_another_model_as_the_base(recipe, whole, run_main):
+    """All of it trains; it has to have the target's vocabulary."""
+    folder = recipe.parent / "based"
+    options = [recipe, "run.name=based", "drafter.layers=null", "drafter.draft_vocab_size=null", "boost.mark=train"]
+    code, _, err = run_main(ssm.main, *options, f"drafter.base={whole / 'ssm-0'}")
+    assert code == 0, err
+    begun, now = (load_file(each / "ssm-0/model.safetensors") for each in (whole, folder))
+    assert not torch.equal(begun["model.embed_tokens.weight"], now["model.embed_tokens.weight"])
+    assert not (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("override, message", [
+    ("drafter.layers=[7]", "drafter.layers=[7]: the target has layers 0 to 1"),
+    ("drafter.layers=null", "name either 'base', a small causal LM, or 'layers' of the target"),
+    ("boost.marc=train", "unknown key 'boost.marc'; nearest valid key: boost.mark"),
+    ("init_from=x", "SSMs begin from drafter.base or drafter.layers"),
+    ("cache_hidden=disk", "an SSM does not read the target's hidden states"),
+])  # fmt: skip
+def test_bad_recipes_are_one_line(recipe, run_main, override, message):
+    code, _, err = run_main(ssm.main, recipe, "run.name=bad", override)
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_it_decodes_exactly(recipe, whole, run_main, tmp_path):
+    (whole / "tree.json").write_text(json.dumps({"parts": [[[0], [0, 0]], [[0], [1]], [[0]]]}))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("import os", "def read(path):")))
+    for name in (whole, f"{whole}+ngram"):
+        code, _, err = run_main(
+            decode.main, name, "--prompts", prompts, "--max-new-tokens", "24", "--threads", "1", "--check-lossless",
+            "--baseline", "none", "--report", tmp_path,
+        )  # fmt: skip
+        assert code == 0, err
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert report["lossless"]["identical"] is True and report["mean_accepted_length"] > 1
+
+
+# ---- killed runs
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("call", [4, 9, 15])
+def test_a_killed_run_gives_the_same_ensemble(recipe, whole, run_main, monkeypatch, call):
+    """Killed within a round, and while prompts are marked; also twice."""
+    name, calls = f"killed-{call}", [0]
+
+    def counted(self, batch):
+        calls[0] += 1
+        if calls[0] == call:
+            raise Killed
+        return count(self, batch)
+
+    count = ssm.Ssm.count
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(ssm.Ssm, "count", counted)
+        run_main(ssm.main, recipe, f"run.name={name}")
+    marked = boosting.greedy_ranks
+    with monkeypatch.context() as patch:
+        patch.setattr(boosting, "greedy_ranks", lambda *args: marked(*args) if len(args[1]) < 0 else killed())
+        killed = _raise
+        with pytest.raises(Killed):
+            run_main(ssm.main, recipe, f"run.name={name}", "--resume")
+    code, _, err = run_main(ssm.main, recipe, f"run.name={name}", "--resume")
+    assert code == 0, err
+    assert weights_of(recipe.parent / name) == weights_of(whole)
+
+
+def _raise():
+    raise Killed
+
+
+@pytest.mark.slow
+def test_fifty_kills_at_random_moments(recipe, whole):
+    """SIGKILL at random moments of a run with three rounds, resumed each time: the uninterrupted ensemble, bit for bit."""
+    rng, kills, began = random.Random(7), 0, time.monotonic()
+    command = [sys.executable, ROOT / "train/ssm.py", recipe, "run.name=kills"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    name = recipe.parent / "kills"
+    while kills < 50:
+        resume = ["--resume"] if list((name / "checkpoints").glob("step-*")) else ["--restart"]
+        running = subprocess.Popen([*command, *resume], env=environment, stdout=subprocess.DEVNULL, cwd=ROOT)
+        try:
+            running.wait(rng.uniform(0.5, 12))
+        except subprocess.TimeoutExpired:
+            os.kill(running.pid, signal.SIGKILL)
+            running.wait()
+            kills += 1
+            continue
+        assert running.returncode == 0
+        assert weights_of(name) == weights_of(whole), f"after {kills} kills"
+        subprocess.run(["rm", "-r", name], check=True)
+        assert time.monotonic() - began < 1500
