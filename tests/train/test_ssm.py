@@ -340,7 +340,7 @@ def _raise():
 
 @pytest.mark.slow
 def test_fifty_kills_at_random_moments(recipe, whole):
-    """SIGKILL at random moments of a run with three rounds, resumed each time: the uninterrupted ensemble, bit for bit."""
+    """SIGKILL at random moments of three rounds, resumed each time: the uninterrupted ensemble, bit for bit."""
     rng, kills, began = random.Random(7), 0, time.monotonic()
     command = [sys.executable, ROOT / "train/ssm.py", recipe, "run.name=kills"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
