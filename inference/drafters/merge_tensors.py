@@ -17,6 +17,7 @@ from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.target import Target
 
 DRAWN_TOKENS = 2.0  # expected tokens of a step from randomly drawn nodes, used when other nodes are chosen
+LEVEL_REDUCTION = 1e-5  # of acceptance probabilities, by depth: more than rounding
 
 
 @dataclass
@@ -113,12 +114,10 @@ class TensorMerge:
         numbers, times = self.numbers[:total], self.times if whole_batch else self.standard_times
         equal = (c.path[:, :, None] == c.path[:, None]).all(-1)  # [B, M, M]
         c.same = (equal & c.kept[:, None]).int().argmax(-1)
-        # Acceptance probabilities of several sources are combined as if they were independent.
-        log_rejection = torch.log1p(-c.acceptance.clamp(max=0.9999)) * c.kept
-        joint = -torch.expm1(torch.zeros_like(log_rejection).scatter_add_(1, c.same, log_rejection))
+        joint = _joint_acceptance(c, c.kept, c.same)
         if not any(drawn):
             c.kept = c.kept & (c.same == numbers)
-            c.acceptance = torch.where(c.kept, joint, 0.0)
+            c.acceptance = joint
             c.acceptance[:, 0].fill_(1.0)
             ranked, order = c.acceptance.sort(dim=-1, descending=True, stable=True)
             limit = min(self.num_nodes, total)
@@ -134,21 +133,22 @@ class TensorMerge:
         others = c.kept & ~is_drawn
         others[:, 0].fill_(False)
         first = (equal & others[:, None]).int().argmax(-1)
-        others = others & (first == numbers)
-        ranked, order = torch.where(others, c.acceptance, 0.0).sort(dim=-1, descending=True, stable=True)
+        ranked, order = _joint_acceptance(c, others, first).sort(dim=-1, descending=True, stable=True)
         reserved = self.random_nodes
         room = min(self.num_nodes - reserved, total)
         counts = torch.full_like(self.zeros[:1, 0], room)
         if room and not self.fixed:
             ranked = torch.cat((torch.full_like(ranked[:, :1], DRAWN_TOKENS), ranked[:, :room]), 1)
             counts = best_node_counts(ranked, times[reserved - 1 : reserved + room], whole_batch=False) - 1
-        c.kept = (c.kept & is_drawn) | (others & (order.argsort(-1) < counts[:, None]))
+        chosen = others & (order.argsort(-1) < counts[:, None]).gather(1, first)  # of every source
+        c.acceptance = joint.gather(1, c.same)
+        c.acceptance[:, 0].fill_(1.0)
+        c.kept = (c.kept & is_drawn) | chosen
         c.kept[:, 0].fill_(True)
         c.proposed = c.kept
         equal = equal & c.kept[:, None]
         c.same = torch.where(equal.any(-1), equal.int().argmax(-1), total)
         c.kept = c.kept & (c.same == numbers)
-        c.acceptance = joint
         return min(self.num_nodes, total) if self.fixed else int(c.kept.sum(-1).max())
 
     def _assemble(self, c: Candidates, count: int, sizes: Sequence[int]) -> tuple[TokenTree, list[Tensor]]:
@@ -229,3 +229,18 @@ class TensorMerge:
             kinds.append(one_hot.kind)
             q_rows.append(one_hot.q_row)
         return Draws(torch.cat(children, 2), torch.cat(kinds, 2), torch.cat(q_rows, 2), torch.cat(distributions, 1))
+
+
+def _joint_acceptance(c: Candidates, sources: Tensor, first: Tensor) -> Tensor:
+    """Acceptance probability ``[B, M]`` of each path, at its first candidate; 0 at other candidates.
+
+    Those of several sources are combined as if they were independent. Every level is reduced a little, so that rounding
+    (a GPU adds in any order) cannot rank a node before its parent.
+
+    Args:
+        sources: ``[B, M]`` bool, the candidates that count.
+        first: ``[B, M]`` int64, the first of these with the same path.
+    """
+    log_rejection = torch.log1p(-c.acceptance.clamp(max=0.9999)) * sources
+    joint = -torch.expm1(torch.zeros_like(log_rejection).scatter_add_(1, first, log_rejection))
+    return joint * (1 - LEVEL_REDUCTION * c.depth)

@@ -8,12 +8,15 @@ The nodes to keep are chosen at each step from the drafters' acceptance probabil
 step costs: the N likeliest nodes, where N maximises expected tokens / time. Nodes drawn at random are all kept, and
 which of the others are kept does not depend on the drawn tokens (ALGORITHMS §2, C2).
 
+In steps of fixed shape on a GPU, drafters that run models of their own propose at the same time, on CUDA streams.
+
 Steps of fixed shape, and steps with random draws, merge by tensor operations (``merge_tensors.py``); other eager steps
 merge on the host (``merge_host.py``).
 
 Shape letters: B rows, N nodes, D depth of the deepest node.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -34,6 +37,7 @@ MERGE_SECONDS = 3e-4  # time of merging and of the drafters' bookkeeping on a CP
 # Minimum ratio of speeds for running a drafter: accepting nodes of several sources costs more than is measured.
 MARGIN = 1.1
 PRIOR_TOKENS = 8.0  # weight of a drafter's estimate, in tokens, beside its accepted tokens in the text
+ONE_STREAM = "DRAFTSMITH_ONE_STREAM"  # environment variable, for benchmarks: if it is set, there are no side streams
 
 
 class MergedDrafter(Drafter):
@@ -89,6 +93,11 @@ class MergedDrafter(Drafter):
         self.estimated: dict[int, list[float]] = {}  # drafters run by their estimate in this step → prediction by row
         self.single = -1  # the only drafter that proposed nodes in this step; −1 if there are several
         self.own_numbers: list[Tensor] = []  # [B, N] by drafter: each merged node's number in its tree, or −1
+        # By drafter: the stream it proposes on; the others propose on the current one.
+        self.streams: dict[int, torch.cuda.Stream] = {}
+        if static and device.type == "cuda" and not os.environ.get(ONE_STREAM):
+            with_models = [number for number, drafter in enumerate(self.drafters) if drafter.models]
+            self.streams = {number: torch.cuda.Stream(device) for number in with_models[1:]}
         self.depths = torch.arange(max_depth + 1, device=device)
         self.zeros = torch.zeros(cache.rows, 1, dtype=torch.int64, device=device)
         self.ones = torch.ones(cache.rows, 1, device=device)
@@ -133,7 +142,7 @@ class MergedDrafter(Drafter):
         states = self._states(state)
         self.estimated = {}
         if self.fixed or not whole_batch or not self.costs:
-            return [drafter.propose(view) for drafter, view in zip(self.drafters, states, strict=True)]
+            return self._propose_all(states)
         trees = [self.root_tree.fill(state.root[:, None], self.zeros, self.ones)] * len(self.drafters)
         with_estimate = [number for number, drafter in enumerate(self.drafters) if drafter.estimate is not None]
         tokens, nodes = 1.0, 0  # expected, per row
@@ -158,6 +167,28 @@ class MergedDrafter(Drafter):
                 tokens, nodes, time = tokens + gain, new_nodes, new_time
                 self.estimated[number] = [estimate.tokens - 1] * self.rows
         return trees
+
+    def _propose_all(self, states: Sequence[State]) -> list[TokenTree]:
+        """Each drafter's tree; those with a stream of their own propose at the same time as the others.
+
+        Side streams start after everything on the current stream, which then waits for all of them: this order, which a
+        CUDA graph captures too, also protects freed memory. A side stream reuses its memory only after the next such
+        start, and nothing that it reads is freed before the current stream has waited for it.
+        """
+        if not self.streams:
+            return [drafter.propose(view) for drafter, view in zip(self.drafters, states, strict=True)]
+        trees: dict[int, TokenTree] = {}
+        current = torch.cuda.current_stream(self.target.device)
+        for number, stream in self.streams.items():
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                trees[number] = self.drafters[number].propose(states[number])
+        for number, (drafter, view) in enumerate(zip(self.drafters, states, strict=True)):
+            if number not in self.streams:
+                trees[number] = drafter.propose(view)
+        for stream in self.streams.values():
+            current.wait_stream(stream)
+        return [trees[number] for number in range(len(self.drafters))]
 
     def _keeps_all(self, tree: TokenTree, times: Sequence[float], counted: Sequence[bool] | None) -> bool:
         """Whether all nodes of a tree would be kept."""

@@ -1,6 +1,7 @@
 """Merged drafters: the union of their trees, the nodes that are kept, and the distribution of committed tokens."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from draftsmith.inference.drafters.protocol import Drafter, DraftEstimate, State
 from draftsmith.inference.sampling import Sampling, Settings, philox_uniforms
 from draftsmith.inference.tree import Draws, TokenTree, bitsets
 from draftsmith.inference.verify import Verdict, verify_sample
-from draftsmith.kernels.verify import IID
+from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT
 
 CPU = torch.device("cpu")
 P = [0.42, 0.28, 0.16, 0.10, 0.04]
@@ -27,6 +28,18 @@ Q2 = [0.10, 0.45, 0.05, 0.30, 0.10]
 @pytest.fixture(scope="module")
 def target(make_target):
     return make_target("llama")
+
+
+@pytest.fixture(scope="module")
+def small(make_target):
+    return make_target("llama", vocab_size=5)
+
+
+def moved(tree, device):
+    """A tree or its draws on a device."""
+    parts = {name: part for name, part in vars(tree).items() if part is not None}
+    return replace(tree, **{name: moved(part, device) if isinstance(part, Draws) else part.to(device)
+                            for name, part in parts.items() if name != "static"})  # fmt: skip
 
 
 class Given(Drafter):
@@ -57,16 +70,28 @@ class Given(Drafter):
             ))  # fmt: skip
         parts = (torch.stack(part).expand(len(state.root), *part[0].shape) for part in zip(*made, strict=True))
         *parts, acceptance = parts
-        return TokenTree(*parts, acceptance=acceptance)
+        return moved(TokenTree(*parts, acceptance=acceptance), state.root.device)
 
     def absorb(self, state, verdict, tree, features):
         self.absorbed.append(None if verdict.own_path is None else verdict.own_path.tolist())
 
 
-def state_of(rows, sampled=False):
-    zeros = torch.zeros(rows, dtype=torch.int64)
-    seeds = Settings([Sampling(seed=n) for n in range(rows)], CPU) if sampled else None
-    return State(zeros, zeros, torch.zeros(rows, 32), torch.ones(rows, dtype=torch.bool), seeds, zeros)
+def state_of(drafter, rows, sampled=False):
+    device = drafter.target.device
+    zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+    seeds = Settings([Sampling(seed=n) for n in range(rows)], device) if sampled else None
+    return State(zeros, zeros, torch.zeros(rows, 32, device=device), zeros == 0, seeds, zeros)
+
+
+def proposed(drafter, rows, sampled=False):
+    """The drafter's tree, on the CPU."""
+    return moved(drafter.propose(state_of(drafter, rows, sampled)), CPU)
+
+
+def absorb(drafter, rows, verdict, tree):
+    device = drafter.target.device
+    features = torch.zeros(rows, tree.tokens.shape[1], 32, device=device)
+    drafter.absorb(state_of(drafter, rows), moved(verdict, device), moved(tree, device), features)
 
 
 def merged(target, drafters, rows, *, nodes=1000, costs=None, static=False):
@@ -113,22 +138,116 @@ def trees(draw):
     return found
 
 
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_the_union_of_the_trees(target, data):
-    """Its node sequences are exactly those of the trees; each node has the bits of its sources."""
-    rows, count = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-    given_trees = [[data.draw(trees()) for _ in range(rows)] for _ in range(count)]
-    drafter = merged(target, [Given(*each, nodes=10, depth=4) for each in given_trees], rows,
-                     static=data.draw(st.booleans()))  # fmt: skip
-    tree = drafter.propose(state_of(rows))
+class Made(Drafter):
+    """Proposes trees made of random numbers, one for each row: up to four levels over three tokens, some of the nodes
+    not valid, others of the same path as those. If ``random``, with random draws, of which several lead to one child.
+
+    paths: by row, of each node, {number: path} of the valid ones.
+    expected: by row, {path of a node: its draws, each (path of the child, kind, q)}.
+    """
+
+    static, branching, max_depth = True, 4, 4
+
+    def __init__(self, source, rows: int, drawn: bool):
+        self.random, self.num_nodes = drawn, source.randint(1, 10)
+        self.paths, self.expected, made = [], [], []
+        narrow = source.random() < 0.5  # q over a part of the vocabulary
+        width = 3 if narrow else 5
+        q = torch.tensor([[[source.randint(1, 1000) for _ in range(width)] for _ in "ab"] for _ in range(rows)])
+        q, ids = q / q.sum(-1, keepdim=True), torch.tensor(source.sample(range(5), width))
+        wide = torch.zeros(rows, 2, 5).scatter_(2, ids.expand(q.shape), q) if narrow else q
+        self.q, self.ids = q, ids[None, None] if narrow else None
+        for row in range(rows):
+            parents, paths, valid, acceptance = [-1], [()], [True], [1.0]
+            for node in range(1, self.num_nodes):
+                above = source.choice([n for n in range(node) if len(paths[n]) < 4])
+                path = (*paths[above], source.randrange(3))
+                known = [other for other, is_valid in zip(paths, valid, strict=True) if is_valid]
+                parents.append(above)
+                valid.append(valid[above] and path not in known and source.random() < 0.9)
+                acceptance.append(valid[-1] * acceptance[above] * source.choice([1.0, 0.9, 0.5, 0.25]))
+                paths.append(path)
+            child, kind, q_row = (torch.full((self.num_nodes, 4), -1), *torch.zeros(2, self.num_nodes, 4).long())
+            expected = {}
+            for node in range(self.num_nodes):
+                below = [n for n in range(1, self.num_nodes) if parents[n] == node and valid[n]]
+                draws = source.sample(below * 2, min(4, 2 * len(below)))  # up to two of each
+                for turn, each in enumerate(draws):
+                    child[node, turn], q_row[node, turn] = each, source.randrange(2)
+                    kind[node, turn] = source.choice([IID, WITHOUT_REPLACEMENT])
+                if valid[node]:
+                    expected[paths[node]] = [
+                        (paths[each], int(kind[node, turn]), wide[row, q_row[node, turn]].tolist())
+                        for turn, each in enumerate(draws)
+                    ]
+            self.paths.append({n: path for n, path in enumerate(paths) if valid[n]})
+            self.expected.append(expected)
+            made.append((
+                torch.tensor([path[-1] if path else 0 for path in paths]), torch.tensor(parents, dtype=torch.int32),
+                torch.tensor([*map(len, paths)], dtype=torch.int32), bitsets(parents), torch.tensor(valid),
+                torch.tensor(acceptance), child, kind.to(torch.int8), q_row,
+            ))  # fmt: skip
+        *self.parts, child, kind, q_row = (torch.stack(part) for part in zip(*made, strict=True))
+        self.draws = Draws(child, kind, q_row, self.q, self.ids)
+
+    def propose(self, state):
+        *parts, acceptance = self.parts
+        draws = self.draws if self.random and state.settings is not None else None
+        return moved(TokenTree(*parts, draws=draws, acceptance=acceptance), state.root.device)
+
+
+def draws_of(tree, row, paths):
+    """The draws of each valid node by its path, as ``Made.expected``; one-hot ones without q."""
+    path_of = {node: path for path, (node, _) in paths.items()}
+    parts = (tree.draws.child, tree.draws.kind, tree.draws.q_row)
+    found = {}
+    for node, path in path_of.items():
+        entries = zip(*(part[row, node].tolist() for part in parts), strict=True)
+        found[path] = [
+            (path_of[child], kind, None if kind == ONE_HOT else tree.draws.q[row, q_row].tolist())
+            for child, kind, q_row in entries
+            if child >= 0
+        ]
+    return found
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@given(source=st.randoms(use_true_random=True), budget=st.sampled_from([1000, 2, 3, 5, 8, 12]))
+@settings(max_examples=100, deadline=None)
+def test_the_merge_is_the_union(small, sampled, static, source, budget):
+    """The node sequences are those of the sources, no others, one node for each, parents first; every node has the bits
+    of its sources, every random draw is kept with its order, kind and distribution. With fewer nodes than that, whole
+    paths are kept, and all random draws."""
+    rows, drawn = source.randint(1, 3), [sampled and source.random() < 0.6 for _ in range(source.randint(1, 4))]
+    sources = [Made(source, rows, each) for each in drawn]
+    drafter = merged(small, sources, rows, nodes=budget, static=static)
+    tree = proposed(drafter, rows, sampled)
     for row in range(rows):
-        expected = {(): 0}
-        for number, each in enumerate(given_trees):
-            for path in each[row]:
-                expected[path] = expected.get(path, 0) | 1 << number
-        assert {path: bits for path, (_, bits) in paths_of(tree, row).items()} == expected
+        union = {}
+        for number, each in enumerate(sources):
+            for path in each.paths[row].values():
+                union[path] = union.get(path, 0) | (1 << number if path else 0)
+        found = paths_of(tree, row)
+        bits = {path: bits for path, (_, bits) in found.items()}
         assert not tree.source[row][~tree.valid[row]].any()
+        random_bits = sum(1 << number for number, each in enumerate(drawn) if each)
+        assert all(each & random_bits == union[path] & random_bits for path, each in bits.items())
+        assert all(path in bits for path, each in union.items() if each & random_bits)
+        if budget == 1000:
+            assert bits == union
+        else:
+            assert len(found) <= max(budget, drafter.random_nodes)
+            # A deterministic source's node is kept or cut by its path.
+            assert all(each in (union[path], union[path] & random_bits) for path, each in bits.items())
+        if tree.draws is not None and any(drawn):
+            certain = [path for path, each in bits.items() if each & ~random_bits]
+            assert draws_of(tree, row, found) == {
+                path: [draw for each, is_drawn in zip(sources, drawn, strict=True) if is_drawn
+                       for draw in each.expected[row].get(path, [])]
+                + [(child, ONE_HOT, None) for child in certain if child[:-1] == path]
+                for path in bits
+            }  # fmt: skip
 
 
 @given(st.data())
@@ -147,7 +266,7 @@ def test_the_number_of_nodes_maximises_speed(target, data):
     }
     likeliest = sorted(joint.values(), reverse=True)
     speeds = [(1 + sum(likeliest[:n])) / costs.relative(n + 1) for n in range(min(most, len(joint) + 1))]
-    tree = drafter.propose(state_of(1))
+    tree = proposed(drafter, 1)
     kept = [path for path in paths_of(tree, 0) if path]
     assert len(kept) < most or not kept
     speed = (1 + sum(joint[path] for path in kept)) / costs.relative(len(kept) + 1)
@@ -160,12 +279,12 @@ def test_drafters_get_their_own_node_numbers(target):
     one = Given({(1,): 0.9, (1, 2): 0.8, (5,): 0.3}, {(7,): 0.5, (7, 7): 0.4, (7, 7, 7): 0.3})
     other = Given({(5,): 0.9, (1,): 0.6, (1, 2): 0.5, (1, 2, 3): 0.5, (1, 4): 0.1}, {(8,): 0.5})
     drafter = merged(target, [one, other], 2)
-    tree = drafter.propose(state_of(2))
+    tree = proposed(drafter, 2)
     numbers = {path: node for path, (node, _) in paths_of(tree, 0).items()}
     path = torch.tensor([[0, numbers[1,], numbers[1, 2], numbers[1, 2, 3]], [0, 1, 2, 3]])
     zeros = torch.zeros(2, dtype=torch.int64)
     verdict = Verdict(path, torch.tensor([3, 0]), path[:, -1], zeros, zeros.bool())
-    drafter.absorb(state_of(2), verdict, tree, torch.zeros(2, tree.tokens.shape[1], 32))
+    absorb(drafter, 2, verdict, tree)
     assert one.absorbed == [[[0, 1, 2, -1], [0, -1, -1, -1]]]
     assert other.absorbed == [[[0, 2, 3, 4], [0, -1, -1, -1]]]
 
@@ -178,19 +297,24 @@ class Drawing(Drafter):
     def __init__(self, q):
         self.q = torch.tensor(q)
 
+    def allocate(self, cache, max_depth, static):
+        self.q = self.q.to(cache.lengths.device)
+
     def propose(self, state):
         rows = len(state.root)
         uniforms = philox_uniforms(state.settings.seed, state.step, 2, state.stream)
         drawn = torch.searchsorted(self.q.cumsum(0), uniforms, right=True).clamp(max=4)
-        parent = torch.tensor([-1, 0, 1], dtype=torch.int32).expand(rows, -1)
-        ones = torch.ones(rows, 3, dtype=torch.bool)
-        child = torch.tensor([[1], [2], [-1]]).expand(rows, -1, -1)
+        device = state.root.device
+        parent = torch.tensor([-1, 0, 1], dtype=torch.int32, device=device).expand(rows, -1)
+        ones = torch.ones(rows, 3, dtype=torch.bool, device=device)
+        child = torch.tensor([[1], [2], [-1]], device=device).expand(rows, -1, -1)
         draws = Draws(
             child, torch.full_like(child, IID, dtype=torch.int8), torch.zeros_like(child), self.q.expand(rows, 1, -1)
         )
         return TokenTree(
-            torch.cat([state.root[:, None], drawn], 1), parent, parent + 1, bitsets([-1, 0, 1]).expand(rows, -1, -1),
-            ones, draws=draws, acceptance=torch.tensor([1.0, 0.5, 0.2]).expand(rows, -1),
+            torch.cat([state.root[:, None], drawn], 1), parent, parent + 1,
+            bitsets([-1, 0, 1]).to(device).expand(rows, -1, -1), ones, draws=draws,
+            acceptance=torch.tensor([1.0, 0.5, 0.2], device=device).expand(rows, -1),
         )  # fmt: skip
 
 
@@ -223,11 +347,6 @@ def merged_to_a_set(tree):
                      draws=Draws(child, tree.draws.kind, tree.draws.q_row, tree.draws.q))  # fmt: skip
 
 
-@pytest.fixture
-def small(make_target):
-    return make_target("llama", vocab_size=5)
-
-
 @pytest.mark.parametrize("certain", [False, True])
 def test_the_distribution_of_merged_draws(small, certain):
     """Two drafters draw from different distributions at the same nodes, often the same token; a third one is
@@ -239,15 +358,14 @@ def test_the_distribution_of_merged_draws(small, certain):
     if certain:
         always = {(1,): 0.5, (1, 0): 0.3, (0,): 0.2}
         drafters.append(Given(always))
-    state = state_of(rows, sampled=True)
     drafter = merged(small, drafters, rows, costs=StepCosts({1: 1.0, 2: 1.1}))
-    tree = drafter.propose(state)
+    tree = proposed(drafter, rows, sampled=True)
     agree = (tree.valid.sum(1) < tree.valid.shape[1]).float().mean()
     assert agree > 0.1, "they often propose the same token"
     assert chi_square(first_two(tree, rows, generator)) > 1e-6
     assert chi_square(first_two(merged_to_a_set(tree), rows, generator)) < 1e-6
     drafter._states = lambda state: [state] * len(drafters)
-    assert chi_square(first_two(drafter.propose(state), rows, generator)) < 1e-6
+    assert chi_square(first_two(proposed(drafter, rows, sampled=True), rows, generator)) < 1e-6
 
 
 def test_kept_nodes_do_not_depend_on_drawn_tokens(small):
@@ -256,7 +374,7 @@ def test_kept_nodes_do_not_depend_on_drawn_tokens(small):
     sure = Given({(1,): 0.5, (0,): 0.4, (2,): 0.3, (3,): 0.2})
     for nodes, costs, wanted in ((6, None, 3), (5, None, 2), (1000, StepCosts({1: 1.0, 2: 1.1}), 4)):
         drafter = merged(small, [Drawing(Q), sure], rows, nodes=nodes, costs=costs)
-        tree = drafter.propose(state_of(rows, sampled=True))
+        tree = proposed(drafter, rows, sampled=True)
         kept = {tuple(sorted(int(tree.tokens[row, n]) for n in range(tree.tokens.shape[1]) if tree.source[row, n] & 2))
                 for row in range(rows)}  # fmt: skip
         assert len(kept) == 1 and len(next(iter(kept))) == wanted
@@ -277,17 +395,17 @@ def test_drafters_with_an_estimate_run_where_that_raises_speed(target, right):
     estimated.estimate = DraftEstimate(0.3, 3, 2.5)
     other = Given({(5,): 0.4}, nodes=2)
     drafter = merged(target, [estimated, other], 1, costs=StepCosts({1: 1e-2, 2: 1.1e-2, 8: 1.8e-2}))
-    state, ran = state_of(1), []
+    ran = []
     zeros = torch.zeros(1, dtype=torch.int64)
     for _ in range(20):
-        tree = drafter.propose(state)
+        tree = proposed(drafter, 1)
         found = {path: node for path, (node, _) in paths_of(tree, 0).items()}
         ran.append((1,) in found)
         assert (5,) in found, "the other one always runs"
         path = [0, found[1,], found[1, 2]] if right and ran[-1] else [0, 1, 2]
         length = torch.tensor([2 if right and ran[-1] else 0])
         verdict = Verdict(torch.tensor([path]), length, length, zeros, zeros.bool())
-        drafter.absorb(state, verdict, tree, torch.zeros(1, tree.tokens.shape[1], 32))
+        absorb(drafter, 1, verdict, tree)
     assert ran[0] and (all(ran) if right else not any(ran[8:]))
     drafter.begin(slice(0, 1))
-    assert (1,) in paths_of(drafter.propose(state), 0)
+    assert (1,) in paths_of(proposed(drafter, 1), 0)
