@@ -26,6 +26,9 @@ SHIPPED = {
     "llama3-70b-zero3.yaml": ("train/medusa.py", "MedusaRecipe"),
     "llama3-8b.yaml": ("train/medusa.py", "MedusaRecipe"),
     "qwen3-8b.yaml": ("train/medusa.py", "MedusaRecipe"),
+    "tiny-ssm.yaml": ("train/ssm.py", "SsmRecipe"),
+    "smollm2-ssm.yaml": ("train/ssm.py", "SsmRecipe"),
+    "llama7b-68m-ssm.yaml": ("train/ssm.py", "SsmRecipe"),
 }
 GOOD = """\
 run: {name: x}
