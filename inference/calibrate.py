@@ -6,7 +6,9 @@
     python inference/calibrate.py ngram --target models/tiny-lm     # step costs alone, for drafters without a tree
 
 The best tree of each size and its expected tokens per step follow from the ranks that the drafter gives to the true
-tokens (inference/ranks.py); the size written maximises E[tokens] / measured step time. Both are measured as well as the
+tokens (inference/ranks.py); the size written maximises E[tokens] / measured step time. An ensemble has a tree for each
+of its models, and each level of a tree costs a forward pass of the model: of every size, the number of models and the
+depth with most E[tokens] / estimated time are taken. Both are measured as well as the
 time given (--seconds) allows: on rows of the text in a fixed random order, and by steps of trees of all sizes in turn,
 where sizes that fall behind are timed no further.
 
@@ -14,7 +16,7 @@ where sizes that fall behind are timed no further.
 acceptance and by what a step costs by its number of rows. These costs are timed at their first use and kept in the
 cache folder; calibrating times them again, and calibrates the drafter folder that is part of a merge.
 
-Shape letters: S sequences, T tokens, K depths (draft heads).
+Shape letters: S sequences, T tokens, K depths (draft heads), n drafters of an ensemble (1 of any other).
 """
 
 # ruff: noqa: E402
@@ -74,7 +76,7 @@ from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.options import check_counts, parts_of
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.race import TIMED_PROMPTS, Costs, race
-from draftsmith.inference.ranks import accuracy, best_tree, candidates, simulate
+from draftsmith.inference.ranks import best_trees, head_facts, simulate_ensemble
 from draftsmith.inference.runner import find_lean
 from draftsmith.inference.terminal import console
 from draftsmith.inference.tree import MAX_NODES, Topology, chain
@@ -83,6 +85,7 @@ from draftsmith.models.artifact import device_name
 from draftsmith.models.target import Target, check_safetensors, load_target
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+DEPTHS = (1, 2, 4, 6, 8)  # limits of trees whose every level costs a forward pass
 RANKING, MAX_POSITIONS = 0.4, 8192  # limits of counting ranks: share of the time, positions
 MAX_ROWS = 16  # per batch
 TIMED_TOKENS = 8  # each size decodes τ · TIMED_TOKENS tokens of one prompt per round, so all take as many steps
@@ -105,14 +108,30 @@ def batches(count: int, rows: int, until: float, clock: Callable[[], float] = ti
         begin, rows = end, int(min(max(2 * rows, 1), MAX_ROWS, max(0.0, fit)))
 
 
+Trees = tuple[Topology, ...]  # of each drafter; their roots are one
+
+
+def nodes_of(trees: Trees) -> int:
+    """Number of nodes of merged trees, if no two of them draft the same tokens."""
+    return 1 + sum(len(tree.paths) for tree in trees)
+
+
 @dataclass(frozen=True)
 class Choice:
-    """One size of tree: expected τ, measured seconds per step, and tokens/s over plain decoding."""
+    """Trees of one size: expected τ, measured seconds per step, and tokens/s over plain decoding."""
 
-    topology: Topology
+    trees: Trees
     tau: float
     seconds: float
     speedup: float
+
+    @property
+    def nodes(self) -> int:
+        return nodes_of(self.trees)
+
+    @property
+    def depth(self) -> int:
+        return max(tree.max_depth for tree in self.trees)
 
 
 def pick(choices: Sequence[Choice]) -> Choice:
@@ -121,26 +140,57 @@ def pick(choices: Sequence[Choice]) -> Choice:
     return next(choice for choice in choices if choice.speedup >= (1 - TIED) * best)
 
 
+def trees_by_size(
+    ranks: Tensor, sizes: Sequence[int], step_time: Callable[[Trees], float] | None = None
+) -> list[Trees]:  # fmt: skip
+    """The best trees of each size, until the text holds no more paths.
+
+    Args:
+        ranks: ``[S, T, n, K]`` of the text.
+        sizes: numbers of nodes, rising.
+        step_time: time of a step with trees. With it, those of a size have the number of drafters (the first ones; the
+            trees of the others are empty) and the depth limit that give the most expected tokens / time among those
+            that take no less time than the trees of the smaller size. Without it, the limits are n and K.
+    """
+    count, deepest = ranks.shape[2:]
+    limits = [(count, deepest)]
+    if step_time is not None:
+        depths = [*(depth for depth in DEPTHS if depth < deepest), deepest]
+        limits = list(itertools.product(range(1, count + 1), depths))
+    found: list[Trees] = []
+    cost_before = 0.0
+    for size in sizes:
+        options: list[tuple[float, float, Trees]] = []  # speed, cost, trees
+        for used, depth in limits:
+            trees = (*best_trees(ranks[:, :, :used, :depth], size), *[Topology(())] * (count - used))
+            tau, cost = (1.0, 1.0) if step_time is None else (simulate_ensemble(trees, ranks), step_time(trees))
+            options.append((tau / cost, cost, trees))
+        most = max(nodes_of(trees) for _, _, trees in options)
+        if found and most == nodes_of(found[-1]):
+            break
+        options = [option for option in options if nodes_of(option[2]) == most]
+        options = [option for option in options if option[1] >= cost_before] or options
+        _, cost_before, trees = max(options, key=lambda option: option[0])
+        found.append(trees)
+    return found
+
+
 def choose(
     target: Target, calibration: Calibration, ranks: Tensor, prompts: Sequence[list[int]], sizes: Sequence[int],
     time_is_up: Callable[[], bool], lean: bool | None = None,
 ) -> tuple[list[Choice], Costs]:  # fmt: skip
-    """Time the best tree of each size; returns those that were timed, with expected τ and cost on this device.
+    """Time the best trees of each size; returns those that were timed, with expected τ and cost on this device.
 
     Args:
-        ranks: ``[S, T, K]`` of the text.
+        ranks: ``[S, T, n, K]`` of the text.
         prompts: token ids; the timed steps continue them.
         sizes: numbers of nodes, rising.
         time_is_up: as :func:`race` takes it.
         lean: as :class:`SpeculativeDecoder` takes it.
     """
-    trees: list[Topology] = []
-    for size in sizes:
-        topology = best_tree(ranks, size)
-        if trees and topology.num_nodes == trees[-1].num_nodes:
-            break  # the text holds no more paths
-        trees.append(topology)
-    taus = [1.0, *(simulate(topology, ranks) for topology in trees)]
+    step_time = calibration.step_time and calibration.step_time(target, step_costs(target, lean))
+    trees = trees_by_size(ranks, sizes, step_time)
+    taus = [1.0, *(simulate_ensemble(of_size, ranks) for of_size in trees)]
     prompts = sorted(prompts, key=len, reverse=True)  # the first one's cache serves all
     decoders: dict[int, SpeculativeDecoder] = {}
     # On a CPU this thread's time, which other processes disturb less; it excludes waiting for a GPU or a disk.
@@ -150,7 +200,7 @@ def choose(
         prompt, ends = prompts[turn % len(prompts)], list[float]()
         count = math.ceil(taus[size] * TIMED_TOKENS) + 1
         if size not in decoders:
-            drafter = calibration.build(target, trees[size - 1]) if size else None
+            drafter = calibration.build(target, *trees[size - 1]) if size else None
             decoders[size] = SpeculativeDecoder(target, drafter, lean=lean)
             first = Request(prompt, 4, stop_ids=frozenset())  # allocates, and chooses the forms of products
             decoders[size].serve([first], 1, max_length=len(prompt) + count)
@@ -163,7 +213,7 @@ def choose(
     # A larger tree is never cheaper: if it was measured to be, the smaller one's measurement was disturbed.
     seconds = list(itertools.accumulate(reversed(measured), min))[::-1]
     timed = [each for each in zip(trees, taus[1:], seconds, measured, strict=True) if each[3] < math.inf]
-    return [Choice(tree, tau, cost, tau * plain / cost) for tree, tau, cost, _ in timed], costs
+    return [Choice(of_size, tau, cost, tau * plain / cost) for of_size, tau, cost, _ in timed], costs
 
 
 def timing_prompts(tokens: Tensor, supervised: Tensor) -> list[list[int]]:
@@ -232,21 +282,19 @@ def write_candidates(folder: Path, ranks: Tensor) -> None:
     """Write a tree.json whose nodes are chosen at load.
 
     Args:
-        ranks: ``[S, T, K]`` of the text.
+        ranks: ``[S, T, 1, K]`` of the text.
 
     Raises:
         ValueError: there is no position to count on.
     """
-    known = candidates(ranks)
+    facts = head_facts(ranks)
+    known = facts["candidates"]
     taus: dict[int, float] = {}
-    for size in SIZES:
-        topology = best_tree(ranks, size)
-        if size <= len(known) + 1:
-            taus[topology.num_nodes] = round(simulate(topology, ranks), 4)
+    for trees in trees_by_size(ranks, [size for size in SIZES if size <= len(known) + 1]):
+        taus[nodes_of(trees)] = round(simulate_ensemble(trees, ranks), 4)
     calibration = {
-        "positions": int((ranks[..., 0] >= 0).sum()),
-        "candidates": known,
-        "accuracy_by_head_and_rank": accuracy(ranks),
+        "positions": int((ranks[:, :, 0, 0] >= 0).sum()),
+        **facts,
         "mean_accepted_length_by_nodes": taus,
     }
     paths = [one["path"] for one in known]
@@ -258,10 +306,7 @@ def write_candidates(folder: Path, ranks: Tensor) -> None:
 def print_choices(choices: Sequence[Choice]) -> None:
     print("  nodes  depth  expected τ  ms/step  expected speed-up")
     for c in choices:
-        print(
-            f"  {c.topology.num_nodes:5d}  {c.topology.max_depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:7.2f}"
-            f"  {c.speedup:17.2f}"
-        )
+        print(f"  {c.nodes:5d}  {c.depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:7.2f}  {c.speedup:17.2f}")
 
 
 def main() -> None:
@@ -290,6 +335,8 @@ def main() -> None:
     if not hasattr(family, "calibration"):  # it has no tree
         return print_costs(target_of(folder, config, load_target(target_name, **options)), lean)
     drafter: Calibration = family.calibration(folder, config, weights)
+    if args.at_load and drafter.step_time is not None:
+        raise ValueError(f"--at-load is for draft heads; the nodes of '{folder}' follow from its trees: leave it out")
     check_folder("DRAFTER", folder)
     check_idle(folder)
     data = {} if given else read_held_out(folder)
@@ -316,9 +363,10 @@ def main() -> None:
                 batch = answer(target, [texts[row] for row in batch_rows], args.max_new_tokens, 32, show_time, lean)
             else:
                 batch = {name: data[name][batch_rows] for name in ("tokens", "supervised")}
-            parts.append({**batch, "ranks": drafter.ranks(target, batch["tokens"], batch["supervised"])})
+            ranks = drafter.ranks(target, batch["tokens"], batch["supervised"])
+            parts.append({**batch, "ranks": ranks[:, :, None] if ranks.dim() == 3 else ranks})
             show_time()
-            if sum(int((done["ranks"][..., 0] >= 0).sum()) for done in parts) >= MAX_POSITIONS:
+            if sum(int((done["ranks"][:, :, 0, 0] >= 0).sum()) for done in parts) >= MAX_POSITIONS:
                 break
         ranks = joined(parts, "ranks", -1)
         if args.at_load:
@@ -329,7 +377,7 @@ def main() -> None:
         prompts = [prompt[-length:] for prompt in prompts]
         sizes = (args.nodes,) if args.nodes else SIZES
         choices, costs = choose(target, drafter, ranks, prompts, sizes, time_is_up, lean)
-    positions = int((ranks[..., 0] >= 0).sum())
+    positions = int((ranks[:, :, 0, 0] >= 0).sum())
     seconds = {"ranking": round(counted - began, 2), "timing": round(time.monotonic() - counted, 2)}
     print(
         f"calibrated on {positions:,} positions of the target's own held-out text ({seconds['ranking']:.0f} s) "
@@ -338,15 +386,14 @@ def main() -> None:
     )
     print_choices(choices)
     chosen = pick(choices)
-    chain_tau = simulate(chain(drafter.max_depth), ranks)
+    chain_tau = simulate_ensemble([chain(drafter.max_depth)] * ranks.shape[2], ranks)
     calibration = {
         "positions": positions,
         "expected_mean_accepted_length": round(chosen.tau, 4),
         "chain_mean_accepted_length": round(chain_tau, 4),
-        "candidates": candidates(ranks),
-        "accuracy_by_head_and_rank": accuracy(ranks),
+        **(drafter.facts or head_facts)(ranks),
         "sizes": [
-            {"nodes": c.topology.num_nodes, "tau": round(c.tau, 4), "seconds_per_step": c.seconds,
+            {"nodes": c.nodes, "tau": round(c.tau, 4), "seconds_per_step": c.seconds,
              "speedup": round(c.speedup, 4)}
             for c in choices
         ],
@@ -357,11 +404,13 @@ def main() -> None:
         "dtype": str(target.dtype).removeprefix("torch."),
         "decoder": "transformers" if isinstance(find_lean(target, lean), str) else "lean",
     }  # fmt: skip
-    paths = [list(path) for path in chosen.topology.paths]
-    write_json(folder / "tree.json", {"paths": paths, "calibration": calibration})
+    paths = [[list(path) for path in tree.paths] for tree in chosen.trees]
+    stored = {"paths": paths[0]} if len(paths) == 1 else {"parts": paths}
+    write_json(folder / "tree.json", {**stored, "calibration": calibration})
+    by_part = f" ({' + '.join(str(len(each)) for each in paths)} beside the root)" if len(paths) > 1 else ""
     print(
-        f"{folder / 'tree.json'}: {chosen.topology.num_nodes} nodes, depth {chosen.topology.max_depth}, "
-        f"expected τ {chosen.tau:.2f} (a chain: {chain_tau:.2f})"
+        f"{folder / 'tree.json'}: {chosen.nodes} nodes{by_part}, depth {chosen.depth}, "
+        f"expected τ {chosen.tau:.2f} (a chain{'' if len(paths) == 1 else ' of each'}: {chain_tau:.2f})"
     )
     if len(parts_of(args.drafter)) > 1:
         print_costs(target, lean)

@@ -197,6 +197,12 @@ def accuracy(ranks: Tensor) -> list[list[float]]:
     ]
 
 
+def head_facts(ranks: Tensor) -> dict[str, Any]:
+    """What tree.json records of draft heads: the candidates of a merge and the heads' accuracy. ``[S, T, 1, K]``."""
+    ranks = ranks[:, :, 0]
+    return {"candidates": candidates(ranks), "accuracy_by_head_and_rank": accuracy(ranks)}
+
+
 def simulate(topology: Topology, ranks: Tensor) -> float:
     """Mean accepted length τ (bonus token included) of a tree, by walking the sequences step by step: exact for greedy
     decoding, since the sequences are the target's own.

@@ -1,5 +1,6 @@
 """Reports: the figures of a run as JSON (the field names are stable), a table, coloured text and a plot."""
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -152,6 +153,16 @@ def _fitting_name(drafter: str) -> str:
     return name if len(name) <= 21 else "…" + name[-20:]
 
 
+def _coverage_line(coverage: Sequence[float], overlap: Sequence[Sequence[float]], mark_tokens: int) -> str:
+    """How many of the held-out answers an ensemble's first s models reproduce, and how many two of them do."""
+    covered = ", ".join(f"@{count} {share:.2f}" for count, share in enumerate(coverage, 1))
+    pairs = [
+        f"ssm-{first}/ssm-{second} {overlap[first][second]:.2f}"
+        for first, second in itertools.combinations(range(len(coverage)), 2)
+    ]
+    return f"first {mark_tokens} tokens: coverage{covered}" + (f", overlap {', '.join(pairs)}" if pairs else "")
+
+
 def print_kinds(reports: Sequence[dict[str, Any]], console: Console) -> None:
     """The figures of each kind of text, a row for each drafter; nothing where there are no kinds."""
     if not reports[0].get("kinds"):
@@ -256,6 +267,8 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
                 for name, counts in report["sources"].items()
             ]
             console.print(f"  {'; '.join(shares)}", markup=False, soft_wrap=True)
+        if "ssm" in report:
+            console.print(f"  {_coverage_line(**report['ssm'])}", markup=False, soft_wrap=True)
 
 
 def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, int]]:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference import report as reporting
+from draftsmith.inference.drafters.load import report_fields
 from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.lossless import check_greedy, check_sample
@@ -452,6 +453,7 @@ def evaluate(
                 },
                 "peak_memory_bytes": peak,
                 "lossless": lossless.to_dict() | {"passed": lossless.passed} if lossless else None,
+                **report_fields(name),
                 "versions": versions(),
                 "command": "python inference/decode.py " + shlex.join(sys.argv[1:]),
             }

@@ -1,7 +1,7 @@
 """Drafters by name: ``none``, a folder or Hub id, ``ngram``, ``draft_model:PATH``, and several joined by ``+``.
 
 A family of trained drafters is one module, entered in :data:`FAMILIES` under the ``drafter_type`` of its folders'
-config.json and imported when the first of them is loaded. It has two plain functions:
+config.json and imported when the first of them is loaded. It has up to three plain functions:
 
 ``open_drafter(folder, config, weights, tree, merged) → Part``
     A drafter before its target is loaded; everything that needs no target is checked here. ``folder``: Path. ``config``
@@ -14,6 +14,9 @@ config.json and imported when the first of them is loaded. It has two plain func
     What inference/calibrate.py measures a tree with. Only a family whose drafters have a fixed tree (tree.json) has
     this function; of others it times the target's steps alone.
 
+``report_fields(folder, config) → dict``
+    Fields that its drafters add to report.json; may be left out.
+
 That a drafter belongs to the target (fingerprint, width, vocabulary, adapter, chat template) is checked for all.
 """
 
@@ -21,7 +24,8 @@ import difflib
 import importlib
 import os
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +33,7 @@ from typing import Any
 
 from torch import Tensor
 
+from draftsmith.common.files import json_object
 from draftsmith.inference.costs import StepCosts, step_costs
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
@@ -38,9 +43,13 @@ from draftsmith.inference.options import parts_of
 from draftsmith.inference.tree import Topology, chosen_at_load
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import read_drafter
+from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 
-FAMILIES = {"medusa": "draftsmith.inference.drafters.medusa"}  # drafter_type → module
+FAMILIES = {  # drafter_type → module
+    "medusa": "draftsmith.inference.drafters.medusa",
+    "ssm": "draftsmith.inference.drafters.ssm",
+}
 MERGED_NODES = 40  # at most, in a merged tree, the root included
 CHAIN = (1,) * 8  # the expansion of a draft model, if none is given
 NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
@@ -50,29 +59,38 @@ NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
 class Part:
     """A drafter before its target is loaded.
 
-    build: (target, costs, options) → the drafter. costs: step costs by which it chooses its nodes; None: it
-        proposes all of them. options: those of :func:`load_target`, for causal LMs of its own.
+    build: (target, costs, options) → the drafter, or any number of them by name, which are merged. costs: step costs
+        by which it chooses its nodes; None: it proposes all of them. options: those of :func:`load_target`, for causal
+        LMs of its own.
     uses_costs: whether it chooses nodes by step costs even when it is the only drafter.
     """
 
-    build: Callable[[Target, StepCosts | None, dict[str, Any]], Drafter]
+    build: Callable[[Target, StepCosts | None, dict[str, Any]], Drafter | Mapping[str, Drafter]]
     uses_costs: bool = False
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How a drafter with a fixed tree is calibrated.
+    """How a drafter with a fixed tree, or an ensemble whose n drafters have a tree each, is calibrated.
 
     max_depth: K, the depth of the deepest tree that the drafter can propose.
-    ranks: (target, tokens ``[S, T]``, supervised ``[S, T]``) → ``[S, T, K]`` int64: at each depth, the rank that the
-        drafter gives to the true token after the true tokens before it. :func:`draftsmith.inference.ranks.draft_labels`
-        and ``label_ranks`` help. For a drafter that proposes a single chain the rank is 0 or ``MAX_RANK``.
-    build: (target, topology) → the drafter with this tree.
+    ranks: (target, tokens ``[S, T]``, supervised ``[S, T]``) → ``[S, T, K]`` int64, of an ensemble ``[S, T, n, K]``: at
+        each depth, the rank that the drafter gives to the true token after the true tokens before it.
+        :func:`draftsmith.inference.ranks.draft_labels` and ``label_ranks`` help. For a drafter that proposes a single
+        chain the rank is 0 or ``MAX_RANK``.
+    build: (target, a topology for each drafter) → the drafter with these trees.
+    facts: ranks ``[S, T, n, K]`` of all of the text → what tree.json records of them in ``calibration``; left out,
+        :func:`draftsmith.inference.ranks.head_facts`.
+    step_time: (target, step costs) → a function of the trees: the time of a step and its drafting, in plain steps of
+        the target. For drafters whose every level takes a forward pass, so that less deep trees may be faster; left
+        out, drafting takes the same time whatever the tree.
     """
 
     max_depth: int
     ranks: Callable[[Target, Tensor, Tensor], Tensor]
-    build: Callable[[Target, Topology], Drafter]
+    build: Callable[..., Drafter]
+    facts: Callable[[Tensor], dict[str, Any]] | None = None
+    step_time: Callable[[Target, StepCosts], Callable[[Sequence[Topology]], float]] | None = None
 
 
 def has_folder(part: str) -> bool:
@@ -166,10 +184,41 @@ def load_drafter(
     dynamic = loaded.device.type == "cpu" or loaded.spread
     uses_costs |= any(part.uses_costs for part in parts.values())
     costs = step_costs(loaded, lean) if dynamic and uses_costs else None
-    drafters = {each: part.build(loaded, costs, options) for each, part in parts.items()}
-    if len(drafters) == 1:
-        return loaded, drafters[name]
+    drafters = _flat({each: part.build(loaded, costs, options) for each, part in parts.items()})
+    if len(drafters) < 2:
+        return loaded, next(iter(drafters.values()), None)
     return loaded, MergedDrafter(drafters, loaded, MERGED_NODES, costs)
+
+
+def _flat(built: Mapping[str, Drafter | Mapping[str, Drafter]]) -> dict[str, Drafter]:
+    """The drafters of all parts by name: members of an ensemble by their own (``ssm-0``) where no other drafter has it,
+    else after the ensemble's (``runs/x:ssm-0``)."""
+    inside = {name: each if isinstance(each, Mapping) else {name: each} for name, each in built.items()}
+    counts = Counter(member for members in inside.values() for member in members)
+    return {
+        f"{name}:{member}" if counts[member] > 1 and isinstance(built[name], Mapping) else member: drafter
+        for name, members in inside.items()
+        for member, drafter in members.items()
+    }
+
+
+def report_fields(name: str) -> dict[str, Any]:
+    """What the families of a drafter's folders add to its report; a field that two of them have is the first one's.
+
+    Args:
+        name: as :func:`load_drafter` takes it.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`load_drafter`.
+    """
+    fields: dict[str, Any] = {}
+    for each in filter(has_folder, parts_of(name)):
+        folder = resolve_folder(each)
+        config = json_object(folder / "config.json", "drafter config")
+        family = family_of(folder, config)
+        if hasattr(family, "report_fields"):
+            fields = family.report_fields(folder, config) | fields
+    return fields
 
 
 def _ngram(name: str) -> Part:

@@ -114,7 +114,7 @@ def test_unknown_types(run_main, written, family):
     try:
         for kind, hint in (("toys", "; nearest: toy"), ("eagle", "")):
             (folder / "config.json").write_text(json.dumps({**config, "drafter_type": kind}))
-            message = f"{folder}: drafter_type '{kind}' is not known to this version; known: medusa, toy{hint}"
+            message = f"{folder}: drafter_type '{kind}' is not known to this version; known: medusa, ssm, toy{hint}"
             for main, options in ((decode.main, ["--prompt", "a"]), (calibrate.main, [])):
                 assert run_main(main, folder, *options, "--target", "/nowhere") == (2, "", f"error: {message}\n")
     finally:

@@ -1,0 +1,209 @@
+"""An ensemble of small speculative models (SSMs, SpecInfer, arXiv 2305.09781 §3): each drafts a tree of its own, and
+the trees are merged.
+
+An SSM drafts its tree level by level, a forward pass for each level, so that a less deep tree may be faster than the
+one that accepts most: calibration weighs both.
+
+Shape letters: S sequences, T tokens, K depths, n SSMs, A answers.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.costs import StepCosts, draft_time
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
+from draftsmith.inference.drafters.load import Calibration, Part
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.protocol import Drafter, PlainDrafter
+from draftsmith.inference.ranks import (
+    accuracy,
+    best_trees,
+    chained_ranks,
+    coverage,
+    matched_answers,
+    next_token_ranks,
+    overlap,
+    simulate_ensemble,
+)
+from draftsmith.inference.runner import engine_attention
+from draftsmith.inference.tree import Topology, read_trees
+from draftsmith.models.target import Target, load_target
+from draftsmith.models.vocabulary import check_draft_vocab
+
+DEPTH = 8  # K: of the deepest tree that is calibrated
+NODES = (2, 4, 8, 16, 32, 64)  # of the trees whose expected τ tree.json records
+
+
+def _check_config(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Check an ensemble's own fields and its draft vocabulary.
+
+    Raises:
+        ValueError: a field is missing or damaged, or the weights are not those that the config promises.
+    """
+    file = folder / "config.json"
+
+    def check(field: str, what: str, fits: bool) -> None:
+        if not fits:
+            raise ValueError(f"{file}: field '{field}' is {config.get(field)!r}; it has to be {what}")
+
+    def is_count(value: Any) -> bool:
+        return type(value) is int and value >= 1
+
+    count, size, parts = config.get("num_ssms"), config.get("draft_vocab_size"), config.get("parts", [])
+    check("num_ssms", "a number of SSMs", is_count(count))
+    check("parts", f"{count} folders, one for each SSM", len(parts) == count)
+    check("vocab_size", "the size of the target's vocabulary", is_count(config.get("vocab_size")))
+    check("draft_vocab_size", "a number of tokens, or null", size is None or is_count(size))
+    check("mark_tokens", "a number of tokens", is_count(config.get("mark_tokens")))
+    assert count is not None
+    check("coverage", f"{count} shares", _are_shares(config.get("coverage"), count))
+    overlaps = config.get("overlap")
+    square = isinstance(overlaps, list) and len(overlaps) == count and all(_are_shares(row, count) for row in overlaps)
+    check("overlap", f"{count} × {count} shares", square)
+    expected = [] if size is None else ["draft_vocab"]
+    if sorted(weights) != expected:
+        raise ValueError(
+            f"{folder}/model.safetensors: holds {sorted(weights)}; draft_vocab_size={size} needs {expected}"
+        )
+    if size is not None:
+        check_draft_vocab(weights["draft_vocab"], size, config["vocab_size"], f"{folder}/model.safetensors")
+
+
+def _are_shares(value: Any, count: int) -> bool:
+    return isinstance(value, list) and len(value) == count and all(type(v) in (int, float) for v in value)
+
+
+def _load(folder: Path, part: str, target: Target, ids: Tensor | None, trust_remote_code: bool = False) -> Target:
+    """An SSM, on the target's device and in its dtype.
+
+    Raises:
+        FileNotFoundError, ValueError: it is damaged, no causal LM, or of another vocabulary than the target.
+    """
+    model = load_target(
+        str(folder / part), device=str(target.device), dtype=str(target.dtype).removeprefix("torch."),
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    check_vocabulary(model, target)
+    if ids is not None and int(ids[-1]) >= model.vocab_size:
+        raise ValueError(
+            f"{folder}/model.safetensors: 'draft_vocab' holds ids up to {int(ids[-1])}; '{part}' has a vocabulary of "
+            f"{model.vocab_size}"
+        )
+    return model
+
+
+def pass_time(model: Target, target: Target, draft_vocab: Tensor | None, costs: StepCosts) -> float:
+    """Time of an SSM's forward pass with one row and the choice of its tokens, in plain steps of the target; measured
+    for at most 0.1 s."""
+    with engine_attention([model]):
+        return draft_time(DraftModelDrafter(model, target, (1,), draft_vocab=draft_vocab), target, costs)
+
+
+# ---- the family, as inference/drafters/load.py describes it
+
+
+def open_drafter(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
+) -> Part:
+    """The SSMs and their trees, checked against each other. An SSM whose tree is empty is not loaded.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such tree, it is damaged, or it does not fit the SSMs; or the config
+            or the draft vocabulary is damaged.
+    """
+    assert tree is not None
+    _check_config(folder, config, weights)
+    trees, ids = read_trees(tree, config["num_ssms"]), weights.get("draft_vocab")
+    outputs = config["vocab_size"] if ids is None else len(ids)
+    deepest = max(topology.max_rank for topology in trees)
+    if deepest >= outputs:
+        raise ValueError(f"{tree}: the tree asks for rank {deepest} of a vocabulary of {outputs}")
+
+    def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Mapping[str, Drafter]:
+        drafters: dict[str, Drafter] = {}
+        for part, topology in zip(config["parts"], trees, strict=True):
+            if not topology.paths:
+                continue
+            model = _load(folder, part, target, ids, options.get("trust_remote_code", False))
+            vocabulary = None if ids is None else ids.long().to(target.device)
+            draft_cost = None if costs is None or target.spread else pass_time(model, target, vocabulary, costs)
+            drafters[part] = DraftModelDrafter(
+                model, target, topology, draft_vocab=vocabulary, costs=costs, draft_cost=draft_cost
+            )
+        return drafters
+
+    return Part(build, uses_costs=True)
+
+
+def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
+    """Each SSM's rank of the true token; trees of up to eight levels."""
+    _check_config(folder, config, weights)
+    ensemble = _Ensemble(folder, config, weights.get("draft_vocab"))
+    return Calibration(DEPTH, ensemble.ranks, ensemble.build, ensemble.facts, ensemble.step_time)
+
+
+class _Ensemble:
+    """An ensemble that is calibrated. Its SSMs are loaded with the first text, and every text's matched answers are
+    kept."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], ids: Tensor | None) -> None:
+        self.folder, self.config, self.ids = folder, config, None if ids is None else ids.long()
+        self.models: list[Target] = []
+        self.matched: list[Tensor] = []  # [n, A] bool of each text
+
+    def ranks(self, target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
+        """``[S, T, n, K]``."""
+        if not self.models:
+            self.ids = None if self.ids is None else self.ids.to(target.device)
+            self.models = [_load(self.folder, part, target, self.ids) for part in self.config["parts"]]
+        by_ssm = [next_token_ranks(model, tokens, supervised, self.ids) for model in self.models]
+        self.matched.append(matched_answers(torch.stack(by_ssm), supervised, self.config["mark_tokens"]))
+        return torch.stack([chained_ranks(ranks, tokens, supervised, DEPTH) for ranks in by_ssm], 2)
+
+    def build(self, target: Target, *trees: Topology) -> Drafter:
+        """The drafter that proposes all nodes of the trees."""
+        drafters = {
+            part: DraftModelDrafter(model, target, topology, draft_vocab=self.ids)
+            for part, model, topology in zip(self.config["parts"], self.models, trees, strict=True)
+            if topology.paths
+        }
+        if len(drafters) < 2:
+            return next(iter(drafters.values()), PlainDrafter(target.device))
+        return MergedDrafter(drafters, target, 1 + sum(len(tree.paths) for tree in trees))
+
+    def facts(self, ranks: Tensor) -> dict[str, Any]:
+        matched = torch.cat(self.matched, 1)
+        trees = {nodes: best_trees(ranks, nodes) for nodes in NODES}
+        return {
+            "accuracy_by_ssm_depth_and_rank": [accuracy(of_ssm) for of_ssm in ranks.unbind(2)],
+            "coverage": coverage(matched),
+            "overlap": overlap(matched),
+            "mark_tokens": self.config["mark_tokens"],
+            "answers": matched.shape[1],
+            "mean_accepted_length_by_nodes": {
+                nodes: round(simulate_ensemble(of_size, ranks), 4) for nodes, of_size in trees.items()
+            },
+        }
+
+    def step_time(self, target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
+        passes = [pass_time(model, target, self.ids, costs) for model in self.models]
+
+        def time(trees: Sequence[Topology]) -> float:
+            total = costs.relative(1 + sum(len(tree.paths) for tree in trees))
+            for each, tree in zip(passes, trees, strict=True):
+                parents = Counter(len(path) for path in {path[:-1] for path in tree.paths})  # by depth
+                total += each * sum(costs.relative(count) for count in parents.values())
+            return total
+
+        return time
+
+
+def report_fields(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The field ``ssm``: how many of the held-out answers the first s SSMs reproduce, and how many two of them do, as
+    training measured it."""
+    return {"ssm": {name: config.get(name) for name in ("coverage", "overlap", "mark_tokens")}}

@@ -1,0 +1,273 @@
+"""Ensembles of SSMs are loaded, calibrated, decoded with and reported on by the real commands."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import BertConfig, BertModel
+
+from draftsmith.common.files import write_json
+from draftsmith.inference import calibrate, decode
+from draftsmith.inference.answers import answer
+from draftsmith.inference.calibrate import nodes_of, trees_by_size
+from draftsmith.inference.drafters import load, ssm
+from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.prompts import encode_prompts, read_prompts
+from draftsmith.inference.ranks import MAX_RANK, best_trees, overlap, simulate_ensemble
+from draftsmith.inference.tree import Topology, read_trees
+from draftsmith.models.artifact import read_drafter, write_drafter
+from draftsmith.models.vocabulary import most_frequent
+
+PROMPTS = ["import os", "def read(path):", "The software is provided", "copyright notice"]
+MARK = 4
+OPTIONS = ("--device", "cpu", "--dtype", "float32")
+
+
+def write_ensemble(folder, target, count, ids):
+    """SSMs that are the target with noise on its weights."""
+    for number in range(count):
+        model, generator = copy.deepcopy(target.model), torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.06 * weight.std())
+        model.save_pretrained(folder / f"ssm-{number}")
+        target.tokenizer.save_pretrained(folder / f"ssm-{number}")
+    shape = {
+        "num_ssms": count, "draft_vocab_size": None if ids is None else len(ids), "vocab_size": target.vocab_size,
+        "mark_tokens": MARK, "coverage": [0.25, 0.375][:count], "overlap": [[1.0, 0.5], [0.5, 1.0]][:count],
+    }  # fmt: skip
+    shape["overlap"] = [row[:count] for row in shape["overlap"]]
+    weights = {} if ids is None else {"draft_vocab": ids}
+    write_drafter(folder, "ssm", shape, weights, target, {}, parts=[f"ssm-{number}" for number in range(count)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return file
+
+
+@pytest.fixture(scope="module")
+def text(target, prompts):
+    """What the target writes after the prompts."""
+    return answer(target, encode_prompts(read_prompts(prompts), target), 32, 4)
+
+
+@pytest.fixture(scope="module")
+def ids(target, text):
+    """A draft vocabulary that lacks some of the tokens of the text."""
+    counts = torch.bincount(text["tokens"][text["supervised"]].long(), minlength=target.vocab_size)
+    size = int((counts > 0).sum()) * 3 // 4
+    return most_frequent(counts, size)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory, target, ids):
+    return write_ensemble(tmp_path_factory.mktemp("drafters") / "two", target, 2, ids)
+
+
+@pytest.fixture
+def ensemble(tmp_path, stored):
+    """A copy with a tree for each SSM."""
+    folder = shutil.copytree(stored, tmp_path / "two")
+    write_json(folder / "tree.json", {"parts": [[[0], [0, 0], [0, 0, 0], [1]], [[0], [0, 0], [1], [1, 0]]]})
+    return folder
+
+
+def test_calibrated(run_main, stored, prompts, target, text, ids, monkeypatch):
+    """The trees, and the facts in tree.json; the simulated τ is that of the engine with these trees."""
+    monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
+    early = run_main(decode.main, stored, "--prompts", prompts)
+    assert early == (2, "", f"error: {stored}: has no tree.json yet; run: python inference/calibrate.py {stored}\n")
+    refused = run_main(calibrate.main, stored, "--prompts", prompts, "--at-load", "--target", "/nowhere")
+    message = f"--at-load is for draft heads; the nodes of '{stored}' follow from its trees: leave it out"
+    assert refused == (2, "", f"error: {message}\n")
+    options = ("--prompts", prompts, "--max-new-tokens", 32, *OPTIONS)
+    monkeypatch.setattr(ssm, "pass_time", lambda *_: 0.01)  # the SSMs are as large as the target
+    code, out, err = run_main(calibrate.main, stored, *options, "--nodes", 12, "--seconds", 2)
+    assert code == 0 and f"{stored / 'tree.json'}: 12 nodes (" in out, err
+    tree = json.loads((stored / "tree.json").read_text())
+    trees = read_trees(stored / "tree.json", 2)
+    assert sum(map(len, tree["parts"])) == 11 and len(trees) == 2
+    _, config, weights = read_drafter(str(stored))
+    calibration = ssm.calibration(stored, config, weights)
+    ranks = calibration.ranks(target, text["tokens"], text["supervised"])
+    assert ranks.shape == (*text["tokens"].shape, 2, 8)
+    outside = ~torch.isin(text["tokens"].long(), ids)
+    assert (ranks[:, :-2, :, 0][(outside & text["supervised"])[:, 2:] & (ranks[:, :-2, 0, 0] >= 0)] == MAX_RANK).all()
+    known = tree["calibration"]
+    tau = simulate_ensemble(trees, ranks)
+    assert known["expected_mean_accepted_length"] == round(tau, 4) > 1.3, "else nothing is accepted"
+    assert known["mean_accepted_length_by_nodes"]["8"] == round(simulate_ensemble(best_trees(ranks, 8), ranks), 4)
+    assert torch.tensor(known["accuracy_by_ssm_depth_and_rank"]).shape == (2, 8, MAX_RANK)
+    first = torch.tensor(known["accuracy_by_ssm_depth_and_rank"])[:, 0, 0]
+    labels = ranks[..., 0] >= 0
+    share = (ranks[..., 0] == 0).sum((0, 1)) / labels.sum((0, 1))
+    assert torch.allclose(first, share, atol=1e-4) and share[0] != share[1]
+    # The greedy continuations of each SSM, restricted to the draft vocabulary.
+    assert known["answers"] == 4 and known["mark_tokens"] == MARK
+    matched = torch.tensor([
+        [_continues(model, ids, row, marks) for row, marks in zip(text["tokens"], text["supervised"], strict=True)]
+        for model in (ssm._load(stored, part, target, ids) for part in config["parts"])
+    ])  # fmt: skip
+    assert known["coverage"] == [round(float(matched[: s + 1].any(0).float().mean()), 4) for s in range(2)]
+    assert known["overlap"] == overlap(matched)
+
+    texts = encode_prompts(read_prompts(prompts), target)
+    for each in (trees, (Topology(((0,), (0, 0), (0, 0, 0), (1,))), Topology(((0,), (0, 0), (0, 1), (1,), (1, 0))))):
+        results = SpeculativeDecoder(target, calibration.build(target, *each)).generate(texts, 32)
+        lengths = [length for result in results for length in result.accepted]
+        assert len(set(lengths)) > 2 and simulate_ensemble(each, ranks) == sum(lengths) / len(lengths)
+
+
+def _continues(model, ids, row, marks):
+    """Whether a model's greedy continuation, of a draft vocabulary, begins as the answer in a row."""
+    begin = int(marks.nonzero()[0])
+    for place in range(begin, min(begin + MARK, int(marks.nonzero()[-1]) + 1)):
+        with torch.no_grad():
+            logits = model.model(row[None, :place].long()).logits[0, -1]
+        if int(ids[logits[ids].argmax()]) != int(row[place]):
+            return False
+    return True
+
+
+def test_decoded(run_main, ensemble, prompts, tmp_path):
+    """Greedily and by sampling, alone and with n-grams; who proposed what was accepted, and the line on the SSMs."""
+    name = str(ensemble)
+    for drafter, mode, sources in (
+        (name, (), ["ssm-0", "ssm-1"]),
+        (f"{name}+ngram", (), ["ssm-0", "ssm-1", "ngram"]),
+        (name, ("--mode", "sample", "--temperature", 0.8, "--seed", 1), ["ssm-0", "ssm-1"]),
+    ):
+        code, _, err = run_main(
+            decode.main, drafter, "--prompts", prompts, "--max-new-tokens", 24, "--baseline", "none",
+            "--check-lossless", "--report", tmp_path / "report", *mode, *OPTIONS,
+        )  # fmt: skip
+        assert code == 0, err
+        found = json.loads((tmp_path / "report" / "report.json").read_text())
+        assert found["lossless"]["passed"] and list(found["sources"]) == sources
+        assert found["mean_accepted_length"] > 1.3
+        accepted = [found["sources"][source]["accepted_tokens"] for source in sources[:2]]
+        assert min(accepted) > 0 and sum(accepted) >= found["spec_decode"]["num_accepted_tokens"] * 0.9
+        assert found["ssm"] == {"coverage": [0.25, 0.375], "overlap": [[1.0, 0.5], [0.5, 1.0]], "mark_tokens": MARK}
+        assert "first 4 tokens: coverage@1 0.25, @2 0.38, overlap ssm-0/ssm-1 0.50\n" in err
+
+
+def test_names_and_empty_trees(ensemble, target, tmp_path):
+    """Names are short where they are unique. An SSM without a tree is not loaded; without any, nothing is drafted."""
+    one = write_ensemble(tmp_path / "one", target, 1, None)
+    write_json(one / "tree.json", {"paths": [[0], [0, 0], [1]]})
+    _, drafter = load_drafter(str(one), target)
+    assert drafter is not None and not drafter.sources and drafter.num_nodes == 4
+    _, drafter = load_drafter(f"{ensemble}+{one}", target)
+    assert drafter is not None
+    assert drafter.sources == (f"{ensemble}:ssm-0", "ssm-1", f"{one}:ssm-0") and len(drafter.models) == 3
+    assert load.report_fields(f"ngram+{one}+{ensemble}")["ssm"]["coverage"] == [0.25]
+    write_json(ensemble / "tree.json", {"parts": [[], [[0]]]})
+    _, drafter = load_drafter(str(ensemble), target)
+    assert drafter is not None and (drafter.num_nodes, len(drafter.models)) == (2, 1)
+    write_json(ensemble / "tree.json", {"parts": [[], []]})
+    assert load_drafter(str(ensemble), target)[1] is None
+
+
+def test_levels_are_weighed():
+    """Where a forward pass costs much, one SSM drafts a wide tree; where it costs nothing, both draft deep ones."""
+    torch.manual_seed(0)
+    ranks = torch.tensor([0.6, 0.2, 0.1, 0.1]).multinomial(4 * 40 * 2 * 8, replacement=True).view(4, 40, 2, 8)
+    sizes = (4, 8, 16)
+
+    def shapes(cost):
+        def step_time(trees):
+            return 1 + 0.02 * nodes_of(trees) + cost * sum(tree.max_depth for tree in trees)
+
+        found = trees_by_size(ranks, sizes, step_time)
+        assert [nodes_of(trees) for trees in found] == [*sizes]
+        times = [step_time(trees) for trees in found]
+        assert times == sorted(times), "as race expects"
+        return [[(len(tree.paths), tree.max_depth) for tree in trees] for trees in found]
+
+    by_tokens = trees_by_size(ranks, sizes)
+    assert by_tokens == [best_trees(ranks, size) for size in sizes]
+    (_, first), (_, second) = shapes(0.0)[-1]
+    assert min(first, second) >= 4
+    assert shapes(10.0) == [[(3, 1), (0, 0)], [(7, 2), (0, 0)], [(15, 2), (0, 0)]], "there are 4 ranks"
+    shapes(0.03)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("num_ssms", "2", "field 'num_ssms' is '2'; it has to be a number of SSMs"),
+        ("num_ssms", 3, "field 'parts' is ['ssm-0', 'ssm-1']; it has to be 3 folders, one for each SSM"),
+        ("parts", [], "field 'parts' is []; it has to be 2 folders, one for each SSM"),
+        ("vocab_size", None, "field 'vocab_size' is None; it has to be the size of the target's vocabulary"),
+        ("draft_vocab_size", 7.5, "field 'draft_vocab_size' is 7.5; it has to be a number of tokens, or null"),
+        ("draft_vocab_size", None, "holds ['draft_vocab']; draft_vocab_size=None needs []"),
+        ("draft_vocab_size", 5, "of int64; draft_vocab_size=5 needs [5] of int64 or int32"),
+        ("mark_tokens", 0, "field 'mark_tokens' is 0; it has to be a number of tokens"),
+        ("coverage", [0.5], "field 'coverage' is [0.5]; it has to be 2 shares"),
+        ("overlap", [[1.0, 0.5]], "field 'overlap' is [[1.0, 0.5]]; it has to be 2 × 2 shares"),
+    ],
+)
+def test_damaged_configs(run_main, ensemble, field, value, said):
+    config = json.loads((ensemble / "config.json").read_text())
+    write_json(ensemble / "config.json", config | {field: value})
+    for main, options in ((decode.main, ["--prompt", "a"]), (calibrate.main, [])):
+        code, _, err = run_main(main, ensemble, *options, "--target", "/nowhere")
+        assert code == 2 and err.startswith(f"error: {ensemble}/") and err.count("\n") == 1
+        assert err.endswith(f"{said}\n"), err
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"parts": [[[0]]]}, "'parts' has 1 trees, and the drafter has 2 SSMs; calibrate it again"),
+        ({"parts": {}}, "'parts' is not a list of trees, and the drafter has 2 SSMs; calibrate it again"),
+        ({"parts": [[[0]], 7]}, "a tree is a list of rank paths such as [[0], [0, 0], [1]]"),
+        ({"paths": [[0, 0]]}, "tree: path [0, 0] has no parent; add [0]"),
+        ({"parts": [[[0]], [[299]]]}, "the tree asks for rank 299 of a vocabulary of "),
+    ],
+)
+def test_damaged_trees(run_main, ensemble, tree, said):
+    write_json(ensemble / "tree.json", tree)
+    code, _, err = run_main(decode.main, ensemble, "--prompt", "a", "--target", "/nowhere")
+    assert code == 2 and err.startswith(f"error: {ensemble / 'tree.json'}: {said}") and err.count("\n") == 1
+
+
+def test_damaged_parts(run_main, ensemble, stored):
+    """One that is missing; one that is no causal LM; one of another vocabulary; a draft vocabulary out of order."""
+
+    def fails(said):
+        code, _, err = run_main(decode.main, ensemble, "--prompt", "a", *OPTIONS)
+        *before, line = err.splitlines()  # before it, what was chosen for the target that is loaded first
+        assert code == 2 and line.startswith("error: ") and said in line, err
+        assert all(each.startswith("precision: ") for each in before)
+
+    part = ensemble / "ssm-1"
+    tokenizer = json.loads((part / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    one, other = list(vocab)[-2:]
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+    (part / "tokenizer.json").write_text(json.dumps(tokenizer))
+    fails("has another vocabulary than target")
+    shutil.rmtree(part)
+    fails(f"{ensemble}: part 'ssm-1' is missing; fetch or train the drafter again")
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    shutil.copytree(stored / "ssm-0", part)
+    BertModel(BertConfig(**small, model_type="bert")).save_pretrained(part)
+    text = json.loads((part / "config.json").read_text())
+    write_json(part / "config.json", text | {"model_type": "clip"})
+    fails("'clip' is no causal language model")
+    shutil.rmtree(part)
+    shutil.copytree(stored / "ssm-1", part)
+    _, config, weights = read_drafter(str(ensemble))
+    save_file({"draft_vocab": weights["draft_vocab"].flip(0).contiguous()}, ensemble / "model.safetensors")
+    fails("'draft_vocab' does not ascend, or holds an id twice")
+    save_file({"draft_vocab": weights["draft_vocab"] + config["vocab_size"]}, ensemble / "model.safetensors")
+    fails(f"the target's are 0 to {config['vocab_size'] - 1}")
