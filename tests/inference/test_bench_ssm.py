@@ -14,7 +14,7 @@ from draftsmith.models.artifact import write_drafter
 from draftsmith.models.target import load_target
 
 NEW, MATCH, DEPTH = 16, 3, 4
-EXPANSION = [3, 2, 1]
+EXPANSION = [4, 2, 1]  # far more nodes than the merge keeps
 NOISE = {"pair": {"ssm-0": 0.03, "ssm-1": 0.04}, "one": {"ssm-0": 0.02}}
 KINDS = ("code", "writing")
 COMMON = ["--threads", 1, "--device", "cpu", "--max-new-tokens", NEW, "--depth", DEPTH, "--match", MATCH]
@@ -27,8 +27,8 @@ def target(tiny_lm):
 
 @pytest.fixture(scope="module")
 def folders(tiny_lm, target, tmp_path_factory):
-    """Two drafters of type ssm; their SSMs are copies of the target with perturbed weights. ``pair`` has two and a draft
-    vocabulary, ``one`` has one."""
+    """Drafters of type ssm, whose SSMs are copies of the target with perturbed weights: ``pair`` with two of them and a
+    draft vocabulary, and ``one``."""
     root = tmp_path_factory.mktemp("runs")
     torch.manual_seed(0)
     for name, parts in NOISE.items():
@@ -73,17 +73,19 @@ class Ssm:
         self.known = {}
 
     @torch.no_grad()
-    def best(self, text, count):
-        """Its likeliest tokens after a text, with their probabilities."""
-        if tuple(text) not in self.known:
-            logits = self.model(torch.tensor([text]), use_cache=False).logits[0, -1, self.ids]
-            p, order = logits.softmax(-1).sort(descending=True)
-            self.known[tuple(text)] = list(zip(self.ids[order].tolist(), p.tolist(), strict=True))[:10]
-        return self.known[tuple(text)][:count]
+    def best(self, texts, count):
+        """Its likeliest tokens after each of some texts of one length, with their probabilities."""
+        new = [text for text in texts if tuple(text) not in self.known]
+        if new:
+            logits = self.model(torch.tensor(new), use_cache=False).logits[:, -1, self.ids]
+            p, order = logits.softmax(-1).topk(10)
+            for text, tokens, each in zip(new, self.ids[order].tolist(), p.tolist(), strict=True):
+                self.known[tuple(text)] = list(zip(tokens, each, strict=True))
+        return [self.known[tuple(text)][:count] for text in texts]
 
     def chain(self, text, count):
         for _ in range(count):
-            text = [*text, self.best(text, 1)[0][0]]
+            text = [*text, self.best([text], 1)[0][0][0]]
         return text[len(text) - count :] if count else []
 
 
@@ -114,10 +116,11 @@ def steps_of(ssms, text, expansion, nodes):
         for ssm in ssms:
             level = [((), 1.0)]
             for children in expansion:
+                texts = [[*prompt, *answer[:done], *path] for path, _ in level]
                 level = [
                     ((*path, token), p * q)
-                    for path, p in level
-                    for token, q in ssm.best([*prompt, *answer[:done], *path], children)
+                    for (path, p), found in zip(level, ssm.best(texts, children), strict=True)
+                    for token, q in found
                 ]
                 for path, p in level:
                     rejected[path] = rejected.get(path, 1.0) * (1 - p)
