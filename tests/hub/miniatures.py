@@ -7,6 +7,7 @@ project's own text and have the real special tokens in the real order behind a s
 import io
 import json
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def write_weights(root: Path, manifest: dict[str, Any], ids: dict[int, int]) -> 
     if config["vocab_size"] > wanted.get("base_size", config["vocab_size"]) + wanted.get("special_count", 0):
         vocabulary = vocabulary // PADDING * PADDING + PADDING
     safe = sorted(name for name in manifest["files"] if name.endswith(".safetensors"))
-    shards = safe or sorted(n for n in manifest["files"] if n.startswith("pytorch_model-") and n.endswith(".bin"))
+    shards = safe or sorted(n for n in manifest["files"] if n.startswith("pytorch_model") and n.endswith(".bin"))
     layers = max(2, -(-(len(shards) - 3) // 9))  # a tensor for each shard: three, and nine in each layer
     config |= TINY | {"vocab_size": vocabulary, "num_hidden_layers": layers}
     if "num_key_value_heads" in config:
@@ -157,7 +158,7 @@ def write_weights(root: Path, manifest: dict[str, Any], ids: dict[int, int]) -> 
     _json(root / "config.json", config)
     _json(root / "generation_config.json", generation)
 
-    torch.manual_seed(0)
+    torch.manual_seed(zlib.crc32(manifest["repository"].encode()))  # no two models are the same
     dtype = getattr(torch, config["torch_dtype"])
     made = AutoConfig.for_model(**{name: value for name, value in config.items() if name != "architectures"})
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
@@ -176,6 +177,8 @@ def write_weights(root: Path, manifest: dict[str, Any], ids: dict[int, int]) -> 
             save_file(part, root / shard, metadata={"format": "pt"})
         else:
             torch.save(part, root / shard)
+    if len(shards) == 1:
+        return
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     index = "model.safetensors.index.json" if safe else "pytorch_model.bin.index.json"
     _json(root / index, {"metadata": {"total_size": size}, "weight_map": dict(sorted(of.items()))})

@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,13 @@ NOTHING_OF_THE_HUB = {
     "smollm2-distill",
     "smollm2-medusa",
     "smollm2-medusa2",
+    "smollm2-ssm",
     "tiny-distill",
     "tiny-draft",
     "tiny-lm",
     "tiny-medusa",
     "tiny-medusa2",
+    "tiny-ssm",
 }
 SIZES = [
     "target.dtype=float32", "data.max_length=224", "stages.0.steps=4", "stages.0.batch={sequences: 4, accumulate: 2}",
@@ -45,6 +47,7 @@ SIZES = [
 JOINT = ["stages.1.steps=4", "stages.1.batch={sequences: 4, accumulate: 2}", "precision.gradient_checkpointing=true"]
 ANSWERS = ["target.dtype=float32", "engine.batch_size=4", "engine.threads=1", "decoding.max_new_tokens=12"]
 FEW = ["--max-new-tokens", "8"]  # timed by calibrate.py
+ADAPTER = {"adapter/adapter_model.safetensors"}
 USELESS = ("bard", "bing", "empty")  # rows that are skipped
 
 
@@ -120,18 +123,20 @@ def train(world: World, name: str, *overrides: str, launched: bool = False) -> s
     more = [*SIZES, *overrides, f"export.push_to_hub={USER}/{name}"]
     if launched:
         return succeed(world.launch(*words, *more))
-    return succeed(world.python(*words[words.index("train/medusa.py") :], *more))
+    script = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    return succeed(world.python(*words[script:], *more))
 
 
-def finish(world: World, name: str) -> None:
-    """Calibration, decoding, and decoding of what was uploaded."""
+def finish(world: World, name: str, weights: Sequence[str] = ("model.safetensors",)) -> None:
+    """Calibration, decoding, and decoding of what was uploaded. ``weights``: all of the drafter's files of weights."""
     run = world.root / "runs" / name
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert any("loss" in line for line in lines)
     stored = world.hub.files(f"models/{USER}/{name}")
-    assert {"config.json", "model.safetensors", "README.md"} <= set(stored)
-    assert stored["model.safetensors"].read_bytes() == (run / "model.safetensors").read_bytes()
-    assert not any(file.startswith(("checkpoints", "held_out")) for file in stored)
+    assert {"config.json", "README.md"} <= set(stored)
+    assert {file for file in stored if file.endswith(".safetensors")} == {*weights, *ADAPTER.intersection(stored)}
+    assert all(stored[file].read_bytes() == (run / file).read_bytes() for file in weights)
+    assert not any(file.startswith(("checkpoints", "held_out", "marks")) for file in stored)
     succeed(world.python("inference/calibrate.py", f"runs/{name}", "--nodes", "4", *FEW))
     assert (run / "tree.json").exists()
     for drafter in (f"runs/{name}", f"{USER}/{name}"):
@@ -175,7 +180,7 @@ def weights_of(repository: str) -> set[str]:
     """The weight files that have to be asked for: the safetensors; where there are none, the pickles."""
     names = miniatures.manifests()[repository]["files"]
     safe = {name for name in names if name.endswith(".safetensors")}
-    return safe or {name for name in names if name.startswith("pytorch_model-")}
+    return safe or {name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")}
 
 
 def check_requests(world: World, target: str) -> None:
@@ -191,18 +196,19 @@ def check_requests(world: World, target: str) -> None:
 
 
 def test_how_many_there_are():
-    assert len(RECIPES) == 17
+    assert len(RECIPES) == 20
     named = {name for path in RECIPES.values() for name in _named(yaml.safe_load(path.read_text()))}
     assert named == {name.split("/", 1)[1] for name in miniatures.manifests()}, "each needs a manifest"
     tested = [name for name in RECIPES if any(_named(yaml.safe_load(RECIPES[name].read_text())))]
-    assert len(tested) == 9 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
+    assert len(tested) == 10 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
 
 
 def _named(recipe: dict[str, Any]) -> Iterator[str]:
     """The Hub ids in a recipe."""
     data = recipe["data"]
     sources = [source["source"] for part in ("train", "validation", "seeds") for source in data.get(part, ())]
-    for name in [recipe.get("target", {}).get("name", ""), *sources]:
+    base = recipe.get("drafter", {}).get("base", "")
+    for name in [recipe.get("target", {}).get("name", ""), base, *sources]:
         if name.count("/") == 1 and not name.startswith(("data/", "models/", "runs/")):
             yield name
 
@@ -388,3 +394,20 @@ def test_qwen3_8b(world):
         [f"<think>\n\n</think>\n\n{chat[-1][1]}"] for chat in held_out
     ]
     finish(world, "qwen3-8b")
+
+
+def test_llama7b_68m_ssm(world):
+    """The base of the SSMs is on the Hub, too, with pickled weights; every SSM is uploaded."""
+    name, parts = "llama7b-68m-ssm", ["ssm-0", "ssm-1", "ssm-2"]
+    ask = "{prompts: 24, prompt_tokens: 12, new_tokens: 12, batch_size: 8}"
+    sources = [f"data.{part}.{field}" for part in ("train.0", "train.1", "validation.0")
+               for field in ("limit=40", f"answers={ask}")]  # fmt: skip
+    rounds = [f"stages.{n}.{size}" for n in range(3) for size in ("steps=4", "batch={sequences: 4, accumulate: 2}")]
+    out = train(world, name, *rounds, *sources, "boost.min_prompts=4")
+    assert all(f"{part}: " in out for part in parts)
+    for model in ("huggyllama/llama-7b", "JackFram/llama-68m"):
+        check_requests(world, model)
+    finish(world, name, [f"{part}/model.safetensors" for part in parts])
+    for part in parts:  # a complete model
+        files = {file.removeprefix(f"{part}/") for file in world.hub.files(f"models/{USER}/{name}") if part in file}
+        assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= files
