@@ -14,7 +14,7 @@ from draftsmith.models.artifact import write_drafter
 from draftsmith.models.target import load_target
 
 NEW, MATCH, DEPTH = 16, 3, 4
-EXPANSION = [4, 2, 1]  # far more nodes than the merge keeps
+EXPANSION = [4, 2, 2, 1]  # far more nodes than the merge keeps
 NOISE = {"pair": {"ssm-0": 0.03, "ssm-1": 0.04}, "one": {"ssm-0": 0.02}}
 KINDS = ("code", "writing")
 COMMON = ["--threads", 1, "--device", "cpu", "--max-new-tokens", NEW, "--depth", DEPTH, "--match", MATCH]
