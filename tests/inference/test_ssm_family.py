@@ -13,8 +13,11 @@ from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.answers import answer
 from draftsmith.inference.calibrate import nodes_of, trees_by_size
+from draftsmith.inference.costs import StepCosts
 from draftsmith.inference.drafters import load, ssm
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.ranks import MAX_RANK, best_trees, overlap, simulate_ensemble
@@ -119,8 +122,12 @@ def test_calibrated(run_main, stored, prompts, target, text, ids, monkeypatch):
     assert known["coverage"] == [round(float(matched[: s + 1].any(0).float().mean()), 4) for s in range(2)]
     assert known["overlap"] == overlap(matched)
 
+    two = (Topology(((0,), (0, 0), (0, 0, 0), (1,))), Topology(((0,), (0, 0), (0, 1), (1,), (1, 0))))
+    assert calibration.step_time is not None
+    step_time = calibration.step_time(target, StepCosts({1: 1.0, 2: 2.0}))  # a row costs 1
+    assert step_time(two) == pytest.approx(10 + 0.01 * (1 + 1 + 1) + 0.01 * (1 + 2)), "leaves are not run"
     texts = encode_prompts(read_prompts(prompts), target)
-    for each in (trees, (Topology(((0,), (0, 0), (0, 0, 0), (1,))), Topology(((0,), (0, 0), (0, 1), (1,), (1, 0))))):
+    for each in (trees, two):
         results = SpeculativeDecoder(target, calibration.build(target, *each)).generate(texts, 32)
         lengths = [length for result in results for length in result.accepted]
         assert len(set(lengths)) > 2 and simulate_ensemble(each, ranks) == sum(lengths) / len(lengths)
@@ -167,7 +174,9 @@ def test_names_and_empty_trees(ensemble, target, tmp_path):
     assert drafter is not None and not drafter.sources and drafter.num_nodes == 4
     _, drafter = load_drafter(f"{ensemble}+{one}", target)
     assert drafter is not None
+    assert isinstance(drafter, MergedDrafter)
     assert drafter.sources == (f"{ensemble}:ssm-0", "ssm-1", f"{one}:ssm-0") and len(drafter.models) == 3
+    assert all(isinstance(each, DraftModelDrafter) and (each.draft_cost or 0) > 0 for each in drafter.drafters)
     assert load.report_fields(f"ngram+{one}+{ensemble}")["ssm"]["coverage"] == [0.25]
     write_json(ensemble / "tree.json", {"parts": [[], [[0]]]})
     _, drafter = load_drafter(str(ensemble), target)
@@ -260,7 +269,7 @@ def test_damaged_parts(run_main, ensemble, stored):
     fails(f"{ensemble}: part 'ssm-1' is missing; fetch or train the drafter again")
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     shutil.copytree(stored / "ssm-0", part)
-    BertModel(BertConfig(**small, model_type="bert")).save_pretrained(part)
+    BertModel(BertConfig(**small)).save_pretrained(part)
     text = json.loads((part / "config.json").read_text())
     write_json(part / "config.json", text | {"model_type": "clip"})
     fails("'clip' is no causal language model")
