@@ -240,14 +240,10 @@ def train(run: Run[SsmRecipe]) -> None:
         chosen, weights, left = rows_of_round(run, rows, number, len(recipe.stages), ssms, ids, recipe.boost)
         console.print(f"{part_name(number)}: {left:,} prompts")
         if ssms and left < recipe.boost.min_prompts:
-            console.print(
-                f"  fewer than boost.min_prompts={recipe.boost.min_prompts}: the ensemble has {len(ssms)} SSMs"
-            )
+            console.print(f"  fewer than boost.min_prompts={recipe.boost.min_prompts}: the ensemble ends here")
             break
         if not chosen:
-            raise ValueError(
-                f"stage '{stage.name}': no prompt is left to train on; lower boost.tokens, or use more data"
-            )
+            raise ValueError(f"stage '{stage.name}': no prompt is left to train on; use more data")
         ssm = Target(copy.deepcopy(base), target.tokenizer, part_name(number), "")
         if recipe.precision.gradient_checkpointing:
             checkpoint_activations(ssm.model)
