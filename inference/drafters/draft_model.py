@@ -60,8 +60,8 @@ def check_vocabulary(model: Target, target: Target) -> None:
 class _Layout:
     """The nodes of a tree of ranks, level by level; in each level the nodes that have children come first.
 
+    paths: of each node. parents: of each node, −1 at the root.
     firsts: the first node of each level, then N. runs: number of nodes in each level that have children.
-    parents: of each node, −1 at the root.
     best: for each level below the root, (k, places): its nodes among the k best tokens of each node run above, as
         places in ``[n · k]``. drawn: the same among k draws of each.
     children: the children of each node, in rank order.
@@ -74,12 +74,12 @@ class _Layout:
             by_level[len(path)].append(path)
         for level in by_level:
             level.sort(key=lambda path: (path not in inner, path))
-        paths = [*itertools.chain(*by_level)]
-        number = {path: node for node, path in enumerate(paths)}
+        self.paths = [*itertools.chain(*by_level)]
+        number = {path: node for node, path in enumerate(self.paths)}
         self.firsts = [*itertools.accumulate(map(len, by_level), initial=0)]
         self.runs = [sum(path in inner for path in level) for level in by_level]
-        self.parents = [-1, *(number[path[:-1]] for path in paths[1:])]
-        self.children: list[list[int]] = [[] for _ in paths]
+        self.parents = [-1, *(number[path[:-1]] for path in self.paths[1:])]
+        self.children: list[list[int]] = [[] for _ in self.paths]
         for path in topology.paths:  # sorted
             self.children[number[path[:-1]]].append(number[path])
         self.best: list[tuple[int, list[int]]] = []
@@ -107,6 +107,10 @@ class _Pass:
     depth: Tensor  # [B, n]
     key_depth: Tensor  # [B, T]
     mask: Tensor  # [B, n, T]
+
+    def of(self, values: Tensor) -> Tensor:
+        """Values of a level's nodes ``[B, nodes]`` → those of the nodes that are run, ``[B, n]``."""
+        return values if values.shape[1] == self.count else values[:, : self.count]
 
 
 @dataclass(frozen=True)
@@ -246,14 +250,14 @@ class DraftModelDrafter(Drafter):
             for end, k in zip(layout.firsts[1:], most, strict=True)
         ]
         q_rows, row = [0] * nodes, 0
-        # Whether a node has been run if levels 0 … i were, [levels, N + 1]; False in the last column, for node −1.
+        # For each i, whether a node has been run if levels 0 … i were, [N + 1]; False in the last place, for node −1.
         ran = torch.zeros(depth, nodes + 1, dtype=torch.bool)
         for level in self.passes:
             for node in range(level.first, level.first + level.count):
                 q_rows[node], row = row, row + 1
         for number, level in enumerate(self.passes):
             ran[number:, level.first : level.first + level.count] = True
-        self.q_rows, self.ran = torch.tensor(q_rows, device=device)[None, :, None], ran.to(device)
+        self.q_rows, self.ran = torch.tensor(q_rows, device=device)[None, :, None], ran.to(device).unbind()
         self.has_early_leaves = any(
             count < after - first
             for first, after, count in zip(layout.firsts, layout.firsts[1:], layout.runs[:-1], strict=False)
@@ -305,10 +309,10 @@ class DraftModelDrafter(Drafter):
                     if not any(continues):
                         break
             if depth:
-                hidden = self._run(level, tokens[-1][:, : level.count], state.length)
+                hidden = self._run(level, level.of(tokens[-1]), state.length)
             self.deepest_run = depth
             logits = self.head.logits(hidden)[..., : self.vocabulary]
-            above = acceptances[-1][:, : level.count, None]
+            above = level.of(acceptances[-1])[..., None]
             if settings is None or uniforms is None:
                 choice = self.best[depth]
                 p, best = self._top(logits.float().softmax(-1), choice.k)
@@ -320,7 +324,7 @@ class DraftModelDrafter(Drafter):
                 node_uniforms = uniforms[:, used : used + level.count * k].view(self.rows, level.count, k)
                 used += level.count * k
                 best, drawn = draw_children(q, node_uniforms, replacement=self.draws == "iid")
-                drawn = drawn & valid[-1][:, : level.count, None]
+                drawn = drawn & level.of(valid[-1])[..., None]
                 if not all(continues):
                     drawn = drawn & torch.tensor(continues, device=drawn.device)[:, None, None]
                 if self.draws == "iid" and self.branching > 1:

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 
 import lossless_suite
 import pytest
@@ -29,9 +30,14 @@ from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_v
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.tree import Topology
+from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT
 from draftsmith.models.target import Target, load_target
 
-EXPANSIONS = {"chain": [1, 1, 1, 1], "tree": [2, 2, 1]}
+# Unequal depths, a leaf before a node with a child in the first level, and a rank that is left out.
+SPARSE = Topology(((0,), (0, 0), (0, 0, 0), (0, 2), (1,), (2,), (2, 0)))
+TREES = {"chain": [1, 1, 1, 1], "tree": [2, 2, 1], "sparse": SPARSE}
+DEPTHS = {"chain": 4, "tree": 3, "sparse": 3}
 TEXTS = 6000  # in as many rows, which is three times as fast as the suite's default
 STEEP = StepCosts({1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0})
 
@@ -50,6 +56,11 @@ def perturbed(target: Target, noise: float = 0.04, vocabulary: int = 0, **config
         for weight in model.parameters():
             weight.add_((torch.randn(weight.shape, generator=generator) * noise * weight.cpu().std()).to(weight.device))
     return Target(model, None, "draft", "")
+
+
+def some_ids(target: Target) -> torch.Tensor:
+    """A draft vocabulary of four fifths of the target's ids."""
+    return torch.tensor([token for token in range(target.vocab_size) if token % 5 != 2], device=target.device)
 
 
 class Checked(DraftModelDrafter):
@@ -94,21 +105,23 @@ class Checked(DraftModelDrafter):
         return tree
 
     def check_drafts(self, tree, row: int) -> None:
-        """Each inner node's children are the model's most likely tokens after its path, with their probabilities."""
-        paths = {0: (self.texts[row], 1.0)}
-        for node in range(1, self.num_nodes):
-            above = int(tree.parent[row, node])
-            paths[node] = [*paths[above][0], int(tree.tokens[row, node])], float(tree.acceptance[row, node])
-        with self.model.attention("sdpa"):
-            for node in range(self.num_nodes):
-                children = [n for n in range(self.num_nodes) if int(tree.parent[row, n]) == node]
+        """Each node has the token of its path's last rank among the model's after its parent, and its probability."""
+        ids = torch.arange(self.vocabulary, device=self.model.device) if self.ids is None else self.ids
+        layout, numbers = self.layout, {path: node for node, path in enumerate(self.layout.paths)}
+        with self.model.attention("eager" if self.model.config.model_type == "gemma2" else "sdpa"):
+            for node, path in enumerate(layout.paths):
+                above = [numbers[path[:depth]] for depth in range(1, len(path) + 1)]
+                children = [n for n, other in enumerate(layout.paths) if other and other[:-1] == path]
                 if children:
-                    ids = torch.tensor([paths[node][0]], device=self.model.device)
-                    at = torch.arange(ids.shape[1], device=ids.device).clamp(max=self.model.context - 1)[None]
-                    logits = self.model.logits(self.model.hidden(ids, at))[0, -1, : self.vocabulary]
-                    p, best = logits.softmax(-1).topk(len(children))
-                    assert best.tolist() == tree.tokens[row, children].tolist()
-                    torch.testing.assert_close(tree.acceptance[row, children], paths[node][1] * p, atol=1e-4, rtol=1e-3)
+                    text = torch.tensor([[*self.texts[row], *tree.tokens[row, above].tolist()]], device=ids.device)
+                    at = torch.arange(text.shape[1], device=ids.device).clamp(max=self.model.context - 1)[None]
+                    p, best = (
+                        self.model.logits(self.model.hidden(text, at))[0, -1, ids].softmax(-1).sort(descending=True)
+                    )
+                    ranks = [layout.paths[child][-1] for child in children]
+                    assert tree.tokens[row, children].tolist() == ids[best[ranks]].tolist()
+                    acceptance = tree.acceptance[row, node] * p[ranks]
+                    torch.testing.assert_close(tree.acceptance[row, children], acceptance, atol=1e-4, rtol=1e-3)
 
     def absorb(self, state, verdict, tree, features):
         super().absorb(state, verdict, tree, features)
@@ -116,27 +129,124 @@ class Checked(DraftModelDrafter):
             path = verdict.path[row, 1 : 1 + int(verdict.length[row])]
             text += tree.tokens[row, path].tolist()
             self.seen[len(path)] += 1
-            self.seen[f"kept {int(self.cached[row] - state.length[row]) - 1}"] += 1
+            kept = int(self.cached[row] - state.length[row]) - 1
+            self.seen.update([f"kept {kept}", f"kept {kept} of {len(path)}"])
             self.check_cache(row, int(self.cached[row]))
 
 
-@pytest.mark.parametrize("name", EXPANSIONS)
+@pytest.mark.parametrize("name", ["chain", "sparse"])
 def test_lossless(make_target, name):
     """The whole suite; greedy decoding is in the next test, and sampling is checked eagerly or with static steps."""
 
     def make(target):
-        return DraftModelDrafter(perturbed(target), target, EXPANSIONS[name])
+        return DraftModelDrafter(perturbed(target), target, TREES[name])
 
     for check in (check_static, check_warm_up, check_seeds):
         check(make_target, make)
-    static = name == "tree"
-    check_sampling(make_target, make, "plain" if static else "cut", static=static, count=6000, rows=6000)
+    static = name == "sparse"
+    check_sampling(make_target, make, "plain" if static else "cut", static=static, count=TEXTS, rows=TEXTS)
 
 
-@pytest.mark.parametrize("name", EXPANSIONS)
+@pytest.mark.parametrize("name", TREES)
 def test_every_length_is_accepted(make_target, name):
-    lengths = check_greedy(make_target, lambda t: DraftModelDrafter(perturbed(t, 0.1), t, EXPANSIONS[name]))
-    assert set(lengths) == set(range(1, len(EXPANSIONS[name]) + 2)), lengths
+    lengths = check_greedy(make_target, lambda t: DraftModelDrafter(perturbed(t, 0.1), t, TREES[name]))
+    assert set(lengths) == set(range(1, DEPTHS[name] + 2)), lengths
+
+
+def test_lossless_with_a_draft_vocabulary(make_target):
+    def make(target, **options):
+        return DraftModelDrafter(perturbed(target), target, SPARSE, draft_vocab=some_ids(target), **options)
+
+    check_static(make_target, make)
+    check_greedy(make_target, make)
+    check_sampling(make_target, make, "cut", count=TEXTS, rows=TEXTS)
+    tree = proposed(lossless_suite.soft(make_target), make(lossless_suite.soft(make_target)))
+    assert set(tree.tokens[:, 1:].flatten().tolist()) <= {0, 1, 3, 4} and tree.draws.q.shape[2] == 4
+    torch.testing.assert_close(tree.draws.q.sum(-1), torch.ones(tree.draws.q.shape[:2]))
+
+
+def proposed(target: Target, drafter: DraftModelDrafter, rows: int = 64):
+    """The trees of a sampling step of many rows."""
+    trees, propose = [], drafter.propose
+    drafter.propose = lambda state: trees.append(propose(state)) or trees[-1]
+    each = [Sampling(seed=row) for row in range(rows)]
+    SpeculativeDecoder(target, drafter, static=False).generate([[3, 1, 4]] * rows, 2, mode="sample", sampling=each)
+    return trees[0]
+
+
+DRAWS = {"without_replacement": WITHOUT_REPLACEMENT, "iid": IID, "naive": ONE_HOT}
+
+
+def test_lossless_by_kind_of_draw(make_target):
+    """I.i.d. draws, several of which may be one node, and draws that are verified as deterministic drafts, of which
+    fewer are accepted. A draw leads to the child of its turn, in rank order, or to that of an equal earlier draw."""
+    steps, target = {}, lossless_suite.soft(make_target)
+    for draws, kind in DRAWS.items():
+        make = lambda t, draws=draws: DraftModelDrafter(perturbed(t), t, SPARSE, draws=draws)  # noqa: E731
+        static = draws == "iid"
+        found = check_sampling(make_target, make, "plain", static=static, count=TEXTS, rows=TEXTS)
+        steps[draws] = sum(count * texts for count, texts in found.items())
+        drafter = make(target)
+        tree = proposed(target, drafter)
+        assert set(tree.draws.kind.flatten().tolist()) == {kind} and (tree.draws.q is None) == (draws == "naive")
+        shared = 0
+        for row, valid in enumerate(tree.valid.tolist()):
+            for node, children in enumerate(drafter.layout.children):
+                tokens = tree.tokens[row, children].tolist()
+                first = [children[tokens.index(token)] for token in tokens]
+                expected = (first if valid[node] else [-1] * len(first)) + [-1] * (3 - len(first))
+                assert tree.draws.child[row, node].tolist() == expected
+                own = [valid[node] and c == f for c, f in zip(children, first, strict=True)]
+                assert [valid[child] for child in children] == own
+                shared += first != children
+        assert (shared > 0) == (draws == "iid")
+    assert steps["naive"] > 1.01 * steps["without_replacement"], steps
+
+
+class OneKind(DraftModelDrafter):
+    """Wrong: names another kind than its draws have."""
+
+    def propose(self, state):
+        tree = super().propose(state)
+        return replace(tree, draws=replace(tree.draws, kind=torch.full_like(tree.draws.kind, self.kind)))
+
+
+class Distinct(DraftModelDrafter):
+    """Wrong: keeps one of several equal draws."""
+
+    def propose(self, state):
+        tree = super().propose(state)
+        child = tree.draws.child
+        again = (child[..., None] == child[..., None, :]).tril(-1).any(-1)
+        return replace(tree, draws=replace(tree.draws, child=torch.where(again, -1, child)))
+
+
+@pytest.mark.parametrize("wrong", ["iid as without replacement", "without replacement as iid", "equal draws once"])
+def test_wrong_draws_are_rejected(make_target, wrong):
+    """The check of distributions finds what would be wrong."""
+
+    def make(target):
+        draws = "without_replacement" if wrong.startswith("without") else "iid"
+        drafter = (Distinct if wrong == "equal draws once" else OneKind)(perturbed(target), target, [5], draws=draws)
+        drafter.kind = IID if draws == "without_replacement" else WITHOUT_REPLACEMENT
+        return drafter
+
+    with pytest.raises(AssertionError, match="do not have the target's distribution"):
+        check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
+
+
+def test_lossless_merge_of_kinds_of_draws(make_target):
+    """I.i.d. draws from a draft vocabulary, draws without replacement, and naive ones, in one tree."""
+
+    def make(target):
+        members = {
+            "iid": DraftModelDrafter(perturbed(target), target, SPARSE, draft_vocab=some_ids(target), draws="iid"),
+            "distinct": DraftModelDrafter(perturbed(target, 0.06), target, [2, 1]),
+            "naive": DraftModelDrafter(perturbed(target, 0.03), target, [2], draws="naive"),
+        }
+        return MergedDrafter(members, target, 40)
+
+    check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
 
 
 def serve(target, drafter, *, static, rows=3, mode="greedy", **sampling):
@@ -155,13 +265,16 @@ def serve(target, drafter, *, static, rows=3, mode="greedy", **sampling):
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
-@pytest.mark.parametrize("name", EXPANSIONS)
+@pytest.mark.parametrize("name", TREES)
 def test_the_cache_is_that_of_the_text_and_drafts_are_the_models_best(make_target, name, static):
     target = lossless_suite.phrases(make_target)
-    drafter = Checked(perturbed(target, 0.1), target, EXPANSIONS[name])
+    drafter = Checked(perturbed(target, 0.1), target, TREES[name])
     serve(target, drafter, static=static)
-    deepest = len(EXPANSIONS[name])
+    deepest = DEPTHS[name]
     assert all(drafter.seen[length] for length in range(deepest + 1)), drafter.seen
+    if name == "sparse":
+        assert all(drafter.seen[f"kept {kept} of {kept + 1}"] for kept in (0, 1, 2)), "leaves of all levels"
+        assert drafter.seen["kept 1 of 1"] and drafter.layout.runs == [1, 2, 1, 0]
     assert drafter.seen[f"kept {deepest - 1}"] and not drafter.seen[f"kept {deepest}"], "the last level is not run"
     drafter.seen.clear()
     serve(target, drafter, static=static, rows=1)
@@ -169,11 +282,12 @@ def test_the_cache_is_that_of_the_text_and_drafts_are_the_models_best(make_targe
     assert drafter.seen[0] and drafter.seen[deepest], drafter.seen
 
 
-@pytest.mark.parametrize("family", ["mistral", "gpt2", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "gpt2", "gemma3", "gemma2"])
 def test_other_families(make_target, family):
-    """A window, learned positions and no lean decoder, layers of two kinds."""
+    """A window, learned positions and no lean decoder, layers of two kinds, capped logits of a draft vocabulary."""
     target = make_target(family)
-    drafter = Checked(perturbed(target, 0.02 if family == "mistral" else 0.1), target, [2, 1])
+    ids = some_ids(target) if family == "gemma2" else None
+    drafter = Checked(perturbed(target, 0.02 if family == "mistral" else 0.1), target, [2, 1], draft_vocab=ids)
     serve(target, drafter, static=False)
     assert drafter.seen[2] and drafter.seen[0], drafter.seen
 
@@ -183,7 +297,7 @@ def test_other_families(make_target, family):
 def test_accepted_nodes_of_other_drafters(make_target, static, mode):
     """In a merge with a deeper, nearly perfect drafter, several accepted tokens have not been run by the model."""
     target = lossless_suite.phrases(make_target)
-    first = Checked(perturbed(target, 0.15), target, [2, 1])
+    first = Checked(perturbed(target, 0.15), target, Topology(((0,), (1,), (1, 0))))
     second = Checked(perturbed(target, 1e-4), target, [1, 1, 1, 1, 1])
     for drafter in (first, second):
         drafter.check_drafts = lambda tree, row: None  # the first one's trees are checked above
@@ -278,7 +392,7 @@ def test_draws_without_replacement():
     assert not draw_children(torch.full((1, 1, 4), torch.nan), torch.zeros(1, 1, 2))[1].any()
 
 
-@pytest.mark.parametrize("name", EXPANSIONS)
+@pytest.mark.parametrize("name", TREES)
 def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_target, name):
     sizes = Counter()
 
@@ -289,7 +403,7 @@ def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_targe
             return tree
 
     def make(target):
-        return Watched(perturbed(target, 0.1), target, EXPANSIONS[name], costs=STEEP, draft_cost=0.05)
+        return Watched(perturbed(target, 0.1), target, TREES[name], costs=STEEP, draft_cost=0.05)
 
     target = lossless_suite.phrases(make_target)
     for rows in (1, 3):
@@ -303,7 +417,7 @@ def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_targe
 
 def test_trees_that_end_early_are_lossless(make_target):
     def make(target):
-        return DraftModelDrafter(perturbed(target, 0.04), target, [2, 1, 1], costs=STEEP, draft_cost=0.4)
+        return DraftModelDrafter(perturbed(target, 0.04), target, SPARSE, costs=STEEP, draft_cost=0.4)
 
     check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
     target = lossless_suite.soft(make_target)
@@ -380,16 +494,28 @@ def test_different_vocabularies_are_rejected(tiny_lm):
 
 
 @pytest.mark.parametrize(
-    ("expansion", "message"),
+    ("tree", "message"),
     [
         ([], "at least one depth"), ([2, 0], r"expansion \[2, 0\]: at least one depth, each with at least one child"),
         ([62], "more children than the vocabulary of 61 has tokens"), ([20, 20, 20], "a tree of 8421 nodes"),
+        (Topology(()), "tree: holds the root alone"),
+        (Topology(((61,),)), "tree: more children than the vocabulary of 61 has tokens"),
     ],
 )  # fmt: skip
-def test_invalid_expansions(make_target, expansion, message):
+def test_invalid_trees(make_target, tree, message):
     target = make_target("llama")
     with pytest.raises(ValueError, match=message):
-        DraftModelDrafter(target, target, expansion)
+        DraftModelDrafter(target, target, tree)
+
+
+def test_invalid_draft_vocabularies(make_target):
+    target = make_target("llama")
+    for ids, message in (
+        ([3, 2], r"draft model 'tiny-llama': 'draft_vocab' does not ascend"), ([3, 61], "holds ids from 3 to 61"),
+        ([2, 3], r"expansion \[3\]: more children than the vocabulary of 2 has tokens"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            DraftModelDrafter(target, target, [3], draft_vocab=torch.tensor(ids))
 
 
 def test_capture_warm_up_leaves_the_cache_alone(make_target):
