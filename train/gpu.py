@@ -94,8 +94,9 @@ class Part:
     """One row of the table.
 
     limit: seconds after which it is killed.
-    commands: run one after the other, until one fails. ``{out}`` is the folder of all results, ``{target}`` and
-        ``{drafter}`` the models of the parts of these names.
+    commands: run one after the other, until one fails; NAME=VALUE before one sets an environment variable. ``{out}`` is
+        the folder of all results, ``{target}``, ``{drafter}`` and ``{ssms}`` the models of the parts ``target``,
+        ``medusa`` and ``ssm``.
     rehearsal: the same at toy size on a CPU.
     judge: reads what the commands wrote: ``judge(folder of all results, rehearsal)``. Raises ValueError if it is wrong
         whatever the speed.
@@ -255,19 +256,33 @@ def judge_medusa(out: Path, rehearsal: bool) -> Finding:
     )
 
 
+def reports_of(folder: Path, *, graphs: bool) -> list[dict[str, Any]]:
+    """The report of each drafter below a folder; the texts are the target's own.
+
+    Raises:
+        ValueError: a text differs, or with ``graphs`` steps ran outside CUDA graphs.
+    """
+    reports = {json_object(path)["drafter"]: json_object(path) for path in folder.rglob("report.json")}
+    for report in reports.values():
+        name, lossless = drafter_name(report), report["lossless"]
+        if not lossless["passed"]:
+            raise ValueError(f"{name}: {lossless['mismatches']} mismatches in {lossless['checked']} tokens")
+        if graphs and "cuda graph" not in report["execution"]:
+            raise ValueError(f"{name}: steps ran {report['execution']}")
+    return list(reports.values())
+
+
+def drafter_name(report: dict[str, Any]) -> str:
+    return "+".join(Path(each).name for each in report["drafter"].split("+"))
+
+
 def judge_decode(part: str) -> Callable[[Path, bool], Finding]:
     """Every report below the part's folder: its own text, and steps in CUDA graphs."""
 
     def judge(out: Path, rehearsal: bool) -> Finding:
-        reports = {json_object(path)["drafter"]: json_object(path) for path in (out / part).rglob("report.json")}
         shown: list[str] = []
-        for name, report in reports.items():
-            name = "+".join(Path(each).name for each in name.split("+"))
-            lossless = report["lossless"]
-            if not lossless["passed"]:
-                raise ValueError(f"{name}: {lossless['mismatches']} mismatches in {lossless['checked']} tokens")
-            if not rehearsal and "cuda graph" not in report["execution"]:
-                raise ValueError(f"{name}: steps ran {report['execution']}")
+        for report in reports_of(out / part, graphs=not rehearsal):
+            name, lossless = drafter_name(report), report["lossless"]
             over = [
                 f"{report[field]:.2f} × {base}"
                 for field, base in (
@@ -284,6 +299,27 @@ def judge_decode(part: str) -> Callable[[Path, bool], Finding]:
         return Finding("; ".join(shown))
 
     return judge
+
+
+def judge_streams(out: Path, rehearsal: bool) -> Finding:
+    """Two merged SSMs, with a stream for the second and without; the texts and trees are the same."""
+    ((with_two,), (with_one,)) = (reports_of(out / "ssm-streams" / n, graphs=not rehearsal) for n in ("two", "one"))
+    two, one, tau = with_two["tokens_per_second"], with_one["tokens_per_second"], with_two["mean_accepted_length"]
+    return Finding(
+        f"two SSMs, τ {tau:.2f}: {two:,.0f} tokens/s at the same time, {one:,.0f} one after the other "
+        f"({two / one:.2f} ×)", two > one,
+    )  # fmt: skip
+
+
+def judge_ssm_claim(out: Path, rehearsal: bool) -> Finding:
+    """Part ``ssm``, and SSMs on the device for a target in CPU memory, over plain decoding with that target."""
+    best = max(reports_of(out / "ssm", graphs=not rehearsal), key=lambda report: report["speedup"])
+    (offloaded,) = reports_of(out / "ssm-claim", graphs=False)
+    shown = [
+        f"{where}: {report['speedup']:.2f} × plain, τ {report['mean_accepted_length']:.2f}"
+        for where, report in (("target on the device", best), ("target in CPU memory", offloaded))
+    ]
+    return Finding("; ".join(shown), best["speedup"] >= 1.5 and offloaded["speedup"] >= 2.6)
 
 
 def judge_training(out: Path, rehearsal: bool) -> Finding:
@@ -303,7 +339,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def model_folder(out: Path, name: str, rehearsal: bool) -> Path:
-    """The run of part ``target`` or ``medusa``; --tiny adds to its name."""
+    """The run of part ``target``, ``medusa`` or ``ssm``; --tiny adds to its name."""
     return out / "models" / (f"{name}-tiny" if rehearsal else name)
 
 
@@ -319,6 +355,16 @@ DRAFT = "--prompts {out}/models/prompts.jsonl --check-lossless --report {out}/dr
 PROMPTS = "python data/prompts.py stdlib --split test --tokenizer models/tiny-lm --out {out}/models/prompts.jsonl "
 LM = "python train/lm.py recipes/tiny-lm.yaml --restart run.name=target run.output_dir={out}/models lookahead=null "
 MEDUSA = "python train/medusa.py recipes/tiny-medusa.yaml --restart run.name=drafter run.output_dir={out}/models "
+SSM = "python train/ssm.py recipes/tiny-ssm.yaml --restart run.name=ssms run.output_dir={out}/models "
+TWO_SSMS = "python inference/decode.py draft_model:{ssms}/ssm-0@TREE+draft_model:{ssms}/ssm-1@TREE --target {target} "
+MEASURED = "--prompts {out}/models/prompts.jsonl --check-lossless --baseline engine "
+STREAMS = TWO_SSMS.replace("TREE", "2,2,1,1") + MEASURED + "--max-new-tokens 128 --seconds 20 --report "
+OFFLOADED = TWO_SSMS.replace("TREE", "3,2,2,1,1") + MEASURED + "--report {out}/ssm-claim "
+TOY_SSMS = (
+    TWO_SSMS.replace("TREE", "2,1").replace("{target}", "{ssms}/tiny-target")
+    + MEASURED
+    + ("--max-new-tokens 4 --device cpu --threads 1 --report ")
+)
 # About 190 M parameters and 13 M tokens: beyond toys, trained in a few minutes.
 MIDDLE = (
     "tokenizer=models/tiny-lm model.hidden_size=1024 model.num_layers=16 model.num_heads=16 model.num_kv_heads=8 "
@@ -379,7 +425,7 @@ PARTS = (
         tests_of("engine"), TESTS,
     ),
     Part(
-        "drafters", "drafters with caches, draws and merges pass on the kernels and in CUDA graphs", 180,
+        "drafters", "drafters with caches, draws and merges pass on the kernels, on streams and in CUDA graphs", 240,
         (PYTEST + "--device cuda tests/inference/test_protocol.py tests/inference/test_draft_model.py "
          "tests/inference/test_merged.py tests/inference/test_merged_lossless.py tests/inference/test_ngram.py",),
         (PYTEST + "--device cpu tests/inference/test_ngram.py -k 'static and not reference'",),
@@ -409,6 +455,30 @@ PARTS = (
         ("python inference/decode.py draft_model:{target}@1,1+ngram --target {target} --max-new-tokens 4 --threads 1 "
          + DRAFT,),
         judge_decode("draft-model"), REPORT, ("target",),
+    ),
+    Part(
+        "ssm", "a boosted ensemble on that target trains, calibrates and decodes: output identical, CUDA graphs", 360,
+        (SSM + "target.name={target} 'drafter.layers=[0, 15]'",
+         "python inference/calibrate.py {ssms} --seconds 30",
+         "python inference/decode.py {ssms} {ssms}+ngram --prompts {out}/models/prompts.jsonl --check-lossless "
+         "--report {out}/ssm --max-new-tokens 128 --baseline engine --seconds 40"),
+        (SSM + "--tiny boost.min_prompts=1", "python inference/calibrate.py {ssms} --seconds 1",
+         "python inference/decode.py {ssms} {ssms}+ngram --prompts {out}/models/prompts.jsonl --check-lossless "
+         "--report {out}/ssm --max-new-tokens 8 --baseline engine --seconds 1 --threads 1"),
+        judge_decode("ssm"), REPORT, ("target",),
+    ),
+    Part(
+        "ssm-streams", "two merged SSMs decode faster on two CUDA streams than one after the other", 120,
+        (STREAMS + "{out}/ssm-streams/two", "DRAFTSMITH_ONE_STREAM=1 " + STREAMS + "{out}/ssm-streams/one"),
+        (TOY_SSMS + "{out}/ssm-streams/two", "DRAFTSMITH_ONE_STREAM=1 " + TOY_SSMS + "{out}/ssm-streams/one"),
+        judge_streams, REPORT, ("ssm",),
+    ),
+    Part(
+        "ssm-claim", "≥ 1.5 × plain decoding, ≥ 2.6 × with the target in CPU memory: where the paper's ranges, of "
+        "other models, begin", 180,
+        (OFFLOADED + "--device-map cpu --max-new-tokens 64 --seconds 60",),
+        (TOY_SSMS + "{out}/ssm-claim --device-map disk",),
+        judge_ssm_claim, REPORT, ("ssm",),
     ),
     Part(
         "lean", "the lean decoder's step takes less time than transformers' modules, by ≥ 1 ms for one node", 120,
@@ -481,11 +551,18 @@ def environment(part: Part, mark: str, out: Path, rehearsal: bool) -> dict[str, 
 
 def commands_of(part: Part, out: Path, rehearsal: bool) -> list[str]:
     """The part's commands as one would type them."""
-    places = {"out": out, **{name: model_folder(out, name, rehearsal) for name in ("target", "drafter")}}
+    places = {"out": out, **{name: model_folder(out, name, rehearsal) for name in ("target", "drafter", "ssms")}}
     written = part.rehearsal if rehearsal else part.commands
     for name, place in places.items():
         written = tuple(command.replace(f"{{{name}}}", shlex.quote(str(place))) for command in written)
     return list(written)
+
+
+def words_of(command: str) -> tuple[dict[str, str], list[str]]:
+    """A command's environment variables and its words."""
+    words = shlex.split(command)
+    first = next(number for number, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
+    return dict(word.split("=", 1) for word in words[:first]), words[first:]
 
 
 def run_part(part: Part, out: Path, rehearsal: bool, limit: float) -> tuple[str, Finding, float]:
@@ -505,11 +582,11 @@ def run_part(part: Part, out: Path, rehearsal: bool, limit: float) -> tuple[str,
             for command in commands_of(part, out, rehearsal):
                 output.write(f"$ {command}\n".encode())
                 output.flush()
-                words = shlex.split(command)
+                variables, words = words_of(command)
                 process = subprocess.Popen(
                     [sys.executable if words[0] == "python" else words[0], *words[1:]], cwd=ROOT, stdout=output,
                     stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                    env=environment(part, mark, out, rehearsal),
+                    env=environment(part, mark, out, rehearsal) | variables,
                 )  # fmt: skip
                 code = process.wait(max(0.0, began + limit - time.monotonic()))
                 if code:

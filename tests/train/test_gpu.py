@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -238,8 +239,8 @@ def test_every_command_can_be_typed(run_main, tmp_path):
         assert set(one.after) <= before
         before.add(one.name)
         for command in (*gpu.commands_of(one, tmp_path, False), *gpu.commands_of(one, tmp_path, True)):
-            assert not re.search(r"\{(out|target|drafter)\}", command)
-            python, script, *words = shlex.split(command)
+            assert not re.search(r"\{(out|target|drafter|ssms)\}", command)
+            python, script, *words = gpu.words_of(command)[1]
             assert python == "python"
             for word in (script, *words):
                 if word.startswith(("tests/", "recipes/")) or word.endswith(".py"):
@@ -248,9 +249,9 @@ def test_every_command_can_be_typed(run_main, tmp_path):
                 module = importlib.import_module("draftsmith." + script.removesuffix(".py").replace("/", "."))
                 options = getattr(module, "PARSER", None) or module.parser()
                 asked = options.parse_intermixed_args(words)
-                if script in ("train/lm.py", "train/medusa.py"):
-                    kind = module.LmRecipe if script == "train/lm.py" else module.MedusaRecipe
-                    read_recipe(gpu.ROOT / asked.recipe, kind, asked.overrides)
+                kinds = {"train/lm.py": "LmRecipe", "train/medusa.py": "MedusaRecipe", "train/ssm.py": "SsmRecipe"}
+                if script in kinds:
+                    read_recipe(gpu.ROOT / asked.recipe, getattr(module, kinds[script]), asked.overrides)
     code, printed, _ = run_main(gpu.main, "--list", "--only", "step", "--out", tmp_path)
     assert code == 0 and printed.startswith("step: plain step ≤ 1.25") and "--graphs" in printed
     first = ("kernels", "profile", "step", "target", "medusa", "decode", "engine")
@@ -361,6 +362,42 @@ def test_goals_of_training_and_decoding(tmp_path):
         file.write_text(json.dumps(report | wrong))
         with pytest.raises(ValueError, match=message):
             judge(tmp_path, False)
+
+
+def test_goals_of_ssms(tmp_path):
+    report = {
+        "drafter": "draft_model:a", "execution": "cuda graph, lean decoder", "mean_accepted_length": 2.0,
+        "lossless": {"passed": True, "checked": 99, "near_ties": 0, "mismatches": 0},
+    }  # fmt: skip
+
+    def write(place, **more):
+        file = tmp_path / place / "report.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(report | more))
+
+    for two, one, met in ((120.0, 100.0, True), (99.0, 100.0, False)):
+        write("ssm-streams/two", tokens_per_second=two)
+        write("ssm-streams/one", tokens_per_second=one)
+        assert gpu.judge_streams(tmp_path, False).met is met
+    write("ssm-streams/one", tokens_per_second=100.0, execution="eager: no")
+    with pytest.raises(ValueError, match="a: steps ran eager: no"):
+        gpu.judge_streams(tmp_path, False)
+    for alone, with_ngram, offloaded, met in ((1.4, 1.5, 2.6, True), (1.4, 1.49, 3.0, False), (1.6, 1.6, 2.5, False)):
+        write("ssm/a", speedup=alone)
+        write("ssm/b", speedup=with_ngram, drafter="draft_model:b")
+        write("ssm-claim", speedup=offloaded, execution="eager, transformers decoder")
+        found = gpu.judge_ssm_claim(tmp_path, False)
+        assert found.met is met
+    assert found.value == "target on the device: 1.60 × plain, τ 2.00; target in CPU memory: 2.50 × plain, τ 2.00"
+
+
+def test_variables_before_a_command(tmp_path):
+    """NAME=VALUE is the command's alone."""
+    script = "import os; open('OUT/seen', 'a').write(os.environ.get('DRAFTSMITH_X', '-'))"
+    plain = part("one", script)
+    (command,) = plain.commands
+    run(tmp_path, replace(plain, commands=("DRAFTSMITH_X='a b' " + command, command)))
+    assert (tmp_path / "seen").read_text() == "a b-"
 
 
 def test_bad_input(run_main, tmp_path):
