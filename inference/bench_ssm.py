@@ -320,10 +320,10 @@ def differing(
 ) -> dict[str, int]:
     """How many outputs differ from the target's own, and how many of their tokens by more than rounding."""
     numbers = [number for number, result in outputs.items() if result.tokens != expected[number]]
-    columns = zip(*((prompts[n], outputs[n].tokens, expected[n]) for n in numbers), strict=True)
-    check = check_greedy(target, *columns) if numbers else None
-    counts = {"texts": len(outputs), "different": len(numbers)}
-    return counts | {"mismatches": check.mismatches if check else 0}
+    check = check_greedy(
+        target, [prompts[n] for n in numbers], [outputs[n].tokens for n in numbers], [expected[n] for n in numbers]
+    )
+    return {"texts": len(outputs), "different": len(numbers), "mismatches": check.mismatches}
 
 
 def difference_fields(outputs: Outputs, base: Outputs) -> dict[str, Any]:
