@@ -468,7 +468,7 @@ PARTS = (
         judge_decode("ssm"), REPORT, ("target",),
     ),
     Part(
-        "ssm-streams", "two merged SSMs decode faster on two CUDA streams than one after the other", 120,
+        "ssm-streams", "two merged SSMs decode faster on two CUDA streams than one after the other", 180,
         (STREAMS + "{out}/ssm-streams/two", "DRAFTSMITH_ONE_STREAM=1 " + STREAMS + "{out}/ssm-streams/one"),
         (TOY_SSMS + "{out}/ssm-streams/two", "DRAFTSMITH_ONE_STREAM=1 " + TOY_SSMS + "{out}/ssm-streams/one"),
         judge_streams, REPORT, ("ssm",),
