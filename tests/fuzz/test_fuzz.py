@@ -39,7 +39,7 @@ from draftsmith.inference.tree import read_tree
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
-from draftsmith.train import distill, lm, medusa
+from draftsmith.train import distill, lm, medusa, ssm
 
 ROOT = Path(__file__).parents[2]
 SEEDED = any(argument.startswith("--hypothesis-seed") for argument in sys.argv)
@@ -203,7 +203,7 @@ def plain(run_main, tiny_lm):
 # ---- recipes
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-OF_SCRIPT = {"medusa": medusa.MedusaRecipe, "lm": lm.LmRecipe, "distill": distill.DistillRecipe}
+OF_SCRIPT = {"medusa": medusa.MedusaRecipe, "ssm": ssm.SsmRecipe, "lm": lm.LmRecipe, "distill": distill.DistillRecipe}
 
 
 def class_of(path: Path) -> Any:
@@ -246,7 +246,8 @@ def test_recipes_as_text(folder, data):
 
 KEYS = ["run.name", "run.name.x", "steps.0", "target.name", "optim.lr", "optim.betas", "data.train.0.weight",
         "data.train", "steps", "stages", "stages.0.batch.sequences", "stages.0.optim.lr",
-        "drafter.num_draft_heads", "stages.0.steps", "evaluate.decode",
+        "drafter.num_draft_heads", "drafter.base", "drafter.layers", "drafter.expansion", "boost.tokens",
+        "boost.marked_share", "stages.0.steps", "evaluate.decode",
         "export.push_to_hub", "data.train.-1.x", "data..x", "x", "", "data.train.99999999999", "optim", "run", "joint",
         "a.b.c.d"]  # fmt: skip
 
@@ -345,6 +346,7 @@ def commands(folder, drafter, tiny_lm, jsonl, tiny_recipes):
         ),
         "preview": (preview.main, [str(tiny_recipes["medusa"])], ()),
         "medusa": (medusa.main, [str(tiny_recipes["medusa"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
+        "ssm": (ssm.main, [str(tiny_recipes["ssm"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
         "distill": (distill.main, [str(tiny_recipes["distill"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
     }  # fmt: skip
 
@@ -355,13 +357,15 @@ def tiny_recipes(folder, tiny_lm):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"source": str(folder / "rows.jsonl")}
     run = {"name": "fuzz", "output_dir": str(folder / "runs")}
+    training = {
+        "run": run, "target": {"name": str(tiny_lm)},
+        "data": {"train": [source], "validation": [source], "max_length": 64},
+        "stages": [{"optim": {"lr": 1e-3}, "batch": {"sequences": 2}, "steps": 2}],
+        "precision": {"autocast": "none", "threads": 1},
+    }  # fmt: skip
     contents: dict[str, Any] = {
-        "medusa": {
-            "run": run, "target": {"name": str(tiny_lm)}, "drafter": {"num_draft_heads": 2},
-            "data": {"train": [source], "validation": [source], "max_length": 64},
-            "stages": [{"optim": {"lr": 1e-3}, "batch": {"sequences": 2}, "steps": 2}],
-            "precision": {"autocast": "none", "threads": 1},
-        },
+        "medusa": training | {"drafter": {"num_draft_heads": 2}},
+        "ssm": training | {"drafter": {"layers": [0]}, "boost": {"min_prompts": 1}},
         "distill": {
             "run": run, "target": {"name": str(tiny_lm)}, "data": {"seeds": [source]},
             "engine": {"batch_size": 2, "max_length": 64, "threads": 1}, "decoding": {"max_new_tokens": 4},
@@ -374,7 +378,7 @@ def tiny_recipes(folder, tiny_lm):
 
 
 FEWER = {"decode": 6, "typical": 4, "bench": 4, "calibrate": 6}  # they measure
-COMMANDS = ["decode", "decode one", "calibrate", "typical", "bench", "prompts", "preview", "medusa", "distill"]
+COMMANDS = ["decode", "decode one", "calibrate", "typical", "bench", "prompts", "preview", "medusa", "ssm", "distill"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

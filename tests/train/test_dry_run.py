@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from transformers import LlamaConfig
 
 from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Optim
 from draftsmith.models.artifact import read_json
-from draftsmith.train import dry_run, lm, medusa, schema
+from draftsmith.train import dry_run, lm, medusa, schema, ssm
 from draftsmith.train.loop import micro_batch
 from draftsmith.train.tiny import tiny
 
@@ -38,13 +39,14 @@ def test_medusa(run_main, tmp_path):
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [2, 2]
 
 
-def test_a_target_that_is_not_here(run_main, tmp_path):
+@pytest.mark.parametrize("main, name, target", [
+    (medusa.main, "vicuna7b", "lmsys/vicuna-7b-v1.5"), (ssm.main, "llama7b-68m-ssm", "huggyllama/llama-7b"),
+])  # fmt: skip
+def test_a_target_that_is_not_here(run_main, tmp_path, main, name, target):
     """Offline and never downloaded: no sizes, and a line about it; the tiny form runs."""
-    code, out, err = run_main(
-        medusa.main, ROOT / "recipes/vicuna7b.yaml", "--dry-run", f"run.output_dir={tmp_path}"
-    )  # fmt: skip
+    code, out, err = run_main(main, ROOT / f"recipes/{name}.yaml", "--dry-run", f"run.output_dir={tmp_path}")
     assert code == 0, err
-    assert "no sizes: target 'lmsys/vicuna-7b-v1.5': its config cannot be read" in out
+    assert f"no sizes: target '{target}': its config cannot be read" in out
     assert "the tiny form of this recipe is in" in out and "identical to plain decoding" in out
 
 
@@ -55,6 +57,37 @@ def test_a_target_that_is_not_here_on_another_device(capsys):
     dry_run.show(recipe, medusa.plans, device)
     out = capsys.readouterr().out
     assert "name: lmsys/vicuna-7b-v1.5" in out and "no sizes: " in out
+
+
+def test_ssms(run_main, tmp_path):
+    """The layers and the final norm of each SSM train, not the embeddings and the LM head, which are the target's."""
+    code, out, err = run_main(ssm.main, ROOT / "recipes/tiny-ssm.yaml", "--dry-run", f"run.output_dir={tmp_path}")
+    assert code == 0, err
+    target = json.loads((ROOT / "models/tiny-lm/config.json").read_text())
+    width, wide = target["hidden_size"], target["intermediate_size"]
+    heads = target["head_dim"] * (target["num_attention_heads"] + target["num_key_value_heads"])
+    layer = 2 * width * heads + 3 * width * wide + 2 * width
+    plans = ssm.plans(read_recipe(ROOT / "recipes/tiny-ssm.yaml", ssm.SsmRecipe, ["target.dtype=float32"]))
+    assert [plan.trained for plan in plans] == 3 * [2 * layer + width]
+    assert out.count(f"{plans[0].trained / 1e6:,.1f} M") == 3 and "identical to plain decoding" in out
+
+
+def test_ssms_of_another_model(tmp_path):
+    """Some layers of the target, or a whole base; a base whose config cannot be read is named."""
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 50}
+    for name, layers in (("models/target", 6), ("models/base", 2)):
+        LlamaConfig(**small, num_hidden_layers=layers, num_key_value_heads=2).save_pretrained(tmp_path / name)
+    layer = 4 * 16 * 16 + 3 * 16 * 24 + 2 * 16
+    named = [f"target.name={tmp_path}/models/target", "target.dtype=float32"]
+    made = ["drafter.layers=[0,5]", "drafter.draft_vocab_size=10"]
+    for overrides, trained, projected in (
+        ([*named, *made, "drafter.base=null"], 2 * layer + 16, 10 * 16),
+        ([*named, f"drafter.base={tmp_path}/models/base"], 2 * layer + 16 + 2 * 50 * 16, 0),
+    ):
+        plans = ssm.plans(read_recipe(ROOT / "recipes/llama7b-68m-ssm.yaml", ssm.SsmRecipe, overrides))
+        assert [(plan.trained, plan.projected) for plan in plans] == 3 * [(trained, projected)]
+    with pytest.raises(ValueError, match="'JackFram/llama-68m': its config cannot be read"):
+        ssm.plans(read_recipe(ROOT / "recipes/llama7b-68m-ssm.yaml", ssm.SsmRecipe, named))
 
 
 def test_the_tiny_form_suits_any_number_of_processes():
