@@ -22,7 +22,7 @@ import yaml
 
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.tree import read_tree
-from draftsmith.train import distill, medusa
+from draftsmith.train import distill, medusa, ssm
 
 ROOT = Path(__file__).parents[2]
 ASK = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 40, "batch_size": 4}
@@ -41,6 +41,10 @@ class World:
     @property
     def recipe(self) -> Path:
         return self.folder / "medusa.yaml"
+
+    @property
+    def rounds(self) -> Path:
+        return self.folder / "ssm.yaml"
 
     @property
     def seeds(self) -> Path:
@@ -73,7 +77,15 @@ def world(tiny_lm, tmp_path_factory, run_main):
         "engine": {"batch_size": 2, "max_length": 250, "threads": 1},
         "decoding": {"mode": "greedy", "max_new_tokens": 40},
     }
+    stage = {"batch": {"sequences": 4}, "steps": 20, "optim": {"lr": 1e-2}}
+    boosting = training | {
+        "run": run | {"name": "ensemble"},
+        "drafter": {"layers": [0], "draft_vocab_size": 80},
+        "boost": {"tokens": 1, "min_prompts": 1, "unit": "segment"},
+        "stages": [{"name": f"ssm-{number}", **stage} for number in range(2)],
+    }
     world = World(folder, run_main)
+    world.rounds.write_text(yaml.safe_dump(boosting))
     world.recipe.write_text(yaml.safe_dump(training))
     world.seeds.write_text(yaml.safe_dump(answering))
     for main, *arguments in (
@@ -121,6 +133,22 @@ class Training:
     def taus(folder: Path) -> dict[int, float]:
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         return {line["step"]: line["simulated_tau"] for line in lines if "simulated_tau" in line}
+
+
+class Boosting(Training):
+    """train/ssm.py: every SSM, its marks and the draft vocabulary are those of the whole run."""
+
+    script, main = "train/ssm.py", ssm.main
+    same = ("model.safetensors", "config.json", "held_out/model.safetensors", "ssm-0/model.safetensors",
+            "ssm-1/model.safetensors", "marks/0/model.safetensors", "marks/1/model.safetensors")  # fmt: skip
+
+    def __init__(self, world: World, name: str) -> None:
+        self.folder, self.whole = world.folder / "runs" / name, world.folder / "runs/ensemble"
+        if not self.whole.exists():
+            code, _, err = world.run(ssm.main, world.rounds)
+            assert code == 0, err
+        self.arguments = [world.rounds, f"run.name={name}"]
+        self.again = [*self.arguments, "--resume"]
 
 
 class Answering:
@@ -251,7 +279,7 @@ def cut(world: World, kind: Any, name: str, moment: float, working: bool, what: 
     return ended
 
 
-@pytest.mark.parametrize("case", [Training, Decoding])
+@pytest.mark.parametrize("case", [Training, Boosting, Decoding])
 @pytest.mark.parametrize("what", [signal.SIGINT, signal.SIGKILL])
 def test_a_moment_of_its_work(world, case, what):
     """A little after its first output. While a command still imports: tests/train/test_folders.py."""
@@ -259,7 +287,7 @@ def test_a_moment_of_its_work(world, case, what):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [Training, Answering, Calibration, Decoding])
+@pytest.mark.parametrize("case", [Training, Boosting, Answering, Calibration, Decoding])
 def test_twenty_moments(world, case):
     """Every other one anywhere in the command's life, the others after its first output."""
     timed = case(world, "timed")
