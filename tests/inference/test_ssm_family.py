@@ -124,8 +124,8 @@ def test_calibrated(run_main, stored, prompts, target, text, ids, monkeypatch):
 
     two = (Topology(((0,), (0, 0), (0, 0, 0), (1,))), Topology(((0,), (0, 0), (0, 1), (1,), (1, 0))))
     assert calibration.step_time is not None
-    step_time = calibration.step_time(target, StepCosts({1: 1.0, 2: 2.0}))  # a row costs 1
-    assert step_time(two) == pytest.approx(10 + 0.01 * (1 + 1 + 1) + 0.01 * (1 + 2)), "leaves are not run"
+    step_time = calibration.step_time(target, StepCosts({1: 1.0, 2: 1.5}))
+    assert step_time(two) == pytest.approx(5.5 + 0.01 * (1 + 1 + 1) + 0.01 * (1 + 1.5)), "leaves are not run"
     texts = encode_prompts(read_prompts(prompts), target)
     for each in (trees, two):
         results = SpeculativeDecoder(target, calibration.build(target, *each)).generate(texts, 32)
