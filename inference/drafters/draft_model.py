@@ -399,7 +399,7 @@ class DraftModelDrafter(Drafter):
             return p.max(-1, keepdim=True)
         return p.topk(count, -1)
 
-    def _draws(self, child: Tensor, valid: Tensor, q: Tensor, first_equal: Sequence[Tensor]) -> Draws:
+    def _draws(self, child: Tensor, valid: Tensor, q: Tensor, first_equal: list[Tensor]) -> Draws:
         """The draws of a tree; invalid nodes are not draws.
 
         Args:
