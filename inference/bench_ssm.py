@@ -29,7 +29,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -93,7 +93,6 @@ from torch import Tensor, nn
 from draftsmith.common.files import check_folder, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.answers import answer
-from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import StepCosts, step_costs
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.load import read_named
@@ -133,26 +132,9 @@ class Ensemble:
     def drafter(self, ssm: str, target: Target, expansion: Sequence[int], **options: Any) -> DraftModelDrafter:
         return DraftModelDrafter(self.ssms[ssm], target, expansion, draft_vocab=self.draft_vocab, **options)
 
-    def merged(self, target: Target, expansion: Sequence[int], nodes: int) -> "GreedyMerge":
+    def merged(self, target: Target, expansion: Sequence[int], nodes: int) -> MergedDrafter:
         """All SSMs, with the ``nodes`` likeliest nodes of their merged trees."""
-        return GreedyMerge({ssm: self.drafter(ssm, target, expansion) for ssm in self.ssms}, target, nodes)
-
-
-class GreedyMerge(MergedDrafter):
-    """A merge for greedy decoding, which keeps at most ``nodes`` nodes.
-
-    ``MergedDrafter`` keeps all nodes that its drafters would draw at random in sampling mode. ``num_nodes`` stays that
-    bound, so that caches have slots for each drafter's own tree.
-    """
-
-    def __init__(self, drafters: Mapping[str, DraftModelDrafter], target: Target, nodes: int) -> None:
-        super().__init__(drafters, target, nodes)
-        self.nodes = nodes
-
-    def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
-        bound, self.num_nodes = self.num_nodes, min(self.nodes, self.num_nodes)
-        super().allocate(cache, max_depth, static)
-        self.num_nodes = bound
+        return MergedDrafter({ssm: self.drafter(ssm, target, expansion) for ssm in self.ssms}, target, nodes)
 
 
 def load_ensembles(folders: Sequence[str], target_name: str | None, **options: Any) -> tuple[Target, list[Ensemble]]:

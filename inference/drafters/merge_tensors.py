@@ -47,7 +47,7 @@ class TensorMerge:
 
     Args:
         drafters, sources: the drafters and their names.
-        num_nodes: maximum of the merged tree, root included.
+        budget: maximum of the merged tree's nodes, root included; raised where randomly drawn nodes need more.
         rows: B.
         max_depth: of any tree the engine verifies.
         fixed: always keep as many nodes as fit, in a tree of fixed shape.
@@ -55,10 +55,10 @@ class TensorMerge:
     """
 
     def __init__(
-        self, drafters: Sequence[Drafter], sources: Sequence[str], target: Target, num_nodes: int, rows: int,
+        self, drafters: Sequence[Drafter], sources: Sequence[str], target: Target, budget: int, rows: int,
         max_depth: int, fixed: bool, times: Sequence[float], standard_times: Sequence[float],
     ) -> None:  # fmt: skip
-        self.drafters, self.sources, self.num_nodes, self.fixed = drafters, sources, num_nodes, fixed
+        self.drafters, self.sources, self.budget, self.fixed = drafters, sources, budget, fixed
         self.vocab_size, device = target.vocab_size, target.device
         self.max_depth = max(drafter.max_depth for drafter in drafters)
         self.random_nodes = 1 + sum(drafter.num_nodes - 1 for drafter in drafters if drafter.random)
@@ -120,7 +120,7 @@ class TensorMerge:
             c.acceptance = joint
             c.acceptance[:, 0].fill_(1.0)
             ranked, order = c.acceptance.sort(dim=-1, descending=True, stable=True)
-            limit = min(self.num_nodes, total)
+            limit = min(self.budget, total)
             if self.fixed:
                 counts = numbers[limit - 1 : limit] + 1
             else:
@@ -135,7 +135,7 @@ class TensorMerge:
         first = (equal & others[:, None]).int().argmax(-1)
         ranked, order = _joint_acceptance(c, others, first).sort(dim=-1, descending=True, stable=True)
         reserved = self.random_nodes
-        room = min(self.num_nodes - reserved, total)
+        room = min(max(self.budget - reserved, 0), total)
         counts = torch.full_like(self.zeros[:1, 0], room)
         if room and not self.fixed:
             ranked = torch.cat((torch.full_like(ranked[:, :1], DRAWN_TOKENS), ranked[:, :room]), 1)
@@ -149,7 +149,7 @@ class TensorMerge:
         equal = equal & c.kept[:, None]
         c.same = torch.where(equal.any(-1), equal.int().argmax(-1), total)
         c.kept = c.kept & (c.same == numbers)
-        return min(self.num_nodes, total) if self.fixed else int(c.kept.sum(-1).max())
+        return min(max(self.budget, reserved), total) if self.fixed else int(c.kept.sum(-1).max())
 
     def _assemble(self, c: Candidates, count: int, sizes: Sequence[int]) -> tuple[TokenTree, list[Tensor]]:
         """The merged tree of the kept candidates, without draws; and each drafter's own node numbers."""

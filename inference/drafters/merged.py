@@ -45,12 +45,13 @@ class MergedDrafter(Drafter):
 
     Args:
         drafters: by name; random draws are tested in this order, before all others.
-        num_nodes: maximum of the merged tree, root included; raised if needed to fit all randomly drawn nodes.
+        budget: maximum of the merged tree's nodes, root included; in sampling mode raised if needed to fit all randomly
+            drawn nodes.
         costs: of the target's steps; left out, as many nodes are kept as fit.
     """
 
     def __init__(
-        self, drafters: Mapping[str, Drafter], target: Target, num_nodes: int, costs: StepCosts | None = None
+        self, drafters: Mapping[str, Drafter], target: Target, budget: int, costs: StepCosts | None = None
     ) -> None:
         self.drafters, self.target, self.costs = list(drafters.values()), target, costs
         self.sources = tuple(drafters)
@@ -59,7 +60,9 @@ class MergedDrafter(Drafter):
         self.branching = sum(drafter.branching for drafter in self.drafters)
         self.all_nodes = 1 + sum(drafter.num_nodes - 1 for drafter in self.drafters)
         self.random_nodes = 1 + sum(drafter.num_nodes - 1 for drafter in self.drafters if drafter.random)
-        self.num_nodes = min(max(num_nodes, self.random_nodes), self.all_nodes)
+        self.budget = min(budget, self.all_nodes)
+        # The bound, also of each drafter's own tree, for which its cache has to have slots.
+        self.num_nodes = max(self.budget, self.random_nodes, *(drafter.num_nodes for drafter in self.drafters))
         self.random = self.random_nodes > 1
         self.models = tuple(model for drafter in self.drafters for model in drafter.models)
         self.captures = tuple(sorted({layer for drafter in self.drafters for layer in drafter.captures}))
@@ -80,10 +83,10 @@ class MergedDrafter(Drafter):
         # every machine.
         times = self.costs.table(self.all_nodes, cache.rows) if self.costs else [1.0] * self.all_nodes
         standard_times = STANDARD_COSTS.table(self.all_nodes, 1) if self.costs else times
-        self.times, self.standard_times = times[: self.num_nodes], standard_times[: self.num_nodes]
+        self.times, self.standard_times = times[: self.budget], standard_times[: self.budget]
         self.merge_time = MERGE_SECONDS / self.costs.seconds(cache.rows) if self.costs else 0.0
         self.tensor_merge = TensorMerge(
-            self.drafters, self.sources, self.target, self.num_nodes, cache.rows, max_depth, static, times,
+            self.drafters, self.sources, self.target, self.budget, cache.rows, max_depth, static, times,
             standard_times,
         )  # fmt: skip
         self.builder = HostTreeBuilder(device, max_depth)
@@ -153,12 +156,12 @@ class MergedDrafter(Drafter):
                 if tree.tokens.shape[1] > 1:
                     tokens += (float(tree.acceptance.sum()) - len(tree.acceptance)) / len(tree.acceptance)
                     nodes += tree.tokens.shape[1] - 1
-        time = self.times[min(nodes, self.num_nodes - 1)]
+        time = self.times[min(nodes, self.budget - 1)]
         for number in with_estimate:
             estimate = self.drafters[number].estimate
             assert estimate is not None
             new_nodes = nodes + estimate.nodes - 1
-            step_time = self.times[min(new_nodes, self.num_nodes - 1)]
+            step_time = self.times[min(new_nodes, self.budget - 1)]
             new_time = step_time + estimate.time + (self.merge_time if nodes else 0.0)
             ratios = [a / b for a, b in zip(self.accepted[number], self.predicted[number], strict=True)]
             gain = (estimate.tokens - 1) * sum(ratios) / len(ratios)
