@@ -48,7 +48,8 @@ def model_of_layers(target: Target, layers: Sequence[int]) -> PreTrainedModel:
     Raises:
         ValueError: the target has no such layer, or its weights cannot be copied, because they are quantised or spread.
     """
-    model = type(target.model)(config_of_layers(target.model.config, layers)).to(target.device, torch.float32)
+    model: Any = type(target.model)(config_of_layers(target.model.config, layers))
+    model = model.to(target.device, torch.float32)
     given = target.model.state_dict()
     for name, weight in model.state_dict().items():
         found = _LAYER.fullmatch(name)
@@ -65,12 +66,13 @@ def model_of_layers(target: Target, layers: Sequence[int]) -> PreTrainedModel:
 
 
 def size_of_layers(config: Any, layers: Sequence[int]) -> tuple[int, int]:
-    """Parameters of a model of these layers: of the layers and the final norm, and of the LM head.
+    """Parameters of a model of these layers: of the layers and the final norm; of the embeddings and the LM head, once
+    if they are tied.
 
     Raises:
         ValueError: there is no such layer.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of_layers(config, layers))
-    head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    return sum(p.numel() for p in model.parameters() if p is not head and p is not embeddings), head.numel()
+    ends = {model.get_output_embeddings().weight, model.get_input_embeddings().weight}
+    return sum(p.numel() for p in model.parameters() if p not in ends), sum(p.numel() for p in ends)

@@ -139,7 +139,8 @@ class Ssm(nn.Module):
 
     def head(self, model: Target) -> tuple[Tensor, Tensor | None]:
         """The draft vocabulary's rows of a model's LM head: ``[S, d]``, and their bias ``[S]``."""
-        weight, bias = model.lm_head.weight, getattr(model.lm_head, "bias", None)
+        head: Any = model.lm_head
+        weight, bias = head.weight, getattr(head, "bias", None)
         if self.draft_vocab is None:
             return weight, bias
         return weight[self.draft_vocab], None if bias is None else bias[self.draft_vocab]
@@ -189,8 +190,9 @@ def evaluate(run: Run[SsmRecipe], earlier: list[Tensor], module: nn.Module) -> d
     }  # fmt: skip
 
     def drafter() -> DraftModelDrafter:
-        model = Target(copy.deepcopy(module.ssm.model).to(module.target.dtype), None, "the SSM in training", "")
-        return DraftModelDrafter(model, module.target, run.recipe.drafter.expansion, draft_vocab=module.draft_vocab)
+        model: Any = copy.deepcopy(module.ssm.model)
+        ssm = Target(model.to(module.target.dtype), None, "the SSM in training", "")
+        return DraftModelDrafter(ssm, module.target, run.recipe.drafter.expansion, draft_vocab=module.draft_vocab)
 
     return found | run.real_tau(module.target, drafter)
 
@@ -288,16 +290,17 @@ def export(
 def plans(recipe: SsmRecipe) -> list[Plan]:
     """What each round costs."""
     d, shape = recipe.drafter, target_shape(recipe.target)
+    outputs = shape.hidden_size * (d.draft_vocab_size or shape.vocab_size)
+    passes = 1 if d.loss == "kl" else 0  # through the target
     if d.layers:
         folder = resolve_folder(recipe.target.name, recipe.target.revision, weights=False)
-        trained, projected = size_of_layers(AutoConfig.from_pretrained(folder), d.layers)
-    else:
-        own = target_shape(TargetSection(name=str(d.base)))
-        trained, projected = own.parameters, 0
-    if d.draft_vocab_size:
-        projected = projected * d.draft_vocab_size // shape.vocab_size
-    passes = 1 if d.loss == "kl" else 0
-    return [Plan.of(recipe, s, shape, trained, projected, passes) for s in recipe.stages]
+        trained, copied = size_of_layers(AutoConfig.from_pretrained(folder), d.layers)
+        return [Plan.of(recipe, s, shape, trained, outputs, passes, copied) for s in recipe.stages]
+    try:
+        base = target_shape(TargetSection(name=str(d.base)))
+    except ValueError as error:
+        raise ValueError(f"drafter.base: {str(error).removeprefix('target ')}") from None
+    return [Plan.of(recipe, s, shape, base.parameters, 0, passes) for s in recipe.stages]
 
 
 SCRIPT = Script("ssm", SsmRecipe, train, plans)
