@@ -346,7 +346,7 @@ def commands(folder, drafter, tiny_lm, jsonl, tiny_recipes):
         ),
         "preview": (preview.main, [str(tiny_recipes["medusa"])], ()),
         "medusa": (medusa.main, [str(tiny_recipes["medusa"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
-        "ssm": (ssm.main, [str(tiny_recipes["ssm"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
+        "ssm": (ssm.main, [str(tiny_recipes["ssm"]), "--dry-run", "run.name=fuzz-ssm"], ("--tiny",)),
         "distill": (distill.main, [str(tiny_recipes["distill"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
     }  # fmt: skip
 

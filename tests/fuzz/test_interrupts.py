@@ -251,7 +251,7 @@ def live(world: World, case: Any, moment: float | None = None, working: bool = F
 def cut(world: World, kind: Any, name: str, moment: float, working: bool, what: signal.Signals) -> str:
     """Send a command a signal at a moment of its life, then run it again; returns how it ended the first time."""
     for attempt in range(6):  # a machine that is less busy than when it was timed is done before the moment comes
-        one = kind(world, f"{name}-{attempt}")
+        one = kind(world, f"{kind.__name__.lower()}-{name}-{attempt}")
         life = live(world, one, moment * 0.6**attempt, working, what)
         if life.code != 0:
             break
