@@ -15,16 +15,17 @@ Shape letters: S sequences, T tokens, K depths (draft heads), P positions, n dra
 """
 
 import heapq
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.tree import Ranks, Topology
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import head_rows
 
 MAX_RANK = 10  # ranks per depth that a tree may use
 CANDIDATES = 24  # paths that a merge may choose from
@@ -122,8 +123,8 @@ def next_token_ranks(
         vocabulary), −1 where the token is no answer's, and at t = 0.
     """
     ranks = torch.full(tokens.shape, -1, dtype=torch.int64)
-    weight = None if draft_vocab is None else model.lm_head.weight[draft_vocab]
-    assert weight is None or getattr(model.lm_head, "bias", None) is None
+    # A scale or cap of the logits does not change their order.
+    head = model.logits if draft_vocab is None else head_rows(model.lm_head, draft_vocab.to(model.device))
     for start in range(0, len(tokens), batch_size):
         part = slice(start, start + batch_size)
         rows = tokens[part].long()
@@ -131,7 +132,7 @@ def next_token_ranks(
         hidden = model.hidden(rows.to(model.device))[:, :-1][labelled.to(model.device)]  # [P, d]
         best: list[Tensor] = []
         for chunk in hidden.split(LOGITS):
-            logits = model.logits(chunk) if weight is None else chunk @ weight.to(chunk.dtype).t()
+            logits = head(chunk)
             top = logits.topk(min(MAX_RANK, logits.shape[-1]), -1).indices
             best.append((top if draft_vocab is None else draft_vocab.to(top.device)[top]).cpu())
         if best:
@@ -276,21 +277,12 @@ def ensemble_depths(trees: Sequence[Topology], ranks: Tensor) -> Tensor:
     """How many drafted tokens a step that begins at each position would accept: ``[S, T, n, K]`` → ``[S, T]`` int64."""
     accepted = torch.zeros(ranks.shape[:2], dtype=torch.int64)
     for number, tree in enumerate(trees):
-        of_depth: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        for path in tree.paths:
-            of_depth[len(path)].append(path)
-        for depth, paths in of_depth.items():
-            codes = _codes(ranks[:, :, number, :depth])
-            known = _codes(torch.tensor(paths)).unique()
-            deep = torch.isin(codes, known) & (ranks[:, :, number, :depth] >= 0).all(-1)
-            accepted = torch.where(deep, accepted.clamp(min=depth), accepted)
+        # By path, where its ranks are the true ones.
+        right: dict[Ranks, Tensor] = {(): torch.ones_like(accepted, dtype=torch.bool)}
+        for path in tree.paths:  # parents first
+            right[path] = right[path[:-1]] & (ranks[:, :, number, len(path) - 1] == path[-1])
+            accepted = torch.where(right[path], accepted.clamp(min=len(path)), accepted)
     return accepted
-
-
-def _codes(ranks: Tensor) -> Tensor:
-    """A number for each path of ranks ``[…, k]``."""
-    weights = (MAX_RANK + 1) ** torch.arange(ranks.shape[-1])
-    return (ranks.clamp(min=0) * weights).sum(-1)
 
 
 def simulate_depths(accepted: Tensor, begins: Tensor) -> float:
@@ -302,10 +294,10 @@ def simulate_depths(accepted: Tensor, begins: Tensor) -> float:
             continue
         t, end = places[0], places[-1]
         while t <= end:
-            if not can[t]:
+            if not can[t]:  # between two answers, or an answer's last token
                 t += 1
                 continue
-            tokens += min(row[t], end - t) + 1
+            tokens += min(row[t], end - t) + 1  # a bonus token behind the text's end is not committed
             steps, t = steps + 1, t + row[t] + 1
     return tokens / steps if steps else 0.0
 

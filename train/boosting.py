@@ -48,6 +48,7 @@ class Boost(Section):
     tokens: Positive = Field(default=8, description="m, the depth of speculation")
     marked_share: Share = Field(
         default=0.0,
+        lt=1,
         description="share of later rounds' samples drawn from the prompts taken away: weighting instead of dropping",
     )
     min_prompts: Positive = Field(default=64, description="a round with fewer prompts left is not run: the end")
@@ -56,12 +57,12 @@ class Boost(Section):
 def greedy_ranks(model: Target, samples: Tokenized, draft_vocab: Tensor | None, what: str) -> np.ndarray:
     """The rank that a model gives to each token, ``[tokens of all samples]`` int64 as :func:`next_token_ranks`."""
     ranks = np.full(len(samples.tokens), -1, np.int64)
-    rows = Rows(samples, int(np.diff(samples.starts).max()), share=False)
-    order = np.argsort(np.diff(samples.starts), kind="stable")  # little padding
+    sizes = np.diff(samples.starts)
+    rows, order = Rows(samples, int(sizes.max()), share=False), np.argsort(sizes, kind="stable")  # little padding
     with ProgressBar(what, len(order), console) as bar, torch.autocast(model.device.type, enabled=False):
         for begin in range(0, len(order), BATCH):
             numbers = order[begin : begin + BATCH].tolist()
-            batch = rows.batch(numbers, int(np.diff(samples.starts)[numbers].max()))
+            batch = rows.batch(numbers, int(sizes[numbers].max()))
             found = next_token_ranks(model, batch["tokens"], batch["supervised"], draft_vocab, BATCH)
             for row, number in zip(found.numpy(), numbers, strict=True):
                 part = slice(*samples.starts[number : number + 2])

@@ -1,5 +1,6 @@
 """The draft vocabulary of a run: chosen when it begins, the same after a resume."""
 
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,22 +17,32 @@ from draftsmith.train.samples import Batches
 FOLDER = "draft_vocab"  # of the run: the draft vocabulary that it began with
 
 
-def begun(run: Run[Any], size: int | None, vocab_size: int) -> Tensor | None:
-    """The draft vocabulary that a resumed run began with: ``[S]`` int64, or None.
+def begin(run: Run[Any], size: int | None, vocab_size: int) -> tuple[int | None, Tensor | None]:
+    """The size of a run's draft vocabulary, less on a tiny target, and the one that a resumed run began with.
+
+    Args:
+        size: the recipe's; None: no draft vocabulary.
+
+    Returns:
+        S or None; ``[S]`` int64, None if the run begins or has none.
 
     Raises:
-        ValueError: it has another size than the recipe's, or is damaged.
+        ValueError: the resumed run's has another size than the recipe's, or is damaged.
     """
     folder = run.folder / FOLDER
-    ids = checkpoint.read_tensors(folder).get("ids", torch.empty(0)) if folder.exists() else None
-    if (began := None if ids is None else len(ids)) != size:
+    if size and run.small:
+        size = min(size, vocab_size // 2)
+    ids = checkpoint.read_tensors(folder).get("ids", torch.empty(0)) if run.resume and folder.exists() else None
+    if run.resume and (began := None if ids is None else len(ids)) != size:
         raise ValueError(
             f"{run.folder}: it began with drafter.draft_vocab_size={began or 'null'}, not {size or 'null'}; set it "
             "back, or --restart"
         )
     if ids is not None:
         check_draft_vocab(ids, len(ids), vocab_size, f"{folder}/model.safetensors")
-    return ids
+    if size is None and run.main:  # of a run that ended before its first checkpoint
+        shutil.rmtree(folder, ignore_errors=True)
+    return size, ids
 
 
 def choose(

@@ -11,7 +11,6 @@ inference/decode.py. Shape letters: B batch, T tokens, d hidden width, V vocabul
 """
 
 import copy
-import shutil
 from functools import partial
 from typing import Any, Literal
 
@@ -238,12 +237,7 @@ def train(run: Run[MedusaRecipe]) -> None:
     """From the target to the exported drafter."""
     recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
     target = run.load_target()
-    size = d.draft_vocab_size
-    if size and run.small:
-        size = min(size, target.vocab_size // 2)  # a tiny target has fewer tokens
-    begun = draft_vocabulary.begun(run, size, target.vocab_size) if run.resume else None
-    if size is None and run.main:  # of a run that ended before its first checkpoint
-        shutil.rmtree(run.folder / draft_vocabulary.FOLDER, ignore_errors=True)
+    size, begun = draft_vocabulary.begin(run, d.draft_vocab_size, target.vocab_size)
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection, size)
     run.start_weights(heads, target)
     if size and recipe.init_from and heads.draft_vocab is not None:

@@ -13,7 +13,6 @@ B batch, T tokens, P positions, d hidden width, S draft vocabulary, n SSMs.
 """
 
 import copy
-import shutil
 from typing import Any, ClassVar, Literal
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
@@ -224,17 +223,12 @@ def train(run: Run[SsmRecipe]) -> None:
     """From the target and the base to the exported ensemble."""
     recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
     target = run.load_target()
-    size = d.draft_vocab_size
-    if size and run.small:
-        size = min(size, target.vocab_size // 2)  # a tiny target has fewer tokens
-    begun = draft_vocabulary.begun(run, size, target.vocab_size) if run.resume else None
+    size, begun = draft_vocabulary.begin(run, d.draft_vocab_size, target.vocab_size)
     base = make_base(run, target)
     run.check_room(sum(p.numel() for p in base.parameters()))
     rows = [part for part in run.read_rows(target) if isinstance(part, Rows)]
     ids = None
-    if size is None:  # of a run that ended before its first checkpoint
-        shutil.rmtree(run.folder / draft_vocabulary.FOLDER, ignore_errors=True)
-    else:
+    if size is not None:
         ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, begun)
         ids = ids.to(target.device)
     ssms, ranks, prompts = list[Target](), list[Tensor](), list[int]()
