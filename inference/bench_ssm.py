@@ -26,20 +26,20 @@ Shape letters: S answers, T tokens, n SSMs, K depths.
 # ruff: noqa: E402
 
 import argparse
+import itertools
+import operator
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from draftsmith.common.command import available_cores, before_imports, run_command
 from draftsmith.inference.options import check_counts, check_threads, short_name
 from draftsmith.models.options import choose_device, dtype_option
 
-Draws = Literal["without_replacement", "iid", "naive"]
-DRAWS: tuple[Draws, ...] = ("without_replacement", "iid", "naive")
+DRAWS = ("without_replacement", "iid", "naive")
 PUBLISHED = (
     "Published for other models (SpecInfer, arXiv 2305.09781): multi-step over naive sampling 1.26–1.28 × at width 5; "
     "greedy τ 2.2–2.95 at width 1, 3.1–3.9 at width 5."
@@ -94,14 +94,14 @@ from draftsmith.common.files import check_folder, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.answers import answer
 from draftsmith.inference.costs import StepCosts, step_costs
-from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.load import read_named
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ssm import pass_time
+from draftsmith.inference.drafters.protocol import Drafter
+from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensemble
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.lossless import check_greedy
 from draftsmith.inference.prompts import encode_prompts, read_prompts
-from draftsmith.inference.ranks import chained_ranks, coverage, matched_answers, next_token_ranks, overlap
+from draftsmith.inference.ranks import chained_ranks, coverage, matched_answers, overlap
 from draftsmith.inference.report import OTHER
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.terminal import console, make_console
@@ -114,31 +114,10 @@ from draftsmith.models.target import Target, load_target
 Outputs = dict[int, Generation]  # prompt number → result
 
 
-@dataclass(frozen=True)
-class Ensemble:
-    """A loaded drafter folder.
-
-    name: the folder, as given.
-    ssms: its SSMs by the names of their folders.
-    draft_vocab: ``[D]`` int64 ids that they draft; None for the whole vocabulary.
-    mark_tokens: first tokens of an answer by which training marked it.
-    """
-
-    name: str
-    ssms: dict[str, Target]
-    draft_vocab: Tensor | None
-    mark_tokens: int
-
-    def drafter(self, ssm: str, target: Target, expansion: Sequence[int], **options: Any) -> DraftModelDrafter:
-        return DraftModelDrafter(self.ssms[ssm], target, expansion, draft_vocab=self.draft_vocab, **options)
-
-    def merged(self, target: Target, expansion: Sequence[int], nodes: int) -> MergedDrafter:
-        """All SSMs, with the ``nodes`` likeliest nodes of their merged trees."""
-        return MergedDrafter({ssm: self.drafter(ssm, target, expansion) for ssm in self.ssms}, target, nodes)
-
-
-def load_ensembles(folders: Sequence[str], target_name: str | None, **options: Any) -> tuple[Target, list[Ensemble]]:
-    """Load the target and the SSMs of each folder.
+def load_ensembles(
+    folders: Sequence[str], target_name: str | None, **options: Any
+) -> tuple[Target, dict[str, Ensemble]]:
+    """Load the target and the ensembles, by the folders as they are given.
 
     Args:
         target_name: a folder or a Hub id; if None, what the first folder's config says.
@@ -147,22 +126,16 @@ def load_ensembles(folders: Sequence[str], target_name: str | None, **options: A
     Raises:
         FileNotFoundError, ValueError: a folder is missing, damaged, no drafter of type ssm, or for another target.
     """
-    stored = [read_named(name) for name in folders]
-    for folder, config, _ in stored:
-        if config["drafter_type"] != "ssm" or not config.get("parts"):
+    stored = {name: read_named(name) for name in folders}
+    for folder, config, weights in stored.values():
+        if config["drafter_type"] != "ssm":
             raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}'; give folders that train/ssm.py wrote")
-        mark = config.get("mark_tokens")
-        if type(mark) is not int or mark < 1:
-            raise ValueError(f"{folder}/config.json: field 'mark_tokens' is {mark!r}; it has to be a count")
-    target = load_target(target_name or stored[0][1]["target"]["name_or_path"], say=say, **options)
-    for folder, config, _ in stored:
+        check_config(folder, config, weights)
+    known = stored[folders[0]][1]["target"]["name_or_path"]
+    target = load_target(target_name or known, say=say, **options)
+    for folder, config, _ in stored.values():
         target = target_of(folder, config, target)
-    ensembles: list[Ensemble] = []
-    for name, (folder, config, weights) in zip(folders, stored, strict=True):
-        ssms = {part: load_target(str(folder / part), **options) for part in config["parts"]}
-        ids = weights["draft_vocab"].long().to(target.device) if "draft_vocab" in weights else None
-        ensembles.append(Ensemble(name, ssms, ids, config["mark_tokens"]))
-    return target, ensembles
+    return target, {name: load_ensemble(*each, target) for name, each in stored.items()}
 
 
 # ---- shares and their intervals
@@ -214,13 +187,11 @@ def measure_text(ensemble: Ensemble, tokens: Tensor, supervised: Tensor, match: 
         match: first tokens of an answer that have to be right.
         depth: K.
     """
-    following = torch.stack([
-        next_token_ranks(model, tokens, supervised, ensemble.draft_vocab) for model in ensemble.ssms.values()
-    ])  # [n, S, T]  # fmt: skip
-    ranks = torch.stack([chained_ranks(each, tokens, supervised, depth) for each in following])  # [n, S, T, K]
+    following = ensemble.next_ranks(tokens, supervised)  # [n, S, T]
     ssms: dict[str, Any] = {}
-    for number, (name, model) in enumerate(ensemble.ssms.items()):
-        ssms[name] = parameters(model) | {"acceptance_by_depth": chain_shares(ranks[number])}
+    for (name, model), ranks in zip(ensemble.models.items(), following, strict=True):
+        shares = chain_shares(chained_ranks(ranks, tokens, supervised, depth))
+        ssms[name] = parameters(model) | {"acceptance_by_depth": shares}
     matched = matched_answers(following, supervised, match)  # [n, S]
     ones = torch.ones(matched.shape[1])
     either = lambda total: torch.where(total[1] > 0, total[0] / total[1], 1.0)  # noqa: E731
@@ -249,7 +220,7 @@ def parameters(model: Target) -> dict[str, int]:
 
 
 def compare_budgets(
-    target: Target, ensembles: Sequence[Ensemble], args: argparse.Namespace, prompts: Sequence[list[int]],
+    target: Target, ensembles: dict[str, Ensemble], args: argparse.Namespace, prompts: Sequence[list[int]],
     expected: Sequence[list[int]], kinds: Sequence[str],
 ) -> tuple[dict[str, dict[str, Any]], int]:  # fmt: skip
     """τ of each ensemble at each number of nodes, by the engine.
@@ -261,40 +232,37 @@ def compare_budgets(
         By folder the figures of each number of nodes; the number of tokens that differ from the target's by more than
         rounding.
     """
-    decoders = {
-        (ensemble.name, nodes): SpeculativeDecoder(target, ensemble.merged(target, args.expansion, nodes))
-        for nodes in args.nodes
-        for ensemble in ensembles
-    }
-    methods = {
-        f"{name} @ {nodes}": greedy_method(decoder, args.max_new_tokens, args.batch_size)
-        for (name, nodes), decoder in decoders.items()
-    }
+    methods: dict[str, Method] = {}
+    for nodes in args.nodes:
+        for name, ensemble in ensembles.items():
+            drafters = {part: ensemble.drafter(part, target, args.expansion) for part in ensemble.models}
+            methods[f"{name} @ {nodes}"] = greedy_method(target, MergedDrafter(drafters, target, nodes), args)
     timed = run_rounds(methods, prompts, 1, [prompts[0][:8]], args.batch_size, args.seconds, kinds=kinds)
-    rows: dict[str, dict[str, Any]] = {ensemble.name: {} for ensemble in ensembles}
+    rows: dict[str, dict[str, Any]] = {name: {} for name in ensembles}
     mismatches = 0
-    for (name, nodes), method in zip(decoders, timed.values(), strict=True):
-        outputs: Outputs = method.outputs
-        first: Outputs = timed[f"{ensembles[0].name} @ {nodes}"].outputs
-        row = tau_fields(outputs) | differing(target, prompts, outputs, expected)
-        mismatches += row["mismatches"]
-        steps = sum(len(result.accepted) for result in outputs.values())
-        drafted = sum(result.drafted for result in outputs.values())
-        row["mean_nodes"] = round(1 + drafted / steps, 3) if steps else None
-        accepted = [result.accepted_from for result in outputs.values() if result.accepted_from]
-        row["accepted_from"] = [sum(each) for each in zip(*accepted, strict=True)]
-        row["kinds"] = {
-            kind: tau_fields({number: result for number, result in outputs.items() if kinds[number] == kind})
-            for kind in dict.fromkeys(kinds)
-        }
-        if first is not outputs:
-            row |= difference_fields(outputs, first)
-        rows[name][str(nodes)] = row
+    for nodes in args.nodes:
+        first: Outputs = timed[f"{args.folders[0]} @ {nodes}"].outputs
+        for name in ensembles:
+            outputs: Outputs = timed[f"{name} @ {nodes}"].outputs
+            row = rows[name][str(nodes)] = tau_fields(outputs) | differing(target, prompts, outputs, expected)
+            mismatches += row["mismatches"]
+            steps = sum(len(result.accepted) for result in outputs.values())
+            drafted = sum(result.drafted for result in outputs.values())
+            row["mean_nodes"] = round(1 + drafted / steps, 3) if steps else None
+            accepted = [result.accepted_from for result in outputs.values() if result.accepted_from]
+            row["accepted_from"] = [sum(each) for each in zip(*accepted, strict=True)]
+            row["kinds"] = {
+                kind: tau_fields({number: result for number, result in outputs.items() if kinds[number] == kind})
+                for kind in dict.fromkeys(kinds)
+            }
+            if first is not outputs:
+                row |= difference_fields(outputs, first)
     return rows, mismatches
 
 
-def greedy_method(decoder: SpeculativeDecoder, max_new_tokens: int, batch_size: int) -> Method:
-    return lambda group: decoder.generate(group, max_new_tokens, batch_size=batch_size)
+def greedy_method(target: Target, drafter: Drafter, args: argparse.Namespace) -> Method:
+    decoder = SpeculativeDecoder(target, drafter)
+    return lambda group: decoder.generate(group, args.max_new_tokens, batch_size=args.batch_size)
 
 
 def differing(
@@ -327,20 +295,20 @@ def compare_sampling(
     target: Target, ensemble: Ensemble, args: argparse.Namespace, prompts: Sequence[list[int]],
     expected: Sequence[list[int]], kinds: Sequence[str],
 ) -> tuple[dict[str, Any], int]:  # fmt: skip
-    """Multi-step and naive sampling, and greedy decoding, with an ensemble's first SSM by the width of its tree.
+    """Multi-step and naive sampling, and greedy decoding, with the first SSM of the first folder's ensemble by the
+    width of its tree.
 
     Returns:
         The figures; the number of greedy tokens that differ from the target's by more than rounding.
     """
-    ssm = next(iter(ensemble.ssms))
+    ssm = next(iter(ensemble.models))
     methods: dict[str, Method] = {}
     for width in args.widths:
         expansion = [width if children == "w" else int(children) for children in args.pattern]
-        greedy = SpeculativeDecoder(target, ensemble.drafter(ssm, target, expansion))
-        methods[f"greedy {width}"] = greedy_method(greedy, args.max_new_tokens, args.batch_size)
+        methods[f"greedy {width}"] = greedy_method(target, ensemble.drafter(ssm, target, expansion), args)
         for draws in DRAWS:
-            decoder = SpeculativeDecoder(target, ensemble.drafter(ssm, target, expansion, draws=draws))
-            methods[f"{draws} {width}"] = sampling_method(decoder, args)
+            drafter = ensemble.drafter(ssm, target, expansion, draws=draws)
+            methods[f"{draws} {width}"] = sampling_method(target, drafter, args)
     timed = run_rounds(methods, prompts, 1, [prompts[0][:8]], args.batch_size, args.seconds, kinds=kinds)
     widths: dict[str, Any] = {}
     mismatches = 0
@@ -355,11 +323,14 @@ def compare_sampling(
         for draws in DRAWS[:-1]:
             row[draws] |= ratio_fields(accepted_columns([outputs[draws], outputs["naive"]]))
         widths[str(width)] = row
-    facts = {"ssm": f"{ensemble.name}/{ssm}", "temperature": args.sampling, "pattern": args.pattern, "seed": args.seed}
-    return facts | {"widths": widths, "published": PUBLISHED}, mismatches
+    return {
+        "ssm": f"{args.folders[0]}/{ssm}", "temperature": args.sampling, "pattern": args.pattern, "seed": args.seed,
+        "widths": widths, "published": PUBLISHED,
+    }, mismatches  # fmt: skip
 
 
-def sampling_method(decoder: SpeculativeDecoder, args: argparse.Namespace) -> Method:
+def sampling_method(target: Target, drafter: Drafter, args: argparse.Namespace) -> Method:
+    decoder = SpeculativeDecoder(target, drafter)
     sampling = Sampling(temperature=args.sampling, seed=args.seed)
     return lambda group: decoder.generate(
         group, args.max_new_tokens, mode="sample", sampling=with_own_seeds(sampling, group), batch_size=args.batch_size
@@ -502,15 +473,11 @@ def check(args: argparse.Namespace) -> None:
     for option in ("nodes", "expansion", "widths"):
         for value in getattr(args, option):
             check_counts(**{option: value})
-    check_counts(max_new_tokens=args.max_new_tokens)
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: must be at least 2; the first token needs no draft")
     if args.seconds is not None and not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds:g}: must be above 0")
-    size, drafted = 1, 1
-    for children in args.expansion:
-        size *= children
-        drafted += size
+    drafted = 1 + sum(itertools.accumulate(args.expansion, operator.mul))
     if max(args.nodes) > drafted:
         raise ValueError(
             f"--nodes {max(args.nodes)}: one SSM drafts a tree of {drafted} nodes by --expansion "
@@ -542,23 +509,26 @@ def main() -> None:
     target, ensembles = load_ensembles(args.folders, args.target, **options)
     prompts = encode_prompts(given, target)
     kinds = [prompt.kind or OTHER for prompt in given]
-    match = args.match or ensembles[0].mark_tokens
+    first = ensembles[args.folders[0]]
+    match = args.match or first.mark_tokens
     with ProgressBar("answers of the target", len(prompts), console, transient=True) as advance:
         answers = answer(target, prompts, args.max_new_tokens, args.batch_size, on_done=advance)
     tokens, supervised = answers["tokens"], answers["supervised"]
     expected = [row[mask].tolist() for row, mask in zip(tokens, supervised, strict=True)]
 
-    folders = {each.name: measure_text(each, tokens, supervised, match, args.depth) for each in ensembles}
+    folders = {
+        name: measure_text(ensemble, tokens, supervised, match, args.depth) for name, ensemble in ensembles.items()
+    }
     by_nodes, mismatches = compare_budgets(target, ensembles, args, prompts, expected, kinds)
     sampling = None
     if args.sampling is not None:
-        sampling, more = compare_sampling(target, ensembles[0], args, prompts, expected, kinds)
+        sampling, more = compare_sampling(target, first, args, prompts, expected, kinds)
         mismatches += more
     costs = step_costs(target)
-    for ensemble in ensembles:
-        folders[ensemble.name]["tau"] = by_nodes[ensemble.name]
-        for ssm, row in folders[ensemble.name]["ssms"].items():
-            row["cost"] = round(pass_time(ensemble.ssms[ssm], target, ensemble.draft_vocab, costs), 4)
+    for name, ensemble in ensembles.items():
+        folders[name]["tau"] = by_nodes[name]
+        for ssm, row in folders[name]["ssms"].items():
+            row["cost"] = round(ensemble.pass_time(ssm, target, costs), 4)
             row["chains"] = chain_forecast(row["acceptance_by_depth"], row["cost"], costs)
     found = {
         "target": target.describe(), "prompts": len(prompts), "kinds": {kind: kinds.count(kind) for kind in kinds},

@@ -12,6 +12,10 @@ depth with most E[tokens] / estimated time are taken. Both are measured as well 
 time given (--seconds) allows: on rows of the text in a fixed random order, and by steps of trees of all sizes in turn,
 where sizes that fall behind are timed no further.
 
+An EAGLE drafter may instead grow a dynamic tree at each step, of the nodes that it then finds likeliest. Some sizes of
+it and the fixed tree continue the same texts; the fastest size is written beside the fixed tree if it is faster than
+that, and then decodes.
+
 `ngram`, `draft_model:PATH` and merges (`runs/demo+ngram`) choose their nodes step by step, by their own estimates of
 acceptance and by what a step costs by its number of rows. These costs are timed at their first use and kept in the
 cache folder; calibrating times them again, and calibrates the drafter folder that is part of a merge.
@@ -27,8 +31,10 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from draftsmith.common.command import before_imports, run_command
 from draftsmith.models.options import DECODERS, target_arguments, target_options
@@ -71,7 +77,9 @@ from draftsmith.common.files import check_folder, locked, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.answers import answer
 from draftsmith.inference.costs import step_costs
+from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.load import Calibration, family_of, has_folder, read_named
+from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.options import check_counts, parts_of
 from draftsmith.inference.prompts import encode_prompts, read_prompts
@@ -86,7 +94,10 @@ from draftsmith.models.target import Target, check_safetensors, load_target
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 DEPTHS = (1, 2, 4, 6, 8)  # limits of trees whose every level costs a forward pass
+SHAPES = (DynamicShape(1, 8, 9), DynamicShape(2, 6, 16), DynamicShape(4, 6, 32), DynamicShape(10, 6, 60))
 RANKING, MAX_POSITIONS = 0.4, 8192  # limits of counting ranks: share of the time, positions
+DYNAMIC = 0.3  # share of the time in which dynamic trees are compared
+COMPARED_PROMPTS, COMPARED_TOKENS = 32, 48  # at most; tokens of each
 MAX_ROWS = 16  # per batch
 TIMED_TOKENS = 8  # each size decodes τ · TIMED_TOKENS tokens of one prompt per round, so all take as many steps
 TIMED_CONTEXT = 256  # tokens of a prompt, at most
@@ -193,8 +204,7 @@ def choose(
     taus = [1.0, *(simulate_ensemble(of_size, ranks) for of_size in trees)]
     prompts = sorted(prompts, key=len, reverse=True)  # the first one's cache serves all
     decoders: dict[int, SpeculativeDecoder] = {}
-    # On a CPU this thread's time, which other processes disturb less; it excludes waiting for a GPU or a disk.
-    clock = time.perf_counter if target.spread or target.device.type != "cpu" else time.thread_time
+    clock = _clock(target)
 
     def run(size: int, turn: int) -> list[float]:
         prompt, ends = prompts[turn % len(prompts)], list[float]()
@@ -216,8 +226,54 @@ def choose(
     return [Choice(of_size, tau, cost, tau * plain / cost) for of_size, tau, cost, _ in timed], costs
 
 
-def timing_prompts(tokens: Tensor, supervised: Tensor) -> list[list[int]]:
-    """Up to :data:`TIMED_PROMPTS` prompts from rows spread over the text.
+@dataclass(frozen=True)
+class Compared:
+    """A dynamic tree beside the fixed one, continuing the same texts: its τ, and its tokens/s over the fixed tree's."""
+
+    shape: DynamicShape
+    tau: float
+    speed: float
+
+
+def compare(
+    target: Target, drafters: Sequence[Drafter], prompts: Sequence[list[int]], time_is_up: Callable[[], bool],
+    lean: bool | None = None,
+) -> list[Compared]:  # fmt: skip
+    """Decode the same texts with the fixed tree and the dynamic ones, each prompt by all of them in turn.
+
+    Args:
+        drafters: with the fixed tree, then with each of :data:`SHAPES`.
+        prompts: token ids.
+        time_is_up: called before each prompt but the first.
+        lean: as :class:`SpeculativeDecoder` takes it.
+    """
+    clock, longest = _clock(target), max(prompts, key=len)
+    decoders = [SpeculativeDecoder(target, drafter, lean=lean) for drafter in drafters]
+    for decoder in decoders:  # allocates, for all prompts, and chooses the forms of products
+        first = Request(longest, 4, stop_ids=frozenset())
+        decoder.serve([first], 1, max_length=len(longest) + COMPARED_TOKENS)
+    seconds, steps, tokens = [0.0] * len(decoders), [0] * len(decoders), 0
+    for number, prompt in enumerate(prompts):
+        if number and time_is_up():
+            break
+        for tree, decoder in enumerate(decoders):
+            ends: list[float] = []
+            note = lambda *_, ends=ends: ends.append(clock())  # noqa: E731
+            decoder.generate([prompt], COMPARED_TOKENS, stop_ids=frozenset(), on_tokens=note)
+            seconds[tree] += ends[-1] - ends[0]  # without the prefill, which gives the first token
+            steps[tree] += len(ends) - 1
+        tokens += COMPARED_TOKENS - 1
+    pairs = zip(SHAPES, steps[1:], seconds[1:], strict=True)
+    return [Compared(shape, tokens / count, seconds[0] / spent) for shape, count, spent in pairs]
+
+
+def _clock(target: Target) -> Callable[[], float]:
+    """On a CPU this thread's time, which other processes disturb less; it excludes waiting for a GPU or a disk."""
+    return time.perf_counter if target.spread or target.device.type != "cpu" else time.thread_time
+
+
+def timing_prompts(tokens: Tensor, supervised: Tensor, count: int = TIMED_PROMPTS) -> list[list[int]]:
+    """Up to ``count`` prompts from rows spread over the text.
 
     Each is the part of a row before its first answer. If every row with an answer is supervised from its first token,
     as documents are, it is the first half of the row. Rows without an answer give none.
@@ -228,7 +284,7 @@ def timing_prompts(tokens: Tensor, supervised: Tensor) -> list[list[int]]:
     labelled = [row for row in range(len(tokens)) if supervised[row].any()]
     rows = [row for row in labelled if not supervised[row, 0]] or labelled
     prompts: list[list[int]] = []
-    for row in rows[:: max(1, -(-len(rows) // TIMED_PROMPTS))]:
+    for row in rows[:: max(1, -(-len(rows) // count))]:
         answers = supervised[row].nonzero().flatten()
         begin, end = int(answers[0]), int(answers[-1]) + 1
         prompts.append(tokens[row][: begin or -(-end // 2)].tolist())
@@ -309,6 +365,13 @@ def print_choices(choices: Sequence[Choice]) -> None:
         print(f"  {c.nodes:5d}  {c.depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:7.2f}  {c.speedup:17.2f}")
 
 
+def print_compared(compared: Sequence[Compared]) -> None:
+    print("  dynamic trees beside the tree chosen")
+    print("  top_k  depth  nodes     τ  speed-up over it")
+    for c in compared:
+        print(f"  {c.shape.top_k:5d}  {c.shape.depth:5d}  {c.shape.nodes:5d}  {c.tau:4.2f}  {c.speed:16.2f}")
+
+
 def main() -> None:
     args = parser().parse_intermixed_args()
     if args.nodes is not None and args.nodes < 2:
@@ -353,9 +416,9 @@ def main() -> None:
         def show_time(*_: object) -> None:
             advance(min(int(time.monotonic() - began), math.ceil(args.seconds)))
 
-        def time_is_up() -> bool:
+        def time_is_up(share: float = 1.0) -> bool:
             show_time()
-            return time.monotonic() - began > args.seconds
+            return time.monotonic() - began > share * args.seconds
 
         for part in batches(len(rows), 8 if texts else 1, began + share * args.seconds):
             batch_rows = rows[part]
@@ -372,11 +435,20 @@ def main() -> None:
         if args.at_load:
             return write_candidates(folder, ranks)
         counted = time.monotonic()
-        prompts = timing_prompts(joined(parts, "tokens"), joined(parts, "supervised"))
+        text = joined(parts, "tokens"), joined(parts, "supervised")
         length = max(1, min(TIMED_CONTEXT, target.context - 2 * TIMED_TOKENS))  # the context has room for timed steps
-        prompts = [prompt[-length:] for prompt in prompts]
+        prompts = [prompt[-length:] for prompt in timing_prompts(*text)]
         sizes = (args.nodes,) if args.nodes else SIZES
-        choices, costs = choose(target, drafter, ranks, prompts, sizes, time_is_up, lean)
+        dynamic = None if args.nodes else drafter.decoding
+        end = partial(time_is_up, 1.0 if dynamic is None else 1 - DYNAMIC)
+        choices, costs = choose(target, drafter, ranks, prompts, sizes, end, lean)
+        chosen, compared = pick(choices), list[Compared]()
+        if dynamic is not None:
+            length = max(1, min(TIMED_CONTEXT, target.context - COMPARED_TOKENS))
+            prompts = [prompt[-length:] for prompt in timing_prompts(*text, COMPARED_PROMPTS)]
+            limits = step_costs(target, lean) if target.device.type == "cpu" and not target.spread else None
+            decoding = [dynamic(target, tree, limits) for tree in (chosen.trees[0], *SHAPES)]
+            compared = compare(target, decoding, prompts, time_is_up, lean)
     positions = int((ranks[:, :, 0, 0] >= 0).sum())
     seconds = {"ranking": round(counted - began, 2), "timing": round(time.monotonic() - counted, 2)}
     print(
@@ -385,7 +457,8 @@ def main() -> None:
         + ("" if costs.noise is None else f"; the last ones lowered costs by {costs.noise:.1%} at most")
     )
     print_choices(choices)
-    chosen = pick(choices)
+    if compared:
+        print_compared(compared)
     chain_tau = simulate_ensemble([chain(drafter.max_depth)] * ranks.shape[2], ranks)
     calibration = {
         "positions": positions,
@@ -404,17 +477,27 @@ def main() -> None:
         "dtype": str(target.dtype).removeprefix("torch."),
         "decoder": "transformers" if isinstance(find_lean(target, lean), str) else "lean",
     }  # fmt: skip
+    if compared:
+        calibration["dynamic"] = [
+            {**asdict(c.shape), "tau": round(c.tau, 4), "speedup_over_fixed": round(c.speed, 4)} for c in compared
+        ]
     paths = [[list(path) for path in tree.paths] for tree in chosen.trees]
-    stored = {"paths": paths[0]} if len(paths) == 1 else {"parts": paths}
+    stored: dict[str, Any] = {"paths": paths[0]} if len(paths) == 1 else {"parts": paths}
+    faster = [each for each in compared if each.speed > 1 + TIED]
+    if faster:
+        best = max(faster, key=lambda each: each.speed)
+        stored["dynamic"] = asdict(best.shape)
     write_json(folder / "tree.json", {**stored, "calibration": calibration})
     by_part = f" ({' + '.join(str(len(each)) for each in paths)} beside the root)" if len(paths) > 1 else ""
     print(
         f"{folder / 'tree.json'}: {chosen.nodes} nodes{by_part}, depth {chosen.depth}, "
         f"expected τ {chosen.tau:.2f} (a chain{'' if len(paths) == 1 else ' of each'}: {chain_tau:.2f})"
     )
+    if faster:
+        print(f"decoding uses a dynamic tree, {best.speed:.2f} times as fast: {stored['dynamic']}")
     if len(parts_of(args.drafter)) > 1:
         print_costs(target, lean)
-    if chosen.speedup < 1:
+    if chosen.speedup * max((each.speed for each in faster), default=1.0) < 1:
         print("plain decoding is faster here: too few drafts are accepted for what the tree's steps cost")
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.tree import Ranks, Topology
+from draftsmith.models.eagle import Eagle, marked_places
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import head_rows
@@ -104,6 +105,42 @@ def head_ranks(
             ranks[part, :, k][begins] = label_ranks(best, labels[..., k][begins])
         if on_done:
             on_done(min(start + batch_size, sequences))
+    return ranks
+
+
+@torch.inference_mode()
+def eagle_ranks(
+    target: Target, eagle: Eagle, tokens: Tensor, supervised: Tensor, depth: int, batch_size: int = 16,
+    on_done: Callable[[int], None] | None = None,
+) -> Tensor:  # fmt: skip
+    """The rank that an EAGLE drafter gives to the true token at each depth, after the true ones before it, which it has
+    drafted itself: the target's features end at the position where the step begins.
+
+    Args:
+        tokens, supervised, on_done: as :func:`head_ranks` takes them.
+        depth: K.
+
+    Returns:
+        ``[S, T, K]`` int64 as :func:`head_ranks`.
+    """
+    ranks = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
+    top, draft_head, embed = min(MAX_RANK, eagle.config.outputs), eagle.draft_head(target.lm_head), target.embeddings
+    dtypes = eagle.fc.weight.dtype, next(draft_head.parameters()).dtype
+    for start in range(0, len(tokens), batch_size):
+        part = slice(start, start + batch_size)
+        rows = tokens[part].to(target.device)
+        begins = torch.zeros_like(supervised[part])
+        begins[:, :-1] = supervised[part, 1:]
+        places = marked_places(begins)  # [B, P]
+        begun = begins.gather(1, places)
+        labels = draft_labels(tokens[part], supervised[part], depth)
+        features = target.features(rows.long(), eagle.config.captured_layers).to(dtypes[0])
+        for k, out in enumerate(eagle.unroll(features, embed, rows, depth, chosen=places.to(rows.device))):
+            chunks = out[begun.to(out.device)].to(dtypes[1]).split(LOGITS)
+            best = [eagle.tokens(draft_head(chunk).topk(top, -1).indices.to(out.device)).cpu() for chunk in chunks]
+            ranks[part, :, k][begins] = label_ranks(torch.cat(best), labels[..., k][begins])
+        if on_done:
+            on_done(min(start + batch_size, len(tokens)))
     return ranks
 
 

@@ -51,7 +51,7 @@ class Layer:
     window: int
     softcap: float | None
     rope: str  # which of the rotary tables
-    before_attention: RMSNorm
+    before_attention: Callable[[Tensor], Tensor]  # input of q, k and v from the residual: a norm, in a causal LM
     qkv: Tensor
     qkv_bias: Tensor | None
     qk_norm: RMSNorm | None

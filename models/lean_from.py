@@ -211,10 +211,10 @@ def _layer(
     if norms or before is None or before_mlp is None:
         raise NotLean(f"a {type(module).__name__} has other norms than Llama's or Gemma's")
     packed = hasattr(attention, "qkv_proj"), hasattr(mlp, "gate_up_proj")  # Phi-3 stores them packed
-    qkv, qkv_bias = _packed(attention, ["qkv_proj"] if packed[0] else ["q_proj", "k_proj", "v_proj"], target)
-    gate_up, gate_up_bias = _packed(mlp, ["gate_up_proj"] if packed[1] else ["gate_proj", "up_proj"], target)
-    out, out_bias = _packed(attention, ["o_proj"], target)
-    down, down_bias = _packed(mlp, ["down_proj"], target)
+    qkv, qkv_bias = packed_linears(attention, ["qkv_proj"] if packed[0] else ["q_proj", "k_proj", "v_proj"], target)
+    gate_up, gate_up_bias = packed_linears(mlp, ["gate_up_proj"] if packed[1] else ["gate_proj", "up_proj"], target)
+    out, out_bias = packed_linears(attention, ["o_proj"], target)
+    down, down_bias = packed_linears(mlp, ["down_proj"], target)
     kv_heads, width = kv_shape
     heads = out.shape[0] // width
     if qkv.shape[1] != (heads + 2 * kv_heads) * width or gate_up.shape[1] != 2 * down.shape[0]:
@@ -250,7 +250,7 @@ def _qk_norm(attention: Any, heads: int, kv_heads: int, width: int, target: Targ
     return RMSNorm(torch.cat([both[0].weight.expand(heads, -1), both[1].weight.expand(kv_heads, -1)]), both[0].eps)
 
 
-def _packed(parent: Any, names: list[str], target: Target) -> tuple[Tensor, Tensor | None]:
+def packed_linears(parent: Any, names: list[str], target: Target) -> tuple[Tensor, Tensor | None]:
     """The matrix ``[inputs, outputs]`` and the bias of linear modules side by side; the modules keep views of them."""
     modules = [getattr(parent, name, None) for name in names]
     for name, module in zip(names, modules, strict=True):

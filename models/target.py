@@ -1,6 +1,6 @@
 """The target: any ``transformers`` causal LM, unmodified. Loading, hidden states, logits, fingerprint.
 
-Shape letters: B batch, T tokens, d hidden width, V vocabulary.
+Shape letters: B batch, T tokens, d hidden width, F features per token, V vocabulary.
 """
 
 import atexit
@@ -86,6 +86,13 @@ class Target:
         return int(self.config.hidden_size)
 
     @property
+    def embeddings(self) -> nn.Module:
+        """The token embeddings: ids to vectors ``[..., d]``."""
+        found = self.model.get_input_embeddings()
+        assert isinstance(found, nn.Module)
+        return found
+
+    @property
     def vocab_size(self) -> int:
         return int(self.lm_head.weight.shape[0])
 
@@ -133,6 +140,49 @@ class Target:
         """
         hidden = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
         return hidden.to(tokens.device)  # a spread target may end on another device
+
+    def features(self, tokens: Tensor, captures: Sequence[int] = (), positions: Tensor | None = None) -> Tensor:
+        """Last hidden states as :meth:`hidden` gives them, then the inputs of the captured layers, in their order.
+
+        Only what is captured is kept, not every layer's output.
+
+        Args:
+            tokens, positions: as :meth:`hidden` takes them.
+            captures: numbers of layers.
+
+        Returns:
+            ``[B, T, F]``, F = d · (1 + number of layers).
+        """
+        inputs: dict[int, Tensor] = {}
+
+        def keep(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs[number] = args[0] if args else kwargs["hidden_states"]
+
+        handles = [
+            self.layers[number].register_forward_pre_hook(
+                lambda _, args, kwargs, number=number: keep(number, args, kwargs), with_kwargs=True
+            )
+            for number in captures
+        ]
+        try:
+            hidden = self.hidden(tokens, positions)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return torch.cat([hidden, *(inputs[number].to(hidden.device) for number in captures)], -1)
+
+    @cached_property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's layers.
+
+        Raises:
+            ValueError: they are not one list.
+        """
+        lists = [m for m in self.decoder.modules() if isinstance(m, nn.ModuleList)]
+        found = [m for m in lists if len(m) == self.config.num_hidden_layers]
+        if not found:
+            raise ValueError(f"{self._named()}: its layers are not in one list; {_UNSUPPORTED}")
+        return found[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The LM head and the scaling or capping of some families: ``[..., d] → [..., V]``."""

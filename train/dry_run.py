@@ -64,7 +64,7 @@ def target_shape(target: Target, adapted: Sequence[str] = ()) -> TargetShape:
 class Plan:
     """What one stage costs. ``frozen`` and ``trained`` parameters, labels' ``positions`` per step; ``projected``: how
     many of the frozen ones heads multiply with once more (a shared projection), in all; ``copied``: how many are held
-    twice (the LM head's rows of a draft vocabulary)."""
+    twice (the LM head's rows of a draft vocabulary); ``unrolled``: passes through what trains."""
 
     name: str
     frozen: int
@@ -76,11 +76,12 @@ class Plan:
     projected: int = 0
     passes: int = 1  # through what is frozen: forward, the teacher's, backward to the adapters
     copied: int = 0
+    unrolled: int = 1
 
     @classmethod
     def of(
         cls, recipe: DrafterRecipe, stage: Stage, shape: TargetShape, trained: int, projected: int = 0, passes: int = 1,
-        copied: int = 0,
+        copied: int = 0, unrolled: int = 1,
     ) -> "Plan":  # fmt: skip
         """A stage beside a frozen target. Under ZeRO-3 and FSDP a process holds its part of all but the LM head."""
         t = recipe.target
@@ -90,7 +91,8 @@ class Plan:
             held *= whole + (1 - whole) / PartialState().num_processes
         positions = stage.batch.sequences * recipe.data.max_length
         frozen, steps = shape.parameters, stage.steps
-        return cls(stage.name, frozen, trained, held, stage.optim, steps, positions, projected, passes, copied)
+        sizes = positions, projected, passes, copied, unrolled
+        return cls(stage.name, frozen, trained, held, stage.optim, steps, *sizes)
 
     @property
     def memory(self) -> float:
@@ -102,7 +104,7 @@ class Plan:
     def operations(self) -> float:
         """Floating-point operations of a step: passes through what is frozen, forward and backward of the rest."""
         frozen = self.frozen * self.passes + 2 * self.projected  # forward, and backward to the heads
-        return self.positions * (2.0 * frozen + 6.0 * self.trained)
+        return self.positions * (2.0 * frozen + 6.0 * self.trained * self.unrolled)
 
 
 def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator) -> None:

@@ -50,7 +50,7 @@ def training_seconds(
         evaluation = _seconds(lambda: evaluate(module, held_out)) / ROWS
         batch = {"tokens": some[:SEQUENCES], "supervised": supervised[:SEQUENCES].to(target.device)}
         if recipe.cache_hidden != "none":
-            batch["hidden"] = target.hidden(batch["tokens"])
+            batch["hidden"] = target.features(batch["tokens"], getattr(module, "captures", ()))
         counts = module.count(batch).float()  # type: ignore[operator]
     trained = [p for p in module.parameters() if p.requires_grad]
     step_back = lambda: torch.autograd.grad(module(batch, counts, 0)[0], trained, allow_unused=True)  # noqa: E731

@@ -1,9 +1,14 @@
 """The frozen target's last hidden states, made once and kept: in memory, or in a file of the run's folder that training
-reads as if it were memory. Training then does not run the target, nor Medusa-2 its teacher."""
+reads as if it were memory. Training then does not run the target, nor Medusa-2 its teacher. For EAGLE the inputs of
+some layers are kept with them.
+
+Shape letters: S rows, T tokens, d hidden width, F features per token.
+"""
 
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -17,21 +22,25 @@ from draftsmith.data.packing import Rows
 from draftsmith.models.target import Target
 from draftsmith.train import loop, sharded
 
+SAME = 0.2  # of a token's features: relative difference by rounding at most, also of bfloat16 on another device
+
 
 def hidden_states(
     target: Target, rows: Rows, dtype: torch.dtype, accelerator: Accelerator, stored: Path | None = None,
-    batch_size: int = 16,
+    batch_size: int = 16, captures: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
-    """The hidden states of all rows, on the CPU: ``[S, T, d]``.
+    """The hidden states of all rows, on the CPU: ``[S, T, F]``, F = d · (1 + number of captured layers).
 
     Args:
         stored: a file to keep them in (with ``.json`` and ``.done`` beside it), None for memory. The processes share
-            the work and the file; what a killed run had made is not made again.
+            the work and the file; what a killed run had made is not made again, except one batch, to compare.
+        captures: layers whose inputs follow the last hidden state.
 
     Raises:
-        ValueError: there is no room for them. Nothing was written then.
+        ValueError: there is no room for them (nothing was written then), or what an earlier run kept is not what the
+            target makes.
     """
-    shape = (len(rows), rows.length, target.hidden_size)
+    shape = (len(rows), rows.length, target.hidden_size * (1 + len(captures)))
     needed, free = math.prod(shape) * dtype.itemsize, _free(stored)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed *= 1 if stored else processes
@@ -43,7 +52,7 @@ def hidden_states(
             "target": target.fingerprint, "made_in": [str(target.dtype), torch.is_autocast_enabled(target.device.type)],
             "quantized": str(getattr(target.model.config, "quantization_config", None)),
             "rows": rows.samples.sha256(), "share": rows.share, "dtype": str(dtype), "shape": list(shape),
-            "batch_size": batch_size,
+            "batch_size": batch_size, **({"captures": list(captures)} if captures else {}),
         }  # fmt: skip
         with accelerator.main_process_first():
             reusable = stored.exists() and _read(stored.with_suffix(".json")) == request
@@ -61,19 +70,27 @@ def hidden_states(
         _check(what, needed, free, where)
         kept = torch.empty(shape, dtype=dtype)
     accelerator.wait_for_everyone()
-    missing = (done == 0).nonzero()[:, 0].tolist()
+    missing, reused = (done == 0).nonzero()[:, 0].tolist(), done.nonzero()[:, 0].tolist()
     accelerator.wait_for_everyone()  # everyone has looked before anyone writes
     together = stored is None or sharded.spreads()  # each keeps its own, or runs its part of every layer
     numbers = missing if together else missing[accelerator.process_index :: accelerator.num_processes]
+
+    def make(number: int) -> tuple[slice, Tensor]:
+        place = range(number * batch_size, min((number + 1) * batch_size, len(rows)))
+        batch = {key: value.to(target.device) for key, value in rows.batch(place).items()}
+        made = target.features(batch["tokens"].long(), captures, batch.get("positions"))
+        return slice(place.start, place.stop), made
+
+    if reused:
+        place, made = make(reused[-1])  # the last one: what a crash of the machine is likeliest to lose
+        _compare(kept[place], made.cpu().to(dtype), target.hidden_size, str(stored))
     writes = stored is None or not sharded.spreads() or accelerator.is_main_process
     loop.console.print(f"  cache_hidden: {what} {where}, {free / 1e9:.1f} GB are free")
     with ProgressBar("the target's hidden states", len(numbers), loop.console) as bar:
         for count, number in enumerate(numbers, 1):
-            place = range(number * batch_size, min((number + 1) * batch_size, len(rows)))
-            batch = {key: value.to(target.device) for key, value in rows.batch(place).items()}
-            made = target.hidden(batch["tokens"].long(), batch.get("positions"))
+            place, made = make(number)
             if writes:
-                kept[place.start : place.stop] = made
+                kept[place] = made
                 done[number] = 1
             bar(count)
     accelerator.wait_for_everyone()
@@ -82,6 +99,17 @@ def hidden_states(
             f"{stored}: some rows are missing; on several machines the run's folder has to be shared storage"
         )
     return kept
+
+
+def _compare(kept: Tensor, made: Tensor, width: int, where: str) -> None:
+    """Refuse kept features that differ from freshly made ones ``[S, T, F]`` by more than rounding, at any token."""
+    parts = [features.float().unflatten(-1, (-1, width)) for features in (kept, made)]
+    error = (parts[0] - parts[1]).norm(dim=-1) / parts[1].norm(dim=-1).clamp(min=1e-6)
+    if not (error <= SAME).all():  # NaN is not
+        raise ValueError(
+            f"{where}: the target makes other hidden states than are kept there (relative difference "
+            f"{float(error.nan_to_num(nan=torch.inf).max()):.2g}); delete that file, then --resume"
+        )
 
 
 def _take_room(path: Path, size: int) -> None:

@@ -1,6 +1,6 @@
 """Losses: label shift, cross-entropy, normalisation per valid token.
 
-Shape letters: B batch, T tokens, d hidden width, V vocabulary, P positions in a chunk.
+Shape letters: B batch, T tokens, d hidden width, V vocabulary, P positions, N distributions of a teacher.
 """
 
 from collections.abc import Callable
@@ -118,6 +118,72 @@ def linear_cross_entropy(
     """
     chunk = chunk or max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // weight.shape[0])
     losses, hits = _LinearCrossEntropy.apply(features, weight, bias, labels, chunk, torch.is_grad_enabled())
+    return losses, hits
+
+
+class _LinearSoftCrossEntropy(torch.autograd.Function):
+    """Cross-entropy against a teacher's distributions; gradients are computed with the loss, by chunks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, teacher: Tensor, rows: Tensor, chunk: int,
+        with_gradients: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        kind = features.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        needs = [with_gradients and bool(needed) for needed in ctx.needs_input_grad[:2]]
+        flat, w = features.to(dtype), weight.detach().to(dtype)
+        d_features = torch.empty_like(flat) if needs[0] else None
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
+        losses = torch.zeros((), dtype=torch.float32, device=flat.device)
+        hits = torch.zeros((), dtype=torch.int64, device=flat.device)
+        with torch.autocast(kind, enabled=False):
+            for begin in range(0, len(flat), chunk):
+                x, wanted = flat[begin : begin + chunk], teacher[rows[begin : begin + chunk]]
+                logits = torch.mm(x, w.t()).float()
+                if bias is not None:
+                    logits += bias
+                top = logits.amax(-1, keepdim=True)
+                hits += (logits.gather(1, wanted.argmax(-1, keepdim=True)) == top).sum()
+                losses -= (wanted * logits.sub_(top)).sum()
+                total = logits.exp_().sum(-1, keepdim=True)
+                losses += total.log().sum()
+                if any(needs):
+                    slope = logits.div_(total).sub_(wanted).to(dtype)
+                    if d_features is not None:
+                        torch.mm(slope, w, out=d_features[begin : begin + chunk])
+                    if d_weight is not None:
+                        d_weight += slope.t() @ x
+        ctx.save_for_backward(d_features, d_weight)
+        ctx.dtypes = features.dtype, weight.dtype
+        ctx.mark_non_differentiable(hits)
+        return losses, hits
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if d is None else d.mul_(d_loss).to(dtype) for d, dtype in pairs), *[None] * 5
+
+
+def linear_soft_cross_entropy(
+    features: Tensor, weight: Tensor, teacher: Tensor, rows: Tensor, bias: Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As :func:`linear_cross_entropy`, of distributions instead of labels: −Σ_v p_v log softmax(…)_v, summed over the
+    positions, and the number of positions whose likeliest token is the teacher's.
+
+    Args:
+        features: ``[P, d]``.
+        weight, bias: ``[V, d]`` and ``[V]``; the bias does not train.
+        teacher: ``[N, V]`` float32, each a distribution.
+        rows: ``[P]`` int64, the teacher's row for each position.
+
+    Returns:
+        (sum of the losses in fp32, hits), both scalars.
+    """
+    chunk = chunk or max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // weight.shape[0])
+    grad = torch.is_grad_enabled()
+    losses, hits = _LinearSoftCrossEntropy.apply(features, weight, bias, teacher, rows, chunk, grad)
     return losses, hits
 
 

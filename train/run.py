@@ -183,8 +183,9 @@ class Run(Generic[R]):
         self.data_labels = [int(part.samples.supervised.sum()) if isinstance(part, Rows) else None for part in rows]
         return list(rows)
 
-    def with_hidden(self, target: Target, rows: Sequence[Batches]) -> list[Batches]:
-        """The rows with the target's last hidden states beside them, where the recipe's ``cache_hidden`` says so."""
+    def with_hidden(self, target: Target, rows: Sequence[Batches], captures: Sequence[int] = ()) -> list[Batches]:
+        """The rows with the target's last hidden states beside them, and with the inputs of the captured layers, where
+        the recipe's ``cache_hidden`` says so."""
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
         if recipe.cache_hidden == "none":
@@ -195,7 +196,8 @@ class Run(Generic[R]):
             assert isinstance(part, Rows)
             file = self.folder / "features" / f"{number}.bin" if recipe.cache_hidden == "disk" else None
             with torch.no_grad(), loop.autocast(self.accelerator, recipe.precision):
-                cached.append(WithHidden(part, hidden_states(target, part, dtype, self.accelerator, file)))
+                made = hidden_states(target, part, dtype, self.accelerator, file, captures=captures)
+                cached.append(WithHidden(part, made))
         return cached
 
     # ---- training
@@ -256,14 +258,14 @@ class Run(Generic[R]):
 
     def export(
         self, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target, facts: Mapping[str, Any],
-        tree: Topology | None = None, parts: Sequence[str] = (),
+        tree: Topology | Sequence[Topology] | None = None, parts: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Write the drafter's folder and upload it where the recipe says so.
 
         Args:
             shape, weights: of the drafter, as its loader reads them.
             facts: what provenance.json records besides.
-            tree: what an uploaded drafter proposes before it is calibrated.
+            tree: what an uploaded drafter proposes before it is calibrated; of an ensemble, a tree for each part.
             parts: names of the folder's sub-folders that the drafter consists of, already written.
         """
         recipe, folder = self.recipe, self.folder
@@ -277,7 +279,8 @@ class Run(Generic[R]):
         stored = in_dtype(weights, recipe.export.dtype)
         write_drafter(folder, self.kind, shape, stored, target, self.facts(**own), template, parts)
         if tree is not None and (self.small or recipe.export.push_to_hub) and not (folder / "tree.json").exists():
-            write_json(folder / "tree.json", {"paths": [list(path) for path in tree.paths]})
+            paths = {"paths": tree.paths} if isinstance(tree, Topology) else {"parts": [each.paths for each in tree]}
+            write_json(folder / "tree.json", paths)
         if recipe.export.push_to_hub:
             console.print(f"uploading to {recipe.export.push_to_hub} …")
             push(folder, recipe.export.push_to_hub, recipe.export.private)

@@ -36,7 +36,8 @@ class Batches(Protocol):
 
 
 class WithHidden:
-    """Rows with the target's last hidden states ``[S, T, d]`` beside them, as ``hidden`` of a batch."""
+    """Rows with the target's features ``[S, T, F]`` beside them, as ``hidden`` of a batch: its last hidden states, then
+    the inputs of captured layers, if there are any."""
 
     def __init__(self, rows: Rows, hidden: Tensor) -> None:
         self.rows, self.hidden, self.length = rows, hidden, rows.length

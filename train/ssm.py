@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, PreTrainedModel
 
-from draftsmith.common.files import write_json
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe, Layers, Name, Positive
 from draftsmith.common.sections import Target as TargetSection
@@ -177,10 +176,8 @@ def evaluate(run: Run[SsmRecipe], earlier: list[Tensor], module: nn.Module) -> d
     """Of the SSM in training, its accuracy and simulated τ alone; of the ensemble with those before it (``earlier``,
     their :func:`next_token_ranks` of the held-out rows), simulated τ and coverage; now and then the real τ."""
     assert isinstance(module, Ssm)
-    tokens, supervised = run.held_out["tokens"], run.held_out["supervised"]
-    own = next_token_ranks(module.ssm, tokens, supervised, module.draft_vocab)
-    ranks = torch.stack([chained_ranks(each, tokens, supervised, DEPTH) for each in (*earlier, own)], 2)
-    matched = matched_answers(torch.stack([*earlier, own]), supervised, run.recipe.boost.tokens)
+    own = next_token_ranks(module.ssm, run.held_out["tokens"], run.held_out["supervised"], module.draft_vocab)
+    ranks, matched = _held_out(run, [*earlier, own])
     found = {
         "simulated_tau": simulate_ensemble(_trees(ranks), ranks),
         "tau_alone": simulate_ensemble(_trees(ranks[:, :, -1:]), ranks[:, :, -1:]),
@@ -194,6 +191,14 @@ def evaluate(run: Run[SsmRecipe], earlier: list[Tensor], module: nn.Module) -> d
         return DraftModelDrafter(ssm, module.target, run.recipe.drafter.expansion, draft_vocab=module.draft_vocab)
 
     return found | run.real_tau(module.target, drafter)
+
+
+def _held_out(run: Run[SsmRecipe], next_ranks: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Of the held-out rows, the rank at each depth ``[S, T, n, K]`` and the answers reproduced ``[n, A]``, by each
+    SSM's :func:`next_token_ranks`."""
+    tokens, supervised = run.held_out["tokens"], run.held_out["supervised"]
+    ranks = torch.stack([chained_ranks(each, tokens, supervised, DEPTH) for each in next_ranks], 2)
+    return ranks, matched_answers(torch.stack(next_ranks), supervised, run.recipe.boost.tokens)
 
 
 def _trees(ranks: Tensor) -> tuple[Topology, ...]:
@@ -258,16 +263,15 @@ def export(
     facts: dict[str, Any],
 ) -> None:  # fmt: skip
     """Write the SSMs, each a model folder, and what holds for all of them."""
-    recipe, folder, m = run.recipe, run.folder, run.recipe.boost.tokens
-    tokens, supervised = run.held_out["tokens"], run.held_out["supervised"]
-    parts = [part_name(number) for number in range(len(ssms))]
-    of_depth = torch.stack([chained_ranks(each, tokens, supervised, DEPTH) for each in ranks], 2)
-    trees, matched = _trees(of_depth), matched_answers(torch.stack(ranks), supervised, m)
+    recipe, parts = run.recipe, [part_name(number) for number in range(len(ssms))]
+    of_depth, matched = _held_out(run, ranks)
+    trees = _trees(of_depth)
     facts |= {"simulated_tau": simulate_ensemble(trees, of_depth), "loss": recipe.drafter.loss}
     facts |= {"boost": recipe.boost.model_dump()}
     shape = {
         "num_ssms": len(ssms), "layers": recipe.drafter.layers, "draft_vocab_size": None if ids is None else len(ids),
-        "vocab_size": target.vocab_size, "mark_tokens": m, "coverage": coverage(matched), "overlap": overlap(matched),
+        "vocab_size": target.vocab_size, "mark_tokens": recipe.boost.tokens, "coverage": coverage(matched),
+        "overlap": overlap(matched),
     }  # fmt: skip
     if run.main:
         for name, ssm in zip(parts, ssms, strict=True):
@@ -275,10 +279,8 @@ def export(
             model = type(ssm.model)(ssm.model.config).to(getattr(torch, recipe.export.dtype))
             model.load_state_dict(stored)
             model.generation_config = ssm.model.generation_config
-            write_model(folder / name, model, target.tokenizer, run.facts(part_of=recipe.run.name))
-        if run.small or recipe.export.push_to_hub:
-            write_json(folder / "tree.json", {"parts": [[list(path) for path in tree.paths] for tree in trees]})
-    run.export(shape, {} if ids is None else {"draft_vocab": ids.cpu()}, target, facts, parts=parts)
+            write_model(run.folder / name, model, target.tokenizer, run.facts(part_of=recipe.run.name))
+    run.export(shape, {} if ids is None else {"draft_vocab": ids.cpu()}, target, facts, trees, parts)
 
 
 def plans(recipe: SsmRecipe) -> list[Plan]:

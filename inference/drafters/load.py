@@ -36,6 +36,7 @@ from torch import Tensor
 from draftsmith.common.files import json_object
 from draftsmith.inference.costs import StepCosts, step_costs
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
+from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.protocol import Drafter
@@ -47,6 +48,7 @@ from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 
 FAMILIES = {  # drafter_type → module
+    "eagle": "draftsmith.inference.drafters.eagle",
     "medusa": "draftsmith.inference.drafters.medusa",
     "ssm": "draftsmith.inference.drafters.ssm",
 }
@@ -84,6 +86,8 @@ class Calibration:
     step_time: (target, step costs) → a function of the trees: the time of a step and its drafting, in plain steps of
         the target. For drafters whose every level takes a forward pass, so that less deep trees may be faster; left
         out, drafting takes the same time whatever the tree.
+    decoding: (target, a fixed tree or the shape of a dynamic one, step costs or None) → the drafter as it decodes; for
+        a family whose drafters may grow dynamic trees.
     """
 
     max_depth: int
@@ -91,6 +95,7 @@ class Calibration:
     build: Callable[..., Drafter]
     facts: Callable[[Tensor], dict[str, Any]] | None = None
     step_time: Callable[[Target, StepCosts], Callable[[Sequence[Topology]], float]] | None = None
+    decoding: Callable[[Target, Topology | DynamicShape, StepCosts | None], Drafter] | None = None
 
 
 def has_folder(part: str) -> bool:

@@ -4,11 +4,11 @@ the trees are merged.
 An SSM drafts its tree level by level, a forward pass for each level, so that a less deep tree may be faster than the
 one that accepts most: calibration weighs both.
 
-Shape letters: S sequences, T tokens, K depths, n SSMs, A answers.
+Shape letters: S sequences, T tokens, K depths, n SSMs, A answers, D draft vocabulary.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftsmith.inference.costs import StepCosts, draft_time
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
+from draftsmith.inference.drafters.levels import step_time
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.protocol import Drafter, PlainDrafter
@@ -39,7 +40,7 @@ DEPTH = 8  # K: of the deepest tree that is calibrated
 NODES = (2, 4, 8, 16, 32, 64)  # of the trees whose expected τ tree.json records
 
 
-def _check_config(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+def check_config(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Check an ensemble's own fields and its draft vocabulary.
 
     Raises:
@@ -78,30 +79,62 @@ def _are_shares(value: Any, count: int) -> bool:
     return isinstance(value, list) and len(value) == count and all(type(v) in (int, float) for v in value)
 
 
-def _load(folder: Path, part: str, target: Target, ids: Tensor | None, trust_remote_code: bool = False) -> Target:
-    """An SSM, on the target's device and in its dtype.
+@dataclass(frozen=True)
+class Ensemble:
+    """A loaded ensemble.
+
+    models: its SSMs by the names of their folders.
+    draft_vocab: ``[D]`` int64 ids that they draft; None for the whole vocabulary.
+    mark_tokens: first tokens of an answer by which training marked it.
+    """
+
+    models: dict[str, Target]
+    draft_vocab: Tensor | None
+    mark_tokens: int
+
+    def drafter(self, part: str, target: Target, tree: Sequence[int] | Topology, **options: Any) -> DraftModelDrafter:
+        """The drafter of one SSM; ``options`` are those of :class:`DraftModelDrafter`."""
+        return DraftModelDrafter(self.models[part], target, tree, draft_vocab=self.draft_vocab, **options)
+
+    def next_ranks(self, tokens: Tensor, supervised: Tensor) -> Tensor:
+        """:func:`next_token_ranks` of each SSM, ``[n, S, T]``."""
+        return torch.stack([
+            next_token_ranks(model, tokens, supervised, self.draft_vocab) for model in self.models.values()
+        ])  # fmt: skip
+
+    def pass_time(self, part: str, target: Target, costs: StepCosts) -> float:
+        """Time of an SSM's forward pass with one row and the choice of its tokens, in plain steps of the target;
+        measured for at most 0.1 s."""
+        with engine_attention([self.models[part]]):
+            return draft_time(self.drafter(part, target, (1,)), target, costs)
+
+
+def load_ensemble(
+    folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target,
+    parts: Sequence[str] | None = None, trust_remote_code: bool = False,
+) -> Ensemble:  # fmt: skip
+    """The SSMs of a checked folder (:func:`check_config`), on the target's device and in its dtype.
+
+    Args:
+        parts: the SSMs to load; all if None.
 
     Raises:
-        FileNotFoundError, ValueError: it is damaged, no causal LM, or of another vocabulary than the target.
+        FileNotFoundError, ValueError: an SSM is damaged, no causal LM, or of another vocabulary than the target.
     """
-    model = load_target(
-        str(folder / part), device=str(target.device), dtype=str(target.dtype).removeprefix("torch."),
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    check_vocabulary(model, target)
-    if ids is not None and int(ids[-1]) >= model.vocab_size:
-        raise ValueError(
-            f"{folder}/model.safetensors: 'draft_vocab' holds ids up to {int(ids[-1])}; '{part}' has a vocabulary of "
-            f"{model.vocab_size}"
-        )
-    return model
-
-
-def pass_time(model: Target, target: Target, draft_vocab: Tensor | None, costs: StepCosts) -> float:
-    """Time of an SSM's forward pass with one row and the choice of its tokens, in plain steps of the target; measured
-    for at most 0.1 s."""
-    with engine_attention([model]):
-        return draft_time(DraftModelDrafter(model, target, (1,), draft_vocab=draft_vocab), target, costs)
+    models: dict[str, Target] = {}
+    ids = weights["draft_vocab"].long().to(target.device) if "draft_vocab" in weights else None
+    for part in config["parts"] if parts is None else parts:
+        model = models[part] = load_target(
+            str(folder / part), device=str(target.device), dtype=str(target.dtype).removeprefix("torch."),
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        check_vocabulary(model, target)
+        if ids is not None and int(ids[-1]) >= model.vocab_size:
+            raise ValueError(
+                f"{folder}/model.safetensors: 'draft_vocab' holds ids up to {int(ids[-1])}; '{part}' has a vocabulary "
+                f"of {model.vocab_size}"
+            )
+    return Ensemble(models, ids, config["mark_tokens"])
 
 
 # ---- the family, as inference/drafters/load.py describes it
@@ -117,24 +150,20 @@ def open_drafter(
             or the draft vocabulary is damaged.
     """
     assert tree is not None
-    _check_config(folder, config, weights)
-    trees, ids = read_trees(tree, config["num_ssms"]), weights.get("draft_vocab")
-    outputs = config["vocab_size"] if ids is None else len(ids)
-    deepest = max(topology.max_rank for topology in trees)
+    check_config(folder, config, weights)
+    trees, size = read_trees(tree, config["num_ssms"]), config.get("draft_vocab_size")
+    outputs, deepest = size or config["vocab_size"], max(topology.max_rank for topology in trees)
     if deepest >= outputs:
         raise ValueError(f"{tree}: the tree asks for rank {deepest} of a vocabulary of {outputs}")
+    topologies = {part: topology for part, topology in zip(config["parts"], trees, strict=True) if topology.paths}
 
     def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Mapping[str, Drafter]:
+        remote = options.get("trust_remote_code", False)
+        ensemble = load_ensemble(folder, config, weights, target, list(topologies), remote)
         drafters: dict[str, Drafter] = {}
-        for part, topology in zip(config["parts"], trees, strict=True):
-            if not topology.paths:
-                continue
-            model = _load(folder, part, target, ids, options.get("trust_remote_code", False))
-            vocabulary = None if ids is None else ids.long().to(target.device)
-            draft_cost = None if costs is None or target.spread else pass_time(model, target, vocabulary, costs)
-            drafters[part] = DraftModelDrafter(
-                model, target, topology, draft_vocab=vocabulary, costs=costs, draft_cost=draft_cost
-            )
+        for part, topology in topologies.items():
+            draft_cost = None if costs is None or target.spread else ensemble.pass_time(part, target, costs)
+            drafters[part] = ensemble.drafter(part, target, topology, costs=costs, draft_cost=draft_cost)
         return drafters
 
     return Part(build, uses_costs=True)
@@ -142,34 +171,33 @@ def open_drafter(
 
 def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
     """Each SSM's rank of the true token; trees of up to eight levels."""
-    _check_config(folder, config, weights)
-    ensemble = _Ensemble(folder, config, weights.get("draft_vocab"))
+    check_config(folder, config, weights)
+    ensemble = _Calibrated(folder, config, weights)
     return Calibration(DEPTH, ensemble.ranks, ensemble.build, ensemble.facts, ensemble.step_time)
 
 
-class _Ensemble:
-    """An ensemble that is calibrated. Its SSMs are loaded with the first text, and every text's matched answers are
-    kept."""
+class _Calibrated:
+    """An ensemble that is calibrated. It is loaded with the first text, and every text's matched answers are kept."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], ids: Tensor | None) -> None:
-        self.folder, self.config, self.ids = folder, config, None if ids is None else ids.long()
-        self.models: list[Target] = []
+    ensemble: Ensemble
+
+    def __init__(self, folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        self.stored = folder, config, weights
         self.matched: list[Tensor] = []  # [n, A] bool of each text
 
     def ranks(self, target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
         """``[S, T, n, K]``."""
-        if not self.models:
-            self.ids = None if self.ids is None else self.ids.to(target.device)
-            self.models = [_load(self.folder, part, target, self.ids) for part in self.config["parts"]]
-        by_ssm = [next_token_ranks(model, tokens, supervised, self.ids) for model in self.models]
-        self.matched.append(matched_answers(torch.stack(by_ssm), supervised, self.config["mark_tokens"]))
+        if not self.matched:
+            self.ensemble = load_ensemble(*self.stored, target)
+        by_ssm = self.ensemble.next_ranks(tokens, supervised)
+        self.matched.append(matched_answers(by_ssm, supervised, self.ensemble.mark_tokens))
         return torch.stack([chained_ranks(ranks, tokens, supervised, DEPTH) for ranks in by_ssm], 2)
 
     def build(self, target: Target, *trees: Topology) -> Drafter:
         """The drafter that proposes all nodes of the trees."""
         drafters = {
-            part: DraftModelDrafter(model, target, topology, draft_vocab=self.ids)
-            for part, model, topology in zip(self.config["parts"], self.models, trees, strict=True)
+            part: self.ensemble.drafter(part, target, topology)
+            for part, topology in zip(self.ensemble.models, trees, strict=True)
             if topology.paths
         }
         if len(drafters) < 2:
@@ -183,7 +211,7 @@ class _Ensemble:
             "accuracy_by_ssm_depth_and_rank": [accuracy(of_ssm) for of_ssm in ranks.unbind(2)],
             "coverage": coverage(matched),
             "overlap": overlap(matched),
-            "mark_tokens": self.config["mark_tokens"],
+            "mark_tokens": self.ensemble.mark_tokens,
             "answers": matched.shape[1],
             "mean_accepted_length_by_nodes": {
                 nodes: round(simulate_ensemble(of_size, ranks), 4) for nodes, of_size in trees.items()
@@ -191,16 +219,7 @@ class _Ensemble:
         }
 
     def step_time(self, target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
-        passes = [pass_time(model, target, self.ids, costs) for model in self.models]
-
-        def time(trees: Sequence[Topology]) -> float:
-            total = costs.relative(1 + sum(len(tree.paths) for tree in trees))
-            for each, tree in zip(passes, trees, strict=True):
-                parents = Counter(len(path) for path in {path[:-1] for path in tree.paths})  # by depth
-                total += each * sum(costs.relative(count) for count in parents.values())
-            return total
-
-        return time
+        return step_time(costs, [self.ensemble.pass_time(part, target, costs) for part in self.ensemble.models])
 
 
 def report_fields(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,11 @@ SHIPPED = {
     "tiny-ssm.yaml": ("train/ssm.py", "SsmRecipe"),
     "smollm2-ssm.yaml": ("train/ssm.py", "SsmRecipe"),
     "llama7b-68m-ssm.yaml": ("train/ssm.py", "SsmRecipe"),
+    "tiny-eagle1.yaml": ("train/eagle.py", "EagleRecipe"),
+    "tiny-eagle3.yaml": ("train/eagle.py", "EagleRecipe"),
+    "smollm2-eagle3.yaml": ("train/eagle.py", "EagleRecipe"),
+    "llama3-8b-eagle3.yaml": ("train/eagle.py", "EagleRecipe"),
+    "qwen3-8b-eagle3.yaml": ("train/eagle.py", "EagleRecipe"),
 }
 GOOD = """\
 run: {name: x}

@@ -39,7 +39,7 @@ from draftsmith.inference.tree import read_tree
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
-from draftsmith.train import distill, lm, medusa, ssm
+from draftsmith.train import distill, eagle, lm, medusa, ssm
 
 ROOT = Path(__file__).parents[2]
 SEEDED = any(argument.startswith("--hypothesis-seed") for argument in sys.argv)
@@ -203,7 +203,10 @@ def plain(run_main, tiny_lm):
 # ---- recipes
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-OF_SCRIPT = {"medusa": medusa.MedusaRecipe, "ssm": ssm.SsmRecipe, "lm": lm.LmRecipe, "distill": distill.DistillRecipe}
+OF_SCRIPT = {
+    "medusa": medusa.MedusaRecipe, "ssm": ssm.SsmRecipe, "eagle": eagle.EagleRecipe, "lm": lm.LmRecipe,
+    "distill": distill.DistillRecipe,
+}  # fmt: skip
 
 
 def class_of(path: Path) -> Any:
@@ -347,6 +350,7 @@ def commands(folder, drafter, tiny_lm, jsonl, tiny_recipes):
         "preview": (preview.main, [str(tiny_recipes["medusa"])], ()),
         "medusa": (medusa.main, [str(tiny_recipes["medusa"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
         "ssm": (ssm.main, [str(tiny_recipes["ssm"]), "--dry-run", "run.name=fuzz-ssm"], ("--tiny",)),
+        "eagle": (eagle.main, [str(tiny_recipes["eagle"]), "--dry-run", "run.name=fuzz-eagle"], ("--tiny",)),
         "distill": (distill.main, [str(tiny_recipes["distill"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
     }  # fmt: skip
 
@@ -366,6 +370,7 @@ def tiny_recipes(folder, tiny_lm):
     contents: dict[str, Any] = {
         "medusa": training | {"drafter": {"num_draft_heads": 2}},
         "ssm": training | {"drafter": {"layers": [0]}, "boost": {"min_prompts": 1}},
+        "eagle": training | {"drafter": {"version": 3, "unroll": 2}},
         "distill": {
             "run": run, "target": {"name": str(tiny_lm)}, "data": {"seeds": [source]},
             "engine": {"batch_size": 2, "max_length": 64, "threads": 1}, "decoding": {"max_new_tokens": 4},
@@ -378,7 +383,9 @@ def tiny_recipes(folder, tiny_lm):
 
 
 FEWER = {"decode": 6, "typical": 4, "bench": 4, "calibrate": 6}  # they measure
-COMMANDS = ["decode", "decode one", "calibrate", "typical", "bench", "prompts", "preview", "medusa", "ssm", "distill"]
+COMMANDS = [
+    "decode", "decode one", "calibrate", "typical", "bench", "prompts", "preview", "medusa", "ssm", "eagle", "distill",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMMANDS)

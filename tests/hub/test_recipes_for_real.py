@@ -30,11 +30,14 @@ RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))
 # tests/train/test_shipped_recipes.py
 NOTHING_OF_THE_HUB = {
     "smollm2-distill",
+    "smollm2-eagle3",
     "smollm2-medusa",
     "smollm2-medusa2",
     "smollm2-ssm",
     "tiny-distill",
     "tiny-draft",
+    "tiny-eagle1",
+    "tiny-eagle3",
     "tiny-lm",
     "tiny-medusa",
     "tiny-medusa2",
@@ -196,11 +199,11 @@ def check_requests(world: World, target: str) -> None:
 
 
 def test_how_many_there_are():
-    assert len(RECIPES) == 20
+    assert len(RECIPES) == 25
     named = {name for path in RECIPES.values() for name in _named(yaml.safe_load(path.read_text()))}
     assert named == {name.split("/", 1)[1] for name in miniatures.manifests()}, "each needs a manifest"
     tested = [name for name in RECIPES if any(_named(yaml.safe_load(RECIPES[name].read_text())))]
-    assert len(tested) == 10 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
+    assert len(tested) == 12 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
 
 
 def _named(recipe: dict[str, Any]) -> Iterator[str]:
@@ -394,6 +397,15 @@ def test_qwen3_8b(world):
         [f"<think>\n\n</think>\n\n{chat[-1][1]}"] for chat in held_out
     ]
     finish(world, "qwen3-8b")
+
+
+@pytest.mark.parametrize("name, target", [
+    ("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct"), ("qwen3-8b", "Qwen/Qwen3-8B"),
+])  # fmt: skip
+def test_eagle3(world, name, target):
+    train(world, f"{name}-eagle3", "drafter.draft_vocab_size=200", "drafter.unroll=2")
+    check_requests(world, target)
+    finish(world, f"{name}-eagle3")
 
 
 def test_llama7b_68m_ssm(world):

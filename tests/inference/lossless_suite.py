@@ -20,10 +20,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 import torch
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftsmith.inference import engine
 from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.modes import Mode
@@ -196,9 +198,11 @@ def _sampled(
 ) -> tuple[torch.Tensor, Counter[int]]:
     decoder = SpeculativeDecoder(target, drafter, static=static)
     results: list[Generation] = []
-    for first in range(0, count, rows):
-        each = [Sampling(**{**vars(sampling), "seed": seed}) for seed in range(first, first + rows)]
-        results += decoder.generate([SMALL_PROMPT] * rows, NEW, mode="sample", sampling=each, stop_ids=NONE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "CACHE_GRANULE", 32)  # short texts in thousands of rows
+        for first in range(0, count, rows):
+            each = [Sampling(**{**vars(sampling), "seed": seed}) for seed in range(first, first + rows)]
+            results += decoder.generate([SMALL_PROMPT] * rows, NEW, mode="sample", sampling=each, stop_ids=NONE)
     return torch.tensor([r.tokens for r in results]), Counter(len(r.accepted) for r in results)
 
 

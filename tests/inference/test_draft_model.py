@@ -25,8 +25,9 @@ from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from draftsmith.inference.costs import StepCosts
-from draftsmith.inference.drafters import draft_model
-from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary, draw_children
+from draftsmith.inference.drafters import levels
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
+from draftsmith.inference.drafters.levels import draw_children
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
@@ -355,7 +356,7 @@ def test_every_draw_has_its_own_uniform(make_target, monkeypatch):
     target = lossless_suite.soft(make_target)
     drafter = DraftModelDrafter(perturbed(target), target, [2, 2, 1])
     used, drawn = [], []
-    philox_uniforms, draw_from = draft_model.philox_uniforms, draft_model.draw_children
+    philox_uniforms, draw_from = levels.philox_uniforms, levels.draw_children
 
     def recorded_uniforms(seed, step, count, stream):
         assert stream == 1
@@ -367,8 +368,8 @@ def test_every_draw_has_its_own_uniform(make_target, monkeypatch):
         drawn[-1] += uniforms.flatten().tolist()
         return draw_from(q, uniforms, **options)
 
-    monkeypatch.setattr(draft_model, "philox_uniforms", recorded_uniforms)
-    monkeypatch.setattr(draft_model, "draw_children", recorded_draws)
+    monkeypatch.setattr(levels, "philox_uniforms", recorded_uniforms)
+    monkeypatch.setattr(levels, "draw_children", recorded_draws)
     SpeculativeDecoder(target, drafter, static=False).generate([[3, 1]], 24, mode="sample", stop_ids=NONE)
     assert len(used) > 5 and drawn == [each.tolist() for each in used], "each is used once"
     assert len({number for step in drawn for number in step}) == 10 * len(used), "each step has new ones"

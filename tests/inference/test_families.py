@@ -112,9 +112,10 @@ def test_unknown_types(run_main, written, family):
     folder, _ = written
     config = json.loads((folder / "config.json").read_text())
     try:
-        for kind, hint in (("toys", "; nearest: toy"), ("eagle", "")):
+        for kind, hint in (("toys", "; nearest: toy"), ("hydra", "")):
             (folder / "config.json").write_text(json.dumps({**config, "drafter_type": kind}))
-            message = f"{folder}: drafter_type '{kind}' is not known to this version; known: medusa, ssm, toy{hint}"
+            known = "eagle, medusa, ssm, toy"
+            message = f"{folder}: drafter_type '{kind}' is not known to this version; known: {known}{hint}"
             for main, options in ((decode.main, ["--prompt", "a"]), (calibrate.main, [])):
                 assert run_main(main, folder, *options, "--target", "/nowhere") == (2, "", f"error: {message}\n")
     finally:

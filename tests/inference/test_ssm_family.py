@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BertConfig, BertModel
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate, decode
@@ -20,9 +20,10 @@ from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.prompts import encode_prompts, read_prompts
-from draftsmith.inference.ranks import MAX_RANK, best_trees, overlap, simulate_ensemble
+from draftsmith.inference.ranks import MAX_RANK, best_trees, simulate_ensemble
 from draftsmith.inference.tree import Topology, read_trees
 from draftsmith.models.artifact import read_drafter, write_drafter
+from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import most_frequent
 
 PROMPTS = ["import os", "def read(path):", "The software is provided", "copyright notice"]
@@ -30,20 +31,21 @@ MARK = 4
 OPTIONS = ("--device", "cpu", "--dtype", "float32")
 
 
-def write_ensemble(folder, target, count, ids):
-    """SSMs that are the target with noise on its weights."""
-    for number in range(count):
+def write_ensemble(folder, target, noises, ids):
+    """SSMs that are the target with noise on its weights; ``noises``: of each, in standard deviations."""
+    count = len(noises)
+    for number, noise in enumerate(noises):
         model, generator = copy.deepcopy(target.model), torch.Generator().manual_seed(number)
         with torch.no_grad():
             for weight in model.parameters():
-                weight.add_(torch.randn(weight.shape, generator=generator) * 0.06 * weight.std())
+                weight.add_(torch.randn(weight.shape, generator=generator) * noise * weight.std())
         model.save_pretrained(folder / f"ssm-{number}")
         target.tokenizer.save_pretrained(folder / f"ssm-{number}")
     shape = {
         "num_ssms": count, "draft_vocab_size": None if ids is None else len(ids), "vocab_size": target.vocab_size,
-        "mark_tokens": MARK, "coverage": [0.25, 0.375][:count], "overlap": [[1.0, 0.5], [0.5, 1.0]][:count],
+        "mark_tokens": MARK, "coverage": [0.25, 0.375, 0.5][:count],
+        "overlap": [[1.0 if i == j else 0.5 for j in range(count)] for i in range(count)],
     }  # fmt: skip
-    shape["overlap"] = [row[:count] for row in shape["overlap"]]
     weights = {} if ids is None else {"draft_vocab": ids}
     write_drafter(folder, "ssm", shape, weights, target, {}, parts=[f"ssm-{number}" for number in range(count)])
     return folder
@@ -72,7 +74,7 @@ def ids(target, text):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, target, ids):
-    return write_ensemble(tmp_path_factory.mktemp("drafters") / "two", target, 2, ids)
+    return write_ensemble(tmp_path_factory.mktemp("drafters") / "two", target, [0.02, 0.01], ids)
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def test_calibrated(run_main, stored, prompts, target, text, ids, monkeypatch):
     message = f"--at-load is for draft heads; the nodes of '{stored}' follow from its trees: leave it out"
     assert refused == (2, "", f"error: {message}\n")
     options = ("--prompts", prompts, "--max-new-tokens", 32, *OPTIONS)
-    monkeypatch.setattr(ssm, "pass_time", lambda *_: 0.01)  # the SSMs are as large as the target
+    monkeypatch.setattr(ssm.Ensemble, "pass_time", lambda *_: 0.01)  # the SSMs are as large as the target
     code, out, err = run_main(calibrate.main, stored, *options, "--nodes", 12, "--seconds", 2)
     assert code == 0 and f"{stored / 'tree.json'}: 12 nodes (" in out, err
     tree = json.loads((stored / "tree.json").read_text())
@@ -115,12 +117,10 @@ def test_calibrated(run_main, stored, prompts, target, text, ids, monkeypatch):
     assert torch.allclose(first, share, atol=1e-4) and share[0] != share[1]
     # The greedy continuations of each SSM, restricted to the draft vocabulary.
     assert known["answers"] == 4 and known["mark_tokens"] == MARK
-    matched = torch.tensor([
-        [_continues(model, ids, row, marks) for row, marks in zip(text["tokens"], text["supervised"], strict=True)]
-        for model in (ssm._load(stored, part, target, ids) for part in config["parts"])
-    ])  # fmt: skip
-    assert known["coverage"] == [round(float(matched[: s + 1].any(0).float().mean()), 4) for s in range(2)]
-    assert known["overlap"] == overlap(matched)
+    first, second = _matched(stored, ids, text)
+    assert known["coverage"] == [len(first) / 4, len(first | second) / 4] and 0 < len(first) < len(first | second) < 4
+    one = len(first & second) / len(first | second)
+    assert known["overlap"] == [[1.0, one], [one, 1.0]] and 0 < one < 1
 
     two = (Topology(((0,), (0, 0), (0, 0, 0), (1,))), Topology(((0,), (0, 0), (0, 1), (1,), (1, 0))))
     assert calibration.step_time is not None
@@ -133,15 +133,64 @@ def test_calibrated(run_main, stored, prompts, target, text, ids, monkeypatch):
         assert len(set(lengths)) > 2 and simulate_ensemble(each, ranks) == sum(lengths) / len(lengths)
 
 
-def _continues(model, ids, row, marks):
-    """Whether a model's greedy continuation, of a draft vocabulary, begins as the answer in a row."""
-    begin = int(marks.nonzero()[0])
-    for place in range(begin, min(begin + MARK, int(marks.nonzero()[-1]) + 1)):
-        with torch.no_grad():
-            logits = model.model(row[None, :place].long()).logits[0, -1]
-        if int(ids[logits[ids].argmax()]) != int(row[place]):
-            return False
-    return True
+@torch.no_grad()
+def _matched(folder, ids, text):
+    """By SSM, the numbers of the answers that begin as its own greedy continuation, written token by token."""
+    found = []
+    for part in sorted(folder.glob("ssm-*")):
+        model = AutoModelForCausalLM.from_pretrained(part)
+        found.append(set())
+        for number, (row, marks) in enumerate(zip(text["tokens"].tolist(), text["supervised"], strict=True)):
+            own = row[: int(marks.nonzero()[0])]
+            for _ in range(min(MARK, int(marks.sum()))):
+                logits = model(torch.tensor([own]), use_cache=False).logits[0, -1]
+                own.append(int(logits.argmax() if ids is None else ids[logits[ids].argmax()]))
+            if own == row[: len(own)]:
+                found[-1].add(number)
+    return found
+
+
+def test_coverage_of_the_target_itself(target, text, tmp_path):
+    """An SSM of all of the target's weights reproduces every answer; with little noise, some of them."""
+    folder = write_ensemble(tmp_path / "same", target, [0.01, 0.01, 0.0], None)
+    calibration = ssm.calibration(*read_drafter(str(folder)))
+    assert calibration.facts is not None
+    ranks = calibration.ranks(target, text["tokens"], text["supervised"])
+    assert (ranks[:, :, 2] <= 0).all() and (ranks[:, :, :2] > 0).any()
+    facts, matched = calibration.facts(ranks), _matched(folder, None, text)
+    assert facts["answers"] == len(matched[2]) == 4 > len(matched[0]) > len(matched[1]) > 0
+    assert facts["coverage"] == [len(set().union(*matched[: s + 1])) / 4 for s in range(3)]
+    shares = [[round(len(one & other) / len(one | other), 4) for other in matched] for one in matched]
+    assert facts["overlap"] == shares
+
+
+def test_an_lm_head_with_bias(make_target, teach):
+    """An SSM that is the target, with a draft vocabulary: greedy decoding writes the target's text, and accepts every
+    draft up to the first token outside of the vocabulary."""
+    target, depth, count = make_target("phi"), 3, 40
+    head = target.lm_head
+    with torch.no_grad():
+        head.bias.mul_(8)
+    prompts = [[7, 3, 19, 44], [9, 1]]
+    texts = teach(target, prompts, count)
+    ids = torch.tensor(sorted({token for text in texts for token in text[::2]}), device=target.device)
+    drafter = DraftModelDrafter(Target(target.model, None, "ssm", ""), target, [1] * depth, draft_vocab=ids)
+    results = SpeculativeDecoder(target, drafter).generate(prompts, count, stop_ids=frozenset())
+    known, lengths = set(ids.tolist()), []
+    for text, result in zip(texts, results, strict=True):
+        assert result.tokens == text
+        done, steps = 1, []  # the first token is the prefill's
+        while done < count:
+            drafted = text[done : done + depth]
+            right = next((n for n, token in enumerate(drafted) if token not in known), len(drafted))
+            steps.append(min(right + 1, count - done))
+            done += steps[-1]
+        assert result.accepted == steps
+        lengths += steps
+    assert min(lengths) < max(lengths) == depth + 1
+    hidden = target.hidden(torch.tensor([prompts[0] + texts[0]], device=target.device))[0]
+    biased = (hidden @ head.weight[ids].T).argmax(-1) != (hidden @ head.weight[ids].T + head.bias[ids]).argmax(-1)
+    assert biased.float().mean() > 0.2, "the bias changes hardly any draft"
 
 
 def test_decoded(run_main, ensemble, prompts, tmp_path):
@@ -168,7 +217,7 @@ def test_decoded(run_main, ensemble, prompts, tmp_path):
 
 def test_names_and_empty_trees(ensemble, target, tmp_path):
     """Names are short where they are unique. An SSM without a tree is not loaded; without any, nothing is drafted."""
-    one = write_ensemble(tmp_path / "one", target, 1, None)
+    one = write_ensemble(tmp_path / "one", target, [0.02], None)
     write_json(one / "tree.json", {"paths": [[0], [0, 0], [1]]})
     _, drafter = load_drafter(str(one), target)
     assert drafter is not None and not drafter.sources and drafter.num_nodes == 4
@@ -176,7 +225,7 @@ def test_names_and_empty_trees(ensemble, target, tmp_path):
     assert drafter is not None
     assert isinstance(drafter, MergedDrafter)
     assert drafter.sources == (f"{ensemble}:ssm-0", "ssm-1", f"{one}:ssm-0") and len(drafter.models) == 3
-    assert all(isinstance(each, DraftModelDrafter) and (each.draft_cost or 0) > 0 for each in drafter.drafters)
+    assert all(isinstance(each, DraftModelDrafter) and (each.levels.draft_cost or 0) > 0 for each in drafter.drafters)
     assert load.report_fields(f"ngram+{one}+{ensemble}")["ssm"]["coverage"] == [0.25]
     write_json(ensemble / "tree.json", {"parts": [[], [[0]]]})
     _, drafter = load_drafter(str(ensemble), target)

@@ -54,15 +54,45 @@ def test_a_killed_run_makes_only_the_rest(make_target, rows, accelerator, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
     kept = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
-    assert len(calls) == 1 + len(rows), "two were kept, the third was asked for twice"
+    assert len(calls) == 2 + len(rows), "two were kept, one of them was compared, the third was asked for twice"
     again = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
-    assert len(calls) == 1 + len(rows) and torch.equal(again, kept)
+    assert len(calls) == 3 + len(rows) and torch.equal(again, kept)
     monkeypatch.undo()
     assert torch.equal(kept, hidden_states(target, rows, torch.float32, accelerator, None, batch_size=1))
     other = make_target("qwen3")
     other.fingerprint = "another"
     moved = hidden_states(other, rows, torch.float32, accelerator, stored, batch_size=1)
     assert not torch.equal(moved, kept), "another target's are made anew"
+
+
+@torch.no_grad()
+def test_captured_layers_are_kept_too(make_target, rows, accelerator, tmp_path):
+    """In the order in which they are asked for; another order, or none, is another file."""
+    target, stored = make_target("llama"), tmp_path / "0.bin"
+    batch = rows.batch(range(len(rows)))
+    for captures in ((1, 0), (0, 1), ()):
+        wanted = target.features(batch["tokens"].long(), captures, batch["positions"])
+        for _ in range(2):
+            kept = hidden_states(target, rows, torch.float32, accelerator, stored, 2, captures)
+            torch.testing.assert_close(kept, wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("damage", ["zeros", "one token", "nan", "the next token's"])
+def test_what_was_damaged_is_found(make_target, rows, accelerator, tmp_path, damage):
+    target, stored = make_target("llama"), tmp_path / "0.bin"
+    hidden_states(target, rows, torch.float32, accelerator, stored, 2, (1,))
+    kept = torch.from_file(str(stored), shared=True, size=5 * 12 * 64).view(5, 12, 64)
+    if damage == "zeros":
+        kept[4] = 0
+    elif damage == "one token":
+        kept[4, 3, 32:] *= 1.3
+    elif damage == "nan":
+        kept[4, 7, 40] = torch.nan
+    else:
+        kept[4, :-1] = kept[4, 1:].clone()
+    with pytest.raises(ValueError, match=r"0\.bin: the target makes other hidden states than .*; delete that file"):
+        hidden_states(target, rows, torch.float32, accelerator, stored, 2, (1,))
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])

@@ -120,9 +120,10 @@ def test_segments_are_marked_by_the_model_after_the_true_tokens(make_target):
 
 
 @pytest.mark.parametrize("loss", ["ce", "kl"])
-@pytest.mark.parametrize("size", [None, 20])
-def test_loss_is_its_definition(make_target, loss, size):
-    target, generator = make_target("llama"), torch.Generator().manual_seed(5)
+@pytest.mark.parametrize("family, size", [("llama", None), ("llama", 20), ("phi", None), ("phi", 20)])
+def test_loss_is_its_definition(make_target, loss, family, size):
+    """``phi``: its LM head has a bias."""
+    target, generator = make_target(family), torch.Generator().manual_seed(5)
     model = make_ssm(target)
     ids = None if size is None else torch.randperm(target.vocab_size, generator=generator)[:size].sort().values
     module = ssm.Ssm(model, target, ids, loss, frozen=True)

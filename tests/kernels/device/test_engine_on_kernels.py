@@ -6,10 +6,13 @@ import copy
 import pytest
 import torch
 
+from draftsmith.inference.drafters.dynamic import DynamicShape
+from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.tree import Topology
+from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 
@@ -78,3 +81,33 @@ def test_sampled_texts_are_those_of_plain_pytorch(make_target, device, monkeypat
         plain = SpeculativeDecoder(target, drafter_of(target, "own")).serve(requests, 3, mode="sample")
     assert [r.tokens for r in ours] == [r.tokens for r in plain]
     assert any(count > 1 for result in ours for count in result.accepted), "paths are committed"
+
+
+@pytest.mark.parametrize(("mode", "tree"), [("sample", (2, 1)), ("greedy", DynamicShape(2, 2, 5))])
+def test_eagle_drafts_as_with_plain_pytorch(make_target, device, monkeypatch, mode, tree):
+    """The same texts in the same steps; on a GPU by a graph, the second time by the first one's."""
+    target = on(device, make_target("llama"))
+    torch.manual_seed(6)
+    eagle = Eagle.for_target(target, 3, "own")
+    with torch.no_grad():
+        for name, weight in eagle.named_parameters():
+            if "norm" not in name and "lm_head" not in name:
+                weight.copy_(torch.randn(weight.shape) * 0.1)
+    requests = [
+        Request(prompt, limit, Sampling(seed=limit), frozenset())
+        for prompt, limit in zip(PROMPTS[1:], LIMITS[1:], strict=True)
+    ]
+    drafter = EagleDrafter(eagle, target, tree)
+    decoder = SpeculativeDecoder(target, drafter, static=True)
+    cuda = device.type == "cuda"
+    ours = [decoder.serve(requests, 2, mode=mode) for _ in range(1 + cuda)]
+    assert drafter.kernel and decoder._step is not None and len(decoder._step._graphs) == cuda, "the kernel is in use"
+    with monkeypatch.context() as patch:
+        for module in ("runner", "cache", "drafters.eagle"):
+            patch.setattr(f"draftsmith.inference.{module}.why_not_triton", lambda tensor: "left out")
+        patch.setattr("draftsmith.kernels.verify.why_not_triton", lambda tensor: "left out")
+        plain = SpeculativeDecoder(target, EagleDrafter(eagle, target, tree), static=False)
+        expected = plain.serve(requests, 2, mode=mode)
+    for results in ours:
+        assert [(r.tokens, r.accepted) for r in results] == [(r.tokens, r.accepted) for r in expected]
+    assert any(count > 1 for result in expected for count in result.accepted), "tokens are drafted"

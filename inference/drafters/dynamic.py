@@ -1,0 +1,309 @@
+"""EAGLE-2's dynamic tree: in every step, the nodes that the drafter itself finds likeliest (arXiv 2406.16858 §4).
+
+The value of a node is Σ log q along its path, an estimate of the log probability that the target accepts it.
+
+    expansion    level 1 is the root's k likeliest tokens; of each level, the k nodes of highest value, its frontier,
+                 are run in one forward pass, and each proposes its k likeliest tokens
+    re-ranking   of the candidates of all levels, the N − 1 of highest value are the tree
+
+Candidates are numbered level by level, and of equal values the lower number counts more. So a child, whose value is at
+most its parent's, is never chosen without it, also where log q = 0: the tree is connected, and no other connected
+subset of the candidates has a larger Σ exp(value). The tree is a function of the text: its nodes are one-hot draws,
+and verification is exact at any temperature.
+
+All shapes are fixed, and nothing synchronises with the host, so that a CUDA graph can capture the growth; except where
+step costs are given: then it ends at the level, and the tree at the number of nodes, beyond which more do not pay.
+
+Shape letters: B rows, k tokens of each node and nodes of a frontier, n nodes of a pass (1 or k), D depth, N nodes, M
+candidates (root included), R nodes run so far, W 64-bit words, d hidden width.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.common.files import parse_json, read_text
+from draftsmith.inference.costs import STANDARD_COSTS, StepCosts, best_node_counts
+from draftsmith.inference.drafters.levels import STANDARD_PASS, pays
+from draftsmith.inference.drafters.protocol import State
+from draftsmith.inference.tree import MAX_NODES, TokenTree
+
+
+@dataclass(frozen=True)
+class DynamicShape:
+    """The size of a dynamic tree.
+
+    top_k: tokens that a node proposes, and nodes of a level that are run (k).
+    depth: of the deepest node (D): the root's pass and D − 1 passes of k nodes.
+    nodes: of the tree that is verified, the root included (N).
+
+    Raises:
+        ValueError: a number is not a whole number above 0, or there are not so many candidates.
+    """
+
+    top_k: int
+    depth: int
+    nodes: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("top_k", 1), ("depth", 1), ("nodes", 2)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"dynamic tree: {name} is {value!r}; it has to be a whole number of at least {least}")
+        if self.nodes > self.candidates:
+            raise ValueError(
+                f"dynamic tree: nodes is {self.nodes}, but with top_k {self.top_k} and depth {self.depth} there are "
+                f"only {self.candidates}, the root included"
+            )
+        if max(self.nodes, self.runs) > MAX_NODES:
+            raise ValueError(
+                f"dynamic tree: {self.nodes} nodes, of which at most {MAX_NODES} can be verified in a step, and "
+                f"{self.runs} to run, of which at most {MAX_NODES} can be"
+            )
+
+    @property
+    def candidates(self) -> int:
+        """M, the root included."""
+        return 1 + self.top_k + (self.depth - 1) * self.top_k**2
+
+    @property
+    def runs(self) -> int:
+        """Number of nodes that are run, the root excluded: the slots that they need after the root's."""
+        return (self.depth - 1) * self.top_k
+
+    @property
+    def branching(self) -> int:
+        """Children of a node of the tree, at most."""
+        return min(self.top_k, self.nodes - 1)
+
+    def check_outputs(self, outputs: int) -> None:
+        """Check that a drafter that chooses from ``outputs`` tokens can propose k.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if self.top_k > outputs:
+            raise ValueError(f"dynamic tree: top_k is {self.top_k}, but the drafter chooses from {outputs} tokens")
+
+
+def read_dynamic(path: Path) -> DynamicShape | None:
+    """The dynamic tree of a tree's file, ``{"dynamic": {"top_k": 10, "depth": 6, "nodes": 60}}``; None if it has none,
+    or is no JSON object (:func:`draftsmith.inference.tree.read_tree` then says why).
+
+    Raises:
+        FileNotFoundError, ValueError: the file is missing, or its key ``dynamic`` holds something else.
+    """
+    try:
+        content: Any = parse_json(read_text(path, "tree"), str(path))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: there is no such tree; make one with inference/calibrate.py") from None
+    except ValueError:
+        return None
+    if not isinstance(content, dict) or "dynamic" not in content:
+        return None
+    given, names = content["dynamic"], tuple(DynamicShape.__dataclass_fields__)
+    if not isinstance(given, dict) or given.keys() != set(names):
+        raise ValueError(f'{path}: \'dynamic\' is {given!r}, not {{"top_k": 10, "depth": 6, "nodes": 60}}')
+    try:
+        return DynamicShape(**given)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The k nodes of a level that are run together. Nodes that are run are numbered from 0, level by level; the root,
+    whose pair is committed text, has no number.
+
+    tokens: ``[B, k]`` int64 ids of the target.
+    hidden: ``[B, k, d]`` what their parents' passes gave to continue with.
+    ancestors: ``[B, k, W]`` int64 bitsets over the numbers of nodes run, a node itself included.
+    depth: ``[B, k]`` int32 in the tree, all equal; 1 for the root's children.
+    first: number of the first of them, (depth − 1) · k.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    ancestors: Tensor
+    depth: Tensor
+    first: int
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """What n nodes propose: each its k likeliest tokens, no token twice.
+
+    tokens: ``[B, n, k]`` int64 ids of the target.
+    log_q: ``[B, n, k]`` float32 log probabilities; −∞ and NaN: not a candidate.
+    hidden: ``[B, n, d]`` what the children of these nodes continue with.
+    """
+
+    tokens: Tensor
+    log_q: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Times in plain steps of the target with one row: of drafting 1 … D levels, of a step with 1 … N nodes ``[N]``."""
+
+    passes: list[float]
+    steps: Tensor
+
+
+class _Limit:
+    """Ends a step's trees where more levels and nodes do not pay: of the whole batch, or in sampling mode row by row.
+
+    counts: ``[B]`` or ``[1]`` int64, the number of nodes that maximises expected tokens / time.
+    continues: whether each row, or the whole batch, gets another level.
+    """
+
+    def __init__(self, state: State, times: _Times) -> None:
+        self.times, self.active, self.whole_batch = times, state.active[:, None].float(), state.settings is None
+        active = self.active.sum(0) if self.whole_batch else self.active[:, 0]
+        self.expected = [[tokens] for tokens in active.tolist()]  # by row and level
+        self.counts, self.continues = torch.ones_like(active, dtype=torch.int64), [True] * len(active)
+
+    def add(self, values: Tensor) -> bool:
+        """Another level has been drafted; returns whether the next one pays.
+
+        Args:
+            values: ``[B, M]`` of all candidates so far.
+        """
+        steps, drafted = self.times.steps, len(self.expected[0]) - 1
+        acceptance = values.sort(dim=1, descending=True).values[:, : len(steps)].exp() * self.active
+        steps = steps[: acceptance.shape[1]]
+        counts = best_node_counts(acceptance, self.times.passes[drafted] + steps, self.whole_batch)
+        # Rows that have ended stay as they are, as if the others were not there.
+        self.counts = torch.where(torch.tensor(self.continues, device=counts.device), counts, self.counts)
+        if self.whole_batch:
+            acceptance = acceptance.sum(0, keepdim=True)
+        at = self.counts[:, None] - 1
+        totals, ends = acceptance.cumsum(-1).gather(1, at)[:, 0].tolist(), steps[at[:, 0]].tolist()
+        for row, (expected, total, step) in enumerate(zip(self.expected, totals, ends, strict=True)):
+            expected.append(max(0.0, total - sum(expected)))
+            times = [step, *(drafting + step for drafting in self.times.passes)]
+            self.continues[row] = self.continues[row] and pays(expected, times)
+        return any(self.continues)
+
+
+class DynamicTree:
+    """Growth of dynamic trees of one shape.
+
+    Args:
+        rows: B.
+        costs: of the target's steps.
+        draft_cost: time of a forward pass of the drafter with one row, in plain steps of the target. With both, trees
+            have the depth and the nodes that maximise expected tokens / time: of the whole batch, or in sampling mode
+            of each row and by standard costs, so that a seed gives the same text in any batch and on any machine.
+            Static steps take none.
+    """
+
+    def __init__(
+        self, shape: DynamicShape, rows: int, device: torch.device, costs: StepCosts | None = None,
+        draft_cost: float | None = None,
+    ) -> None:  # fmt: skip
+        self.shape = shape
+        k, nodes = shape.top_k, shape.nodes
+        self.numbers = torch.arange(max(shape.candidates, nodes), device=device)
+        # The depth of every candidate, [M].
+        counts = torch.tensor([1, k, *[k * k] * (shape.depth - 1)], device=device)
+        self.depth = torch.arange(shape.depth + 1, dtype=torch.int32, device=device).repeat_interleave(counts)
+        self.zeros = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        self.bits = _own_bits(nodes, device)  # [N, W] of the tree's nodes
+        self.run_bits = _own_bits(max(shape.runs, 1), device)  # [R, W] of the nodes that are run
+        self.limited = costs is not None and draft_cost is not None
+        if costs is not None and draft_cost is not None:
+            self.times = self._times(costs, draft_cost, rows)
+            self.standard_times = self._times(STANDARD_COSTS, STANDARD_PASS, 1)
+
+    def _times(self, costs: StepCosts, draft_cost: float, rows: int) -> _Times:
+        levels = [rows, *[rows * self.shape.top_k] * (self.shape.depth - 1)]
+        passes = [*itertools.accumulate(draft_cost * costs.relative(count) for count in levels)]
+        steps = [costs.relative(rows * nodes) for nodes in range(1, self.shape.nodes + 1)]
+        return _Times(passes, torch.tensor(steps, device=self.numbers.device))
+
+    def grow(self, state: State, root: Proposals, run: Callable[[Frontier], Proposals]) -> TokenTree:
+        """Grow a tree after each row's root.
+
+        Args:
+            root: the root's proposals, n = 1.
+            run: a forward pass of the next frontier, n = k. It is called D − 1 times, or fewer if costs are given.
+
+        Returns:
+            A tree of N nodes, or fewer if costs are given, without draws, with ``acceptance``; padding comes last.
+        """
+        k, zeros, rows = self.shape.top_k, self.zeros, len(state.root)
+        tokens, values, parents = [state.root[:, None]], [zeros.float()], [zeros]
+        number, value, proposals, count = zeros, values[0], root, 1  # of the nodes just run; candidates so far
+        ancestors = self.run_bits[:1].expand(rows, -1, -1) & 0
+        limit = None
+        if self.limited:
+            limit = _Limit(state, self.times if state.settings is None else self.standard_times)
+        for depth in range(1, self.shape.depth + 1):
+            # Rounding must not give a child more than its parent has.
+            log_q = proposals.log_q.float().clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+            if limit is not None and not all(limit.continues):
+                ended = torch.tensor([not each for each in limit.continues], device=log_q.device)
+                log_q = log_q.masked_fill(ended[:, None, None], -torch.inf)
+            tokens.append(proposals.tokens.flatten(1))
+            values.append((value[..., None] + log_q).flatten(1))  # [B, n · k]
+            parents.append(number[..., None].expand_as(log_q).flatten(1))
+            if (limit is not None and not limit.add(torch.cat(values, 1))) or depth == self.shape.depth:
+                break
+            first, best = (depth - 1) * k, _descending(values[-1])[:, :k]
+            above = (best // k)[..., None]  # among the nodes just run
+            hidden = proposals.hidden.gather(1, above.expand(-1, -1, proposals.hidden.shape[2]))
+            ancestors = ancestors.gather(1, above.expand(-1, -1, ancestors.shape[2]))
+            ancestors = ancestors | self.run_bits[first : first + k]
+            number, value = best + count, values[-1].gather(1, best)
+            count += values[-1].shape[1]
+            depths = self.depth[number]
+            proposals = run(Frontier(tokens[-1].gather(1, best), hidden, ancestors, depths, first))
+        return self._tree(torch.cat(tokens, 1), torch.cat(values, 1), torch.cat(parents, 1), limit)
+
+    def _tree(self, tokens: Tensor, values: Tensor, parents: Tensor, limit: _Limit | None) -> TokenTree:
+        """The tree of the likeliest candidates: ``[B, M]`` each, the parents' numbers int64."""
+        candidates = tokens.shape[1]
+        order = _descending(values)[:, : self.shape.nodes]
+        # Padding, whose values are −∞, gets numbers beyond the candidates'.
+        kept = values.gather(1, order) > -torch.inf
+        if limit is not None:
+            kept = (kept & (self.numbers[: order.shape[1]] < limit.counts[:, None]))[:, : int(limit.counts.max())]
+            order = order[:, : kept.shape[1]]
+        key = torch.where(kept, order, candidates).sort(1).values
+        valid, chosen = key < candidates, key.clamp(max=candidates - 1)
+        parent = torch.where(valid, torch.searchsorted(key, parents.gather(1, chosen)), 0)
+        depth = torch.where(valid, self.depth[chosen], 1)
+        ancestors = self._ancestors(parent)
+        parent[:, 0].fill_(-1)
+        acceptance = torch.where(valid, values.gather(1, chosen).exp(), 0.0)
+        return TokenTree(tokens.gather(1, chosen), parent.int(), depth, ancestors, valid, acceptance=acceptance)
+
+    def _ancestors(self, parent: Tensor) -> Tensor:
+        """Bitsets ``[B, N, W]`` from parents ``[B, N]`` int64, the root being its own: in round i each node takes those
+        of its 2^i-th ancestor."""
+        rows, nodes = parent.shape
+        ancestors = self.bits[:nodes, : -(-nodes // 64)].expand(rows, -1, -1)
+        for _ in range(self.shape.depth.bit_length()):
+            ancestors = ancestors | ancestors.gather(1, parent[..., None].expand_as(ancestors))
+            parent = parent.gather(1, parent)
+        return ancestors
+
+
+def _own_bits(count: int, device: torch.device) -> Tensor:
+    """``[count, W]`` int64, bit i in row i."""
+    numbers = torch.arange(count, device=device)
+    bits = torch.zeros(count, -(-count // 64), dtype=torch.int64, device=device)
+    bits[numbers, numbers // 64] = torch.ones_like(numbers) << (numbers % 64)
+    return bits
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Order ``[B, M]`` from the highest value down, of equal ones the first number first."""
+    return values.sort(dim=1, descending=True, stable=True).indices

@@ -1,0 +1,415 @@
+"""EAGLE as a drafter: one decoder layer on the target's features drafts a tree, level by level
+(:mod:`draftsmith.models.eagle` has the layer and the formulas).
+
+The layer has its own K/V cache. The pair at position t, of the feature of token t and the embedding of token t + 1, is
+in slot t. The root (position L) therefore belongs to the pair L − 1, whose feature is the one that predicted it. A
+drafted node's pair has its parent's output in place of a feature; node i is in slot L − 1 + i.
+
+No K/V of drafted nodes is kept: the target's features of accepted tokens are known after verification, so ``absorb``
+stores these, and their pairs are run with the next root in one forward pass.
+
+Shape letters: B rows, b rows that begin, T prompt tokens, N nodes, n nodes of a pass, m nodes of the level above, M
+missing pairs, k best tokens, F features per token, d hidden width, H query heads, G key/value heads, D head width, S
+slots of the cache, and S tokens of logits.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from draftsmith.inference.cache import KVCache
+from draftsmith.inference.costs import StepCosts, draft_time
+from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
+from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, chain_passes, step_time
+from draftsmith.inference.drafters.load import Calibration, Part
+from draftsmith.inference.drafters.protocol import Drafter, State
+from draftsmith.inference.ranks import accuracy, eagle_ranks
+from draftsmith.inference.tree import TokenTree, Topology, read_tree
+from draftsmith.inference.verify import Verdict
+from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.linear import apply_linear
+from draftsmith.kernels.tree_attention import TreeKeys, ancestor_mask, tree_bias, tree_bias_one_row
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.lean import Buffers, Layer, RMSNorm, run_layer
+from draftsmith.models.lean_from import packed_linears
+from draftsmith.models.target import Target
+
+DEPTH = 8  # K: of the deepest tree that is calibrated
+_ALL_CACHED = 1 << 40  # more tokens than any text has
+
+
+class _PairInput:
+    """Input of EAGLE-3's q, k and v: from the hidden states of a pass, cat(norm(embeddings), norm(hidden)).
+
+    embeddings: ``[n, d]`` of the pass, set before it.
+    """
+
+    def __init__(self, embedding_norm: RMSNorm, hidden_norm: RMSNorm) -> None:
+        self.embedding_norm, self.hidden_norm = embedding_norm, hidden_norm
+        self.embeddings = torch.empty(0)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return torch.cat((self.embedding_norm(self.embeddings), self.hidden_norm(hidden)), -1)
+
+
+class EagleDrafter(Drafter):
+    """An EAGLE drafter for a target.
+
+    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.drafters.levels.Levels` says; in sampling mode they
+    are drawn under the request's own sampling parameters, except a repetition penalty. A dynamic tree's nodes are the
+    likeliest ones in every mode, verified as deterministic drafts.
+
+    Args:
+        eagle: is cast to the target's dtype and moved to its device.
+        tree: an expansion, k_i children of every node at depth i − 1; a tree of ranks; or the shape of a dynamic tree.
+        draws: of a fixed tree, as ``Levels`` takes it.
+        costs: of the target's steps.
+        draft_cost: time of a forward pass with one row, in plain steps of the target. With both, eager steps end a tree
+            where more does not pay, see ``Levels`` and ``DynamicTree``.
+
+    Raises:
+        ValueError: it has fewer positions than the target, its logits need rows of an LM head that has none to take, or
+            the tree is empty, too large, or asks for more tokens than it drafts.
+    """
+
+    static = True
+
+    def __init__(
+        self, eagle: Eagle, target: Target, tree: Sequence[int] | Topology | DynamicShape, *,
+        draws: DrawKind = "without_replacement", costs: StepCosts | None = None, draft_cost: float | None = None,
+    ) -> None:  # fmt: skip
+        config = eagle.config
+        check_context(eagle, target)
+        self.eagle, self.target, self.device = eagle.to(target.device), target, target.device
+        for name, part in eagle.named_children():
+            if name != "rotary":  # its frequencies stay in float32
+                part.to(target.dtype)
+        self.captures = config.captured_layers
+        self.embed = target.embeddings
+        self.ids = eagle.draft_vocab
+        self.draft_head = eagle.draft_head(target.lm_head)
+        self.shared: Target | None = None
+        if config.projection == "shared":
+            self.shared = copy(target)  # Target.logits then applies the target's own scale and cap to these rows
+            self.shared.lm_head = self.draft_head
+        self.layer, self.pair_input, self.norm = _lean_parts(eagle, target)
+        self._take(tree, draws, costs, draft_cost)
+
+    def with_tree(
+        self, tree: Sequence[int] | Topology | DynamicShape, *, draws: DrawKind = "without_replacement",
+        costs: StepCosts | None = None, draft_cost: float | None = None,
+    ) -> "EagleDrafter":  # fmt: skip
+        """A drafter with the same weights and another tree."""
+        other = copy(self)
+        other._take(tree, draws, costs, draft_cost)
+        return other
+
+    def _take(
+        self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind, costs: StepCosts | None,
+        draft_cost: float | None,
+    ) -> None:  # fmt: skip
+        outputs = self.eagle.config.outputs
+        self.shape: DynamicShape | None = None
+        if isinstance(tree, DynamicShape):
+            tree.check_outputs(outputs)
+            self.shape, self.random = tree, False
+            self.num_nodes, self.max_depth, self.branching = tree.nodes, tree.depth, tree.branching
+            self.costs, self.draft_cost = costs, draft_cost
+            return
+        self.levels = Levels(tree, outputs, self.target.vocab_size, self.ids, draws, costs, draft_cost)
+        self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
+        self.branching, self.random = self.levels.branching, self.levels.random
+
+    def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
+        config, device, dtype = self.eagle.config, self.device, self.target.dtype
+        rows, self.rows, self.eager = cache.rows, cache.rows, not static
+        # A dynamic tree runs more nodes than it has.
+        self.capacity = cache.capacity + (0 if self.shape is None else self.shape.runs)
+        size = (2, rows, config.num_key_value_heads, self.capacity, config.head_dim)
+        storage = torch.zeros(size, dtype=dtype, device=device)
+        self.keys, self.values = storage  # [B, G, S, D]
+        self.both = storage.permute(1, 3, 0, 2, 4)  # [B, S, 2, G, D]
+        self.kernel = why_not_triton(cache.lengths) is None and config.head_dim <= 256
+        self.table = _rotations(self.eagle, min(self.capacity, self.target.context), device, dtype)
+        self.pass_buffers: dict[int, Buffers] = {}  # by number of nodes
+        self.one_row: dict[Pass, Tensor] = {}  # masks of eager passes with one row
+        self.max_missing = max_depth  # accepted tokens of a step, at most
+        self.chains = chain_passes(self.max_missing + 1, rows, device)
+        if self.shape is None:
+            self.levels.allocate(rows, device, max_depth, static)
+        else:
+            limits = {"costs": self.costs, "draft_cost": self.draft_cost} if self.eager else {}
+            self.dynamic = DynamicTree(self.shape, rows, device, **limits)
+            self.key_depths = torch.zeros(1, max(self.shape.runs, 1), dtype=torch.int32, device=device).expand(rows, -1)
+        # Number of each text's pairs in the cache, and the tokens and features of the pairs after these, up to the
+        # root's. The number of missing pairs follows from it, and is 0 in warm-up steps, which reset the lengths: these
+        # then write no slot before the root's pair.
+        self.cached = torch.full((rows,), _ALL_CACHED, dtype=torch.int64, device=device)
+        self.missing_tokens = torch.zeros(rows, self.max_missing + 1, dtype=torch.int64, device=device)
+        width = config.hidden_size * (1 + len(self.captures))
+        self.missing_features = torch.zeros(rows, self.max_missing + 1, width, dtype=dtype, device=device)
+        self.waiting = torch.empty(0)  # [b, 1, d]: the fused feature of the last token of a prompt's previous chunk
+        self.row_numbers = torch.arange(rows, device=device)
+        self.numbers = torch.arange(self.capacity, device=device)
+
+    def buffers(self) -> Sequence[Tensor]:
+        return self.cached, self.missing_tokens, self.missing_features
+
+    def begin(self, rows: slice) -> None:
+        self.cached[rows] = _ALL_CACHED  # the prefill runs all pairs of the prompt but the last, which is the root's
+
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+        hidden = self.eagle.fuse(features)  # [b, T, d]
+        waiting, self.waiting = self.waiting, hidden[:, -1:].clone()
+        hidden = hidden[:, :-1]
+        if start:  # the last chunk's last feature is paired with this chunk's first token
+            self._write_keys(tokens, torch.cat((waiting, hidden), 1), start - 1, rows)
+        elif tokens.shape[1] > 1:
+            self._write_keys(tokens[:, 1:], hidden, 0, rows)
+
+    def _write_keys(self, tokens: Tensor, hidden: Tensor, first: int, rows: slice) -> None:
+        """Write the K/V of pairs ``[b, n]`` of committed text into slots ``first`` … ``first + n − 1``: nothing else of
+        a one-layer drafter depends on them."""
+        layer, (each, count) = self.layer, tokens.shape
+        x = layer.before_attention(self._residual(tokens, hidden))
+        width = layer.qkv.shape[1] // (layer.heads + 2 * layer.kv_heads)
+        kv = (x @ layer.qkv[:, layer.heads * width :]).view(each, count, 2, layer.kv_heads, width)
+        keys = kv[:, :, 0]  # [b, n, G, D]
+        cos, sin = self.table[first : first + count].view(1, count, 2, 1, width).unbind(2)
+        kv[:, :, 0] = keys * cos + keys.roll(width // 2, -1) * sin
+        self.both[rows, first : first + count] = kv
+
+    def propose(self, state: State) -> TokenTree:
+        before = (state.length - 1).clamp(min=0)  # [B] pairs before the root's; a row without a text has none
+        hidden = self._run_root(state, before)  # [B, 1, d]
+        if self.shape is not None:
+            return self.dynamic.grow(state, self._proposals(hidden, 0), lambda nodes: self._run_frontier(nodes, before))
+
+        def run(level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
+            return self._run(level, tokens, level.of_parents(above), before)
+
+        return self.levels.propose(state, hidden, run, self._logits)
+
+    def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
+        """Store the tokens and the features of the accepted path. Drafted K/V is never kept, so that in a merge nothing
+        depends on which drafter proposed a node."""
+        assert verdict.path.shape[1] - 1 <= self.max_missing, "a tree is deeper than the max_depth that was given"
+        self.cached.copy_(state.length)  # the root's pair is the last one made of features
+        longest = int(verdict.length.max()) if self.eager else verdict.path.shape[1] - 1
+        if longest:
+            path = verdict.path[:, : longest + 1].clamp(max=tree.tokens.shape[1] - 1)
+            self.missing_tokens[:, :longest] = tree.tokens.gather(1, path[:, 1:])
+            self.missing_features[:, :longest] = features[self.row_numbers[:, None], path[:, :-1]]
+
+    def _run_root(self, state: State, before: Tensor) -> Tensor:
+        """Run the missing pairs and the root's; returns the root's hidden states ``[B, 1, d]``.
+
+        Rows with fewer missing pairs are padded on the right; the tree's nodes later overwrite the padding.
+        """
+        missing = (before - self.cached).clamp(min=0)  # [B]
+        longest = int(missing.max()) if self.eager else self.max_missing
+        if not longest:
+            return self._run(self.chains[0], state.root[:, None], self.eagle.fuse(state.feature[:, None]), before)
+        at = missing[:, None]
+        tokens = self.missing_tokens[:, : longest + 1].scatter(1, at, state.root[:, None])
+        features = self.missing_features[:, : longest + 1].clone()
+        features[self.row_numbers, missing] = state.feature
+        hidden = self._run(self.chains[longest], tokens, self.eagle.fuse(features), before - missing)
+        return hidden[self.row_numbers, missing][:, None]
+
+    def _run_frontier(self, nodes: Frontier, before: Tensor) -> Proposals:
+        """A forward pass of a dynamic tree's nodes, which are numbered after the root's pair."""
+        count, total = nodes.tokens.shape[1], nodes.first + nodes.tokens.shape[1]
+        level = Pass(nodes.first, count, count == 1, nodes.ancestors, nodes.depth - 1, self.key_depths[:, :total])
+        hidden = self._run(level, nodes.tokens, nodes.hidden, before + 1, fixed=False)
+        return self._proposals(hidden, nodes.first // count + 1)
+
+    def _proposals(self, hidden: Tensor, depth: int) -> Proposals:
+        assert self.shape is not None
+        log_q, best = self._logits(hidden, depth).float().log_softmax(-1).topk(self.shape.top_k, -1)
+        return Proposals(self.eagle.tokens(best), log_q, hidden)
+
+    def _residual(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """The layer's residual ``[B · n, d]`` of pairs: tokens ``[B, n]``, hidden states ``[B, n, d]``."""
+        embeddings = self.embed(tokens).to(hidden.dtype)
+        if self.pair_input is None:
+            return apply_linear(self.eagle.fc, torch.cat((embeddings, hidden), -1)).flatten(0, 1)
+        self.pair_input.embeddings = embeddings.flatten(0, 1)
+        return hidden.flatten(0, 1)
+
+    def _run(self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Tensor:
+        """Run nodes of a tree that follows each row's first ``lengths [B]`` pairs.
+
+        Args:
+            tokens: ``[B, n]``; with hidden states ``[B, n, d]``, which are overwritten, the nodes' pairs.
+            fixed: the pass is the same object at every step.
+
+        Returns:
+            ``[B, n, d]`` what drafts continue with.
+        """
+        rows, count = tokens.shape
+        total = level.first + count
+        seen = self.capacity if self.kernel or not self.eager else int(lengths.max()) + total
+        biases: Mapping[int, Tensor | None] | None = None
+        tree_keys: TreeKeys | None = None
+        if self.kernel:
+            tree_keys = TreeKeys(lengths, level.ancestors, level.depth, level.key_depth)
+        else:
+            biases = {0: self._bias(level, lengths, seen, fixed)}
+        positions = (lengths[:, None] + level.depth).clamp(max=len(self.table) - 1)
+        cos, sin = F.embedding(positions, self.table).view(rows, count, 2, 1, -1).unbind(2)
+        buffers = self.pass_buffers.get(count)
+        if buffers is None:
+            with torch.inference_mode(False), torch.no_grad():  # usable inside and outside of inference mode
+                buffers = self.pass_buffers[count] = Buffers(self.layer, rows, count, not self.kernel)
+        x = self._residual(tokens, hidden)
+        written = (buffers.rows, lengths[:, None] + self.numbers[level.first : total])
+        view = (self.both, self.keys[:, :, :seen], self.values[:, :, :seen])
+        run_layer(self.layer, buffers, x, written, view, (cos, sin), biases, tree_keys)
+        if self.eagle.config.norm_output and self.norm is not None:
+            x = self.norm(x)
+        return x.view(rows, count, -1)
+
+    def _bias(self, level: Pass, lengths: Tensor, seen: int, fixed: bool) -> Tensor | None:
+        if self.eager and self.rows == 1 and level.sees_all:
+            return None
+        mask = ancestor_mask(level.ancestors, level.first + level.count) if level.mask is None else level.mask
+        if not self.eager or self.rows > 1:
+            return tree_bias(lengths, mask, level.depth, seen, 0, self.target.dtype, level.key_depth)
+        if not fixed:
+            return tree_bias_one_row(mask, seen, self.target.dtype)
+        if level not in self.one_row:
+            self.one_row[level] = tree_bias_one_row(mask, self.capacity, self.target.dtype)
+        return self.one_row[level][..., self.capacity - seen :]
+
+    def _logits(self, hidden: Tensor, depth: int) -> Tensor:
+        """Logits ``[B, n, S]`` over the draft vocabulary after nodes of a depth: ``[B, n, d]``."""
+        if self.norm is not None and not self.eagle.config.norm_output:
+            hidden = self.norm(hidden)
+        return apply_linear(self.draft_head, hidden) if self.shared is None else self.shared.logits(hidden)
+
+
+def check_context(eagle: Eagle, target: Target, where: str = "the EAGLE drafter") -> None:
+    """Check that a drafter has a position for each of the target's.
+
+    Args:
+        where: its name in the message.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    positions = eagle.config.max_position_embeddings
+    if positions < target.context:
+        raise ValueError(
+            f"{where}: has {positions} positions (max_position_embeddings) and target '{target.name}' has "
+            f"{target.context}; drafts beyond the drafter's would be wrong: use one that was trained for all of the "
+            "target's positions"
+        )
+
+
+def _lean_parts(eagle: Eagle, target: Target) -> tuple[Layer, _PairInput | None, RMSNorm | None]:
+    """The layer with packed matrices, of which the modules keep views; EAGLE-3's input and final norm."""
+    config, module = eagle.config, eagle.midlayer
+
+    def norm(part: torch.nn.RMSNorm) -> RMSNorm:
+        return RMSNorm(part.weight.detach(), config.rms_norm_eps)
+
+    pair_input = None
+    if eagle.norm is not None:
+        pair_input = _PairInput(norm(module.input_layernorm), norm(module.hidden_norm))
+    qkv, _ = packed_linears(module.self_attn, ["q_proj", "k_proj", "v_proj"], target)
+    gate_up, _ = packed_linears(module.mlp, ["gate_proj", "up_proj"], target)
+    out, _ = packed_linears(module.self_attn, ["o_proj"], target)
+    down, _ = packed_linears(module.mlp, ["down_proj"], target)
+    layer = Layer(
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim**-0.5, 0, None, "",
+        pair_input or (lambda x: x), qkv, None, None, out, None, None, norm(module.post_attention_layernorm), gate_up,
+        None, module.mlp.act, down, None, None, 1.0,
+    )  # fmt: skip
+    return layer, pair_input, None if eagle.norm is None else norm(eagle.norm)
+
+
+def _rotations(eagle: Eagle, positions: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The rotary table as :meth:`draftsmith.models.lean.LeanDecoder.tables` has it: ``[positions, 2 · D]``."""
+    rotary: Callable[..., tuple[Tensor, Tensor]] = LlamaRotaryEmbedding(eagle.config.llama()).to(device)
+    cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), torch.arange(positions, device=device)[None])
+    half = sin.shape[-1] // 2
+    return torch.cat((cos, -sin[..., :half], sin[..., half:]), -1)[0]
+
+
+def pass_time(drafter: EagleDrafter, costs: StepCosts) -> float:
+    """Time of a forward pass with one row and the choice of its tokens, in plain steps of the target; measured for at
+    most 0.1 s."""
+    return draft_time(drafter.with_tree((1,)), drafter.target, costs)
+
+
+# ---- the family, as inference/drafters/load.py describes it
+
+
+def open_drafter(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
+) -> Part:
+    """The layer and its tree, checked against each other. A dynamic tree has precedence over a fixed one.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such tree, it is damaged, or it does not fit the drafter; or the
+            weights are not those that the config promises.
+    """
+    assert tree is not None
+    given = read_dynamic(tree) or read_tree(tree)
+    eagle = Eagle.from_artifact(config, weights, str(folder))
+    if isinstance(given, DynamicShape):
+        try:
+            given.check_outputs(eagle.config.outputs)
+        except ValueError as error:
+            raise ValueError(f"{tree}: {error}") from None
+    elif not given.paths:
+        raise ValueError(f"{tree}: the tree holds the root alone; an EAGLE drafter needs at least one path")
+    elif given.max_rank >= eagle.config.outputs:
+        raise ValueError(f"{tree}: the tree asks for rank {given.max_rank} of a vocabulary of {eagle.config.outputs}")
+
+    def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
+        check_context(eagle, target, str(folder))
+        drafter = EagleDrafter(eagle, target, given)
+        if costs is None or target.spread:
+            return drafter
+        return drafter.with_tree(given, costs=costs, draft_cost=pass_time(drafter, costs))
+
+    return Part(build, uses_costs=True)
+
+
+def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
+    """Its rank of the true token in each step of drafting; trees of up to eight levels."""
+    eagle = Eagle.from_artifact(config, weights, str(folder))
+    drafters: list[EagleDrafter] = []
+
+    def first(target: Target) -> EagleDrafter:
+        if not drafters:
+            check_context(eagle, target, str(folder))
+            drafters.append(EagleDrafter(eagle, target, (1,)))
+        return drafters[0]
+
+    def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
+        return eagle_ranks(target, first(target).eagle, tokens, supervised, DEPTH)
+
+    def build(target: Target, topology: Topology) -> Drafter:
+        return first(target).with_tree(topology)
+
+    def facts(ranks: Tensor) -> dict[str, Any]:
+        return {"accuracy_by_depth_and_rank": accuracy(ranks[:, :, 0])}
+
+    def times(target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
+        return step_time(costs, [pass_time(first(target), costs)])
+
+    def decoding(target: Target, tree: Topology | DynamicShape, costs: StepCosts | None) -> Drafter:
+        drafter = first(target)
+        draft_cost = None if costs is None else pass_time(drafter, costs)
+        return drafter.with_tree(tree, costs=costs, draft_cost=draft_cost)
+
+    return Calibration(DEPTH, ranks, build, facts, times, decoding)

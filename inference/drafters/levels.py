@@ -1,0 +1,419 @@
+"""Drafting a tree of ranks level by level: the loop that drafters share which run a model once for each level.
+
+The nodes of a level are chosen from what the model says after the nodes above: in greedy and typical mode the node of
+path (…, r) is its parent's r-th best token; in sampling mode a node with c children draws c tokens from the model's
+distribution, and its children, in rank order, are these draws. Only nodes that have children are run; they come first
+in their level. How a node is run (the cache, what the model reads) is the drafter's own.
+
+Shape letters: B rows, N nodes, n nodes of a level that are run, m those of the level above, k best tokens or draws of
+each, V vocabulary of the target, S tokens that are drafted, d hidden width, R rows of q, K draws of a node, T keys, W
+64-bit words.
+"""
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftsmith.inference.costs import STANDARD_COSTS, StepCosts
+from draftsmith.inference.drafters.protocol import State
+from draftsmith.inference.sampling import philox_uniforms, sampling_distribution
+from draftsmith.inference.tree import MAX_NODES, Draws, Ranks, StaticTree, TokenTree, Topology, bitsets
+from draftsmith.kernels.tree_attention import ancestor_mask
+from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, draw
+
+DrawKind = Literal["without_replacement", "iid", "naive", "none"]
+
+STANDARD_PASS = 0.25  # standard cost of a forward pass of a drafter's model, in plain steps of the target
+
+
+class Layout:
+    """The nodes of a tree of ranks, level by level; in each level the nodes that have children come first.
+
+    paths: of each node. parents: of each node, −1 at the root.
+    firsts: the first node of each level, then N. runs: number of nodes in each level that have children.
+    best: for each level below the root, (k, places): its nodes among the k best tokens of each node run above, as
+        places in ``[n · k]``. drawn: the same among k draws of each.
+    children: the children of each node, in rank order.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        inner = {path[:-1] for path in topology.paths}
+        by_level: list[list[Ranks]] = [[] for _ in range(topology.max_depth + 1)]
+        for path in ((), *topology.paths):
+            by_level[len(path)].append(path)
+        for level in by_level:
+            level.sort(key=lambda path: (path not in inner, path))
+        self.paths = [*itertools.chain(*by_level)]
+        number = {path: node for node, path in enumerate(self.paths)}
+        self.firsts = [*itertools.accumulate(map(len, by_level), initial=0)]
+        self.runs = [sum(path in inner for path in level) for level in by_level]
+        self.parents = [-1, *(number[path[:-1]] for path in self.paths[1:])]
+        self.children: list[list[int]] = [[] for _ in self.paths]
+        for path in topology.paths:  # sorted
+            self.children[number[path[:-1]]].append(number[path])
+        self.best: list[tuple[int, list[int]]] = []
+        self.drawn: list[tuple[int, list[int]]] = []
+        for first, level in zip(self.firsts, by_level[1:], strict=False):
+            above = [number[path[:-1]] for path in level]
+            ranks = [path[-1] for path in level]
+            turns = [self.children[node].index(number[path]) for node, path in zip(above, level, strict=True)]
+            for found, orders in ((self.best, ranks), (self.drawn, turns)):
+                k = max(orders) + 1
+                found.append((k, [(node - first) * k + order for node, order in zip(above, orders, strict=True)]))
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A forward pass of nodes ``first`` … ``first + count − 1``: its arguments, views for B rows (T = first + count).
+
+    sees_all: it runs a single node, and all earlier nodes are its ancestors.
+    above: ``[n]`` int64, the place of each node's parent among the nodes run in the level above; None if node i's
+        parent is the i-th of them.
+    """
+
+    first: int
+    count: int
+    sees_all: bool
+    ancestors: Tensor  # [B, n, W]
+    depth: Tensor  # [B, n]
+    key_depth: Tensor  # [B, T]
+    mask: Tensor | None = None  # [B, n, T]
+    above: Tensor | None = None
+
+    def of(self, values: Tensor) -> Tensor:
+        """Values of a level's nodes ``[B, nodes]`` → those of the nodes that are run, ``[B, n]``."""
+        return values if values.shape[1] == self.count else values[:, : self.count]
+
+    def of_parents(self, hidden: Tensor) -> Tensor:
+        """Hidden states ``[B, m, d]`` of the nodes run in the level above → each node's parent's ``[B, n, d]``."""
+        return hidden if self.above is None else hidden.index_select(1, self.above)
+
+
+def chain_passes(longest: int, rows: int, device: torch.device) -> list[Pass]:
+    """Forward passes of chains of 1, 2, … ``longest`` tokens, the first of them in the place of node 0."""
+    ancestors = bitsets(list(range(-1, longest - 1))).to(device)[None]  # [1, C, W]
+    depth = torch.arange(longest, dtype=torch.int32, device=device)[None]
+    passes: list[Pass] = []
+    for count in range(1, longest + 1):
+        mask = ancestor_mask(ancestors[:, :count], count)
+        parts = (ancestors[:, :count], depth[:, :count], depth[:, :count], mask)
+        passes.append(Pass(0, count, count == 1, *(part.expand(rows, *part.shape[1:]) for part in parts)))
+    return passes
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The nodes of a level among k candidates for each node that was run in the level above.
+
+    places: in ``[n · k]``; None for all of them, in order.
+    """
+
+    k: int
+    places: Tensor | None
+
+    def of(self, values: Tensor) -> Tensor:
+        """``[B, n, k]`` values of the candidates → those of the level's nodes, ``[B, nodes]``."""
+        values = values.flatten(1)
+        return values if self.places is None else values.index_select(1, self.places)
+
+
+class Levels:
+    """A tree of ranks, drafted level by level.
+
+    Args:
+        tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
+        vocabulary: S, the number of tokens that are drafted.
+        target_vocabulary: V.
+        ids: ``[S]`` int64, the target's tokens that are drafted; the first S of them if None.
+        draws: in sampling mode, ``without_replacement``; ``iid``: independent draws, of which equal ones share a node;
+            ``naive``: without replacement, but verified as deterministic drafts (accepted iff the target's own sample
+            is among them), which is exact and accepts less: for comparison. ``none``: nothing is drawn; its nodes are
+            those of greedy mode, deterministic drafts, at all levels.
+        costs: of the target's steps.
+        draft_cost: time of a forward pass with one row, in plain steps of the target. With both, eager steps stop a
+            tree at the depth where another level does not pay: for the whole batch, or in sampling mode for each row
+            and by standard costs, so that a seed gives the same text in any batch and on any machine.
+
+    Attributes:
+        random: as :class:`~draftsmith.inference.drafters.protocol.Drafter` has it.
+        deepest_run: number of the deepest level run for the last tree; the root's is 0.
+
+    Raises:
+        ValueError: the tree is empty, not positive, too large, or has more children than there are tokens to draft.
+    """
+
+    def __init__(
+        self, tree: Sequence[int] | Topology, vocabulary: int, target_vocabulary: int, ids: Tensor | None = None,
+        draws: DrawKind = "without_replacement", costs: StepCosts | None = None, draft_cost: float | None = None,
+    ) -> None:  # fmt: skip
+        topology = _topology(tree, vocabulary)
+        self.layout = Layout(topology)
+        self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
+        self.branching = max(map(len, self.layout.children))
+        self.vocabulary, self.target_vocabulary, self.ids, self.draws = vocabulary, target_vocabulary, ids, draws
+        # Naive draws are verified, and merged, as deterministic ones.
+        self.random = draws in ("without_replacement", "iid")
+        self.costs, self.draft_cost = costs, draft_cost
+
+    def allocate(self, rows: int, device: torch.device, max_depth: int, static: bool) -> None:
+        """Allocate the constant tensors of steps of B rows; ``max_depth`` and ``static`` as ``Drafter.allocate``."""
+        layout = self.layout
+        self.rows = rows
+        self.numbers = torch.arange(self.branching, device=device)
+        self.ones = torch.ones(rows, 1, device=device)
+        self.deepest_run = 0
+        self.stops_early = not static and self.costs is not None and self.draft_cost is not None
+        if self.costs is not None and self.draft_cost is not None:
+            self.times = self._times(self.costs, self.draft_cost, rows)
+            self.standard_times = self._times(STANDARD_COSTS, STANDARD_PASS, 1)
+        # Trees with 0, 1, … levels below the root.
+        self.trees = [StaticTree(layout.parents[:end], device, max_depth) for end in layout.firsts[1:]]
+        whole = self.trees[-1]
+        self.passes: list[Pass] = []
+        for level, (first, count) in enumerate(zip(layout.firsts, layout.runs[:-1], strict=False)):
+            end = first + count
+            parts = (
+                whole.ancestors[:, first:end], whole.depth[:, first:end], whole.depth[:, :end],
+                whole.mask[:, first:end, :end],
+            )  # fmt: skip
+            ancestors, depth, key_depth, mask = (part.expand(self.rows, *part.shape[1:]) for part in parts)
+            above: Tensor | None = None
+            if level:
+                places = [layout.parents[node] - layout.firsts[level - 1] for node in range(first, end)]
+                same = places == [*range(layout.runs[level - 1])]
+                above = None if same else torch.tensor(places, device=device)
+            sees_all = count == 1 and first == level
+            self.passes.append(Pass(first, count, sees_all, ancestors, depth, key_depth, mask, above))
+
+        def choices(levels: list[tuple[int, list[int]]]) -> list[_Choice]:
+            whole_levels = zip(layout.runs, levels, strict=False)
+            return [
+                _Choice(k, None if places == [*range(count * k)] else torch.tensor(places, device=device))
+                for count, (k, places) in whole_levels
+            ]
+
+        self.best, self.drawn = choices(layout.best), choices(layout.drawn)
+        # The child of each draw in each of the trees, [1, N, K]; the row of q that a node's draws come from, [1, N, 1].
+        children = [[*each, *[-1] * (self.branching - len(each))] for each in layout.children]
+        child = torch.tensor(children, device=device)[None]
+        most = [0, *itertools.accumulate((drawn.k for drawn in self.drawn), max)]
+        self.children = [
+            torch.where(child[:, :end, :k] < end, child[:, :end, :k], -1)
+            for end, k in zip(layout.firsts[1:], most, strict=True)
+        ]
+        q_rows, row = [0] * self.num_nodes, 0
+        for level in self.passes:
+            for node in range(level.first, level.first + level.count):
+                q_rows[node], row = row, row + 1
+        self.q_rows = torch.tensor(q_rows, device=device)[None, :, None]
+
+    def _times(self, costs: StepCosts, draft_cost: float, rows: int) -> list[float]:
+        """Times of steps with trees of 0, 1, … levels, in plain steps with one row."""
+        passes = [0.0]
+        for count in self.layout.runs[:-1]:
+            passes.append(passes[-1] + draft_cost * costs.relative(rows * count))
+        return [one + costs.relative(rows * end) for one, end in zip(passes, self.layout.firsts[1:], strict=True)]
+
+    def propose(
+        self, state: State, hidden: Tensor, run: Callable[[Pass, Tensor, Tensor], Tensor],
+        logits: Callable[[Tensor, int], Tensor],
+    ) -> TokenTree:  # fmt: skip
+        """Draft a tree.
+
+        Args:
+            hidden: ``[B, 1, d]`` of the root.
+            run: (a level, its tokens ``[B, n]``, the hidden states of the level above ``[B, m, d]``) → the hidden
+                states of the level's nodes that are run, ``[B, n, d]``.
+            logits: (hidden states ``[B, n, d]``, their depth) → ``[B, n, S]`` for the token after each.
+        """
+        tokens = [state.root[:, None]]
+        acceptances = [self.ones]
+        valid: list[Tensor] = []
+        distributions: list[Tensor] = []
+        first_equal: list[Tensor] = []
+        settings, uniforms = None, None
+        if state.settings is not None and self.draws != "none":
+            settings = copy(state.settings)
+            settings.uses_penalty = False  # exact with any q, as long as tokens are drawn from it
+            count = sum(level.count * drawn.k for level, drawn in zip(self.passes, self.drawn, strict=True))
+            uniforms = philox_uniforms(settings.seed, state.step, count, state.stream)
+            valid.append(self.ones > 0)
+        stops_early = self.stops_early and (state.settings is None or settings is not None)
+        used = 0  # uniforms
+        expected: list[list[float]] = []  # tokens, by level and row
+        continues = [True] * self.rows  # whether each row gets another level
+        for depth, level in enumerate(self.passes):
+            if stops_early:
+                expected.append((acceptances[-1].sum(1) * state.active).tolist())
+                if depth and settings is None and not pays([sum(rows) for rows in expected], self.times):
+                    break
+                if depth and settings is not None:
+                    by_row = zip(continues, zip(*expected, strict=True), strict=True)
+                    continues = [before and pays(levels, self.standard_times) for before, levels in by_row]
+                    if not any(continues):
+                        break
+            if depth:
+                hidden = run(level, level.of(tokens[-1]), hidden)
+            self.deepest_run = depth
+            scores = logits(hidden, depth)
+            above = level.of(acceptances[-1])[..., None]
+            if settings is None or uniforms is None:
+                choice = self.best[depth]
+                p, best = _top(scores.float().softmax(-1), choice.k)
+                acceptance = above * p
+            else:
+                choice = self.drawn[depth]
+                k = choice.k
+                q = sampling_distribution(scores, settings)
+                node_uniforms = uniforms[:, used : used + level.count * k].view(self.rows, level.count, k)
+                used += level.count * k
+                best, drawn = draw_children(q, node_uniforms, replacement=self.draws == "iid")
+                drawn = drawn & level.of(valid[-1])[..., None]
+                if not all(continues):
+                    drawn = drawn & torch.tensor(continues, device=drawn.device)[:, None, None]
+                if self.draws == "iid" and self.branching > 1:
+                    first = (best[..., None] == best[..., None, :]).int().argmax(-1)
+                    first_equal.append(F.pad(first, (0, self.branching - k)))
+                    drawn = drawn & (first == self.numbers[:k])  # others share the node of the first equal draw
+                valid.append(choice.of(drawn))
+                distributions.append(q)
+                # Must not depend on the drawn tokens, as a merge may leave out draws by it. A draw from a confident
+                # distribution is nearly always accepted, one from a flat distribution about half the time; later draws
+                # count only if the earlier ones are rejected.
+                accepted = 0.5 + 0.5 * q.amax(-1, keepdim=True)
+                acceptance = torch.where(drawn, above * accepted * (1 - accepted) ** self.numbers[:k], 0.0)
+            best = choice.of(best)
+            tokens.append(best if self.ids is None else self.ids[best])
+            acceptances.append(choice.of(acceptance))
+        levels = len(tokens) - 1
+        tree = replace(self.trees[levels].fill(torch.cat(tokens, 1)), acceptance=torch.cat(acceptances, 1))
+        if not distributions:
+            return tree
+        draws_valid = torch.cat(valid, 1)
+        draws = self._draws(self.children[levels], draws_valid, torch.cat(distributions, 1), first_equal)
+        return replace(tree, valid=draws_valid, static=None, draws=draws)
+
+    def _draws(self, child: Tensor, valid: Tensor, q: Tensor, first_equal: list[Tensor]) -> Draws:
+        """The draws of a tree; invalid nodes are not draws.
+
+        Args:
+            child: ``[1, N, K]`` int64, the child of each draw, −1 after a node's last one.
+            valid: ``[B, N]`` bool.
+            q: ``[B, R, S or V]``, of each node that was run.
+            first_equal: for i.i.d. draws, ``[B, n, K]`` int64 by level: the node's first draw of the same token.
+        """
+        child = child.expand(self.rows, -1, -1)
+        q_row = self.q_rows[:, : child.shape[1]].clamp(max=q.shape[1] - 1).expand_as(child)
+        if first_equal:
+            first = torch.cat(first_equal, 1)[..., : child.shape[2]].gather(1, q_row)
+            child = torch.where(child >= 0, child.gather(2, first), -1)
+        child = torch.where(valid.gather(1, child.clamp(min=0).flatten(1)).view_as(child), child, -1)
+        if self.draws == "naive":
+            return Draws(child, torch.full_like(child, ONE_HOT, dtype=torch.int8), torch.zeros_like(child))
+        without_replacement = self.draws == "without_replacement" and child.shape[2] > 1
+        kind = torch.full_like(child, WITHOUT_REPLACEMENT if without_replacement else IID, dtype=torch.int8)
+        if self.ids is not None:
+            return Draws(child, kind, q_row, q, self.ids[None, None])
+        if q.shape[2] < self.target_vocabulary:
+            q = F.pad(q, (0, self.target_vocabulary - q.shape[2]))
+        return Draws(child, kind, q_row, q)
+
+
+def _topology(tree: Sequence[int] | Topology, vocabulary: int) -> Topology:
+    """The tree of an expansion, or the one given; checked.
+
+    Raises:
+        ValueError: it is empty, not positive, too large, or has more children than the vocabulary has tokens.
+    """
+    if isinstance(tree, Topology):
+        given, nodes, children = "tree", tree.num_nodes, tree.max_rank + 1
+        if not tree.paths:
+            raise ValueError("tree: holds the root alone; a drafter needs at least one path")
+    else:
+        given = f"expansion {list(tree)}"
+        if not tree or min(tree) < 1:
+            raise ValueError(f"{given}: at least one depth, each with at least one child")
+        nodes, children = 1 + sum(itertools.accumulate(tree, operator.mul)), max(tree)
+    if children > vocabulary:
+        raise ValueError(f"{given}: more children than the vocabulary of {vocabulary} has tokens")
+    if nodes > MAX_NODES:
+        raise ValueError(f"{given}: a tree of {nodes} nodes; at most {MAX_NODES} can be verified in a step")
+    if isinstance(tree, Topology):
+        return tree
+    levels = ([*itertools.product(*map(range, tree[:depth]))] for depth in range(1, len(tree) + 1))
+    return Topology(tuple(itertools.chain(*levels)))
+
+
+def pays(expected: Sequence[float], times: Sequence[float]) -> bool:
+    """Whether some larger number of levels increases expected tokens / time, if the expected tokens of further levels
+    decrease by the last level's ratio.
+
+    Args:
+        expected: expected tokens of each level so far, from the root's on.
+        times: of a step whose tree has 0, 1, … levels.
+    """
+    if not expected[-1]:
+        return False
+    total, last, levels = sum(expected), expected[-1], len(expected)
+    rate, ratio = total / times[levels - 1], min(1.0, last / expected[-2])
+    for time in times[levels:]:
+        last *= ratio
+        total += last
+        if total / time > rate:
+            return True
+    return False
+
+
+def _top(p: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    if count == 1:  # max is faster than topk
+        return p.max(-1, keepdim=True)
+    return p.topk(count, -1)
+
+
+def step_time(costs: StepCosts, passes: Sequence[float]) -> Callable[[Sequence[Topology]], float]:
+    """``Calibration.step_time`` of drafters whose every level takes a forward pass.
+
+    Args:
+        costs: of the target's steps.
+        passes: of each drafter, the time of a forward pass with one row, in plain steps of the target; more rows cost
+            in proportion what they cost the target.
+    """
+
+    def time(trees: Sequence[Topology]) -> float:
+        total = costs.relative(1 + sum(len(tree.paths) for tree in trees))
+        for each, tree in zip(passes, trees, strict=True):
+            parents = Counter(len(path) for path in {path[:-1] for path in tree.paths})  # by depth
+            total += each * sum(costs.relative(count) for count in parents.values())
+        return total
+
+    return time
+
+
+def draw_children(q: Tensor, uniforms: Tensor, replacement: bool = False) -> tuple[Tensor, Tensor]:
+    """Draw k tokens of each distribution in order, by inversion.
+
+    Args:
+        q: ``[B, n, V]`` float32.
+        uniforms: ``[B, n, k]`` float32 in [0, 1), fresh.
+        replacement: draw them independently; otherwise none is drawn twice.
+
+    Returns:
+        Tokens ``[B, n, k]`` int64; bool ``[B, n, k]``, False where no token was left to draw (or q is NaN).
+    """
+    weights, flat_uniforms = q.flatten(0, 1), uniforms.flatten(0, 1)
+    tokens: list[Tensor] = []
+    drawn: list[Tensor] = []
+    for turn in range(uniforms.shape[2]):
+        if turn and not replacement:
+            weights = weights.scatter(1, tokens[-1], 0.0)
+        tokens.append(draw(weights, flat_uniforms[:, turn])[:, None])
+        drawn.append(weights.gather(1, tokens[-1]) > 0)
+    return torch.cat(tokens, 1).view(uniforms.shape), torch.cat(drawn, 1).view(uniforms.shape)

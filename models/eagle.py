@@ -1,0 +1,501 @@
+"""EAGLE drafters: one decoder layer that continues the target's own features (arXiv 2401.15077 §3.1, 2503.01840 §3).
+
+The pair at position t is the next token's embedding and a feature: e_t = embed(x_{t+1}), g_t. The layer sees the pairs
+up to t and gives a hidden state o_t, from which x_{t+2} is predicted. A draft then continues with (embed(x_{t+2}), o_t)
+at position t + 1: beyond the committed text there are no features of the target, so the drafter's own state stands for
+them.
+
+    EAGLE-1   g_t = h_t, the target's last hidden state;  z = fc(cat(e, g));  o = layer(z), without an input norm;
+              logits = the target's LM head on o
+    EAGLE-3   g_t = fc(cat of the inputs of three layers);  q, k, v from cat(norm(e), norm(g)), residual g;
+              logits = LM head on norm(o); the drafter's own LM head (own), or the target's (shared)
+
+The layer has Llama's form (grouped-query attention with rotary positions, an MLP gated by SiLU, RMSNorm), whatever the
+target's family is: that is what servers load. Its sizes and rotary positions are the target's.
+
+Shape letters: B batch, T tokens, P positions, F features per token, C captured layers, d hidden width, H query heads,
+G key/value heads, D head width, V vocabulary, S draft vocabulary (V if there is none), K unrolled steps.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import check_draft_vocab, head_rows
+
+Keys = tuple[Tensor, Tensor]  # rotated keys and values, each [B, G, T, D]
+SCORES = {"cpu": 1 << 21, "cuda": 1 << 26}  # attention scores that exist at one time in training
+
+_SIZES = (
+    "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The shape of an EAGLE drafter.
+
+    version: 1 or 3.
+    projection: ``own``: a matrix ``[S, d]`` of its own (EAGLE-3); ``shared``: the target's LM head.
+    captured_layers: layers of the target whose inputs it reads (EAGLE-3).
+    norm_before_fc: a norm of the joined features before ``fc``; fc_norm: one norm for each captured layer;
+    norm_output: the hidden state that a draft continues with is the normed one (EAGLE-3.1).
+    """
+
+    version: int
+    projection: Literal["own", "shared"]
+    hidden_size: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+    rms_norm_eps: float = 1e-6
+    captured_layers: tuple[int, ...] = ()
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "captured_layers", tuple(self.captured_layers))
+        if self.version not in (1, 3):
+            raise ValueError(f"field 'version' is {self.version!r}; it has to be 1 or 3")
+        if self.projection not in ("own", "shared"):
+            raise ValueError(f"field 'projection' is {self.projection!r}; it has to be 'own' or 'shared'")
+        for name in _SIZES:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"field 'num_attention_heads' is {self.num_attention_heads}; it has to be a multiple of "
+                f"num_key_value_heads, {self.num_key_value_heads}"
+            )
+        if not isinstance(self.rope_parameters, dict):
+            raise ValueError(f"field 'rope_parameters' is {self.rope_parameters!r}; it has to be an object")
+        layers = self.captured_layers
+        if any(type(layer) is not int or layer < 0 for layer in layers) or len(set(layers)) < len(layers):
+            raise ValueError(f"field 'captured_layers' is {list(layers)!r}; they have to be distinct numbers of layers")
+        if (self.version == 3) != bool(layers):
+            raise ValueError("field 'captured_layers': EAGLE-3 reads some layers, EAGLE-1 none")
+        if self.version == 1 and (self.projection == "own" or self.fc_norm or self.norm_before_fc or self.norm_output):
+            raise ValueError("EAGLE-1 has the target's LM head and no norms of its own: projection 'shared', no norms")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fields 'fc_norm' and 'norm_before_fc': only one of them")
+        draft = self.draft_vocab_size
+        if draft is not None and (type(draft) is not int or not 0 < draft <= self.vocab_size):
+            raise ValueError(
+                f"field 'draft_vocab_size' is {draft!r}; it has to be a whole number from 1 to the target's "
+                f"{self.vocab_size}, or null for all"
+            )
+
+    @classmethod
+    def for_target(
+        cls, config: Any, vocab_size: int, context: int, version: int, projection: Literal["own", "shared"],
+        draft_vocab_size: int | None = None, captured_layers: Sequence[int] = (), **norms: bool,
+    ) -> "EagleConfig":  # fmt: skip
+        """The config that fits a target.
+
+        Args:
+            config: the target's text config of ``transformers``.
+            vocab_size: rows of its LM head.
+            context: :attr:`Target.context`; the drafter has as many positions.
+            captured_layers: of EAGLE-3; :func:`layers_to_capture` if empty.
+
+        Raises:
+            ValueError: the target has no such layers.
+        """
+        heads, width, count = config.num_attention_heads, config.hidden_size, config.num_hidden_layers
+        layers = tuple(captured_layers) or (layers_to_capture(count) if version == 3 else ())
+        if any(layer >= count for layer in layers):
+            raise ValueError(f"drafter.captured_layers={list(layers)}: the target has layers 0 to {count - 1}")
+        return cls(
+            version, projection, width, vocab_size, heads, getattr(config, "num_key_value_heads", None) or heads,
+            getattr(config, "head_dim", None) or width // heads,
+            getattr(config, "intermediate_size", None) or 4 * width,
+            context, _rope_parameters(config), rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
+            captured_layers=layers, draft_vocab_size=draft_vocab_size, **norms,
+        )  # fmt: skip
+
+    @property
+    def outputs(self) -> int:
+        """S: the number of tokens that it chooses from."""
+        return self.draft_vocab_size or self.vocab_size
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"captured_layers": list(self.captured_layers)}
+
+    def llama(self) -> LlamaConfig:
+        """The layer's sizes and rotary positions as a ``transformers`` config."""
+        return LlamaConfig(
+            num_hidden_layers=1, tie_word_embeddings=False, rms_norm_eps=self.rms_norm_eps,
+            rope_parameters=dict(self.rope_parameters), **{name: getattr(self, name) for name in _SIZES},
+        )  # fmt: skip
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """Rotary parameters of a target's full-attention layers; the default ones for a target without rotary positions."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if isinstance(rope.get("full_attention"), dict):  # some families have one for each kind of layer
+        rope = rope["full_attention"]
+    # The drafter rotates whole heads.
+    rope = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+    theta = getattr(config, "rope_theta", None) or 10000.0
+    return {"rope_type": "default", "rope_theta": theta} | rope
+
+
+def layers_to_capture(count: int) -> tuple[int, ...]:
+    """Layers of a target of ``count`` layers whose inputs EAGLE-3 reads: 2, n/2 and n − 3; in a target of fewer than
+    seven, where these coincide, others, distinct ones."""
+    if count >= 7:
+        return 2, count // 2, count - 3
+    return tuple(sorted({min(1, count - 1), count // 2, count - 1}))
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: EagleConfig, inputs: int, **options: Any) -> None:
+        super().__init__()
+        width = config.head_dim
+        self.q_proj = nn.Linear(inputs, config.num_attention_heads * width, bias=False, **options)
+        self.k_proj = nn.Linear(inputs, config.num_key_value_heads * width, bias=False, **options)
+        self.v_proj = nn.Linear(inputs, config.num_key_value_heads * width, bias=False, **options)
+        self.o_proj = nn.Linear(config.num_attention_heads * width, config.hidden_size, bias=False, **options)
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: EagleConfig, **options: Any) -> None:
+        super().__init__()
+        d, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(d, inner, bias=False, **options)
+        self.up_proj = nn.Linear(d, inner, bias=False, **options)
+        self.down_proj = nn.Linear(inner, d, bias=False, **options)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: EagleConfig, **options: Any) -> None:
+        super().__init__()
+        d, eps = config.hidden_size, config.rms_norm_eps
+        if config.version == 3:
+            self.input_layernorm = nn.RMSNorm(d, eps, **options)  # of embeddings
+            self.hidden_norm = nn.RMSNorm(d, eps, **options)  # of features
+        self.self_attn = _Attention(config, 2 * d if config.version == 3 else d, **options)
+        self.post_attention_layernorm = nn.RMSNorm(d, eps, **options)
+        self.mlp = _MLP(config, **options)
+
+
+class Eagle(nn.Module):
+    """An EAGLE drafter, without the target's embeddings and LM head. Names of parameters are those of the published
+    EAGLE-3 folders. Buffer: ``draft_vocab [S]`` int64, ascending ids of the target, or None."""
+
+    draft_vocab: Tensor | None
+
+    def __init__(self, config: EagleConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        d, eps, captured = config.hidden_size, config.rms_norm_eps, len(config.captured_layers)
+        options: dict[str, Any] = {"dtype": dtype}
+        self.fc = nn.Linear(captured * d if captured else 2 * d, d, bias=config.version == 1, **options)
+        self.midlayer = _Layer(config, **options)
+        self.norm = nn.RMSNorm(d, eps, **options) if config.version == 3 else None
+        self.input_norm = nn.RMSNorm(captured * d, eps, **options) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(d, eps, **options) for _ in range(captured)) if config.fc_norm else None
+        self.lm_head = nn.Linear(d, config.outputs, bias=False, **options) if config.projection == "own" else None
+        draft_vocab = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
+        self.register_buffer("draft_vocab", draft_vocab)
+        with torch.device("cpu"):  # frequencies are computed, also where the weights are on the meta device
+            self.rotary = LlamaRotaryEmbedding(config.llama())  # no parameters, nothing in the state dict
+
+    @classmethod
+    def for_target(
+        cls, target: Target, version: int, projection: Literal["own", "shared"], draft_vocab_size: int | None = None,
+        captured_layers: Sequence[int] = (), **norms: bool,
+    ) -> "Eagle":  # fmt: skip
+        """An untrained drafter for a target; its own LM head has the target's rows. A draft vocabulary is the first
+        ids, until :meth:`draft_from` is called.
+
+        Raises:
+            ValueError: the target has no such layers, or its LM head's rows cannot be taken.
+        """
+        config = EagleConfig.for_target(
+            target.config, target.vocab_size, target.context, version, projection, draft_vocab_size, captured_layers,
+            **norms,
+        )  # fmt: skip
+        eagle = cls(config).to(target.device)
+        eagle._start_lm_head(target)
+        return eagle
+
+    @torch.no_grad()
+    def _start_lm_head(self, target: Target) -> None:
+        if self.lm_head is not None:
+            ids = torch.arange(self.config.vocab_size) if self.draft_vocab is None else self.draft_vocab
+            self.lm_head.weight.copy_(head_rows(target.lm_head, ids.to(target.device)).weight)
+
+    def draft_from(self, ids: Tensor, target: Target) -> None:
+        """Set the draft vocabulary, ``[S]`` int64 ascending, of an untrained drafter."""
+        assert self.draft_vocab is not None
+        self.draft_vocab.copy_(ids)
+        self._start_lm_head(target)
+
+    @classmethod
+    def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "Eagle":
+        """A drafter from its folder's config and weights.
+
+        Raises:
+            ValueError: a key is missing, unknown or of another shape, or the draft vocabulary is none of the target's.
+        """
+        fields = EagleConfig.__dataclass_fields__
+        try:
+            shape = EagleConfig(**{name: config[name] for name in fields})
+            with torch.device("meta"):  # no memory is allocated before the shapes are checked against the file
+                promised = cls(shape).state_dict()
+        except KeyError as missing:
+            raise ValueError(f"{where}/config.json: field {missing} is missing") from None
+        except ValueError as wrong:
+            raise ValueError(f"{where}/config.json: {wrong}") from None
+        except (RuntimeError, TypeError, AttributeError) as wrong:
+            raise ValueError(f"{where}/config.json: no drafter can be made of it ({wrong}); fetch it again") from None
+        expected = {name: tuple(p.shape) for name, p in promised.items()}
+        stored = {name: tuple(w.shape) for name, w in weights.items()}
+        if expected != stored:
+            differing = sorted(name for name in expected | stored if expected.get(name) != stored.get(name))
+            name = differing[0]
+            raise ValueError(
+                f"{where}/model.safetensors: {len(differing)} tensors are not those that config.json promises; "
+                f"'{name}' is {stored.get(name, 'missing')} instead of {expected.get(name, 'absent')}"
+            )
+        if shape.draft_vocab_size is not None:
+            check_draft_vocab(
+                weights["draft_vocab"], shape.draft_vocab_size, shape.vocab_size, f"{where}/model.safetensors"
+            )
+        eagle = cls(shape)
+        eagle.load_state_dict(dict(weights))
+        return eagle.eval().requires_grad_(False)
+
+    def draft_head(self, lm_head: nn.Module) -> nn.Module:
+        """The linear layer that gives logits over the draft vocabulary: its own, or the target's LM head or a frozen
+        copy of its rows. Make it once.
+
+        Raises:
+            ValueError: the LM head is quantised, so that its rows cannot be taken.
+        """
+        if self.lm_head is not None:
+            return self.lm_head
+        return lm_head if self.draft_vocab is None else head_rows(lm_head, self.draft_vocab)
+
+    def tokens(self, places: Tensor) -> Tensor:
+        """The target's token ids of places in the draft vocabulary, of any shape."""
+        return places if self.draft_vocab is None else self.draft_vocab[places]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features as the drafter reads them, g: ``[…, F] → […, d]``.
+
+        Args:
+            features: the last hidden state, then the inputs of the captured layers; F = d · (1 + C).
+        """
+        d = self.config.hidden_size
+        if self.config.version == 1:
+            return features[..., :d]
+        captured = features[..., d:]
+        if self.input_norm is not None:
+            captured = self.input_norm(captured)
+        if self.fc_norm is not None:
+            parts = zip(self.fc_norm, captured.split(d, -1), strict=True)
+            captured = torch.cat([norm(part) for norm, part in parts], -1)
+        return self.fc(captured)
+
+    def attention_input(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Input of q, k and v, and the residual ``[…, d]``, of pairs (e, g): ``[…, d]`` each."""
+        if self.config.version == 1:
+            joined = self.fc(torch.cat((embeddings, hidden), -1))
+            return joined, joined
+        layer = self.midlayer
+        return torch.cat((layer.input_layernorm(embeddings), layer.hidden_norm(hidden)), -1), hidden
+
+    def outputs(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """From the layer's output o: what the LM head reads, and what a draft continues with; ``[…, d]`` each."""
+        if self.norm is None:
+            return out, out
+        normed = self.norm(out)
+        return normed, normed if self.config.norm_output else out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary positions: ``x [B, heads, T, D]``, ``cos`` and ``sin`` ``[B, T, D]``."""
+        half = x.shape[-1] // 2
+        turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+        return x * cos[:, None] + turned * sin[:, None]
+
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Keys]:
+        """Rotated queries ``[B, H, T, D]``, and rotated keys and values, from the input ``[B, T, ·]`` of q, k and v."""
+
+        def split(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+        attention = self.midlayer.self_attn
+        keys = self.rotate(split(attention.k_proj(x)), cos, sin), split(attention.v_proj(x))
+        return self.rotate(split(attention.q_proj(x)), cos, sin), keys
+
+    def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """The layer's output o ``[B, T, d]`` from the attention's ``[B, H, T, D]``."""
+        layer = self.midlayer
+        out = residual + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        return out + layer.mlp(layer.post_attention_layernorm(out))
+
+    def unroll(
+        self, features: Tensor, embed: nn.Module, tokens: Tensor, steps: int, positions: Tensor | None = None,
+        segment: Tensor | None = None, chosen: Tensor | None = None,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """Training-time test (arXiv 2503.01840 §3.2): K steps of drafting from many positions at once.
+
+        In step i, index t has drafted x_{t+2} … x_{t+i+1}, the true tokens, and now predicts x_{t+i+2}. It sees the
+        first step's pairs up to t, made of the target's features, and its own later ones.
+
+        Args:
+            features: ``[B, T, F]`` as :meth:`fuse` takes them, in the drafter's dtype.
+            embed: the target's token embeddings.
+            tokens: ``[B, T]`` of any integer dtype.
+            positions: ``[B, T]``; counted from 0 if left out.
+            segment: ``[B, T]``, which sample of its row a token belongs to; samples do not see each other.
+            chosen: ``[B, P]`` int64, the indices that draft (:func:`marked_places`); all if left out. Of the others
+                only the first step's keys and values are computed.
+
+        Yields:
+            For each step what the LM head reads, ``[B, P, d]``.
+        """
+        rows, length = tokens.shape
+        places = torch.arange(length, device=tokens.device).expand(rows, -1)
+        positions = places if positions is None else positions
+        dtype = features.dtype  # also of the residuals under autocast
+        hidden = self.fuse(features).to(dtype)
+        following = F.pad(tokens[:, 1:].long(), (0, steps))  # x_{t+1}, and zeros behind the row's end
+        x, residual = self.attention_input(embed(following[:, :length]).to(dtype), hidden)
+        q, first = self.heads(x, *self.rotary(x, positions))
+        if chosen is None:
+            chosen = places
+        else:
+            at = torch.arange(rows, device=tokens.device)[:, None], chosen
+            q, residual, positions = q.transpose(1, 2)[at].transpose(1, 2), residual[at], positions[at]
+        mask = chosen[:, :, None] >= places[:, None]  # [B, P, T]
+        if segment is not None:
+            mask = mask & (segment.gather(1, chosen)[:, :, None] == segment[:, None])
+        later: list[Keys] = []
+        for step in range(steps):
+            if step:
+                embeddings = embed(following.gather(1, chosen + step)).to(dtype)
+                x, residual = self.attention_input(embeddings, hidden)
+                q, keys = self.heads(x, *self.rotary(x, positions + step))
+                later.append(keys)
+            attended = unrolled_attention(q, first, later, mask)
+            for_head, hidden = self.outputs(self.finish(attended, residual.to(dtype)))
+            yield for_head
+
+
+def marked_places(marks: Tensor) -> Tensor:
+    """The marked indices of each row, followed by unmarked ones where a row has fewer than another.
+
+    Args:
+        marks: ``[B, T]`` bool.
+
+    Returns:
+        ``[B, P]`` int64, P ≥ 1 the largest number of marks in a row.
+    """
+    return marks.byte().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(marks.sum(1).max()))]
+
+
+def unrolled_attention(q: Tensor, first: Keys, later: Sequence[Keys], mask: Tensor, chunk: int | None = None) -> Tensor:
+    """Attention of an unrolled step, as one softmax: the first step's keys by the mask, and one key of each later step,
+    the one in the query's own place.
+
+        scores of query t: q_t · k⁰_j for j that the mask allows, and q_t · kⁱ_t for i = 1, 2, …
+
+    Of the weights, those of ``chunk`` queries exist at a time; the backward pass computes them again.
+
+    Args:
+        q: ``[B, H, P, D]``, rotated.
+        first: rotated keys and values of the first step, ``[B, G, T, D]``.
+        later: those of the steps after it, this one included, ``[B, G, P, D]``.
+        mask: ``[B or 1, P, T]`` bool; a query sees one key at least.
+        chunk: by default as many as keep :data:`SCORES` scores.
+
+    Returns:
+        ``[B, H, P, D]``.
+    """
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
+    chunk = chunk or max(1, SCORES["cpu" if kind == "cpu" else "cuda"] // (q.shape[0] * q.shape[1] * mask.shape[-1]))
+    keys = [part.to(dtype) for pair in (first, *later) for part in pair]
+    with torch.autocast(kind, enabled=False):
+        groups = q.to(dtype).unflatten(1, (keys[0].shape[1], -1))
+        return _UnrolledAttention.apply(groups, mask, chunk, *keys).flatten(1, 2)
+
+
+class _UnrolledAttention(torch.autograd.Function):
+    """q ``[B, G, R, P, D]``, R = H / G. Kept for the backward pass are inputs, output and the logarithm of each
+    softmax's denominator (as in FlashAttention, arXiv 2205.14135)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, mask: Tensor, chunk: int, *keys: Tensor) -> Tensor:
+        out, denominators = torch.empty_like(q), list[Tensor]()
+        for begin in range(0, q.shape[3], chunk):
+            part = slice(begin, begin + chunk)
+            scores, own = _scores(q[..., part, :], mask[:, part], keys, part)
+            denominator = torch.cat([scores.logsumexp(-1, keepdim=True), own], -1).logsumexp(-1, keepdim=True)
+            weights, own = scores.sub_(denominator).exp_().to(q.dtype), own.sub_(denominator).exp_().to(q.dtype)
+            mixed = (weights.flatten(2, 3) @ keys[1]).unflatten(2, weights.shape[2:4])
+            for weight, values in zip(own.unbind(-1), keys[3::2], strict=True):
+                mixed.addcmul_(weight[..., None], values[:, :, None, part])
+            out[..., part, :] = mixed
+            denominators.append(denominator)
+        ctx.save_for_backward(q, mask, out, torch.cat(denominators, 3), *keys)
+        ctx.chunk = chunk
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, mask, out, denominator, *keys = ctx.saved_tensors
+        scale, dtype = q.shape[-1] ** -0.5, denominator.dtype
+        d_q, d_keys = torch.empty_like(q), [torch.zeros_like(part) for part in keys]
+        for begin in range(0, q.shape[3], ctx.chunk):
+            part = slice(begin, begin + ctx.chunk)
+            some, d_some = q[..., part, :], d_out[..., part, :]
+            mean = (d_some.to(dtype) * out[..., part, :]).sum(-1, keepdim=True)  # of the weights' gradients
+            scores, own = _scores(some, mask[:, part], keys, part)
+            weights, own = scores.sub_(denominator[..., part, :]).exp_(), own.sub_(denominator[..., part, :]).exp_()
+            flat = d_some.flatten(2, 3)
+            d_keys[1] += weights.to(q.dtype).flatten(2, 3).transpose(-1, -2) @ flat
+            slopes = (flat @ keys[1].transpose(-1, -2)).unflatten(2, weights.shape[2:4])
+            slopes = weights.mul_(slopes - mean).mul_(scale).to(q.dtype).flatten(2, 3)
+            d_keys[0] += slopes.transpose(-1, -2) @ some.flatten(2, 3)
+            d_part = (slopes @ keys[0]).unflatten(2, weights.shape[2:4])
+            for number, weight in enumerate(own.unbind(-1), 1):
+                k, values = keys[2 * number][:, :, None, part], keys[2 * number + 1][:, :, None, part]
+                slope = weight[..., None] * ((d_some * values).sum(-1, keepdim=True, dtype=dtype) - mean) * scale
+                d_keys[2 * number][:, :, part] = (slope * some).sum(2)
+                d_keys[2 * number + 1][:, :, part] = (weight[..., None] * d_some).sum(2)
+                d_part = d_part + slope.to(q.dtype) * k
+            d_q[..., part, :] = d_part
+        return d_q, None, None, *d_keys
+
+
+def _scores(q: Tensor, mask: Tensor, keys: Sequence[Tensor], part: slice) -> tuple[Tensor, Tensor]:
+    """Scores of a chunk of queries: ``[B, G, R, P, T]`` of the first step's keys, ``[B, G, R, P, K − 1]`` of the later
+    ones, in float32 at least."""
+    scale, dtype = q.shape[-1] ** -0.5, torch.promote_types(q.dtype, torch.float32)
+    scores = (q.flatten(2, 3) @ keys[0].transpose(-1, -2)).unflatten(2, q.shape[2:4]).to(dtype).mul_(scale)
+    scores.masked_fill_(~mask[:, None, None], float("-inf"))
+    own = [(q * k[:, :, None, part]).sum(-1, dtype=dtype) * scale for k in keys[2::2]]
+    return scores, torch.stack(own, -1) if own else scores[..., :0]

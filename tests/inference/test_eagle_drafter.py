@@ -1,0 +1,422 @@
+"""EAGLE drafters are lossless; the engine's logits equal the training forward's, after commits of every length."""
+
+import copy
+import functools
+from collections import Counter
+from dataclasses import replace
+
+import lossless_suite
+import pytest
+import torch
+from lossless_suite import (
+    NONE,
+    STARTS,
+    check_greedy,
+    check_sampling,
+    check_seeds,
+    check_static,
+    check_warm_up,
+)
+
+from draftsmith.inference import step
+from draftsmith.inference.costs import StepCosts
+from draftsmith.inference.drafters.dynamic import DynamicShape
+from draftsmith.inference.drafters.eagle import EagleDrafter
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.engine import Request, SpeculativeDecoder
+from draftsmith.inference.modes import Mode
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.tree import Topology
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.target import Target
+
+# Unequal depths, and a leaf before a node with a child in the first level.
+SPARSE = Topology(((0,), (0, 0), (0, 0, 0), (0, 2), (1,), (2,), (2, 0), (2, 0, 0)))
+TREES = {"chain": (1, 1, 1), "sparse": SPARSE, "dynamic": DynamicShape(3, 3, 9)}
+KINDS = {
+    "eagle1": {"version": 1, "projection": "shared"},
+    "eagle3": {"version": 3, "projection": "own"},
+    "shared": {"version": 3, "projection": "shared", "norm_before_fc": True},
+    "normed": {"version": 3, "projection": "own", "norm_output": True, "fc_norm": True},
+}
+TEXTS = 6000
+STEEP = StepCosts({1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0})
+
+
+def untrained(target: Target, kind: str = "eagle3", draft_vocab: bool = False, spread: float = 0.2) -> Eagle:
+    """Random weights, of norms too; the draft vocabulary has four fifths of the ids."""
+    ids = torch.tensor([token for token in range(target.vocab_size) if token % 5 != 2], device=target.device)
+    eagle = Eagle.for_target(target, draft_vocab_size=len(ids) if draft_vocab else None, **KINDS[kind])
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in eagle.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator).to(weight.device)
+            if weight.dim() == 1:
+                weight.copy_(0.3 * noise + ("norm" in name))
+            elif "lm_head" not in name:
+                weight.copy_(spread * noise)
+    if draft_vocab:
+        eagle.draft_from(ids, target)
+    return eagle.eval().requires_grad_(False)
+
+
+@functools.cache
+def _fitted(kind: str, draft_vocab: bool, make_target) -> dict[str, torch.Tensor]:
+    """Weights fitted to the first five texts of the suite: about one and a half seconds."""
+    target = lossless_suite.phrases(make_target)
+    eagle = untrained(target, kind, draft_vocab, 0.1).requires_grad_(True)
+    texts = SpeculativeDecoder(target).generate(STARTS[:5], 60, stop_ids=NONE)
+    rows = torch.tensor([(start + text.tokens)[:60] for start, text in zip(STARTS, texts, strict=False)])
+    rows = rows.to(target.device)
+    with torch.no_grad():
+        features = target.features(rows, eagle.config.captured_layers)
+        known = {
+            token: place for place, token in enumerate((eagle.tokens(torch.arange(eagle.config.outputs))).tolist())
+        }
+    labels = torch.tensor([[known.get(token, -1) for token in row] for row in rows.tolist()], device=rows.device)
+    head = eagle.draft_head(target.lm_head)
+    optimizer = torch.optim.Adam(eagle.parameters(), 5e-3)
+    for _ in range(120):
+        loss = torch.zeros((), device=rows.device)
+        for depth, out in enumerate(eagle.unroll(features, target.embeddings, rows, 3)):
+            logits = head(out)[:, : -depth - 2].flatten(0, 1)
+            loss = loss + torch.nn.functional.cross_entropy(logits, labels[:, depth + 2 :].flatten(), ignore_index=-1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return eagle.state_dict()
+
+
+def fitted(target: Target, make_target, kind: str = "eagle3", draft_vocab: bool = False) -> Eagle:
+    """A drafter that continues most of the suite's texts; random weights for the small vocabulary."""
+    eagle = untrained(target, kind, draft_vocab)
+    if target.vocab_size != lossless_suite.SMALL:
+        eagle.load_state_dict(_fitted(kind, draft_vocab, make_target))
+    return eagle
+
+
+class Checked(EagleDrafter):
+    """Compares the logits after every node that is run with those of the training forward over the whole text."""
+
+    def __init__(self, eagle: Eagle, target: Target, *args, **options) -> None:
+        self.fresh = copy.deepcopy(eagle)
+        self.texts: dict[int, list[int]] = {}
+        self.seen: Counter[object] = Counter()
+        super().__init__(eagle, target, *args, **options)
+
+    def begin(self, rows):
+        super().begin(rows)
+        self.texts |= {row: [] for row in range(rows.start, rows.stop)}
+
+    def prefill(self, features, tokens, start, rows):
+        super().prefill(features, tokens, start, rows)
+        for row, prompt in zip(range(rows.start, rows.stop), tokens.tolist(), strict=True):
+            self.texts[row] += prompt
+        self.seen["later chunk" if start else "first chunk"] += 1
+
+    def end(self, row):
+        super().end(row)
+        self.texts.pop(row, None)
+
+    def _run_root(self, state, before):
+        hidden = super()._run_root(state, before)
+        self.paths, self.key_tokens = [[[token]] for token in state.root.tolist()], {}
+        self.root = state.root
+        return hidden
+
+    def _run(self, level, tokens, hidden, lengths, **options):
+        out = super()._run(level, tokens, hidden, lengths, **options)
+        if not any(level is chain for chain in self.chains):
+            self.key_tokens |= {level.first + place: tokens[:, place].tolist() for place in range(level.count)}
+            numbers = range(level.first + level.count)
+            self.paths = []
+            for row, bits in enumerate(level.ancestors.tolist()):
+                above = [[n for n in numbers if node[n // 64] >> n % 64 & 1 and n in self.key_tokens] for node in bits]
+                root = int(self.root[row])
+                self.paths.append([[root, *(self.key_tokens[n][row] for n in path)] for path in above])
+        return out
+
+    def _logits(self, hidden, depth):
+        logits = super()._logits(hidden, depth)
+        self.ran.append((self.paths, logits, depth))
+        return logits
+
+    def propose(self, state):
+        self.ran = []
+        for row, text in self.texts.items():
+            del text[int(state.length[row]) :]  # padding of the prompt
+        tree = super().propose(state)
+        for row, text in self.texts.items():
+            assert len(text) == int(state.length[row])
+            self.check(row, torch.tensor([text], device=self.device))
+            text.append(int(state.root[row]))
+        return tree
+
+    def check(self, row: int, text: torch.Tensor) -> None:
+        eagle, count = self.fresh, text.shape[1]
+        with self.target.attention("eager" if self.target.config.model_type == "gemma2" else "sdpa"):
+            at = torch.arange(count, device=text.device).clamp(max=self.target.context - 1)[None]
+            features = self.target.features(text, eagle.config.captured_layers, at)
+        for paths, logits, depth in self.ran:
+            drafted = torch.tensor(paths[row], device=text.device)
+            assert drafted.shape[1] == depth + 1
+            nodes = len(drafted)
+            tokens = torch.cat([text.expand(nodes, -1), drafted], 1)
+            padded = torch.nn.functional.pad(features, (0, 0, 0, depth + 1)).expand(nodes, -1, -1)
+            chosen = torch.full((nodes, 1), count - 1, device=text.device)
+            *_, out = eagle.unroll(padded, self.target.embeddings, tokens, depth + 1, chosen=chosen)
+            right = eagle.draft_head(self.target.lm_head)(out[:, 0])
+            right = right if eagle.lm_head is not None else self.target.after_head(right)
+            torch.testing.assert_close(logits[row], right, atol=1e-4, rtol=1e-4)
+            self.seen[f"depth {depth}"] += nodes
+
+    def absorb(self, state, verdict, tree, features):
+        super().absorb(state, verdict, tree, features)
+        for row, text in self.texts.items():
+            path = verdict.path[row, 1 : 1 + int(verdict.length[row])]
+            text += tree.tokens[row, path].tolist()
+            self.seen[len(path)] += 1
+
+
+def serve(target, drafter, *, static=False, rows=3, mode: Mode = "greedy", count=30, **sampling):
+    """Decode texts of several lengths in a few rows; greedy ones equal plain decoding."""
+    prompts = [start * (1 + number % 3) for number, start in enumerate(STARTS)]
+    requests = [
+        Request(prompt, max(1, count - 3 * number), Sampling(seed=number, **sampling), NONE)
+        for number, prompt in enumerate(prompts)
+    ]
+    results = SpeculativeDecoder(target, drafter, static=static).serve(requests, rows, mode=mode)
+    if mode == "greedy":
+        plain = SpeculativeDecoder(target).serve(requests, 1)
+        assert [r.tokens for r in results] == [r.tokens for r in plain]
+    return results
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engines_logits_are_the_training_forwards(make_target, kind, tree, static):
+    """At every depth, after commits of every length, in rows of different lengths that are refilled."""
+    target = lossless_suite.phrases(make_target)
+    drafter = Checked(fitted(target, make_target, kind), target, TREES[tree])
+    serve(target, drafter, static=static)
+    assert all(drafter.seen[f"depth {depth}"] for depth in range(3)), drafter.seen
+    assert all(drafter.seen[length] for length in range(4)), drafter.seen
+    serve(target, drafter, static=static, mode="sample", rows=1, count=6, temperature=0.9)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+def test_prompts_in_chunks(make_target, monkeypatch, chunk):
+    """A chunk's last feature is paired with the next chunk's first token."""
+    monkeypatch.setattr(step, "PREFILL_CHUNK", chunk)
+    target = lossless_suite.phrases(make_target)
+    drafter = Checked(fitted(target, make_target), target, TREES["sparse"])
+    serve(target, drafter, count=6)
+    assert (drafter.seen["later chunk"] > 0) == (chunk < 512)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "granite", "gpt2", "cohere", "phi3"])
+def test_other_families(make_target, family):
+    """Soft caps and factors of logits, scaled embeddings, windows, targets without rotary positions."""
+    target = make_target(family)
+    for kind, draft_vocab in (("eagle1", True), ("eagle3", False)):
+        drafter = Checked(untrained(target, kind, draft_vocab), target, (2, 2))
+        serve(target, drafter, count=12)
+        assert drafter.seen["depth 1"]
+
+
+def test_scaled_rotary_positions(make_target):
+    """The drafter's are the target's (YaRN also scales cos and sin)."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+    target = make_target("llama", rope_parameters=yarn, max_position_embeddings=64)
+    drafter = Checked(untrained(target), target, (2, 1))
+    assert drafter.eagle.config.rope_parameters == target.config.rope_parameters
+    serve(target, drafter, count=12)
+    assert float(drafter.table[:, :8].abs().max()) > 1
+
+
+class ShiftedFeatures(Checked):
+    """Wrong: committed pairs get the next position's feature."""
+
+    def absorb(self, state, verdict, tree, features):
+        super().absorb(state, verdict, tree, torch.roll(features, -1, 1))
+
+
+class ShiftedPrompt(Checked):
+    """Wrong: a prompt's pairs get the next position's feature."""
+
+    def prefill(self, features, tokens, start, rows):
+        super().prefill(torch.roll(features, -1, 1), tokens, start, rows)
+
+
+class ShiftedKeys(Checked):
+    """Wrong: a prompt's keys are rotated to the next position."""
+
+    def _write_keys(self, *args):
+        table, self.table = self.table, self.table.roll(-1, 0)
+        super()._write_keys(*args)
+        self.table = table
+
+
+class ShiftedDrafts(Checked):
+    """Wrong: drafted nodes are one position too far."""
+
+    def _run(self, level, *args, **options):
+        wrong = replace(level, depth=level.depth + 1) if level.first else level
+        return super()._run(wrong, *args, **options)
+
+
+class SwappedNorms(Checked):
+    """Wrong: the norms of embeddings and features are swapped."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        one, other = self.pair_input.embedding_norm, self.pair_input.hidden_norm
+        self.pair_input.embedding_norm, self.pair_input.hidden_norm = other, one
+
+
+class NormedStates(Checked):
+    """Wrong: drafts continue with the normed hidden state, and the LM head reads it normed twice."""
+
+    def _run(self, *args, **options):
+        assert self.norm is not None
+        return self.norm(super()._run(*args, **options))
+
+
+@pytest.mark.parametrize(
+    "wrong", [ShiftedFeatures, ShiftedPrompt, ShiftedKeys, ShiftedDrafts, SwappedNorms, NormedStates]
+)
+def test_what_is_shifted_by_one_is_found(make_target, wrong):
+    """The comparison with the training forward fails."""
+    target = lossless_suite.phrases(make_target)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        serve(target, wrong(fitted(target, make_target), target, TREES["sparse"]))
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_lossless(make_target, tree):
+    """The suite without the distributions, which the tests below have; the chain is EAGLE-1's."""
+    kind, draft_vocab = ("eagle1", False) if tree == "chain" else ("eagle3", tree == "sparse")
+
+    def make(target):
+        return EagleDrafter(fitted(target, make_target, kind, draft_vocab), target, TREES[tree])
+
+    for check in (check_static, check_warm_up, check_seeds):
+        check(make_target, make)
+    lengths = check_greedy(make_target, make)
+    assert set(lengths) == {1, 2, 3, 4}, lengths
+
+
+SAMPLED = {
+    "without replacement": ("eagle3", True, SPARSE, "without_replacement"),
+    "iid": ("normed", True, SPARSE, "iid"),
+    "naive": ("eagle3", False, (3, 1), "naive"),
+    "none": ("shared", True, SPARSE, "none"),
+    "chain": ("eagle1", False, (1, 1, 1), "without_replacement"),
+    "dynamic": ("eagle3", True, DynamicShape(3, 3, 9), "without_replacement"),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_lossless_sampling(make_target, name):
+    kind, draft_vocab, tree, draws = SAMPLED[name]
+    static = name in ("iid", "dynamic")
+
+    def make(target):
+        return EagleDrafter(untrained(target, kind, draft_vocab), target, tree, draws=draws)
+
+    check_sampling(make_target, make, "plain" if static else "cut", static=static, count=TEXTS, rows=TEXTS)
+
+
+class WrongVocabulary(EagleDrafter):
+    """Wrong: says that it draws from the target's first tokens."""
+
+    def propose(self, state):
+        tree = super().propose(state)
+        assert tree.draws is not None
+        return replace(tree, draws=replace(tree.draws, ids=torch.arange(4, device=self.device)[None, None]))
+
+
+def test_a_wrong_draft_vocabulary_is_rejected(make_target):
+    make = lambda target: WrongVocabulary(untrained(target, "eagle3", True), target, (1, 1))  # noqa: E731
+    with pytest.raises(AssertionError, match="target's distribution|probability 0"):
+        check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
+
+
+@pytest.mark.parametrize("tree", ["sparse", "dynamic"])
+def test_lossless_merge(make_target, tree):
+    """With n-grams, and with a deeper drafter whose accepted nodes were not its own; features of several layers."""
+
+    more = lambda target: {}  # noqa: E731
+
+    def make(target):
+        members = {
+            "eagle": EagleDrafter(fitted(target, make_target), target, TREES[tree]),
+            "eagle1": EagleDrafter(fitted(target, make_target, "eagle1"), target, (1,) * 5),
+        }
+        return MergedDrafter(members | more(target), target, 24)
+
+    check_warm_up(make_target, make)
+    more = lambda target: {"ngram": NgramDrafter(target, depth=4)}  # noqa: E731
+    check_greedy(make_target, make)
+
+    def small(target):
+        eagle = EagleDrafter(untrained(target), target, DynamicShape(2, 2, 4) if tree == "dynamic" else (2,))
+        return MergedDrafter({"eagle": eagle, "ngram": NgramDrafter(target, depth=1)}, target, 8)
+
+    check_sampling(make_target, small, count=TEXTS, rows=TEXTS)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+def test_accepted_nodes_of_other_drafters(make_target, static):
+    """In a merge with a deeper drafter all committed pairs are made of the target's features."""
+    target = lossless_suite.phrases(make_target)
+    drafter = Checked(fitted(target, make_target), target, (2,))
+    deeper = EagleDrafter(fitted(target, make_target, "eagle1"), target, (1,) * 5)
+    serve(target, MergedDrafter({"one": drafter, "deeper": deeper}, target, 12), static=static)
+    assert any(drafter.seen[length] for length in (3, 4, 5)), drafter.seen
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_costs_end_trees(make_target, tree):
+    """Eager steps stop where another level does not pay, static ones never; in sampling mode each row by itself."""
+    sizes = Counter()
+
+    class Watched(Checked):
+        def propose(self, state):
+            tree = super().propose(state)
+            sizes.update(tree.valid.sum(-1)[state.active].tolist())
+            return tree
+
+    def make(target):
+        return Watched(fitted(target, make_target), target, TREES[tree], costs=STEEP, draft_cost=0.1)
+
+    target = lossless_suite.phrases(make_target)
+    serve(target, make(target))
+    assert len(sizes) > 1, sizes
+    sizes.clear()
+    serve(target, make(target), static=True)
+    assert set(sizes) == {make(target).num_nodes}, sizes
+    alone = serve(target, make(target), rows=1, mode="sample")
+    sizes.clear()
+    together = serve(target, make(target), rows=3, mode="sample")
+    assert len(sizes) > 1 and [r.accepted for r in alone] == [r.accepted for r in together]
+
+
+def test_fewer_positions_than_the_target(make_target):
+    """An error when it is loaded: what, the two numbers, what to do."""
+    target = make_target("llama")
+    eagle = untrained(target)
+    short = Eagle(replace(eagle.config, max_position_embeddings=128))
+    with pytest.raises(ValueError, match=r"has 128 positions .* has 256; .* trained for all"):
+        EagleDrafter(short, target, (1,))
+
+
+@pytest.mark.parametrize("tree, message", [((), "at least one depth"), ((70,), "more children than the vocabulary")])
+def test_trees_that_cannot_be_drafted(make_target, tree, message):
+    target = make_target("llama")
+    with pytest.raises(ValueError, match=message):
+        EagleDrafter(untrained(target), target, tree)
+    with pytest.raises(ValueError, match="top_k is 70"):
+        EagleDrafter(untrained(target), target, DynamicShape(70, 1, 9))

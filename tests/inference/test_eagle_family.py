@@ -1,0 +1,125 @@
+"""EAGLE drafter folders are loaded, decoded with and reported on by the real commands; what does not fit is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.common.files import write_json
+from draftsmith.inference import calibrate, decode
+from draftsmith.inference.drafters.eagle import EagleDrafter
+from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.ranks import MAX_RANK
+from draftsmith.inference.tree import read_tree
+from draftsmith.models.artifact import write_drafter
+from draftsmith.models.eagle import Eagle
+
+OPTIONS = ("--device", "cpu", "--dtype", "float32")
+PATHS = {"paths": [[0], [0, 0], [1]]}
+DYNAMIC = {"dynamic": {"top_k": 3, "depth": 2, "nodes": 8}}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text('{"prompt": "import os"}\n{"prompt": "def read(path):"}\n')
+    return file
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory, target):
+    """An untrained drafter of half of the vocabulary."""
+    torch.manual_seed(0)
+    eagle = Eagle.for_target(target, 3, "own", target.vocab_size // 2)
+    eagle.draft_from(torch.arange(1, target.vocab_size, 2), target)
+    folder = tmp_path_factory.mktemp("drafters") / "eagle"
+    write_drafter(folder, "eagle", eagle.config.to_dict(), eagle.state_dict(), target, {})
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, stored):
+    return shutil.copytree(stored, tmp_path / "eagle")
+
+
+def test_calibrated_and_decoded(run_main, folder, prompts, target, tmp_path):
+    """By a fixed tree and a dynamic one, greedily and by sampling, alone and with n-grams."""
+    early = run_main(decode.main, folder, "--prompts", prompts)
+    assert early == (2, "", f"error: {folder}: has no tree.json yet; run: python inference/calibrate.py {folder}\n")
+    options = ("--prompts", prompts, "--max-new-tokens", 24, *OPTIONS)
+    code, out, err = run_main(calibrate.main, folder, *options, "--nodes", 6, "--seconds", 2)
+    assert code == 0 and "6 nodes" in out, err
+    tree = read_tree(folder / "tree.json")
+    known = json.loads((folder / "tree.json").read_text())["calibration"]
+    assert tree.num_nodes == 6 and known["positions"] > 0
+    shares = known["accuracy_by_depth_and_rank"]
+    assert len(shares) == 8 and all(len(each) == MAX_RANK and sum(each) <= 1.001 for each in shares)
+    for file, name, extra in (
+        (None, folder, ()),
+        (None, folder, ("--mode", "sample", "--temperature", 0.8, "--seed", 1)),
+        (None, f"{folder}+ngram", ()),
+        (PATHS | DYNAMIC, folder, ()),
+        (DYNAMIC, f"{folder}+ngram", ("--mode", "sample", "--temperature", 0.8, "--seed", 1)),
+    ):
+        if file is not None:
+            write_json(folder / "tree.json", file)
+        code, _, err = run_main(
+            decode.main, name, "--baseline", "none", "--check-lossless", "--report", tmp_path / "report", *extra,
+            *options,
+        )  # fmt: skip
+        assert code == 0, err
+        found = json.loads((tmp_path / "report" / "report.json").read_text())
+        assert found["lossless"]["passed"] and found["mean_accepted_length"] >= 1
+        if "+" in str(name):
+            assert set(found["sources"]) == {str(folder), "ngram"}
+
+
+def test_a_dynamic_tree_has_precedence(folder, target):
+    write_json(folder / "tree.json", PATHS)
+    _, drafter = load_drafter(str(folder), target)
+    assert isinstance(drafter, EagleDrafter) and drafter.shape is None and drafter.num_nodes == 4
+    assert (drafter.levels.draft_cost or 0) > 0 and drafter.random
+    write_json(folder / "tree.json", PATHS | DYNAMIC)
+    _, drafter = load_drafter(str(folder), target)
+    assert isinstance(drafter, EagleDrafter) and drafter.num_nodes == 8 and not drafter.random
+
+
+def config(**fields):
+    def damage(folder):
+        file = folder / "config.json"
+        write_json(file, json.loads(file.read_text()) | fields)
+
+    return damage
+
+
+def tree(content):
+    return lambda folder: write_json(folder / "tree.json", content)
+
+
+def without_norm(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: w for name, w in weights.items() if name != "norm.weight"}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (config(max_position_embeddings=128), "{folder}: has 128 positions (max_position_embeddings) and target"),
+        (config(version=2), "{folder}/config.json: field 'version' is 2; it has to be 1 or 3"),
+        (config(draft_vocab_size=7), "{folder}/model.safetensors: 2 tensors are not those that config.json promises"),
+        (without_norm, "{folder}/model.safetensors: 1 tensors are not those that config.json promises"),
+        (tree({"paths": [[0], [200]]}), "{folder}/tree.json: the tree asks for rank 200 of a vocabulary of 150"),
+        (tree({"paths": []}), "{folder}/tree.json: the tree holds the root alone"),
+        (tree({"dynamic": {"top_k": 200, "depth": 1, "nodes": 9}}), "{folder}/tree.json: dynamic tree: top_k is 200"),
+        (tree({"dynamic": {"top_k": 2}}), "{folder}/tree.json: 'dynamic' is {{'top_k': 2}}, not "),
+    ],
+)
+def test_what_does_not_fit_is_refused(run_main, folder, prompts, damage, message):
+    write_json(folder / "tree.json", PATHS)
+    damage(folder)
+    code, out, err = run_main(decode.main, folder, "--prompts", prompts, *OPTIONS)
+    lines = [line for line in err.splitlines() if not line.startswith("precision: ")]
+    assert (code, out, len(lines)) == (2, "", 1), err
+    assert lines[0].startswith(f"error: {message.format(folder=folder)}")

@@ -1,0 +1,342 @@
+"""Export of EAGLE drafters: the key contract of each format, logits read back, and what is refused. (What the package
+speculators makes of a folder needs its own environment: tests/speculators_package.py.)"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from server import TOKEN, Hub
+from torch import nn
+from transformers import LlamaConfig
+
+from draftsmith.models import export
+from draftsmith.models.artifact import in_dtype, write_drafter
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.exported import difference
+from draftsmith.models.target import load_target
+
+TARGET = "models/tiny-lm"  # 12 layers, so that 2, 6 and 9 are captured
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}  # fmt: skip
+FORMS = {  # name: version, projection, draft vocabulary, options of Eagle.for_target, stored dtype
+    "own": (3, "own", 512, {}, "float32"),
+    "whole vocabulary": (3, "own", None, {"fc_norm": True, "norm_output": True}, "bfloat16"),
+    "shared": (3, "shared", 300, {"captured_layers": (1, 4, 7)}, "bfloat16"),
+    "norm before fc": (3, "shared", None, {"norm_before_fc": True}, "float32"),
+    "first layer": (3, "own", 64, {"captured_layers": (0, 4, 7)}, "float32"),
+    "two layers": (3, "own", 64, {"captured_layers": (2, 5)}, "float32"),
+    "another order": (3, "own", 64, {"captured_layers": (7, 4, 1)}, "float32"),
+    "EAGLE-1": (1, "shared", None, {}, "float32"),
+    "EAGLE-1 with a draft vocabulary": (1, "shared", 128, {}, "bfloat16"),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target(TARGET)
+
+
+@pytest.fixture(scope="module")
+def drafter(target, tmp_path_factory):
+    """``drafter(form, **fields of its config)`` → a drafter's folder, with random weights."""
+
+    def make(form: str, **fields) -> Path:
+        version, projection, size, options, dtype = FORMS[form]
+        torch.manual_seed(0)
+        eagle = Eagle.for_target(target, version, projection, size, **options)
+        eagle = Eagle(replace(eagle.config, **fields))
+        if size:
+            eagle.draft_from(torch.randperm(target.vocab_size)[:size].sort().values, target)
+        for name, weight in eagle.named_parameters():
+            nn.init.normal_(weight, 1.0 if weight.dim() == 1 and "norm" in name else 0.0, 0.1)
+        folder = tmp_path_factory.mktemp("drafter") / "mine"
+        write_drafter(folder, "eagle", eagle.config.to_dict(), in_dtype(eagle.state_dict(), dtype), target, {})
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def exported(drafter, tmp_path_factory):
+    """``exported(form, format)`` → the source and a written folder, which must not be changed."""
+    made = {}
+
+    def make(form: str, to: str) -> tuple[export.Source, Path]:
+        if (form, to) not in made:
+            source, folder = export.open_source(str(drafter(form)), to), tmp_path_factory.mktemp("out")
+            assert export.export(source, to, folder) < 1e-4
+            made[form, to] = source, folder
+        return made[form, to]
+
+    return make
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+LAYER = {
+    "input_layernorm.weight", "hidden_norm.weight", "post_attention_layernorm.weight", "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight", "mlp.gate_proj.weight",
+    "mlp.up_proj.weight", "mlp.down_proj.weight",
+}  # fmt: skip
+
+
+def test_the_folder_of_sglang_and_vllm(exported):
+    source, folder = exported("own", "sglang")
+    _, other = exported("own", "vllm")
+    for name in ("config.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (other / name).read_bytes()
+    assert source.target is None, "the target's weights are not needed"
+    stored, ids = load_file(folder / "model.safetensors"), source.eagle.draft_vocab
+    names = {f"midlayer.{name}" for name in LAYER}
+    assert set(stored) == names | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    assert stored["fc.weight"].shape == (160, 480) and stored["lm_head.weight"].shape == (512, 160)
+    assert stored["midlayer.self_attn.k_proj.weight"].shape == (64, 320)
+    assert (stored["d2t"].dtype, stored["t2d"].dtype, stored["t2d"].shape) == (torch.int64, torch.bool, (4096,))
+    assert torch.equal(torch.arange(512) + stored["d2t"], ids) and torch.equal(stored["t2d"].nonzero()[:, 0], ids)
+    config = config_of(folder)
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
+    assert config["norm_before_residual"] is False and config["draft_vocab_size"] == 512
+    assert config["max_position_embeddings"] == 4096 and config["rope_theta"] == 100000.0
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 100000.0}
+    assert config["rope_scaling"] is None and config["tie_word_embeddings"] is False
+    assert not {"eagle_aux_hidden_state_layer_ids", "eagle_config", "fc_norm", "norm_output"} & set(config)
+
+
+def test_the_folder_of_speculators(exported):
+    source, folder = exported("own", "speculators")
+    stored, config = load_file(folder / "model.safetensors"), config_of(folder)
+    names = {f"layers.0.{name}" for name in LAYER}
+    assert set(stored) == names | {"fc.weight", "norm.weight", "lm_head.weight", "embed_tokens.weight", "d2t", "t2d"}
+    assert torch.equal(stored["embed_tokens.weight"], source.target.model.get_input_embeddings().weight.float())
+    assert config["architectures"] == ["Eagle3Speculator"] and config["speculators_model_type"] == "eagle3"
+    assert config["norm_before_residual"] is False and config["eagle_aux_hidden_state_layer_ids"] == [2, 6, 9]
+    assert config["transformer_layer_config"]["model_type"] == "llama" and "model_type" not in config
+    verifier = {"name_or_path": TARGET, "architectures": ["LlamaForCausalLM"]}
+    assert config["speculators_config"]["verifier"] == verifier
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+
+
+def test_eagle_1_has_no_lm_head(exported):
+    _, folder = exported("EAGLE-1 with a draft vocabulary", "vllm")
+    stored, config = load_file(folder / "model.safetensors"), config_of(folder)
+    names = {f"layers.0.{name}" for name in LAYER - {"input_layernorm.weight", "hidden_norm.weight"}}
+    assert set(stored) == names | {"fc.weight", "fc.bias"}
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["eagle_fc_bias"] is True
+
+
+def test_layers_are_counted_as_each_server_does(exported):
+    """A layer's input is the output of the one before."""
+    _, folder = exported("shared", "vllm")
+    config = config_of(folder)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 4, 7]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 3, 6]
+    for form, layers in (("shared", [1, 4, 7]), ("first layer", [0, 4, 7])):
+        assert config_of(exported(form, "speculators")[1])["eagle_aux_hidden_state_layer_ids"] == layers
+
+
+@pytest.mark.parametrize(
+    "form, to",
+    [("whole vocabulary", "sglang"), ("whole vocabulary", "speculators"), ("norm before fc", "speculators"),
+     ("EAGLE-1", "vllm")],
+)  # fmt: skip
+def test_other_forms(exported, form, to):
+    """Contract and logits are checked when they are written. A drafter of all of V has no maps in speculators."""
+    source, folder = exported(form, to)
+    stored, config = load_file(folder / "model.safetensors"), config_of(folder)
+    assert ("d2t" in stored) == (to == "sglang")
+    if form == "whole vocabulary":
+        assert not stored.get("d2t", torch.zeros(1)).any() and {"fc_norm.0.weight", "fc_norm.2.weight"} <= set(stored)
+        assert (config["fc_norm"], config["norm_output"], config["draft_vocab_size"]) == (True, True, 4096)
+        assert {w.dtype for w in stored.values()} <= {torch.bfloat16, torch.int64, torch.bool}
+    if form == "norm before fc":
+        lm_head = source.target.lm_head.weight.float()
+        assert torch.equal(stored["lm_head.weight"], lm_head) and stored["input_norm.weight"].shape == (480,)
+
+
+def test_scaled_rotary_positions_are_written_both_ways(drafter, tmp_path):
+    """Each of the two alone gives the drafter's."""
+    source = export.open_source(str(drafter("own", rope_parameters=LLAMA3)), "sglang")
+    export.export(source, "sglang", tmp_path)
+    config = config_of(tmp_path)
+    older = {name: value for name, value in config.items() if name != "rope_parameters"}
+    newer = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
+    assert LlamaConfig(**older).rope_parameters == LlamaConfig(**newer).rope_parameters == LLAMA3
+
+
+# ---- each check can fail
+
+
+def swap(one: str, other: str):
+    def change(stored, config):
+        stored[one], stored[other] = stored[other], stored[one]
+
+    return change
+
+
+def with_tensor(name: str, new):
+    return lambda stored, config: stored.update({name: new(stored[name])})
+
+
+def with_field(**fields):
+    return lambda stored, config: config.update(fields)
+
+
+def other_order(weight):
+    first, *others = weight.chunk(3, 1)
+    return torch.cat([*others, first], 1)
+
+
+@pytest.mark.parametrize(
+    "to, change, message",
+    [
+        ("sglang", lambda stored, config: stored.update(extra=stored["d2t"].clone()), "'extra' is"),
+        ("sglang", lambda stored, config: stored.pop("norm.weight"), "'norm.weight' is absent"),
+        ("sglang", with_tensor("d2t", lambda d2t: d2t.int()), "'d2t' is"),
+        ("sglang", with_tensor("t2d", lambda t2d: t2d.long()), "'t2d' is"),
+        ("sglang", with_tensor("midlayer.mlp.down_proj.weight", lambda w: w.T), "down_proj.weight' is"),
+        ("sglang", with_field(norm_before_residual=True), "norm_before_residual"),
+        ("sglang", with_field(norm_before_residual=0), "norm_before_residual"),
+        ("sglang", with_field(eagle_aux_hidden_state_layer_ids=[2, 6, 9]), "eagle_aux_hidden_state_layer_ids"),
+        ("sglang", with_field(max_position_embeddings=2048), "max_position_embeddings"),
+        ("speculators", lambda stored, config: config.pop("norm_before_residual"), "norm_before_residual"),
+        ("speculators", lambda stored, config: stored.pop("embed_tokens.weight"), "'embed_tokens.weight' is absent"),
+        ("speculators", with_field(model_type="llama"), "model_type"),
+    ],
+)
+def test_the_contract_refuses(exported, tmp_path, monkeypatch, to, change, message):
+    source, _ = exported("own", to)
+    write(source, to, change, monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        export.export(source, to, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "to, change, message",
+    [
+        ("sglang", swap("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"), "logits"),
+        ("sglang", swap("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"), "logits"),
+        ("sglang", with_tensor("fc.weight", other_order), "logits"),
+        ("sglang", with_tensor("d2t", lambda d2t: d2t + 1), "t2d"),
+        ("sglang", with_tensor("lm_head.weight", lambda w: w.flip(0)), "logits"),
+        ("sglang", with_field(norm_before_residual=True), "logits"),
+        ("sglang", with_field(norm_output=True), "logits"),
+        ("sglang", with_field(rope_scaling={**LLAMA3, "rope_type": "llama3"}), "rope_parameters"),
+        ("speculators", with_tensor("embed_tokens.weight", lambda w: w.roll(1, 0)), "logits"),
+    ],
+)
+def test_reading_back_refuses(exported, tmp_path, to, change, message):
+    """What a contract alone would let through."""
+    source, folder = exported("own", to)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    stored, config = load_file(folder / "model.safetensors"), config_of(folder)
+    change(stored, config)
+    save_file(contiguous(stored), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert difference(folder, source.eagle, source.target) < 1e-4
+    with pytest.raises(ValueError, match=message):
+        difference(tmp_path, source.eagle, source.target)
+
+
+def contiguous(stored):
+    return {name: weight.contiguous() for name, weight in stored.items()}
+
+
+def write(source, to, change, monkeypatch):
+    """Make the exporter of a format write something else."""
+    name = "_speculators" if to == "speculators" else "_eagle3"
+    right = getattr(export, name)
+
+    def wrong(*args):
+        tensors, config, contract = right(*args)
+        change(tensors, config)
+        return contiguous(tensors), config, contract
+
+    monkeypatch.setattr(export, name, wrong)
+
+
+# ---- the command
+
+
+def test_the_command(drafter, tmp_path, run_main):
+    folder, out = drafter("own"), tmp_path / "served"
+    code, printed, err = run_main(
+        export.main, folder, "--to", "vllm", "--out", out, "--served-target", "org/target", "--speculative-tokens", 5
+    )
+    assert (code, err) == (0, "") and "read back, differ by" in printed
+    assert {f.name for f in out.iterdir()} == {"config.json", "model.safetensors", "provenance.json", "README.md"}
+    assert json.loads((out / "provenance.json").read_text())["max_logit_difference"] < 1e-4
+    card = (out / "README.md").read_text()
+    assert "base_model: org/target" in card and "vllm serve org/target" in card
+    assert '"method": "eagle3", "model": "DRAFTER", "num_speculative_tokens": 5' in card
+    assert "--speculative-num-draft-tokens 6" in card
+
+
+@pytest.mark.parametrize(
+    "form, fields, to, message",
+    [
+        ("EAGLE-1", {}, "sglang", "use --to vllm"),
+        ("EAGLE-1", {}, "speculators", "use --to vllm"),
+        ("two layers", {}, "speculators", r"layers \[2, 5\]"),
+        ("another order", {}, "vllm", "ascending order"),
+        ("first layer", {}, "sglang", "layer 0"),
+        ("norm before fc", {}, "vllm", "use --to speculators"),
+    ],
+)
+def test_forms_without_a_place_are_refused(drafter, tmp_path, run_main, form, fields, to, message):
+    code, _, err = run_main(export.main, drafter(form, **fields), "--to", to, "--out", tmp_path / "out")
+    assert code == 2 and err.count("\n") == 1 and not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(err)
+
+
+def test_other_families_are_refused(drafter, tmp_path, run_main):
+    """With what can be done instead."""
+    folder = tmp_path / "x"
+    described = SimpleNamespace(name=TARGET, fingerprint="", tokenizer=None, adapter=None, describe=lambda: {
+        "name_or_path": TARGET, "fingerprint": ""})  # fmt: skip
+    for kind, instead in (("medusa", "inference/decode.py"), ("ssm", "draft model"), ("other", "EAGLE drafters")):
+        write_drafter(folder, kind, {}, {"w": torch.zeros(1)}, described, {})
+        code, _, err = run_main(export.main, folder, "--to", "vllm", "--out", tmp_path / "out")
+        assert code == 2 and err.count("\n") == 1 and f"of type {kind}" in err and instead in err
+
+
+def test_only_an_earlier_export_is_replaced(drafter, tiny_lm, tmp_path, run_main):
+    own, model, out = drafter("own"), tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny_lm, model)
+    for folder in (own, model):
+        before = (folder / "config.json").read_bytes()
+        code, _, err = run_main(export.main, own, "--to", "vllm", "--out", folder)
+        assert code == 2 and "would be overwritten" in err and (folder / "config.json").read_bytes() == before
+    for to, names in (("vllm", "midlayer."), ("speculators", "layers.0.")):
+        assert run_main(export.main, own, "--to", to, "--out", out)[0] == 0
+        assert f"{names}mlp.up_proj.weight" in load_file(out / "model.safetensors")
+
+
+def test_another_target_is_refused(drafter, tiny_lm, tmp_path, run_main):
+    for to in ("sglang", "speculators"):
+        code, _, err = run_main(export.main, drafter("own"), "--to", to, "--out", tmp_path / "out", "--target", tiny_lm)
+        assert code == 2 and err.count("\n") == 1 and f"trained for target '{TARGET}'" in err
+
+
+def test_upload(drafter, tmp_path, tmp_path_factory, run_main, monkeypatch):
+    with Hub(tmp_path_factory.mktemp("hub")) as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        arguments = ("--to", "sglang", "--out", tmp_path / "out", "--push-to-hub", "somebody/served")
+        code, printed, _ = run_main(export.main, drafter("own"), *arguments)
+        stored = server.files("models/somebody/served")
+    assert code == 0 and "somebody/served" in printed.splitlines()[-1]
+    assert set(stored) == {"config.json", "model.safetensors", "provenance.json", "README.md"}
+    assert stored["model.safetensors"].read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()

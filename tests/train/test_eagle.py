@@ -1,0 +1,365 @@
+"""EAGLE: the loss against its definition, then recipe → training → artifact by the real command."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from draftsmith.data.packing import Rows, Sample, Tokenized
+from draftsmith.models.eagle import Eagle
+from draftsmith.train import eagle, features, run
+from draftsmith.train.dry_run import decode_a_little
+from draftsmith.train.losses import linear_soft_cross_entropy
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+
+# ---- the loss
+
+
+def make_recipe(**drafter):
+    content = {
+        "run": {"name": "x"}, "target": {"name": "t"}, "drafter": {"version": 3, "unroll": STEPS, **drafter},
+        "data": {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib"}]},
+        "stages": [{"optim": {"lr": 1e-3}, "batch": {"sequences": 4}, "steps": 5}],
+    }  # fmt: skip
+    if drafter.get("version") == 1:
+        del content["drafter"]["unroll"]
+    return eagle.EagleRecipe.model_validate(content)
+
+
+def make_module(target, ids=None, **drafter):
+    recipe = make_recipe(**drafter)
+    d = recipe.drafter
+    made = Eagle.for_target(target, d.version, d.projection, None if ids is None else len(ids), (), **d.norms)
+    if ids is not None:
+        made.draft_from(ids, target)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return eagle.EagleTraining(target, made, recipe)
+
+
+def make_rows(vocab_size, share=True):
+    """Four samples, of prompt and answer, in two rows if they share them."""
+    torch.manual_seed(6)
+    sizes = ((9, 3), (5, 1), (7, 4), (6, 2))
+    return Rows(
+        Tokenized.of(
+            Sample(torch.randint(1, vocab_size, (n,)).tolist(), [False] * p + [True] * (n - p)) for n, p in sizes
+        ), 16, share=share,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def defined(module, rows):
+    """The loss sample by sample and position by position: sums over the labels of each step, and their numbers."""
+    target, made, ids = module.target, module.eagle, module.eagle.draft_vocab
+    losses, regression, numbers = [0.0] * module.steps, 0.0, [0] * module.steps
+    for number in range(len(rows)):
+        batch = rows.batch([number])
+        tokens, supervised = batch["tokens"].long(), batch["supervised"][0]
+        features = target.features(tokens, made.config.captured_layers)
+        logits = target.model(tokens).logits[0].double()
+        steps = list(made.unroll(features, target.embeddings, tokens, module.steps))
+        head = made.draft_head(target.lm_head)
+        for i, t in itertools.product(range(module.steps), range(tokens.shape[1])):
+            if t + i + 2 >= tokens.shape[1] or not supervised[t + i + 2]:
+                continue
+            numbers[i] += 1
+            of_target, out = logits[t + i + 1], steps[i][0, t]
+            if module.eagle.config.version == 1:
+                regression += float(F.smooth_l1_loss(out, features[0, t + 1, :32]))
+            own = head(out)
+            own = (own if made.lm_head is not None else target.after_head(own)).double()
+            if ids is not None:
+                if int(of_target.argmax()) not in ids.tolist():
+                    continue
+                of_target = of_target[ids]
+            losses[i] -= float((of_target.softmax(-1) * own.log_softmax(-1)).sum())
+    return losses, regression, numbers
+
+
+@pytest.mark.parametrize("projection", ["own", "shared"])
+@pytest.mark.parametrize("size", [None, 40])
+@pytest.mark.parametrize("family", ["llama", "cohere"])
+def test_loss_is_its_definition(make_target, projection, size, family):
+    """With packed rows, and a draft vocabulary in which some of the target's choices are missing."""
+    target = make_target(family, num_hidden_layers=3)
+    module = make_module(target, None if size is None else torch.arange(0, 60, 3)[:size], projection=projection)
+    losses, _, numbers = defined(module, make_rows(61, share=False))
+    batch = make_rows(61).batch([0, 1])
+    counts = module.count(batch)
+    assert counts.tolist() == numbers and len(set(numbers)) == STEPS
+    loss, metrics = module(batch, counts, 0)
+    for i, (total, number) in enumerate(zip(losses, numbers, strict=True)):
+        assert float(metrics[f"step{i + 1}_loss"]) == pytest.approx(total / number, rel=1e-4)
+    wanted = sum(0.8**i * total / number for i, (total, number) in enumerate(zip(losses, numbers, strict=True)))
+    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-4)
+    if size:
+        inside = module.teach(target.hidden(batch["tokens"].long()).flatten(0, 1))[1]
+        assert 0 < int(inside.sum()) < len(inside)
+
+
+def test_loss_of_eagle_1(make_target):
+    target = make_target("llama")
+    module = make_module(target, version=1, noise=0.0).train()
+    losses, regression, numbers = defined(module, make_rows(61, share=False))
+    batch = make_rows(61).batch([0, 1])
+    loss, metrics = module(batch, module.count(batch), 0)
+    assert float(metrics["regression_loss"]) == pytest.approx(regression / numbers[0], rel=1e-4)
+    assert float(loss.detach()) == pytest.approx((regression + 0.1 * losses[0]) / numbers[0], rel=1e-4)
+
+
+def test_noise_is_a_function_of_the_step(make_target):
+    module = make_module(make_target("llama"), version=1, noise=0.3)
+    batch = make_rows(61).batch([0, 1])
+    counts = module.count(batch)
+
+    def loss(step):
+        return float(module(batch, counts, step)[0].detach())
+
+    module.eval()
+    assert loss(1) == loss(2), "none outside of training"
+    module.train()
+    assert loss(1) == loss(1) != loss(2)
+    noise = module.noisy(torch.zeros(2, 16, 32), batch, 1)
+    half = 0.3 * 512 / 16 / 2
+    assert half * 0.98 < noise.max() <= half and -half <= noise.min() < -half * 0.98 and abs(noise.mean()) < half / 10
+
+
+def test_soft_cross_entropy_and_its_gradients():
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(9, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True), torch.randn(11)
+    teacher, rows = torch.randn(4, 11).softmax(-1), torch.tensor([3, 0, 1, 1, 2, 3, 0, 0, 2])
+    logits = x @ weight.T + bias
+    teacher[2] = logits[4].detach().softmax(-1)
+    wanted = -(teacher[rows] * logits.log_softmax(-1)).sum()
+    for chunk in (None, 2):
+        found, hits = linear_soft_cross_entropy(x, weight, teacher, rows, bias, chunk)
+        torch.testing.assert_close(found, wanted)
+        assert int(hits) == int((logits.argmax(-1) == teacher[rows].argmax(-1)).sum()) > 0
+        pairs = zip(
+            torch.autograd.grad(2 * found, [x, weight]),
+            torch.autograd.grad(wanted, [x, weight], retain_graph=True),
+            strict=True,
+        )
+        for one, other in pairs:
+            torch.testing.assert_close(one, 2 * other)
+
+
+def test_only_the_drafter_trains_and_micro_batches_add_up(make_target):
+    module = make_module(make_target("llama", num_hidden_layers=3), fc_norm=True)
+    batch = make_rows(61, share=False).batch(range(4))
+
+    def gradients(parts):
+        module.zero_grad()
+        counts = torch.stack([module.count(part) for part in parts]).sum(0)
+        for part in parts:
+            module(part, counts, 0)[0].backward()
+        return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+    whole = gradients([batch])
+    assert set(whole) == {f"eagle.{name}" for name, _ in module.eagle.named_parameters()}
+    assert all(grad.abs().sum() > 0 for grad in whole.values())
+    parts = gradients([{k: v[a:b] for k, v in batch.items()} for a, b in ((0, 1), (1, 4))])
+    for name, grad in parts.items():
+        torch.testing.assert_close(grad, whole[name], atol=1e-6, rtol=1e-4)
+
+
+def test_a_batch_without_labels(make_target):
+    module = make_module(make_target("llama", num_hidden_layers=3))
+    batch = make_rows(61).batch([0])
+    batch["supervised"][:] = False
+    loss, metrics = module(batch, module.count(batch), 0)
+    loss.backward()
+    assert float(loss.detach()) == 0 and not any(map(float, metrics.values()))
+
+
+# ---- the command
+
+
+@pytest.fixture(autouse=True)
+def no_estimate(monkeypatch):
+    monkeypatch.setattr(run, "training_seconds", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_lm, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    ask = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 24, "batch_size": 12}
+    content = {
+        "run": {"name": "whole", "output_dir": str(folder), "seed": 3},
+        "target": {"name": str(tiny_lm)},
+        "drafter": {"version": 3, "unroll": STEPS},
+        "data": {
+            "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
+            "validation": [{"source": "stdlib", "split": "test", "answers": ask | {"prompts": 8}}],
+        },
+        "stages": [{"name": "eagle", "batch": {"sequences": 8, "accumulate": 2}, "steps": 20, "optim": {"lr": 1e-2}}],
+        "precision": {"autocast": "none", "threads": 1},
+        "checkpoint": {"every": 5, "keep": 1},
+        "evaluate": {"every": 10, "decode": 20, "prompts": 3},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+VERSIONS = {1: ["drafter={version: 1}"], 3: []}
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, run_main):
+    """The folders of runs that nothing interrupted, by version."""
+    command = [sys.executable, "train/eagle.py", recipe, "run.name=whole-3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    code, _, err = run_main(eagle.main, recipe, "run.name=whole-1", *VERSIONS[1])
+    assert (code, err) == (0, "")
+    return {version: recipe.parent / f"whole-{version}" for version in VERSIONS}
+
+
+def metrics_of(folder, key):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_run_folder(whole, version):
+    folder = whole[version]
+    config, facts = (json.loads((folder / name).read_text()) for name in ("config.json", "provenance.json"))
+    assert (config["drafter_type"], config["version"]) == ("eagle", version)
+    assert config["captured_layers"] == ([1] if version == 3 else []) and config["max_position_embeddings"] == 256
+    Eagle.from_artifact(config, load_file(folder / "model.safetensors"), "here")
+    losses, tau = metrics_of(folder, "loss"), metrics_of(folder, "simulated_tau")
+    assert losses[20] < losses[10] and list(tau) == [10, 20] and max(tau.values()) == facts["simulated_tau"] > 1.02
+    assert {f"step{k}_held_out_top1" for k in range(1, 8)} <= set((folder / "metrics.jsonl").read_text().split('"'))
+    real = metrics_of(folder, "tau")
+    assert list(real) == [20] and abs(real[20] - tau[20]) < 0.6
+    (folder / "tree.json").write_text('{"paths": [[0], [0, 0], [1]]}')
+    assert "identical to plain decoding" in decode_a_little(folder)
+
+
+class Killed(BaseException):
+    """Ends a run at once: nobody catches it, nothing is saved."""
+
+
+def kill_in_step(patch, step):
+    count, calls = eagle.EagleTraining.count, itertools.count()
+
+    def counted(self, batch):
+        if next(calls) == 2 * (step - 1):  # two micro-batches a step
+            raise Killed
+        return count(self, batch)
+
+    patch.setattr(eagle.EagleTraining, "count", counted)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_killed_run_goes_on_bit_for_bit(recipe, whole, run_main, monkeypatch, version):
+    options = [recipe, f"run.name=killed-{version}", *VERSIONS[version]]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_in_step(patch, 14)
+        run_main(eagle.main, *options)
+    folder = recipe.parent / f"killed-{version}"
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-10"]
+    assert run_main(eagle.main, *options, "--resume")[0] == 0
+    for name in ("model.safetensors", "checkpoints/step-20/model.safetensors"):
+        assert (folder / name).read_bytes() == (whole[version] / name).read_bytes(), name
+
+
+def test_kept_features_train_as_fresh_ones(recipe, whole, run_main, monkeypatch):
+    """In memory and on disk, resumed; a file that was damaged meanwhile is found."""
+    fresh = metrics_of(whole[3], "loss")
+    code, _, err = run_main(eagle.main, recipe, "run.name=memory", "cache_hidden=memory")
+    assert code == 0, err
+    kept = metrics_of(recipe.parent / "memory", "loss")
+    assert kept == pytest.approx(fresh, rel=1e-4)
+    options, folder = [recipe, "run.name=disk", "cache_hidden=disk"], recipe.parent / "disk"
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_in_step(patch, 14)
+        run_main(eagle.main, *options)
+    file = folder / "features/0.bin"
+    assert json.loads((folder / "features/0.json").read_text())["captures"] == [1]
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2] + bytes(len(content) // 2))
+    code, _, err = run_main(eagle.main, *options, "--resume")
+    wanted = f"error: {file}: the target makes other hidden states than are kept there (relative difference 1); "
+    assert (code, err) == (2, f"{wanted}delete that file, then --resume\n")
+    file.unlink()
+    made = []
+    with monkeypatch.context() as patch:
+        patch.setattr(features, "_compare", lambda *_: made.append(True))
+        assert run_main(eagle.main, *options, "--resume")[0] == 0
+    assert not made, "nothing is left to compare with"
+    assert metrics_of(folder, "loss") == kept
+
+
+def test_begin_with_another_drafter(recipe, run_main):
+    """Its weights, vocabulary and layers; another kind of drafter is refused."""
+    options = [recipe, "stages.0.steps=2", "evaluate={every: 2}"]
+    first = [*options, "run.name=first", "drafter.draft_vocab_size=40", "drafter.captured_layers=[0]"]
+    assert run_main(eagle.main, *first)[0] == 0
+    folder = recipe.parent / "first"
+    other = [*options, f"init_from={folder}", "stages.0.optim.lr=1e-9", "data.train.0.answers.prompts=3"]
+    code, _, err = run_main(eagle.main, *other, "run.name=second", "drafter.draft_vocab_size=40")
+    assert code == 0, err
+    one, two = (load_file(path / "model.safetensors") for path in (folder, recipe.parent / "second"))
+    assert torch.equal(one["draft_vocab"], two["draft_vocab"]) and one["draft_vocab"].tolist() != [*range(40)]
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0)
+    assert json.loads((recipe.parent / "second/config.json").read_text())["captured_layers"] == [0]
+    for change, message in (
+        ("drafter.draft_vocab_size=50", "its draft_vocab_size is 40, the recipe's 50"),
+        ("drafter={version: 1}", "its version is 3, the recipe's 1"),
+        ("drafter={version: 3, draft_vocab_size: 40, captured_layers: [1]}", "its captured_layers is [0], the "),
+        (
+            "drafter={version: 3, draft_vocab_size: 40, norm_output: true}",
+            "its norm_output is False, the recipe's True",
+        ),
+    ):
+        code, _, err = run_main(eagle.main, *other, "run.name=z", change)
+        assert code == 2 and err.startswith(f"error: init_from={folder}: {message}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["drafter.version=2"], "'drafter.version': "),
+        (["drafter={version: 1, projection: own}"], "version 1 reads the last hidden state, has the target's LM head"),
+        (["drafter={version: 1, unroll: 3}"], "version 1 reads the last hidden state, has the target's LM head"),
+        (["drafter={version: 1, norm_output: true}"], "norm_before_fc, fc_norm and norm_output are for version 3"),
+        (["drafter.fc_norm=true", "drafter.norm_before_fc=true"], "are alternatives; set one of them"),
+        (["drafter.captured_layers=[1, 1]"], "captured_layers: [1, 1] have to be different layers"),
+        (["drafter.captured_layers=[0, 2]"], "drafter.captured_layers=[0, 2]: the target has layers 0 to 1"),
+        (["data.train.0.answers.new_tokens=8"], "answers.new_tokens must exceed the depth of simulated drafts + 1 = 8"),
+        (["precision.compile=true"], "precision.compile: the positions that draft"),
+        (["drafter.draft_vocab_size=301"], "field 'draft_vocab_size' is 301"),
+    ],
+)
+def test_wrong_recipes_are_one_line(recipe, run_main, overrides, message):
+    code, _, err = run_main(eagle.main, recipe, "run.name=wrong", *overrides)
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_plans_count_what_trains(recipe, tiny_lm, make_target):
+    content = yaml.safe_load(recipe.read_text())
+    for drafter in ({"version": 3, "draft_vocab_size": 40}, {"version": 1}):
+        read = eagle.EagleRecipe.model_validate(
+            content | {"drafter": drafter, "target": {"name": str(tiny_lm), "dtype": "float32"}}
+        )
+        (plan,) = eagle.plans(read)
+        d = read.drafter
+        made = Eagle.for_target(make_target("llama", vocab_size=300), d.version, d.projection, d.draft_vocab_size)
+        assert plan.trained == sum(p.numel() for p in made.parameters())
+        assert (plan.unrolled, plan.projected) == ((7, 0) if d.version == 3 else (1, 300 * 32))

@@ -1,0 +1,316 @@
+"""Train an EAGLE drafter on a target's features (arXiv 2401.15077, 2503.01840).
+
+    accelerate launch train/eagle.py recipes/tiny-eagle3.yaml [section.field=value ...] [--tiny] [--resume | --restart]
+    accelerate launch train/eagle.py recipes/tiny-eagle1.yaml
+
+    EAGLE-3   L = Σ_i 0.8^i · CE(p_{t+1+i} ‖ q_{t,i}), i = 0 … K − 1: training-time test, K steps of drafting from
+              every position, each on the drafter's own states of the steps before it
+    EAGLE-1   L = SmoothL1(o_t, h_{t+1}) + 0.1 · CE(p_{t+1} ‖ q_{t,0}); noise on the features that are read
+
+p_u is the target's distribution after token u, on the draft vocabulary; positions whose likeliest token is outside do
+not train. The checkpoint with the highest simulated τ on held-out rows is exported. Then: inference/calibrate.py,
+inference/decode.py. Shape letters: B batch, T tokens, P positions that draft, N positions of the teacher, F features
+per token, d hidden width, V vocabulary, S draft vocabulary, K unrolled steps.
+"""
+
+import copy
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from draftsmith.common.command import before_imports, recipe_parser, run_command
+
+PARSER = recipe_parser(
+    __doc__, "recipes/tiny-eagle3.yaml", "drafter.unroll=5", "two steps of each stage on a small random target"
+)
+if __name__ == "__main__":
+    before_imports(PARSER)
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig
+
+from draftsmith.common.files import json_object
+from draftsmith.common.recipe import Section
+from draftsmith.common.sections import DrafterRecipe, Layers, Positive
+from draftsmith.inference.drafters.eagle import EagleDrafter
+from draftsmith.inference.ranks import best_tree, eagle_ranks, simulate
+from draftsmith.inference.tree import Topology
+from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
+from draftsmith.models.stored import resolve_folder
+from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import check_draft_vocab, places
+from draftsmith.train import draft_vocabulary, sharded
+from draftsmith.train.dry_run import Plan, target_shape
+from draftsmith.train.loop import Batch
+from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, linear_soft_cross_entropy, shifted_labels
+from draftsmith.train.run import Run, Script, run_script
+
+SIMULATED_NODES, DEPTH = 16, 7  # of the tree whose τ chooses the best checkpoint
+CE_WEIGHT = 0.1  # of EAGLE-1's cross-entropy beside its regression (arXiv 2401.15077 §3.2)
+
+
+class Drafter(Section):
+    tiny: ClassVar[dict[str, Any]] = {"captured_layers": None}
+
+    version: Literal[1, 3]
+    projection: Literal["own", "shared"] = Field(
+        default="own", description="an LM head of its own (EAGLE-3), or the target's (EAGLE-1)"
+    )
+    draft_vocab_size: Positive | None = Field(
+        default=None,
+        description="draft only the most frequent tokens of the training rows' answers, so many (each source counts by "
+        "its weight); null: all tokens",
+    )
+    captured_layers: list[int] | None = Field(
+        default=None, min_length=1, description="EAGLE-3 reads the inputs of these layers of the target; null: those "
+        "of init_from, else 2, n/2 and n − 3 of n layers",
+    )  # fmt: skip
+    norm_before_fc: bool = Field(default=False, description="a norm of the joined features before they are mixed")
+    fc_norm: bool = Field(default=False, description="or one norm for each captured layer")
+    norm_output: bool = Field(default=False, description="a draft continues with the normed hidden state (EAGLE-3.1)")
+    unroll: Layers = Field(default=7, description="steps of training-time test; EAGLE-1 has one")
+    noise: float = Field(
+        default=0.2, ge=0, le=10, description="EAGLE-1: width of the uniform noise on features, at rows of 512 tokens"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version(cls, content: Any) -> Any:
+        if isinstance(content, dict) and content.get("version") == 1:
+            return {"projection": "shared", "unroll": 1} | content
+        return content
+
+    @model_validator(mode="after")
+    def _possible(self) -> "Drafter":
+        if self.version == 1 and (self.projection != "shared" or self.unroll != 1 or self.captured_layers):
+            raise ValueError(
+                "version 1 reads the last hidden state, has the target's LM head and trains one step: leave out "
+                "projection, unroll and captured_layers"
+            )
+        if self.version == 1 and (self.norm_before_fc or self.fc_norm or self.norm_output):
+            raise ValueError("norm_before_fc, fc_norm and norm_output are for version 3; leave them out")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc are alternatives; set one of them")
+        layers = self.captured_layers or []
+        if len(set(layers)) < len(layers) or any(layer < 0 for layer in layers):
+            raise ValueError(f"captured_layers: {layers} have to be different layers, counted from 0")
+        return self
+
+    @property
+    def norms(self) -> dict[str, bool]:
+        return {name: getattr(self, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+
+
+class EagleRecipe(DrafterRecipe):
+    drafter: Drafter
+
+    @model_validator(mode="after")
+    def _possible(self) -> "EagleRecipe":
+        if self.drafter.draft_vocab_size and any(source.streaming for source in self.data.train):
+            raise ValueError(
+                "drafter.draft_vocab_size: its tokens are counted over all training rows, and a streamed source has no "
+                "end; drop one"
+            )
+        if self.precision.gradient_checkpointing:
+            raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
+        if self.precision.compile:
+            raise ValueError("precision.compile: the positions that draft are others in every step; leave it off")
+        if self.export.merged:
+            raise ValueError("export.merged: no EAGLE drafter changes the target; leave it out")
+        for source in [*self.data.train, *self.data.validation]:
+            if source.answers is not None and source.answers.new_tokens < DEPTH + 2:
+                raise ValueError(f"answers.new_tokens must exceed the depth of simulated drafts + 1 = {DEPTH + 1}")
+        return self
+
+
+class EagleTraining(nn.Module):
+    """A frozen target and the drafter that trains on its features. ``seed``: of the noise."""
+
+    def __init__(self, target: Target, eagle: Eagle, recipe: EagleRecipe) -> None:
+        super().__init__()
+        self.target, self.eagle, self.seed = target, eagle, recipe.run.seed
+        self.steps, self.noise = recipe.drafter.unroll, recipe.drafter.noise
+        self.captures = eagle.config.captured_layers
+        self.output_layers = ("eagle.lm_head",)  # not for Muon
+        self.model = target.model  # registered, frozen: moves with the module, is in no optimizer
+
+    def train(self, mode: bool = True) -> "EagleTraining":
+        """Only the drafter enters train mode; the target stays in eval."""
+        super().train(mode)
+        self.model.eval()
+        return self
+
+    def labelled(self, batch: Batch) -> Tensor:
+        """``[K, B, T]`` bool: step i of index t has a label, x_{t+i+2}, in the same sample."""
+        tokens, supervised, segment = batch["tokens"], batch["supervised"], batch.get("segment")
+        labels = [shifted_labels(tokens, supervised, step + 2, segment) for step in range(self.steps)]
+        return torch.stack(labels) != -100
+
+    def count(self, batch: Batch) -> Tensor:
+        """Labels of each step."""
+        return self.labelled(batch).sum((1, 2))
+
+    @torch.no_grad()
+    def teach(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's distributions on the draft vocabulary ``[N, S]`` float32, and whether its likeliest token is
+        inside ``[N]`` bool; from its last hidden states ``[N, d]``."""
+        target, ids = self.target, self.eagle.draft_vocab
+        dtype = next(target.lm_head.parameters()).dtype
+        found = torch.empty(len(hidden), self.eagle.config.outputs, device=hidden.device)
+        inside = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+        size = max(1, LOGITS["cpu" if hidden.device.type == "cpu" else "cuda"] // target.vocab_size)
+        for begin in range(0, len(hidden), size):
+            part = slice(begin, begin + size)
+            logits = target.logits(hidden[part].to(dtype))
+            found[part] = (logits if ids is None else logits[:, ids]).float().softmax(-1)
+            if ids is not None:
+                inside[part] = places(logits.argmax(-1), ids, outside=-1) >= 0
+        return found, inside
+
+    def soft_cross_entropy(self, head: Any, out: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """−Σ p log q, summed over positions, and how often the likeliest tokens agree; ``out [P, d]``, ``teacher
+        [N, S]``, ``rows [P]``: the teacher's row for each position."""
+        weight, bias = head.weight, getattr(head, "bias", None)
+        loss, hits = linear_soft_cross_entropy(out, weight, teacher, rows, bias)
+        if self.eagle.lm_head is not None or not self.target.changes_logits:
+            return loss, hits
+
+        def chunk(out: Tensor, rows: Tensor) -> Tensor:
+            logits = self.target.after_head(F.linear(out.to(weight.dtype), weight, bias))
+            return -(teacher[rows] * logits.float().log_softmax(-1)).sum()
+
+        return in_chunks(chunk, teacher.shape[1], out, rows), hits  # the scale or cap changes no order
+
+    def noisy(self, features: Tensor, batch: Batch, step: int) -> Tensor:
+        """Features with uniform noise of EAGLE-1, from the seed, the step and the batch's tokens alone."""
+        drawn = torch.Generator(features.device)
+        drawn.manual_seed((self.seed + 1_000_003 * step + int(batch["tokens"].sum())) % (1 << 63))
+        uniform = torch.rand(features.shape, generator=drawn, device=features.device) - 0.5
+        return features + uniform * (self.noise * 512 / features.shape[1])
+
+    def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, each step's as a mean over its labels (``counts [K]``), also those outside the draft vocabulary;
+        ``hidden``, the features ``[B, T, F]``, may be in the batch."""
+        if (features := batch.get("hidden")) is None:
+            with torch.no_grad():  # padding follows every label, and attention is causal
+                features = self.target.features(batch["tokens"].long(), self.captures, batch.get("positions"))
+        eagle, labelled, loss, metrics = self.eagle, self.labelled(batch), torch.zeros((), device=features.device), {}
+        taught = torch.zeros_like(labelled[0])  # where the target's distribution is needed
+        for i, where in enumerate(labelled):
+            taught[:, i + 1 :] |= where[:, : where.shape[1] - i - 1]
+        hidden = features[taught][:, : eagle.config.hidden_size]  # [N, d]
+        teacher, inside = self.teach(hidden)
+        row_of = taught.flatten().cumsum(0).view_as(taught) - 1
+        chosen = marked_places(labelled.any(0))
+        head = eagle.draft_head(self.target.lm_head)
+        read = features.float()
+        if eagle.config.version == 1 and self.noise and self.training:
+            read = self.noisy(read, batch, step)
+        unrolled = eagle.unroll(
+            read, self.target.embeddings, batch["tokens"], self.steps, batch.get("positions"), batch.get("segment"),
+            chosen,
+        )  # fmt: skip
+        for i, out in enumerate(unrolled):
+            where, count = labelled[i].gather(1, chosen), counts[i].clamp(min=1)
+            behind = (chosen + i + 1).clamp(max=taught.shape[1] - 1)  # where the target predicts the same token
+            out, rows = out[where], row_of.gather(1, behind)[where]
+            kept = inside[rows]
+            total, hits = self.soft_cross_entropy(head, out[kept], teacher, rows[kept])
+            metrics |= {f"step{i + 1}_loss": total.detach() / count, f"step{i + 1}_top1": hits / count}
+            if eagle.config.version == 3:
+                loss = loss + HEAD_DECAY**i * total / count
+                continue
+            regression = F.smooth_l1_loss(out.float(), hidden[rows].float(), reduction="sum")
+            regression = regression / (out.shape[-1] * count)
+            metrics["regression_loss"] = regression.detach()
+            loss = regression + CE_WEIGHT * total / count
+        return loss, metrics
+
+
+def chosen_tree(ranks: Tensor) -> Topology:
+    """The best tree of :data:`SIMULATED_NODES` nodes; where no draft was right yet, the likeliest token alone."""
+    tree = best_tree(ranks, SIMULATED_NODES)
+    return tree if tree.paths else Topology(((0,),))
+
+
+def evaluate(run: Run[EagleRecipe], module: nn.Module, held_out: Batch) -> dict[str, float]:
+    """Simulated τ, the accuracy of each step of drafting, and now and then the real τ."""
+    assert isinstance(module, EagleTraining)
+    target, eagle = module.target, module.eagle
+    ranks = eagle_ranks(target, eagle, held_out["tokens"], held_out["supervised"], DEPTH)
+    labelled, tree = ranks >= 0, chosen_tree(ranks)
+    metrics = {"simulated_tau": simulate(tree, ranks)}
+    for k in range(DEPTH):
+        right = ((ranks[..., k] == 0) & labelled[..., k]).sum() / labelled[..., k].sum()
+        metrics[f"step{k + 1}_held_out_top1"] = float(right)
+    return metrics | run.real_tau(target, lambda: EagleDrafter(copy.deepcopy(eagle), target, tree))  # it casts its own
+
+
+def plans(recipe: EagleRecipe) -> list[Plan]:
+    """What each stage costs."""
+    d, t = recipe.drafter, recipe.target
+    shape = target_shape(t)
+    folder = resolve_folder(t.name, t.revision, weights=False)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=t.trust_remote_code).get_text_config()
+    made = EagleConfig.for_target(
+        config, shape.vocab_size, recipe.data.max_length, d.version, d.projection, d.draft_vocab_size,
+        d.captured_layers or (), **d.norms,
+    )  # fmt: skip
+    with torch.device("meta"):
+        own = sum(p.numel() for p in Eagle(made).parameters())
+    rows = made.outputs * shape.hidden_size if d.projection == "shared" else 0
+    copied = rows if d.draft_vocab_size else 0
+    return [Plan.of(recipe, s, shape, own, d.unroll * rows, copied=copied, unrolled=d.unroll) for s in recipe.stages]
+
+
+def layers_of_init(recipe: EagleRecipe) -> EagleRecipe:
+    """The recipe, which reads the same layers as ``init_from`` unless it names others."""
+    d = recipe.drafter
+    if recipe.init_from is None or d.captured_layers is not None or d.version == 1:
+        return recipe
+    file = resolve_folder(recipe.init_from) / "config.json"
+    layers = json_object(file).get("captured_layers") if file.is_file() else None
+    return recipe.model_copy(update={"drafter": d.model_copy(update={"captured_layers": layers or None})})
+
+
+def train(run: Run[EagleRecipe]) -> None:
+    """From the target to the exported drafter."""
+    if sharded.spreads():
+        raise ValueError("an EAGLE drafter reads the target's embeddings: launch without ZeRO-3 and FSDP")
+    run.recipe = layers_of_init(run.recipe)
+    recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
+    target = run.load_target()
+    size, begun = draft_vocabulary.begin(run, d.draft_vocab_size, target.vocab_size)
+    eagle = Eagle.for_target(target, d.version, d.projection, size, d.captured_layers or (), **d.norms)
+    run.start_weights(eagle, target)
+    if size and recipe.init_from and eagle.draft_vocab is not None:
+        check_draft_vocab(eagle.draft_vocab, size, target.vocab_size, f"init_from={recipe.init_from}")
+    module = EagleTraining(target, eagle, recipe)
+    run.estimate(target, module, partial(evaluate, run))
+    rows = run.read_rows(target)
+    if size is not None:
+        kept = eagle.draft_vocab if begun is None and recipe.init_from else None  # start_weights read it
+        ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, begun if kept is None else kept)
+        if kept is None:
+            eagle.draft_from(ids, target)
+    inputs = run.with_hidden(target, rows, module.captures)
+    for stage in recipe.stages:
+        run.fit(stage, module, inputs, partial(evaluate, run, held_out=run.held_out), "simulated_tau")
+    with run.evaluating(module):
+        ranks = eagle_ranks(target, eagle, run.held_out["tokens"], run.held_out["supervised"], DEPTH)
+    tree = chosen_tree(ranks)
+    facts["simulated_tau"] = simulate(tree, ranks)
+    run.export(eagle.config.to_dict(), eagle.state_dict(), target, facts, tree)
+
+
+SCRIPT = Script("eagle", EagleRecipe, train, plans)
+
+
+def main() -> None:
+    run_script(SCRIPT, PARSER)
+
+
+if __name__ == "__main__":
+    run_command(main, resumable=True)
