@@ -149,12 +149,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def run_as_printed(command: list[str], folder: Path) -> str:
-    """A command's stdout, in a shell with `.venv` activated, on one core: beside other tests two threads are slower."""
+    """A command's stdout, in a shell with `.venv` activated."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    cores = sorted(os.sched_getaffinity(0))
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % len(cores)
-    taskset = ["taskset", "--cpu-list", str(cores[number])]
-    done = subprocess.run([*taskset, *command], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -168,7 +168,8 @@ class Checked(EagleDrafter):
             *_, out = eagle.unroll(padded, self.target.embeddings, tokens, depth + 1, chosen=chosen)
             right = eagle.draft_head(self.target.lm_head)(out[:, 0])
             right = right if eagle.lm_head is not None else self.target.after_head(right)
-            torch.testing.assert_close(logits[row], right, atol=1e-4, rtol=1e-4)
+            size = float(right.std().clamp(min=1))  # random targets of some families have logits of 50
+            torch.testing.assert_close(logits[row], right, atol=1e-4 * size, rtol=1e-4)
             self.seen[f"depth {depth}"] += nodes
 
     def absorb(self, state, verdict, tree, features):
