@@ -71,6 +71,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tree", default="auto", metavar="FILE|auto", help="a tree file; auto: the drafter's own tree.json"
     )
+    parser.add_argument(
+        "--all-nodes", action="store_true",
+        help="run and verify whole trees, as a GPU does, also where fewer nodes are faster here: to compare their τ",
+    )  # fmt: skip
     parser.add_argument("--baseline", choices=["none", "engine", "transformers", "all"], default="engine")
     parser.add_argument("--check-lossless", action="store_true", help="compare every token with plain decoding")
     parser.add_argument(
@@ -167,7 +171,9 @@ def main() -> None:
     target, drafters, lean = None, [], DECODERS[args.decoder]
     for name in args.drafters:
         before = target
-        target, drafter = load_drafter(name, target, target_name=args.target, tree=args.tree, lean=lean, **options)
+        target, drafter = load_drafter(
+            name, target, target_name=args.target, tree=args.tree, all_nodes=args.all_nodes, lean=lean, **options
+        )
         if before is not None and target.fingerprint != before.fingerprint:
             raise ValueError(f"'{name}': its adapter changes the target of the drafters before it; name it first")
         drafters.append(drafter)

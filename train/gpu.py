@@ -61,7 +61,7 @@ PACKAGES = {
     "safetensors": "weights",
     "tokenizers": "tokenizers",
     "psutil": "free memory",
-    "scipy": "χ² tests, which fail without it",
+    "scipy": "intervals of reports; χ² tests, which fail without it",
     "pytest": "tests",
     "hypothesis": "tests of the commit kernel and of merges, which fail without it",
     "matplotlib": "plots of reports",
@@ -71,7 +71,7 @@ PACKAGES = {
 }
 ENGINE = ("torch", "transformers", "accelerate", "yaml", "rich", "safetensors", "tokenizers", "psutil")
 RECIPE = (*ENGINE, "pydantic")
-REPORT = (*RECIPE, "matplotlib")
+REPORT = (*RECIPE, "matplotlib", "scipy")
 TESTS = (*ENGINE, "pytest")
 
 
@@ -95,8 +95,8 @@ class Part:
 
     limit: seconds after which it is killed.
     commands: run one after the other, until one fails; NAME=VALUE before one sets an environment variable. ``{out}`` is
-        the folder of all results, ``{target}``, ``{drafter}`` and ``{ssms}`` the models of the parts ``target``,
-        ``medusa`` and ``ssm``.
+        the folder of all results, ``{target}``, ``{drafter}``, ``{ssms}`` and ``{eagle}`` the models of the parts
+        ``target``, ``medusa``, ``ssm`` and ``eagle``.
     rehearsal: the same at toy size on a CPU.
     judge: reads what the commands wrote: ``judge(folder of all results, rehearsal)``. Raises ValueError if it is wrong
         whatever the speed.
@@ -322,6 +322,36 @@ def judge_ssm_claim(out: Path, rehearsal: bool) -> Finding:
     return Finding("; ".join(shown), best["speedup"] >= 1.5 and offloaded["speedup"] >= 2.6)
 
 
+def judge_eagle(out: Path, rehearsal: bool) -> Finding:
+    """The calibrated fixed tree and a dynamic one, each its own text, and steps in CUDA graphs."""
+    lines = metrics(model_folder(out, "eagle", rehearsal))
+    simulated = [line["simulated_tau"] for line in lines if "simulated_tau" in line][-1]
+    rate = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line][-1]
+    shown = [f"simulated τ {simulated:.2f}, {rate:,.0f} tokens/s in training"]
+    for tree in ("fixed", "dynamic"):
+        (report,) = reports_of(out / "eagle" / tree, graphs=not rehearsal)
+        shown.append(
+            f"{tree} tree: τ {report['mean_accepted_length']:.2f}, {report['speedup']:.2f} × plain, "
+            f"{report['execution']}, {report['lossless']['checked']} tokens checked, "
+            f"{report['lossless']['near_ties']} near-ties"
+        )
+    return Finding("; ".join(shown))
+
+
+def judge_unroll(out: Path, rehearsal: bool) -> Finding:
+    """Seven unrolled steps take no longer than with dense attention, and less memory."""
+    shown: list[str] = []
+    met = False
+    for row in json_object(out / "eagle-unroll" / "unroll.json")["results"]:
+        ours, dense = (row["peak_memory_bytes"][form] for form in ("draftsmith", "dense"))
+        milliseconds = row["seconds"]["draftsmith"] * 1e3
+        shown.append(f"{row['steps']} steps: {milliseconds:.1f} ms = {row['ratio']:.2f} × dense attention's")
+        if ours:  # a CPU's is not known
+            shown[-1] += f", {ours / 1e9:.1f} GB instead of {dense / 1e9:.1f}"
+            met = met or (row["steps"] == 7 and row["ratio"] <= 1 and ours < dense)
+    return Finding("; ".join(shown), met)
+
+
 def judge_training(out: Path, rehearsal: bool) -> Finding:
     results = json_object(out / "train-step" / "train.json")["results"]
     shown = [
@@ -339,7 +369,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def model_folder(out: Path, name: str, rehearsal: bool) -> Path:
-    """The run of part ``target``, ``medusa`` or ``ssm``; --tiny adds to its name."""
+    """The run of part ``target``, ``medusa``, ``ssm`` or ``eagle``; --tiny adds to its name."""
     return out / "models" / (f"{name}-tiny" if rehearsal else name)
 
 
@@ -365,6 +395,16 @@ TOY_SSMS = (
     + MEASURED
     + ("--max-new-tokens 4 --device cpu --threads 1 --report ")
 )
+EAGLE = "python train/eagle.py recipes/tiny-eagle3.yaml --restart run.name=eagle run.output_dir={out}/models "
+# Calibration may have written a dynamic tree, too; both kinds are decoded with.
+TREES = (
+    'python -c "import json, sys; tree, fixed, dynamic, shape = sys.argv[1:]; '
+    "json.dump({'paths': json.load(open(tree))['paths']}, open(fixed, 'w')); "
+    "json.dump({'dynamic': json.loads(shape)}, open(dynamic, 'w'))\" "
+    '{eagle}/tree.json {out}/eagle/fixed.json {out}/eagle/dynamic.json \'{"top_k": 4, "depth": 6, "nodes": 32}\''
+)
+DECODE_EAGLE = "python inference/decode.py {eagle} --tree {out}/eagle/TREE.json --report {out}/eagle/TREE " + MEASURED
+UNROLL = "python train/bench_unroll.py --out {out}/eagle-unroll/unroll.json --steps 1 4 7 "
 # About 190 M parameters and 13 M tokens: beyond toys, trained in a few minutes.
 MIDDLE = (
     "tokenizer=models/tiny-lm model.hidden_size=1024 model.num_layers=16 model.num_heads=16 model.num_kv_heads=8 "
@@ -481,6 +521,23 @@ PARTS = (
         judge_ssm_claim, REPORT, ("ssm",),
     ),
     Part(
+        "eagle", "EAGLE-3 on that target trains, calibrates and decodes: output identical, CUDA graphs, with a fixed "
+        "and a dynamic tree", 360,
+        (EAGLE + "target.name={target} cache_hidden=none", "python inference/calibrate.py {eagle} --seconds 30", TREES,
+         *(DECODE_EAGLE.replace("TREE", tree) + "--max-new-tokens 128 --seconds 30" for tree in ("fixed", "dynamic"))),
+        (EAGLE + "--tiny", "python inference/calibrate.py {eagle} --seconds 1", TREES,
+         *(DECODE_EAGLE.replace("TREE", tree) + "--max-new-tokens 8 --seconds 1 --threads 1"
+           for tree in ("fixed", "dynamic"))),
+        judge_eagle, REPORT, ("target",),
+    ),
+    Part(
+        "eagle-unroll", "7 unrolled steps of training-time test take no longer than with dense attention, and less "
+        "memory", 120,
+        (UNROLL + "--shape llama3-8b --dtype bfloat16 --sequences 1 --tokens 2048",),
+        (UNROLL + "--shape tiny-lm --device cpu --threads 1 --tokens 24 --repeat 2",),
+        judge_unroll, (*ENGINE, "scipy"),
+    ),
+    Part(
         "lean", "the lean decoder's step takes less time than transformers' modules, by ≥ 1 ms for one node", 120,
         (BENCH.replace("--graphs ", "") + "--shape llama2-7b llama3-8b --contexts 1024 --nodes 1 16 --decoder "
          "transformers --out {out}/lean/step.json",),
@@ -551,7 +608,10 @@ def environment(part: Part, mark: str, out: Path, rehearsal: bool) -> dict[str, 
 
 def commands_of(part: Part, out: Path, rehearsal: bool) -> list[str]:
     """The part's commands as one would type them."""
-    places = {"out": out, **{name: model_folder(out, name, rehearsal) for name in ("target", "drafter", "ssms")}}
+    places = {
+        "out": out,
+        **{name: model_folder(out, name, rehearsal) for name in ("target", "drafter", "ssms", "eagle")},
+    }
     written = part.rehearsal if rehearsal else part.commands
     for name, place in places.items():
         written = tuple(command.replace(f"{{{name}}}", shlex.quote(str(place))) for command in written)

@@ -132,7 +132,7 @@ def read_named(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
 
 def load_drafter(
     name: str, target: Target | None = None, *, target_name: str | None = None, tree: str = "auto",
-    lean: bool | None = None, **options: Any,
+    all_nodes: bool = False, lean: bool | None = None, **options: Any,
 ) -> tuple[Target, Drafter | None]:  # fmt: skip
     """Load a drafter by name and, unless given, its target. All files but the target's are read and checked first.
 
@@ -145,6 +145,7 @@ def load_drafter(
             out); or several of these joined by ``+``, merged into one tree.
         target_name: folder or Hub id of the target; if left out, what the drafter's config says.
         tree: a file, or ``auto``: the drafter's own.
+        all_nodes: every step has all nodes of the tree, also where fewer are faster on this machine.
         lean: as :class:`draftsmith.inference.engine.SpeculativeDecoder` takes it; step costs are measured accordingly.
         options: of :func:`load_target`.
 
@@ -186,7 +187,7 @@ def load_drafter(
     if not parts:
         return loaded, None
     # Static steps (on a GPU) always have all nodes, since more rows cost little there: no costs are needed.
-    dynamic = loaded.device.type == "cpu" or loaded.spread
+    dynamic = (loaded.device.type == "cpu" or loaded.spread) and not all_nodes
     uses_costs |= any(part.uses_costs for part in parts.values())
     costs = step_costs(loaded, lean) if dynamic and uses_costs else None
     drafters = _flat({each: part.build(loaded, costs, options) for each, part in parts.items()})

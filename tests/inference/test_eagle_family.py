@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate, decode
+from draftsmith.inference.drafters import load
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.ranks import MAX_RANK
@@ -84,6 +85,21 @@ def test_a_dynamic_tree_has_precedence(folder, target):
     write_json(folder / "tree.json", PATHS | DYNAMIC)
     _, drafter = load_drafter(str(folder), target)
     assert isinstance(drafter, EagleDrafter) and drafter.num_nodes == 8 and not drafter.random
+
+
+def test_all_nodes(run_main, folder, prompts, monkeypatch):
+    """Trees that end where more does not pay, unless --all-nodes says otherwise."""
+    write_json(folder / "tree.json", PATHS)
+    loaded = []
+    real = load.load_drafter
+    monkeypatch.setattr(load, "load_drafter", lambda *a, **k: loaded.append(real(*a, **k)) or loaded[-1])
+    for extra, limited in (((), True), (("--all-nodes",), False)):
+        options = ("--prompts", prompts, "--max-new-tokens", 6, "--baseline", "none", *OPTIONS, *extra)
+        code, _, err = run_main(decode.main, folder, *options)
+        assert code == 0, err
+        _, drafter = loaded.pop()
+        assert drafter.levels.stops_early == limited
+        assert limited or drafter.levels.deepest_run == 1
 
 
 def config(**fields):

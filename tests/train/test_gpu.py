@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.common.recipe import read_recipe
+from draftsmith.inference.drafters.dynamic import DynamicShape, read_dynamic
 from draftsmith.train import gpu
 from draftsmith.train.gpu import Finding, Part
 
@@ -239,17 +240,18 @@ def test_every_command_can_be_typed(run_main, tmp_path):
         assert set(one.after) <= before
         before.add(one.name)
         for command in (*gpu.commands_of(one, tmp_path, False), *gpu.commands_of(one, tmp_path, True)):
-            assert not re.search(r"\{(out|target|drafter|ssms)\}", command)
+            assert not re.search(r"\{(out|target|drafter|ssms|eagle)\}", command)
             python, script, *words = gpu.words_of(command)[1]
             assert python == "python"
             for word in (script, *words):
                 if word.startswith(("tests/", "recipes/")) or word.endswith(".py"):
                     assert (gpu.ROOT / word).exists(), word
-            if script not in ("-m", "data/prompts.py"):  # whose options the rehearsal gives in the same way
+            if script not in ("-m", "-c", "data/prompts.py"):  # whose options the rehearsal gives in the same way
                 module = importlib.import_module("draftsmith." + script.removesuffix(".py").replace("/", "."))
                 options = getattr(module, "PARSER", None) or module.parser()
                 asked = options.parse_intermixed_args(words)
-                kinds = {"train/lm.py": "LmRecipe", "train/medusa.py": "MedusaRecipe", "train/ssm.py": "SsmRecipe"}
+                kinds = {"train/lm.py": "LmRecipe", "train/medusa.py": "MedusaRecipe", "train/ssm.py": "SsmRecipe",
+                         "train/eagle.py": "EagleRecipe"}  # fmt: skip
                 if script in kinds:
                     read_recipe(gpu.ROOT / asked.recipe, getattr(module, kinds[script]), asked.overrides)
     code, printed, _ = run_main(gpu.main, "--list", "--only", "step", "--out", tmp_path)
@@ -389,6 +391,69 @@ def test_goals_of_ssms(tmp_path):
         found = gpu.judge_ssm_claim(tmp_path, False)
         assert found.met is met
     assert found.value == "target on the device: 1.60 × plain, τ 2.00; target in CPU memory: 2.50 × plain, τ 2.00"
+
+
+def test_goals_of_eagle(tmp_path):
+    """Both trees are the target's own text, in CUDA graphs; seven unrolled steps are as fast, and smaller."""
+    report = {
+        "drafter": "a/eagle", "execution": "cuda graph, lean decoder", "mean_accepted_length": 2.0, "speedup": 1.5,
+        "lossless": {"passed": True, "checked": 99, "near_ties": 1, "mismatches": 0},
+    }  # fmt: skip
+
+    def write(tree, **more):
+        file = tmp_path / "eagle" / tree / "report.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(report | more))
+
+    run = tmp_path / "models" / "eagle" / "metrics.jsonl"
+    run.parent.mkdir(parents=True)
+    run.write_text('{"tokens_per_second": 9000, "loss": 1}\n{"simulated_tau": 2.5}\n')
+    write("fixed")
+    with pytest.raises(ValueError):
+        gpu.judge_eagle(tmp_path, False)  # nothing was decoded with the dynamic tree
+    write("dynamic", speedup=1.25)
+    found = gpu.judge_eagle(tmp_path, False)
+    assert found.met is None and found.value == (
+        "simulated τ 2.50, 9,000 tokens/s in training; fixed tree: τ 2.00, 1.50 × plain, cuda graph, lean decoder, 99 "
+        "tokens checked, 1 near-ties; dynamic tree: τ 2.00, 1.25 × plain, cuda graph, lean decoder, 99 tokens checked, "
+        "1 near-ties"
+    )
+    write("dynamic", execution="eager: no")
+    with pytest.raises(ValueError, match="eagle: steps ran eager: no"):
+        gpu.judge_eagle(tmp_path, False)
+
+    out = tmp_path / "eagle-unroll" / "unroll.json"
+    out.parent.mkdir()
+
+    def judged(*rows):
+        results = [
+            {"steps": steps, "ratio": ratio, "seconds": {"draftsmith": 0.1 * ratio, "dense": 0.1},
+             "peak_memory_bytes": {"draftsmith": memory, "dense": 2e9 if memory else None}}
+            for steps, ratio, memory in rows
+        ]  # fmt: skip
+        out.write_text(json.dumps({"results": results}))
+        return gpu.judge_unroll(tmp_path, False)
+
+    found = judged((1, 1.4, 3e9), (7, 1.0, 1.9e9))
+    assert found.met and found.value == (
+        "1 steps: 140.0 ms = 1.40 × dense attention's, 3.0 GB instead of 2.0; 7 steps: 100.0 ms = 1.00 × dense "
+        "attention's, 1.9 GB instead of 2.0"
+    )
+    for wrong in ((7, 1.01, 1.9e9), (7, 0.9, 2e9), (4, 0.5, 1e9), (7, 0.5, None)):
+        assert not judged(wrong).met
+
+
+def test_trees_of_eagle(tmp_path):
+    """The command between calibration and decoding: the fixed tree without the dynamic one beside it, and the other."""
+    folder = gpu.model_folder(tmp_path, "eagle", False)
+    folder.mkdir(parents=True)
+    (folder / "tree.json").write_text('{"paths": [[0], [0, 0]], "dynamic": {"top_k": 1, "depth": 2, "nodes": 2}}')
+    (tmp_path / "eagle").mkdir()
+    (one,) = (one for one in gpu.PARTS if one.name == "eagle")
+    (command,) = (each for each in gpu.commands_of(one, tmp_path, False) if each.startswith("python -c"))
+    subprocess.run([sys.executable, *gpu.words_of(command)[1][1:]], check=True)
+    assert json.loads((tmp_path / "eagle" / "fixed.json").read_text()) == {"paths": [[0], [0, 0]]}
+    assert read_dynamic(tmp_path / "eagle" / "dynamic.json") == DynamicShape(4, 6, 32)
 
 
 def test_variables_before_a_command(tmp_path):
