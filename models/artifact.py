@@ -152,8 +152,8 @@ library_name: draftsmith
 ---
 # {name}
 
-A {drafter_type} drafter for `{target.name}`, trained with draftsmith. It proposes tokens that the target verifies: the
-output is the target's own greedy output, in fewer steps. It works with this target alone (fingerprint
+A drafter of type `{drafter_type}` for `{target.name}`, trained with draftsmith. It proposes tokens that the target
+verifies: the output is the target's own greedy output, in fewer steps. It works with this target alone (fingerprint
 `{target.fingerprint[:16]}…`).
 {adapted}
 draftsmith is installed from a checkout of its repository, by `pip install .` there (or `make install`, into `.venv`).
