@@ -2,12 +2,14 @@
 
     python kernels/bench.py                                          # every kernel, the whole grid of shapes
     python kernels/bench.py attention --batches 1 8 --contexts 4096  # one kernel, some shapes
+    python kernels/bench.py shortlist --batches 1 --hidden 576       # the one kernel that is measured on a CPU too
     python kernels/bench.py --out kernels.json                       # the table as JSON too, with device and versions
 
     attention   beside SDPA with an additive mask, flex_attention, and FlashInfer where it is installed (batch 1)
     commit      beside gather + scatter
     verify      beside the same phases in plain PyTorch, drafts one-hot or drawn without replacement
     head_topk   beside F.linear + topk
+    shortlist   a fifth of an LM head's rows beside the full head: logits, best tokens, and the choice of the rows
 
 Calls are captured in CUDA graphs, over as many copies of the data as do not fit in the L2 cache together: a model's
 layers do not find their own data there either. A row gives the median time of one call, its 20 % and 80 % quantiles,
@@ -31,7 +33,8 @@ from typing import Any
 
 from draftsmith.common.command import before_imports, run_command
 
-KERNELS = ("attention", "commit", "verify", "head_topk")
+KERNELS = ("attention", "commit", "verify", "head_topk", "shortlist")
+VOCABULARY, VOCABULARIES = 128256, (49152, 128256, 262144)  # the second of shortlists
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,8 +47,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads")
     parser.add_argument("--width", type=int, default=128, help="head width (D)")
     parser.add_argument("--layers", type=int, default=32, help="layers that a commit moves")
-    parser.add_argument("--hidden", type=int, default=4096, help="hidden width (d) of head_topk")
-    parser.add_argument("--vocabulary", type=int, default=128256, help="V")
+    parser.add_argument("--hidden", type=int, default=4096, help="hidden width (d) of head_topk and shortlist")
+    parser.add_argument("--level", type=int, nargs="+", default=[1, 8], help="nodes of a text (n) for shortlist")
+    parser.add_argument(
+        "--vocabulary", type=int, nargs="+",
+        help=f"V; {VOCABULARY} if left out, and for shortlist {' '.join(map(str, VOCABULARIES))}",
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     return parser
@@ -55,13 +62,20 @@ if __name__ == "__main__":
     before_imports(parser())
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.common.files import check_folder, write_json
-from draftsmith.kernels.backend import INTERPRETING, triton
+from draftsmith.kernels import linear
+from draftsmith.kernels.backend import INTERPRETING, triton, why_not_triton
 from draftsmith.kernels.commit import commit
 from draftsmith.kernels.head_topk import head_topk
+from draftsmith.kernels.shortlist_linear import (
+    pack_shortlist,
+    shortlist_logits,
+    shortlist_logits_reference,
+    shortlist_topk,
+)
 from draftsmith.kernels.tree_attention import ancestor_mask, tree_attention, tree_attention_cached, tree_bias
 from draftsmith.kernels.verify import ONE_HOT, WITHOUT_REPLACEMENT, verify_sample, verify_sample_reference
 
@@ -178,7 +192,8 @@ class Table:
         except torch.cuda.OutOfMemoryError:
             print(f"{bench.__name__}{sizes}: does not fit into this GPU's memory, left out", flush=True)
         if args.out:  # after each shape, so that an interrupted command keeps what it measured
-            versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+            versions = {"torch": torch.__version__, "python": platform.python_version()}
+            versions |= {} if triton is None else {"triton": triton.__version__}
             facts = {"device": self.name, **asdict(self.device), "dtype": args.dtype, "versions": versions}
             write_json(args.out, facts | {"rows": [asdict(row) for row in self.rows]})
 
@@ -299,8 +314,8 @@ def bench_commit(args: argparse.Namespace, table: Table, batch: int, nodes: int)
         table.add("commit", name, {"layers": args.layers, "B": batch, "N": nodes}, [call], size, 0, difference)
 
 
-def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int) -> None:
-    vocabulary, draws = args.vocabulary, 4
+def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int, vocabulary: int) -> None:
+    draws = 4
     p = torch.randn(batch, nodes, vocabulary, device=args.device).mul(3).softmax(-1)
     tokens = p.flatten(0, 1).multinomial(1).view(batch, nodes)
     numbers = (
@@ -326,12 +341,12 @@ def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int)
             table.add("verify", name, shape, [call], size, 0, float((~differs).float().mean()))
 
 
-def bench_head_topk(args: argparse.Namespace, table: Table, batch: int) -> None:
+def bench_head_topk(args: argparse.Namespace, table: Table, batch: int, vocabulary: int) -> None:
     dtype, rows, count = DTYPES[args.dtype], 5 * batch, 10  # five heads
     features = torch.randn(rows, args.hidden, device=args.device, dtype=dtype)
-    size = args.vocabulary * args.hidden * dtype.itemsize
+    size = vocabulary * args.hidden * dtype.itemsize
     weights = [
-        torch.randn(args.vocabulary, args.hidden, device=args.device, dtype=dtype) * args.hidden**-0.5
+        torch.randn(vocabulary, args.hidden, device=args.device, dtype=dtype) * args.hidden**-0.5
         for _ in range(copies(size, args.device))
     ]
     exact = F.linear(features.float(), weights[0].float()).topk(count).values
@@ -341,8 +356,69 @@ def bench_head_topk(args: argparse.Namespace, table: Table, batch: int) -> None:
     ):
         difference = float((way(weights[0])[0] - exact).abs().max())
         calls = [lambda w=w, way=way: way(w) for w in weights]
-        shape = {"M": rows, "d": args.hidden, "V": args.vocabulary}
-        table.add("head_topk", name, shape, calls, size, 2.0 * rows * args.hidden * args.vocabulary, difference)
+        shape = {"M": rows, "d": args.hidden, "V": vocabulary}
+        table.add("head_topk", name, shape, calls, size, 2.0 * rows * args.hidden * vocabulary, difference)
+
+
+def bench_shortlist(args: argparse.Namespace, table: Table, batch: int, nodes: int, vocabulary: int) -> None:
+    """Other clusters at every call: on a CPU, a fifth of the rows may fit into the cache."""
+    dtype, width, count, capacity = DTYPES[args.dtype], args.hidden, 10, vocabulary // 5
+    clusters = min(256, vocabulary // 8)
+    generator = torch.Generator().manual_seed(vocabulary)
+    cuts = torch.randperm(vocabulary - 1, generator=generator)[: clusters - 1].sort().values + 1
+    starts = F.pad(F.pad(cuts, (1, 0)), (0, 1), value=vocabulary).to(args.device)
+    ids = torch.randperm(vocabulary, generator=generator).to(args.device)
+    scores = list(torch.rand(10, batch, clusters, generator=generator).to(args.device))
+    lists = [pack_shortlist(one, starts, clusters, capacity) for one in scores]
+    features = torch.randn(batch, nodes, width, device=args.device, dtype=dtype)
+    size = vocabulary * width * dtype.itemsize
+    heads = [
+        nn.Linear(width, vocabulary, bias=False, device=args.device, dtype=dtype).requires_grad_(False)
+        for _ in range(copies(size, args.device))
+    ]
+
+    def full(head: nn.Linear) -> Tensor:
+        return linear.apply_linear(head, features).float()
+
+    def full_topk(head: nn.Linear) -> Tensor:
+        if why_not_triton(features):
+            return full(head).topk(count).values
+        return head_topk(features.flatten(0, 1), head.weight, count)[0].view(batch, nodes, count)
+
+    def logits(head: nn.Linear, rows: Tensor) -> Tensor:
+        return shortlist_logits(features, head.weight, rows)
+
+    def topk(head: nn.Linear, rows: Tensor) -> Tensor:
+        return shortlist_topk(features, head.weight, rows, ids, count)[0]
+
+    shape = {"B": batch, "n": nodes, "d": width, "V": vocabulary, "C": capacity}
+    rows, head = lists[0].rows, heads[0]
+    known = (rows[:1] >= 0)[:, None].expand(1, nodes, -1)
+    exact = shortlist_logits_reference(features[:1], head.weight, rows[:1])  # of one text: gathers in float32
+
+    def compare(found: Tensor) -> float:
+        return float((found - exact)[known].abs().max())
+
+    def compare_best(found: Tensor, best: Tensor) -> float:
+        return float(torch.where(found[:1] == best, 0, found[:1] - best).abs().max())  # −inf where there are fewer
+
+    of_rows = full(head)[:1].gather(2, rows[:1].clamp(min=0)[:, None].expand_as(exact))
+    moved = float(lists[0].count.sum()) * width * dtype.itemsize
+    per_byte = 2.0 * nodes / dtype.itemsize  # multiply-adds · 2
+    pairs = [(heads[number % len(heads)], one.rows) for number, one in enumerate(lists)]
+    for way, calls, difference, bytes_moved, operations in (
+        ("full head", [lambda h=h: full(h) for h in heads], compare(of_rows), size, size * per_byte * batch),
+        ("shortlist", [lambda h=h, r=r: logits(h, r) for h, r in pairs], compare(logits(head, rows)[:1]), moved,
+         moved * per_byte),
+        ("full head, topk", [lambda h=h: full_topk(h) for h in heads],
+         compare_best(full_topk(head), full(head)[:1].topk(count).values), size, size * per_byte * batch),
+        ("shortlist, topk", [lambda h=h, r=r: topk(h, r) for h, r in pairs],
+         compare_best(topk(head, rows), exact.topk(count).values), moved, moved * per_byte),
+        ("choice of rows", [lambda s=s: pack_shortlist(s, starts, clusters, capacity) for s in scores],
+         float((pack_shortlist(scores[0].cpu(), starts.cpu(), clusters, capacity).rows != rows.cpu()).float().mean()),
+         8.0 * rows.numel(), 0.0),
+    ):  # fmt: skip
+        table.add("shortlist", way, shape, calls, bytes_moved, operations, difference)
 
 
 def main() -> None:
@@ -351,20 +427,26 @@ def main() -> None:
     if unknown := set(wanted) - set(KERNELS):
         raise ValueError(f"{', '.join(sorted(unknown))}: no such kernel; there are {', '.join(KERNELS)}")
     check_folder("--out", args.out and args.out.parent)
-    if triton is None:
-        raise ValueError("triton is not installed; it comes with a CUDA build of torch")
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cpu" and not INTERPRETING:
-        raise ValueError("the kernels are measured on a CUDA GPU, and there is none here")
+    if set(wanted) != {"shortlist"} or args.device == "cuda":
+        if triton is None:
+            raise ValueError("triton is not installed; it comes with a CUDA build of torch")
+        if args.device == "cpu" and not INTERPRETING:
+            raise ValueError("the kernels but shortlist are measured on a CUDA GPU, and there is none here")
     if min(args.nodes) < 8:
         raise ValueError(f"--nodes {min(args.nodes)}: has to be at least 8")
+    if args.vocabulary and min(args.vocabulary) < 50:
+        raise ValueError(f"--vocabulary {min(args.vocabulary)}: has to be at least 50")
+    linear.BUDGET = float("inf")  # the full head's form on a CPU is measured for every shape
 
     with torch.inference_mode():
-        name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, interpreted"
+        name = "CPU, interpreted" if INTERPRETING else f"CPU, {torch.get_num_threads()} threads"
+        if args.device == "cuda":
+            name = torch.cuda.get_device_name()
         table = Table(measure_device(DTYPES[args.dtype], args.device), name)
         print(
-            f"{name}: copies {table.device.copy_bandwidth / 1e12:.2f} TB/s (read and written), multiplies "
-            f"{args.dtype} at {table.device.matmul_rate / 1e12:.0f} TFLOP/s\n"
+            f"{name}: copies {table.device.copy_bandwidth / 1e12:.3g} TB/s (read and written), multiplies "
+            f"{args.dtype} at {table.device.matmul_rate / 1e12:.3g} TFLOP/s\n"
             f"{'kernel':10} {'way':16} {'shape':34} {'median µs':>10} {'20 %':>10} {'80 %':>10} {'of bound':>9} "
             f"{'difference':>11}"
         )
@@ -376,9 +458,15 @@ def main() -> None:
                 if "commit" in wanted:
                     table.try_to(bench_commit, args, batch, nodes)
                 if "verify" in wanted:
-                    table.try_to(bench_verify, args, batch, nodes)
+                    for vocabulary in args.vocabulary or [VOCABULARY]:
+                        table.try_to(bench_verify, args, batch, nodes, vocabulary)
             if "head_topk" in wanted:
-                table.try_to(bench_head_topk, args, batch)
+                for vocabulary in args.vocabulary or [VOCABULARY]:
+                    table.try_to(bench_head_topk, args, batch, vocabulary)
+            if "shortlist" in wanted:
+                for vocabulary in args.vocabulary or VOCABULARIES:
+                    for nodes in args.level:
+                        table.try_to(bench_shortlist, args, batch, nodes, vocabulary)
 
 
 if __name__ == "__main__":

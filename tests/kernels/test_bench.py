@@ -1,11 +1,12 @@
 """The timing of kernels/bench.py: bounded however slow a call is."""
 
+import json
 import time
 
 import pytest
 import torch
 
-from draftsmith.kernels import bench
+from draftsmith.kernels import bench, linear
 
 
 def slow(seconds):
@@ -37,3 +38,32 @@ def test_what_the_device_can_do():
     best = bench.measure_device(torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
     assert time.perf_counter() - began < 30
     assert 1e6 < best.copy_bandwidth < 1e14 and 1e6 < best.matmul_rate < 1e16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shortlists_beside_the_full_head(run_main, tmp_path, monkeypatch, dtype):
+    """Measured on a CPU too; each way's result is compared with the definition's."""
+    monkeypatch.setattr(linear, "BUDGET", linear.BUDGET)  # the command lifts it
+    monkeypatch.setattr(bench, "LIMIT", 0.01)
+    file = tmp_path / "kernels.json"
+    code, out, err = run_main(
+        bench.main, "shortlist", "--batches", 2, "--level", 3, "--hidden", 32, "--vocabulary", 500, 60,
+        "--dtype", dtype, "--out", file,
+    )  # fmt: skip
+    assert code == 0, err
+    rows = json.loads(file.read_text())["rows"]
+    ways = ("full head", "shortlist", "full head, topk", "shortlist, topk", "choice of rows")
+    assert [row["way"] for row in rows] == [*ways] * 2
+    assert {row["kernel"] for row in rows} == {"shortlist"} and len(out.splitlines()) == 2 + len(rows)
+    assert {(row["shape"]["V"], row["shape"]["C"]) for row in rows} == {(500, 100), (60, 12)}
+    assert max(row["difference"] for row in rows) < (1e-5 if dtype == "float32" else 0.05)
+    assert all(0 < row["low_us"] <= row["median_us"] <= row["high_us"] for row in rows)
+    full, short = rows[0]["moved"], rows[1]["moved"]
+    assert full == 500 * 32 * (4 if dtype == "float32" else 2) and 0.2 * full < short <= 0.4 * full, "two texts"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they can be measured")
+@pytest.mark.skipif(bench.INTERPRETING, reason="they can be compared")
+def test_the_other_kernels_need_a_gpu(run_main):
+    code, _, err = run_main(bench.main, "shortlist", "commit")
+    assert code and ("triton is not installed" in err or "measured on a CUDA GPU, and there is none" in err), err

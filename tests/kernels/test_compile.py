@@ -54,6 +54,15 @@ def head_topk(dtype: torch.dtype, rows: int) -> None:
     head_topk(torch.zeros(rows, 256, dtype=dtype), torch.zeros(4096, 256, dtype=dtype), 10)
 
 
+def shortlist(dtype: torch.dtype, nodes: int) -> None:
+    from draftsmith.kernels.shortlist_linear import shortlist_logits, shortlist_topk
+
+    features, weight = torch.zeros(2, nodes, 256, dtype=dtype), torch.zeros(4096, 256, dtype=dtype)
+    rows = torch.arange(1000).expand(2, -1)
+    shortlist_logits(features, weight, rows)
+    shortlist_topk(features, weight, rows, torch.arange(4096), 10)
+
+
 CASES: dict[str, Callable[[], None]] = {}
 for name, dtype in DTYPES.items():
     for width, queries, splits in ((64, 64, 1), (128, 64, 4), (256, 64, 1), (128, 1, 4)):
@@ -65,9 +74,11 @@ for name, dtype in DTYPES.items():
             attention, dtype, 128, queries, splits, 1
         )
     CASES[f"head_topk {name} M=5"] = partial(head_topk, dtype, 5)
+    CASES[f"shortlist {name} n=5"] = partial(shortlist, dtype, 5)
     CASES[f"commit {name}"] = partial(commit, dtype, 128)
 CASES["attention bf16, window, soft cap"] = partial(attention, torch.bfloat16, 128, 64, 4, window=512, softcap=30.0)
 CASES["head_topk bf16 M=160"] = partial(head_topk, torch.bfloat16, 160)
+CASES["shortlist bf16 n=160"] = partial(shortlist, torch.bfloat16, 160)
 for most, with_q in ((4, True), (10, False), (63, False)):
     CASES[f"verify K={most}, with q: {with_q}"] = partial(verify, most, with_q)
 CASES["verify K=4, a reduced vocabulary"] = partial(verify, 4, True, 1000)
@@ -107,7 +118,7 @@ def compile_all() -> None:
         return launch
 
     JITFunction.__getitem__ = compile_launch
-    for name in ("tree_attention", "commit", "verify", "head_topk"):
+    for name in ("tree_attention", "commit", "verify", "head_topk", "shortlist_linear"):
         importlib.import_module(f"draftsmith.kernels.{name}").why_not_triton = lambda tensor: None
     for case, launch in CASES.items():
         launched.clear()
@@ -131,6 +142,7 @@ def test_every_kernel_compiles_and_fits(compiled):
     assert kernels == {
         "_tree_attention_kernel", "_merge_splits_kernel", "_commit_kernel", "_acceptances_kernel",
         "_one_hot_acceptances_kernel", "_walk_and_draw_kernel", "_block_topk_kernel", "_merge_topk_kernel",
+        "_shortlist_logits_kernel", "_shortlist_topk_kernel", "_tokens_kernel",
     }  # fmt: skip
     assert max(shared for _, _, shared in compiled) > 48 * 1024  # it is being read
     assert not [launch for launch in compiled if launch[2] > SHARED_MEMORY]

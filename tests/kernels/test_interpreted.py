@@ -16,7 +16,7 @@ import torch
 HERE = Path(__file__).parent / "device"
 PARTS = {
     "test_tree_attention_kernel.py": 4, "test_verify_kernel.py": 4, "test_engine_on_kernels.py": 3,
-    "test_head_topk_kernel.py": 2, "test_commit_kernel.py": 1,
+    "test_head_topk_kernel.py": 2, "test_shortlist_kernel.py": 2, "test_commit_kernel.py": 1,
 }  # fmt: skip
 RUNNER = """
 import json, sys, pytest

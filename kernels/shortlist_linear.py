@@ -1,0 +1,302 @@
+"""An LM head over a shortlist: the rows of a few clusters of tokens, chosen anew for every text (DynaSpec, arXiv
+2510.13847).
+
+    logits = features · weight[rows]ᵀ,  −inf in padding
+
+The head's rows are permuted once so that a cluster is a slab of consecutive rows: cluster c has rows ``starts[c]`` …
+``starts[c + 1] − 1`` of ``weight``, and row r belongs to token ``ids[r]``. A shortlist has a fixed capacity in tokens,
+so that shapes are static under CUDA graphs: clusters are taken in the order of their scores until the next does not
+fit, and padding fills what is left. Nothing is copied to the host on a GPU.
+
+On a GPU the kernels gather the rows while they multiply: each weight is read once and not written, and sums are taken
+in a fixed order. On a CPU, slabs are copied together into a buffer that stays in the cache and multiplied there, always
+in the same shape: oneDNN's first product of a shape takes several times as long as the following ones, and each of
+these some time to set up. A gather of single rows would be slower than copies of slabs. BLAS's transposed product of
+float32 needs neither set-up nor copies.
+
+Shape letters: B texts, n nodes of a text, d hidden width, V vocabulary, M clusters, k clusters wanted, C capacity of a
+shortlist, R tokens kept.
+"""
+# ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.head_topk import MAX_COUNT, _merge_topk_kernel, topk_tile
+from draftsmith.kernels.linear import choose, product
+
+CHUNK_BYTES = 3 << 20  # of slabs that are copied together on a CPU
+
+
+class Shortlist(NamedTuple):
+    """What :func:`pack_shortlist` selects.
+
+    rows: ``[B, C]`` int64 rows of the permuted head, ascending, then padding (−1).
+    count: ``[B]`` int64, rows before the padding.
+    dropped: ``[B]`` int64, rows of the wanted clusters that were left out; their share is dropped / (count + dropped).
+    """
+
+    rows: Tensor
+    count: Tensor
+    dropped: Tensor
+
+
+def pack_shortlist(scores: Tensor, starts: Tensor, clusters: int, capacity: int) -> Shortlist:
+    """The rows of the best clusters of each text, as many as fit.
+
+    The k best clusters are wanted, equal scores by the lower number, and taken in this order. The first that does not
+    fit ends the list, even if a later one would fit; if it is the very first, its first C rows are taken, so that a
+    shortlist is never empty. Rows are in the order of the head, not of the scores: neighbouring clusters are one slab,
+    and which of two equal logits comes first does not depend on the scores.
+
+    Args:
+        scores: ``[B, M]`` float; NaN counts as the highest.
+        starts: ``[M + 1]`` int64, ascending from 0 to V; a cluster without rows counts as one of the wanted.
+        clusters: k, 1 to M.
+        capacity: C ≥ 1.
+
+    Raises:
+        ValueError: there are no clusters or fewer than k, or no capacity.
+    """
+    if not 1 <= clusters <= scores.shape[1]:
+        raise ValueError(f"pack_shortlist: {clusters} clusters of {scores.shape[1]}; use 1 to {scores.shape[1]}")
+    if capacity < 1:
+        raise ValueError(f"pack_shortlist: a capacity of {capacity} tokens; use at least 1")
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :clusters]  # [B, k]
+    wanted = starts.diff()[order]
+    ends = wanted.cumsum(-1)
+    fitting = torch.where(ends <= capacity, wanted, 0)
+    fitting = torch.where(ends == wanted, wanted.clamp(max=capacity), fitting)  # no row before: the first cluster
+    taken = wanted.new_zeros(scores.shape).scatter(1, order, fitting)  # [B, M], in the order of the head
+    until = taken.cumsum(-1)
+    begin, count = until - taken, until[:, -1]
+    # Where a taken cluster begins, note how far its rows are ahead of their places. This only grows, so that a running
+    # maximum carries it on to the cluster's other places. Clusters not taken write to a place that is cut off.
+    ahead = wanted.new_zeros(len(scores), capacity + 1)
+    ahead = ahead.scatter(1, torch.where(taken > 0, begin, capacity), starts[:-1] - begin)[:, :-1].cummax(-1).values
+    places = torch.arange(capacity, device=scores.device)
+    rows = torch.where(places < count[:, None], ahead + places, -1)
+    return Shortlist(rows, count, ends[:, -1] - count)
+
+
+def shortlist_logits_reference(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+    """The definition of :func:`shortlist_logits`."""
+    logits = features.float() @ weight[rows.clamp(min=0)].float().transpose(1, 2)
+    return logits.masked_fill((rows < 0)[:, None], float("-inf"))
+
+
+def shortlist_topk_reference(
+    features: Tensor, weight: Tensor, rows: Tensor, ids: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """The definition of :func:`shortlist_topk`, ties included."""
+    logits = shortlist_logits_reference(features, weight, rows)
+    values, places = logits.sort(dim=-1, descending=True, stable=True)
+    return values[..., :count], _tokens(values[..., :count], places[..., :count], rows, ids)
+
+
+def _tokens(values: Tensor, places: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    """The token ids of places in the shortlists, ``[B, n, R]``; the first one's where the value is −inf."""
+    places = places.masked_fill(values == float("-inf"), 0)
+    return ids[rows.gather(1, places.flatten(1)).clamp(min=0)].view(places.shape)
+
+
+@jit
+def _gathered_product(
+    features, weight, head_row, row, rows, width, features_row, weight_row, BLOCK_M: constexpr, BLOCK_V: constexpr,
+    BLOCK_K: constexpr,
+):  # fmt: skip
+    """Logits ``[BLOCK_M, BLOCK_V]`` of a text's nodes ``row`` and of rows of the head; −inf for a negative row."""
+    known = head_row >= 0
+    feature_place = features + row.to(tl.int64)[:, None] * features_row
+    weight_place = weight + head_row.to(tl.int64)[None, :] * weight_row
+    logits = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for start in range(0, width, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(feature_place + k[None, :], mask=(row < rows)[:, None] & (k < width)[None, :], other=0.0)
+        w = tl.load(weight_place + k[:, None], mask=known[None, :] & (k < width)[:, None], other=0.0)
+        logits = tl.dot(x, w, logits, input_precision="ieee")
+    return tl.where(known[None, :], logits, float("-inf"))
+
+
+@jit
+def _shortlist_logits_kernel(
+    features, weight, head_rows, out, rows, width, capacity, features_text, features_row, weight_row, head_rows_text,
+    BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
+):  # fmt: skip
+    """One program per block of the shortlist, block of nodes and text."""
+    text = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    head_row = tl.load(head_rows + text * head_rows_text + place, mask=place < capacity, other=-1)
+    logits = _gathered_product(
+        features + text * features_text, weight, head_row, row, rows, width, features_row, weight_row,
+        BLOCK_M, BLOCK_V, BLOCK_K,
+    )  # fmt: skip
+    out_place = out + (text * rows + row)[:, None] * capacity + place[None, :]
+    tl.store(out_place, logits, mask=(row < rows)[:, None] & (place < capacity)[None, :])
+
+
+@jit
+def _shortlist_topk_kernel(
+    features, weight, head_rows, values, places, rows, width, capacity, features_text, features_row, weight_row,
+    head_rows_text, candidates, COUNT: constexpr, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
+):  # fmt: skip
+    """As :func:`_shortlist_logits_kernel`, then COUNT times the best remaining place of the block; value −inf and any
+    place where there is none."""
+    text = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    head_row = tl.load(head_rows + text * head_rows_text + place, mask=place < capacity, other=-1)
+    left = _gathered_product(
+        features + text * features_text, weight, head_row, row, rows, width, features_row, weight_row,
+        BLOCK_M, BLOCK_V, BLOCK_K,
+    )  # fmt: skip
+    out_place = (text * rows + row) * candidates + tl.program_id(0) * COUNT
+    for rank in range(COUNT):
+        best = tl.max(left, 1)
+        best_place = tl.min(tl.where(left == best[:, None], place[None, :], capacity), 1)
+        tl.store(values + out_place + rank, best, mask=row < rows)
+        tl.store(places + out_place + rank, best_place, mask=row < rows)
+        left = tl.where(place[None, :] == best_place[:, None], float("-inf"), left)
+
+
+@jit
+def _tokens_kernel(values, places, head_rows, ids, out, rows, head_rows_text, COUNT: constexpr, BLOCK: constexpr):
+    """:func:`_tokens`, one program per node."""
+    rank = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * COUNT + rank
+    value = tl.load(values + at, mask=rank < COUNT, other=float("-inf"))
+    place = tl.load(places + at, mask=rank < COUNT, other=0)
+    place = tl.where(value > float("-inf"), place, 0)
+    head_row = tl.load(head_rows + (tl.program_id(0) // rows).to(tl.int64) * head_rows_text + place)
+    tl.store(out + at, tl.load(ids + tl.maximum(head_row, 0)), mask=rank < COUNT)
+
+
+def shortlist_logits(features: Tensor, weight: Tensor, rows: Tensor, static: bool = False) -> Tensor:
+    """Logits over each text's shortlist.
+
+    A scale of the logits may be applied afterwards, a soft cap may not: it would make padding finite. On a CPU, logits
+    of 16-bit inputs are rounded to the inputs' dtype, as ``F.linear`` does.
+
+    Args:
+        features: ``[B, n, d]`` float32, float16 or bfloat16; the last stride is 1.
+        weight: ``[V, d]`` of the same dtype; the last stride is 1. No gradients are computed.
+        rows: ``[B, C]`` int64, from :func:`pack_shortlist`; any other order is correct too, with padding (−1) at
+            the end.
+        static: read nothing on the host on a CPU either, as in a step that a CUDA graph could capture; slower there.
+
+    Returns:
+        ``[B, n, C]`` float32, −inf in padding.
+    """
+    assert features.stride(2) == weight.stride(1) == rows.stride(1) == 1
+    if why_not_triton(features):
+        plain = static or not features.is_cpu
+        return _logits_plain(features, weight, rows) if plain else _logits_cpu(features, weight, rows)
+    (texts, nodes, width), capacity = features.shape, rows.shape[1]
+    out = features.new_empty((texts, nodes, capacity), dtype=torch.float32)
+    tile = topk_tile(nodes, features.dtype)
+    with torch.cuda.device_of(features):
+        _shortlist_logits_kernel[(-(-capacity // tile["BLOCK_V"]), -(-nodes // tile["BLOCK_M"]), texts)](
+            features, weight, rows, out, nodes, width, capacity, features.stride(0), features.stride(1),
+            weight.stride(0), rows.stride(0), **tile,
+        )  # fmt: skip
+    return out
+
+
+def _logits_plain(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+    """Gather, then multiply: static, and on a GPU without Triton."""
+    logits = (features @ weight[rows.clamp(min=0)].transpose(1, 2)).float()
+    return logits.masked_fill((rows < 0)[:, None], float("-inf"))
+
+
+def _logits_cpu(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+    """Products with slabs that are copied together, or with each slab where it is."""
+    (texts, nodes, width), capacity = features.shape, rows.shape[1]
+    parts = -(-capacity * width * weight.element_size() // CHUNK_BYTES)
+    size = -(-capacity // parts)
+    buffer = weight.new_empty(size, width)
+    # Forms are measured with matrices in memory, which for one row takes all the time; the buffer is in the cache.
+    form = choose(nodes, buffer.t()) if nodes > 1 else "blas"
+    in_place = form == "transposed" and weight.dtype == torch.float32
+    logits = features.new_full((texts, nodes, capacity), float("-inf"), dtype=torch.float32)
+    for text in range(texts):
+        chunks: list[list[Tensor]] = [[] for _ in range(parts)]
+        for place, slab in _slabs(rows[text], weight, capacity if in_place else size):
+            if in_place:
+                logits[text, :, place : place + len(slab)] = product(form, features[text], slab.t())
+            else:
+                chunks[place // size].append(slab)
+        for part, slabs in enumerate(chunks):
+            count, place = sum(map(len, slabs)), part * size
+            if count:
+                if len(slabs[0]) < size:
+                    torch.cat(slabs, out=buffer[:count])
+                # The last chunk is multiplied with what the buffer held before: the product keeps its shape.
+                chunk = slabs[0] if len(slabs[0]) == size else buffer
+                logits[text, :, place : place + count] = product(form, features[text], chunk.t())[:, :count]
+    return logits
+
+
+def _slabs(rows: Tensor, weight: Tensor, size: int) -> list[tuple[int, Tensor]]:
+    """Runs of consecutive numbers in ``rows [C]`` as views of the head, each with the place of its first row in the
+    shortlist; cut at every multiple of ``size``. Padding is left out."""
+    rows = rows[: int((rows >= 0).sum())]
+    if not len(rows):
+        return []
+    ends = rows[1:] - rows[:-1] != 1
+    ends[size - 1 :: size] = True
+    begins = [0, *(ends.nonzero()[:, 0] + 1).tolist()]
+    spans = zip(begins, [*begins[1:], len(rows)], rows[begins].tolist(), strict=True)
+    return [(begin, weight[row : row + end - begin]) for begin, end, row in spans]
+
+
+def shortlist_topk(
+    features: Tensor, weight: Tensor, rows: Tensor, ids: Tensor, count: int, static: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The best ``count`` tokens of each node's shortlist, best first; on a GPU without writing the logits.
+
+    Ties: the first in the shortlist (on the plain path PyTorch's ``topk`` decides). A shortlist of fewer tokens is
+    filled up with value −inf and the token of its first row, so that every id can be looked up.
+
+    Args:
+        features, weight, rows, static: as in :func:`shortlist_logits`. A row that occurs twice is two candidates.
+        ids: ``[V]`` int64 token of each row of the head.
+        count: R ≤ min(16, C).
+
+    Returns:
+        values ``[B, n, R]`` float32 logits, ids ``[B, n, R]`` int64.
+
+    Raises:
+        ValueError: R is out of range.
+    """
+    (texts, nodes, width), capacity = features.shape, rows.shape[1]
+    if not 0 < count <= min(MAX_COUNT, capacity):
+        raise ValueError(f"shortlist_topk: {count} tokens of {capacity}; use 1 to {min(MAX_COUNT, capacity)}")
+    if why_not_triton(features):
+        best = shortlist_logits(features, weight, rows, static).topk(count, -1)
+        return best.values, _tokens(best.values, best.indices, rows, ids)
+    assert features.stride(2) == weight.stride(1) == rows.stride(1) == 1
+    tile = topk_tile(nodes, features.dtype)
+    blocks = -(-capacity // tile["BLOCK_V"])
+    values = features.new_empty((texts, nodes, blocks * count), dtype=torch.float32)
+    places = features.new_empty((texts, nodes, blocks * count), dtype=torch.int32)
+    best_values = features.new_empty((texts, nodes, count), dtype=torch.float32)
+    best_places = features.new_empty((texts, nodes, count), dtype=torch.int64)
+    best_ids = torch.empty_like(best_places)
+    with torch.cuda.device_of(features):
+        _shortlist_topk_kernel[(blocks, -(-nodes // tile["BLOCK_M"]), texts)](
+            features, weight, rows, values, places, nodes, width, capacity, features.stride(0), features.stride(1),
+            weight.stride(0), rows.stride(0), blocks * count, COUNT=count, **tile,
+        )  # fmt: skip
+        _merge_topk_kernel[(texts * nodes,)](
+            values, places, best_values, best_places, blocks * count, capacity, COUNT=count,
+            BLOCK=min(1024, next_power(blocks * count, 16)), num_warps=4,
+        )  # fmt: skip
+        _tokens_kernel[(texts * nodes,)](
+            best_values, best_places, rows, ids, best_ids, nodes, rows.stride(0), COUNT=count, BLOCK=next_power(count),
+            num_warps=1,
+        )  # fmt: skip
+    return best_values, best_ids

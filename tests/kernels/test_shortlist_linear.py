@@ -1,0 +1,268 @@
+"""Shortlists against a loop over clusters, and their logits and best tokens on a CPU against float64."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftsmith.kernels import shortlist_linear
+from draftsmith.kernels.linear import FORMS
+from draftsmith.kernels.shortlist_linear import (
+    pack_shortlist,
+    shortlist_logits,
+    shortlist_logits_reference,
+    shortlist_topk,
+    shortlist_topk_reference,
+)
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def taken_one_by_one(scores, sizes, clusters, capacity):
+    """The rows of a text's shortlist, and how many rows of the wanted clusters are left out."""
+    order = sorted(range(len(sizes)), key=lambda cluster: (-scores[cluster], cluster))[:clusters]
+    taken: list[int] = []
+    for cluster in order:
+        rows = range(sum(sizes[:cluster]), sum(sizes[: cluster + 1]))
+        if len(taken) + len(rows) > capacity:
+            if not taken:
+                taken += rows[:capacity]
+            break
+        taken += rows
+    return sorted(taken), sum(sizes[cluster] for cluster in order) - len(taken)
+
+
+def starts_of(sizes):
+    return torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_packing(seed):
+    """Few different scores, clusters without rows, and capacities of all kinds."""
+    generator = torch.Generator().manual_seed(seed)
+    number = int(torch.randint(1, 12, (), generator=generator))
+    sizes = torch.randint(0, 9, (number,), generator=generator).tolist()
+    clusters = int(torch.randint(1, number + 1, (), generator=generator))
+    capacity = int(torch.randint(1, sum(sizes) + 5, (), generator=generator))
+    scores = torch.randint(-2, 3, (4, number), generator=generator).float()
+    rows, count, dropped = pack_shortlist(scores, starts_of(sizes), clusters, capacity)
+    assert rows.shape == (4, capacity) and count.shape == dropped.shape == (4,)
+    assert rows.dtype == count.dtype == dropped.dtype == torch.int64
+    for text in range(4):
+        expected, left_out = taken_one_by_one(scores[text].tolist(), sizes, clusters, capacity)
+        assert rows[text].tolist() == expected + [-1] * (capacity - len(expected))
+        assert (int(count[text]), int(dropped[text])) == (len(expected), left_out)
+
+
+def packed(scores, sizes, clusters, capacity):
+    rows, count, dropped = pack_shortlist(torch.tensor([scores]), starts_of(sizes), clusters, capacity)
+    return rows[0].tolist(), int(count), int(dropped)
+
+
+def test_the_first_cluster_that_does_not_fit_ends_the_list():
+    assert packed([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 4, 5) == ([1, 2, -1, -1, -1], 2, 6)
+    assert packed([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 4, 7) == ([0, 1, 2, 3, 4, 5, 6], 7, 1)
+    assert packed([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 2, 7) == ([1, 2, 3, 4, 5, 6, -1], 6, 0)
+
+
+def test_a_cluster_larger_than_the_capacity():
+    assert packed([0.0, 1.0, 0.5], [2, 9, 1], 3, 4) == ([2, 3, 4, 5], 4, 8), "the best: its first rows"
+    assert packed([0.0, 0.5, 1.0], [2, 9, 1], 3, 4) == ([11, -1, -1, -1], 1, 11), "not the best: none"
+
+
+def test_equal_scores_go_to_the_lower_cluster():
+    assert packed([0.5] * 40, [1] * 40, 3, 4) == ([0, 1, 2, -1], 3, 0)
+    assert packed([0.5, 0.5, 0.7, 0.5], [1, 3, 1, 1], 3, 3) == ([0, 4, -1], 2, 3)
+
+
+def test_scores_that_are_not_finite_give_rows_of_the_head():
+    scores = torch.tensor([[float("nan")] * 3, [float("-inf")] * 3, [1.0, float("nan"), float("inf")]])
+    rows, count, _ = pack_shortlist(scores, starts_of([2, 1, 2]), 2, 3)
+    assert rows.tolist() == [[0, 1, 2], [0, 1, 2], [2, 3, 4]] and count.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("clusters", [0, 6])
+def test_no_such_number_of_clusters(clusters):
+    with pytest.raises(ValueError, match=f"pack_shortlist: {clusters} clusters of 5; use 1 to 5"):
+        pack_shortlist(torch.zeros(1, 5), torch.arange(6), clusters, 3)
+
+
+def test_no_capacity():
+    with pytest.raises(ValueError, match="a capacity of 0 tokens; use at least 1"):
+        pack_shortlist(torch.zeros(1, 5), torch.arange(6), 1, 0)
+
+
+class Watch(TorchDispatchMode):
+    """Rejects what a CUDA graph cannot capture: host reads, shapes that depend on data, new constants."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "equal"), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_static():
+    features, weight = torch.randn(2, 3, 16), torch.randn(50, 16)
+    scores, starts, ids = torch.rand(2, 8), starts_of([4, 9, 2, 7, 8, 3, 6, 11]), torch.arange(50)
+    with Watch():
+        rows = pack_shortlist(scores, starts, 3, 20).rows
+        logits = shortlist_logits(features, weight, rows, static=True)
+        tokens = shortlist_topk(features, weight, rows, ids, 4, static=True)[1]
+    assert torch.allclose(logits, shortlist_logits(features, weight, rows), atol=1e-5)
+    assert torch.equal(tokens, shortlist_topk(features, weight, rows, ids, 4)[1])
+    with Watch(), pytest.raises(AssertionError):
+        shortlist_logits(features, weight, rows)
+
+
+@pytest.fixture(params=sorted(FORMS))
+def form(request, monkeypatch):
+    """The form that was measured to be fastest: each."""
+    monkeypatch.setattr(shortlist_linear, "choose", lambda rows, matrix: request.param)
+    return request.param
+
+
+def head(vocabulary, width, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(vocabulary, width, generator=generator).to(dtype)
+
+
+def check_logits(features, weight, rows, **options):
+    """Within twice the error of PyTorch's product in the same dtype, and −inf exactly in padding."""
+    out = shortlist_logits(features, weight, rows, **options)
+    assert out.dtype == torch.float32 and out.shape == (*features.shape[:2], rows.shape[1])
+    padding = (rows < 0)[:, None].expand_as(out)
+    assert torch.equal(out == float("-inf"), padding) and not out.isnan().any()
+    every = features.double() @ weight.double().t()
+    at = rows.clamp(min=0)[:, None].expand_as(out)
+    exact = every.gather(2, at)
+    tolerance = max(2 * float((F.linear(features, weight).double() - every).abs().max()), 1e-6)
+    assert tolerance < 0.05 * float(every.abs().max())
+    assert float((out.double() - exact)[~padding].abs().max()) <= tolerance
+    assert torch.equal(shortlist_logits_reference(features, weight, rows) == float("-inf"), padding)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("nodes", [1, 2, 7, 16])
+@pytest.mark.parametrize("chunk", [1, 5, 40, 1000])
+def test_logits(monkeypatch, form, nodes, dtype, chunk):
+    """Slabs within a chunk, over the edges of chunks, and as large as a chunk; a text with one row beside others."""
+    width = 24
+    monkeypatch.setattr(shortlist_linear, "CHUNK_BYTES", chunk * width * dtype.itemsize)
+    weight, features = head(200, width, dtype), head(3 * nodes, width + 8, dtype, 1).view(3, nodes, -1)[..., :width]
+    starts = torch.tensor([0, 1, 30, 31, 90, 97, 150, 200])
+    scores = torch.tensor([[0.0, 5, 1, 4, 3, 2, 6], [7, 1, 2, 3, 6, 5, 4], [9, 8, 0, 0, 0, 0, 0]])
+    rows = pack_shortlist(scores, starts, 4, 151).rows
+    rows[2, 1:] = -1
+    with torch.no_grad():
+        check_logits(features, weight, rows)
+        check_logits(features, weight, rows, static=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_order_and_repetitions(monkeypatch, form, dtype):
+    monkeypatch.setattr(shortlist_linear, "CHUNK_BYTES", 3 * 16 * dtype.itemsize)
+    rows = torch.tensor([[7, 8, 8, 9, 3, 2, 1, 0, 1, 2, 19, 0, -1], [5] * 13])
+    with torch.no_grad():
+        out = check_logits(head(4, 16, dtype).view(2, 2, 16), head(20, 16, dtype, 1), rows)
+    assert torch.equal(out[0, :, 1], out[0, :, 2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_whole_head_is_the_permuted_head(dtype):
+    """Each token's logit is that of the head before the permutation."""
+    weight, ids = head(300, 32, dtype), torch.randperm(300, generator=torch.Generator().manual_seed(3))
+    features = head(2, 32, dtype, 1).view(1, 2, 32)
+    with torch.no_grad():
+        rows = pack_shortlist(torch.rand(1, 5), torch.tensor([0, 20, 21, 150, 200, 300]), 5, 300).rows
+        assert rows.tolist() == [list(range(300))]
+        out = shortlist_logits(features, weight[ids], rows)
+        by_token = torch.empty_like(out).index_copy_(2, ids, out)
+        full = F.linear(features, weight).float()
+        best_values, best = shortlist_topk(features, weight[ids], rows, ids, 5)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    assert float((by_token - full).abs().max()) < tolerance < 0.02 * float(full.abs().max())
+    assert float((full.gather(2, best) - full.topk(5).values).abs().max()) < tolerance
+    assert float((full.gather(2, best) - best_values).abs().max()) < tolerance
+
+
+def test_a_shortlist_of_padding_alone():
+    """Such as that of a row without a text."""
+    rows = torch.full((1, 6), -1)
+    assert bool((shortlist_logits(torch.ones(1, 2, 8), torch.ones(9, 8), rows) == float("-inf")).all())
+    values, ids = shortlist_topk(torch.ones(1, 2, 8), torch.ones(9, 8), rows, torch.arange(9), 2)
+    assert bool((values == float("-inf")).all()) and 0 <= int(ids.min()) <= int(ids.max()) < 9
+
+
+def test_products_keep_their_shape(monkeypatch):
+    """A product of another shape is one that oneDNN has to prepare first."""
+    shapes = []
+
+    def product(form, x, matrix):
+        shapes.append(tuple(matrix.shape))
+        return x @ matrix
+
+    monkeypatch.setattr(shortlist_linear, "product", product)
+    monkeypatch.setattr(shortlist_linear, "choose", lambda rows, matrix: "blas")
+    monkeypatch.setattr(shortlist_linear, "CHUNK_BYTES", 40 * 16 * 4)
+    weight, features, sizes = (
+        head(400, 16, torch.float32),
+        head(2, 16, torch.float32, 1)[None],
+        [7, 60, 33, 130, 90, 80],
+    )
+    for seed in range(8):
+        scores = torch.rand(1, 6, generator=torch.Generator().manual_seed(seed))
+        rows = pack_shortlist(scores, starts_of(sizes), 4, 230).rows
+        check_logits(features, weight, rows)
+    assert len(shapes) > 16 and set(shapes) == {(16, 39)}, "six chunks of the capacity"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_topk(dtype):
+    """The best of the shortlist, even where better tokens are outside."""
+    weight, features = head(120, 24, dtype), head(6, 24, dtype, 1).view(2, 3, 24)
+    ids = torch.randperm(120, generator=torch.Generator().manual_seed(2)) + 1000
+    scores = torch.tensor([[0.0, 1, 2, 3], [3, 0, 1, 2]])
+    rows, count, _ = pack_shortlist(scores, torch.tensor([0, 10, 30, 70, 120]), 2, 95)
+    values, tokens = shortlist_topk(features, weight, rows, ids, 8)
+    assert values.shape == tokens.shape == (2, 3, 8)
+    assert values.dtype == torch.float32 and tokens.dtype == torch.int64
+    logits = shortlist_logits(features, weight, rows)
+    assert torch.equal(values, logits.topk(8).values)
+    place_of = {int(token): place for place, token in enumerate(ids)}
+    for text in range(2):
+        allowed = rows[text, : int(count[text])].tolist()
+        for node in range(3):
+            places = [place_of[int(token)] for token in tokens[text, node]]
+            assert len(set(places)) == 8 and set(places) <= set(allowed)
+            own = [float(logits[text, node, allowed.index(place)]) for place in places]
+            assert own == values[text, node].tolist()
+    exact = shortlist_topk_reference(features, weight, rows, ids, 8)[0]
+    assert float((values - exact).abs().max()) <= (1e-5 if dtype == torch.float32 else 0.05)
+    full = features.float() @ weight.float().t()
+    assert float((full.topk(8).values - values).abs().max()) > 0.3, "some of the head's best tokens are outside"
+
+
+def test_a_shortlist_of_fewer_tokens():
+    weight, ids = torch.eye(8), torch.arange(8) + 50
+    rows = torch.tensor([[4, 5, -1, -1, -1], [2, 3, 4, 5, 6]])
+    features = torch.arange(8.0).expand(2, 1, 8)
+    for topk in (shortlist_topk, shortlist_topk_reference):
+        values, tokens = topk(features, weight, rows, ids, 4)
+        assert values.tolist() == [[[5.0, 4.0, float("-inf"), float("-inf")]], [[6.0, 5.0, 4.0, 3.0]]]
+        assert tokens.tolist() == [[[55, 54, 54, 54]], [[56, 55, 54, 53]]]
+
+
+def test_ties_of_the_definition():
+    """The first in the shortlist, whatever the tokens' numbers."""
+    rows = torch.tensor([[5, 1, 3, 3, -1]])
+    tokens = shortlist_topk_reference(torch.zeros(1, 1, 4), torch.ones(6, 4), rows, torch.arange(6).flip(0), 4)[1]
+    assert tokens.tolist() == [[[0, 4, 2, 2]]]
+
+
+@pytest.mark.parametrize(("count", "most"), [(0, 5), (6, 5), (17, 16)])
+def test_too_many(count, most):
+    capacity = 5 if most == 5 else 40
+    with pytest.raises(ValueError, match=f"shortlist_topk: {count} tokens of {capacity}; use 1 to {most}"):
+        rows = torch.zeros(1, capacity, dtype=torch.int64)
+        shortlist_topk(torch.zeros(1, 1, 8), torch.zeros(9, 8), rows, torch.arange(9), count)
