@@ -159,6 +159,13 @@ def test_finds_planted_clusters(monkeypatch, device, sample):
         assert found.objective[-1] > 0.95 * float(seen.double().mean())
 
 
+def test_seeding_leaves_zeros_out():
+    weight = torch.zeros(40, 6)
+    weight[::8, :5] = torch.eye(5)
+    seeds = clusters._seeds(clusters._Rows(weight, chunk=16), 5, seed=0)
+    assert sorted(seeds.argmax(1).tolist()) == list(range(5)) and seeds.norm(dim=1).tolist() == [1] * 5
+
+
 def test_seed(device):
     weight = make_weight(5, rows=400, width=12).to(device)
     first, again, other = (spherical_kmeans(weight, 20, seed=seed) for seed in (1, 1, 2))
@@ -202,10 +209,11 @@ def test_chunk_bounds_memory():
 
 
 def test_autocast_changes_nothing():
-    weight = make_weight(7)
+    weight = make_weight(7, rows=400, width=32)
     with torch.autocast("cpu", torch.bfloat16):
-        inside = spherical_kmeans(weight, 9)
-    assert inside.objective == spherical_kmeans(weight, 9).objective
+        inside = spherical_kmeans(weight, 40, start=weight[30:70])
+    outside = spherical_kmeans(weight, 40, start=weight[30:70])
+    assert inside.objective == outside.objective and inside.assignment.equal(outside.assignment)
 
 
 @pytest.mark.parametrize("rows, num_clusters, balanced, most", [
@@ -219,6 +227,15 @@ def test_limit_on_sizes(device, rows, num_clusters, balanced, most):
     assert found.sizes.max() <= most
     assert found.sizes.max() == most or free.sizes.max() <= most
     assert (np.diff(found.objective) >= 0).all()
+
+
+@pytest.mark.parametrize("seed, kept", [(1, 4), (3, 3)])
+def test_ends_before_an_iteration_that_lowers_the_objective(device, seed, kept):
+    weight, states = make_weight(seed), []
+    start = weight[25:31]
+    found = spherical_kmeans(weight.to(device), 6, start=start, balanced=1, tolerance=0, after=states.append)
+    assert len(found.objective) == len(states) == kept and (np.diff(found.objective) > 0).all()
+    assert found is states[-1]
 
 
 @pytest.mark.parametrize("centroids, rows, expected", [
@@ -244,7 +261,7 @@ def test_zeros_and_duplicates(device):
     weight = torch.zeros(50, 4)
     weight[:30] = torch.tensor([1.0, 2, 3, 4])
     weight[30:34] = torch.eye(4)
-    weight[34:36] = torch.tensor([[-1.0, 0, 0, 0], [1e-20, 0, 0, 0]])  # its square is 0 in float32
+    weight[34:36] = torch.tensor([[-1.0, 0, 0, 0], [1e-25, 0, 0, 0]])  # its square is 0 in float32
     found = spherical_kmeans(weight.to(device), 6, seed=0)
     assert found.centroids.isfinite().all() and all(map(math.isfinite, found.objective))
     assert len(set(found.assignment[:30].tolist())) == 1
@@ -257,6 +274,10 @@ def test_zeros_and_duplicates(device):
     weight, start = torch.tensor([[0.0, 0], [0, 0], [1, 0], [2, 1], [3, 0]]), torch.tensor([[-1.0, 0], [1, 0]])
     filled = spherical_kmeans(weight.to(device), 2, start=start, max_iterations=1)
     assert filled.assignment.tolist() == [0, 0, 1, 0, 1]
+    # Above the limit, zeros leave first, also where a row has a negative similarity.
+    weight = torch.tensor([[1.0, 0], [1, 0.1], [-1, -0.3], [0, 0], [0, 0], [0, 0]])
+    limited = spherical_kmeans(weight.to(device), 2, start=torch.eye(2), balanced=1, max_iterations=1)
+    assert limited.assignment.tolist() == [0, 0, 1, 1, 1, 0]
     opposite = spherical_kmeans(torch.tensor([[1.0, 0], [-1.0, 0]], device=device), 1, start=torch.tensor([[0.0, 3]]))
     assert opposite.centroids.tolist() == [[0.0, 1.0]] and opposite.objective[-1] == 0
 
@@ -269,10 +290,10 @@ def test_order_and_starts(device):
         assert ids == [token for token, owner in enumerate(found.assignment.tolist()) if owner == cluster] != []
 
 
-@pytest.mark.parametrize("balanced, tolerance", [(None, 0), (None, 1e-3), (1.1, 0)])
-def test_continues_from_any_iteration(tmp_path, device, balanced, tolerance):
+@pytest.mark.parametrize("balanced, tolerance, most", [(None, 0, 50), (None, 0, 5), (None, 1e-3, 50), (1.1, 0, 50)])
+def test_continues_from_any_iteration(tmp_path, device, balanced, tolerance, most):
     weight = make_weight(10, rows=300, width=10).to(device)
-    settings = {"balanced": balanced, "tolerance": tolerance, "seed": 3}
+    settings = {"balanced": balanced, "tolerance": tolerance, "seed": 3, "max_iterations": most}
     states = []
     whole = spherical_kmeans(weight, 15, after=states.append, **settings)
     assert len(states) > 3
@@ -314,7 +335,7 @@ def test_errors(weight, arguments, message):
         spherical_kmeans(weight, **{"num_clusters": 2, **arguments})
 
 
-@pytest.mark.parametrize("num_clusters, balanced", [(16, None), (9, 1.0), (1, None)])
+@pytest.mark.parametrize("num_clusters, balanced", [(40, None), (9, 1.0), (1, None)])
 def test_report(tmp_path, device, num_clusters, balanced):
     tokenizer = load_tokenizer(str(Path(__file__).parents[2] / "models/tiny-lm"))
     weight = make_weight(12, rows=len(tokenizer) + 3).to(device)  # with padding beyond the tokenizer's tokens
