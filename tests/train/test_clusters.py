@@ -105,7 +105,7 @@ def small_cases(draw):
     return weight, num_clusters, start, draw(st.sampled_from([None, 1.0, 1.3, 2.5])), draw(st.integers(1, 30))
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(deadline=None, max_examples=200, derandomize=True)
 @given(case=small_cases())
 def test_what_holds_for_every_weight(case):
     weight, num_clusters, start, balanced, chunk = case
