@@ -245,7 +245,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("script", ["medusa", "lm", "distill", "bench", "bench_step", "bench_medusa"])
+@pytest.mark.parametrize("script", ["medusa", "lm", "distill", "bench", "bench_step", "bench_medusa", "bench_unroll"])
 @pytest.mark.parametrize("argument, code", [("--help", 0), ("--no-such-option", 2)])
 def test_help_imports_nothing_slow(script, argument, code):
     done = subprocess.run(
