@@ -172,6 +172,12 @@ def test_the_adapter_and_the_merged_target_are_part_folders(drafter, tiny_lm):
     assert part_folders(folder) == ["adapter"], "it is not needed to decode"
 
 
+def test_weights_have_the_permissions_of_other_files(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    save_tensors({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
+
+
 @pytest.mark.parametrize("kept", [0, 7, 60, -1])
 def test_truncated_weights(drafter, kept):
     folder, _ = drafter
