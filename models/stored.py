@@ -470,7 +470,8 @@ def save_tensors(tensors: "Mapping[str, Tensor]", path: Path) -> None:
             plain = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
             save_file(plain, temporary, metadata={"format": "pt"})
             os.umask(mask := os.umask(0))
-            temporary.chmod(0o666 & ~mask)  # as any new file; safetensors lets the owner alone read it
+            with contextlib.suppress(OSError):  # some file systems have no permissions
+                temporary.chmod(0o666 & ~mask)  # as any new file; safetensors lets the owner alone read it
         except SafetensorError as error:  # it wraps the system's error in text of its own
             number = re.search(r"\(os error (\d+)\)", str(error))
             raise OSError(int(number[1]) if number else errno.EIO, str(error)) from None

@@ -66,7 +66,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
 
 def pytest_configure(config: pytest.Config) -> None:
     """Each xdist worker stays on one core: commands take a thread per core they may use, and two threads beside another
-    worker are up to 16 times slower than one."""
+    worker are far slower than one."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker and hasattr(os, "sched_setaffinity"):  # Linux
         cores = sorted(os.sched_getaffinity(0))
