@@ -118,7 +118,10 @@ class Run(Generic[R]):
         config = json_object(folder / "config.json")
         if config.get("drafter_type") != self.kind:
             raise ValueError(f"{where}: its drafter_type is {config.get('drafter_type')!r}, not {self.kind!r}")
-        for name, value in recipe.drafter.model_dump(mode="json").items():
+        shape = recipe.drafter.model_dump(mode="json")
+        if config.get("projection") == "shared" and shape.get("draft_vocab_size", 0) is None:
+            shape.pop("draft_vocab_size")  # the target's LM head has the rows of all tokens
+        for name, value in shape.items():
             if config.get(name, value) != value:  # what a config leaves out only concerns training
                 raise ValueError(f"{where}: its {name} is {config[name]!r}, the recipe's {value!r}; set drafter.{name}")
 
@@ -136,6 +139,8 @@ class Run(Generic[R]):
             folder, config, weights = read_drafter(recipe.init_from)
             check_target(folder, config, target)
             own = drafter.state_dict()
+            if "draft_vocab" not in own:  # _check_init_from knows that no other weight depends on it
+                weights.pop("draft_vocab", None)
             if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
                 raise ValueError(f"init_from={recipe.init_from}: its weights have another shape than the recipe's")
             drafter.load_state_dict(weights)
