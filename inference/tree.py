@@ -33,8 +33,8 @@ class Draws:
         ``WITHOUT_REPLACEMENT`` of the node's earlier draws from the same row of q.
     q_row: ``[B, N, K]`` int64 row of ``q``; unused for one-hot draws.
     q: ``[B, R, Vq]`` float32 the distributions drawn from; None if all draws are one-hot.
-    ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once; None
-        if they are the target's vocabulary (Vq = V).
+    ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once, −1
+        for padding of probability 0; None if they are the target's vocabulary (Vq = V).
     """
 
     child: Tensor

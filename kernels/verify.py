@@ -50,7 +50,7 @@ def acceptances_reference(
     :func:`verify_sample`."""
     r = p
     if q is not None and ids is not None:  # over the target's vocabulary
-        q = q.new_zeros(*q.shape[:2], p.shape[-1]).scatter_(2, ids.expand_as(q), q)
+        q = widened(q, ids, p.shape[-1])
     acceptances: list[Tensor] = []
     drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # of earlier draws: token, row of q, whether without replacement
     for turn in range(child.shape[2]):
@@ -333,10 +333,18 @@ def _walk_and_draw_kernel(
 
 
 def entries_of(ids: Tensor, vocabulary: int) -> Tensor:
-    """The entry of each of the target's tokens in a reduced vocabulary: ``ids [.., Vq]`` int64 → ``[.., V]`` int32, −1
-    for tokens without one."""
-    entries = torch.full((*ids.shape[:-1], vocabulary), -1, dtype=torch.int32, device=ids.device)
-    return entries.scatter_(-1, ids, torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device).expand_as(ids))
+    """The entry of each of the target's tokens in a reduced vocabulary: ``ids [.., Vq]`` int64 (−1: none) → ``[.., V]``
+    int32, −1 for tokens without one."""
+    entries = torch.full((*ids.shape[:-1], vocabulary + 1), -1, dtype=torch.int32, device=ids.device)
+    numbers = torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device).expand_as(ids)
+    return entries.scatter_(-1, torch.where(ids < 0, vocabulary, ids), numbers)[..., :vocabulary]
+
+
+def widened(q: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
+    """A distribution over a reduced vocabulary, ``[B, R, Vq]`` with ``ids [B or 1, R or 1, Vq]`` (−1: no token), over
+    the target's: ``[B, R, V]``."""
+    wide = q.new_zeros(*q.shape[:2], vocabulary + 1)
+    return wide.scatter_(2, torch.where(ids < 0, vocabulary, ids).expand_as(q), q)[..., :vocabulary]
 
 
 def verify_tile(max_draws: int, vocabulary: int) -> dict[str, int]:
@@ -368,8 +376,8 @@ def verify_sample(
         bonus_uniform: ``[B]`` float32 in [0, 1), fresh.
         max_depth: of the deepest node (A − 1).
         block: tokens of the vocabulary per tile; 0 chooses.
-        ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once;
-            None if they are the target's vocabulary (Vq = V).
+        ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once,
+            −1 for padding of probability 0; None if they are the target's vocabulary (Vq = V).
 
     Returns:
         path ``[B, A]`` (node numbers by depth; entry d beyond the accepted length is d), length ``[B]``, the last

@@ -376,6 +376,15 @@ class Eagle(nn.Module):
         Yields:
             For each step what the LM head reads, ``[B, P, d]``.
         """
+        for _, for_head in self.unroll_pairs(features, embed, tokens, steps, positions, segment, chosen):
+            yield for_head
+
+    def unroll_pairs(
+        self, features: Tensor, embed: nn.Module, tokens: Tensor, steps: int, positions: Tensor | None = None,
+        segment: Tensor | None = None, chosen: Tensor | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+        """:meth:`unroll` that yields for each step the hidden state of each pair that was run, g or the draft's own,
+        and what the LM head reads: ``[B, P, d]`` each."""
         rows, length = tokens.shape
         places = torch.arange(length, device=tokens.device).expand(rows, -1)
         positions = places if positions is None else positions
@@ -389,6 +398,7 @@ class Eagle(nn.Module):
         else:
             at = torch.arange(rows, device=tokens.device)[:, None], chosen
             q, residual, positions = q.transpose(1, 2)[at].transpose(1, 2), residual[at], positions[at]
+            hidden = hidden[at]
         mask = chosen[:, :, None] >= places[:, None]  # [B, P, T]
         if segment is not None:
             mask = mask & (segment.gather(1, chosen)[:, :, None] == segment[:, None])
@@ -400,8 +410,9 @@ class Eagle(nn.Module):
                 q, keys = self.heads(x, *self.rotary(x, positions + step))
                 later.append(keys)
             attended = unrolled_attention(q, first, later, mask)
-            for_head, hidden = self.outputs(self.finish(attended, residual.to(dtype)))
-            yield for_head
+            for_head, following_hidden = self.outputs(self.finish(attended, residual.to(dtype)))
+            yield hidden, for_head
+            hidden = following_hidden
 
 
 def marked_places(marks: Tensor) -> Tensor:

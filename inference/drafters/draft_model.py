@@ -88,7 +88,7 @@ class DraftModelDrafter(Drafter):
             self.vocabulary, self.ids = draft_vocab.numel(), draft_vocab.long().to(model.device)
             self.head = copy(model)  # Target.logits then applies the model's own scale and cap to these rows
             self.head.lm_head = head_rows(model.lm_head, self.ids)
-        self.levels = Levels(tree, self.vocabulary, target.vocab_size, self.ids, draws, costs, draft_cost)
+        self.levels = Levels(tree, self.vocabulary, target.vocab_size, draws, costs, draft_cost)
         self.layout, self.branching = self.levels.layout, self.levels.branching
         self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
         self.static, self.random, self.models = True, self.levels.random, (model,)
@@ -139,7 +139,7 @@ class DraftModelDrafter(Drafter):
     def propose(self, state: State) -> TokenTree:
         hidden = self._run_root(state)  # [B, 1, d]
 
-        def run(level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
+        def run(depth: int, level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
             return self._run(level, tokens, state.length)
 
         return self.levels.propose(state, hidden, run, self._logits)
@@ -190,5 +190,5 @@ class DraftModelDrafter(Drafter):
         """Token ids within the model's embedding; ids beyond it become the last one."""
         return tokens.clamp(max=self.last_id) if self.last_id + 1 < self.target_vocabulary else tokens
 
-    def _logits(self, hidden: Tensor, depth: int) -> Tensor:
-        return self.head.logits(hidden)[..., : self.vocabulary]
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.head.logits(hidden)[..., : self.vocabulary], self.ids

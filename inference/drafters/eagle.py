@@ -13,7 +13,7 @@ missing pairs, k best tokens, F features per token, d hidden width, H query head
 slots of the cache, and S tokens of logits.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,21 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import StepCosts, draft_time
 from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
-from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, chain_passes, step_time
+from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, chain_passes, step_time, tokens_at
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.protocol import Drafter, State
+from draftsmith.inference.drafters.shortlists import Shortlists, shortlists_of
 from draftsmith.inference.ranks import accuracy, eagle_ranks
+from draftsmith.inference.rollouts import Drafts, Rollout
 from draftsmith.inference.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.tree_attention import TreeKeys, ancestor_mask, tree_bias, tree_bias_one_row
-from draftsmith.models.eagle import Eagle
+from draftsmith.models.eagle import Eagle, marked_places
 from draftsmith.models.lean import Buffers, Layer, RMSNorm, run_layer
 from draftsmith.models.lean_from import packed_linears
+from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
 
 DEPTH = 8  # K: of the deepest tree that is calibrated
@@ -72,6 +75,7 @@ class EagleDrafter(Drafter):
         costs: of the target's steps.
         draft_cost: time of a forward pass with one row, in plain steps of the target. With both, eager steps end a tree
             where more does not pay, see ``Levels`` and ``DynamicTree``.
+        shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec).
 
     Raises:
         ValueError: it has fewer positions than the target, its logits need rows of an LM head that has none to take, or
@@ -83,6 +87,7 @@ class EagleDrafter(Drafter):
     def __init__(
         self, eagle: Eagle, target: Target, tree: Sequence[int] | Topology | DynamicShape, *,
         draws: DrawKind = "without_replacement", costs: StepCosts | None = None, draft_cost: float | None = None,
+        shortlist: ShortlistHead | None = None,
     ) -> None:  # fmt: skip
         config = eagle.config
         check_context(eagle, target)
@@ -98,6 +103,10 @@ class EagleDrafter(Drafter):
         if config.projection == "shared":
             self.shared = copy(target)  # Target.logits then applies the target's own scale and cap to these rows
             self.shared.lm_head = self.draft_head
+        self.shortlists: Shortlists | None = None
+        if shortlist is not None:
+            shared = config.projection == "shared"
+            self.shortlists = shortlists_of(shortlist, self.draft_head, self.ids, target, shared)
         self.layer, self.pair_input, self.norm = _lean_parts(eagle, target)
         self._take(tree, draws, costs, draft_cost)
 
@@ -114,7 +123,7 @@ class EagleDrafter(Drafter):
         self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind, costs: StepCosts | None,
         draft_cost: float | None,
     ) -> None:  # fmt: skip
-        outputs = self.eagle.config.outputs
+        outputs = fewest_outputs(self.eagle, None if self.shortlists is None else self.shortlists.config)
         self.shape: DynamicShape | None = None
         if isinstance(tree, DynamicShape):
             tree.check_outputs(outputs)
@@ -122,7 +131,7 @@ class EagleDrafter(Drafter):
             self.num_nodes, self.max_depth, self.branching = tree.nodes, tree.depth, tree.branching
             self.costs, self.draft_cost = costs, draft_cost
             return
-        self.levels = Levels(tree, outputs, self.target.vocab_size, self.ids, draws, costs, draft_cost)
+        self.levels = Levels(tree, outputs, self.target.vocab_size, draws, costs, draft_cost)
         self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
         self.branching, self.random = self.levels.branching, self.levels.random
 
@@ -147,6 +156,8 @@ class EagleDrafter(Drafter):
             limits = {"costs": self.costs, "draft_cost": self.draft_cost} if self.eager else {}
             self.dynamic = DynamicTree(self.shape, rows, device, **limits)
             self.key_depths = torch.zeros(1, max(self.shape.runs, 1), dtype=torch.int32, device=device).expand(rows, -1)
+        if self.shortlists is not None:
+            self.shortlists.allocate(rows, static)
         # Number of each text's pairs in the cache, and the tokens and features of the pairs after these, up to the
         # root's. The number of missing pairs follows from it, and is 0 in warm-up steps, which reset the lengths: these
         # then write no slot before the root's pair.
@@ -159,12 +170,17 @@ class EagleDrafter(Drafter):
         self.numbers = torch.arange(self.capacity, device=device)
 
     def buffers(self) -> Sequence[Tensor]:
-        return self.cached, self.missing_tokens, self.missing_features
+        own = self.cached, self.missing_tokens, self.missing_features
+        return own if self.shortlists is None else (*own, *self.shortlists.buffers())
 
     def begin(self, rows: slice) -> None:
         self.cached[rows] = _ALL_CACHED  # the prefill runs all pairs of the prompt but the last, which is the root's
+        if self.shortlists is not None:
+            self.shortlists.begin(rows)
 
     def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+        if self.shortlists is not None:
+            self.shortlists.read(tokens, rows)
         hidden = self.eagle.fuse(features)  # [b, T, d]
         waiting, self.waiting = self.waiting, hidden[:, -1:].clone()
         hidden = hidden[:, :-1]
@@ -189,10 +205,12 @@ class EagleDrafter(Drafter):
         before = (state.length - 1).clamp(min=0)  # [B] pairs before the root's; a row without a text has none
         hidden = self._run_root(state, before)  # [B, 1, d]
         if self.shape is not None:
-            return self.dynamic.grow(state, self._proposals(hidden, 0), lambda nodes: self._run_frontier(nodes, before))
+            return self.dynamic.grow(state, self._proposals(hidden), lambda nodes: self._run_frontier(nodes, before))
 
-        def run(level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
-            return self._run(level, tokens, level.of_parents(above), before)
+        def run(depth: int, level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
+            hidden = level.of_parents(above)
+            self._choose(tokens, hidden, depth)
+            return self._run(level, tokens, hidden, before)
 
         return self.levels.propose(state, hidden, run, self._logits)
 
@@ -214,26 +232,43 @@ class EagleDrafter(Drafter):
         """
         missing = (before - self.cached).clamp(min=0)  # [B]
         longest = int(missing.max()) if self.eager else self.max_missing
+        root = state.root[:, None]
         if not longest:
-            return self._run(self.chains[0], state.root[:, None], self.eagle.fuse(state.feature[:, None]), before)
+            fused = self.eagle.fuse(state.feature[:, None])
+            self._choose(root, fused, 0, root)
+            return self._run(self.chains[0], root, fused, before)
         at = missing[:, None]
-        tokens = self.missing_tokens[:, : longest + 1].scatter(1, at, state.root[:, None])
+        tokens = self.missing_tokens[:, : longest + 1].scatter(1, at, root)
         features = self.missing_features[:, : longest + 1].clone()
         features[self.row_numbers, missing] = state.feature
-        hidden = self._run(self.chains[longest], tokens, self.eagle.fuse(features), before - missing)
+        fused = self.eagle.fuse(features)
+        read = torch.where(self.numbers[: longest + 1] < at, tokens, root)
+        self._choose(root, fused[self.row_numbers, missing][:, None], 0, read)
+        hidden = self._run(self.chains[longest], tokens, fused, before - missing)
         return hidden[self.row_numbers, missing][:, None]
+
+    def _choose(self, tokens: Tensor, hidden: Tensor, depth: int, read: Tensor | None = None) -> None:
+        """Choose the shortlist of a level's pairs, before they are run: ``[B, n]``, ``[B, n, d]``. ``read [B, T]``:
+        committed tokens that the shortlists do not know yet."""
+        if self.shortlists is None:
+            return
+        if read is not None:
+            self.shortlists.read(read)
+        self.shortlists.choose(self.embed(tokens), hidden, depth)
 
     def _run_frontier(self, nodes: Frontier, before: Tensor) -> Proposals:
         """A forward pass of a dynamic tree's nodes, which are numbered after the root's pair."""
         count, total = nodes.tokens.shape[1], nodes.first + nodes.tokens.shape[1]
         level = Pass(nodes.first, count, count == 1, nodes.ancestors, nodes.depth - 1, self.key_depths[:, :total])
+        self._choose(nodes.tokens, nodes.hidden, nodes.first // count + 1)
         hidden = self._run(level, nodes.tokens, nodes.hidden, before + 1, fixed=False)
-        return self._proposals(hidden, nodes.first // count + 1)
+        return self._proposals(hidden)
 
-    def _proposals(self, hidden: Tensor, depth: int) -> Proposals:
+    def _proposals(self, hidden: Tensor) -> Proposals:
         assert self.shape is not None
-        log_q, best = self._logits(hidden, depth).float().log_softmax(-1).topk(self.shape.top_k, -1)
-        return Proposals(self.eagle.tokens(best), log_q, hidden)
+        logits, ids = self._logits(hidden)
+        log_q, best = logits.float().log_softmax(-1).topk(self.shape.top_k, -1)
+        return Proposals(tokens_at(best, ids), log_q, hidden)
 
     def _residual(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """The layer's residual ``[B · n, d]`` of pairs: tokens ``[B, n]``, hidden states ``[B, n, d]``."""
@@ -288,11 +323,18 @@ class EagleDrafter(Drafter):
             self.one_row[level] = tree_bias_one_row(mask, self.capacity, self.target.dtype)
         return self.one_row[level][..., self.capacity - seen :]
 
-    def _logits(self, hidden: Tensor, depth: int) -> Tensor:
-        """Logits ``[B, n, S]`` over the draft vocabulary after nodes of a depth: ``[B, n, d]``."""
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits after the nodes just run ``[B, n, d]``, and their tokens, as ``Levels.propose`` takes them."""
         if self.norm is not None and not self.eagle.config.norm_output:
             hidden = self.norm(hidden)
-        return apply_linear(self.draft_head, hidden) if self.shared is None else self.shared.logits(hidden)
+        if self.shortlists is not None:
+            return self.shortlists.logits(hidden)
+        return apply_linear(self.draft_head, hidden) if self.shared is None else self.shared.logits(hidden), self.ids
+
+
+def fewest_outputs(eagle: Eagle, shortlists: ShortlistConfig | None) -> int:
+    """Tokens that a level chooses from, at least."""
+    return eagle.config.outputs if shortlists is None else shortlists.fewest
 
 
 def check_context(eagle: Eagle, target: Target, where: str = "the EAGLE drafter") -> None:
@@ -349,12 +391,34 @@ def pass_time(drafter: EagleDrafter, costs: StepCosts) -> float:
     return draft_time(drafter.with_tree((1,)), drafter.target, costs)
 
 
+def drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
+    """A drafter as shortlists are made for it; the router reads what the layer reads, so both can run at once."""
+    eagle.to(target.device)
+    head, embed = eagle.draft_head(target.lm_head), target.embeddings
+    dtypes = eagle.fc.weight.dtype, next(head.parameters()).dtype
+
+    def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
+        rows, begins = tokens.to(target.device).long(), torch.zeros_like(supervised)
+        begins[:, :-1] = supervised[:, 1:]
+        places = marked_places(begins)  # [B, P]
+        begun = begins.gather(1, places).to(rows.device)
+        places = places.to(rows.device)
+        features = target.features(rows, eagle.config.captured_layers).to(dtypes[0])
+        following = F.pad(rows, (0, depth))
+        for k, (hidden, out) in enumerate(eagle.unroll_pairs(features, embed, rows, depth, chosen=places)):
+            yield Rollout(following.gather(1, places + k + 1)[begun], hidden[begun], out[begun].to(dtypes[1]))
+
+    shared = eagle.config.projection == "shared"
+    return Drafts(run, embed, head, eagle.draft_vocab, target.hidden_size, eagle.config.hidden_size, shared)
+
+
 # ---- the family, as inference/drafters/load.py describes it
 
 
 def open_drafter(
-    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
-) -> Part:
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool,
+    shortlist: ShortlistHead | None = None,
+) -> Part:  # fmt: skip
     """The layer and its tree, checked against each other. A dynamic tree has precedence over a fixed one.
 
     Raises:
@@ -364,19 +428,20 @@ def open_drafter(
     assert tree is not None
     given = read_dynamic(tree) or read_tree(tree)
     eagle = Eagle.from_artifact(config, weights, str(folder))
+    outputs = fewest_outputs(eagle, None if shortlist is None else shortlist.config)
     if isinstance(given, DynamicShape):
         try:
-            given.check_outputs(eagle.config.outputs)
+            given.check_outputs(outputs)
         except ValueError as error:
             raise ValueError(f"{tree}: {error}") from None
     elif not given.paths:
         raise ValueError(f"{tree}: the tree holds the root alone; an EAGLE drafter needs at least one path")
-    elif given.max_rank >= eagle.config.outputs:
-        raise ValueError(f"{tree}: the tree asks for rank {given.max_rank} of a vocabulary of {eagle.config.outputs}")
+    elif given.max_rank >= outputs:
+        raise ValueError(f"{tree}: the tree asks for rank {given.max_rank} of a vocabulary of {outputs}")
 
     def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
         check_context(eagle, target, str(folder))
-        drafter = EagleDrafter(eagle, target, given)
+        drafter = EagleDrafter(eagle, target, given, shortlist=shortlist)
         if costs is None or target.spread:
             return drafter
         return drafter.with_tree(given, costs=costs, draft_cost=pass_time(drafter, costs))
@@ -384,15 +449,28 @@ def open_drafter(
     return Part(build, uses_costs=True)
 
 
-def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
-    """Its rank of the true token in each step of drafting; trees of up to eight levels."""
+def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
+    """What shortlists are made for.
+
+    Raises:
+        ValueError: the weights are not those that the config promises, or do not fit the target.
+    """
+    eagle = Eagle.from_artifact(config, weights, str(folder))
+    check_context(eagle, target, str(folder))
+    return drafts(eagle.to(target.dtype), target)
+
+
+def calibration(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shortlist: ShortlistHead | None = None
+) -> Calibration:
+    """Its rank of the true token in each step of drafting, by its whole LM head; trees of up to eight levels."""
     eagle = Eagle.from_artifact(config, weights, str(folder))
     drafters: list[EagleDrafter] = []
 
     def first(target: Target) -> EagleDrafter:
         if not drafters:
             check_context(eagle, target, str(folder))
-            drafters.append(EagleDrafter(eagle, target, (1,)))
+            drafters.append(EagleDrafter(eagle, target, (1,), shortlist=shortlist))
         return drafters[0]
 
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:

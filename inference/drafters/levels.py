@@ -6,8 +6,8 @@ distribution, and its children, in rank order, are these draws. Only nodes that 
 in their level. How a node is run (the cache, what the model reads) is the drafter's own.
 
 Shape letters: B rows, N nodes, n nodes of a level that are run, m those of the level above, k best tokens or draws of
-each, V vocabulary of the target, S tokens that are drafted, d hidden width, R rows of q, K draws of a node, T keys, W
-64-bit words.
+each, V vocabulary of the target, S tokens that a level drafts from, d hidden width, R rows of q, K draws of a node, T
+keys, W 64-bit words.
 """
 
 import itertools
@@ -130,9 +130,8 @@ class Levels:
 
     Args:
         tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
-        vocabulary: S, the number of tokens that are drafted.
+        vocabulary: S, the number of tokens that are drafted, at the depth that has the fewest.
         target_vocabulary: V.
-        ids: ``[S]`` int64, the target's tokens that are drafted; the first S of them if None.
         draws: in sampling mode, ``without_replacement``; ``iid``: independent draws, of which equal ones share a node;
             ``naive``: without replacement, but verified as deterministic drafts (accepted iff the target's own sample
             is among them), which is exact and accepts less: for comparison. ``none``: nothing is drawn; its nodes are
@@ -151,14 +150,14 @@ class Levels:
     """
 
     def __init__(
-        self, tree: Sequence[int] | Topology, vocabulary: int, target_vocabulary: int, ids: Tensor | None = None,
+        self, tree: Sequence[int] | Topology, vocabulary: int, target_vocabulary: int,
         draws: DrawKind = "without_replacement", costs: StepCosts | None = None, draft_cost: float | None = None,
     ) -> None:  # fmt: skip
         topology = _topology(tree, vocabulary)
         self.layout = Layout(topology)
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(map(len, self.layout.children))
-        self.vocabulary, self.target_vocabulary, self.ids, self.draws = vocabulary, target_vocabulary, ids, draws
+        self.target_vocabulary, self.draws = target_vocabulary, draws
         # Naive draws are verified, and merged, as deterministic ones.
         self.random = draws in ("without_replacement", "iid")
         self.costs, self.draft_cost = costs, draft_cost
@@ -223,21 +222,24 @@ class Levels:
         return [one + costs.relative(rows * end) for one, end in zip(passes, self.layout.firsts[1:], strict=True)]
 
     def propose(
-        self, state: State, hidden: Tensor, run: Callable[[Pass, Tensor, Tensor], Tensor],
-        logits: Callable[[Tensor, int], Tensor],
+        self, state: State, hidden: Tensor, run: Callable[[int, Pass, Tensor, Tensor], Tensor],
+        logits: Callable[[Tensor], tuple[Tensor, Tensor | None]],
     ) -> TokenTree:  # fmt: skip
         """Draft a tree.
 
         Args:
             hidden: ``[B, 1, d]`` of the root.
-            run: (a level, its tokens ``[B, n]``, the hidden states of the level above ``[B, m, d]``) → the hidden
-                states of the level's nodes that are run, ``[B, n, d]``.
-            logits: (hidden states ``[B, n, d]``, their depth) → ``[B, n, S]`` for the token after each.
+            run: (depth, the level, its tokens ``[B, n]``, the hidden states of the level above ``[B, m, d]``) → the
+                hidden states of the level's nodes that are run, ``[B, n, d]``.
+            logits: hidden states of the level just run ``[B, n, d]`` → logits ``[B, n, S]`` for the token after each,
+                and the target's tokens of these places, int64: ``[S]``; ``[B, S]``, where S may differ by level, −1
+                standing for padding, whose logits are −inf; the first S tokens if None.
         """
         tokens = [state.root[:, None]]
         acceptances = [self.ones]
         valid: list[Tensor] = []
         distributions: list[Tensor] = []
+        vocabularies: list[Tensor | None] = []  # of the distributions
         first_equal: list[Tensor] = []
         settings, uniforms = None, None
         if state.settings is not None and self.draws != "none":
@@ -261,9 +263,9 @@ class Levels:
                     if not any(continues):
                         break
             if depth:
-                hidden = run(level, level.of(tokens[-1]), hidden)
+                hidden = run(depth, level, level.of(tokens[-1]), hidden)
             self.deepest_run = depth
-            scores = logits(hidden, depth)
+            scores, ids = logits(hidden)
             above = level.of(acceptances[-1])[..., None]
             if settings is None or uniforms is None:
                 choice = self.best[depth]
@@ -285,29 +287,32 @@ class Levels:
                     drawn = drawn & (first == self.numbers[:k])  # others share the node of the first equal draw
                 valid.append(choice.of(drawn))
                 distributions.append(q)
+                vocabularies.append(ids)
                 # Must not depend on the drawn tokens, as a merge may leave out draws by it. A draw from a confident
                 # distribution is nearly always accepted, one from a flat distribution about half the time; later draws
                 # count only if the earlier ones are rejected.
                 accepted = 0.5 + 0.5 * q.amax(-1, keepdim=True)
                 acceptance = torch.where(drawn, above * accepted * (1 - accepted) ** self.numbers[:k], 0.0)
             best = choice.of(best)
-            tokens.append(best if self.ids is None else self.ids[best])
+            tokens.append(tokens_at(best, ids))
             acceptances.append(choice.of(acceptance))
         levels = len(tokens) - 1
         tree = replace(self.trees[levels].fill(torch.cat(tokens, 1)), acceptance=torch.cat(acceptances, 1))
         if not distributions:
             return tree
         draws_valid = torch.cat(valid, 1)
-        draws = self._draws(self.children[levels], draws_valid, torch.cat(distributions, 1), first_equal)
+        q, ids = _joined(distributions, vocabularies)
+        draws = self._draws(self.children[levels], draws_valid, q, ids, first_equal)
         return replace(tree, valid=draws_valid, static=None, draws=draws)
 
-    def _draws(self, child: Tensor, valid: Tensor, q: Tensor, first_equal: list[Tensor]) -> Draws:
+    def _draws(self, child: Tensor, valid: Tensor, q: Tensor, ids: Tensor | None, first_equal: list[Tensor]) -> Draws:
         """The draws of a tree; invalid nodes are not draws.
 
         Args:
             child: ``[1, N, K]`` int64, the child of each draw, −1 after a node's last one.
             valid: ``[B, N]`` bool.
             q: ``[B, R, S or V]``, of each node that was run.
+            ids: ``[1 or B, 1 or R, S]`` int64 as ``Draws`` has them, or None.
             first_equal: for i.i.d. draws, ``[B, n, K]`` int64 by level: the node's first draw of the same token.
         """
         child = child.expand(self.rows, -1, -1)
@@ -320,11 +325,40 @@ class Levels:
             return Draws(child, torch.full_like(child, ONE_HOT, dtype=torch.int8), torch.zeros_like(child))
         without_replacement = self.draws == "without_replacement" and child.shape[2] > 1
         kind = torch.full_like(child, WITHOUT_REPLACEMENT if without_replacement else IID, dtype=torch.int8)
-        if self.ids is not None:
-            return Draws(child, kind, q_row, q, self.ids[None, None])
+        if ids is not None:
+            return Draws(child, kind, q_row, q, ids)
         if q.shape[2] < self.target_vocabulary:
             q = F.pad(q, (0, self.target_vocabulary - q.shape[2]))
         return Draws(child, kind, q_row, q)
+
+
+def tokens_at(places: Tensor, ids: Tensor | None) -> Tensor:
+    """The target's tokens of places in a drafter's vocabulary.
+
+    Args:
+        places: ``[B, …]`` int64.
+        ids: ``[S]`` or ``[B, S]`` int64; places are tokens if None.
+    """
+    if ids is None:
+        return places
+    if ids.ndim == 1:
+        return ids[places]
+    return ids.gather(1, places.flatten(1)).clamp(min=0).view_as(places)  # padding has no token, and is not drafted
+
+
+def _joined(distributions: Sequence[Tensor], vocabularies: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """The distributions of all levels ``[B, n, S]`` as one, and their tokens as ``Draws`` has them."""
+    first = vocabularies[0]
+    if first is None or all(ids is first for ids in vocabularies):
+        return torch.cat([*distributions], 1), None if first is None else first[None, None]
+    longest = max(q.shape[2] for q in distributions)
+    q = torch.cat([F.pad(q, (0, longest - q.shape[2])) for q in distributions], 1)
+    ids: list[Tensor] = []
+    for of_level, each in zip(distributions, vocabularies, strict=True):
+        assert each is not None
+        padded = F.pad(each, (0, longest - each.shape[-1]), value=-1)
+        ids.append((padded if each.ndim == 1 else padded[:, None]).expand(*of_level.shape[:2], -1))
+    return q, torch.cat(ids, 1)
 
 
 def _topology(tree: Sequence[int] | Topology, vocabulary: int) -> Topology:

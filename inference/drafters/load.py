@@ -48,6 +48,7 @@ from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 
 FAMILIES = {  # drafter_type → module
+    "dynaspec": "draftsmith.inference.drafters.dynaspec",
     "eagle": "draftsmith.inference.drafters.eagle",
     "medusa": "draftsmith.inference.drafters.medusa",
     "ssm": "draftsmith.inference.drafters.ssm",

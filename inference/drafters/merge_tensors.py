@@ -14,6 +14,7 @@ from draftsmith.inference.costs import best_node_counts
 from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.tree import Draws, TokenTree, one_hot_draws
 from draftsmith.kernels.tree_attention import ancestor_mask
+from draftsmith.kernels.verify import widened
 from draftsmith.models.target import Target
 
 DRAWN_TOKENS = 2.0  # expected tokens of a step from randomly drawn nodes, used when other nodes are chosen
@@ -218,8 +219,7 @@ class TensorMerge:
             q = d.q.expand(rows, -1, -1)
             if d.ids is not None or q.shape[2] != self.vocab_size:
                 assert d.ids is not None
-                wide = q.new_zeros(rows, q.shape[1], self.vocab_size)
-                q = wide.scatter_(2, d.ids.expand(q.shape), q)
+                q = widened(q, d.ids, self.vocab_size)
             distributions.append(q)
         if deterministic:
             branching = sum(drafter.branching for drafter, each in zip(self.drafters, drawn, strict=True) if not each)

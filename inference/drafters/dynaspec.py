@@ -1,0 +1,62 @@
+"""A drafter whose levels compute only a shortlist of the LM head's rows: DynaSpec (arXiv 2510.13847), FR-Spec,
+VocabTrim, or an in-context vocabulary (:mod:`draftsmith.models.shortlist`).
+
+Its folder holds the shortlists, and the drafter as a part, a folder of its own: ``drafter_type: dynaspec`` on an
+``eagle``. The families that take shortlists have them as an argument of ``open_drafter`` and ``calibration``.
+"""
+
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from draftsmith.inference.drafters.load import Calibration, Part, family_of
+from draftsmith.models.artifact import read_drafter
+from draftsmith.models.shortlist import ShortlistHead
+
+PART = "drafter"  # its folder
+
+
+def read_parts(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor]
+) -> tuple[ShortlistHead, ModuleType, tuple[Path, dict[str, Any], dict[str, Tensor]]]:
+    """The shortlists; the module of the drafter's family; the drafter's folder, config and weights.
+
+    Raises:
+        FileNotFoundError, ValueError: something is missing, damaged or does not fit.
+    """
+    shortlist = ShortlistHead.from_artifact(config, weights, str(folder))
+    if config.get("parts") != [PART]:
+        raise ValueError(f"{folder}/config.json: field 'parts' is {config.get('parts')!r}; it has to be ['{PART}']")
+    base = read_drafter(str(folder / PART))
+    family = family_of(*base[:2])
+    if "shortlist" not in inspect.signature(family.open_drafter).parameters:
+        raise ValueError(f"{base[0]}: drafters of type '{base[1]['drafter_type']}' take no shortlists")
+    if base[1]["target"].get("fingerprint") != config["target"].get("fingerprint"):
+        raise ValueError(
+            f"{base[0]}: this drafter and its shortlists were made for different targets; train them again"
+        )
+    return shortlist, family, base
+
+
+# ---- the family, as inference/drafters/load.py describes it
+
+
+def open_drafter(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
+) -> Part:
+    """The drafter with its shortlists.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`read_parts`, or the tree is missing, damaged or does not fit.
+    """
+    shortlist, family, base = read_parts(folder, config, weights)
+    return family.open_drafter(*base, tree, merged, shortlist=shortlist)
+
+
+def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
+    """The drafter's own, decoding with the shortlists."""
+    shortlist, family, base = read_parts(folder, config, weights)
+    return family.calibration(*base, shortlist=shortlist)

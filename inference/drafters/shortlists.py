@@ -1,0 +1,155 @@
+"""The shortlists of a drafter while it decodes: which rows of the LM head a level of its tree computes.
+
+One list serves all nodes of a level: a cluster's score is the highest of theirs. The LM head's rows are copied once in
+the order of :class:`~draftsmith.models.shortlist.ShortlistHead`, so that a list is a few slabs of consecutive rows. On
+a GPU the router runs on a CUDA stream of its own, beside the drafter's layer; a CUDA graph captures this order.
+
+Shape letters: B rows, b rows that begin, n nodes, T tokens, e width of embeddings, d hidden width, M clusters, C
+capacity, S tokens that the drafter chooses from, V vocabulary of the target.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.kernels.linear import apply_linear
+from draftsmith.kernels.shortlist_linear import shortlist_logits
+from draftsmith.models.shortlist import ShortlistHead
+from draftsmith.models.target import Target
+
+
+class Shortlists:
+    """Shortlists of a drafter's LM head.
+
+    Args:
+        shortlist: is moved to the head's device, its router to the head's dtype.
+        head: the drafter's LM head, ``[…, d] → […, S]``.
+        ids: ``[S]`` int64, the target's tokens of the head's rows; the first S if None.
+        vocabulary: V.
+        after_head: the scale or cap of the target's logits, if there is one.
+
+    Raises:
+        ValueError: the head has another number of rows, or is no plain matrix.
+    """
+
+    def __init__(
+        self, shortlist: ShortlistHead, head: nn.Module, ids: Tensor | None, vocabulary: int,
+        after_head: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        weight = getattr(head, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+            raise ValueError("shortlists need the rows of the LM head, and it is quantised or no plain matrix")
+        if len(weight) != shortlist.config.outputs:
+            raise ValueError(f"the shortlists order {shortlist.config.outputs} rows, and the LM head has {len(weight)}")
+        self.config, self.after_head, self.vocabulary = shortlist.config, after_head, vocabulary
+        self.shortlist = shortlist.to(weight.device)
+        if shortlist.router is not None:
+            shortlist.router.to(weight.dtype)
+        order = shortlist.order
+        self.ids = order if ids is None else ids[order]
+        self.weight = weight.detach()[order]
+        bias = getattr(head, "bias", None)
+        self.bias = None if bias is None else bias.detach()[order]
+        self.prefixes: dict[int, nn.Linear] = {}  # by number of rows: the first ones, without a copy
+        self.rows: Tensor | None = None  # [B, C] of the level being drafted; None: its first ``tokens(depth)`` rows
+        self.depth = 0
+
+    def allocate(self, rows: int, static: bool) -> None:
+        """For steps of B rows; ``static`` as :meth:`~draftsmith.inference.drafters.protocol.Drafter.allocate`."""
+        device = self.weight.device
+        self.static, self.stream = static, None
+        if self.shortlist.router is not None and static and device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+        if self.config.shortlist != "in_context":
+            return
+        # Rows of the head whose token is in the text, by text; the place after them takes what is not in the head.
+        places = torch.full((self.vocabulary,), len(self.ids), device=device)
+        self.places = places.scatter(0, self.ids, torch.arange(len(self.ids), device=device))
+        self.seen = torch.zeros(rows, len(self.ids) + 1, dtype=torch.bool, device=device)
+
+    def buffers(self) -> Sequence[Tensor]:
+        return (self.seen,) if self.config.shortlist == "in_context" else ()
+
+    def begin(self, rows: slice) -> None:
+        """New texts begin in these rows."""
+        if self.config.shortlist == "in_context":
+            self.seen[rows] = False
+
+    def read(self, tokens: Tensor, rows: slice | None = None) -> None:
+        """Further tokens ``[b, T]`` of the texts in these rows (all if None)."""
+        if self.config.shortlist == "in_context":
+            seen = self.seen if rows is None else self.seen[rows]
+            seen.scatter_(1, self.places[tokens], value=True)
+
+    def choose(self, embeddings: Tensor, hidden: Tensor, depth: int) -> None:
+        """Choose the shortlist of a level's nodes; :meth:`logits` has it next.
+
+        Args:
+            embeddings: ``[B, n, e]`` of their tokens.
+            hidden: ``[B, n, d]`` that the drafter continues from.
+        """
+        self.depth, self.rows = depth, None
+        count = self.config.tokens(depth)
+        if self.config.shortlist == "in_context":
+            self.rows = self._in_context(count)
+        if self.shortlist.router is None or count == len(self.ids):
+            return
+        if self.stream is None:
+            self.rows = self._route(embeddings, hidden)
+            return
+        current = torch.cuda.current_stream(hidden.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            self.rows = self._route(embeddings, hidden)
+
+    def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the LM head reads, ``[B, n, d]`` → logits ``[B, n, C]``, −inf in padding, and the target's tokens of
+        these places: ``[C]``, or ``[B, C]`` with −1 in padding; int64."""
+        count = self.config.tokens(self.depth)
+        if self.rows is None:
+            logits = apply_linear(self._prefix(count), hidden)
+            return logits if self.after_head is None else self.after_head(logits), self.ids[:count]
+        if self.stream is not None:
+            torch.cuda.current_stream(hidden.device).wait_stream(self.stream)
+        rows, padding = self.rows, self.rows < 0
+        logits = shortlist_logits(hidden, self.weight, rows, self.static)
+        if self.bias is not None:
+            logits = logits + self.bias[rows.clamp(min=0)][:, None]
+        if self.after_head is not None:  # a cap would make padding finite
+            logits = self.after_head(logits).masked_fill(padding[:, None], -torch.inf)
+        return logits, self.ids[rows.clamp(min=0)].masked_fill(padding, -1)
+
+    def _route(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        assert self.shortlist.router is not None
+        dtype = self.weight.dtype
+        scores = self.shortlist.router(embeddings.to(dtype), hidden.to(dtype), self.depth)  # [B, n, M]
+        return self.shortlist.rows(scores.float().amax(1), self.depth).rows
+
+    def _in_context(self, capacity: int) -> Tensor:
+        """The first rows and those of the text, ascending, as many as fit: ``[B, C]`` int64, then −1."""
+        held = self.seen[:, :-1].clone()
+        held[:, : self.config.static] = True
+        place = held.long().cumsum(1)  # from 1
+        place = torch.where(held & (place <= capacity), place - 1, capacity)
+        rows = torch.full((len(held), capacity + 1), -1, device=held.device)
+        numbers = torch.arange(held.shape[1], device=held.device).expand_as(place)
+        return rows.scatter_(1, place, numbers)[:, :capacity].contiguous()
+
+    def _prefix(self, count: int) -> nn.Linear:
+        """The LM head of the first ``count`` rows."""
+        if count not in self.prefixes:
+            head = nn.Linear(self.weight.shape[1], count, self.bias is not None, device="meta").requires_grad_(False)
+            head.weight = nn.Parameter(self.weight[:count], requires_grad=False)
+            if self.bias is not None:
+                head.bias = nn.Parameter(self.bias[:count], requires_grad=False)
+            self.prefixes[count] = head
+        return self.prefixes[count]
+
+
+def shortlists_of(
+    shortlist: ShortlistHead, head: nn.Module, ids: Tensor | None, target: Target, shared: bool
+) -> Shortlists:
+    """Shortlists of a drafter for a target; ``shared``: its LM head is the target's, or rows of it."""
+    after_head = target.after_head if shared and target.changes_logits else None
+    return Shortlists(shortlist, head, ids, target.vocab_size, after_head)

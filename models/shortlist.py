@@ -1,0 +1,205 @@
+"""Shortlists of a drafter's LM head: at each depth only some of its rows are computed, and the target still verifies
+over its whole vocabulary.
+
+    fr_spec      the most frequent tokens of a general corpus (FR-Spec, arXiv 2502.14856)
+    vocab_trim   the most frequent tokens of the target's own text (VocabTrim, arXiv 2506.22694)
+    in_context   the most frequent tokens and those of the text so far
+    dynaspec     clusters of tokens, chosen for each node by a small router (DynaSpec, arXiv 2510.13847)
+
+All have one form: the head's rows are put in an order, and a shortlist of depth t has at most ``capacity[t]`` of them.
+The first three order them by frequency. DynaSpec orders them by cluster, and takes the k_c(t) clusters of the highest
+scores, as many as fit:
+
+    s = W₂ · SiLU(W₁ · cat(norm(e), norm(h̃)) + b_t) + b₂        e: embedding of the node's token; b_t: of its depth
+
+h̃ is what the drafter's layer continues from (§3 of the paper): the fused feature of the root, for deeper nodes their
+parent's hidden state. Both are known before the layer runs, so the router can run at the same time.
+
+Shape letters: P positions, S tokens that the drafter chooses from, M clusters, e width of embeddings, d of hidden
+states, h of the router, K depths.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftsmith.kernels.shortlist_linear import Shortlist as Rows
+from draftsmith.kernels.shortlist_linear import pack_shortlist
+
+Kind = Literal["fr_spec", "vocab_trim", "in_context", "dynaspec"]
+Schedule = Literal["fixed", "position_aware"]
+DEPTHS = 8  # K: deeper nodes have the last one's shortlist
+
+
+def budget(most: int, schedule: Schedule, depths: int = DEPTHS) -> tuple[int, ...]:
+    """Clusters, or tokens, of the shortlists of depths 0 … depths − 1.
+
+        fixed            k(t) = k_max
+        position_aware   k(t) = k_max for t = 0 and 1;  max(1, ⌊k_max / (2 (t + 1))⌋) for t ≥ 2  (DynaSpec §3.3)
+
+    Args:
+        most: k_max.
+    """
+    if schedule == "fixed":
+        return (most,) * depths
+    return tuple(most if depth < 2 else max(1, most // (2 * (depth + 1))) for depth in range(depths))
+
+
+@dataclass(frozen=True)
+class ShortlistConfig:
+    """The shape of a drafter's shortlists.
+
+    outputs: S, rows of the drafter's LM head.
+    capacity: tokens of a shortlist at most, by depth; deeper nodes have the last one's.
+    static: of ``in_context``, how many of the most frequent tokens are in every shortlist.
+    clusters: of ``dynaspec``, clusters wanted, by depth; ``num_clusters`` M, ``router_width`` h, ``embedding_size`` e
+        and ``feature_size`` d.
+    """
+
+    shortlist: Kind
+    outputs: int
+    capacity: tuple[int, ...]
+    static: int = 0
+    clusters: tuple[int, ...] = ()
+    num_clusters: int = 0
+    router_width: int = 0
+    embedding_size: int = 0
+    feature_size: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "clusters"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.shortlist not in get_args(Kind):
+            raise ValueError(f"field 'shortlist' is {self.shortlist!r}; known: {', '.join(get_args(Kind))}")
+        routed = self.shortlist == "dynaspec"
+        needed = ("outputs", *(("num_clusters", "router_width", "embedding_size", "feature_size") if routed else ()))
+        for name in needed:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
+        lists = {"capacity": self.outputs} | ({"clusters": self.num_clusters} if routed else {})
+        for name, most in lists.items():
+            values = getattr(self, name)
+            if not values or any(type(value) is not int or not 1 <= value <= most for value in values):
+                raise ValueError(f"field '{name}' is {list(values)!r}; it has to be whole numbers from 1 to {most}")
+        if type(self.static) is not int or not 0 <= self.static <= min(self.capacity):
+            raise ValueError(f"field 'static' is {self.static!r}; it has to be 0 to {min(self.capacity)}, the capacity")
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = asdict(self) | {"capacity": list(self.capacity), "clusters": list(self.clusters)}
+        return fields if self.shortlist == "dynaspec" else {k: v for k, v in fields.items() if v or k == "static"}
+
+    @property
+    def fewest(self) -> int:
+        """Places of the shortest shortlist; those that stay empty are never drafted."""
+        return min(self.capacity)
+
+    def tokens(self, depth: int) -> int:
+        """The capacity of the shortlists of a depth."""
+        return self.capacity[min(depth, len(self.capacity) - 1)]
+
+    def wanted(self, depth: int) -> int:
+        """The clusters wanted at a depth."""
+        return self.clusters[min(depth, len(self.clusters) - 1)]
+
+
+class Router(nn.Module):
+    """Scores of token clusters, from a node's token and the hidden state above it; formula in the module's docstring.
+
+    The norms are root mean squares, without weights, so that the router does not depend on how large a drafter's
+    hidden states are.
+    """
+
+    def __init__(self, embedding_size: int, feature_size: int, width: int, num_clusters: int) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(embedding_size + feature_size, width, bias=False)
+        self.depth = nn.Embedding(DEPTHS, width)
+        self.clusters = nn.Linear(width, num_clusters)
+        nn.init.zeros_(self.depth.weight)
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, depth: Tensor | int) -> Tensor:
+        """``[…, e]``, ``[…, d]``, depth ``[…]`` int64 or one number → scores ``[…, M]``."""
+        x = torch.cat((_norm(embeddings), _norm(hidden)), -1)
+        at = self.depth.weight[min(depth, DEPTHS - 1)] if isinstance(depth, int) else self.depth(depth)
+        return self.clusters(F.silu(self.inputs(x.to(self.inputs.weight.dtype)) + at))
+
+
+def _norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
+class ShortlistHead(nn.Module):
+    """The order of a drafter's LM head and, of ``dynaspec``, the router.
+
+    order: ``[S]`` int64, the place in the drafter's vocabulary of each row: by cluster, or by falling frequency.
+    starts: ``[M + 1]`` int64, the first row of each cluster, then S; empty without clusters.
+    """
+
+    def __init__(self, config: ShortlistConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.order: Tensor
+        self.starts: Tensor
+        self.register_buffer("order", torch.arange(config.outputs))
+        self.register_buffer("starts", torch.zeros(config.num_clusters + 1 if config.num_clusters else 0).long())
+        self.router: Router | None = None
+        if config.shortlist == "dynaspec":
+            self.router = Router(config.embedding_size, config.feature_size, config.router_width, config.num_clusters)
+
+    @classmethod
+    def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "ShortlistHead":
+        """From a folder's config and weights.
+
+        Raises:
+            ValueError: a field or tensor is missing, unknown or damaged.
+        """
+        names = ShortlistConfig.__dataclass_fields__
+        try:
+            shape = ShortlistConfig(**{name: config[name] for name in names if name in config})
+        except (TypeError, ValueError) as wrong:
+            raise ValueError(f"{where}/config.json: {wrong}") from None
+        head, file = cls(shape), f"{where}/model.safetensors"
+        expected = {name: tuple(p.shape) for name, p in head.state_dict().items()}
+        stored = {name: tuple(w.shape) for name, w in weights.items()}
+        if expected != stored:
+            name = sorted(name for name in expected | stored if expected.get(name) != stored.get(name))[0]
+            raise ValueError(
+                f"{file}: '{name}' is {stored.get(name, 'missing')} instead of {expected.get(name, 'absent')}, as "
+                "config.json promises; fetch or train the drafter again"
+            )
+        order, starts = weights["order"].long(), weights["starts"].long()
+        if not torch.equal(order.sort().values, torch.arange(shape.outputs)):
+            raise ValueError(f"{file}: 'order' does not hold each row of the LM head once; fetch or train it again")
+        if len(starts) and (int(starts[0]) or int(starts[-1]) != shape.outputs or bool((starts.diff() < 0).any())):
+            raise ValueError(f"{file}: 'starts' does not ascend from 0 to {shape.outputs}; fetch or train it again")
+        head.load_state_dict({name: w.long() if name in ("order", "starts") else w for name, w in weights.items()})
+        return head.eval().requires_grad_(False)
+
+    def rows(self, scores: Tensor, depth: int) -> Rows:
+        """The rows of the clusters of the highest scores ``[B, M]``, as many as depth's shortlist wants and holds."""
+        return pack_shortlist(scores, self.starts, self.config.wanted(depth), self.config.tokens(depth))
+
+    def contains(self, tokens: Tensor, embeddings: Tensor, hidden: Tensor, depth: int, seen: Tensor) -> Tensor:
+        """Whether tokens are in the shortlists of nodes, each node's for itself; for evaluation.
+
+        Args:
+            tokens: ``[P, R]`` int64 places in the drafter's vocabulary.
+            embeddings, hidden: ``[P, e]`` and ``[P, d]``, as the router reads them.
+            seen: ``[P, R]`` bool, whether the text before a node holds a token.
+
+        Returns:
+            ``[P, R]`` bool.
+        """
+        config, count = self.config, self.config.tokens(depth)
+        row = torch.empty_like(self.order)
+        row[self.order] = torch.arange(len(row), device=row.device)
+        row = row[tokens]
+        if self.router is None:
+            return row < count if config.shortlist != "in_context" else (row < config.static) | seen
+        chosen = self.rows(self.router(embeddings, hidden, depth).float(), depth).rows
+        taken = torch.zeros(len(tokens), len(self.order) + 1, dtype=torch.bool, device=tokens.device)
+        return taken.scatter_(1, torch.where(chosen < 0, len(self.order), chosen), value=True).gather(1, row)
