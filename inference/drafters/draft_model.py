@@ -7,23 +7,30 @@ moves the K/V of accepted nodes as in the target's cache. Only nodes that have c
 their level. Accepted tokens that the model has not run (leaves; nodes that other drafters of a merge propose) are run
 with the next root, in one forward pass.
 
+With shortlists (:mod:`draftsmith.models.shortlist`) a level computes only some rows of the model's LM head. A router
+reads the node's own token and the hidden state that the LM head reads: the model continues from tokens alone, so that
+what is known before its layers run says less than the node's own state, and there is nothing to run beside them.
+
 Shape letters: B rows, N nodes, n nodes of a level that are run, k best tokens or draws of each, V vocabulary, S draft
-vocabulary, d hidden width, A depth of the deepest node + 1.
+vocabulary, d hidden width, A depth of the deepest node + 1, T tokens of a text, P positions where a step begins.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import StepCosts
 from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, chain_passes
 from draftsmith.inference.drafters.protocol import Drafter, State
+from draftsmith.inference.drafters.shortlists import Shortlists
+from draftsmith.inference.rollouts import Drafts, Rollout
 from draftsmith.inference.runner import Runner
 from draftsmith.inference.tree import TokenTree, Topology
 from draftsmith.inference.verify import Verdict
+from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab, head_rows
 
@@ -64,16 +71,18 @@ class DraftModelDrafter(Drafter):
         draft_vocab: ``[S]`` int64, ascending: the ids that are drafted; logits are computed for these alone.
         draws, costs: as :class:`~draftsmith.inference.drafters.levels.Levels` takes them.
         draft_cost: time of a forward pass of the model with one row, in plain steps of the target; see ``Levels``.
+        shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec).
 
     Raises:
         ValueError: the vocabularies differ, the models are on different devices, the draft vocabulary is not made of
-            ascending ids of both models, its rows cannot be taken from the LM head, or the tree is empty, not positive,
-            or too large.
+            ascending ids of both models, its rows cannot be taken from the LM head, shortlists do not fit it, or the
+            tree is empty, not positive, or too large.
     """
 
     def __init__(
         self, model: Target, target: Target, tree: Sequence[int] | Topology, *, draft_vocab: Tensor | None = None,
         draws: DrawKind = "without_replacement", costs: StepCosts | None = None, draft_cost: float | None = None,
+        shortlist: ShortlistHead | None = None,
     ) -> None:  # fmt: skip
         check_vocabulary(model, target)
         if model.device != target.device:
@@ -88,14 +97,35 @@ class DraftModelDrafter(Drafter):
             self.vocabulary, self.ids = draft_vocab.numel(), draft_vocab.long().to(model.device)
             self.head = copy(model)  # Target.logits then applies the model's own scale and cap to these rows
             self.head.lm_head = head_rows(model.lm_head, self.ids)
-        self.levels = Levels(tree, self.vocabulary, target.vocab_size, draws, costs, draft_cost)
-        self.layout, self.branching = self.levels.layout, self.levels.branching
-        self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
-        self.static, self.random, self.models = True, self.levels.random, (model,)
-        self.target_vocabulary = target.vocab_size
-        embedding = model.model.get_input_embeddings().weight
+        self.shortlists: Shortlists | None = None
+        if shortlist is not None:
+            after_head = model.after_head if model.changes_logits else None
+            rows = _drafted_rows(self.head.lm_head, self.vocabulary)
+            self.shortlists = Shortlists(shortlist, rows, self.ids, target.vocab_size, after_head)
+        self.static, self.models = True, (model,)
+        self.target_vocabulary, self.embed = target.vocab_size, model.embeddings
+        embedding = self.embed.weight
         assert isinstance(embedding, Tensor)
         self.last_id = embedding.shape[0] - 1
+        self._take(tree, draws, costs, draft_cost)
+
+    def with_tree(
+        self, tree: Sequence[int] | Topology, *, draws: DrawKind = "without_replacement",
+        costs: StepCosts | None = None, draft_cost: float | None = None,
+    ) -> "DraftModelDrafter":  # fmt: skip
+        """A drafter of the same model and LM head, with another tree."""
+        other = copy(self)
+        other.shortlists = copy(self.shortlists)  # with buffers of its own
+        other._take(tree, draws, costs, draft_cost)
+        return other
+
+    def _take(
+        self, tree: Sequence[int] | Topology, draws: DrawKind, costs: StepCosts | None, draft_cost: float | None
+    ) -> None:
+        outputs = self.vocabulary if self.shortlists is None else self.shortlists.config.fewest
+        self.levels = Levels(tree, outputs, self.target_vocabulary, draws, costs, draft_cost)
+        self.layout, self.branching, self.random = self.levels.layout, self.levels.branching, self.levels.random
+        self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         rows, device = cache.rows, cache.lengths.device
@@ -105,6 +135,8 @@ class DraftModelDrafter(Drafter):
         self.cache.lengths = cache.lengths  # shared: both hold the same text
         self.runner = Runner(self.model, self.cache, static)
         self.levels.allocate(rows, device, max_depth, static)
+        if self.shortlists is not None:
+            self.shortlists.allocate(rows, static)
         # For each i, whether a node has been run if levels 0 … i were, [N + 1]; False in the last place, for node −1.
         ran = torch.zeros(self.max_depth, self.num_nodes + 1, dtype=torch.bool)
         for number, level in enumerate(self.levels.passes):
@@ -126,25 +158,43 @@ class DraftModelDrafter(Drafter):
         self.numbers = torch.arange(max(self.num_nodes, self.max_depth, self.max_missing) + 2, device=device)
 
     def buffers(self) -> Sequence[Tensor]:
-        return self.cached, self.missing_tokens
+        own = self.cached, self.missing_tokens
+        return own if self.shortlists is None else (*own, *self.shortlists.buffers())
 
     def begin(self, rows: slice) -> None:
         self.cached[rows] = _ALL_CACHED  # the prefill runs the whole prompt
+        if self.shortlists is not None:
+            self.shortlists.begin(rows)
 
     def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+        if self.shortlists is not None:
+            self.shortlists.read(tokens, rows)
         self.cache.window = None if rows.stop - rows.start == self.rows else rows
         self.runner.forward_chunk(self._readable(tokens), start)
         self.cache.window = None
 
     def propose(self, state: State) -> TokenTree:
         hidden = self._run_root(state)  # [B, 1, d]
+        if self.shortlists is not None:
+            self.shortlists.read(state.root[:, None])
+            self._choose(self.shortlists, state.root[:, None], hidden, 0)
 
         def run(depth: int, level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
-            return self._run(level, tokens, state.length)
+            hidden = self._run(level, tokens, state.length)
+            if self.shortlists is not None:
+                self._choose(self.shortlists, tokens, hidden, depth)
+            return hidden
 
         return self.levels.propose(state, hidden, run, self._logits)
 
+    def _choose(self, shortlists: Shortlists, tokens: Tensor, hidden: Tensor, depth: int) -> None:
+        """Choose the shortlist of a level's nodes, after they were run: ``[B, n]``, ``[B, n, d]``. The router reads
+        what the LM head reads, so that it cannot run beside the layers."""
+        shortlists.choose(self.embed(self._readable(tokens)), hidden, depth)
+
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
+        if self.shortlists is not None:
+            self.shortlists.read_accepted(tree, verdict)
         path, length, own_path = verdict.path, verdict.length, verdict.own_path
         deepest_run = self.levels.deepest_run
         ran = self.ran[deepest_run]
@@ -191,4 +241,38 @@ class DraftModelDrafter(Drafter):
         return tokens.clamp(max=self.last_id) if self.last_id + 1 < self.target_vocabulary else tokens
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.shortlists is not None:
+            return self.shortlists.logits(hidden)
         return self.head.logits(hidden)[..., : self.vocabulary], self.ids
+
+
+def _drafted_rows(head: nn.Module, count: int) -> nn.Module:
+    """The first rows of an LM head, where it has more."""
+    weight = head.weight
+    assert isinstance(weight, Tensor)
+    return head if len(weight) == count else head_rows(head, torch.arange(count, device=weight.device))
+
+
+def drafts(model: Target, target: Target, draft_vocab: Tensor | None = None, depth: int = DEPTHS) -> Drafts:
+    """A draft model as shortlists are made for it: at depth k it has read the text up to the token k + 1 after the one
+    that a position stands for. What would be beyond the text's end is its last token.
+
+    Args:
+        draft_vocab: as :class:`DraftModelDrafter` takes it.
+    """
+    ids = None if draft_vocab is None else draft_vocab.long().to(model.device)
+    head = head_rows(model.lm_head, ids) if ids is not None else model.lm_head
+    head = _drafted_rows(head, min(model.vocab_size, target.vocab_size) if ids is None else len(ids))
+    embed, head_dtype = model.embeddings, next(head.parameters()).dtype
+
+    def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
+        rows = tokens.to(model.device).long().clamp(max=embed.weight.shape[0] - 1)  # as it reads ids beyond its own
+        row, place = supervised[:, 1:].to(model.device).nonzero().unbind(1)  # [P], of the tokens before roots
+        hidden = model.hidden(rows)  # [B, T, d]
+        for k in range(depth):
+            at = (place + k + 1).clamp(max=rows.shape[1] - 1)
+            state = hidden[row, at]
+            yield Rollout(rows[row, at], state, state.to(head_dtype))
+
+    # The LM head is not the target's, whose scale or cap would be applied to it otherwise.
+    return Drafts(run, embed, head, ids, embed.weight.shape[1], model.hidden_size, shared=False)

@@ -91,10 +91,7 @@ class EagleDrafter(Drafter):
     ) -> None:  # fmt: skip
         config = eagle.config
         check_context(eagle, target)
-        self.eagle, self.target, self.device = eagle.to(target.device), target, target.device
-        for name, part in eagle.named_children():
-            if name != "rotary":  # its frequencies stay in float32
-                part.to(target.dtype)
+        self.eagle, self.target, self.device = to_target(eagle, target), target, target.device
         self.captures = config.captured_layers
         self.embed = target.embeddings
         self.ids = eagle.draft_vocab
@@ -337,6 +334,14 @@ def fewest_outputs(eagle: Eagle, shortlists: ShortlistConfig | None) -> int:
     return eagle.config.outputs if shortlists is None else shortlists.fewest
 
 
+def to_target(eagle: Eagle, target: Target) -> Eagle:
+    """The drafter, moved to the target's device and cast to its dtype, except the rotary frequencies."""
+    for name, part in eagle.to(target.device).named_children():
+        if name != "rotary":
+            part.to(target.dtype)
+    return eagle
+
+
 def check_context(eagle: Eagle, target: Target, where: str = "the EAGLE drafter") -> None:
     """Check that a drafter has a position for each of the target's.
 
@@ -393,7 +398,7 @@ def pass_time(drafter: EagleDrafter, costs: StepCosts) -> float:
 
 def drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
     """A drafter as shortlists are made for it; the router reads what the layer reads, so both can run at once."""
-    eagle.to(target.device)
+    to_target(eagle, target)
     head, embed = eagle.draft_head(target.lm_head), target.embeddings
     dtypes = eagle.fc.weight.dtype, next(head.parameters()).dtype
 
@@ -457,7 +462,7 @@ def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]
     """
     eagle = Eagle.from_artifact(config, weights, str(folder))
     check_context(eagle, target, str(folder))
-    return drafts(eagle.to(target.dtype), target)
+    return drafts(eagle, target)
 
 
 def calibration(

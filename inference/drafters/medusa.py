@@ -1,26 +1,36 @@
 """Medusa as a drafter: all heads read one hidden state and fill a fixed tree of ranks (arXiv 2401.10774 §2.1).
 
+With shortlists (:mod:`draftsmith.models.shortlist`) each head has its own: head k's is that of depth k. A router reads
+the root's token and the head's feature, which is what the LM head reads too.
+
 Shape letters: B rows, K heads, R ranks kept per head, N nodes, d hidden width, V vocabulary, S draft vocabulary (V if
-there is none).
+there is none), P positions where a step begins.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import STANDARD_COSTS, StepCosts, draft_time
+from draftsmith.inference.drafters.levels import tokens_at
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.protocol import Drafter, DraftEstimate, State
+from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.inference.ranks import head_ranks
+from draftsmith.inference.rollouts import Drafts, Rollout
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology, read_candidates, read_tree
+from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.head_topk import MAX_COUNT, head_topk
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
 
 _STANDARD_TIME = 0.1  # of drafting, over a plain step; for sampling, where measurements must not decide
@@ -46,24 +56,42 @@ class MedusaDrafter(Drafter):
         costs, draft_time: costs of the target's steps; time of drafting, over a plain step of the target. With both and
             ``acceptances``, eager steps propose only the nodes of the topology that pay: in sampling mode by standard
             costs, so that a seed gives the same text on every machine.
+        shortlist: each head computes only some rows of the LM head that they share (FR-Spec, DynaSpec).
 
     Raises:
-        ValueError: the tree is deeper than there are heads, or asks for a rank beyond the vocabulary.
+        ValueError: the tree is deeper than there are heads, or asks for a rank beyond the vocabulary or a shortlist; or
+            shortlists do not fit the LM head, or the heads have projections of their own.
     """
 
     static = True
 
     def __init__(
         self, heads: MedusaHeads, topology: Topology, target: Target, acceptances: Sequence[float] | None = None,
-        costs: StepCosts | None = None, draft_time: float | None = None,
+        costs: StepCosts | None = None, draft_time: float | None = None, shortlist: ShortlistHead | None = None,
     ) -> None:  # fmt: skip
-        _check_topology(topology, heads.config)
-        self.heads = heads.to(target.device, target.dtype)
-        self.draft_head = heads.draft_head(target.lm_head)
+        self.outputs = _fewest_outputs(heads.config, None if shortlist is None else shortlist.config)
+        self.heads, self.target = heads.to(target.device, target.dtype), target
+        self.draft_head, self.embed = heads.draft_head(target.lm_head), target.embeddings
+        self.shortlists: Shortlists | None = None
+        if shortlist is not None:  # ranks depend on no scale or cap of the logits
+            self.shortlists = Shortlists(shortlist, self.draft_head, heads.draft_vocab, target.vocab_size)
+        self.acceptances, self.device = acceptances, target.device
+        self.costs, self.draft_time = costs, draft_time
+        self._take(topology)
+
+    def with_tree(self, topology: Topology) -> "MedusaDrafter":
+        """A drafter with the same weights and another tree, all of whose nodes it proposes."""
+        other = copy(self)
+        other.acceptances, other.shortlists = None, copy(self.shortlists)  # with buffers of its own
+        other._take(topology)
+        return other
+
+    def _take(self, topology: Topology) -> None:
+        heads, target = self.heads, self.target
+        _check_topology(topology, heads.config, self.outputs)
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
-        self.topology, self.acceptances, self.device = topology, acceptances, target.device
-        self.costs, self.draft_time, self.deepest = costs, draft_time, self.max_depth
+        self.topology, self.deepest = topology, self.max_depth
         self.greedy = self.sampled = self._shape(range(len(topology.paths)))
         # If all heads share a plain matrix, a kernel finds their best tokens without storing the logits.
         self.shared_matrix: Tensor | None = None
@@ -73,6 +101,8 @@ class MedusaDrafter(Drafter):
             self.shared_matrix = cast(Tensor, head.weight)
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
+        if self.shortlists is not None:
+            self.shortlists.allocate(cache.rows, static)
         self.deepest = max_depth
         self.greedy = self.sampled = self._shape(range(len(self.topology.paths)))
         self.estimate = None
@@ -81,6 +111,22 @@ class MedusaDrafter(Drafter):
         self.greedy, tokens = self._paying(self.costs.table(self.num_nodes, cache.rows), self.draft_time)
         self.sampled, _ = self._paying(STANDARD_COSTS.table(self.num_nodes, 1), _STANDARD_TIME)
         self.estimate = DraftEstimate(self.draft_time, len(self.greedy.choice) + 1, tokens)
+
+    def buffers(self) -> Sequence[Tensor]:
+        return () if self.shortlists is None else self.shortlists.buffers()
+
+    def begin(self, rows: slice) -> None:
+        if self.shortlists is not None:
+            self.shortlists.begin(rows)
+
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+        if self.shortlists is not None:
+            self.shortlists.read(tokens, rows)
+
+    def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
+        """Nothing is kept but what in-context shortlists read; the next root is read when it is drafted from."""
+        if self.shortlists is not None:
+            self.shortlists.read_accepted(tree, verdict)
 
     def proposed_nodes(self, sampled: bool) -> int:
         return len((self.sampled if sampled else self.greedy).choice) + 1
@@ -110,8 +156,11 @@ class MedusaDrafter(Drafter):
         acceptance = None if shape.acceptance is None else shape.acceptance.expand(len(state.root), -1)
         if not len(shape.choice):
             return shape.tree.fill(state.root[:, None], acceptance=acceptance)
-        best = self._best(state.feature, shape).transpose(0, 1).flatten(1)  # [B, K·R]
-        drafts = self.heads.tokens(best.index_select(1, shape.choice))  # [B, N − 1]
+        if self.shortlists is None:
+            best = self._best(state.feature, shape).transpose(0, 1).flatten(1)  # [B, K·R]
+            drafts = self.heads.tokens(best.index_select(1, shape.choice))  # [B, N − 1]
+        else:
+            drafts = self._shortlisted(self.shortlists, state, shape).index_select(1, shape.choice)
         tokens = torch.cat([state.root[:, None], drafts], 1)
         return shape.tree.fill(tokens, acceptance=acceptance)
 
@@ -124,50 +173,119 @@ class MedusaDrafter(Drafter):
         return ids.unflatten(0, features.shape[:2])
 
 
-def _check_topology(topology: Topology, config: MedusaConfig, where: str = "") -> None:
+    def _shortlisted(self, shortlists: Shortlists, state: State, shape: _Shape) -> Tensor:
+        """The R most likely tokens of each head's shortlist, ``[B, K·R]``."""
+        root = state.root[:, None]
+        shortlists.read(root)
+        embeddings = self.embed(root)
+        tokens: list[Tensor] = []
+        for depth, feature in enumerate(self.heads.features(state.feature, shape.depth)[:, :, None]):  # [B, 1, d]
+            shortlists.choose(embeddings, feature, depth)
+            logits, ids = shortlists.logits(feature)
+            tokens.append(tokens_at(logits.topk(shape.ranks, -1).indices, ids)[:, 0])
+        return torch.cat(tokens, 1)
+
+
+def _check_topology(topology: Topology, config: MedusaConfig, outputs: int, where: str = "") -> None:
     if topology.max_depth > config.num_draft_heads:
         raise ValueError(
             f"{where}the tree is {topology.max_depth} deep, but there are {config.num_draft_heads} draft heads"
         )
-    if topology.max_rank >= config.outputs:
-        raise ValueError(f"{where}the tree asks for rank {topology.max_rank} of a vocabulary of {config.outputs}")
+    if topology.max_rank >= outputs:
+        raise ValueError(f"{where}the tree asks for rank {topology.max_rank} of a vocabulary of {outputs}")
+
+
+def _check_shared(config: MedusaConfig, where: str = "") -> None:
+    if config.projection != "shared":
+        raise ValueError(
+            f"{where}Medusa heads with an own projection have no common LM head, whose rows shortlists choose; train "
+            "heads with drafter.projection=shared"
+        )
+
+
+def _fewest_outputs(config: MedusaConfig, shortlists: ShortlistConfig | None, where: str = "") -> int:
+    """Tokens that a head chooses from, at least.
+
+    Raises:
+        ValueError: there are shortlists, and the heads have projections of their own.
+    """
+    if shortlists is None:
+        return config.outputs
+    _check_shared(config, where)
+    return shortlists.fewest
+
+
+def drafts(heads: MedusaHeads, target: Target, depth: int = DEPTHS) -> Drafts:
+    """Heads with a shared projection, as shortlists are made for them; the first ``depth`` of them."""
+    heads = heads.to(target.device, target.dtype)
+    head, embed = heads.draft_head(target.lm_head), target.embeddings
+    head_dtype = next(head.parameters()).dtype
+
+    def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
+        rows, begins = tokens.to(target.device).long(), torch.zeros_like(supervised)
+        begins[:, :-1] = supervised[:, 1:]
+        begins = begins.to(target.device)
+        roots = F.pad(rows[:, 1:], (0, 1))[begins]  # [P]
+        hidden = target.hidden(rows)[begins].to(heads.weight.dtype)  # [P, d]
+        for feature in heads.features(hidden, min(depth, heads.config.num_draft_heads)):
+            yield Rollout(roots, feature, feature.to(head_dtype))
+
+    return Drafts(run, embed, head, heads.draft_vocab, embed.weight.shape[1], target.hidden_size, shared=True)
 
 
 # ---- the family, as inference/drafters/load.py describes it
 
 
 def open_drafter(
-    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
-) -> Part:
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool,
+    shortlist: ShortlistHead | None = None,
+) -> Part:  # fmt: skip
     """Heads and their tree, checked against each other.
 
     Raises:
         FileNotFoundError, ValueError: there is no such tree, it is damaged, or it does not fit the heads; or the
-            weights are not those that the config promises.
+            weights are not those that the config promises, or have no common LM head for shortlists.
     """
     assert tree is not None
     # A merge chooses from more nodes than the calibrated tree has.
     topology, acceptances = read_candidates(tree) if merged else (read_tree(tree), None)
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
-    _check_topology(topology, heads.config, f"{tree}: ")
+    outputs = _fewest_outputs(heads.config, None if shortlist is None else shortlist.config, f"{folder}: ")
+    _check_topology(topology, heads.config, outputs, f"{tree}: ")
 
     def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
-        drafter = MedusaDrafter(heads, topology, target, acceptances)
-        if costs is None or acceptances is None:
-            return drafter
-        return MedusaDrafter(heads, topology, target, acceptances, costs, draft_time(drafter, target, costs))
+        drafter = MedusaDrafter(heads, topology, target, acceptances, shortlist=shortlist)
+        if costs is not None and acceptances is not None:
+            drafter.costs, drafter.draft_time = costs, draft_time(drafter, target, costs)
+        return drafter
 
     return Part(build)
 
 
-def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
-    """Each head's rank of the true token; trees as deep as there are heads."""
+def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
+    """What shortlists are made for.
+
+    Raises:
+        ValueError: the weights are not those that the config promises, or the heads have projections of their own.
+    """
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
+    _check_shared(heads.config, f"{folder}: ")
+    return drafts(heads, target)
+
+
+def calibration(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shortlist: ShortlistHead | None = None
+) -> Calibration:
+    """Each head's rank of the true token, by its whole LM head; trees as deep as there are heads."""
+    heads = MedusaHeads.from_artifact(config, weights, str(folder))
+    drafters: list[MedusaDrafter] = []
 
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
         return head_ranks(target, heads.to(target.device), tokens, supervised)
 
     def build(target: Target, topology: Topology) -> Drafter:
-        return MedusaDrafter(heads, topology, target)
+        if not drafters:  # all trees share its copy of the LM head's rows
+            drafters.append(MedusaDrafter(heads, Topology(((0,),)), target, shortlist=shortlist))
+        return drafters[0].with_tree(topology)
 
     return Calibration(heads.config.num_draft_heads, ranks, build)

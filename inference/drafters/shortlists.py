@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from draftsmith.inference.tree import TokenTree
+from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.shortlist_linear import shortlist_logits
 from draftsmith.models.shortlist import ShortlistHead
@@ -75,12 +77,21 @@ class Shortlists:
         """New texts begin in these rows."""
         if self.config.shortlist == "in_context":
             self.seen[rows] = False
+            # Shorter prompts of a batch are padded with token 0: if each text has it, none depends on the others.
+            self.seen[rows, self.places[0]] = True
 
     def read(self, tokens: Tensor, rows: slice | None = None) -> None:
         """Further tokens ``[b, T]`` of the texts in these rows (all if None)."""
         if self.config.shortlist == "in_context":
             seen = self.seen if rows is None else self.seen[rows]
             seen.scatter_(1, self.places[tokens], value=True)
+
+    def read_accepted(self, tree: TokenTree, verdict: Verdict) -> None:
+        """The root's token and those of the accepted path, of the texts in all rows."""
+        if self.config.shortlist == "in_context":
+            path = verdict.path.clamp(max=tree.tokens.shape[1] - 1)
+            beyond = torch.arange(path.shape[1], device=path.device) > verdict.length[:, None]
+            self.read(tree.tokens.gather(1, path.masked_fill(beyond, 0)))
 
     def choose(self, embeddings: Tensor, hidden: Tensor, depth: int) -> None:
         """Choose the shortlist of a level's nodes; :meth:`logits` has it next.

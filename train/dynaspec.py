@@ -1,0 +1,297 @@
+"""Train shortlists of a drafter's LM head (DynaSpec, arXiv 2510.13847; FR-Spec, arXiv 2502.14856).
+
+    accelerate launch train/dynaspec.py recipes/tiny-dynaspec.yaml [section.field=value ...] [--tiny] [--resume]
+    accelerate launch train/dynaspec.py recipes/tiny-dynaspec.yaml drafter.shortlist=fr_spec drafter.size=1024
+
+1. clusters: spherical k-means on the rows of the LM head that the drafter uses
+2. rollouts: what the trained drafter's layer and its whole LM head say at every depth, after the true tokens
+3. router: L = BCE of the clusters that hold the whole head's ten likeliest tokens or the target's (labels: top10), or
+   CE with the ten tokens' probability by cluster (labels: mass); the drafter and the LM head are frozen
+4. k_max and schedule: the fastest that keep ``drafter.keep`` of the whole head's simulated τ
+
+A list by frequency (fr_spec, vocab_trim, in_context) is counted, and trains nothing. Then: inference/calibrate.py,
+inference/decode.py. Shape letters: S sequences, B positions of one, K depths, M clusters, V vocabulary, d hidden width.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, get_args
+
+from draftsmith.common.command import before_imports, recipe_parser, run_command
+
+PARSER = recipe_parser(
+    __doc__, "recipes/tiny-dynaspec.yaml", "drafter.num_clusters=64", "two steps on a small random target"
+)
+if __name__ == "__main__":
+    before_imports(PARSER)
+
+import torch
+from pydantic import Field, model_validator
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftsmith.common.recipe import Section
+from draftsmith.common.sections import DrafterRecipe, Name, Positive, Share, Source
+from draftsmith.data.packing import Rows
+from draftsmith.inference.drafters.dynaspec import PART
+from draftsmith.inference.ranks import best_tree, simulate
+from draftsmith.inference.rollouts import Drafts, Recorded, kept, record
+from draftsmith.inference.tree import Topology
+from draftsmith.models.shortlist import DEPTHS, Kind, Schedule, ShortlistConfig, ShortlistHead, budget
+from draftsmith.models.target import Target
+from draftsmith.train import sharded
+from draftsmith.train.dry_run import Plan, target_shape
+from draftsmith.train.loop import Batch, console
+from draftsmith.train.run import Run, Script, run_script
+from draftsmith.train.shortlists import BEST, cluster, frequency, head_seconds, load_base, rollouts
+
+BLOCK = 64  # positions of a training sequence
+SIMULATED_NODES = 16  # of the tree whose τ selects
+SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)  # of the clusters: values of k_max that are tried
+
+
+class Drafter(Section):
+    tiny: ClassVar[dict[str, Any]] = {
+        "base": None, "corpus": None, "num_clusters": 8, "router_width": 16, "positions": 256, "size": 64, "static": 32,
+    }  # fmt: skip
+
+    base: Name | None = Field(
+        default=None, description="the trained drafter, a folder or Hub id; null, in the tiny form: a new EAGLE drafter"
+    )
+    all_tokens: bool = Field(
+        default=False, description="drop the base's draft vocabulary, where its LM head is the target's"
+    )
+    shortlist: Kind = "dynaspec"
+    num_clusters: Positive = Field(default=256, description="M")
+    balanced: float | None = Field(
+        default=2.0, ge=1, le=1e6, description="no cluster has more than so many times V / M tokens; null: any number"
+    )
+    iterations: Positive = Field(default=50, description="of k-means, at most")
+    router_width: Positive = 512
+    labels: Literal["top10", "mass"] = "mass"
+    positions: Positive = Field(default=60_000, description="of the training rows, whose drafts the router learns from")
+    k_max: Positive | None = Field(default=None, description="clusters of the first levels' shortlists; null: selected")
+    schedule: Schedule | None = Field(default=None, description="of the deeper levels' shortlists; null: selected")
+    keep: Share = Field(default=0.98, description="of the whole LM head's simulated τ, by which k_max is selected")
+    size: Positive = Field(default=8192, description="of a list by frequency: tokens")
+    static: Positive = Field(default=2048, description="of in_context: the most frequent tokens, beside the text's own")
+    corpus: list[Source] | None = Field(
+        default=None, description="fr_spec and in_context count the tokens of these sources; null: of the training rows"
+    )
+
+
+class DynaspecRecipe(DrafterRecipe):
+    drafter: Drafter
+
+    @model_validator(mode="after")
+    def _possible(self) -> "DynaspecRecipe":
+        if self.init_from:
+            raise ValueError("init_from: shortlists begin from drafter.base; leave it out")
+        if self.cache_hidden != "none":
+            raise ValueError("cache_hidden: rollouts are kept in the run's folder anyway; leave it out")
+        if self.precision.compile or self.precision.gradient_checkpointing or self.export.merged:
+            raise ValueError("precision.compile, precision.gradient_checkpointing and export.merged: leave them out")
+        if any(source.streaming for source in [*self.data.train, *(self.drafter.corpus or [])]):
+            raise ValueError(
+                "a streamed source has no end, and tokens are counted over whole sources; drop 'streaming'"
+            )
+        return self
+
+
+class Blocks:
+    """Recorded positions as training sequences of :data:`BLOCK`, the last ones left out."""
+
+    length = BLOCK
+
+    def __init__(self, recorded: Recorded) -> None:
+        self.recorded = recorded
+
+    def __len__(self) -> int:
+        return len(self.recorded.tokens) // BLOCK
+
+    def batch(self, numbers: Sequence[int], length: int | None = None) -> Batch:
+        at = (torch.tensor(numbers)[:, None] * BLOCK + torch.arange(BLOCK)).clamp(max=len(self.recorded.tokens) - 1)
+        return {name: part[at] for name, part in self.recorded.tensors().items() if name not in ("begins", "seen")}
+
+
+class RouterTraining(nn.Module):
+    """A router that trains on recorded drafts. ``embed`` is frozen, and not the module's own."""
+
+    def __init__(self, head: ShortlistHead, embed: nn.Module, labels: str) -> None:
+        super().__init__()
+        self.head, self.labels, self.frozen = head, labels, (embed,)
+        self.output_layers = ("head.router.clusters",)  # not for Muon
+        cluster = torch.empty(head.config.outputs + 1, dtype=torch.int64, device=head.order.device)
+        cluster[head.order] = torch.repeat_interleave(
+            torch.arange(head.config.num_clusters, device=cluster.device), head.starts.diff()
+        )
+        self.register_buffer("cluster", cluster, persistent=False)  # of each token
+
+    def count(self, batch: Batch) -> Tensor:
+        return (batch["label"] >= 0).sum()[None]
+
+    def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss as a mean over all nodes that have a label (``counts [1]``)."""
+        assert self.head.router is not None
+        known = batch["label"] >= 0  # [S, B, K]
+        depth = torch.arange(known.shape[2], device=known.device).expand_as(known)[known]
+        embeddings = self.frozen[0](batch["tokens"][known])
+        scores = self.head.router(embeddings.float(), batch["hidden"][known].float(), depth).float()  # [P, M]
+        label, best = batch["label"][known], batch["best"][known][:, :10]
+        if self.labels == "mass":
+            share = batch["log_q"][known][:, :10].float().softmax(-1)
+            mass = torch.zeros_like(scores).scatter_add_(1, self.cluster[best], share)
+            loss = -(mass * scores.log_softmax(-1)).sum() / counts[0]
+        else:
+            wanted = torch.zeros_like(scores).scatter_(1, self.cluster[best], 1.0)
+            inside = label < self.head.config.outputs
+            wanted[inside, self.cluster[label[inside]]] = 1.0
+            weight = 1 + wanted * (scores.shape[1] / wanted.sum(1, keepdim=True) - 1)  # pos_weight M / |pos|
+            losses = F.binary_cross_entropy_with_logits(scores, wanted, weight, reduction="none")
+            loss = losses.mean(1).sum() / counts[0]
+        return loss, {}
+
+
+def with_budget(config: ShortlistConfig, k_max: int, schedule: Schedule) -> ShortlistConfig:
+    """DynaSpec shortlists of k_c(t) clusters, and of as many tokens as so many clusters have on average."""
+    clusters, mean = budget(k_max, schedule), config.outputs / config.num_clusters
+    capacity = tuple(min(config.outputs, round(count * mean)) for count in clusters)
+    return replace(config, clusters=clusters, capacity=capacity)
+
+
+def evaluate(
+    run: Run[DynaspecRecipe], module: nn.Module, drafts: Drafts, recorded: Recorded, tree: Topology
+) -> dict[str, float]:
+    """What the shortlists keep of the whole LM head, on held-out text."""
+    assert isinstance(module, RouterTraining)
+    found = kept(recorded, drafts.embed, module.head)
+    metrics = {"simulated_tau": simulate(tree, found.ranks)}
+    for depth in range(recorded.label.shape[1]):
+        metrics |= {f"depth{depth}_top1": found.top1[depth], f"depth{depth}_top10": found.top10[depth]}
+    return metrics
+
+
+def select(
+    run: Run[DynaspecRecipe], head: ShortlistHead, drafts: Drafts, target: Target, recorded: Recorded, tree: Topology
+) -> list[dict[str, Any]]:
+    """Set k_max and the schedule, where the recipe does not: the fastest that keep ``drafter.keep`` of the whole LM
+    head's simulated τ, or those that keep the most. Returns what was measured of each, for provenance.json."""
+    d, config = run.recipe.drafter, head.config
+    whole = simulate(tree, kept(recorded, drafts.embed, None).ranks)
+    most = config.num_clusters
+    sizes = [d.k_max] if d.k_max else sorted({max(1, round(most * share)) for share in SHARES})
+    measured = list[dict[str, Any]]()
+    schedules: tuple[Schedule, ...] = (d.schedule,) if d.schedule else get_args(Schedule)
+    for schedule in schedules:
+        for k_max in sizes:
+            head.config = with_budget(config, min(k_max, most), schedule)
+            found, seconds = kept(recorded, drafts.embed, head), head_seconds(head, drafts, target)
+            line = {"k_max": min(k_max, most), "schedule": schedule, "seconds": sum(seconds[: recorded.label.shape[1]])}
+            line |= {"simulated_tau": simulate(tree, found.ranks), "top1": found.top1, "top10": found.top10}
+            line |= {"tokens": found.tokens, "dropped": found.dropped}
+            measured.append(line)
+    enough = [line for line in measured if line["simulated_tau"] >= d.keep * whole]
+    best = (
+        min(enough, key=lambda line: line["seconds"])
+        if enough
+        else max(measured, key=lambda line: line["simulated_tau"])
+    )
+    table = Table(
+        "k_max", "schedule", "simulated τ", "recall@1", "recall@10", "mean tokens", "head", title_justify="left"
+    )
+    for line in measured:
+        means = [statistics.fmean(line[name]) for name in ("top1", "top10", "tokens")]
+        table.add_row(
+            f"{line['k_max']}{' ←' if line is best else ''}", line["schedule"], f"{line['simulated_tau']:.3f}",
+            f"{means[0]:.3f}", f"{means[1]:.3f}", f"{means[2]:,.0f}", f"{line['seconds'] * 1e3:.2f} ms",
+        )  # fmt: skip
+    console.print(f"whole LM head: simulated τ {whole:.3f} with {tree.num_nodes} nodes")
+    console.print(table)
+    if not enough:
+        console.print(f"none keeps drafter.keep={d.keep:g} of it; the one that keeps the most is taken", style="yellow")
+    head.config = with_budget(config, best["k_max"], best["schedule"])
+    return measured
+
+
+def make_head(run: Run[DynaspecRecipe], target: Target, drafts: Drafts, rows: Sequence[Rows]) -> ShortlistHead:
+    """The shortlists before training: an LM head in order, by cluster or by frequency."""
+    d, outputs = run.recipe.drafter, len(drafts.weight)
+    if d.shortlist == "dynaspec":
+        clusters = cluster(run, target, drafts)
+        config = ShortlistConfig(
+            "dynaspec", outputs, (1,), 0, (1,), d.num_clusters, d.router_width, drafts.embedding_size,
+            drafts.feature_size,
+        )  # fmt: skip
+        # While the router trains, it is measured by a quarter of the vocabulary.
+        head = ShortlistHead(with_budget(config, max(1, d.num_clusters // 4), "position_aware"))
+        head.starts.copy_(clusters.starts)
+        order = clusters.order
+    else:
+        size, static = min(d.size, outputs), 0
+        if d.shortlist == "in_context":
+            static = min(d.static, size)
+        head = ShortlistHead(ShortlistConfig(d.shortlist, outputs, budget(size, d.schedule or "fixed"), static))
+        counts = frequency(run, target, rows)
+        order = (counts if drafts.ids is None else counts[drafts.ids.cpu()]).argsort(descending=True, stable=True)
+    head.order.copy_(order)
+    return head.to(target.device)
+
+
+def train(run: Run[DynaspecRecipe]) -> None:
+    """From the trained drafter to the exported shortlists, with the drafter as their part."""
+    if sharded.spreads():
+        raise ValueError("shortlists need whole rows of the LM head: launch without ZeRO-3 and FSDP")
+    recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
+    target = run.load_target()
+    drafts = load_base(run, target)
+    rows = [part for part in run.read_rows(target) if isinstance(part, Rows)]
+    head = make_head(run, target, drafts, rows)
+    run.start_weights(head, target)
+    tokens, supervised = run.held_out["tokens"], run.held_out["supervised"]
+    with run.evaluating(head):
+        recorded = record(drafts, tokens, supervised, BEST)
+    whole = kept(recorded, drafts.embed, None).ranks
+    tree = best_tree(whole, SIMULATED_NODES)
+    tree = tree if tree.paths else Topology(((0,),))
+    if head.router is not None:
+        module, blocks = (
+            RouterTraining(head, drafts.embed, d.labels).to(target.device),
+            Blocks(rollouts(run, drafts, rows)),
+        )
+        if not len(blocks):
+            raise ValueError(
+                f"drafter.positions={d.positions}: the training rows have less than {BLOCK}; use more data"
+            )
+        for stage in recipe.stages:
+            run.fit(
+                stage, module, [blocks], lambda m: evaluate(run, m, drafts, recorded, tree), "simulated_tau",
+                weights=[1.0],
+            )  # fmt: skip
+        with run.evaluating(module):
+            facts["selection"] = select(run, head, drafts, target, recorded, tree)
+    facts["simulated_tau"] = simulate(tree, kept(recorded, drafts.embed, head).ranks)
+    facts["whole_simulated_tau"] = simulate(tree, whole)
+    weights = {n: w.int() if n in ("order", "starts") else w for n, w in head.state_dict().items()}
+    shape = head.config.to_dict() | {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
+    run.export(shape, weights, target, facts, tree, [PART])
+
+
+def plans(recipe: DynaspecRecipe) -> list[Plan]:
+    """What each stage costs; the rollouts come before."""
+    d, shape = recipe.drafter, target_shape(recipe.target)
+    width = 2 * shape.hidden_size + DEPTHS + d.num_clusters
+    trained = d.router_width * width if d.shortlist == "dynaspec" else 0
+    return [Plan.of(recipe, s, replace(shape, parameters=0), trained) for s in recipe.stages]
+
+
+SCRIPT = Script("dynaspec", DynaspecRecipe, train, plans)
+
+
+def main() -> None:
+    run_script(SCRIPT, PARSER)
+
+
+if __name__ == "__main__":
+    run_command(main, resumable=True)

@@ -1,0 +1,181 @@
+"""What shortlists are made from: the trained drafter, its clusters or token counts, its recorded drafts, and how long a
+shortlist's logits take (train/dynaspec.py).
+
+Shape letters: V vocabulary, K depths, P positions.
+"""
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.common.progress import ProgressBar
+from draftsmith.data.packing import Rows
+from draftsmith.data.tokenized import tokenized
+from draftsmith.inference.drafters.dynaspec import PART
+from draftsmith.inference.drafters.load import family_of
+from draftsmith.inference.drafters.shortlists import Shortlists, shortlists_of
+from draftsmith.inference.rollouts import Drafts, Recorded, record
+from draftsmith.models.artifact import check_target, in_dtype, read_drafter, write_drafter
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.shortlist import DEPTHS, ShortlistHead
+from draftsmith.models.target import Target
+from draftsmith.train import checkpoint
+from draftsmith.train.clusters import Clusters, report, spherical_kmeans
+from draftsmith.train.loop import console
+from draftsmith.train.run import Run
+
+if TYPE_CHECKING:
+    from draftsmith.train.dynaspec import DynaspecRecipe
+
+BEST = 24  # tokens of the whole LM head that are recorded
+
+
+def load_base(run: Run["DynaspecRecipe"], target: Target) -> Drafts:
+    """The drafter, also written into the run's folder as its part.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or it was trained for another target.
+    """
+    d, part = run.recipe.drafter, run.folder / PART
+    if d.base is None:
+        if not run.small:
+            raise ValueError("drafter.base: name the trained drafter, a folder or Hub id")
+        eagle = Eagle.for_target(target, 1, "shared")
+        config: dict[str, Any] = eagle.config.to_dict() | {"drafter_type": "eagle"}
+        folder, weights = part, eagle.state_dict()
+    else:
+        folder, config, weights = read_drafter(d.base)
+        check_target(folder, config, target)
+    if d.all_tokens:
+        if config.get("projection") != "shared":
+            raise ValueError(f"drafter.all_tokens: {folder} has an LM head of its own; leave it out")
+        config = config | {"draft_vocab_size": None}
+        weights = {name: weight for name, weight in weights.items() if name != "draft_vocab"}
+    family = family_of(folder, config)
+    if not hasattr(family, "open_drafts"):
+        raise ValueError(f"drafter.base={d.base}: drafters of type '{config['drafter_type']}' take no shortlists")
+    if run.main:
+        shutil.rmtree(part, ignore_errors=True)
+        shape = {n: v for n, v in config.items() if n not in ("draftsmith_version", "drafter_type", "target", "parts")}
+        inner = list(config.get("parts", ()))
+        for name in inner:
+            shutil.copytree(folder / name, part / name)
+        kept_weights = in_dtype(weights, run.recipe.export.dtype)
+        write_drafter(part, config["drafter_type"], shape, kept_weights, target, run.facts(base=d.base), None, inner)
+    run.accelerator.wait_for_everyone()
+    return family.open_drafts(folder, config, weights, target)
+
+
+def frequency(run: Run["DynaspecRecipe"], target: Target, rows: Sequence[Rows]) -> Tensor:
+    """How often each of the target's tokens occurs, ``[V]``: for vocab_trim in the training rows' answers, which are
+    the target's own; else in the corpus."""
+    recipe, d, counts = run.recipe, run.recipe.drafter, torch.zeros(target.vocab_size, dtype=torch.int64)
+    assert target.tokenizer is not None
+    corpus = [tokenized(source, recipe.data, target.tokenizer) for source in d.corpus or []]
+    for samples in corpus if corpus and d.shortlist != "vocab_trim" else [part.samples for part in rows]:
+        marks = samples.supervised if d.shortlist == "vocab_trim" else slice(None)
+        counts += torch.bincount(torch.from_numpy(samples.tokens[marks]).long(), minlength=target.vocab_size)
+    return counts
+
+
+def cluster(run: Run["DynaspecRecipe"], target: Target, drafts: Drafts) -> Clusters:
+    """Clusters of the LM head's rows, a report of them, and their state in the run's folder, to resume from."""
+    d, folder = run.recipe.drafter, run.folder / "clusters"
+    start = None
+    if run.resume and folder.exists():
+        stored = checkpoint.read_tensors(folder)
+        start = Clusters(stored["assignment"], stored["centroids"], stored["objective"].tolist())
+
+    def save(state: Clusters) -> None:
+        objective = torch.tensor(state.objective, dtype=torch.float64)
+        tensors = {"assignment": state.assignment, "centroids": state.centroids, "objective": objective}
+        checkpoint.write_tensors(folder, {name: tensor.cpu() for name, tensor in tensors.items()})
+
+    clusters = spherical_kmeans(
+        drafts.weight, d.num_clusters, seed=run.recipe.run.seed, max_iterations=d.iterations, balanced=d.balanced,
+        start=start, after=save if run.main else None,
+    )  # fmt: skip
+    if run.main:
+        found = report(clusters, drafts.weight, target.tokenizer if drafts.ids is None else None, run.folder)
+        sizes = found["sizes"]
+        console.print(
+            f"{d.num_clusters} clusters of {sizes['min']}, {sizes['median']:g} and {sizes['max']:,} tokens (min, "
+            f"median, max): objective {clusters.objective[0]:.4f} → {clusters.objective[-1]:.4f} after "
+            f"{len(clusters.objective)} iterations; see {run.folder}/clusters.png"
+        )
+    return clusters
+
+
+def rollouts(run: Run["DynaspecRecipe"], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
+    """Recorded drafts of the training rows, kept in the run's folder."""
+    recipe, folder = run.recipe, run.folder / "rollouts"
+    outputs = len(drafts.weight)
+    if run.resume and folder.exists():
+        return Recorded(**checkpoint.read_tensors(folder), outputs=outputs)
+    wanted, parts, count = recipe.drafter.positions, list[tuple[Tensor, Tensor]](), 0
+    shares = torch.tensor([source.weight for source in recipe.data.train]).double()
+    drawn = torch.Generator().manual_seed(recipe.run.seed)
+    for part, share in zip(rows, (shares / shares.sum()).tolist(), strict=True):
+        count, most = 0, share * wanted
+        for number in torch.randperm(len(part), generator=drawn).tolist():
+            batch = part.batch([number], recipe.data.max_length)
+            parts.append((batch["tokens"], batch["supervised"]))
+            count += int(batch["supervised"].sum())
+            if count >= most:
+                break
+    parts.sort(key=lambda part: int(part[1].sum(0).nonzero().max()) if part[1].any() else 0)  # little padding
+    recorded = list[Recorded]()
+    with ProgressBar("rollouts of the drafter", len(parts), console) as bar, run.evaluating(drafts.embed):
+        for start in range(0, len(parts), 4):
+            tokens, supervised = (torch.cat([part[i] for part in parts[start : start + 4]]) for i in (0, 1))
+            length = int(supervised.sum(0).nonzero().max()) + 1 if supervised.any() else 2
+            recorded.append(record(drafts, tokens[:, :length], supervised[:, :length], BEST, torch.bfloat16))
+            bar(min(start + 4, len(parts)))
+    mixed = torch.randperm(sum(len(each.tokens) for each in recorded), generator=drawn)
+    names = [name for name in recorded[0].tensors() if name != "begins"]
+    tensors = {name: torch.cat([getattr(each, name) for each in recorded])[mixed] for name in names}
+    tensors["begins"] = torch.ones(len(mixed), 1, dtype=torch.bool)  # each position is a text of its own
+    if run.main:
+        checkpoint.write_tensors(folder, tensors)
+    return Recorded(**tensors, outputs=outputs)
+
+
+def head_seconds(head: ShortlistHead, drafts: Drafts, target: Target, nodes: int = 4) -> list[float]:
+    """The time, by depth, of the router, the choice and the logits of a level of ``nodes`` nodes: medians, measured."""
+    lists = shortlists_of(head, drafts.head, drafts.ids, target, drafts.shared)
+    lists.allocate(1, static=False)
+    found = dict[tuple[int, int], float]()
+    embeddings, hidden = (torch.randn(1, nodes, n) for n in (drafts.embedding_size, drafts.feature_size))
+    read = torch.randn(1, nodes, lists.weight.shape[1])
+    inputs = [part.to(lists.weight) for part in (embeddings, hidden, read)]
+    seconds = list[float]()
+    for depth in range(DEPTHS):
+        key = head.config.tokens(depth), head.config.wanted(depth) if head.config.clusters else 0
+        if key not in found:
+            found[key] = median_seconds(partial(_level, lists, *inputs, depth), target.device)
+        seconds.append(found[key])
+    return seconds
+
+
+def _level(lists: Shortlists, embeddings: Tensor, hidden: Tensor, read: Tensor, depth: int) -> None:
+    with torch.inference_mode():
+        lists.choose(embeddings, hidden, depth)
+        lists.logits(read)
+
+
+def median_seconds(call: Callable[[], object], device: torch.device, calls: int = 15) -> float:
+    """The median time of a call, after two that are not counted."""
+    times = list[float]()
+    for _ in range(calls + 2):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
