@@ -25,8 +25,10 @@ RESERVATIONS = [
      "passengers": [{"first_name": name.split()[0], "last_name": name.split()[1]} for name in NAMES[: 1 + i % 2]]}
     for i in range(6)
 ]  # fmt: skip
-LAMPS = {"be": "Лямпа маяка", "de": "Lampe", "el": "Λάμπα φάρου", "he": "מנורת המגדלור", "ka": "შუქურის ნათურა",
-         "sr@latin": "Lampa svetioničara Žužića", "th": "ตะเกียง" * 20, "uk": "Лампа маяка"}  # fmt: skip
+LAMPS = {
+    "be": "Лямпа маяка", "de": "Lampe", "el": "Λάμπα φάρου", "fa": "چراغ " * 20, "he": "מנורת המגדלור",
+    "ka": "შუქურის ნათურა", "sr@latin": "Lampa svetioničara Žužića", "uk": "Лампа маяка",
+}  # fmt: skip
 DESKTOP_ENTRY = "[Desktop Entry]\nComment=Lamp\n" + "".join(
     f"Comment[{k}]={v}\nName[{k}]={v}\n" for k, v in LAMPS.items()
 )

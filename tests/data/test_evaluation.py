@@ -48,7 +48,9 @@ def test_rare(packages):
         "Repeat this text.\n\n请写一首关于雾和灯塔的短诗。", "请写一首关于雾和灯塔的短诗。",
         "Repeat this text.\n\n请写一份灯塔的维修计划。"
     ]  # fmt: skip
-    assert translations.messages[1]["content"] == "be: Лямпа маяка"  # then neither German, in ASCII, nor the long Thai
+    assert (
+        translations.messages[1]["content"] == "be: Лямпа маяка"
+    )  # then neither German, in ASCII, nor the long Persian
     lines = ["el: Λάμπα φάρου", "he: מנורת המגדלור", "ka: შუქურის ნათურა", "sr: Lampa svetioničara Žužića"]
     assert translations.messages[2]["content"].split("\n")[2:] == lines
     assert translations.text.split("\n") == lines
