@@ -99,13 +99,14 @@ def record(
 
     Args:
         tokens, supervised: ``[B, T]`` as :func:`draftsmith.inference.answers.answer` returns them.
-        best: R.
+        best: R, at most S.
         dtype: of the hidden states that are kept.
         on_done: called with the number of sequences done so far.
     """
     begins = torch.zeros_like(supervised)
     begins[:, :-1] = supervised[:, 1:]
     head, parts, outputs = drafts.head, list[list[Tensor]](), len(drafts.weight)
+    best = min(best, outputs)
     for start in range(0, len(tokens), batch_size):
         part = slice(start, start + batch_size)
         found, where = list[tuple[Tensor, ...]](), begins[part]

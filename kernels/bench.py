@@ -403,7 +403,8 @@ def bench_shortlist(args: argparse.Namespace, table: Table, batch: int, nodes: i
         return float(torch.where(found[:1] == best, 0, found[:1] - best).abs().max())  # −inf where there are fewer
 
     of_rows = full(head)[:1].gather(2, rows[:1].clamp(min=0)[:, None].expand_as(exact))
-    moved = float(lists[0].count.sum()) * width * dtype.itemsize
+    counts = torch.stack([one.count.sum() for one in lists])  # some rows fewer than fit: clusters are taken whole
+    moved = float(counts.double().mean()) * width * dtype.itemsize
     per_byte = 2.0 * nodes / dtype.itemsize  # multiply-adds · 2
     pairs = [(heads[number % len(heads)], one.rows) for number, one in enumerate(lists)]
     for way, calls, difference, bytes_moved, operations in (

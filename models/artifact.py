@@ -2,8 +2,8 @@
 
 ``config.json`` holds ``draftsmith_version``, ``drafter_type``, the drafter's shape, its target and its ``parts``;
 ``model.safetensors`` its weights; ``tree.json`` the calibrated tree; ``provenance.json`` how it was made. A part is a
-sub-folder with a config and weights of its own, for example a small causal LM; a drafter of parts alone has no
-``model.safetensors`` at the top.
+sub-folder with a config and weights of its own, for example a small causal LM, or a drafter, which may have parts too;
+a drafter of parts alone has no ``model.safetensors`` at the top.
 """
 
 import contextlib
@@ -234,7 +234,8 @@ _FOLDER_NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # of a part: it stays inside 
 
 
 def _check_parts(folder: Path, parts: Sequence[str]) -> None:
-    """Check that each part has a config and whole weights, those of a model or of an adapter.
+    """Check that each part has a config and whole weights: those of a model, of an adapter, or of a drafter, whose own
+    parts are checked likewise and may hold all of its weights.
 
     Raises:
         FileNotFoundError, ValueError: a part, its config or its weights are missing or damaged.
@@ -243,8 +244,14 @@ def _check_parts(folder: Path, parts: Sequence[str]) -> None:
         if not (folder / part).is_dir():
             raise FileNotFoundError(f"{folder}: part '{part}' is missing; fetch or train the drafter again")
         adapter = (folder / part / "adapter_config.json").exists()
-        json_object(folder / part / ("adapter_config.json" if adapter else "config.json"), "config of a part")
-        if not check_safetensors(folder / part):
+        file = folder / part / ("adapter_config.json" if adapter else "config.json")
+        config = json_object(file, "config of a part")
+        inner: Sequence[str] = ()
+        if "drafter_type" in config:
+            _check_config(file, config)
+            inner = config.get("parts", ())
+            _check_parts(folder / part, inner)
+        if not check_safetensors(folder / part) and not inner:
             raise FileNotFoundError(f"{folder / part}: no weights here; fetch or train the drafter again")
 
 

@@ -20,7 +20,7 @@ states, h of the router, K depths.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -72,7 +72,8 @@ class ShortlistConfig:
 
     def __post_init__(self) -> None:
         for name in ("capacity", "clusters"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if isinstance(getattr(self, name), list):  # from a file
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.shortlist not in get_args(Kind):
             raise ValueError(f"field 'shortlist' is {self.shortlist!r}; known: {', '.join(get_args(Kind))}")
         routed = self.shortlist == "dynaspec"
@@ -84,14 +85,22 @@ class ShortlistConfig:
         lists = {"capacity": self.outputs} | ({"clusters": self.num_clusters} if routed else {})
         for name, most in lists.items():
             values = getattr(self, name)
-            if not values or any(type(value) is not int or not 1 <= value <= most for value in values):
-                raise ValueError(f"field '{name}' is {list(values)!r}; it has to be whole numbers from 1 to {most}")
+            whole = isinstance(values, tuple) and all(type(value) is int and 1 <= value <= most for value in values)
+            if not whole or not values:
+                shown = list(values) if isinstance(values, tuple) else values
+                raise ValueError(f"field '{name}' is {shown!r}; it has to be a list of whole numbers from 1 to {most}")
         if type(self.static) is not int or not 0 <= self.static <= min(self.capacity):
             raise ValueError(f"field 'static' is {self.static!r}; it has to be 0 to {min(self.capacity)}, the capacity")
 
     def to_dict(self) -> dict[str, Any]:
         fields = asdict(self) | {"capacity": list(self.capacity), "clusters": list(self.clusters)}
         return fields if self.shortlist == "dynaspec" else {k: v for k, v in fields.items() if v or k == "static"}
+
+    def with_budget(self, k_max: int, schedule: Schedule) -> "ShortlistConfig":
+        """Of ``dynaspec``, with k_c(t) clusters at depth t, and room for as many tokens as these have on average."""
+        clusters, mean = budget(k_max, schedule), self.outputs / self.num_clusters
+        capacity = tuple(min(self.outputs, round(count * mean)) for count in clusters)
+        return replace(self, clusters=clusters, capacity=capacity)
 
     @property
     def fewest(self) -> int:
@@ -158,9 +167,12 @@ class ShortlistHead(nn.Module):
             ValueError: a field or tensor is missing, unknown or damaged.
         """
         names = ShortlistConfig.__dataclass_fields__
+        missing = [name for name in ("shortlist", "outputs", "capacity") if name not in config]
+        if missing:
+            raise ValueError(f"{where}/config.json: field '{missing[0]}' is missing")
         try:
             shape = ShortlistConfig(**{name: config[name] for name in names if name in config})
-        except (TypeError, ValueError) as wrong:
+        except ValueError as wrong:
             raise ValueError(f"{where}/config.json: {wrong}") from None
         head, file = cls(shape), f"{where}/model.safetensors"
         expected = {name: tuple(p.shape) for name, p in head.state_dict().items()}
@@ -174,7 +186,7 @@ class ShortlistHead(nn.Module):
         order, starts = weights["order"].long(), weights["starts"].long()
         if not torch.equal(order.sort().values, torch.arange(shape.outputs)):
             raise ValueError(f"{file}: 'order' does not hold each row of the LM head once; fetch or train it again")
-        if len(starts) and (int(starts[0]) or int(starts[-1]) != shape.outputs or bool((starts.diff() < 0).any())):
+        if len(starts) and (int(starts[0]) or int(starts[-1]) != shape.outputs or bool((starts.diff() < 1).any())):
             raise ValueError(f"{file}: 'starts' does not ascend from 0 to {shape.outputs}; fetch or train it again")
         head.load_state_dict({name: w.long() if name in ("order", "starts") else w for name, w in weights.items()})
         return head.eval().requires_grad_(False)

@@ -13,7 +13,7 @@ A list by frequency (fr_spec, vocab_trim, in_context) is counted, and trains not
 inference/decode.py. Shape letters: S sequences, B positions of one, K depths, M clusters, V vocabulary, d hidden width.
 """
 
-import statistics
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
@@ -28,7 +28,6 @@ if __name__ == "__main__":
 
 import torch
 from pydantic import Field, model_validator
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -45,9 +44,8 @@ from draftsmith.train import sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.loop import Batch, console
 from draftsmith.train.run import Run, Script, run_script
-from draftsmith.train.shortlists import BEST, cluster, frequency, head_seconds, load_base, rollouts
+from draftsmith.train.shortlists import BEST, Blocks, cluster, frequency, head_seconds, load_base, rollouts, table_of
 
-BLOCK = 64  # positions of a training sequence
 SIMULATED_NODES = 16  # of the tree whose τ selects
 SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)  # of the clusters: values of k_max that are tried
 
@@ -93,27 +91,13 @@ class DynaspecRecipe(DrafterRecipe):
             raise ValueError("cache_hidden: rollouts are kept in the run's folder anyway; leave it out")
         if self.precision.compile or self.precision.gradient_checkpointing or self.export.merged:
             raise ValueError("precision.compile, precision.gradient_checkpointing and export.merged: leave them out")
+        if self.data.packing:
+            raise ValueError("data.packing: a drafter is recorded on one sample at a time; leave it out")
         if any(source.streaming for source in [*self.data.train, *(self.drafter.corpus or [])]):
             raise ValueError(
                 "a streamed source has no end, and tokens are counted over whole sources; drop 'streaming'"
             )
         return self
-
-
-class Blocks:
-    """Recorded positions as training sequences of :data:`BLOCK`, the last ones left out."""
-
-    length = BLOCK
-
-    def __init__(self, recorded: Recorded) -> None:
-        self.recorded = recorded
-
-    def __len__(self) -> int:
-        return len(self.recorded.tokens) // BLOCK
-
-    def batch(self, numbers: Sequence[int], length: int | None = None) -> Batch:
-        at = (torch.tensor(numbers)[:, None] * BLOCK + torch.arange(BLOCK)).clamp(max=len(self.recorded.tokens) - 1)
-        return {name: part[at] for name, part in self.recorded.tensors().items() if name not in ("begins", "seen")}
 
 
 class RouterTraining(nn.Module):
@@ -154,16 +138,7 @@ class RouterTraining(nn.Module):
         return loss, {}
 
 
-def with_budget(config: ShortlistConfig, k_max: int, schedule: Schedule) -> ShortlistConfig:
-    """DynaSpec shortlists of k_c(t) clusters, and of as many tokens as so many clusters have on average."""
-    clusters, mean = budget(k_max, schedule), config.outputs / config.num_clusters
-    capacity = tuple(min(config.outputs, round(count * mean)) for count in clusters)
-    return replace(config, clusters=clusters, capacity=capacity)
-
-
-def evaluate(
-    run: Run[DynaspecRecipe], module: nn.Module, drafts: Drafts, recorded: Recorded, tree: Topology
-) -> dict[str, float]:
+def evaluate(module: nn.Module, drafts: Drafts, recorded: Recorded, tree: Topology) -> dict[str, float]:
     """What the shortlists keep of the whole LM head, on held-out text."""
     assert isinstance(module, RouterTraining)
     found = kept(recorded, drafts.embed, module.head)
@@ -180,38 +155,23 @@ def select(
     head's simulated τ, or those that keep the most. Returns what was measured of each, for provenance.json."""
     d, config = run.recipe.drafter, head.config
     whole = simulate(tree, kept(recorded, drafts.embed, None).ranks)
-    most = config.num_clusters
-    sizes = [d.k_max] if d.k_max else sorted({max(1, round(most * share)) for share in SHARES})
-    measured = list[dict[str, Any]]()
+    most, measured = config.num_clusters, list[dict[str, Any]]()
+    sizes = {min(d.k_max, most)} if d.k_max else {max(1, round(most * share)) for share in SHARES}
     schedules: tuple[Schedule, ...] = (d.schedule,) if d.schedule else get_args(Schedule)
-    for schedule in schedules:
-        for k_max in sizes:
-            head.config = with_budget(config, min(k_max, most), schedule)
-            found, seconds = kept(recorded, drafts.embed, head), head_seconds(head, drafts, target)
-            line = {"k_max": min(k_max, most), "schedule": schedule, "seconds": sum(seconds[: recorded.label.shape[1]])}
-            line |= {"simulated_tau": simulate(tree, found.ranks), "top1": found.top1, "top10": found.top10}
-            line |= {"tokens": found.tokens, "dropped": found.dropped}
-            measured.append(line)
+    for schedule, k_max in itertools.product(schedules, sorted(sizes)):
+        head.config = config.with_budget(k_max, schedule)
+        found, seconds = kept(recorded, drafts.embed, head), head_seconds(head, drafts, target)
+        line = {"k_max": k_max, "schedule": schedule, "seconds": sum(seconds[: recorded.label.shape[1]])}
+        line |= {"simulated_tau": simulate(tree, found.ranks), "top1": found.top1, "top10": found.top10}
+        measured.append(line | {"tokens": found.tokens, "dropped": found.dropped})
     enough = [line for line in measured if line["simulated_tau"] >= d.keep * whole]
-    best = (
-        min(enough, key=lambda line: line["seconds"])
-        if enough
-        else max(measured, key=lambda line: line["simulated_tau"])
-    )
-    table = Table(
-        "k_max", "schedule", "simulated τ", "recall@1", "recall@10", "mean tokens", "head", title_justify="left"
-    )
-    for line in measured:
-        means = [statistics.fmean(line[name]) for name in ("top1", "top10", "tokens")]
-        table.add_row(
-            f"{line['k_max']}{' ←' if line is best else ''}", line["schedule"], f"{line['simulated_tau']:.3f}",
-            f"{means[0]:.3f}", f"{means[1]:.3f}", f"{means[2]:,.0f}", f"{line['seconds'] * 1e3:.2f} ms",
-        )  # fmt: skip
-    console.print(f"whole LM head: simulated τ {whole:.3f} with {tree.num_nodes} nodes")
-    console.print(table)
+    fastest = min(enough, key=lambda line: line["seconds"], default=None)
+    best = fastest or max(measured, key=lambda line: line["simulated_tau"])
+    console.print(f"Simulated τ of {tree.num_nodes} nodes, {whole:.3f} with the whole LM head, means over depths:")
+    console.print(table_of(measured, best))
     if not enough:
         console.print(f"none keeps drafter.keep={d.keep:g} of it; the one that keeps the most is taken", style="yellow")
-    head.config = with_budget(config, best["k_max"], best["schedule"])
+    head.config = config.with_budget(best["k_max"], best["schedule"])
     return measured
 
 
@@ -225,14 +185,13 @@ def make_head(run: Run[DynaspecRecipe], target: Target, drafts: Drafts, rows: Se
             drafts.feature_size,
         )  # fmt: skip
         # While the router trains, it is measured by a quarter of the vocabulary.
-        head = ShortlistHead(with_budget(config, max(1, d.num_clusters // 4), "position_aware"))
+        head = ShortlistHead(config.with_budget(max(1, d.num_clusters // 4), "position_aware"))
         head.starts.copy_(clusters.starts)
         order = clusters.order
     else:
-        size, static = min(d.size, outputs), 0
-        if d.shortlist == "in_context":
-            static = min(d.static, size)
-        head = ShortlistHead(ShortlistConfig(d.shortlist, outputs, budget(size, d.schedule or "fixed"), static))
+        capacity = budget(min(d.size, outputs), d.schedule or "fixed")
+        static = min(d.static, *capacity) if d.shortlist == "in_context" else 0
+        head = ShortlistHead(ShortlistConfig(d.shortlist, outputs, capacity, static))
         counts = frequency(run, target, rows)
         order = (counts if drafts.ids is None else counts[drafts.ids.cpu()]).argsort(descending=True, stable=True)
     head.order.copy_(order)
@@ -256,19 +215,12 @@ def train(run: Run[DynaspecRecipe]) -> None:
     tree = best_tree(whole, SIMULATED_NODES)
     tree = tree if tree.paths else Topology(((0,),))
     if head.router is not None:
-        module, blocks = (
-            RouterTraining(head, drafts.embed, d.labels).to(target.device),
-            Blocks(rollouts(run, drafts, rows)),
-        )
-        if not len(blocks):
-            raise ValueError(
-                f"drafter.positions={d.positions}: the training rows have less than {BLOCK}; use more data"
-            )
+        module = RouterTraining(head, drafts.embed, d.labels).to(target.device)
+        blocks = Blocks(rollouts(run, drafts, rows))
         for stage in recipe.stages:
             run.fit(
-                stage, module, [blocks], lambda m: evaluate(run, m, drafts, recorded, tree), "simulated_tau",
-                weights=[1.0],
-            )  # fmt: skip
+                stage, module, [blocks], lambda m: evaluate(m, drafts, recorded, tree), "simulated_tau", weights=[1.0]
+            )
         with run.evaluating(module):
             facts["selection"] = select(run, head, drafts, target, recorded, tree)
     facts["simulated_tau"] = simulate(tree, kept(recorded, drafts.embed, head).ranks)
@@ -282,7 +234,7 @@ def plans(recipe: DynaspecRecipe) -> list[Plan]:
     """What each stage costs; the rollouts come before."""
     d, shape = recipe.drafter, target_shape(recipe.target)
     width = 2 * shape.hidden_size + DEPTHS + d.num_clusters
-    trained = d.router_width * width if d.shortlist == "dynaspec" else 0
+    trained = d.router_width * width + d.num_clusters if d.shortlist == "dynaspec" else 0
     return [Plan.of(recipe, s, replace(shape, parameters=0), trained) for s in recipe.stages]
 
 

@@ -24,8 +24,12 @@ from draftsmith.train import checkpoint, sharded
 _MARK, _LOCK = ".run", ".lock"
 _OWN = {_LOCK, _MARK, _MARK + ".tmp"}  # a folder that holds only these is empty
 # What --restart deletes.
-_FILES = ("metrics.jsonl", "model.safetensors", "config.json", "tree.json", "wandb_id")
-_FOLDERS = ("features", "streams", "held_out", "draft_vocab", "marks", "tensorboard")  # and a drafter's parts
+_FILES = (
+    "metrics.jsonl", "model.safetensors", "config.json", "tree.json", "wandb_id", "clusters.json", "clusters.png",
+)  # fmt: skip
+_FOLDERS = (  # and a drafter's parts
+    "features", "streams", "held_out", "draft_vocab", "marks", "tensorboard", "clusters", "rollouts",
+)  # fmt: skip
 
 
 @contextmanager

@@ -1,19 +1,24 @@
-"""What shortlists are made from: the trained drafter, its clusters or token counts, its recorded drafts, and how long a
-shortlist's logits take (train/dynaspec.py).
+"""What shortlists are made from: the trained drafter, its clusters or token counts, its recorded drafts as training
+rows, how long a shortlist's logits take, and the table of what was measured (train/dynaspec.py).
 
 Shape letters: V vocabulary, K depths, P positions.
 """
 
+import copy
+import hashlib
 import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
+from draftsmith.common.files import read_json, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import tokenized
@@ -27,16 +32,14 @@ from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.clusters import Clusters, report, spherical_kmeans
-from draftsmith.train.loop import console
+from draftsmith.train.loop import Batch, console
 from draftsmith.train.run import Run
 
-if TYPE_CHECKING:
-    from draftsmith.train.dynaspec import DynaspecRecipe
-
 BEST = 24  # tokens of the whole LM head that are recorded
+BLOCK = 64  # positions of a training sequence
 
 
-def load_base(run: Run["DynaspecRecipe"], target: Target) -> Drafts:
+def load_base(run: Run[Any], target: Target) -> Drafts:
     """The drafter, also written into the run's folder as its part.
 
     Raises:
@@ -72,7 +75,29 @@ def load_base(run: Run["DynaspecRecipe"], target: Target) -> Drafts:
     return family.open_drafts(folder, config, weights, target)
 
 
-def frequency(run: Run["DynaspecRecipe"], target: Target, rows: Sequence[Rows]) -> Tensor:
+def weights_hash(folder: Path) -> str:
+    """The hash of all weights in a drafter's folder and in its parts."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _kept(run: Run[Any], folder: Path, asked: dict[str, Any]) -> dict[str, Tensor]:
+    """What an earlier run of the folder kept, if it was asked for the same; empty otherwise."""
+    file = folder / "asked.json"
+    found = checkpoint.read_tensors(folder) if file.exists() and read_json(file) == asked else {}
+    run.accelerator.wait_for_everyone()  # all have read before one writes
+    return found
+
+
+def _keep(folder: Path, asked: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    (folder / "asked.json").unlink(missing_ok=True)
+    checkpoint.write_tensors(folder, tensors)
+    write_json(folder / "asked.json", asked)
+
+
+def frequency(run: Run[Any], target: Target, rows: Sequence[Rows]) -> Tensor:
     """How often each of the target's tokens occurs, ``[V]``: for vocab_trim in the training rows' answers, which are
     the target's own; else in the corpus."""
     recipe, d, counts = run.recipe, run.recipe.drafter, torch.zeros(target.vocab_size, dtype=torch.int64)
@@ -84,18 +109,21 @@ def frequency(run: Run["DynaspecRecipe"], target: Target, rows: Sequence[Rows]) 
     return counts
 
 
-def cluster(run: Run["DynaspecRecipe"], target: Target, drafts: Drafts) -> Clusters:
+def cluster(run: Run[Any], target: Target, drafts: Drafts) -> Clusters:
     """Clusters of the LM head's rows, a report of them, and their state in the run's folder, to resume from."""
     d, folder = run.recipe.drafter, run.folder / "clusters"
+    if d.num_clusters > (most := len(drafts.weight)):
+        raise ValueError(f"drafter.num_clusters={d.num_clusters}: the drafter's LM head has {most} tokens; set fewer")
+    asked = {"base": weights_hash(run.folder / PART), "target": target.fingerprint, "seed": run.recipe.run.seed}
+    asked |= {"num_clusters": d.num_clusters, "balanced": d.balanced, "iterations": d.iterations}
     start = None
-    if run.resume and folder.exists():
-        stored = checkpoint.read_tensors(folder)
+    if stored := _kept(run, folder, asked):
         start = Clusters(stored["assignment"], stored["centroids"], stored["objective"].tolist())
 
     def save(state: Clusters) -> None:
         objective = torch.tensor(state.objective, dtype=torch.float64)
         tensors = {"assignment": state.assignment, "centroids": state.centroids, "objective": objective}
-        checkpoint.write_tensors(folder, {name: tensor.cpu() for name, tensor in tensors.items()})
+        _keep(folder, asked, {name: tensor.cpu() for name, tensor in tensors.items()})
 
     clusters = spherical_kmeans(
         drafts.weight, d.num_clusters, seed=run.recipe.run.seed, max_iterations=d.iterations, balanced=d.balanced,
@@ -112,12 +140,15 @@ def cluster(run: Run["DynaspecRecipe"], target: Target, drafts: Drafts) -> Clust
     return clusters
 
 
-def rollouts(run: Run["DynaspecRecipe"], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
+def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
     """Recorded drafts of the training rows, kept in the run's folder."""
     recipe, folder = run.recipe, run.folder / "rollouts"
     outputs = len(drafts.weight)
-    if run.resume and folder.exists():
-        return Recorded(**checkpoint.read_tensors(folder), outputs=outputs)
+    asked = {"base": weights_hash(run.folder / PART), "target": run.job.target, "seed": recipe.run.seed}
+    asked |= {"rows": run.data_sha256, "weights": [source.weight for source in recipe.data.train], "outputs": outputs}
+    asked |= {"positions": recipe.drafter.positions, "autocast": recipe.precision.autocast}
+    if stored := _kept(run, folder, asked):
+        return Recorded(**stored, outputs=outputs)
     wanted, parts, count = recipe.drafter.positions, list[tuple[Tensor, Tensor]](), 0
     shares = torch.tensor([source.weight for source in recipe.data.train]).double()
     drawn = torch.Generator().manual_seed(recipe.run.seed)
@@ -141,13 +172,35 @@ def rollouts(run: Run["DynaspecRecipe"], drafts: Drafts, rows: Sequence[Rows]) -
     names = [name for name in recorded[0].tensors() if name != "begins"]
     tensors = {name: torch.cat([getattr(each, name) for each in recorded])[mixed] for name in names}
     tensors["begins"] = torch.ones(len(mixed), 1, dtype=torch.bool)  # each position is a text of its own
+    if len(mixed) < BLOCK:
+        raise ValueError(
+            f"drafter.positions={wanted}: the training rows give {len(mixed)}, and a router learns from blocks of "
+            f"{BLOCK}; set more, or use more data"
+        )
     if run.main:
-        checkpoint.write_tensors(folder, tensors)
+        _keep(folder, asked, tensors)
     return Recorded(**tensors, outputs=outputs)
+
+
+class Blocks:
+    """Recorded positions as training sequences of :data:`BLOCK`; the last ones, which fill none, are left out."""
+
+    length = BLOCK
+
+    def __init__(self, recorded: Recorded) -> None:
+        self.recorded = recorded
+
+    def __len__(self) -> int:
+        return len(self.recorded.tokens) // BLOCK
+
+    def batch(self, numbers: Sequence[int], length: int | None = None) -> Batch:
+        at = torch.tensor(numbers)[:, None] * BLOCK + torch.arange(BLOCK)
+        return {name: part[at] for name, part in self.recorded.tensors().items() if name not in ("begins", "seen")}
 
 
 def head_seconds(head: ShortlistHead, drafts: Drafts, target: Target, nodes: int = 4) -> list[float]:
     """The time, by depth, of the router, the choice and the logits of a level of ``nodes`` nodes: medians, measured."""
+    head = copy.deepcopy(head)  # decoding takes the router in the target's dtype
     lists = shortlists_of(head, drafts.head, drafts.ids, target, drafts.shared)
     lists.allocate(1, static=False)
     found = dict[tuple[int, int], float]()
@@ -179,3 +232,15 @@ def median_seconds(call: Callable[[], object], device: torch.device, calls: int 
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[2:])
+
+
+def table_of(measured: Sequence[dict[str, Any]], best: dict[str, Any]) -> Table:
+    """What was measured of each k_max and schedule; an arrow marks the best."""
+    table = Table("k_max", "schedule", "τ", "recall@1", "recall@10", "tokens", "head")
+    for line in measured:
+        first, ten, tokens = (statistics.fmean(line[name]) for name in ("top1", "top10", "tokens"))
+        table.add_row(
+            f"{line['k_max']}{' ←' if line is best else ''}", line["schedule"], f"{line['simulated_tau']:.3f}",
+            f"{first:.3f}", f"{ten:.3f}", f"{tokens:,.0f}", f"{line['seconds'] * 1e3:.2f} ms",
+        )  # fmt: skip
+    return table

@@ -25,7 +25,7 @@ from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import StepCosts
 from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, chain_passes
 from draftsmith.inference.drafters.protocol import Drafter, State
-from draftsmith.inference.drafters.shortlists import Shortlists
+from draftsmith.inference.drafters.shortlists import Shortlists, check_router
 from draftsmith.inference.rollouts import Drafts, Rollout
 from draftsmith.inference.runner import Runner
 from draftsmith.inference.tree import TokenTree, Topology
@@ -97,16 +97,17 @@ class DraftModelDrafter(Drafter):
             self.vocabulary, self.ids = draft_vocab.numel(), draft_vocab.long().to(model.device)
             self.head = copy(model)  # Target.logits then applies the model's own scale and cap to these rows
             self.head.lm_head = head_rows(model.lm_head, self.ids)
-        self.shortlists: Shortlists | None = None
-        if shortlist is not None:
-            after_head = model.after_head if model.changes_logits else None
-            rows = _drafted_rows(self.head.lm_head, self.vocabulary)
-            self.shortlists = Shortlists(shortlist, rows, self.ids, target.vocab_size, after_head)
         self.static, self.models = True, (model,)
         self.target_vocabulary, self.embed = target.vocab_size, model.embeddings
         embedding = self.embed.weight
         assert isinstance(embedding, Tensor)
         self.last_id = embedding.shape[0] - 1
+        self.shortlists: Shortlists | None = None
+        if shortlist is not None:
+            check_router(shortlist, embedding.shape[1], model.hidden_size)
+            after_head = model.after_head if model.changes_logits else None
+            rows = _drafted_rows(self.head.lm_head, self.vocabulary)
+            self.shortlists = Shortlists(shortlist, rows, self.ids, target.vocab_size, after_head)
         self._take(tree, draws, costs, draft_cost)
 
     def with_tree(
@@ -264,9 +265,10 @@ def drafts(model: Target, target: Target, draft_vocab: Tensor | None = None, dep
     head = head_rows(model.lm_head, ids) if ids is not None else model.lm_head
     head = _drafted_rows(head, min(model.vocab_size, target.vocab_size) if ids is None else len(ids))
     embed, head_dtype = model.embeddings, next(head.parameters()).dtype
+    vectors = next(embed.parameters())  # [V, e]
 
     def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
-        rows = tokens.to(model.device).long().clamp(max=embed.weight.shape[0] - 1)  # as it reads ids beyond its own
+        rows = tokens.to(model.device).long().clamp(max=len(vectors) - 1)  # as it reads ids beyond its own
         row, place = supervised[:, 1:].to(model.device).nonzero().unbind(1)  # [P], of the tokens before roots
         hidden = model.hidden(rows)  # [B, T, d]
         for k in range(depth):
@@ -275,4 +277,4 @@ def drafts(model: Target, target: Target, draft_vocab: Tensor | None = None, dep
             yield Rollout(rows[row, at], state, state.to(head_dtype))
 
     # The LM head is not the target's, whose scale or cap would be applied to it otherwise.
-    return Drafts(run, embed, head, ids, embed.weight.shape[1], model.hidden_size, shared=False)
+    return Drafts(run, embed, head, ids, vectors.shape[1], model.hidden_size, shared=False)

@@ -102,6 +102,12 @@ class EagleDrafter(Drafter):
             self.shared.lm_head = self.draft_head
         self.shortlists: Shortlists | None = None
         if shortlist is not None:
+            reads, own = shortlist.config, (target.hidden_size, config.hidden_size)
+            if shortlist.router is not None and (reads.embedding_size, reads.feature_size) != own:
+                raise ValueError(
+                    f"the shortlists' router reads embeddings of {reads.embedding_size} and hidden states of "
+                    f"{reads.feature_size}, and the drafter has {own[0]} and {own[1]}; train the shortlists again"
+                )
             shared = config.projection == "shared"
             self.shortlists = shortlists_of(shortlist, self.draft_head, self.ids, target, shared)
         self.layer, self.pair_input, self.norm = _lean_parts(eagle, target)
@@ -113,6 +119,7 @@ class EagleDrafter(Drafter):
     ) -> "EagleDrafter":  # fmt: skip
         """A drafter with the same weights and another tree."""
         other = copy(self)
+        other.shortlists = copy(self.shortlists)  # with buffers of its own
         other._take(tree, draws, costs, draft_cost)
         return other
 

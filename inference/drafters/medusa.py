@@ -22,7 +22,7 @@ from draftsmith.inference.costs import STANDARD_COSTS, StepCosts, draft_time
 from draftsmith.inference.drafters.levels import tokens_at
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.protocol import Drafter, DraftEstimate, State
-from draftsmith.inference.drafters.shortlists import Shortlists
+from draftsmith.inference.drafters.shortlists import Shortlists, check_router
 from draftsmith.inference.ranks import head_ranks
 from draftsmith.inference.rollouts import Drafts, Rollout
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology, read_candidates, read_tree
@@ -74,6 +74,7 @@ class MedusaDrafter(Drafter):
         self.draft_head, self.embed = heads.draft_head(target.lm_head), target.embeddings
         self.shortlists: Shortlists | None = None
         if shortlist is not None:  # ranks depend on no scale or cap of the logits
+            check_router(shortlist, next(self.embed.parameters()).shape[1], target.hidden_size)
             self.shortlists = Shortlists(shortlist, self.draft_head, heads.draft_vocab, target.vocab_size)
         self.acceptances, self.device = acceptances, target.device
         self.costs, self.draft_time = costs, draft_time
@@ -172,7 +173,6 @@ class MedusaDrafter(Drafter):
         ids = head_topk(features.flatten(0, 1), self.shared_matrix, shape.ranks)[1]
         return ids.unflatten(0, features.shape[:2])
 
-
     def _shortlisted(self, shortlists: Shortlists, state: State, shape: _Shape) -> Tensor:
         """The R most likely tokens of each head's shortlist, ``[B, K·R]``."""
         root = state.root[:, None]
@@ -219,7 +219,7 @@ def drafts(heads: MedusaHeads, target: Target, depth: int = DEPTHS) -> Drafts:
     """Heads with a shared projection, as shortlists are made for them; the first ``depth`` of them."""
     heads = heads.to(target.device, target.dtype)
     head, embed = heads.draft_head(target.lm_head), target.embeddings
-    head_dtype = next(head.parameters()).dtype
+    head_dtype, vectors = next(head.parameters()).dtype, next(embed.parameters())  # [V, e]
 
     def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
         rows, begins = tokens.to(target.device).long(), torch.zeros_like(supervised)
@@ -230,7 +230,7 @@ def drafts(heads: MedusaHeads, target: Target, depth: int = DEPTHS) -> Drafts:
         for feature in heads.features(hidden, min(depth, heads.config.num_draft_heads)):
             yield Rollout(roots, feature, feature.to(head_dtype))
 
-    return Drafts(run, embed, head, heads.draft_vocab, embed.weight.shape[1], target.hidden_size, shared=True)
+    return Drafts(run, embed, head, heads.draft_vocab, vectors.shape[1], target.hidden_size, shared=True)
 
 
 # ---- the family, as inference/drafters/load.py describes it

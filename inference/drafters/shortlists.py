@@ -8,11 +8,13 @@ Shape letters: B rows, b rows that begin, n nodes, T tokens, e width of embeddin
 capacity, S tokens that the drafter chooses from, V vocabulary of the target.
 """
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from draftsmith.inference.drafters.merged import ONE_STREAM
 from draftsmith.inference.tree import TokenTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.linear import apply_linear
@@ -56,12 +58,13 @@ class Shortlists:
         self.prefixes: dict[int, nn.Linear] = {}  # by number of rows: the first ones, without a copy
         self.rows: Tensor | None = None  # [B, C] of the level being drafted; None: its first ``tokens(depth)`` rows
         self.depth = 0
+        self.inputs: tuple[Tensor, ...] = ()  # that the router may still read on its stream
 
     def allocate(self, rows: int, static: bool) -> None:
         """For steps of B rows; ``static`` as :meth:`~draftsmith.inference.drafters.protocol.Drafter.allocate`."""
         device = self.weight.device
         self.static, self.stream = static, None
-        if self.shortlist.router is not None and static and device.type == "cuda":
+        if self.shortlist.router is not None and static and device.type == "cuda" and not os.environ.get(ONE_STREAM):
             self.stream = torch.cuda.Stream(device)
         if self.config.shortlist != "in_context":
             return
@@ -109,6 +112,7 @@ class Shortlists:
         if self.stream is None:
             self.rows = self._route(embeddings, hidden)
             return
+        self.inputs = embeddings, hidden  # if they were freed, the drafter's layer could write into their memory
         current = torch.cuda.current_stream(hidden.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -123,6 +127,7 @@ class Shortlists:
             return logits if self.after_head is None else self.after_head(logits), self.ids[:count]
         if self.stream is not None:
             torch.cuda.current_stream(hidden.device).wait_stream(self.stream)
+            self.inputs = ()
         rows, padding = self.rows, self.rows < 0
         logits = shortlist_logits(hidden, self.weight, rows, self.static)
         if self.bias is not None:
@@ -140,7 +145,7 @@ class Shortlists:
     def _in_context(self, capacity: int) -> Tensor:
         """The first rows and those of the text, ascending, as many as fit: ``[B, C]`` int64, then −1."""
         held = self.seen[:, :-1].clone()
-        held[:, : self.config.static] = True
+        held[:, : self.config.static].fill_(True)
         place = held.long().cumsum(1)  # from 1
         place = torch.where(held & (place <= capacity), place - 1, capacity)
         rows = torch.full((len(held), capacity + 1), -1, device=held.device)
@@ -156,6 +161,20 @@ class Shortlists:
                 head.bias = nn.Parameter(self.bias[:count], requires_grad=False)
             self.prefixes[count] = head
         return self.prefixes[count]
+
+
+def check_router(shortlist: ShortlistHead, embedding_size: int, feature_size: int) -> None:
+    """Check that a router, if there is one, reads vectors of a drafter's widths.
+
+    Raises:
+        ValueError: it reads others.
+    """
+    reads, own = shortlist.config, (embedding_size, feature_size)
+    if shortlist.router is not None and (reads.embedding_size, reads.feature_size) != own:
+        raise ValueError(
+            f"the shortlists' router reads embeddings of {reads.embedding_size} and hidden states of "
+            f"{reads.feature_size}, and the drafter has {own[0]} and {own[1]}; train the shortlists again"
+        )
 
 
 def shortlists_of(

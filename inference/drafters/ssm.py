@@ -77,6 +77,14 @@ def check_config(folder: Path, config: Mapping[str, Any], weights: Mapping[str, 
         check_draft_vocab(weights["draft_vocab"], size, config["vocab_size"], f"{folder}/model.safetensors")
 
 
+def _check_single(folder: Path, config: Mapping[str, Any]) -> None:
+    if config["num_ssms"] != 1:
+        raise ValueError(
+            f"{folder}: is an ensemble of {config['num_ssms']} SSMs; shortlists are made for the LM head of a single "
+            "one: train it by a recipe of a single stage"
+        )
+
+
 def _are_shares(value: Any, count: int) -> bool:
     return isinstance(value, list) and len(value) == count and all(type(v) in (int, float) for v in value)
 
@@ -88,15 +96,21 @@ class Ensemble:
     models: its SSMs by the names of their folders.
     draft_vocab: ``[D]`` int64 ids that they draft; None for the whole vocabulary.
     mark_tokens: first tokens of an answer by which training marked it.
+    shortlist: of the LM head of its only SSM; None for the whole head.
     """
 
     models: dict[str, Target]
     draft_vocab: Tensor | None
     mark_tokens: int
+    shortlist: ShortlistHead | None = None
+    _first: dict[str, DraftModelDrafter] = field(default_factory=dict)  # by SSM: the LM head's rows are copied once
 
     def drafter(self, part: str, target: Target, tree: Sequence[int] | Topology, **options: Any) -> DraftModelDrafter:
-        """The drafter of one SSM; ``options`` are those of :class:`DraftModelDrafter`."""
-        return DraftModelDrafter(self.models[part], target, tree, draft_vocab=self.draft_vocab, **options)
+        """The drafter of one SSM; ``options`` are those of :meth:`DraftModelDrafter.with_tree`."""
+        if part not in self._first:
+            own: dict[str, Any] = {"draft_vocab": self.draft_vocab, "shortlist": self.shortlist}
+            self._first[part] = DraftModelDrafter(self.models[part], target, (1,), **own)
+        return self._first[part].with_tree(tree, **options)
 
     def next_ranks(self, tokens: Tensor, supervised: Tensor) -> Tensor:
         """:func:`next_token_ranks` of each SSM, ``[n, S, T]``."""
@@ -113,12 +127,13 @@ class Ensemble:
 
 def load_ensemble(
     folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target,
-    parts: Sequence[str] | None = None, trust_remote_code: bool = False,
+    parts: Sequence[str] | None = None, trust_remote_code: bool = False, shortlist: ShortlistHead | None = None,
 ) -> Ensemble:  # fmt: skip
     """The SSMs of a checked folder (:func:`check_config`), on the target's device and in its dtype.
 
     Args:
         parts: the SSMs to load; all if None.
+        shortlist: of an ensemble of one.
 
     Raises:
         FileNotFoundError, ValueError: an SSM is damaged, no causal LM, or of another vocabulary than the target.
@@ -136,32 +151,36 @@ def load_ensemble(
                 f"{folder}/model.safetensors: 'draft_vocab' holds ids up to {int(ids[-1])}; '{part}' has a vocabulary "
                 f"of {model.vocab_size}"
             )
-    return Ensemble(models, ids, config["mark_tokens"])
+    return Ensemble(models, ids, config["mark_tokens"], shortlist)
 
 
 # ---- the family, as inference/drafters/load.py describes it
 
 
 def open_drafter(
-    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
-) -> Part:
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool,
+    shortlist: ShortlistHead | None = None,
+) -> Part:  # fmt: skip
     """The SSMs and their trees, checked against each other. An SSM whose tree is empty is not loaded.
 
     Raises:
         FileNotFoundError, ValueError: there is no such tree, it is damaged, or it does not fit the SSMs; or the config
-            or the draft vocabulary is damaged.
+            or the draft vocabulary is damaged; or there are shortlists and several SSMs.
     """
     assert tree is not None
     check_config(folder, config, weights)
+    if shortlist is not None:
+        _check_single(folder, config)
     trees, size = read_trees(tree, config["num_ssms"]), config.get("draft_vocab_size")
-    outputs, deepest = size or config["vocab_size"], max(topology.max_rank for topology in trees)
+    outputs = (size or config["vocab_size"]) if shortlist is None else shortlist.config.fewest
+    deepest = max(topology.max_rank for topology in trees)
     if deepest >= outputs:
         raise ValueError(f"{tree}: the tree asks for rank {deepest} of a vocabulary of {outputs}")
     topologies = {part: topology for part, topology in zip(config["parts"], trees, strict=True) if topology.paths}
 
     def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Mapping[str, Drafter]:
         remote = options.get("trust_remote_code", False)
-        ensemble = load_ensemble(folder, config, weights, target, list(topologies), remote)
+        ensemble = load_ensemble(folder, config, weights, target, list(topologies), remote, shortlist)
         drafters: dict[str, Drafter] = {}
         for part, topology in topologies.items():
             draft_cost = None if costs is None or target.spread else ensemble.pass_time(part, target, costs)
@@ -171,10 +190,26 @@ def open_drafter(
     return Part(build, uses_costs=True)
 
 
-def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
-    """Each SSM's rank of the true token; trees of up to eight levels."""
+def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
+    """What shortlists are made for.
+
+    Raises:
+        FileNotFoundError, ValueError: there are several SSMs, or it is damaged, or does not fit the target.
+    """
     check_config(folder, config, weights)
-    ensemble = _Calibrated(folder, config, weights)
+    _check_single(folder, config)
+    ensemble = load_ensemble(folder, config, weights, target)
+    return drafts(ensemble.models[config["parts"][0]], target, ensemble.draft_vocab)
+
+
+def calibration(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shortlist: ShortlistHead | None = None
+) -> Calibration:
+    """Each SSM's rank of the true token, by its whole LM head; trees of up to eight levels."""
+    check_config(folder, config, weights)
+    if shortlist is not None:
+        _check_single(folder, config)
+    ensemble = _Calibrated(folder, config, weights, shortlist)
     return Calibration(DEPTH, ensemble.ranks, ensemble.build, ensemble.facts, ensemble.step_time)
 
 
@@ -183,14 +218,16 @@ class _Calibrated:
 
     ensemble: Ensemble
 
-    def __init__(self, folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        self.stored = folder, config, weights
+    def __init__(
+        self, folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shortlist: ShortlistHead | None
+    ) -> None:
+        self.stored, self.shortlist = (folder, config, weights), shortlist
         self.matched: list[Tensor] = []  # [n, A] bool of each text
 
     def ranks(self, target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
         """``[S, T, n, K]``."""
         if not self.matched:
-            self.ensemble = load_ensemble(*self.stored, target)
+            self.ensemble = load_ensemble(*self.stored, target, shortlist=self.shortlist)
         by_ssm = self.ensemble.next_ranks(tokens, supervised)
         self.matched.append(matched_answers(by_ssm, supervised, self.ensemble.mark_tokens))
         return torch.stack([chained_ranks(ranks, tokens, supervised, DEPTH) for ranks in by_ssm], 2)

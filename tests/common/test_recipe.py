@@ -34,6 +34,10 @@ SHIPPED = {
     "smollm2-eagle3.yaml": ("train/eagle.py", "EagleRecipe"),
     "llama3-8b-eagle3.yaml": ("train/eagle.py", "EagleRecipe"),
     "qwen3-8b-eagle3.yaml": ("train/eagle.py", "EagleRecipe"),
+    "tiny-dynaspec.yaml": ("train/dynaspec.py", "DynaspecRecipe"),
+    "smollm2-dynaspec.yaml": ("train/dynaspec.py", "DynaspecRecipe"),
+    "llama3-8b-dynaspec.yaml": ("train/dynaspec.py", "DynaspecRecipe"),
+    "qwen2-7b-dynaspec.yaml": ("train/dynaspec.py", "DynaspecRecipe"),
 }
 GOOD = """\
 run: {name: x}

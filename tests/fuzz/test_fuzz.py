@@ -39,7 +39,7 @@ from draftsmith.inference.tree import read_tree
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
-from draftsmith.train import distill, eagle, lm, medusa, ssm
+from draftsmith.train import distill, dynaspec, eagle, lm, medusa, ssm
 
 ROOT = Path(__file__).parents[2]
 SEEDED = any(argument.startswith("--hypothesis-seed") for argument in sys.argv)
@@ -205,7 +205,7 @@ def plain(run_main, tiny_lm):
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 OF_SCRIPT = {
     "medusa": medusa.MedusaRecipe, "ssm": ssm.SsmRecipe, "eagle": eagle.EagleRecipe, "lm": lm.LmRecipe,
-    "distill": distill.DistillRecipe,
+    "distill": distill.DistillRecipe, "dynaspec": dynaspec.DynaspecRecipe,
 }  # fmt: skip
 
 
@@ -249,7 +249,8 @@ def test_recipes_as_text(folder, data):
 
 KEYS = ["run.name", "run.name.x", "steps.0", "target.name", "optim.lr", "optim.betas", "data.train.0.weight",
         "data.train", "steps", "stages", "stages.0.batch.sequences", "stages.0.optim.lr",
-        "drafter.num_draft_heads", "drafter.base", "drafter.layers", "drafter.expansion", "boost.tokens",
+        "drafter.num_draft_heads", "drafter.base", "drafter.layers", "drafter.expansion", "drafter.shortlist",
+        "drafter.corpus", "drafter.num_clusters", "drafter.k_max", "drafter.keep", "boost.tokens",
         "boost.marked_share", "stages.0.steps", "evaluate.decode",
         "export.push_to_hub", "data.train.-1.x", "data..x", "x", "", "data.train.99999999999", "optim", "run", "joint",
         "a.b.c.d"]  # fmt: skip
@@ -351,6 +352,9 @@ def commands(folder, drafter, tiny_lm, jsonl, tiny_recipes):
         "medusa": (medusa.main, [str(tiny_recipes["medusa"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
         "ssm": (ssm.main, [str(tiny_recipes["ssm"]), "--dry-run", "run.name=fuzz-ssm"], ("--tiny",)),
         "eagle": (eagle.main, [str(tiny_recipes["eagle"]), "--dry-run", "run.name=fuzz-eagle"], ("--tiny",)),
+        "dynaspec": (
+            dynaspec.main, [str(tiny_recipes["dynaspec"]), "--dry-run", "run.name=fuzz-dynaspec"], ("--tiny",),
+        ),
         "distill": (distill.main, [str(tiny_recipes["distill"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
     }  # fmt: skip
 
@@ -371,6 +375,7 @@ def tiny_recipes(folder, tiny_lm):
         "medusa": training | {"drafter": {"num_draft_heads": 2}},
         "ssm": training | {"drafter": {"layers": [0]}, "boost": {"min_prompts": 1}},
         "eagle": training | {"drafter": {"version": 3, "unroll": 2}},
+        "dynaspec": training | {"drafter": {"num_clusters": 4, "router_width": 8, "positions": 100}},
         "distill": {
             "run": run, "target": {"name": str(tiny_lm)}, "data": {"seeds": [source]},
             "engine": {"batch_size": 2, "max_length": 64, "threads": 1}, "decoding": {"max_new_tokens": 4},
@@ -384,7 +389,8 @@ def tiny_recipes(folder, tiny_lm):
 
 FEWER = {"decode": 6, "typical": 4, "bench": 4, "calibrate": 6}  # they measure
 COMMANDS = [
-    "decode", "decode one", "calibrate", "typical", "bench", "prompts", "preview", "medusa", "ssm", "eagle", "distill",
+    "decode", "decode one", "calibrate", "typical", "bench", "prompts", "preview", "medusa", "ssm", "eagle",
+    "dynaspec", "distill",
 ]  # fmt: skip
 
 

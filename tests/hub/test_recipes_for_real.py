@@ -30,12 +30,14 @@ RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))
 # tests/train/test_shipped_recipes.py
 NOTHING_OF_THE_HUB = {
     "smollm2-distill",
+    "smollm2-dynaspec",
     "smollm2-eagle3",
     "smollm2-medusa",
     "smollm2-medusa2",
     "smollm2-ssm",
     "tiny-distill",
     "tiny-draft",
+    "tiny-dynaspec",
     "tiny-eagle1",
     "tiny-eagle3",
     "tiny-lm",
@@ -199,11 +201,11 @@ def check_requests(world: World, target: str) -> None:
 
 
 def test_how_many_there_are():
-    assert len(RECIPES) == 25
+    assert len(RECIPES) == 29
     named = {name for path in RECIPES.values() for name in _named(yaml.safe_load(path.read_text()))}
     assert named == {name.split("/", 1)[1] for name in miniatures.manifests()}, "each needs a manifest"
     tested = [name for name in RECIPES if any(_named(yaml.safe_load(RECIPES[name].read_text())))]
-    assert len(tested) == 12 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
+    assert len(tested) == 14 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
 
 
 def _named(recipe: dict[str, Any]) -> Iterator[str]:
@@ -406,6 +408,23 @@ def test_eagle3(world, name, target):
     train(world, f"{name}-eagle3", "drafter.draft_vocab_size=200", "drafter.unroll=2")
     check_requests(world, target)
     finish(world, f"{name}-eagle3")
+
+
+@pytest.mark.parametrize("stem, target", [
+    ("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct"), ("qwen2-7b", "Qwen/Qwen2-7B-Instruct"),
+])  # fmt: skip
+def test_dynaspec(world, stem, target):
+    """On the EAGLE-3 drafter of all tokens that the recipe's comment trains; it is uploaded as a part."""
+    name = f"{stem}-dynaspec"
+    comment = re.findall(r"^#   (.*)", RECIPES[name].read_text(encoding="utf-8"), re.MULTILINE)
+    words = shlex.split("".join(line.removesuffix("\\") for line in comment))
+    assert words[:2] == ["accelerate", "launch"]
+    succeed(world.python(*words[2:], *SIZES, "drafter.unroll=2"))
+    train(world, name, "drafter.num_clusters=8", "drafter.router_width=16", "drafter.positions=400")
+    check_requests(world, target)
+    finish(world, name, ["model.safetensors", "drafter/model.safetensors"])
+    config = json.loads((world.root / "runs" / name / "config.json").read_text())
+    assert config["outputs"] == config["vocab_size"], "all tokens"
 
 
 def test_llama7b_68m_ssm(world):

@@ -45,13 +45,22 @@ def test_shortlists_beside_the_full_head(run_main, tmp_path, monkeypatch, dtype)
     """Measured on a CPU too; each way's result is compared with the definition's."""
     monkeypatch.setattr(linear, "BUDGET", linear.BUDGET)  # the command lifts it
     monkeypatch.setattr(bench, "LIMIT", 0.01)
+    pack, counts = bench.pack_shortlist, []
+
+    def counted(*arguments):
+        found = pack(*arguments)
+        counts.append(int(found.count.sum()))
+        return found
+
+    monkeypatch.setattr(bench, "pack_shortlist", counted)
     file = tmp_path / "kernels.json"
     code, out, err = run_main(
         bench.main, "shortlist", "--batches", 2, "--level", 3, "--hidden", 32, "--vocabulary", 500, 60,
         "--dtype", dtype, "--out", file,
     )  # fmt: skip
     assert code == 0, err
-    rows = json.loads(file.read_text())["rows"]
+    report = json.loads(file.read_text())
+    rows = report["rows"]
     ways = ("full head", "shortlist", "full head, topk", "shortlist, topk", "choice of rows")
     assert [row["way"] for row in rows] == [*ways] * 2
     assert {row["kernel"] for row in rows} == {"shortlist"} and len(out.splitlines()) == 2 + len(rows)
@@ -60,6 +69,9 @@ def test_shortlists_beside_the_full_head(run_main, tmp_path, monkeypatch, dtype)
     assert all(0 < row["low_us"] <= row["median_us"] <= row["high_us"] for row in rows)
     full, short = rows[0]["moved"], rows[1]["moved"]
     assert full == 500 * 32 * (4 if dtype == "float32" else 2) and 0.2 * full < short <= 0.4 * full, "two texts"
+    assert len(set(counts[:10])) > 1 and short / full == pytest.approx(sum(counts[:10]) / 10 / 500), "ten lists"
+    bound = max(short / report["copy_bandwidth"], rows[1]["operations"] / report["matmul_rate"])
+    assert rows[1]["of_bound"] == pytest.approx(bound / rows[1]["median_us"] * 1e6)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they can be measured")

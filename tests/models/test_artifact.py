@@ -150,6 +150,36 @@ def test_damaged_parts(ensemble, change, said):
     assert set(part_folders(ensemble)) <= set(NAMES)
 
 
+def test_a_part_with_parts_of_its_own(ensemble):
+    """A drafter may be a part, also one of parts alone; what it lists is checked, too."""
+    write_drafter(ensemble, "ssm", {}, {}, stand_in(), {}, parts=["ssm-0", "ssm-1"])
+    outer = ensemble.parent / "outer"
+    shutil.copytree(ensemble, outer / "drafter", ignore=shutil.ignore_patterns("checkpoints", "answers"))
+    write_drafter(outer, "dynaspec", {}, {"order": torch.arange(3)}, stand_in(), {}, parts=["drafter"])
+    _, config, weights = read_drafter(str(outer))
+    assert (config["parts"], list(weights), part_folders(outer)) == (["drafter"], ["order"], ["drafter"])
+    assert read_drafter(str(outer / "drafter"))[1]["parts"] == ["ssm-0", "ssm-1"]
+    inner = outer / "drafter"
+    save_tensors({"a": torch.ones(2)}, inner / "model.safetensors")  # beside parts, it may have weights of its own
+    read_drafter(str(outer))
+    for change, said in (
+        (lambda: (inner / "model.safetensors").write_bytes(b"half"), f"{inner}/model.safetensors: not a safetensors"),
+        (lambda: (inner / "model.safetensors").unlink(), None),
+        (lambda: (inner / "ssm-1/model.safetensors").unlink(), f"{inner}/ssm-1: no weights here"),
+        (lambda: shutil.rmtree(inner / "ssm-1"), f"{inner}: part 'ssm-1' is missing; fetch or train the drafter"),
+        (lambda: edit(inner, lambda c: c.update(parts=["../x"])), f"{inner}/config.json: field 'parts' is ['../x']"),
+        (lambda: edit(inner, lambda c: c.update(parts=[])), f"{inner}: no weights here"),
+        (lambda: edit(inner, lambda c: c.update(target=3)), f"{inner}/config.json: field 'target' is 3; it has to be"),
+    ):
+        change()
+        if said is None:
+            read_drafter(str(outer))
+            continue
+        with pytest.raises((ValueError, FileNotFoundError)) as error:
+            read_drafter(str(outer))
+        assert said in str(error.value) and "\n" not in str(error.value)
+
+
 def test_a_part_is_written_before_what_lists_it(ensemble):
     with pytest.raises(FileNotFoundError, match="part 'ssm-2' is missing"):
         write_drafter(ensemble, "ssm", {}, {}, stand_in(), {}, parts=["ssm-2"])

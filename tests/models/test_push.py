@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
+import torch
 from server import TOKEN, Hub
 
 from draftsmith.models.artifact import push, read_drafter, write_drafter
@@ -68,6 +69,25 @@ def test_parts_are_uploaded(hub, folder, tiny_lm, monkeypatch, tmp_path_factory,
     fetched, config, weights = read_drafter("somebody/ensemble")
     assert (config["parts"], weights) == (["ssm-0", "ssm-1"], {}) and (fetched / "ssm-1/model.safetensors").exists()
     assert capsys.readouterr().err.count("fetching") == 1
+
+
+def test_parts_of_a_part_are_uploaded(hub, folder, tiny_lm, monkeypatch, tmp_path_factory):
+    """A drafter's folder as a part, with its own parts; fetched again, it can be opened."""
+    described = {"name_or_path": "some/target", "fingerprint": "ab" * 32}
+    target = SimpleNamespace(
+        name="some/target", fingerprint="ab" * 32, tokenizer=None, adapter=None, describe=lambda: described
+    )
+    shutil.copytree(tiny_lm, folder / "drafter/ssm-0")
+    write_drafter(folder / "drafter", "ssm", {}, {}, target, {}, parts=["ssm-0"])
+    (folder / "drafter/ssm-0/config.json.tmp").write_text("half")
+    write_drafter(folder, "dynaspec", {}, {"order": torch.arange(3)}, target, {}, parts=["drafter"])
+    push(folder, "somebody/shortlists", private=False)
+    stored = hub.files("models/somebody/shortlists")
+    inside = {f"ssm-0/{file.name}" for file in tiny_lm.iterdir()} | {"config.json", "README.md", "provenance.json"}
+    assert {name.removeprefix("drafter/") for name in stored if name.startswith("drafter/")} == inside
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
+    fetched, config, _ = read_drafter("somebody/shortlists")
+    assert config["parts"] == ["drafter"] and read_drafter(str(fetched / "drafter"))[1]["parts"] == ["ssm-0"]
 
 
 def test_a_refusal_is_one_line(hub, folder):

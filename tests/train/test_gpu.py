@@ -240,7 +240,7 @@ def test_every_command_can_be_typed(run_main, tmp_path):
         assert set(one.after) <= before
         before.add(one.name)
         for command in (*gpu.commands_of(one, tmp_path, False), *gpu.commands_of(one, tmp_path, True)):
-            assert not re.search(r"\{(out|target|drafter|ssms|eagle)\}", command)
+            assert not re.search(r"\{(out|target|drafter|ssms|eagle|dynaspec)\}", command)
             python, script, *words = gpu.words_of(command)[1]
             assert python == "python"
             for word in (script, *words):
@@ -251,7 +251,7 @@ def test_every_command_can_be_typed(run_main, tmp_path):
                 options = getattr(module, "PARSER", None) or module.parser()
                 asked = options.parse_intermixed_args(words)
                 kinds = {"train/lm.py": "LmRecipe", "train/medusa.py": "MedusaRecipe", "train/ssm.py": "SsmRecipe",
-                         "train/eagle.py": "EagleRecipe"}  # fmt: skip
+                         "train/eagle.py": "EagleRecipe", "train/dynaspec.py": "DynaspecRecipe"}  # fmt: skip
                 if script in kinds:
                     read_recipe(gpu.ROOT / asked.recipe, getattr(module, kinds[script]), asked.overrides)
     code, printed, _ = run_main(gpu.main, "--list", "--only", "step", "--out", tmp_path)
@@ -441,6 +441,81 @@ def test_goals_of_eagle(tmp_path):
     )
     for wrong in ((7, 1.01, 1.9e9), (7, 0.9, 2e9), (4, 0.5, 1e9), (7, 0.5, None)):
         assert not judged(wrong).met
+
+
+def test_goals_of_shortlists(tmp_path):
+    """A fifth of the rows, 0.2 GB at 4 TB/s: 50 µs."""
+    folder = tmp_path / "shortlist"
+    folder.mkdir()
+
+    def row(way, vocabulary, nodes, microseconds, difference=0.01):
+        return {"kernel": "shortlist", "way": way, "shape": {"V": vocabulary, "n": nodes}, "difference": difference,
+                "median_us": microseconds, "moved": 2e8 if way == "shortlist" else 1e9}  # fmt: skip
+
+    def judged(microseconds, full=300.0, vocabularies=((128256, 262144), (49152,)), rehearsal=False, **more):
+        for name, numbers in zip(("4096", "576"), vocabularies, strict=True):
+            rows = [
+                row(way, vocabulary, nodes, time, **more)
+                for vocabulary in numbers for nodes in (1, 8)
+                for way, time in (
+                    ("full head", full), ("shortlist", microseconds if (vocabulary, nodes) == (49152, 8) else 60.0),
+                    ("shortlist, topk", 999.0),
+                )
+            ]  # fmt: skip
+            (folder / f"{name}.json").write_text(json.dumps({"rows": rows, "copy_bandwidth": 4e12}))
+        return gpu.judge_shortlist(tmp_path, rehearsal)
+
+    found = judged(62.0)
+    assert found.met and found.value.startswith("128256 × 4096, 1 nodes: 0.20 × full, 83% of the bandwidth; ")
+    assert found.value.endswith("; 49152 × 576, 8 nodes: 0.21 × full, 81% of the bandwidth") and found.facts is not None
+    assert len(found.facts["medians"]) == 18 and found.facts["medians"][2]["way"] == "shortlist, topk"
+    found = judged(63.0)
+    assert not found.met and found.value.endswith("0.21 × full, 79% of the bandwidth")
+    assert judged(62.0, full=178.0).met and not judged(62.0, full=176.0).met
+    found = judged(62.0, vocabularies=((128256,), (49152,)))  # the larger one did not fit into memory
+    assert not found.met and found.value.endswith("; 2 of 6 figures are missing")
+    for wrong, rehearsal in ((0.06, False), (float("nan"), False), (2e-3, True)):
+        with pytest.raises(ValueError, match=r"full head, \{'V': 128256, 'n': 1\}: difference"):
+            judged(62.0, difference=wrong, rehearsal=rehearsal)
+
+
+def test_goals_of_dynaspec(tmp_path):
+    """The shortlists, the drafter that they are for, and the shortlists on one stream: all their target's text."""
+    folder = gpu.model_folder(tmp_path, "dynaspec", False)
+    folder.mkdir(parents=True)
+    (folder / "provenance.json").write_text('{"simulated_tau": 2.4, "whole_simulated_tau": 2.5}')
+    report = {
+        "execution": "cuda graph, lean decoder", "mean_accepted_length": 2.0, "speedup": 1.5,
+        "lossless": {"passed": True, "checked": 99, "near_ties": 1, "mismatches": 0},
+    }  # fmt: skip
+
+    def write(place, drafter, **more):
+        file = tmp_path / "dynaspec" / place / "report.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(report | {"drafter": str(drafter)} | more))
+
+    base = gpu.model_folder(tmp_path, "eagle", False)
+    write("two/eagle", base, tokens_per_second=500.0, mean_accepted_length=2.1, speedup=1.75)
+    write("two/dynaspec", folder, tokens_per_second=98.0)
+    with pytest.raises(ValueError):
+        gpu.judge_dynaspec(tmp_path, False)  # nothing was decoded on one stream
+    for one, met in ((80.0, True), (101.0, True), (102.0, False)):
+        write("one", folder, tokens_per_second=one)
+        found = gpu.judge_dynaspec(tmp_path, False)
+        assert found.met is met
+    assert found.value == (
+        "simulated τ 2.40, with the whole LM head 2.50; shortlists: τ 2.00, 1.50 × plain, cuda graph, lean decoder, 99 "
+        "tokens checked, 1 near-ties; whole LM head: τ 2.10, 1.75 × plain, cuda graph, lean decoder, 99 tokens "
+        "checked, 1 near-ties; shortlists on one stream: τ 2.00, 1.50 × plain, cuda graph, lean decoder, 99 tokens "
+        "checked, 1 near-ties; 98 tokens/s with a stream for the router, 102 without (0.96 ×)"
+    )
+    write("one", folder, tokens_per_second=98.0, execution="eager: no")
+    with pytest.raises(ValueError, match="dynaspec: steps ran eager: no"):
+        gpu.judge_dynaspec(tmp_path, False)
+    write("one", folder, tokens_per_second=98.0)
+    write("two/eagle", base, tokens_per_second=500.0, lossless={**report["lossless"], "passed": False, "mismatches": 3})
+    with pytest.raises(ValueError, match="eagle: 3 mismatches in 99 tokens"):
+        gpu.judge_dynaspec(tmp_path, False)
 
 
 def test_trees_of_eagle(tmp_path):

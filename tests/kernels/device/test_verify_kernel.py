@@ -1,5 +1,6 @@
 """The same distributions, draws and uniforms into the kernels and into the reference, compared token for token."""
 
+import itertools
 import random
 
 import pytest
@@ -11,8 +12,10 @@ from draftsmith.kernels.verify import (
     ONE_HOT,
     WITHOUT_REPLACEMENT,
     acceptances_reference,
+    entries_of,
     verify_sample,
     verify_sample_reference,
+    widened,
 )
 
 NEAR = 1e-5  # a uniform so close to a border may fall on either side of it
@@ -44,7 +47,8 @@ def random_rows(rng, rows, nodes, most, size, num_q, kinds, ids=None):
     for row in range(rows):
         base = random_distribution(rng, size, rng.random() < 0.5)
         if ids is not None:  # most of the mass where drafts come from
-            base[ids[row % len(ids), 0]] += 0.2
+            kept = ids[row % len(ids), 0]
+            base[kept[kept >= 0]] += 0.2
             base /= base.sum()
         for node in range(nodes):  # near one another, so that something is accepted
             mixed = 0.6 * base + 0.4 * random_distribution(rng, size, rng.random() < 0.5)
@@ -60,6 +64,7 @@ def random_rows(rng, rows, nodes, most, size, num_q, kinds, ids=None):
             )
             if ids is not None:
                 kept = ids[row % len(ids), source % ids.shape[1]]
+                kept = kept[kept >= 0]
                 q[row, source] = torch.zeros(size).scatter(0, kept, q[row, source][kept] + 0.01)
                 q[row, source] /= q[row, source].sum()
         depth, used = [0], 1
@@ -90,7 +95,8 @@ def random_rows(rng, rows, nodes, most, size, num_q, kinds, ids=None):
                 child[row, node, turn], kind[row, node, turn], q_row[row, node, turn] = below[token], its_kind, source
         deepest = max(deepest, *depth)
     if ids is not None:
-        q = q.gather(2, ids.expand(rows, num_q, -1))
+        padding = (ids < 0).expand(rows, num_q, -1)
+        q = q.gather(2, ids.clamp(min=0).expand(rows, num_q, -1)).masked_fill(padding, 0.0)
     return p, tokens, child, kind, q_row, q if num_q else None, deepest
 
 
@@ -159,6 +165,29 @@ def test_replay_of_reduced_vocabularies(device, seed, rows, nodes, most, size, r
     differed, lengths = compare(device, rng, rows, nodes, most, size, num_q, kinds, block, ids=ids)
     assert differed <= 1 and len(lengths) == rows
     assert len(set(lengths)) > 1
+
+
+@seeds
+@pytest.mark.parametrize("shared", [(), ("rows", "num_q")], ids="-".join)
+@pytest.mark.parametrize(("rows", "nodes", "most", "size", "num_q", "kinds", "block"), [
+    (30, 3, 2, 7, 3, ANY, 8), (10, 4, 3, 33, 2, ANY, 16), (10, 4, 3, 13, 2, [WITHOUT_REPLACEMENT], 16),
+])  # fmt: skip
+def test_replay_of_padded_vocabularies(device, seed, rows, nodes, most, size, num_q, kinds, block, shared):
+    """Vocabularies of different lengths, padded with −1: equal to the distributions over the target's tokens."""
+    rng = random.Random(seed)
+    ids = random_ids(rng, rows, num_q, size, size - 1, shared)
+    for of_q in ids.flatten(0, 1):
+        of_q[rng.randint(2, size - 1) :] = -1
+    wide, entries = torch.rand(rows, num_q, size), entries_of(ids.to(device), size).cpu()
+    reduced = wide.gather(2, ids.clamp(min=0).expand(rows, num_q, -1)).masked_fill(ids < 0, 0)
+    for row, source in itertools.product(range(rows), range(num_q)):
+        kept = ids[row % len(ids), source % ids.shape[1]].tolist()
+        right = [kept.index(token) if token in kept else -1 for token in range(size)]
+        assert entries[row % len(ids), source % ids.shape[1]].tolist() == right
+        values = [float(wide[row, source, token]) if token in kept else 0.0 for token in range(size)]
+        assert widened(reduced, ids, size)[row, source].tolist() == values
+    differed, lengths = compare(device, rng, rows, nodes, most, size, num_q, kinds, block, ids=ids)
+    assert differed <= 1 and len(set(lengths)) > 1
 
 
 def test_a_draw_outside_the_reduced_vocabulary(device):

@@ -1,0 +1,512 @@
+"""Drafters with shortlists of every kind: lossless; each level has the list that its definition says; the router reads
+what it is trained on."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import lossless_suite
+import pytest
+import torch
+from eagles import KINDS, fitted, untrained
+from lossless_suite import (
+    ALPHA,
+    NONE,
+    STARTS,
+    _sampled,
+    check_sampling,
+    check_seeds,
+    check_static,
+    check_warm_up,
+    joint_distribution,
+    p_value,
+)
+
+from draftsmith.inference.drafters.dynamic import DynamicShape
+from draftsmith.inference.drafters.eagle import EagleDrafter, drafts
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.shortlists import Shortlists
+from draftsmith.inference.engine import Request, SpeculativeDecoder
+from draftsmith.inference.sampling import sampling_distribution
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
+from draftsmith.models.target import Target
+
+TREES = {"fixed": (3, 2, 1), "dynamic": DynamicShape(3, 3, 9)}
+PROMPTS = STARTS[:3]  # of 7, 1 and 4 tokens, none of them 0
+NEW = 12
+CLUSTERS = 9
+# Kind, schedule, and the capacity of the root's list as a share of the drafter's tokens.
+LISTS = {
+    "fr_spec fixed": ("fr_spec", "fixed", 0.5),
+    "fr_spec position-aware": ("fr_spec", "position_aware", 0.5),
+    "vocab_trim": ("vocab_trim", "position_aware", 0.7),
+    "in_context": ("in_context", "fixed", 0.7),
+    "in_context, full": ("in_context", "fixed", 0.25),
+    "dynaspec fixed": ("dynaspec", "fixed", 0.6),
+    "dynaspec position-aware": ("dynaspec", "position_aware", 0.6),
+    "dynaspec, clusters dropped": ("dynaspec", "fixed", 0.3),
+    "dynaspec, nearly all tokens": ("dynaspec", "fixed", 0.9),
+    "dynaspec, all tokens": ("dynaspec", "fixed", 1.0),
+    "fr_spec, all tokens": ("fr_spec", "fixed", 1.0),
+}
+
+
+def shortlist(eagle: Eagle, target: Target, name: str) -> ShortlistHead:
+    """A list of at least 3 tokens in a random order, of a random router."""
+    kind, schedule, share = LISTS[name]
+    outputs = eagle.config.outputs
+    capacity = [max(3, tokens) for tokens in budget(int(outputs * share), schedule)]
+    if kind != "dynaspec":
+        config = ShortlistConfig(kind, outputs, tuple(capacity), static=4 if kind == "in_context" else 0)
+        return ordered(config)
+    wanted = max(5, int(CLUSTERS * share))
+    config = ShortlistConfig(
+        kind, outputs, tuple(capacity), clusters=budget(wanted, schedule), num_clusters=CLUSTERS, router_width=8,
+        embedding_size=target.hidden_size, feature_size=eagle.config.hidden_size,
+    )  # fmt: skip
+    cuts = torch.randperm(outputs - 1, generator=torch.Generator().manual_seed(4))[: CLUSTERS - 1] + 1
+    return ordered(config, [0, *sorted(cuts.tolist()), outputs])
+
+
+def ordered(config: ShortlistConfig, starts: Sequence[int] = ()) -> ShortlistHead:
+    torch.manual_seed(5)
+    head = ShortlistHead(config)
+    head.order.copy_(torch.randperm(config.outputs))
+    if head.router is not None:
+        head.starts.copy_(torch.tensor(starts))
+        with torch.no_grad():
+            for weight in head.router.parameters():
+                weight.normal_(std=0.5)
+    return head.eval().requires_grad_(False)
+
+
+class Watched(EagleDrafter):
+    """Compares each level's list with its definition, and its logits with the whole LM head's."""
+
+    def __init__(self, eagle: Eagle, target: Target, *args, **options) -> None:
+        super().__init__(eagle, target, *args, **options)
+        # What the router reads, by step: row's text length, then (tokens, hidden) of each level; accepted length.
+        self.steps: list[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]], list[int]]] = []
+        self.texts: dict[int, list[int]] = {}
+        self.seen: Counter[object] = Counter()
+
+    def begin(self, rows):
+        super().begin(rows)
+        self.texts |= {row: [] for row in range(rows.start, rows.stop)}
+
+    def prefill(self, features, tokens, start, rows):
+        super().prefill(features, tokens, start, rows)
+        for row, prompt in zip(range(rows.start, rows.stop), tokens.tolist(), strict=True):
+            self.texts[row] += prompt
+
+    def end(self, row):
+        super().end(row)
+        self.texts.pop(row, None)
+
+    def propose(self, state):
+        self.asked, self.lists = [], []
+        for row, text in self.texts.items():
+            del text[int(state.length[row]) :]  # padding of the prompt
+            text.append(int(state.root[row]))
+        tree = super().propose(state)
+        for row in self.texts:
+            nodes = zip(tree.tokens[row].tolist(), tree.depth[row].tolist(), tree.valid[row].tolist(), strict=True)
+            for token, depth, valid in nodes:
+                if depth and valid:
+                    listed = self.lists[depth - 1][row]
+                    if len(listed) < self.branching and token == 0:  # in place of the tokens that a list lacks
+                        self.seen["none"] += token not in listed
+                        continue
+                    assert token in listed, f"{token} is not in the list of depth {depth - 1}"
+                    self.seen["node"] += 1
+        return tree
+
+    def absorb(self, state, verdict, tree, features):
+        super().absorb(state, verdict, tree, features)
+        self.steps.append((state.length.tolist(), self.asked, verdict.length.tolist()))
+        for row, text in self.texts.items():
+            path = verdict.path[row, 1 : 1 + int(verdict.length[row])]
+            text += tree.tokens[row, path].tolist()
+
+    def _choose(self, tokens, hidden, depth, read=None):
+        assert depth == len(self.asked)
+        self.asked.append((tokens.clone(), hidden.clone()))
+        super()._choose(tokens, hidden, depth, read)
+
+    def _logits(self, hidden):
+        assert len(self.asked) == len(self.lists) + 1, "the list of a level is chosen before its logits"
+        logits, ids = super()._logits(hidden)
+        mine, self.shortlists = self.shortlists, None
+        whole, drafted = super()._logits(hidden)
+        self.shortlists = mine
+        rows, count = hidden.shape[0], logits.shape[2]
+        listed = ids.expand(rows, count)
+        padding = listed < 0
+        assert torch.equal(logits == -torch.inf, padding[:, None].expand_as(logits))
+        place = torch.full((self.target.vocab_size,), -1)
+        drafted = torch.arange(whole.shape[2]) if drafted is None else drafted
+        place[drafted] = torch.arange(len(drafted))
+        at = place[listed.clamp(min=0)]
+        assert bool((at >= 0)[~padding].all()), "a token that the drafter does not have"
+        right = whole.gather(2, at.clamp(min=0)[:, None].expand_as(logits)).masked_fill(padding[:, None], -torch.inf)
+        torch.testing.assert_close(logits, right.float(), atol=2e-4, rtol=1e-4)
+        depth = len(self.lists)
+        self.lists.append([set(row) - {-1} for row in listed.tolist()])
+        for row in self.texts:
+            assert self.lists[-1][row] == self.expected(row, depth), f"row {row}, depth {depth}"
+            assert len(self.lists[-1][row]) == int((~padding[row]).sum()), "a token twice"
+            self.seen[depth, len(self.lists[-1][row])] += 1
+        return logits, ids
+
+    def expected(self, row: int, depth: int) -> set[int]:
+        """The list of a level, in plain Python."""
+        config, head = self.shortlists.config, self.shortlists.shortlist
+        order = head.order if self.eagle.draft_vocab is None else self.eagle.draft_vocab[head.order]
+        tokens, capacity = order.tolist(), config.capacity[min(depth, len(config.capacity) - 1)]
+        if config.shortlist == "in_context":
+            known = {*tokens[: config.static], *self.texts[row], 0}  # 0: padding of prompts
+            return {*[token for token in tokens if token in known][:capacity]}
+        if head.router is None or capacity == len(tokens):
+            return {*tokens[:capacity]}
+        nodes, hidden = self.asked[depth]
+        scores = head.router(self.target.embeddings(nodes[row]), hidden[row], depth).amax(0).tolist()
+        wanted = config.clusters[min(depth, len(config.clusters) - 1)]
+        taken: list[int] = []
+        for cluster in sorted(range(len(scores)), key=lambda cluster: -scores[cluster])[:wanted]:
+            slab = tokens[head.starts[cluster] : head.starts[cluster + 1]]
+            if len(taken) + len(slab) > capacity:
+                self.seen["dropped"] += 1
+                return {*(taken or slab[:capacity])}
+            taken += slab
+        return {*taken}
+
+
+@pytest.fixture(scope="module")
+def target(make_target):
+    return lossless_suite.phrases(make_target)
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    """The target's own greedy texts."""
+    return [result.tokens for result in SpeculativeDecoder(target).generate(PROMPTS, NEW, stop_ids=NONE)]
+
+
+def decoded(target, drafter, rows, static):
+    """Greedy texts of one row after the other, or of three rows at once."""
+    decoder = SpeculativeDecoder(target, drafter, static=static)
+    if rows == 3:
+        return decoder.generate(PROMPTS, NEW, stop_ids=NONE)
+    return [decoder.generate([prompt], NEW, stop_ids=NONE)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", LISTS)
+def test_lossless_by_the_level_lists(make_target, target, plain, name, tree):
+    """Alone and in a batch, eager and static; every level's list and logits are checked while it decodes."""
+    eagle = fitted(target, make_target, "eagle3", draft_vocab=name != "dynaspec fixed")
+    drafter = Watched(eagle, target, TREES[tree], shortlist=shortlist(eagle, target, name))
+    steps = []
+    for rows, static in ((1, False), (3, False), (1, True), (3, True)):
+        results = decoded(target, drafter, rows, static)
+        assert [result.tokens for result in results] == plain, (rows, static)
+        steps.append([result.accepted for result in results])
+    assert steps[1:] == steps[:-1], "the steps depend on the other rows"
+    assert max(map(max, steps[0])) > 1, "nothing was accepted"
+    assert drafter.seen["node"] and (drafter.seen["dropped"] or "dropped" not in name), drafter.seen
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi"])
+def test_on_the_targets_own_head(make_target, family):
+    """With the target's scale, soft cap or bias; padding stays −∞."""
+    target = make_target(family)
+    for name in ("dynaspec, clusters dropped", "in_context", "fr_spec position-aware"):
+        eagle = untrained(target, "shared")
+        drafter = Watched(eagle, target, TREES["fixed"], shortlist=shortlist(eagle, target, name))
+        (result,) = SpeculativeDecoder(target, drafter).generate([STARTS[0]], 8, stop_ids=NONE)
+        assert result.tokens == SpeculativeDecoder(target).generate([STARTS[0]], 8, stop_ids=NONE)[0].tokens
+        assert drafter.seen["node"]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_router_reads_what_it_is_trained_on(make_target, target, plain, kind, tree):
+    """Its scores along accepted paths are those of teacher-forced drafts over the whole text."""
+    eagle = fitted(target, make_target, kind, draft_vocab=kind == "eagle3")
+    head = shortlist(eagle, target, "dynaspec, nearly all tokens")
+    drafter = Watched(eagle, target, TREES[tree], shortlist=head)
+    results = decoded(target, drafter, 3, False)
+    assert [result.tokens for result in results] == plain
+    compared = Counter()
+    made = drafts(eagle, target, 3)
+    assert (made.embedding_size, made.feature_size) == (head.config.embedding_size, head.config.feature_size)
+    for row, (prompt, text) in enumerate(zip(PROMPTS, plain, strict=True)):
+        tokens = torch.tensor([prompt + text])
+        supervised = torch.ones_like(tokens, dtype=torch.bool)
+        with torch.no_grad():
+            rollouts = list(made.run(tokens, supervised))  # position t drafts from the root t + 1
+            for lengths, asked, accepted in drafter.steps:
+                length = lengths[row]
+                for depth in range(max(1, accepted[row])):  # an accepted node with an accepted child was run
+                    if not length or length + depth >= tokens.shape[1]:  # an ended row; the text's last step
+                        continue
+                    rollout = rollouts[depth]
+                    nodes, hidden = (part[row] for part in asked[depth])
+                    same = nodes == tokens[0, length + depth]
+                    assert int(rollout.tokens[length - 1]) == int(tokens[0, length + depth]) and bool(same.any())
+                    right = head.router(made.embed(rollout.tokens[length - 1]), rollout.hidden[length - 1], depth)
+                    mine = head.router(target.embeddings(nodes[same]), hidden[same], depth)
+                    assert float((mine - right).abs().amax(-1).amin()) < 1e-4, f"text {row} at {length}, depth {depth}"
+                    compared[depth] += 1
+    assert all(compared[depth] for depth in range(3)), compared
+    spread = torch.stack([rollout.hidden for rollout in rollouts[:2]])
+    scores = head.router(made.embed(rollouts[0].tokens), spread[0], 0)
+    other = head.router(made.embed(rollouts[1].tokens), spread[1], 1)
+    assert float((scores[1:] - scores[:-1]).abs().amax(-1).amin()) > 1e-2, "positions could not be told apart"
+    assert float((scores - other).abs().amax(-1).amin()) > 1e-2, "depths could not be told apart"
+
+
+# ---- in-context lists
+
+
+def test_tokens_of_the_text_are_in_the_list(target):
+    """Prompt, bonus tokens and drafts count, in this row alone, until another text begins; others do not."""
+    config = ShortlistConfig("in_context", 61, (6, 4), static=2)
+    head = torch.nn.Linear(4, 61)
+    lists = Shortlists(ordered(config), head, None, 61)
+    order = lists.ids.tolist()
+    assert order.index(0) > 50  # every list holds it, if there is room: it is the padding of prompts
+    lists.allocate(3, False)
+
+    def listed(depth):
+        lists.choose(torch.empty(3, 1, 4), torch.empty(3, 1, 4), depth)
+        logits, ids = lists.logits(torch.ones(3, 1, 4))
+        right = head(torch.ones(4))[ids.clamp(min=0)].masked_fill(ids < 0, -torch.inf)
+        torch.testing.assert_close(logits[:, 0], right)
+        return ids.tolist()
+
+    lists.begin(slice(0, 2))
+    lists.read(torch.tensor([[order[40], order[9], order[40]], [order[30], order[0], order[30]]]), slice(0, 2))
+    assert listed(0) == [
+        [order[0], order[1], order[9], order[40], 0, -1],
+        [order[0], order[1], order[30], 0, -1, -1],
+        [order[0], order[1], -1, -1, -1, -1],
+    ]
+    lists.read(torch.tensor([[order[50]], [order[2]], [order[3]]]))
+    assert listed(1) == [
+        [order[0], order[1], order[9], order[40]],  # as many as fit, in the order of frequency
+        [order[0], order[1], order[2], order[30]],
+        [order[0], order[1], order[3], -1],
+    ]
+    lists.begin(slice(0, 1))
+    assert listed(1)[:2] == [[order[0], order[1], 0, -1], [order[0], order[1], order[2], order[30]]]
+
+
+def test_a_token_of_the_prompt_is_drafted(make_target, target, plain):
+    """Accepted drafts that the static list does not have."""
+    eagle = fitted(target, make_target)
+    head = shortlist(eagle, target, "in_context")
+    static = set(head.order[: head.config.static].tolist())
+    drafted = Counter()
+
+    class Counted(Watched):
+        def absorb(self, state, verdict, tree, features):
+            super().absorb(state, verdict, tree, features)
+            for row in range(3):
+                path = verdict.path[row, 1 : 1 + int(verdict.length[row])]
+                drafted.update("static" if t in static else "seen" for t in tree.tokens[row, path].tolist())
+
+    fixed = ShortlistHead(replace(head.config, shortlist="fr_spec", static=0, capacity=(head.config.static,)))
+    fixed.order.copy_(head.order)
+    results = decoded(target, Counted(eagle, target, TREES["fixed"], shortlist=head), 3, False)
+    without = decoded(target, Watched(eagle, target, TREES["fixed"], shortlist=fixed), 3, False)
+    assert [r.tokens for r in results] == [r.tokens for r in without] == plain
+    assert drafted["seen"] > 3, drafted
+    assert sum(len(r.accepted) for r in results) < sum(len(r.accepted) for r in without)
+
+
+def test_rows_that_begin_anew_forget(make_target, target):
+    """Six texts in two rows take the steps that each takes alone."""
+    eagle = fitted(target, make_target, draft_vocab=True)
+    drafter = Watched(eagle, target, TREES["fixed"], shortlist=shortlist(eagle, target, "in_context"))
+    decoder = SpeculativeDecoder(target, drafter)
+    alone = [decoder.generate([start], 12, stop_ids=NONE)[0].accepted for start in STARTS[:6]]
+    requests = [Request(start, 12, stop_ids=NONE) for start in STARTS[:6]]
+    assert [result.accepted for result in decoder.serve(requests, 2)] == alone
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_lists_of_fewer_tokens_than_children(make_target, target, plain, tree):
+    """Clusters of one and two tokens: alone and merged, greedily and by sampling."""
+    eagle = untrained(target)
+    config = ShortlistConfig(
+        "dynaspec", 61, (3,), clusters=(1,), num_clusters=40, router_width=4, embedding_size=32, feature_size=32
+    )
+
+    def make():
+        head = ordered(config, [*range(20), *range(21, 61, 2), 61])
+        return Watched(eagle, target, TREES[tree], shortlist=head)
+
+    drafter = make()
+    assert [result.tokens for result in decoded(target, drafter, 3, False)] == plain
+    assert drafter.seen[0, 1] and drafter.seen[0, 2], drafter.seen
+    merged = MergedDrafter({"eagle": make(), "ngram": NgramDrafter(target, depth=2, min_match=1)}, target, 12)
+    assert [result.tokens for result in decoded(target, merged, 3, False)] == plain
+    decoder = SpeculativeDecoder(target, make())
+    assert all(len(r.tokens) == NEW for r in decoder.generate(PROMPTS, NEW, mode="sample", stop_ids=NONE))
+
+
+def test_drafters_with_other_trees_do_not_share_state(make_target, target, plain):
+    """Two drafters of ``with_tree`` that decode in turn, with other numbers of rows."""
+    eagle = fitted(target, make_target)
+    one = EagleDrafter(eagle, target, (2, 1), shortlist=shortlist(eagle, target, "in_context"))
+    other = one.with_tree((1, 1, 1))
+    first, second = SpeculativeDecoder(target, one), SpeculativeDecoder(target, other, static=True)
+    for _ in range(2):
+        assert [result.tokens for result in first.generate(PROMPTS, NEW, stop_ids=NONE)] == plain
+        assert second.generate(PROMPTS[:1], NEW, stop_ids=NONE)[0].tokens == plain[0]
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [((4,), "more children than the vocabulary of 3 has tokens"), (DynamicShape(4, 1, 3), "chooses from 3 tokens")],
+)
+def test_trees_of_more_children_than_the_shortest_list(make_target, target, tree, message):
+    config = ShortlistConfig("fr_spec", 61, (9, 3))
+    with pytest.raises(ValueError, match=message):
+        EagleDrafter(untrained(target), target, tree, shortlist=ordered(config))
+
+
+def test_heads_that_do_not_fit():
+    lists = ordered(ShortlistConfig("fr_spec", 9, (4,)))
+    with pytest.raises(ValueError, match="the shortlists order 9 rows, and the LM head has 8"):
+        Shortlists(lists, torch.nn.Linear(4, 8), None, 9)
+    with pytest.raises(ValueError, match="quantised or no plain matrix"):
+        Shortlists(lists, torch.nn.Identity(), None, 9)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+def test_accepted_tokens_of_other_drafters_are_in_the_list(make_target, target, plain, static):
+    """Its own accepted tokens are in the list anyway; those of a drafter of the whole vocabulary need not be."""
+    eagle, other = fitted(target, make_target), fitted(target, make_target, "eagle1")
+    watched = Watched(eagle, target, (2,), shortlist=shortlist(eagle, target, "in_context"))
+    merged = MergedDrafter({"one": watched, "deeper": EagleDrafter(other, target, (1,) * 4)}, target, 12)
+    assert [result.tokens for result in decoded(target, merged, 3, static)] == plain
+    assert watched.seen["node"]
+
+
+# ---- what every drafter has to pass
+
+
+def small(name: str, draft_vocab: bool = False):
+    """``make(target)`` → random drafters for the suite; of the small vocabulary, lists whose lengths differ."""
+
+    def make(target, kind=EagleDrafter):
+        eagle = untrained(target, "eagle3", draft_vocab)
+        if target.vocab_size != lossless_suite.SMALL:
+            return kind(eagle, target, TREES["fixed"], shortlist=shortlist(eagle, target, name))
+        outputs, listed, tree, draws = eagle.config.outputs, *SMALL_LISTS[name]
+        config = ShortlistConfig(outputs=outputs, **SIZES | listed) if "clusters" in listed else None
+        config = config or ShortlistConfig(outputs=outputs, **listed)
+        starts = [0, 1, 3, outputs] if outputs > 3 else [0, 1, 2, outputs]
+        return kind(eagle, target, tree, draws=draws, shortlist=ordered(config, starts))
+
+    return make
+
+
+SIZES = {"num_clusters": 3, "router_width": 4, "embedding_size": 32, "feature_size": 32}
+# Lists of the vocabulary of 5 tokens (4 of the draft vocabulary), and the trees and kinds of draws that go with them.
+SMALL_LISTS = {
+    "fr_spec fixed": ({"shortlist": "fr_spec", "capacity": (3,)}, (2, 2), "without_replacement"),
+    "fr_spec position-aware": ({"shortlist": "fr_spec", "capacity": (4, 2, 1)}, (1, 1, 1), "without_replacement"),
+    "vocab_trim": ({"shortlist": "vocab_trim", "capacity": (4, 2)}, (2, 2), "iid"),
+    "in_context": ({"shortlist": "in_context", "capacity": (4, 3), "static": 1}, (2, 2), "without_replacement"),
+    "dynaspec fixed": (
+        {"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)}, (2, 1), "without_replacement",
+    ),
+    "dynaspec position-aware": ({"shortlist": "dynaspec", "capacity": (3, 2), "clusters": (2, 1)}, (2, 2), "iid"),
+}  # fmt: skip
+TEXTS = 3000
+
+
+@pytest.mark.parametrize("name", ["in_context", "dynaspec position-aware"])
+def test_static_steps(make_target, name):
+    """No host read, and one shape, in a static step."""
+    check_static(make_target, small(name, draft_vocab=True))
+
+
+def test_seeds(make_target):
+    """A seed gives the same text and steps in any batch, beside longer and shorter prompts."""
+    check_seeds(make_target, small("in_context"))
+
+
+def test_warm_up(make_target):
+    """Steps that are undone leave no tokens in an in-context list."""
+    check_warm_up(make_target, small("in_context"))
+
+
+@pytest.mark.parametrize(
+    ("name", "draft_vocab"),
+    [*((name, False) for name in SMALL_LISTS), ("fr_spec position-aware", True), ("dynaspec fixed", True)],
+)
+def test_lossless_sampling(make_target, name, draft_vocab):
+    make = small(name, draft_vocab)
+    static = name in ("in_context", "dynaspec fixed")
+    check_sampling(make_target, make, "cut" if draft_vocab else "plain", static=static, count=TEXTS, rows=TEXTS)
+
+
+@pytest.mark.parametrize("name", ["fr_spec fixed", "dynaspec fixed"])
+def test_lossless_merge(make_target, name):
+    """With n-grams; and two drafters with different lists at the same nodes."""
+
+    def make(target):
+        other = small("vocab_trim")(target)
+        members = {"eagle": small(name)(target), "ngram": NgramDrafter(target, depth=2, min_match=1)}
+        return MergedDrafter(members | ({"other": other} if name == "fr_spec fixed" else {}), target, 12)
+
+    check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
+
+
+class FullVocabulary(EagleDrafter):
+    """Wrong: tokens are drawn from the list, and verified by the distribution of the whole LM head."""
+
+    def _logits(self, hidden):
+        found = super()._logits(hidden)
+        mine, self.shortlists = self.shortlists, None
+        self.whole.append(super()._logits(hidden)[0])
+        self.shortlists = mine
+        return found
+
+    def propose(self, state):
+        self.whole = []
+        tree = super().propose(state)
+        q = sampling_distribution(torch.cat(self.whole, 1), state.settings)
+        ids = None if self.ids is None else self.ids[None, None]
+        return replace(tree, draws=replace(tree.draws, q=q, ids=ids))
+
+
+class ListOfTheRoot(EagleDrafter):
+    """Wrong: every level's tokens are those of the root's list."""
+
+    def propose(self, state):
+        tree = super().propose(state)
+        ids = tree.draws.ids
+        return replace(tree, draws=replace(tree.draws, ids=ids[:, :1].expand_as(ids)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        (FullVocabulary, "fr_spec fixed"),
+        (FullVocabulary, "in_context"),
+        (FullVocabulary, "dynaspec fixed"),
+        (ListOfTheRoot, "dynaspec position-aware"),
+    ],
+)
+def test_wrong_distributions_are_rejected(make_target, wrong, name):
+    """By the test that the right ones pass above, with as many texts."""
+    target, sampling = lossless_suite.soft(make_target), lossless_suite.SAMPLINGS["plain"]
+    texts, _ = _sampled(target, small(name)(target, wrong), sampling, TEXTS, TEXTS, False)
+    assert p_value(texts, joint_distribution(target, sampling)) < ALPHA

@@ -1,0 +1,749 @@
+"""Shortlists: the losses and what lists keep against their definitions, then recipe → training → artifact by the real
+command, interrupted too."""
+
+import itertools
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from draftsmith.inference.drafters.eagle import drafts as eagle_drafts
+from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.ranks import MAX_RANK, best_tree, simulate
+from draftsmith.inference.rollouts import Recorded, kept, record
+from draftsmith.inference.tree import Topology
+from draftsmith.models.artifact import read_drafter, write_drafter
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget
+from draftsmith.models.target import load_target
+from draftsmith.train import clusters, dynaspec, eagle, run, shortlists
+
+KINDS = ("dynaspec", "fr_spec", "vocab_trim", "in_context")
+V = 61  # of make_target
+
+
+# ---- shortlists and recorded drafts that are made up
+
+
+def lists_of(kind, outputs=V, width=32, **fields):
+    """Shortlists in a random order, of unequal clusters; a random router."""
+    generator = torch.Generator().manual_seed(4)
+    if kind == "dynaspec":
+        config = ShortlistConfig(kind, outputs, (30, 30, 20, 9), 0, (5, 4, 3, 2), 9, 16, width, width)
+    else:
+        config = ShortlistConfig(kind, outputs, (30, 30, 20, 12), 6 if kind == "in_context" else 0)
+    head = ShortlistHead(replace(config, **fields))
+    head.order.copy_(torch.randperm(outputs, generator=generator))
+    if head.router is not None:
+        cuts = torch.randperm(outputs - 1, generator=generator)[: head.config.num_clusters - 1] + 1
+        head.starts.copy_(torch.cat((torch.tensor([0]), cuts.sort().values, torch.tensor([outputs]))))
+        with torch.no_grad():
+            for weight in head.router.parameters():
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+    return head.eval()
+
+
+def cluster_of(head, token):
+    row = head.order.tolist().index(token)
+    return sum(start <= row for start in head.starts.tolist()[1:])
+
+
+def made_up(positions=64, outputs=V, width=32, best=24, seed=0):
+    """Recorded drafts of texts of eight positions: a node's likeliest tokens are those equal to its own modulo four."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(outputs, (positions, DEPTHS), generator=generator)
+    top = torch.stack([torch.randperm(outputs, generator=generator) for _ in range(positions * DEPTHS)])
+    top = top.view(positions, DEPTHS, outputs)
+    same = (top % 4 == (tokens % 4)[..., None]).byte().argsort(dim=-1, descending=True, stable=True)
+    top = top.gather(-1, same)[..., :best]
+    log_q = torch.randn(positions, DEPTHS, outputs, generator=generator).log_softmax(-1).sort(-1, descending=True)[0]
+    label = torch.where(torch.rand(positions, DEPTHS, generator=generator) < 0.7, top[..., 0], top[..., 5])
+    hidden = torch.randn(positions, DEPTHS, width, generator=generator)
+    begins = torch.ones(positions // 8, 8, dtype=torch.bool)
+    return Recorded(begins, tokens, hidden, top, log_q[..., :best], label, torch.zeros_like(top).bool(), outputs)
+
+
+# ---- losses
+
+
+@pytest.mark.parametrize("labels", ["top10", "mass"])
+def test_losses_are_their_definitions(labels):
+    """Node by node; some have no label, others one that the drafter's vocabulary does not have."""
+    head, recorded, embed = lists_of("dynaspec"), made_up(128), torch.nn.Embedding(V, 32).requires_grad_(False)
+    some = torch.randperm(128 * DEPTHS, generator=torch.Generator().manual_seed(1))
+    recorded.label.view(-1)[some[:200]] = -1
+    recorded.label.view(-1)[some[200:300]] = V
+    blocks = shortlists.Blocks(recorded)
+    batch = blocks.batch([1, 0])
+    assert len(blocks) == 2 and torch.equal(batch["hidden"][0], recorded.hidden[64:])
+    module = dynaspec.RouterTraining(head, embed, labels)
+    counts = module.count(batch)
+    assert counts.tolist() == [128 * DEPTHS - 200]
+    found, _ = module(batch, counts, 0)
+    total = 0.0
+    with torch.no_grad():
+        for place, depth in itertools.product(range(128), range(DEPTHS)):
+            label = int(recorded.label[place, depth])
+            if label < 0:
+                continue
+            e, h = embed(recorded.tokens[place, depth]), recorded.hidden[place, depth]
+            s = head.router(e, h, depth).double()
+            best = recorded.best[place, depth, :10].tolist()
+            if labels == "mass":
+                q = recorded.log_q[place, depth, :10].double().exp()
+                for token, share in zip(best, (q / q.sum()).tolist(), strict=True):
+                    total -= share * float(s.log_softmax(-1)[cluster_of(head, token)])
+                continue
+            wanted = {cluster_of(head, token) for token in [*best, *([label] if label < V else [])]}
+            for number in range(9):
+                if number in wanted:
+                    total -= 9 / len(wanted) * float(F.logsigmoid(s[number])) / 9
+                else:
+                    total -= float(F.logsigmoid(-s[number])) / 9
+    assert float(found.detach()) == pytest.approx(total / int(counts), rel=1e-5)
+    found.backward()
+    assert {name for name, _ in module.named_parameters()} == {
+        f"head.router.{name}" for name in ("inputs.weight", "depth.weight", "clusters.weight", "clusters.bias")
+    }
+    assert all(weight.grad.abs().sum() > 0 for weight in module.parameters())
+
+
+def test_a_batch_without_labels():
+    batch = shortlists.Blocks(made_up()).batch([0])
+    batch["label"] = torch.full_like(batch["label"], -1)
+    for labels in ("top10", "mass"):
+        module = dynaspec.RouterTraining(lists_of("dynaspec"), torch.nn.Embedding(V, 32), labels)
+        loss, _ = module(batch, module.count(batch).clamp(min=1), 0)
+        loss.backward()
+        assert float(loss.detach()) == 0
+
+
+@pytest.mark.parametrize("labels", ["top10", "mass"])
+def test_a_router_learns_which_clusters_follow_a_token(labels):
+    """Clusters of equal size, one of four wanted: recall is a quarter by chance."""
+    torch.manual_seed(2)
+    config = ShortlistConfig("dynaspec", 60, (15,) * DEPTHS, 0, (1,) * DEPTHS, 4, 32, 32, 32)
+    head, embed = ShortlistHead(config), torch.nn.Embedding(60, 32)
+    head.order.copy_(torch.arange(60).view(15, 4).T.flatten())
+    head.starts.copy_(torch.arange(0, 61, 15))
+    blocks, held_out = shortlists.Blocks(made_up(512, 60)), made_up(128, 60, seed=9)
+    module = dynaspec.RouterTraining(head, embed, labels)
+    before = kept(held_out, embed, head)
+    optimizer = torch.optim.AdamW(head.router.parameters(), 1e-2)
+    for step in range(60):
+        batch = blocks.batch([step % 8])
+        loss, _ = module(batch, module.count(batch), step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after = kept(held_out, embed, head)
+    assert max(before.top1) < 0.5 and min(after.top1) > 0.97 and min(after.top10) > 0.97
+    assert after.dropped == [0] * DEPTHS and after.tokens == [15] * DEPTHS
+
+
+# ---- what is recorded, and what lists keep
+
+
+@torch.no_grad()
+def drafted(made, target, text, t, depths):
+    """Drafting the true tokens behind position t of a text, one pair after the other through the whole layer: the
+    hidden state that each step reads, and its logits."""
+    config, head = made.config, made.draft_head(target.lm_head)
+    fused = made.fuse(target.features(text[None], config.captured_layers))[0]
+    pairs, found = [(int(text[i + 1]), fused[i]) for i in range(t + 1)], []
+    for k in range(depths):
+        e = target.embeddings(torch.tensor([token for token, _ in pairs]))
+        x, residual = made.attention_input(e[None], torch.stack([hidden for _, hidden in pairs])[None])
+        q, (keys, values) = made.heads(x, *made.rotary(x, torch.arange(len(pairs))[None]))
+        shared = config.num_attention_heads // config.num_key_value_heads
+        keys, values = (part.repeat_interleave(shared, 1) for part in (keys, values))
+        scores = q @ keys.mT / config.head_dim**0.5
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+        out, hidden = made.outputs(made.finish(scores.softmax(-1) @ values, residual))
+        found.append((pairs[-1][1], head(out[0, -1])))
+        if t + 2 + k < len(text):
+            pairs.append((int(text[t + 2 + k]), hidden[0, -1]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def texts(make_target):
+    """A target, an EAGLE-3 drafter with a draft vocabulary, texts with answers, and what it says of every node."""
+    target = make_target("llama", num_hidden_layers=3)
+    ids = torch.tensor([token for token in range(V) if token % 5 != 2])
+    made = Eagle.for_target(target, 3, "own", len(ids))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
+    made.draft_from(ids, target)
+    made.eval().requires_grad_(False)
+    tokens = torch.randint(1, V, (3, 17), generator=generator, dtype=torch.int32)
+    supervised = torch.zeros(3, 17, dtype=torch.bool)
+    for row, first, end in ((0, 4, 13), (1, 9, 17), (2, 2, 5), (2, 9, 12)):
+        supervised[row, first:end] = True
+    nodes = {}  # (row, t) → of each depth: the node's token, hidden state, logits, the label (None: there is none)
+    for row, t in (supervised[:, 1:]).nonzero().tolist():
+        steps = drafted(made, target, tokens[row].long(), t, DEPTHS)
+        for k, (hidden, logits) in enumerate(steps):
+            node = int(tokens[row, t + 1 + k]) if t + 1 + k < 17 else 0
+            here = t + k + 2 < 17 and bool(supervised[row, t + 1 : t + k + 3].all())
+            nodes.setdefault((row, t), []).append((node, hidden, logits, int(tokens[row, t + k + 2]) if here else None))
+    return target, made, ids.tolist(), tokens, supervised, nodes
+
+
+def test_what_is_recorded(texts):
+    """Against drafting token by token, in batches of texts."""
+    target, made, ids, tokens, supervised, nodes = texts
+    done = []
+    found = record(eagle_drafts(made, target), tokens, supervised, 24, batch_size=2, on_done=done.append)
+    assert done == [2, 3] and found.outputs == len(ids)
+    assert found.begins.nonzero().tolist() == [list(at) for at in nodes]
+    labels, inside = [], set()
+    for place, (at, steps) in enumerate(nodes.items()):
+        text = set(tokens[at[0], : at[1] + 2].tolist())
+        for k, (node, hidden, logits, label) in enumerate(steps):
+            if label is not None:
+                assert int(found.tokens[place, k]) == node
+                torch.testing.assert_close(found.hidden[place, k], hidden, atol=1e-4, rtol=1e-4)
+                values, best = logits.log_softmax(-1).topk(24)
+                assert found.best[place, k].tolist() == best.tolist()
+                torch.testing.assert_close(found.log_q[place, k], values, atol=1e-4, rtol=1e-4)
+                seen = [ids[each] in text for each in best.tolist()]
+                assert found.seen[place, k].tolist() == seen
+                inside |= set(seen)
+            known = -1 if label is None else ids.index(label) if label in ids else len(ids)
+            assert int(found.label[place, k]) == known
+            labels.append(known)
+    assert inside == {True, False} and {-1, len(ids)} < set(labels)
+
+
+def allowed(head, hidden, embedding, depth, text, ids):
+    """Places in a list, in plain Python; how many of the wanted clusters' tokens do not fit."""
+    config, order = head.config, head.order.tolist()
+    capacity = config.capacity[min(depth, len(config.capacity) - 1)]
+    if config.shortlist == "in_context":
+        return {row for place, row in enumerate(order) if place < config.static or ids[row] in text}, 0
+    if config.shortlist != "dynaspec":
+        return set(order[:capacity]), 0
+    scores, starts = head.router(embedding, hidden, depth).tolist(), head.starts.tolist()
+    wanted = config.clusters[min(depth, len(config.clusters) - 1)]
+    best = sorted(range(len(scores)), key=lambda number: -scores[number])[:wanted]
+    slabs = [order[starts[number] : starts[number + 1]] for number in best]
+    taken = slabs[0][:capacity]
+    for slab in slabs[1:]:
+        if len(taken) + len(slab) > capacity:
+            break
+        taken = taken + slab
+    return set(taken), sum(map(len, slabs)) - len(taken)
+
+
+@pytest.mark.parametrize("best", [24, "all"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lists_keep(texts, kind, best):
+    """Ranks, recall, sizes and dropped shares, node by node from all logits."""
+    target, made, ids, tokens, supervised, nodes = texts
+    head, drafts = lists_of(kind, len(ids)), eagle_drafts(made, target)
+    recorded = record(drafts, tokens, supervised, len(ids) if best == "all" else best)
+    found, whole = kept(recorded, drafts.embed, head, chunk=5), kept(recorded, drafts.embed, None)
+    sums = torch.zeros(DEPTHS, 5, dtype=torch.float64)
+    ranks, whole_ranks = (torch.full((3, 17, DEPTHS), -1) for _ in range(2))
+    with torch.no_grad():
+        for (row, t), steps in nodes.items():
+            text = set(tokens[row, : t + 2].tolist())
+            for k, (node, hidden, logits, label) in enumerate(steps):
+                if label is None:
+                    continue
+                places, dropped = allowed(head, hidden, target.embeddings.weight[node], k, text, ids)
+                order = logits.argsort(descending=True).tolist()
+                size = head.config.tokens(k) if kind == "in_context" else len(places)
+                ten = sum(place in places for place in order[:10]) / 10
+                sums[k] += torch.tensor([1, order[0] in places, ten, size, dropped])
+                for held, into in ((places, ranks), (set(order), whole_ranks)):
+                    listed = [ids[place] for place in order[: recorded.best.shape[-1]] if place in held]
+                    into[row, t, k] = min(listed.index(label) if label in listed else MAX_RANK, MAX_RANK)
+    assert torch.equal(found.ranks, ranks) and torch.equal(whole.ranks, whole_ranks)
+    assert {-1, MAX_RANK} < set(ranks.flatten().tolist()) and not torch.equal(ranks, whole_ranks)
+    count, first, ten, size, dropped = sums.T
+    for values, expected in (
+        (found.top1, first / count), (found.top10, ten / count), (found.tokens, size / count),
+        (found.dropped, dropped / (size + dropped)), (whole.tokens, torch.full((DEPTHS,), len(ids))),
+        (whole.top1, torch.ones(DEPTHS)), (whole.top10, torch.ones(DEPTHS)), (whole.dropped, torch.zeros(DEPTHS)),
+    ):  # fmt: skip
+        assert values == pytest.approx(expected.tolist(), abs=1e-4)
+    assert min(found.top10) > 0 and max(found.top10) < 1 and (max(found.dropped) > 0) == (kind == "dynaspec")
+
+
+def test_a_drafter_of_fewer_tokens_than_are_recorded(make_target):
+    target = make_target("llama")
+    made = Eagle.for_target(target, 3, "own", 12)
+    made.draft_from(torch.arange(0, 24, 2), target)
+    tokens = torch.arange(1, 21)[None]
+    recorded = record(eagle_drafts(made, target), tokens, torch.arange(20)[None] >= 6, 24)
+    assert recorded.best.shape[-1] == recorded.log_q.shape[-1] == 12
+    assert recorded.best.sort(-1).values.eq(torch.arange(12)).all()
+
+
+# ---- k_max and the schedule
+
+
+def test_budgets():
+    config = lists_of("dynaspec").config  # 61 tokens in 9 clusters
+    assert config.with_budget(6, "fixed") == replace(config, clusters=(6,) * 6, capacity=(41,) * 6)
+    aware = config.with_budget(6, "position_aware")
+    assert aware == replace(config, clusters=(6, 6, 1, 1, 1, 1), capacity=(41, 41, 7, 7, 7, 7))
+    assert config.with_budget(9, "fixed").capacity == (V,) * 6
+
+
+def selecting(**drafter):
+    values = {"k_max": None, "schedule": None, "keep": 0.98, **drafter}
+    return SimpleNamespace(recipe=SimpleNamespace(drafter=SimpleNamespace(**values)))
+
+
+@pytest.fixture
+def measured(monkeypatch, capsys):
+    """measured(times, **drafter) → the line that ``select`` chose, all lines, and what it printed. The times are
+    given; what lists keep is measured."""
+
+    def measure(seconds, **drafter):
+        head, recorded = lists_of("dynaspec", num_clusters=32), made_up(480)
+        embed = torch.nn.Embedding(V, 32, _weight=torch.randn(V, 32, generator=torch.Generator().manual_seed(8)))
+        monkeypatch.setattr(dynaspec, "head_seconds", lambda head, *_: [seconds(head.config)] * DEPTHS)
+        tree = best_tree(kept(recorded, embed, None).ranks, 8)
+        lines = dynaspec.select(selecting(**drafter), head, SimpleNamespace(embed=embed), None, recorded, tree)
+        (chosen,) = [
+            line for line in lines if head.config == head.config.with_budget(line["k_max"], line["schedule"])
+        ]  # fmt: skip
+        assert chosen["simulated_tau"] == simulate(tree, kept(recorded, embed, head).ranks)
+        assert chosen["seconds"] == pytest.approx(DEPTHS * seconds(head.config))
+        return chosen, lines, capsys.readouterr().out
+
+    return measure
+
+
+def test_the_fastest_that_keeps_enough(measured):
+    """Among faster ones that keep less, and slower ones that keep more."""
+    _, lines, _ = measured(lambda config: config.clusters[0])
+    assert [(line["schedule"], line["k_max"]) for line in lines] == [
+        (schedule, k) for schedule in ("fixed", "position_aware") for k in (2, 4, 6, 8, 12, 16)
+    ]
+    by_tau = sorted(lines, key=lambda line: line["simulated_tau"])
+    taus = [line["simulated_tau"] for line in by_tau]
+    assert taus[0] < taus[3] < taus[4] < taus[6] < taus[7] and taus[-2] < taus[-1]
+    ranks = kept(made_up(480), torch.nn.Embedding(V, 32), None).ranks
+    whole = simulate(best_tree(ranks, 8), ranks)
+
+    def seconds(config):
+        """The one that keeps the least is the fastest, then one in the middle, then the others, the best one last."""
+        place = next(
+            place for place, line in enumerate(by_tau)
+            if config == config.with_budget(line["k_max"], line["schedule"])
+        )  # fmt: skip
+        return {0: 1e-3, 6: 2e-3}.get(place, 3e-3 + place * 1e-4)
+
+    for keep, place in ((0.0, 0), (taus[4] / whole - 1e-9, 6), (1.0, 11)):
+        chosen, _, out = measured(seconds, keep=keep)
+        assert (chosen["k_max"], chosen["schedule"]) == (by_tau[place]["k_max"], by_tau[place]["schedule"])
+        (marked,) = [line for line in out.splitlines() if "←" in line]
+        assert f"{chosen['k_max']} ←" in marked and chosen["schedule"] in marked and f"{taus[place]:.3f}" in marked
+        assert ("none keeps drafter.keep=1 of it; the one that keeps the most is taken" in out) == (keep == 1)
+        assert f"{whole:.3f} with the whole LM head" in out
+    assert taus[-1] < whole
+
+
+def test_what_the_recipe_sets_is_not_selected(measured):
+    _, lines, _ = measured(lambda _: 1.0, k_max=5)
+    assert [(line["k_max"], line["schedule"]) for line in lines] == [(5, "fixed"), (5, "position_aware")]
+    chosen, lines, _ = measured(lambda _: 1.0, k_max=99, schedule="position_aware")
+    assert (len(lines), chosen["k_max"], chosen["schedule"]) == (1, 32, "position_aware")
+    _, lines, _ = measured(lambda _: 1.0, schedule="fixed")
+    assert {line["schedule"] for line in lines} == {"fixed"} and len(lines) == 6
+
+
+def test_timing_leaves_the_router_as_it_is(make_target, monkeypatch):
+    """It is measured in the target's dtype, and goes on in its own. Equal lists are timed once."""
+    target = make_target("llama")
+    target.model.to(torch.bfloat16)
+    drafts = eagle_drafts(Eagle.for_target(target, 1, "shared"), target)
+    head = lists_of("dynaspec")
+    before, calls, timed = {n: w.clone() for n, w in head.state_dict().items()}, [], shortlists.median_seconds
+    monkeypatch.setattr(shortlists, "median_seconds", lambda *given: calls.append(given) or timed(*given))
+    seconds = shortlists.head_seconds(head, drafts, target)
+    assert len(seconds) == DEPTHS and min(seconds) > 0 and seconds[3] == seconds[4] == seconds[5] and len(calls) == 4
+    for name, weight in head.state_dict().items():
+        assert weight.dtype == before[name].dtype and torch.equal(weight, before[name]), name
+
+
+# ---- the command
+
+TREE = Topology(((0,), (0, 0), (1,), (1, 0), (2,)))
+
+
+@pytest.fixture(autouse=True)
+def no_estimate(monkeypatch):
+    monkeypatch.setattr(run, "training_seconds", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_lm):
+    return load_target(str(tiny_lm), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_lm, tmp_path_factory, run_main):
+    """The recipe's file. Its base is an EAGLE-1 drafter, trained by the real command."""
+    folder = tmp_path_factory.mktemp("runs")
+    ask = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 24, "batch_size": 12}
+    stage = {"batch": {"sequences": 4}, "steps": 20, "optim": {"lr": 1e-2}}
+    content = {
+        "run": {"name": "whole", "output_dir": str(folder), "seed": 3},
+        "target": {"name": str(tiny_lm)},
+        "drafter": {"version": 1},
+        "data": {
+            "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
+            "validation": [{"source": "stdlib", "split": "test", "answers": ask | {"prompts": 8}}],
+        },
+        "stages": [{"name": "eagle", **stage}],
+        "precision": {"autocast": "none", "threads": 1},
+        "checkpoint": {"every": 5, "keep": 1},
+        "evaluate": {"every": 10},
+    }
+    (folder / "eagle.yaml").write_text(yaml.safe_dump(content))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "training_seconds", lambda *_: None)
+        code, _, err = run_main(eagle.main, folder / "eagle.yaml", "run.name=base")
+    assert code == 0, err
+    content["drafter"] = {
+        "base": str(folder / "base"), "num_clusters": 20, "router_width": 32, "positions": 10_000, "size": 60,
+        "static": 20,
+    }  # fmt: skip
+    content["stages"] = [{"name": "router", **stage}]
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, run_main):
+    """The folders of runs that nothing interrupted, by kind."""
+    for kind in KINDS:
+        code, _, err = run_main(dynaspec.main, recipe, f"run.name=whole-{kind}", f"drafter.shortlist={kind}")
+        assert (code, err) == (0, "")
+    return {kind: recipe.parent / f"whole-{kind}" for kind in KINDS}
+
+
+def metrics_of(folder, key):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def read(folder):
+    return *(json.loads((folder / name).read_text()) for name in ("config.json", "provenance.json")), load_file(
+        folder / "model.safetensors"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_run_folder(whole, target, kind):
+    """The config, the base as its part, and text that is identical to plain decoding's."""
+    folder = whole[kind]
+    config, facts, weights = read(folder)
+    assert (config["drafter_type"], config["shortlist"], config["parts"]) == ("dynaspec", kind, ["drafter"])
+    assert (config["outputs"], config["vocab_size"], config["hidden_size"]) == (300, 300, 32)
+    assert weights["order"].sort().values.tolist() == [*range(300)] and weights["order"].dtype == torch.int32
+    assert 1 < facts["simulated_tau"] <= facts["whole_simulated_tau"]
+    if kind == "dynaspec":
+        assert (config["num_clusters"], config["router_width"]) == (20, 32) and len(weights["starts"]) == 21
+        assert (config["embedding_size"], config["feature_size"]) == (32, 32)
+        mean, wanted = 300 / 20, config["clusters"]
+        assert config["capacity"] == [round(count * mean) for count in wanted] and max(wanted) <= 10
+        (chosen,) = [
+            line for line in facts["selection"]
+            if list(budget(line["k_max"], line["schedule"])) == wanted
+        ]  # fmt: skip
+        assert chosen["simulated_tau"] == pytest.approx(facts["simulated_tau"])
+        assert json.loads((folder / "clusters.json").read_text())["num_clusters"] == 20
+        assert (folder / "clusters.png").stat().st_size > 1000
+    else:
+        assert config["capacity"] == [60] * 6 and config["static"] == (20 if kind == "in_context" else 0)
+        assert set(weights) == {"order", "starts"} and "selection" not in facts and "clusters" not in config
+    base = load_file(folder / "drafter/model.safetensors")
+    assert {n: w.tolist() for n, w in base.items()} == {
+        n: w.tolist() for n, w in load_file(folder.parent / "base/model.safetensors").items()
+    }
+    (folder / "tree.json").write_text(json.dumps({"paths": TREE.paths}))
+    _, drafter = load_drafter(str(folder), target)
+    (folder / "tree.json").unlink()
+    assert drafter.shortlists.config.shortlist == kind
+    prompts = [target.tokenizer(prompt)["input_ids"] for prompt in ("import os", "def read(path):", "The", "x = [")]
+    results = SpeculativeDecoder(target, drafter).generate(prompts, 40)
+    assert [r.tokens for r in results] == [r.tokens for r in SpeculativeDecoder(target).generate(prompts, 40)]
+    assert sum(max(r.accepted) for r in results) > len(prompts), "nothing was drafted"
+
+
+def test_training_raises_recall(recipe, run_main, whole):
+    """Of the same lists before and after; the loss falls, too."""
+    fixed = ["drafter.k_max=5", "drafter.schedule=fixed"]
+    code, _, err = run_main(
+        dynaspec.main, recipe, "run.name=untrained", *fixed, "stages.0.optim.lr=1e-12", "stages.0.steps=1",
+        "evaluate={every: 1}",
+    )  # fmt: skip
+    assert code == 0, err
+    for labels in ("mass", "top10"):
+        code, _, err = run_main(dynaspec.main, recipe, f"run.name={labels}", *fixed, f"drafter.labels={labels}")
+        assert code == 0, err
+    losses = metrics_of(recipe.parent / "mass", "loss")
+    assert losses[20] < losses[10]
+    before, mass, top10 = (read(recipe.parent / name)[1]["selection"] for name in ("untrained", "mass", "top10"))
+    for after in (mass, top10):
+        assert sum(after[0]["top1"]) > sum(before[0]["top1"]) + 1 and after[0]["tokens"] != before[0]["tokens"]
+    assert mass[0]["top1"] != top10[0]["top1"]
+
+
+def test_frequencies(recipe, whole, target, run_main, tmp_path):
+    """fr_spec counts all tokens of the corpus, by default of the training rows; vocab_trim those of the answers."""
+    stored = load_file(whole["fr_spec"] / "answers/train-0/model.safetensors")
+    counts = {"fr_spec": [0] * 300, "vocab_trim": [0] * 300}
+    for tokens, marks in zip(stored["tokens"].tolist(), stored["supervised"].tolist(), strict=True):
+        end = len(marks) - marks[::-1].index(True)
+        for token, answer in zip(tokens[:end], marks[:end], strict=True):
+            counts["fr_spec"][token] += 1
+            counts["vocab_trim"][token] += answer
+
+    def ordered(counts):
+        return sorted(range(300), key=lambda token: (-counts[token], token))
+
+    for kind, each in counts.items():
+        assert load_file(whole[kind] / "model.safetensors")["order"].tolist() == ordered(each), kind
+    assert counts["fr_spec"] != counts["vocab_trim"]
+    (tmp_path / "corpus.txt").write_text("zebra quiz jazz " * 40)
+    corpus = f"drafter.corpus=[{{source: '{tmp_path}/corpus.txt'}}]"
+    for kind in ("fr_spec", "vocab_trim"):
+        code, _, err = run_main(dynaspec.main, recipe, f"run.name=of-{kind}", f"drafter.shortlist={kind}", corpus)
+        assert code == 0, err
+    words = target.tokenizer("zebra quiz jazz " * 40)["input_ids"]
+    first = load_file(recipe.parent / "of-fr_spec/model.safetensors")["order"].tolist()
+    assert first[: len(set(words))] == sorted(set(words), key=lambda token: (-words.count(token), token))
+    trimmed = load_file(recipe.parent / "of-vocab_trim/model.safetensors")["order"].tolist()
+    assert trimmed == ordered(counts["vocab_trim"]), "vocab_trim counts no corpus"
+
+
+# ---- runs that end early
+
+
+class Killed(BaseException):
+    """Ends a run at once: nobody catches it, nothing is saved."""
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Counts k-means iterations, recorded batches and training steps; raises before the one that ``kill`` names."""
+    done, kill = Counter(), {}
+
+    def counted(place, name, what):
+        call = getattr(place, name)
+
+        def counting(*args, **named):
+            if done[what] == kill.get(what):
+                raise Killed
+            done[what] += 1
+            return call(*args, **named)
+
+        monkeypatch.setattr(place, name, counting)
+
+    counted(clusters, "_iterate", "iterations")
+    counted(shortlists, "record", "rollouts")
+    counted(dynaspec.RouterTraining, "count", "steps")
+    return SimpleNamespace(done=done, kill=kill)
+
+
+SAME = ("model.safetensors", "drafter/model.safetensors", "clusters/model.safetensors", "rollouts/model.safetensors",
+        "checkpoints/step-20/model.safetensors", "checkpoints/step-20/optimizer.safetensors")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def iterations(whole):
+    """Of k-means. One more may be run and dropped, by the whole run and by each that goes on."""
+    return len(load_file(whole["dynaspec"] / "clusters/model.safetensors")["objective"])
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["again", "resume"])
+@pytest.mark.parametrize("what, moment", [("iterations", 2), ("rollouts", 3), ("steps", 2), ("steps", 13)])
+def test_a_killed_run_goes_on_bit_for_bit(recipe, whole, iterations, run_main, work, what, moment, resume):
+    """Nothing that was finished is done again."""
+    name = f"{what}-{moment}-{len(resume)}"
+    options, folder = [recipe, f"run.name={name}"], recipe.parent / name
+    work.kill[what] = moment
+    with pytest.raises(Killed):
+        run_main(dynaspec.main, *options)
+    reached = dict(work.done)
+    assert reached[what] == moment and iterations > 3
+    work.kill.clear()
+    work.done.clear()
+    code, _, err = run_main(dynaspec.main, *options, *resume)
+    if moment == 13 and not resume:
+        assert code == 2 and "holds an unfinished run at step-10; pass --resume to go on" in err
+        return
+    assert (code, err) == (0, "")
+    for file in SAME:
+        assert (folder / file).read_bytes() == (whole["dynaspec"] / file).read_bytes(), file
+    taus = (metrics_of(each, "simulated_tau") for each in (folder, whole["dynaspec"]))
+    assert next(taus) == next(taus)
+    rest = iterations - 2 if what == "iterations" else 0
+    assert rest <= work.done["iterations"] <= rest + 1
+    assert work.done["rollouts"] == (0 if what == "steps" else 4)
+    assert work.done["steps"] == (10 if moment == 13 else 20)
+
+
+def test_parts_of_another_recipe_are_made_anew(recipe, run_main, work, monkeypatch):
+    """Clusters and rollouts of another number, seed or drafter; what does not depend on the change is kept."""
+    base = recipe.parent / "changed-base"
+    shutil.copytree(recipe.parent / "base", base)
+    options = [recipe, "run.name=changed", f"drafter.base={base}"]
+
+    def made(*changes):
+        work.done.clear()
+        work.kill["steps"] = 0
+        with pytest.raises(Killed):
+            run_main(dynaspec.main, *options, *changes)
+        return work.done["iterations"] > 1, work.done["rollouts"]
+
+    assert made() == (True, 4)
+    assert made() == (False, 0)
+    assert made("drafter.router_width=16", "drafter.labels=top10", "stages.0.steps=30") == (False, 0)
+    assert made("drafter.positions=100") == (False, 2)
+    assert made("drafter.positions=100", "drafter.num_clusters=12") == (True, 0)
+    assert made("drafter.positions=100", "drafter.num_clusters=12", "drafter.balanced=null") == (True, 0)
+    assert made("run.seed=4") == (True, 4)
+    assert made("run.seed=4", "data.train.0.answers.prompts=12") == (False, 3)
+    assert made() == (True, 4)
+    weights = load_file(base / "model.safetensors")
+    save_file({name: weight * 1.5 for name, weight in weights.items()}, base / "model.safetensors")
+    assert made() == (True, 4)
+    work.kill.clear()
+    code, _, err = run_main(dynaspec.main, *options)
+    assert (code, err) == (0, "")
+    code, _, err = run_main(dynaspec.main, *options, "run.name=fresh")
+    assert (code, err) == (0, "")
+    for file in SAME:
+        assert (recipe.parent / "changed" / file).read_bytes() == (recipe.parent / "fresh" / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("part", ["clusters", "rollouts"])
+def test_a_damaged_part_is_found_and_restart_makes_it_anew(recipe, whole, run_main, work, part):
+    options, file = [recipe, f"run.name=damaged-{part}"], recipe.parent / f"damaged-{part}" / part / "model.safetensors"
+    work.kill["steps"] = 0
+    with pytest.raises(Killed):
+        run_main(dynaspec.main, *options)
+    file.write_bytes(file.read_bytes()[:1000])
+    work.kill.clear()
+    code, _, err = run_main(dynaspec.main, *options)
+    assert code == 2 and err.startswith(f"error: {file.parent}: cannot read model.safetensors (") and one_line(err)
+    assert err.endswith("train again with --restart\n")
+    assert run_main(dynaspec.main, *options, "--restart")[0] == 0
+    for name in SAME:
+        assert (recipe.parent / f"damaged-{part}" / name).read_bytes() == (whole["dynaspec"] / name).read_bytes(), name
+
+
+# ---- the base, and recipes that cannot be
+
+
+def one_line(err):
+    return err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def bases(recipe, target, make_target):
+    """Folders by name: drafters that shortlists cannot be made for, and one with a draft vocabulary."""
+    folders = {name: recipe.parent / f"base-{name}" for name in ("other", "own", "drawn", "heads")}
+    other = make_target("llama")
+    made = Eagle.for_target(other, 1, "shared")
+    write_drafter(folders["other"], "eagle", made.config.to_dict(), made.state_dict(), other, {})
+    own = Eagle.for_target(target, 3, "own", None, (1,))
+    write_drafter(folders["own"], "eagle", own.config.to_dict(), own.state_dict(), target, {})
+    drawn = Eagle.for_target(target, 3, "shared", 50, (1,))
+    drawn.draft_from(torch.arange(3, 153, 3), target)
+    write_drafter(folders["drawn"], "eagle", drawn.config.to_dict(), drawn.state_dict(), target, {})
+    heads = MedusaHeads.for_target(target, 2, 1, "own")
+    write_drafter(folders["heads"], "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
+    return folders
+
+
+def test_all_tokens(recipe, bases, run_main):
+    """The draft vocabulary is dropped; without it, lists are of the draft vocabulary's places, and are cut to it."""
+    short = ["drafter.shortlist=fr_spec", f"drafter.base={bases['drawn']}", "drafter.size=100"]
+    for name, more in (("drawn", []), ("all", ["drafter.all_tokens=true"])):
+        code, _, err = run_main(dynaspec.main, recipe, f"run.name={name}", *short, *more)
+        assert (code, err) == (0, "")
+    (one, _, weights), (other, _, every) = (read(recipe.parent / name) for name in ("drawn", "all"))
+    assert (one["outputs"], one["capacity"]) == (50, [50] * 6)
+    assert (other["outputs"], other["capacity"]) == (300, [100] * 6)
+    ids = torch.arange(3, 153, 3)
+    kept_ids = ids[weights["order"].long()].tolist()
+    assert kept_ids == [token for token in every["order"].tolist() if token in set(kept_ids)] and len(kept_ids) == 50
+    part = read_drafter(str(recipe.parent / "all/drafter"))
+    assert part[1]["draft_vocab_size"] is None and "draft_vocab" not in part[2]
+    assert read_drafter(str(recipe.parent / "drawn/drafter"))[2]["draft_vocab"].tolist() == ids.tolist()
+
+
+def test_sizes_are_cut_to_the_vocabulary(recipe, run_main):
+    big = ["drafter.shortlist=in_context", "drafter.size=5000", "drafter.static=4000", "run.name=big"]
+    assert run_main(dynaspec.main, recipe, *big)[0] == 0
+    config = read(recipe.parent / "big")[0]
+    assert (config["capacity"], config["static"]) == ([300] * 6, 300)
+    aware = ["drafter.shortlist=in_context", "drafter.schedule=position_aware", "run.name=aware"]
+    assert run_main(dynaspec.main, recipe, *aware)[0] == 0
+    config = read(recipe.parent / "aware")[0]
+    assert (config["capacity"], config["static"]) == ([60, 60, 10, 7, 6, 5], 5)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["drafter.base=null"], "drafter.base: name the trained drafter, a folder or Hub id"),
+        (["drafter.base={runs}/nowhere"], "/nowhere"),
+        (["drafter.base={other}"], "{other}: this drafter was trained for target 'tiny-llama', not for "),
+        (["drafter.base={runs}/whole-fr_spec"], "whole-fr_spec: drafters of type 'dynaspec' take no shortlists"),
+        (["drafter.base={heads}"], "{heads}: Medusa heads with an own projection have no common LM head, whose rows "),
+        (["drafter.base={own}", "drafter.all_tokens=true"], "{own} has an LM head of its own; leave it out"),
+        (["drafter.num_clusters=301"], "drafter.num_clusters=301: the drafter's LM head has 300 tokens"),
+        (["drafter.balanced=0.5"], "'drafter.balanced': "),
+        (["drafter.positions=30"], "drafter.positions=30: the training rows give "),
+        (["drafter.labels=top5"], "'drafter.labels': "),
+        (["drafter.shortlist=fr_spec", "drafter.corpus=[{source: nowhere.jsonl}]"], "nowhere.jsonl"),
+        (["data.packing=true"], "data.packing: "),
+        (["init_from={runs}/base"], "init_from: shortlists begin from drafter.base; leave it out"),
+        (["cache_hidden=memory"], "cache_hidden: rollouts are kept in the run's folder anyway; leave it out"),
+        (["precision.compile=true"], "precision.compile, precision.gradient_checkpointing and export.merged: leave "),
+        (["data.train.0={source: x.jsonl, streaming: true}"], "a streamed source has no end, and tokens are counted "),
+        (["drafter.corpus=[{source: x.jsonl, streaming: true}]"], "a streamed source has no end, and tokens are "),
+    ],
+)
+def test_wrong_recipes_are_one_line(recipe, whole, bases, run_main, overrides, message):
+    filled = [*overrides, message]
+    for name, folder in {"runs": recipe.parent, **bases}.items():
+        filled = [text.replace("{" + name + "}", str(folder)) for text in filled]
+    *filled, message = filled
+    code, _, err = run_main(dynaspec.main, recipe, "run.name=wrong", *filled, "--restart")
+    assert code == 2 and one_line(err), err
+    assert message in err
+
+
+def test_plans_count_what_trains(recipe, tiny_lm):
+    content = yaml.safe_load(recipe.read_text())
+    content["target"] = {"name": str(tiny_lm), "dtype": "float32"}
+    for kind in KINDS:
+        content["drafter"]["shortlist"] = kind
+        (plan,) = dynaspec.plans(dynaspec.DynaspecRecipe.model_validate(content))
+        head = lists_of(kind, 300, **({"num_clusters": 20, "router_width": 32} if kind == "dynaspec" else {}))
+        trained = sum(p.numel() for p in head.parameters())
+        assert plan.trained == trained and (trained > 0) == (kind == "dynaspec")
