@@ -174,6 +174,8 @@ def trees_by_size(
         options: list[tuple[float, float, Trees]] = []  # speed, cost, trees
         for used, depth in limits:
             trees = (*best_trees(ranks[:, :, :used, :depth], size), *[Topology(())] * (count - used))
+            if nodes_of(trees) == 1:  # never right on this text; yet a drafter has a path
+                trees = (Topology(((0,),)), *trees[1:])
             tau, cost = (1.0, 1.0) if step_time is None else (simulate_ensemble(trees, ranks), step_time(trees))
             options.append((tau / cost, cost, trees))
         most = max(nodes_of(trees) for _, _, trees in options)

@@ -18,7 +18,7 @@ from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate, costs, decode
 from draftsmith.inference import race as racing
 from draftsmith.inference.answers import answer
-from draftsmith.inference.calibrate import Choice, batches, pick
+from draftsmith.inference.calibrate import Choice, batches, pick, trees_by_size
 from draftsmith.inference.costs import step_costs
 from draftsmith.inference.drafters import load, medusa
 from draftsmith.inference.drafters.load import load_drafter
@@ -116,7 +116,9 @@ def test_best_tree_is_the_best(seed):
 def test_a_tree_has_no_path_that_was_never_right():
     ranks = torch.tensor([[[0, 1], [0, MAX_RANK]]])
     assert best_tree(ranks, 64) == Topology(((0,), (0, 1)))
-    assert best_tree(torch.full((1, 4, 2), MAX_RANK), 64) == Topology(())
+    never = torch.full((1, 4, 2), MAX_RANK)
+    assert best_tree(never, 64) == Topology(())
+    assert trees_by_size(never[:, :, None], (2, 4)) == [(Topology(((0,),)),)], "a drafter has a path"
 
 
 # ---- simulated τ
