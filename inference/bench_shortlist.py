@@ -83,7 +83,7 @@ from draftsmith.inference.bench_ssm import interval_of
 from draftsmith.inference.drafters.dynaspec import PART, read_parts
 from draftsmith.inference.drafters.levels import Layout
 from draftsmith.inference.drafters.load import read_named
-from draftsmith.inference.drafters.shortlists import Shortlists, check_router, shortlists_of
+from draftsmith.inference.drafters.shortlists import Shortlists, check_router
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.ranks import MAX_RANK, best_tree, draft_labels, ensemble_depths, simulate_depths
 from draftsmith.inference.report import OTHER, write_figure
@@ -298,10 +298,7 @@ def measure_lists(
                 row, place, here = text[at], begin[at], at.to(device)
                 # The root is at begin + 1, and the node at begin + 1 + k.
                 p = target.logits(hidden[row.to(device), place.to(device) + 1 + k]).float().softmax(-1)[:, ids]
-                logits = drafts.head(rollout.out[here])
-                if drafts.shared:
-                    logits = target.after_head(logits)
-                logits, known = logits.float(), places[label[at].to(device)]
+                logits, known = drafts.logits(rollout.out[here]), places[label[at].to(device)]
                 embeddings, above = drafts.embed(rollout.tokens[here]).float(), rollout.hidden[here].float()
                 seen = first[row.to(device)] <= place.to(device)[:, None] + 1
                 lists = (
@@ -361,7 +358,7 @@ def time_heads(target: Target, drafts: Drafts, heads: Heads, drawn: Sequence[Dra
         of_head: Shortlists | None = None
         if head is not None:
             own = copy.deepcopy(head)  # decoding takes the router in the target's dtype
-            of_head = shortlists_of(own, drafts.head, drafts.ids, target, drafts.shared)
+            of_head = Shortlists(own, drafts.head, drafts.ids, target.vocab_size, drafts.after_head)
             of_head.allocate(1, static=False)
         lists.append(of_head)
 
@@ -371,10 +368,9 @@ def time_heads(target: Target, drafts: Drafts, heads: Heads, drawn: Sequence[Dra
             if of_head is not None:
                 of_head.choose(embeddings, hidden, depth)
                 of_head.logits(read)
-            elif drafts.shared:
-                target.after_head(apply_linear(drafts.head, read))
             else:
-                apply_linear(drafts.head, read)
+                logits = apply_linear(drafts.head, read)
+                _ = logits if drafts.after_head is None else drafts.after_head(logits)
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
         return time.perf_counter() - began

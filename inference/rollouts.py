@@ -40,7 +40,7 @@ class Drafts:
     head: its LM head, ``[…, d] → […, S]``.
     ids: ``[S]`` int64, the target's tokens of its rows; the first S if None.
     embedding_size, feature_size: e and d.
-    shared: the LM head is the target's, or rows of it.
+    after_head: the scale or cap of its logits, if there is one.
     """
 
     run: Callable[[Tensor, Tensor], Iterator[Rollout]]
@@ -49,7 +49,12 @@ class Drafts:
     ids: Tensor | None
     embedding_size: int
     feature_size: int
-    shared: bool
+    after_head: Callable[[Tensor], Tensor] | None
+
+    def logits(self, out: Tensor) -> Tensor:
+        """``[…, d]`` → ``[…, S]`` float32."""
+        logits = self.head(out)
+        return (logits if self.after_head is None else self.after_head(logits)).float()
 
     @property
     def weight(self) -> Tensor:
@@ -105,13 +110,13 @@ def record(
     """
     begins = torch.zeros_like(supervised)
     begins[:, :-1] = supervised[:, 1:]
-    head, parts, outputs = drafts.head, list[list[Tensor]](), len(drafts.weight)
+    parts, outputs = list[list[Tensor]](), len(drafts.weight)
     best = min(best, outputs)
     for start in range(0, len(tokens), batch_size):
         part = slice(start, start + batch_size)
         found, where = list[tuple[Tensor, ...]](), begins[part]
         for rollout in drafts.run(tokens[part], supervised[part]):
-            chunks = [head(out).float().log_softmax(-1).topk(best, -1) for out in rollout.out.split(LOGITS)]
+            chunks = [drafts.logits(out).log_softmax(-1).topk(best, -1) for out in rollout.out.split(LOGITS)]
             log_q, top = (torch.cat([chunk[i] for chunk in chunks]).cpu() for i in (0, 1))
             found.append((rollout.tokens.cpu(), rollout.hidden.cpu().to(dtype), top, log_q))
         nodes, hidden, top, log_q = (torch.stack(each, 1) for each in zip(*found, strict=True))

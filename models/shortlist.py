@@ -104,7 +104,8 @@ class ShortlistConfig:
 
     @property
     def fewest(self) -> int:
-        """Places of the shortest shortlist; those that stay empty are never drafted."""
+        """Places of the shortest shortlist. Some may stay empty; in greedy mode a tree with more children than tokens
+        has token 0 in their place, which is verified as any other."""
         return min(self.capacity)
 
     def tokens(self, depth: int) -> int:
@@ -203,7 +204,8 @@ class ShortlistHead(nn.Module):
         return self.rows(self.router(embeddings, hidden, depth).float(), depth)
 
     def contains(self, tokens: Tensor, chosen: Rows | None, depth: int, seen: Tensor) -> Tensor:
-        """Whether tokens are in the shortlists of nodes; for training and evaluation.
+        """Whether tokens are in the shortlists of nodes; for training and evaluation. Of ``in_context`` it says what
+        would be in a list that has room for the whole text.
 
         Args:
             tokens: ``[P, R]`` int64 places in the drafter's vocabulary.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 HEAD_DECAY = 0.8  # weight of Medusa head k in the loss: 0.8^k (arXiv 2401.10774 §2.2.1)
-LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits that exist at one time; on a CPU, what malloc keeps and re-uses
+LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that exist at one time; on a CPU, what malloc keeps and re-uses
 
 
 def shifted_labels(tokens: Tensor, supervised: Tensor, shift: int, segment: Tensor | None = None) -> Tensor:

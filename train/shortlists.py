@@ -24,7 +24,7 @@ from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import tokenized
 from draftsmith.inference.drafters.dynaspec import PART
 from draftsmith.inference.drafters.load import family_of
-from draftsmith.inference.drafters.shortlists import Shortlists, shortlists_of
+from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.inference.rollouts import Drafts, Recorded, record
 from draftsmith.models.artifact import check_target, in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
@@ -201,7 +201,7 @@ class Blocks:
 def head_seconds(head: ShortlistHead, drafts: Drafts, target: Target, nodes: int = 4) -> list[float]:
     """The time, by depth, of the router, the choice and the logits of a level of ``nodes`` nodes: medians, measured."""
     head = copy.deepcopy(head)  # decoding takes the router in the target's dtype
-    lists = shortlists_of(head, drafts.head, drafts.ids, target, drafts.shared)
+    lists = Shortlists(head, drafts.head, drafts.ids, target.vocab_size, drafts.after_head)
     lists.allocate(1, static=False)
     found = dict[tuple[int, int], float]()
     embeddings, hidden = (torch.randn(1, nodes, n) for n in (drafts.embedding_size, drafts.feature_size))

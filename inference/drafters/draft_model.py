@@ -25,7 +25,7 @@ from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import StepCosts
 from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, chain_passes
 from draftsmith.inference.drafters.protocol import Drafter, State
-from draftsmith.inference.drafters.shortlists import Shortlists, check_router
+from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.rollouts import Drafts, Rollout
 from draftsmith.inference.runner import Runner
 from draftsmith.inference.tree import TokenTree, Topology
@@ -105,9 +105,8 @@ class DraftModelDrafter(Drafter):
         self.shortlists: Shortlists | None = None
         if shortlist is not None:
             check_router(shortlist, embedding.shape[1], model.hidden_size)
-            after_head = model.after_head if model.changes_logits else None
             rows = _drafted_rows(self.head.lm_head, self.vocabulary)
-            self.shortlists = Shortlists(shortlist, rows, self.ids, target.vocab_size, after_head)
+            self.shortlists = Shortlists(shortlist, rows, self.ids, target.vocab_size, after_head_of(model))
         self._take(tree, draws, costs, draft_cost)
 
     def with_tree(
@@ -276,5 +275,4 @@ def drafts(model: Target, target: Target, draft_vocab: Tensor | None = None, dep
             state = hidden[row, at]
             yield Rollout(rows[row, at], state, state.to(head_dtype))
 
-    # The LM head is not the target's, whose scale or cap would be applied to it otherwise.
-    return Drafts(run, embed, head, ids, vectors.shape[1], model.hidden_size, shared=False)
+    return Drafts(run, embed, head, ids, vectors.shape[1], model.hidden_size, after_head_of(model))

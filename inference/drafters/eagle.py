@@ -29,7 +29,7 @@ from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Fro
 from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, chain_passes, step_time, tokens_at
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.protocol import Drafter, State
-from draftsmith.inference.drafters.shortlists import Shortlists, shortlists_of
+from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.ranks import accuracy, eagle_ranks
 from draftsmith.inference.rollouts import Drafts, Rollout
 from draftsmith.inference.tree import TokenTree, Topology, read_tree
@@ -102,14 +102,9 @@ class EagleDrafter(Drafter):
             self.shared.lm_head = self.draft_head
         self.shortlists: Shortlists | None = None
         if shortlist is not None:
-            reads, own = shortlist.config, (target.hidden_size, config.hidden_size)
-            if shortlist.router is not None and (reads.embedding_size, reads.feature_size) != own:
-                raise ValueError(
-                    f"the shortlists' router reads embeddings of {reads.embedding_size} and hidden states of "
-                    f"{reads.feature_size}, and the drafter has {own[0]} and {own[1]}; train the shortlists again"
-                )
-            shared = config.projection == "shared"
-            self.shortlists = shortlists_of(shortlist, self.draft_head, self.ids, target, shared)
+            check_router(shortlist, target.hidden_size, config.hidden_size)
+            after_head = after_head_of(target) if config.projection == "shared" else None
+            self.shortlists = Shortlists(shortlist, self.draft_head, self.ids, target.vocab_size, after_head)
         self.layer, self.pair_input, self.norm = _lean_parts(eagle, target)
         self._take(tree, draws, costs, draft_cost)
 
@@ -420,8 +415,8 @@ def drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
         for k, (hidden, out) in enumerate(eagle.unroll_pairs(features, embed, rows, depth, chosen=places)):
             yield Rollout(following.gather(1, places + k + 1)[begun], hidden[begun], out[begun].to(dtypes[1]))
 
-    shared = eagle.config.projection == "shared"
-    return Drafts(run, embed, head, eagle.draft_vocab, target.hidden_size, eagle.config.hidden_size, shared)
+    after_head = after_head_of(target) if eagle.config.projection == "shared" else None
+    return Drafts(run, embed, head, eagle.draft_vocab, target.hidden_size, eagle.config.hidden_size, after_head)
 
 
 # ---- the family, as inference/drafters/load.py describes it

@@ -22,7 +22,7 @@ from draftsmith.inference.costs import STANDARD_COSTS, StepCosts, draft_time
 from draftsmith.inference.drafters.levels import tokens_at
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.protocol import Drafter, DraftEstimate, State
-from draftsmith.inference.drafters.shortlists import Shortlists, check_router
+from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.ranks import head_ranks
 from draftsmith.inference.rollouts import Drafts, Rollout
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology, read_candidates, read_tree
@@ -230,7 +230,7 @@ def drafts(heads: MedusaHeads, target: Target, depth: int = DEPTHS) -> Drafts:
         for feature in heads.features(hidden, min(depth, heads.config.num_draft_heads)):
             yield Rollout(roots, feature, feature.to(head_dtype))
 
-    return Drafts(run, embed, head, heads.draft_vocab, vectors.shape[1], target.hidden_size, shared=True)
+    return Drafts(run, embed, head, heads.draft_vocab, vectors.shape[1], target.hidden_size, after_head_of(target))
 
 
 # ---- the family, as inference/drafters/load.py describes it

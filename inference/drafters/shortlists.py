@@ -55,7 +55,8 @@ class Shortlists:
         self.weight = weight.detach()[order]
         bias = getattr(head, "bias", None)
         self.bias = None if bias is None else bias.detach()[order]
-        self.prefixes: dict[int, nn.Linear] = {}  # by number of rows: the first ones, without a copy
+        # By number of rows: the first ones and their tokens, without a copy.
+        self.prefixes: dict[int, tuple[nn.Linear, Tensor]] = {}
         self.rows: Tensor | None = None  # [B, C] of the level being drafted; None: its first ``tokens(depth)`` rows
         self.depth = 0
         self.inputs: tuple[Tensor, ...] = ()  # that the router may still read on its stream
@@ -123,8 +124,9 @@ class Shortlists:
         these places: ``[C]``, or ``[B, C]`` with −1 in padding; int64."""
         count = self.config.tokens(self.depth)
         if self.rows is None:
-            logits = apply_linear(self._prefix(count), hidden)
-            return logits if self.after_head is None else self.after_head(logits), self.ids[:count]
+            head, ids = self._prefix(count)
+            logits = apply_linear(head, hidden)
+            return logits if self.after_head is None else self.after_head(logits), ids
         if self.stream is not None:
             torch.cuda.current_stream(hidden.device).wait_stream(self.stream)
             self.inputs = ()
@@ -152,14 +154,14 @@ class Shortlists:
         numbers = torch.arange(held.shape[1], device=held.device).expand_as(place)
         return rows.scatter_(1, place, numbers)[:, :capacity].contiguous()
 
-    def _prefix(self, count: int) -> nn.Linear:
-        """The LM head of the first ``count`` rows."""
+    def _prefix(self, count: int) -> tuple[nn.Linear, Tensor]:
+        """The LM head of the first ``count`` rows, and their tokens: the same objects each time."""
         if count not in self.prefixes:
             head = nn.Linear(self.weight.shape[1], count, self.bias is not None, device="meta").requires_grad_(False)
             head.weight = nn.Parameter(self.weight[:count], requires_grad=False)
             if self.bias is not None:
                 head.bias = nn.Parameter(self.bias[:count], requires_grad=False)
-            self.prefixes[count] = head
+            self.prefixes[count] = head, self.ids[:count]
         return self.prefixes[count]
 
 
@@ -177,9 +179,6 @@ def check_router(shortlist: ShortlistHead, embedding_size: int, feature_size: in
         )
 
 
-def shortlists_of(
-    shortlist: ShortlistHead, head: nn.Module, ids: Tensor | None, target: Target, shared: bool
-) -> Shortlists:
-    """Shortlists of a drafter for a target; ``shared``: its LM head is the target's, or rows of it."""
-    after_head = target.after_head if shared and target.changes_logits else None
-    return Shortlists(shortlist, head, ids, target.vocab_size, after_head)
+def after_head_of(target: Target) -> Callable[[Tensor], Tensor] | None:
+    """The scale or cap of a model's logits, if there is one."""
+    return target.after_head if target.changes_logits else None

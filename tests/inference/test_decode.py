@@ -647,7 +647,10 @@ def truncate(name, size):
         (edit(hidden_size=31), ["model.safetensors: its tensors are", "config.json promises"]),
         (edit(vocab_size=301), ["vocab_size 301 ≠ 300"]),
         (edit(num_draft_heads=4), ["its tensors are", "config.json promises"]),
-        (edit(drafter_type="hydra"), ["drafter_type 'hydra' is not known to this version; known: eagle, medusa"]),
+        (
+            edit(drafter_type="hydra"),
+            ["drafter_type 'hydra' is not known to this version; known: dynaspec, eagle, medusa"],
+        ),
     ],
 )
 def test_damaged_drafters(run_main, drafter, prompts, tmp_path, damage, parts):
