@@ -67,8 +67,8 @@ def chats(count: int, seed: int) -> list[list[Message]]:
     """``count`` chats, the same for the same seed and version of Faker: a task with its answer, then the same task with
     other lines.
 
-    The answers are the right ones, not the target's. Drafters learn its distributions on them, and with an example before
-    it the target repeats lines as they are.
+    The answers are the right ones, not the target's. Drafters learn its distributions on them, and with an example
+    before it the target repeats lines as they are.
 
     Raises:
         ModuleNotFoundError: Faker is not installed.
