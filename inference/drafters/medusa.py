@@ -124,6 +124,10 @@ class MedusaDrafter(Drafter):
         if self.shortlists is not None:
             self.shortlists.read(tokens, rows)
 
+    @property
+    def absorbs(self) -> bool:
+        return self.shortlists is not None
+
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
         """Nothing is kept but what in-context shortlists read; the next root is read when it is drafted from."""
         if self.shortlists is not None:

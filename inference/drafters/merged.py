@@ -223,7 +223,7 @@ class MergedDrafter(Drafter):
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
         self._record(state, verdict)
         for number, (drafter, view) in enumerate(zip(self.drafters, self._states(state), strict=True)):
-            if type(drafter).absorb is not Drafter.absorb:
+            if drafter.absorbs:
                 own_path = verdict.own_path if number == self.single else self._own_path(number, verdict)
                 view_verdict = replace(verdict, own_path=own_path)
                 drafter.absorb(view, view_verdict, tree, _select(features, self.columns[number]))

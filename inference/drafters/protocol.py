@@ -118,6 +118,11 @@ class Drafter(Protocol):
 
     def propose(self, state: State) -> TokenTree: ...
 
+    @property
+    def absorbs(self) -> bool:
+        """Whether :meth:`absorb` does anything; a merge leaves it out otherwise."""
+        return type(self).absorb is not Drafter.absorb
+
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
         """Update the drafter's state after verification; ``state`` is still that of ``propose``.
 

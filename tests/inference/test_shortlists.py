@@ -28,6 +28,7 @@ from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.inference.engine import Request, SpeculativeDecoder
+from draftsmith.inference.rollouts import record
 from draftsmith.inference.sampling import sampling_distribution
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
@@ -228,6 +229,19 @@ def test_on_the_targets_own_head(make_target, family):
         (result,) = SpeculativeDecoder(target, drafter).generate([STARTS[0]], 8, stop_ids=NONE)
         assert result.tokens == SpeculativeDecoder(target).generate([STARTS[0]], 8, stop_ids=NONE)[0].tokens
         assert drafter.seen["node"]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_recorded_probabilities_have_the_targets_scale(make_target, family):
+    target = make_target(family)
+    made, tokens = drafts(untrained(target, "shared"), target), torch.tensor([[*range(5, 25)]])
+    marks = torch.arange(20)[None] >= 6
+    recorded = record(made, tokens, marks, 10)
+    for k, rollout in enumerate(made.run(tokens, marks)):
+        out = made.head(rollout.out)
+        wanted = target.after_head(out).float().log_softmax(-1).topk(10).values
+        torch.testing.assert_close(recorded.log_q[:, k], wanted, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(wanted, out.float().log_softmax(-1).topk(10).values, atol=1e-2)
 
 
 @pytest.mark.parametrize("tree", TREES)
