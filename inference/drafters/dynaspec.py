@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from draftsmith.common.files import json_object
 from draftsmith.inference.drafters.load import Calibration, Part, family_of
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.shortlist import ShortlistHead
@@ -60,3 +61,11 @@ def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]
     """The drafter's own, decoding with the shortlists."""
     shortlist, family, base = read_parts(folder, config, weights)
     return family.calibration(*base, shortlist=shortlist)
+
+
+def report_fields(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The drafter's own, if its family has any."""
+    part = folder / PART
+    inner = json_object(part / "config.json", "drafter config")
+    family = family_of(part, inner)
+    return family.report_fields(part, inner) if hasattr(family, "report_fields") else {}

@@ -24,7 +24,7 @@ from draftsmith.common.files import write_json
 from draftsmith.inference.answers import answer
 from draftsmith.inference.drafters import draft_model, dynaspec, medusa, ssm
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.drafters.load import load_drafter, report_fields
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
@@ -461,6 +461,8 @@ def test_loaded_by_name(target, text, tmp_path, family, kind):
     recorded = record(drafts, text["tokens"], text["supervised"], 10)
     found = kept(recorded, drafts.embed, drafter.shortlists.shortlist)
     assert (found.ranks >= 0).any() and drafts.after_head is None
+    fields = report_fields(str(folder))
+    assert list(fields) == ([] if family == "medusa" else ["ssm"])
 
 
 def test_what_takes_no_shortlists(target, tmp_path):
