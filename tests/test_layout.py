@@ -166,6 +166,8 @@ def test_wheel_holds_every_file(wheel):
         "models/smollm2-medusa*/*",
         "models/smollm2-medusa*/adapter/*",
         "models/smollm2-eagle3/*",
+        "models/smollm2-dynaspec/*",
+        "models/smollm2-dynaspec/drafter/*",
     ]
     wanted |= {p.relative_to(ROOT).as_posix() for pattern in data for p in ROOT.glob(pattern) if p.is_file()}
     packed = {n.removeprefix("draftsmith/") for n in wheel.namelist() if n.startswith("draftsmith/")}

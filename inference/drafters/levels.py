@@ -349,7 +349,7 @@ def tokens_at(places: Tensor, ids: Tensor | None) -> Tensor:
 def _joined(distributions: Sequence[Tensor], vocabularies: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """The distributions of all levels ``[B, n, S]`` as one, and their tokens as ``Draws`` has them."""
     first = vocabularies[0]
-    if first is None or all(ids is first for ids in vocabularies):
+    if first is None or (first.ndim == 1 and all(ids is first for ids in vocabularies)):
         return torch.cat([*distributions], 1), None if first is None else first[None, None]
     longest = max(q.shape[2] for q in distributions)
     q = torch.cat([F.pad(q, (0, longest - q.shape[2])) for q in distributions], 1)

@@ -113,6 +113,7 @@ class Shortlists:
         if self.stream is None:
             self.rows = self._route(embeddings, hidden)
             return
+        hidden = hidden.clone()  # the drafter's layer may add to its own in place
         self.inputs = embeddings, hidden  # if they were freed, the drafter's layer could write into their memory
         current = torch.cuda.current_stream(hidden.device)
         self.stream.wait_stream(current)

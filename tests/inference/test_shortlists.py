@@ -441,6 +441,10 @@ SMALL_LISTS = {
         {"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)}, (2, 1), "without_replacement",
     ),
     "dynaspec position-aware": ({"shortlist": "dynaspec", "capacity": (3, 2), "clusters": (2, 1)}, (2, 2), "iid"),
+    "in_context, one level": (
+        {"shortlist": "in_context", "capacity": (3,), "static": 1}, (2,), "without_replacement",
+    ),
+    "dynaspec, one level": ({"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)}, (2,), "iid"),
 }  # fmt: skip
 TEXTS = 3000
 
