@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from draftsmith.inference.ranks import LOGITS, MAX_RANK, draft_labels
 from draftsmith.models.shortlist import ShortlistHead
 
+BEST = 24  # tokens of the whole LM head that are recorded, where nothing else is said
+
 
 @dataclass(frozen=True)
 class Rollout:

@@ -22,13 +22,19 @@ from draftsmith.common.files import check_folder
 from draftsmith.inference.options import check_counts, check_threads
 
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-PARSER.add_argument("--vocabulary", type=int, nargs="+", default=[49152, 128256, 262144], help="V, one or more")
-PARSER.add_argument("--hidden", type=int, default=576, help="d")
-PARSER.add_argument("--clusters", type=int, default=256, help="M")
-PARSER.add_argument("--iterations", type=int, default=20, help="at most")
+PARSER.add_argument(
+    "--vocabulary",
+    type=int,
+    nargs="+",
+    default=[49152, 128256, 262144],
+    help="V, one or more (default: those of SmolLM2, Llama 3 and Gemma)",
+)
+PARSER.add_argument("--hidden", type=int, default=576, help="d (default 576)")
+PARSER.add_argument("--clusters", type=int, default=256, help="M (default 256)")
+PARSER.add_argument("--iterations", type=int, default=20, help="at most (default 20)")
 PARSER.add_argument("--balanced", type=float, help="largest size, in multiples of V / M; left out: any")
 PARSER.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
-PARSER.add_argument("--out", type=Path, metavar="FILE.json")
+PARSER.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
 if __name__ == "__main__":
     before_imports(PARSER)
 
@@ -89,6 +95,11 @@ def main() -> None:
     args = PARSER.parse_args()
     check_counts(hidden=args.hidden, clusters=args.clusters, iterations=args.iterations)
     check_threads(args.threads)
+    torch.set_num_threads(args.threads)  # which device_name names
+    if args.balanced is not None and not args.balanced >= 1:
+        PARSER.error(f"--balanced {args.balanced}: even clusters of equal size exceed it; give 1 or more")
+    if args.clusters > SEEDING_ROWS:
+        PARSER.error(f"--clusters {args.clusters}: at most {SEEDING_ROWS}, the rows that k-means++ sees")
     if min(args.vocabulary) < args.clusters:
         PARSER.error(f"--vocabulary {min(args.vocabulary)}: fewer rows than --clusters {args.clusters}")
     if args.out:

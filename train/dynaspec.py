@@ -16,6 +16,7 @@ inference/decode.py. Shape letters: S sequences, B positions of one, K depths, M
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
@@ -36,7 +37,7 @@ from draftsmith.common.sections import DrafterRecipe, Name, Positive, Share, Sou
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.dynaspec import PART
 from draftsmith.inference.ranks import best_tree, simulate
-from draftsmith.inference.rollouts import Drafts, Recorded, kept, record
+from draftsmith.inference.rollouts import BEST, Drafts, Recorded, kept, record
 from draftsmith.inference.tree import Topology
 from draftsmith.models.shortlist import DEPTHS, Kind, Schedule, ShortlistConfig, ShortlistHead, budget
 from draftsmith.models.target import Target
@@ -44,7 +45,7 @@ from draftsmith.train import sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.loop import Batch, console
 from draftsmith.train.run import Run, Script, run_script
-from draftsmith.train.shortlists import BEST, Blocks, cluster, frequency, head_seconds, load_base, rollouts, table_of
+from draftsmith.train.shortlists import BLOCK, Blocks, cluster, frequency, head_seconds, load_base, rollouts, table_of
 
 SIMULATED_NODES = 16  # of the tree whose τ selects
 SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)  # of the clusters: values of k_max that are tried
@@ -61,14 +62,17 @@ class Drafter(Section):
     all_tokens: bool = Field(
         default=False, description="drop the base's draft vocabulary, where its LM head is the target's"
     )
-    shortlist: Kind = "dynaspec"
+    shortlist: Kind = Field(default="dynaspec", description="clusters and a router (dynaspec), or a list by frequency")
     num_clusters: Positive = Field(default=256, description="M")
     balanced: float | None = Field(
         default=2.0, ge=1, le=1e6, description="no cluster has more than so many times V / M tokens; null: any number"
     )
     iterations: Positive = Field(default=50, description="of k-means, at most")
-    router_width: Positive = 512
-    labels: Literal["top10", "mass"] = "mass"
+    router_width: Positive = Field(default=512, description="h, the router's hidden width")
+    labels: Literal["top10", "mass"] = Field(
+        default="mass", description="mass: cross-entropy with the ten likeliest tokens' probability by cluster; top10: "
+        "binary cross-entropy with the clusters that hold them or the text's own token",
+    )  # fmt: skip
     positions: Positive = Field(default=60_000, description="of the training rows, whose drafts the router learns from")
     k_max: Positive | None = Field(default=None, description="clusters of the first levels' shortlists; null: selected")
     schedule: Schedule | None = Field(default=None, description="of the deeper levels' shortlists; null: selected")
@@ -85,6 +89,11 @@ class DynaspecRecipe(DrafterRecipe):
 
     @model_validator(mode="after")
     def _possible(self) -> "DynaspecRecipe":
+        base = self.drafter.base
+        if base and Path(base).resolve().is_relative_to(self.run.folder.resolve()):
+            raise ValueError(f"drafter.base={base}: it is in the run's own folder, which is written anew; set run.name")
+        if self.drafter.corpus and self.drafter.shortlist == "vocab_trim":
+            raise ValueError("drafter.corpus: vocab_trim counts the training rows' answers; leave it out, or fr_spec")
         if self.init_from:
             raise ValueError("init_from: shortlists begin from drafter.base; leave it out")
         if self.cache_hidden != "none":
@@ -210,7 +219,7 @@ def train(run: Run[DynaspecRecipe]) -> None:
     run.start_weights(head, target)
     tokens, supervised = run.held_out["tokens"], run.held_out["supervised"]
     with run.evaluating(head):
-        recorded = record(drafts, tokens, supervised, BEST)
+        recorded = record(drafts, tokens, supervised, BEST, torch.bfloat16)
     whole = kept(recorded, drafts.embed, None).ranks
     tree = best_tree(whole, SIMULATED_NODES)
     tree = tree if tree.paths else Topology(((0,),))
@@ -235,7 +244,8 @@ def plans(recipe: DynaspecRecipe) -> list[Plan]:
     d, shape = recipe.drafter, target_shape(recipe.target)
     width = 2 * shape.hidden_size + DEPTHS + d.num_clusters
     trained = d.router_width * width + d.num_clusters if d.shortlist == "dynaspec" else 0
-    return [Plan.of(recipe, s, replace(shape, parameters=0), trained) for s in recipe.stages]
+    plans = [(s, Plan.of(recipe, s, shape, trained, passes=0)) for s in recipe.stages]  # the target is held, not run
+    return [replace(plan, positions=s.batch.sequences * BLOCK * DEPTHS) for s, plan in plans]
 
 
 SCRIPT = Script("dynaspec", DynaspecRecipe, train, plans)

@@ -25,8 +25,8 @@ from draftsmith.data.tokenized import tokenized
 from draftsmith.inference.drafters.dynaspec import PART
 from draftsmith.inference.drafters.load import family_of
 from draftsmith.inference.drafters.shortlists import Shortlists
-from draftsmith.inference.rollouts import Drafts, Recorded, record
-from draftsmith.models.artifact import check_target, in_dtype, read_drafter, write_drafter
+from draftsmith.inference.rollouts import BEST, Drafts, Recorded, record
+from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target
@@ -35,7 +35,6 @@ from draftsmith.train.clusters import Clusters, report, spherical_kmeans
 from draftsmith.train.loop import Batch, console
 from draftsmith.train.run import Run
 
-BEST = 24  # tokens of the whole LM head that are recorded
 BLOCK = 64  # positions of a training sequence
 
 
@@ -61,16 +60,24 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
         config = config | {"draft_vocab_size": None}
         weights = {name: weight for name, weight in weights.items() if name != "draft_vocab"}
     family = family_of(folder, config)
+    if (template := folder / TEMPLATE).exists() and run.recipe.data.template is None:
+        raise ValueError(f"data.template: {folder} has a chat template of its own; set it to {template}")
     if not hasattr(family, "open_drafts"):
         raise ValueError(f"drafter.base={d.base}: drafters of type '{config['drafter_type']}' take no shortlists")
     if run.main:
-        shutil.rmtree(part, ignore_errors=True)
+        file = folder / "provenance.json"  # how the base was trained: this run does not change it
+        facts = (read_json(file) if file.exists() else {}) | {"base": d.base}
+        new = run.folder / ".new" / PART  # the part that is there stays until this one is whole
+        shutil.rmtree(new.parent, ignore_errors=True)
         shape = {n: v for n, v in config.items() if n not in ("draftsmith_version", "drafter_type", "target", "parts")}
         inner = list(config.get("parts", ()))
         for name in inner:
-            shutil.copytree(folder / name, part / name)
+            shutil.copytree(folder / name, new / name)
         kept_weights = in_dtype(weights, run.recipe.export.dtype)
-        write_drafter(part, config["drafter_type"], shape, kept_weights, target, run.facts(base=d.base), None, inner)
+        write_drafter(new, config["drafter_type"], shape, kept_weights, target, facts, None, inner)
+        shutil.rmtree(part, ignore_errors=True)
+        new.rename(part)
+        new.parent.rmdir()
     run.accelerator.wait_for_everyone()
     return family.open_drafts(folder, config, weights, target)
 
@@ -98,14 +105,15 @@ def _keep(folder: Path, asked: dict[str, Any], tensors: dict[str, Tensor]) -> No
 
 
 def frequency(run: Run[Any], target: Target, rows: Sequence[Rows]) -> Tensor:
-    """How often each of the target's tokens occurs, ``[V]``: for vocab_trim in the training rows' answers, which are
-    the target's own; else in the corpus."""
+    """How often each of the target's tokens occurs, ``[V]``: for vocab_trim in the training rows' answers (VocabTrim
+    means the target's own: train/distill.py makes them), else in the corpus. Stop tokens count as the most frequent."""
     recipe, d, counts = run.recipe, run.recipe.drafter, torch.zeros(target.vocab_size, dtype=torch.int64)
     assert target.tokenizer is not None
     corpus = [tokenized(source, recipe.data, target.tokenizer) for source in d.corpus or []]
     for samples in corpus if corpus and d.shortlist != "vocab_trim" else [part.samples for part in rows]:
         marks = samples.supervised if d.shortlist == "vocab_trim" else slice(None)
         counts += torch.bincount(torch.from_numpy(samples.tokens[marks]).long(), minlength=target.vocab_size)
+    counts[sorted(target.stop_ids)] += counts.max() + 1
     return counts
 
 
@@ -149,7 +157,7 @@ def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
     asked |= {"positions": recipe.drafter.positions, "autocast": recipe.precision.autocast}
     if stored := _kept(run, folder, asked):
         return Recorded(**stored, outputs=outputs)
-    wanted, parts, count = recipe.drafter.positions, list[tuple[Tensor, Tensor]](), 0
+    wanted, parts = recipe.drafter.positions, list[tuple[Tensor, Tensor]]()
     shares = torch.tensor([source.weight for source in recipe.data.train]).double()
     drawn = torch.Generator().manual_seed(recipe.run.seed)
     for part, share in zip(rows, (shares / shares.sum()).tolist(), strict=True):
@@ -170,7 +178,9 @@ def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
             bar(min(start + 4, len(parts)))
     mixed = torch.randperm(sum(len(each.tokens) for each in recorded), generator=drawn)
     names = [name for name in recorded[0].tensors() if name != "begins"]
-    tensors = {name: torch.cat([getattr(each, name) for each in recorded])[mixed] for name in names}
+    pieces = [each.tensors() for each in recorded]
+    recorded.clear()  # the hidden states of large targets are many GB
+    tensors = {name: torch.cat([piece.pop(name) for piece in pieces])[mixed] for name in names}
     tensors["begins"] = torch.ones(len(mixed), 1, dtype=torch.bool)  # each position is a text of its own
     if len(mixed) < BLOCK:
         raise ValueError(

@@ -5,7 +5,7 @@ Its folder holds the shortlists, and the drafter as a part, a folder of its own:
 ``eagle``. The families that take shortlists have them as an argument of ``open_drafter`` and ``calibration``.
 """
 
-import inspect
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from draftsmith.common.files import json_object
 from draftsmith.inference.drafters.load import Calibration, Part, family_of
+from draftsmith.inference.rollouts import BEST, Drafts, kept, record
 from draftsmith.models.artifact import read_drafter
-from draftsmith.models.shortlist import ShortlistHead
+from draftsmith.models.shortlist import DEPTHS, ShortlistHead
+from draftsmith.models.target import Target
 
 PART = "drafter"  # its folder
 
@@ -33,7 +35,7 @@ def read_parts(
         raise ValueError(f"{folder}/config.json: field 'parts' is {config.get('parts')!r}; it has to be ['{PART}']")
     base = read_drafter(str(folder / PART))
     family = family_of(*base[:2])
-    if "shortlist" not in inspect.signature(family.open_drafter).parameters:
+    if not hasattr(family, "open_drafts"):
         raise ValueError(f"{base[0]}: drafters of type '{base[1]['drafter_type']}' take no shortlists")
     if base[1]["target"].get("fingerprint") != config["target"].get("fingerprint"):
         raise ValueError(
@@ -58,9 +60,21 @@ def open_drafter(
 
 
 def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
-    """The drafter's own, decoding with the shortlists."""
+    """The drafter's own, decoding with the shortlists; a rank is that within the node's own list. Trees of up to
+    :data:`DEPTHS` levels."""
     shortlist, family, base = read_parts(folder, config, weights)
-    return family.calibration(*base, shortlist=shortlist)
+    own: Calibration = family.calibration(*base, shortlist=shortlist)
+    opened: list[Drafts] = []
+
+    def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
+        whole = own.ranks(target, tokens, supervised)  # an ensemble also keeps what it matched
+        if not opened:
+            opened.append(family.open_drafts(*base, target))
+        recorded = record(opened[0], tokens, supervised, BEST)
+        found = kept(recorded, opened[0].embed, shortlist).ranks
+        return found.view(*found.shape[:2], *whole.shape[2:-1], -1)  # an ensemble's n, here 1
+
+    return replace(own, max_depth=min(own.max_depth, DEPTHS), ranks=ranks)
 
 
 def report_fields(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

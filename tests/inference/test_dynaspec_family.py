@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate, decode
+from draftsmith.inference.drafters import dynaspec
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.models.artifact import write_drafter
+from draftsmith.inference.ranks import MAX_RANK, draft_labels
+from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
 
@@ -103,6 +105,24 @@ def test_calibrated_and_decoded(run_main, folder, prompts, tmp_path):
         )
         assert code == 0, err
         assert json.loads((report / "report.json").read_text())["lossless"]["passed"]
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_calibration_counts_ranks_within_the_lists(stored, target, kind):
+    tokens = torch.randint(1, target.vocab_size, (3, 60), generator=torch.Generator().manual_seed(1))
+    supervised = torch.arange(60).expand(3, -1) >= 5
+    made = dynaspec.calibration(*read_drafter(str(stored[kind])))
+    ranks = made.ranks(target, tokens, supervised)
+    shortlist, family, base = dynaspec.read_parts(*read_drafter(str(stored[kind])))
+    whole = family.calibration(*base).ranks(target, tokens, supervised)[..., : made.max_depth]
+    assert ranks.shape == whole.shape and torch.equal(ranks < 0, whole < 0)
+    assert (ranks <= whole).logical_or(ranks == MAX_RANK).all() and (ranks < whole).any()
+    if kind == "fr_spec":
+        labels = draft_labels(tokens, supervised, made.max_depth)
+        for depth in range(made.max_depth):
+            listed = base[2]["draft_vocab"][shortlist.order[: shortlist.config.tokens(depth)]]
+            outside = (labels[:, :, depth] >= 0) & ~torch.isin(labels[:, :, depth], listed)
+            assert outside.any() and (ranks[:, :, depth][outside] == MAX_RANK).all()
 
 
 # ---- what is refused

@@ -510,7 +510,8 @@ def test_training_raises_recall(recipe, run_main, whole):
 
 
 def test_frequencies(recipe, whole, target, run_main, tmp_path):
-    """fr_spec counts all tokens of the corpus, by default of the training rows; vocab_trim those of the answers."""
+    """fr_spec counts all tokens of the corpus, by default of the training rows; vocab_trim those of the answers. Stop
+    tokens come first."""
     stored = load_file(whole["fr_spec"] / "answers/train-0/model.safetensors")
     counts = {"fr_spec": [0] * 300, "vocab_trim": [0] * 300}
     for tokens, marks in zip(stored["tokens"].tolist(), stored["supervised"].tolist(), strict=True):
@@ -519,22 +520,23 @@ def test_frequencies(recipe, whole, target, run_main, tmp_path):
             counts["fr_spec"][token] += 1
             counts["vocab_trim"][token] += answer
 
+    stops = sorted(target.stop_ids)
+
     def ordered(counts):
-        return sorted(range(300), key=lambda token: (-counts[token], token))
+        return stops + sorted({*range(300)} - {*stops}, key=lambda token: (-counts[token], token))
 
     for kind, each in counts.items():
         assert load_file(whole[kind] / "model.safetensors")["order"].tolist() == ordered(each), kind
     assert counts["fr_spec"] != counts["vocab_trim"]
     (tmp_path / "corpus.txt").write_text("zebra quiz jazz " * 40)
     corpus = f"drafter.corpus=[{{source: '{tmp_path}/corpus.txt'}}]"
-    for kind in ("fr_spec", "vocab_trim"):
-        code, _, err = run_main(dynaspec.main, recipe, f"run.name=of-{kind}", f"drafter.shortlist={kind}", corpus)
-        assert code == 0, err
+    code, _, err = run_main(dynaspec.main, recipe, "run.name=of-corpus", "drafter.shortlist=fr_spec", corpus)
+    assert code == 0, err
+    code, _, err = run_main(dynaspec.main, recipe, "run.name=refused", "drafter.shortlist=vocab_trim", corpus)
+    assert code == 2 and "drafter.corpus: vocab_trim counts the training rows' answers" in err
     words = target.tokenizer("zebra quiz jazz " * 40)["input_ids"]
-    first = load_file(recipe.parent / "of-fr_spec/model.safetensors")["order"].tolist()
+    first = load_file(recipe.parent / "of-corpus/model.safetensors")["order"].tolist()[len(stops) :]
     assert first[: len(set(words))] == sorted(set(words), key=lambda token: (-words.count(token), token))
-    trimmed = load_file(recipe.parent / "of-vocab_trim/model.safetensors")["order"].tolist()
-    assert trimmed == ordered(counts["vocab_trim"]), "vocab_trim counts no corpus"
 
 
 # ---- runs that end early
@@ -711,6 +713,7 @@ def test_sizes_are_cut_to_the_vocabulary(recipe, run_main):
     [
         (["drafter.base=null"], "drafter.base: name the trained drafter, a folder or Hub id"),
         (["drafter.base={runs}/nowhere"], "/nowhere"),
+        (["drafter.base={runs}/wrong/drafter"], "wrong/drafter: it is in the run's own folder"),
         (["drafter.base={other}"], "{other}: this drafter was trained for target 'tiny-llama', not for "),
         (["drafter.base={runs}/whole-fr_spec"], "whole-fr_spec: drafters of type 'dynaspec' take no shortlists"),
         (["drafter.base={heads}"], "{heads}: Medusa heads with an own projection have no common LM head, whose rows "),
@@ -747,3 +750,4 @@ def test_plans_count_what_trains(recipe, tiny_lm):
         head = lists_of(kind, 300, **({"num_clusters": 20, "router_width": 32} if kind == "dynaspec" else {}))
         trained = sum(p.numel() for p in head.parameters())
         assert plan.trained == trained and (trained > 0) == (kind == "dynaspec")
+        assert plan.frozen > 10_000 and plan.positions == content["stages"][0]["batch"]["sequences"] * 64 * 6
