@@ -56,12 +56,8 @@ class Drafter(Section):
         "base": None, "corpus": None, "num_clusters": 8, "router_width": 16, "positions": 256, "size": 64, "static": 32,
     }  # fmt: skip
 
-    base: Name | None = Field(
-        default=None, description="the trained drafter, a folder or Hub id; null, in the tiny form: a new EAGLE drafter"
-    )
-    all_tokens: bool = Field(
-        default=False, description="drop the base's draft vocabulary, where its LM head is the target's"
-    )
+    base: Name | None = Field(default=None, description="the trained drafter, a folder or Hub id; null: --tiny alone")
+    all_tokens: bool = Field(default=False, description="drop its draft vocabulary, where its LM head is the target's")
     shortlist: Kind = Field(default="dynaspec", description="clusters and a router (dynaspec), or a list by frequency")
     num_clusters: Positive = Field(default=256, description="M")
     balanced: float | None = Field(
@@ -69,10 +65,7 @@ class Drafter(Section):
     )
     iterations: Positive = Field(default=50, description="of k-means, at most")
     router_width: Positive = Field(default=512, description="h, the router's hidden width")
-    labels: Literal["top10", "mass"] = Field(
-        default="mass", description="mass: cross-entropy with the ten likeliest tokens' probability by cluster; top10: "
-        "binary cross-entropy with the clusters that hold them or the text's own token",
-    )  # fmt: skip
+    labels: Literal["top10", "mass"] = Field(default="mass", description="the router's loss: CE (mass) or BCE (top10)")
     positions: Positive = Field(default=60_000, description="of the training rows, whose drafts the router learns from")
     k_max: Positive | None = Field(default=None, description="clusters of the first levels' shortlists; null: selected")
     schedule: Schedule | None = Field(default=None, description="of the deeper levels' shortlists; null: selected")
@@ -103,9 +96,7 @@ class DynaspecRecipe(DrafterRecipe):
         if self.data.packing:
             raise ValueError("data.packing: a drafter is recorded on one sample at a time; leave it out")
         if any(source.streaming for source in [*self.data.train, *(self.drafter.corpus or [])]):
-            raise ValueError(
-                "a streamed source has no end, and tokens are counted over whole sources; drop 'streaming'"
-            )
+            raise ValueError("a streamed source has no end, and tokens are counted to the end; drop 'streaming'")
         return self
 
 
@@ -217,9 +208,8 @@ def train(run: Run[DynaspecRecipe]) -> None:
     rows = [part for part in run.read_rows(target) if isinstance(part, Rows)]
     head = make_head(run, target, drafts, rows)
     run.start_weights(head, target)
-    tokens, supervised = run.held_out["tokens"], run.held_out["supervised"]
     with run.evaluating(head):
-        recorded = record(drafts, tokens, supervised, BEST, torch.bfloat16)
+        recorded = record(drafts, run.held_out["tokens"], run.held_out["supervised"], BEST, torch.bfloat16)
     whole = kept(recorded, drafts.embed, None).ranks
     tree = best_tree(whole, SIMULATED_NODES)
     tree = tree if tree.paths else Topology(((0,),))
