@@ -204,10 +204,10 @@ def test_products_keep_their_shape(monkeypatch):
 
     monkeypatch.setattr(shortlist_linear, "product", product)
     monkeypatch.setattr(shortlist_linear, "choose", lambda rows, matrix: "blas")
-    monkeypatch.setattr(shortlist_linear, "CHUNK_BYTES", 40 * 16 * 4)
+    monkeypatch.setattr(shortlist_linear, "CHUNK_BYTES", 40 * 16 * 2)
     weight, features, sizes = (
-        head(400, 16, torch.float32),
-        head(2, 16, torch.float32, 1)[None],
+        head(400, 16, torch.bfloat16),
+        head(2, 16, torch.bfloat16, 1)[None],
         [7, 60, 33, 130, 90, 80],
     )
     for seed in range(8):
