@@ -87,7 +87,7 @@ from draftsmith.inference.drafters.shortlists import Shortlists, check_router
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.ranks import MAX_RANK, best_tree, draft_labels, ensemble_depths, simulate_depths
 from draftsmith.inference.report import OTHER, write_figure
-from draftsmith.inference.rollouts import Drafts
+from draftsmith.inference.rollouts import Drafts, first_places
 from draftsmith.inference.terminal import console, make_console
 from draftsmith.inference.tree import Topology
 from draftsmith.kernels.linear import apply_linear
@@ -177,14 +177,6 @@ def deepest(drafts: Drafts) -> int:
 
 
 # ---- lists and what they keep
-
-
-def first_places(tokens: Tensor, vocabulary: int) -> Tensor:
-    """Where each token of the vocabulary occurs first in each text, T where it does not: ``[S, T]`` → ``[S, V]``."""
-    texts, length = tokens.shape
-    first = torch.full((texts, vocabulary), length, device=tokens.device)
-    order = torch.arange(length, device=tokens.device).expand(texts, -1)
-    return first.scatter_reduce_(1, tokens, order, "amin")
 
 
 def list_of(head: ShortlistHead, depth: int, embeddings: Tensor, hidden: Tensor, seen: Tensor, always: int) -> Tensor:

@@ -97,6 +97,14 @@ class Recorded:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "outputs"}
 
 
+def first_places(tokens: Tensor, vocabulary: int) -> Tensor:
+    """Where each token of the vocabulary occurs first in each text, T where it does not: ``[S, T]`` → ``[S, V]``."""
+    texts, length = tokens.shape
+    first = torch.full((texts, vocabulary), length, device=tokens.device)
+    order = torch.arange(length, device=tokens.device).expand(texts, -1)
+    return first.scatter_reduce_(1, tokens, order, "amin")
+
+
 @torch.no_grad()
 def record(
     drafts: Drafts, tokens: Tensor, supervised: Tensor, best: int, dtype: torch.dtype = torch.float32,
@@ -126,10 +134,7 @@ def record(
         ids = torch.arange(outputs) if drafts.ids is None else drafts.ids.cpu()
         size = int(max(ids.max(), tokens.max())) + 1
         place = torch.full((size,), outputs).scatter(0, ids, torch.arange(outputs))
-        # By row, where each token occurs first.
-        first = torch.full((len(where), size), tokens.shape[1])
-        order = torch.arange(tokens.shape[1]).expand(len(where), -1)
-        first.scatter_reduce_(1, tokens[part].long(), order, "amin")
+        first = first_places(tokens[part].long(), size)
         row, root = where.nonzero().unbind(1)
         seen = first[row[:, None, None], ids[top]] <= (root + 1)[:, None, None]
         label = torch.where(label < 0, -1, place[label.clamp(min=0)])
