@@ -9,10 +9,9 @@ so that shapes are static under CUDA graphs: clusters are taken in the order of 
 fit, and padding fills what is left. Nothing is copied to the host on a GPU.
 
 On a GPU the kernels gather the rows while they multiply: each weight is read once and not written, and sums are taken
-in a fixed order. On a CPU, slabs are copied together into a buffer that stays in the cache and multiplied there, always
-in the same shape: oneDNN's first product of a shape takes several times as long as the following ones, and each of
-these some time to set up. A gather of single rows would be slower than copies of slabs. BLAS's transposed product of
-float32 needs neither set-up nor copies.
+in a fixed order. On a CPU, rows are copied together into a buffer that stays in the cache and multiplied there, always
+in the same shape: oneDNN's first product of a shape takes several times as long as the following ones. Products with
+each slab where it is take longer: a small one runs on one thread.
 
 Shape letters: B texts, n nodes of a text, d hidden width, V vocabulary, M clusters, k clusters wanted, C capacity of a
 shortlist, R tokens kept.
@@ -26,9 +25,9 @@ from torch import Tensor
 
 from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.head_topk import MAX_COUNT, _merge_topk_kernel, topk_tile
-from draftsmith.kernels.linear import choose, product
+from draftsmith.kernels.linear import FORMS, product
 
-CHUNK_BYTES = 3 << 20  # of slabs that are copied together on a CPU
+CHUNK_BYTES = 3 << 20  # of rows that are copied together on a CPU
 
 
 class Shortlist(NamedTuple):
@@ -213,46 +212,22 @@ def _logits_plain(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
 
 
 def _logits_cpu(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
-    """Products with each slab where it is; of 16 bits with slabs that are copied together, as a product takes longer to
-    begin than a copy."""
+    """Products with rows that are copied together, part by part, into a buffer that stays in the cache."""
     (texts, nodes, width), capacity = features.shape, rows.shape[1]
-    logits = features.new_full((texts, nodes, capacity), float("-inf"), dtype=torch.float32)
-    if weight.dtype == torch.float32:
-        for text in range(texts):
-            for place, slab in _slabs(rows[text], weight, capacity):
-                torch.mm(features[text], slab.t(), out=logits[text, :, place : place + len(slab)])
-        return logits
     parts = -(-capacity * width * weight.element_size() // CHUNK_BYTES)
     size = -(-capacity // parts)
     buffer = weight.new_empty(size, width)
-    # Forms are measured with matrices in memory, which for one row takes all the time; the buffer is in the cache.
-    form = choose(nodes, buffer.t()) if nodes > 1 else "blas"
+    form = "onednn" if weight.dtype == torch.float32 and "onednn" in FORMS else "blas"
+    logits = features.new_full((texts, nodes, capacity), float("-inf"), dtype=torch.float32)
+    counts = (rows >= 0).sum(1)
     for text in range(texts):
-        chunks: list[list[Tensor]] = [[] for _ in range(parts)]
-        for place, slab in _slabs(rows[text], weight, size):
-            chunks[place // size].append(slab)
-        for part, slabs in enumerate(chunks):
-            count, place = sum(map(len, slabs)), part * size
-            if count:
-                if len(slabs[0]) < size:
-                    torch.cat(slabs, out=buffer[:count])
-                # The last chunk is multiplied with what the buffer held before: the product keeps its shape.
-                chunk = slabs[0] if len(slabs[0]) == size else buffer
-                logits[text, :, place : place + count] = product(form, features[text], chunk.t())[:, :count]
+        count = int(counts[text])
+        for place in range(0, count, size):
+            part = rows[text, place : min(place + size, count)]
+            torch.index_select(weight, 0, part, out=buffer[: len(part)])
+            # The last part is multiplied with what the buffer held before: the product keeps its shape.
+            logits[text, :, place : place + len(part)] = product(form, features[text], buffer.t())[:, : len(part)]
     return logits
-
-
-def _slabs(rows: Tensor, weight: Tensor, size: int) -> list[tuple[int, Tensor]]:
-    """Runs of consecutive numbers in ``rows [C]`` as views of the head, each with the place of its first row in the
-    shortlist; cut at every multiple of ``size``. Padding is left out."""
-    rows = rows[: int((rows >= 0).sum())]
-    if not len(rows):
-        return []
-    ends = rows[1:] - rows[:-1] != 1
-    ends[size - 1 :: size] = True
-    begins = [0, *(ends.nonzero()[:, 0] + 1).tolist()]
-    spans = zip(begins, [*begins[1:], len(rows)], rows[begins].tolist(), strict=True)
-    return [(begin, weight[row : row + end - begin]) for begin, end, row in spans]
 
 
 def shortlist_topk(
