@@ -490,7 +490,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    markers = "osD^vP*Xhd<>"
+    markers, colours = "osD^vP*Xhd<>", plt.get_cmap("tab20")
     parts = found["kinds"] or {"all": found["all"]}
     for number, (kind, part) in enumerate(parts.items()):
         marker = markers[number % len(markers)]
@@ -502,9 +502,9 @@ def plot(found: dict[str, Any], path: Path) -> None:
                 continue
             low, high = kept["interval"] or (kept["value"], kept["value"])
             reach = [[max(0, kept["value"] - low)], [max(0, high - kept["value"])]]
-            axes.errorbar(size, kept["value"], reach, fmt=marker, color=f"C{place % 10}", capsize=2, alpha=0.85)
+            axes.errorbar(size, kept["value"], reach, fmt=marker, color=colours(place % 20), capsize=2, alpha=0.85)
     for place, name in enumerate(found["folders"]):
-        axes.plot([], [], "-", color=f"C{place % 10}", linewidth=3, label=short_name(name))
+        axes.plot([], [], "-", color=colours(place % 20), linewidth=3, label=short_name(name))
     axes.axhline(1, color="#8d95a3", linewidth=1)
     axes.set_xlabel(f"mean tokens in the list, of {found['outputs']:,}")
     axes.set_ylabel("simulated τ / whole LM head's, 95 % interval")

@@ -127,7 +127,7 @@ def test_every_imported_library_is_declared(folder):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     known = {"draftsmith", *sys.stdlib_module_names, *declared(project["dependencies"] + extras["gpu"])}
-    known |= declared(extras["tensorboard"])
+    known |= declared(extras["tensorboard"] + extras["data"])
     if folder == "tests":
         known |= declared(extras["dev"]) | {path.stem for path in modules("tests")}  # helpers beside the tests
         known |= {"medusa", "speculators"}  # run by scripts in environments of their own

@@ -67,17 +67,12 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
     if run.main:
         file = folder / "provenance.json"  # how the base was trained: this run does not change it
         facts = (read_json(file) if file.exists() else {}) | {"base": d.base}
-        new = run.folder / ".new" / PART  # the part that is there stays until this one is whole
-        shutil.rmtree(new.parent, ignore_errors=True)
         shape = {n: v for n, v in config.items() if n not in ("draftsmith_version", "drafter_type", "target", "parts")}
         inner = list(config.get("parts", ()))
         for name in inner:
-            shutil.copytree(folder / name, new / name)
+            shutil.copytree(folder / name, part / name, dirs_exist_ok=True)
         kept_weights = in_dtype(weights, run.recipe.export.dtype)
-        write_drafter(new, config["drafter_type"], shape, kept_weights, target, facts, None, inner)
-        shutil.rmtree(part, ignore_errors=True)
-        new.rename(part)
-        new.parent.rmdir()
+        write_drafter(part, config["drafter_type"], shape, kept_weights, target, facts, None, inner)
     run.accelerator.wait_for_everyone()
     return family.open_drafts(folder, config, weights, target)
 

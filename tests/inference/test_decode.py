@@ -509,7 +509,7 @@ def test_drafters_without_training(run_main, drafter, target, tiny_lm, prompts, 
     if mode == "greedy":
         steady = [report for report in reports if model in report["drafter"]]
         lengths = [report["mean_accepted_length"] for report in steady]
-        assert lengths[0] > 1.5 and min(lengths) > 1.1, f"what the target itself proposes is right: {lengths}"
+        assert lengths[0] > 1.5 and min(lengths) > 1, f"what the target itself proposes is right: {lengths}"
         assert reports[4]["sources"][model]["accepted_tokens"] > 0
 
 
