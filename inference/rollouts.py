@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.ranks import LOGITS, MAX_RANK, draft_labels
-from draftsmith.models.shortlist import ShortlistHead
+from draftsmith.models.shortlist import ShortlistHead, head_rows_of
 
 BEST = 24  # tokens of the whole LM head that are recorded, where nothing else is said
 
@@ -60,15 +60,8 @@ class Drafts:
 
     @property
     def weight(self) -> Tensor:
-        """The LM head's rows, ``[S, d]``.
-
-        Raises:
-            ValueError: it is quantised or no plain matrix.
-        """
-        weight = getattr(self.head, "weight", None)
-        if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-            raise ValueError("shortlists need the rows of the LM head, and it is quantised or no plain matrix")
-        return weight.detach()
+        """:func:`head_rows_of` its LM head, ``[S, d]``."""
+        return head_rows_of(self.head)
 
 
 @dataclass(frozen=True)

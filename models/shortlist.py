@@ -117,6 +117,18 @@ class ShortlistConfig:
         return self.clusters[min(depth, len(self.clusters) - 1)]
 
 
+def head_rows_of(head: nn.Module) -> Tensor:
+    """The rows of an LM head, ``[S, d]``, which shortlists choose from.
+
+    Raises:
+        ValueError: it is quantised or no plain matrix.
+    """
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        raise ValueError("shortlists need the rows of the LM head, and it is quantised or no plain matrix")
+    return weight.detach()
+
+
 class Router(nn.Module):
     """Scores of token clusters, from a node's token and the hidden state above it; formula in the module's docstring.
 

@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from draftsmith.common.files import read_json, write_json
+from draftsmith.common.files import file_sha256, read_json, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import tokenized
@@ -79,13 +79,11 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
 
 def weights_hash(folder: Path) -> str:
     """The hash of all weights in a drafter's folder and in its parts."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    files = sorted(folder.rglob("*.safetensors"))
+    return hashlib.sha256("".join(map(file_sha256, files)).encode()).hexdigest()
 
 
-def _kept(run: Run[Any], folder: Path, asked: dict[str, Any]) -> dict[str, Tensor]:
+def _stored(run: Run[Any], folder: Path, asked: dict[str, Any]) -> dict[str, Tensor]:
     """What an earlier run of the folder kept, if it was asked for the same; empty otherwise."""
     file = folder / "asked.json"
     found = checkpoint.read_tensors(folder) if file.exists() and read_json(file) == asked else {}
@@ -93,7 +91,7 @@ def _kept(run: Run[Any], folder: Path, asked: dict[str, Any]) -> dict[str, Tenso
     return found
 
 
-def _keep(folder: Path, asked: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _store(folder: Path, asked: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     (folder / "asked.json").unlink(missing_ok=True)
     checkpoint.write_tensors(folder, tensors)
     write_json(folder / "asked.json", asked)
@@ -105,7 +103,7 @@ def frequency(run: Run[Any], target: Target, rows: Sequence[Rows]) -> Tensor:
     recipe, d, counts = run.recipe, run.recipe.drafter, torch.zeros(target.vocab_size, dtype=torch.int64)
     assert target.tokenizer is not None
     corpus = [tokenized(source, recipe.data, target.tokenizer) for source in d.corpus or []]
-    for samples in corpus if corpus and d.shortlist != "vocab_trim" else [part.samples for part in rows]:
+    for samples in corpus or [part.samples for part in rows]:
         marks = samples.supervised if d.shortlist == "vocab_trim" else slice(None)
         counts += torch.bincount(torch.from_numpy(samples.tokens[marks]).long(), minlength=target.vocab_size)
     counts[sorted(target.stop_ids)] += counts.max() + 1
@@ -120,13 +118,13 @@ def cluster(run: Run[Any], target: Target, drafts: Drafts) -> Clusters:
     asked = {"base": weights_hash(run.folder / PART), "target": target.fingerprint, "seed": run.recipe.run.seed}
     asked |= {"num_clusters": d.num_clusters, "balanced": d.balanced, "iterations": d.iterations}
     start = None
-    if stored := _kept(run, folder, asked):
+    if stored := _stored(run, folder, asked):
         start = Clusters(stored["assignment"], stored["centroids"], stored["objective"].tolist())
 
     def save(state: Clusters) -> None:
         objective = torch.tensor(state.objective, dtype=torch.float64)
         tensors = {"assignment": state.assignment, "centroids": state.centroids, "objective": objective}
-        _keep(folder, asked, {name: tensor.cpu() for name, tensor in tensors.items()})
+        _store(folder, asked, {name: tensor.cpu() for name, tensor in tensors.items()})
 
     clusters = spherical_kmeans(
         drafts.weight, d.num_clusters, seed=run.recipe.run.seed, max_iterations=d.iterations, balanced=d.balanced,
@@ -150,7 +148,7 @@ def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
     asked = {"base": weights_hash(run.folder / PART), "target": run.job.target, "seed": recipe.run.seed}
     asked |= {"rows": run.data_sha256, "weights": [source.weight for source in recipe.data.train], "outputs": outputs}
     asked |= {"positions": recipe.drafter.positions, "autocast": recipe.precision.autocast}
-    if stored := _kept(run, folder, asked):
+    if stored := _stored(run, folder, asked):
         return Recorded(**stored, outputs=outputs)
     wanted, parts = recipe.drafter.positions, list[tuple[Tensor, Tensor]]()
     shares = torch.tensor([source.weight for source in recipe.data.train]).double()
@@ -183,7 +181,7 @@ def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
             f"{BLOCK}; set more, or use more data"
         )
     if run.main:
-        _keep(folder, asked, tensors)
+        _store(folder, asked, tensors)
     return Recorded(**tensors, outputs=outputs)
 
 

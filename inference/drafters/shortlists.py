@@ -19,7 +19,7 @@ from draftsmith.inference.tree import TokenTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.shortlist_linear import shortlist_logits
-from draftsmith.models.shortlist import ShortlistHead
+from draftsmith.models.shortlist import ShortlistHead, head_rows_of
 from draftsmith.models.target import Target
 
 
@@ -41,9 +41,7 @@ class Shortlists:
         self, shortlist: ShortlistHead, head: nn.Module, ids: Tensor | None, vocabulary: int,
         after_head: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        weight = getattr(head, "weight", None)
-        if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-            raise ValueError("shortlists need the rows of the LM head, and it is quantised or no plain matrix")
+        weight = head_rows_of(head)
         if len(weight) != shortlist.config.outputs:
             raise ValueError(f"the shortlists order {shortlist.config.outputs} rows, and the LM head has {len(weight)}")
         self.config, self.after_head, self.vocabulary = shortlist.config, after_head, vocabulary
@@ -52,7 +50,7 @@ class Shortlists:
             shortlist.router.to(weight.dtype)
         order = shortlist.order
         self.ids = order if ids is None else ids[order]
-        self.weight = weight.detach()[order]
+        self.weight = weight[order]
         bias = getattr(head, "bias", None)
         self.bias = None if bias is None else bias.detach()[order]
         # By number of rows: the first ones and their tokens, without a copy.
