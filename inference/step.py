@@ -27,11 +27,15 @@ from draftsmith.inference.drafters.protocol import Drafter, State
 from draftsmith.inference.modes import MODES, Mode, Verifier
 from draftsmith.inference.runner import Runner, joined_features
 from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.sizes import TIMINGS, TreeSizes
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.target import Target
 
 PREFILL_CHUNK = 512
 PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
+
+# In the first lines of errors of steps that a CUDA graph cannot hold; any other error may come from the device.
+_NOT_CAPTURED = ("synchronizing CUDA operation", "captur")
 
 ReadCommitted = Callable[[], list[list[int]]]
 
@@ -61,6 +65,15 @@ def capacity_for(max_length: int, drafter: Drafter) -> int:
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Context in which a GPU is the current device, for graphs, streams and kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def why_no_graph(error: RuntimeError) -> str | None:
+    """The reason why a step that failed in warm-up or capture cannot be captured; None for an error of another kind,
+    such as a device error, which must not be passed over."""
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, torch.OutOfMemoryError) or not any(part in lines[0] for part in _NOT_CAPTURED):
+        return None
+    return lines[0]
 
 
 class Step:
@@ -108,7 +121,10 @@ class Step:
         self.depths = torch.arange(drafter.max_depth + 1, device=device)
         graph = static and device.type == "cuda" and drafter.static
         self.eager = "" if graph else "eager"  # for `execution`; empty if steps run in a CUDA graph
-        self._graphs: dict[tuple[bool, ...], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[tuple[bool, ...], int], torch.cuda.CUDAGraph] = {}
+        # Which random numbers a text takes depends on the tree's size: sampling has one, so that a seed gives one text.
+        by_size = drafter.sizes() if static and mode != "sample" else {}
+        self.sizes = TreeSizes(by_size) if len(by_size) > 1 else None
         if device.type == "cuda":
             self._host = [torch.empty(self.committed.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
 
@@ -219,12 +235,17 @@ class Step:
             Function that waits for the step and returns the rows of ``committed``; call it before the next
             but one launch.
         """
+        nodes = self.state.nodes = 0 if self.sizes is None else self._choose_size(self.sizes)
+        began = time.perf_counter()
         if clock or self.eager:
             self.run(clock)
         else:
             self._replay()
         if self.target.device.type != "cuda":
             committed = self.committed.tolist()
+            if self.sizes is not None:
+                self.sizes.timed(nodes, time.perf_counter() - began)
+                self.sizes.committed(nodes, [row[0] for row in committed])
             return lambda: committed
         self._host.reverse()
         host, done = self._host[0], torch.cuda.Event()
@@ -233,7 +254,10 @@ class Step:
 
         def read() -> list[list[int]]:
             done.synchronize()
-            return host.tolist()
+            committed = host.tolist()
+            if self.sizes is not None and nodes:
+                self.sizes.committed(nodes, [row[0] for row in committed])
+            return committed
 
         return read
 
@@ -243,8 +267,12 @@ class Step:
         seen = [] if self.verifier.seen is None else [self.verifier.seen]
         return [*tensors, *seen, *self.drafter.buffers()]
 
+    def _choose_size(self, sizes: TreeSizes) -> int:
+        """The size of the next step's tree. Eager steps on a GPU are not timed, and have all nodes (0)."""
+        return 0 if self.eager and self.target.device.type == "cuda" else sizes.choose()
+
     def _replay(self) -> None:
-        graph = self._graphs.get(self.verifier.graph_key)
+        graph = self._graphs.get((self.verifier.graph_key, self.state.nodes))
         if graph is None:
             graph = self._capture()
         if graph is None:
@@ -253,12 +281,20 @@ class Step:
             graph.replay()
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
-        """Capture a step in a CUDA graph; warm-up steps run on the present state, which is restored afterwards."""
+        """Capture a step in a CUDA graph; warm-up steps run on the present state, which is restored afterwards.
+
+        Returns:
+            None if a graph cannot hold the step; ``execution`` then says why.
+
+        Raises:
+            RuntimeError: any other error, of the device too.
+        """
         buffers = self.buffers()
         kept = [buffer.clone() for buffer in buffers]
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         stream = torch.cuda.Stream()
         stream.wait_stream(current)
+        captured = True
         try:
             with torch.cuda.stream(stream):
                 for _ in range(3):
@@ -274,14 +310,28 @@ class Step:
                 self.cache.lengths.copy_(kept[0])
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                     self.run()
-        except torch.OutOfMemoryError:
-            raise
+                if self.sizes is not None:
+                    self._time(graph, self.sizes, kept[0])
         except RuntimeError as error:
-            self.eager = f"eager: {str(error).strip().splitlines()[0]}"
-            return None
-        finally:
-            current.wait_stream(stream)
-            for buffer, before in zip(buffers, kept, strict=True):
-                buffer.copy_(before)
-        self._graphs[self.verifier.graph_key] = graph
-        return graph
+            reason = why_no_graph(error)
+            if reason is None:
+                raise
+            self.eager, captured = f"eager: {reason}", False
+        current.wait_stream(stream)
+        for buffer, before in zip(buffers, kept, strict=True):
+            buffer.copy_(before)
+        torch.cuda.synchronize()  # an error of the device shows here, not in a later step
+        if captured:
+            self._graphs[self.verifier.graph_key, self.state.nodes] = graph
+        return graph if captured else None
+
+    def _time(self, graph: torch.cuda.CUDAGraph, sizes: TreeSizes, lengths: Tensor) -> None:
+        """Time replays of a graph, on the current stream."""
+        for _ in range(TIMINGS):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            graph.replay()
+            ended.record()
+            ended.synchronize()
+            sizes.timed(self.state.nodes, began.elapsed_time(ended) / 1e3)
+            self.cache.lengths.copy_(lengths)

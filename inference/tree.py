@@ -279,17 +279,26 @@ def read_candidates(path: Path) -> tuple[Topology, list[float]]:
     Raises:
         FileNotFoundError, ValueError: as :func:`read_tree`.
     """
+    topology, rates = _tree_in(path, _read_content(path)), calibrated_rates(path)
+    if not rates:
+        return topology, [0.5 ** len(entry) for entry in topology.paths]
+    topology = _topology(path, list(rates))
+    return topology, [rates[entry] for entry in topology.paths]
+
+
+def calibrated_rates(path: Path) -> dict[Ranks, float]:
+    """The acceptance probability of each path of ``calibration.candidates`` in ``tree.json``; none without it.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`read_tree`.
+    """
     content = _read_content(path)
-    topology = _tree_in(path, content)
     calibration = content.get("calibration") if isinstance(content, dict) else None
     entries = calibration.get("candidates") if isinstance(calibration, dict) else None
-    if not isinstance(entries, list):
-        return topology, [0.5 ** len(entry) for entry in topology.paths]
     rates: dict[Ranks, float] = {}
-    for entry in entries:
+    for entry in entries if isinstance(entries, list) else []:
         ranks, rate = (entry.get("path"), entry.get("rate")) if isinstance(entry, dict) else (None, None)
         if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks) or not isinstance(rate, float):
             raise ValueError(f'{path}: a candidate is {entry!r}, not {{"path": [0, 1], "rate": 0.4}}')
         rates[tuple(ranks)] = rate
-    topology = _topology(path, list(rates))
-    return topology, [rates[entry] for entry in topology.paths]
+    return rates

@@ -8,7 +8,7 @@ there is none), P positions where a step begins.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,7 @@ from draftsmith.inference.drafters.protocol import Drafter, DraftEstimate, State
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.ranks import head_ranks
 from draftsmith.inference.rollouts import Drafts, Rollout
-from draftsmith.inference.tree import StaticTree, TokenTree, Topology, read_candidates, read_tree
+from draftsmith.inference.tree import StaticTree, TokenTree, Topology, calibrated_rates, read_candidates, read_tree
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.head_topk import MAX_COUNT, head_topk
@@ -33,6 +33,7 @@ from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
 
+SIZES = (1, 8, 16, 32, 64)  # nodes of the trees among which static steps choose; the calibrated tree is the largest
 _STANDARD_TIME = 0.1  # of drafting, over a plain step; for sampling, where measurements must not decide
 
 
@@ -46,13 +47,15 @@ class _Shape:
         flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
         self.choice = torch.tensor(flat, dtype=torch.int64, device=device)
         self.acceptance: Tensor | None = None  # [1, N]
+        self.by_depth: list[float] = []  # sums of the acceptances
 
 
 class MedusaDrafter(Drafter):
     """Heads on a target's last hidden state, in a calibrated tree. Deterministic: every draw is one-hot.
 
     Args:
-        acceptances: acceptance probability of each path of the topology, in its order; the trees then have them, too.
+        acceptances: acceptance probability of each path of the topology, in its order; the trees then have them, too,
+            and static steps may choose among trees of several sizes.
         costs, draft_time: costs of the target's steps; time of drafting, over a plain step of the target. With both and
             ``acceptances``, eager steps propose only the nodes of the topology that pay: in sampling mode by standard
             costs, so that a seed gives the same text on every machine.
@@ -93,6 +96,7 @@ class MedusaDrafter(Drafter):
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
         self.topology, self.deepest = topology, self.max_depth
+        self.by_size: dict[int, _Shape] = {}  # smaller trees of the likeliest paths, for static steps
         self.greedy = self.sampled = self._shape(range(len(topology.paths)))
         # If all heads share a plain matrix, a kernel finds their best tokens without storing the logits.
         self.shared_matrix: Tensor | None = None
@@ -106,6 +110,10 @@ class MedusaDrafter(Drafter):
             self.shortlists.allocate(cache.rows, static)
         self.deepest = max_depth
         self.greedy = self.sampled = self._shape(range(len(self.topology.paths)))
+        self.by_size = {}
+        if static and self.acceptances is not None:
+            order = self._likeliest(self.acceptances)
+            self.by_size = {size: self._shape(order[: size - 1]) for size in SIZES if size < self.num_nodes}
         self.estimate = None
         if static or self.acceptances is None or self.costs is None or self.draft_time is None:
             return
@@ -136,11 +144,20 @@ class MedusaDrafter(Drafter):
     def proposed_nodes(self, sampled: bool) -> int:
         return len((self.sampled if sampled else self.greedy).choice) + 1
 
+    def sizes(self) -> Mapping[int, Sequence[float]]:
+        if not self.by_size:
+            return {}
+        return {size: shape.by_depth for size, shape in (*self.by_size.items(), (self.num_nodes, self.greedy))}
+
+    def _likeliest(self, acceptances: Sequence[float]) -> list[int]:
+        """The numbers of the topology's paths, likeliest first, each after its parent's."""
+        paths = self.topology.paths
+        return sorted(range(len(paths)), key=lambda path: (-acceptances[path], len(paths[path])))
+
     def _paying(self, table: Sequence[float], draft_time: float) -> tuple[_Shape, float]:
         """The likeliest paths, as many as maximise expected tokens / time, and the expected tokens."""
         assert self.acceptances is not None
-        acceptances, paths = self.acceptances, self.topology.paths
-        order = sorted(range(len(paths)), key=lambda path: (-acceptances[path], len(paths[path])))
+        order, acceptances = self._likeliest(self.acceptances), self.acceptances
         tokens = [*itertools.accumulate((acceptances[path] for path in order), initial=1.0)]
         speeds = [1.0, *(reached / (time + draft_time) for reached, time in zip(tokens[1:], table[1:], strict=True))]
         count = speeds.index(max(speeds))
@@ -151,13 +168,15 @@ class MedusaDrafter(Drafter):
         numbers = sorted(numbers)  # paths are sorted
         shape = _Shape(Topology(tuple(self.topology.paths[number] for number in numbers)), self.device, self.deepest)
         if self.acceptances is not None:
-            shape.acceptance = torch.tensor(
-                [[1.0, *(self.acceptances[number] for number in numbers)]], device=self.device
-            )
+            accepted = [1.0, *(self.acceptances[number] for number in numbers)]
+            shape.acceptance = torch.tensor([accepted], device=self.device)
+            shape.by_depth = [0.0] * (shape.depth + 1)
+            for depth, probability in zip(shape.tree.depth[0].tolist(), accepted, strict=True):
+                shape.by_depth[depth] += probability
         return shape
 
     def propose(self, state: State) -> TokenTree:
-        shape = self.greedy if state.settings is None else self.sampled
+        shape = self.by_size.get(state.nodes, self.greedy) if state.settings is None else self.sampled
         acceptance = None if shape.acceptance is None else shape.acceptance.expand(len(state.root), -1)
         if not len(shape.choice):
             return shape.tree.fill(state.root[:, None], acceptance=acceptance)
@@ -252,7 +271,12 @@ def open_drafter(
     """
     assert tree is not None
     # A merge chooses from more nodes than the calibrated tree has.
-    topology, acceptances = read_candidates(tree) if merged else (read_tree(tree), None)
+    if merged:
+        topology, acceptances = read_candidates(tree)
+    else:
+        topology, rates = read_tree(tree), calibrated_rates(tree)
+        known = all(path in rates for path in topology.paths)
+        acceptances = [rates[path] for path in topology.paths] if known else None
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
     outputs = _fewest_outputs(heads.config, None if shortlist is None else shortlist.config, f"{folder}: ")
     _check_topology(topology, heads.config, outputs, f"{tree}: ")

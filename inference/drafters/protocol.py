@@ -3,7 +3,7 @@
 Shape letters: B rows of the batch, b rows that begin, T prompt tokens, N nodes, d hidden width, F features per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,7 @@ class State:
     settings: sampling parameters by row, for a drafter that draws at random; None if drafts must be deterministic.
     step: ``[B]`` int64, number of steps of each row's text so far; with the seed it selects the random numbers.
     stream: number of the drafter's random stream, at least 1 (the verifier's is 0).
+    nodes: of the tree to propose in this step, a key of the drafter's ``sizes()``; 0 for all nodes.
     """
 
     root: Tensor
@@ -37,6 +38,7 @@ class State:
     settings: Settings | None
     step: Tensor
     stream: int = 1
+    nodes: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ class Drafter(Protocol):
         """Nodes of its trees, root included, in sampling mode (``sampled``) or the others: at most, or as many as it
         has chosen by step costs."""
         return self.num_nodes
+
+    def sizes(self) -> Mapping[int, Sequence[float]]:
+        """Node counts, ascending, of the trees among which a static step may choose by ``state.nodes``; with the sums
+        of their nodes' estimated acceptance probabilities by depth. Called after ``allocate``; empty: all nodes."""
+        return {}
 
     def buffers(self) -> Sequence[Tensor]:
         """Tensors that a step changes and the next one reads, except K/V beyond a row's length.
