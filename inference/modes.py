@@ -1,5 +1,8 @@
 """Decoding modes: the first token and each step's verdict, greedily, by sampling, or by typical acceptance.
 
+Where Triton runs, sampling works on the logits themselves, and the target's distribution is never written to memory;
+a repetition penalty still writes the penalised logits. Elsewhere, and in typical mode, p is a tensor ``[B, N, V]``.
+
 Shape letters: B rows, b rows that begin, N nodes, D depth of the deepest node, V vocabulary.
 """
 
@@ -9,10 +12,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from draftsmith.inference.sampling import Sampling, Settings, philox_uniforms, sampling_distribution
+from draftsmith.inference.sampling import Sampling, Settings, penalised, philox_uniforms, sampling_distribution
 from draftsmith.inference.tree import TokenTree, one_hot_draws
-from draftsmith.inference.verify import Verdict, verify_greedy, verify_sample, verify_typical
-from draftsmith.kernels.verify import draw
+from draftsmith.inference.verify import Verdict, verify_greedy, verify_logits, verify_sample, verify_typical
+from draftsmith.kernels import verify as kernels
+from draftsmith.kernels.backend import why_not_triton
 from draftsmith.models.target import Target
 
 Mode = Literal["greedy", "sample", "typical"]
@@ -60,14 +64,21 @@ class Verifier:
             return torch.where(best.isfinite(), token, -1)
         seen = None if self.seen is None else self.seen[rows, None].bool()
         settings = self.settings[rows]
-        p = sampling_distribution(logits[:, None], settings, seen)[:, 0]
-        if self.mode == "typical":
-            token = p.argmax(-1)
+        uniform = philox_uniforms(settings.seed, self.step[rows], 1)[:, 0]
+        if self.mode == "sample" and not why_not_triton(logits):  # the bonus tokens of trees of one node
+            s, token = settings, self.step[rows, None]  # in place of tokens and draws: not read
+            none = token[..., None][..., :0]
+            *_, token, finite = kernels.verify_logits(
+                penalised(logits[:, None], s, seen), s.temperature, s.top_k, s.top_p, s.min_p, token, none, none, none,
+                None, none, uniform, 0, uses=s.uses[:3],
+            )  # fmt: skip
         else:
-            token = draw(p, philox_uniforms(settings.seed, self.step[rows], 1)[:, 0])
+            p = sampling_distribution(logits[:, None], settings, seen)[:, 0]
+            token = p.argmax(-1) if self.mode == "typical" else kernels.draw(p, uniform)
+            finite = ~p[:, 0].isnan()
         if self.seen is not None:
             self.seen[rows] = self.seen[rows].scatter(1, token[:, None], 1)
-        return torch.where(p[:, 0].isnan(), -1, token)
+        return torch.where(finite, token, -1)
 
     def verify(self, tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int) -> Verdict:
         """The verdict on a tree, from ``logits [B, N, V]``."""
@@ -79,8 +90,8 @@ class Verifier:
             tokens = tree.tokens[:, None].expand(-1, mask.shape[1], -1)
             seen.scatter_reduce_(2, tokens, mask.expand(len(seen), -1, -1).to(torch.uint8), "amax")
             seen = seen.bool()
-        p = sampling_distribution(logits, self.settings, seen)
         if self.mode == "typical":
+            p = sampling_distribution(logits, self.settings, seen)
             epsilon, delta = self.settings.epsilon[:, None], self.settings.delta[:, None]
             return verify_typical(tree, mask, p, max_depth, epsilon, delta)
         rows, nodes = tree.tokens.shape
@@ -89,7 +100,11 @@ class Verifier:
         # The uniforms of a node do not depend on the tree's size, which other rows of the batch may change by padding.
         uniforms = philox_uniforms(self.settings.seed, self.step, 1 + nodes * self.branching)
         by_node = uniforms[:, 1:].view(rows, nodes, self.branching)[..., : draws.child.shape[2]]
-        return verify_sample(tree, p, by_node, uniforms[:, 0], max_depth, draws)
+        if why_not_triton(logits):
+            p = sampling_distribution(logits, self.settings, seen)
+            return verify_sample(tree, p, by_node, uniforms[:, 0], max_depth, draws)
+        logits = penalised(logits, self.settings, seen)
+        return verify_logits(tree, logits, self.settings, by_node, uniforms[:, 0], max_depth, draws)
 
     def mark_seen(self, tokens: Tensor, length: Tensor) -> None:
         """Record a step's tokens ``[B, D + 1]``: D drafted, of which ``length [B]`` are accepted, and the bonus."""

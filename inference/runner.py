@@ -16,12 +16,16 @@ from draftsmith.inference.cache import KVCache
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.tree_attention import (
     TreeKeys,
+    Work,
     ancestor_mask,
+    attend_tree,
+    attention_items,
+    causal_ancestors,
     causal_bias,
     tree_attention,
-    tree_attention_cached,
     tree_bias,
     tree_bias_one_row,
+    tree_work,
 )
 from draftsmith.models.lean import Buffers, LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
@@ -42,10 +46,7 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window or 0
     if tree_keys is not None:
-        lengths, ancestors, depth, key_depth = tree_keys
-        out = tree_attention_cached(
-            query, key, value, lengths, ancestors, key_depth.shape[1], scale, depth, key_depth, window, softcap
-        )  # fmt: skip
+        out = attend_tree(query, key, value, tree_keys, scale, window, softcap)
     else:
         assert biases is not None, "the engine's attention needs the engine's mask"
         out = tree_attention(query, key, value, biases[window], scale, softcap)
@@ -112,6 +113,9 @@ class Runner:
         sliding = getattr(config, "sliding_window", None) or 0
         # Every window that some layer may use; 0 is full attention.
         self.windows = {0, sliding} if sliding or "sliding_attention" in layers else {0}
+        heads = getattr(config, "num_attention_heads", None)
+        self.num_heads = heads if isinstance(heads, int) else target.kv_shapes[0][0]  # of the first layer
+        self._chain = torch.empty(1, 0, 0, dtype=torch.int64, device=target.device)  # bitsets of the longest chunk
         self._fixed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # masks, and biases of one row, by (Q, T)
 
     def forward_chunk(self, tokens: Tensor, start: int, captures: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
@@ -121,12 +125,21 @@ class Runner:
             As :meth:`forward`.
         """
         rows, count = tokens.shape
-        slots = self.numbers[None, start : start + count]
-        biases: dict[int, Tensor | None] = {
-            w: causal_bias(start, count, w, self.target.dtype, self.target.device) for w in self.windows
-        }
+        target, seen = self.target, start + count
+        slots = self.numbers[None, start:seen]
+        biases: Mapping[int, Tensor | None] | None = None
+        tree_keys: TreeKeys | None = None
+        if self.kernel:  # a chain behind ``start`` tokens: no scores and no mask are kept in memory
+            if self._chain.shape[1] < count:
+                self._chain = causal_ancestors(count, target.device)
+            ancestors = self._chain[:, :count, : -(-count // 64)].expand(rows, -1, -1)
+            depth = self.numbers[None, :count].int().expand(rows, -1)
+            lengths = torch.full((rows,), start, device=target.device)
+            tree_keys = TreeKeys(lengths, ancestors, depth, depth, self._work(lengths, count, count, seen))
+        else:
+            biases = {w: causal_bias(start, count, w, target.dtype, target.device) for w in self.windows}
         positions = slots.clamp(max=self.last_position).expand(rows, -1)
-        return self.forward(tokens, positions, slots, start + count, biases=biases, captures=captures)
+        return self.forward(tokens, positions, slots, seen, biases=biases, tree_keys=tree_keys, captures=captures)
 
     def forward_nodes(
         self, tokens: Tensor, lengths: Tensor, ancestors: Tensor, depth: Tensor, *, first: int = 0,
@@ -155,7 +168,8 @@ class Runner:
         biases: Mapping[int, Tensor | None] | None = None
         tree_keys: TreeKeys | None = None
         if self.kernel:
-            tree_keys = TreeKeys(lengths, ancestors, depth, depth if key_depth is None else key_depth)
+            work = self._work(lengths, count, total, seen)
+            tree_keys = TreeKeys(lengths, ancestors, depth, depth if key_depth is None else key_depth, work)
         elif sees_all and not self.static and cache.rows == 1 and self.windows == {0}:
             biases = {0: None}
         else:
@@ -166,6 +180,14 @@ class Runner:
         return self.forward(
             tokens, positions, slots, seen, biases=biases, tree_keys=tree_keys, step=True, captures=captures
         )
+
+    def _work(self, lengths: Tensor, queries: int, num_tree_keys: int, seen: int) -> dict[int, Work]:
+        """The kernel's items for each window, planned for the shape of the first layer; none if no row is split."""
+        (kv_heads, width), dtype, device = self.target.kv_shapes[0], self.target.dtype, lengths.device
+        items = attention_items(len(lengths), queries, self.num_heads, kv_heads, width, seen, dtype, device)
+        if items == len(lengths):
+            return {}
+        return {window: tree_work(lengths, num_tree_keys, items, window) for window in self.windows}
 
     def _bias(
         self, lengths: Tensor, mask: Tensor, depth: Tensor, key_depth: Tensor | None, seen: int, window: int,

@@ -11,6 +11,9 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from draftsmith.kernels.sampling import distribution_reference
+from draftsmith.kernels.sampling import philox_uniforms as philox_uniforms  # of this file too
+
 MIN_TEMPERATURE = 1e-10  # below it, sampling is greedy: any difference of logits decides
 
 
@@ -104,7 +107,7 @@ class Settings:
         self.uses_greedy = self.uses_top = self.uses_min_p = self.uses_penalty = False
 
     @property
-    def uses(self) -> tuple[bool, ...]:
+    def uses(self) -> tuple[bool, bool, bool, bool]:
         """Usage flags, which determine the operations of :func:`sampling_distribution`."""
         return self.uses_greedy, self.uses_top, self.uses_min_p, self.uses_penalty
 
@@ -131,78 +134,28 @@ def _integers(s: Sampling) -> tuple[int, int]:
     return s.seed, min(s.top_k, 1 << 31)  # more than any vocabulary; larger numbers may overflow int64
 
 
+def penalised(logits: Tensor, settings: Settings, seen: Tensor | None) -> Tensor:
+    """The logits ``[B, N, V]`` after the repetition penalty; the same tensor if none is in use.
+
+    Args:
+        seen: ``[B, N, V]`` bool, the tokens of the text and of the path to each node; needed if a penalty is in use.
+    """
+    if not settings.uses_penalty:
+        return logits
+    assert seen is not None
+    x, penalty = logits.float(), settings.penalty[:, None, None]
+    return torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
+
+
 def sampling_distribution(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
     """The distribution that plain sampling draws from (ALGORITHMS §2, C4).
 
     Args:
         logits: ``[B, N, V]``.
-        seen: ``[B, N, V]`` bool, the tokens of the text and of the path to each node; needed if a repetition penalty is
-            in use.
+        seen: see :func:`penalised`.
 
     Returns:
         ``[B, N, V]`` float32, each row sums to 1. A row whose logits hold NaN or +∞, or −∞ only, is NaN throughout.
     """
-
-    def by_row(values: Tensor) -> Tensor:
-        return values[:, None, None]
-
-    x = logits.float()
-    if settings.uses_penalty:
-        assert seen is not None
-        penalty = by_row(settings.penalty)
-        x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
-    best = x.argmax(-1, keepdim=True) if settings.uses_greedy else None
-    # Subtract the maximum before dividing: no overflow at low temperatures.
-    x = (x - x.amax(-1, keepdim=True)) / by_row(torch.where(settings.temperature > 0, settings.temperature, 1.0))
-    if settings.uses_top:
-        ranked = x.sort(-1, descending=True).values
-        vocabulary = x.shape[-1]
-        last = torch.where(settings.top_k > 0, settings.top_k, vocabulary).clamp(max=vocabulary) - 1
-        floor = ranked.gather(-1, by_row(last).expand(-1, x.shape[1], 1))
-        share = torch.where(ranked >= floor, ranked, -torch.inf).softmax(-1)
-        before = share.cumsum(-1) - share  # sum of all that rank above
-        top_p = by_row(settings.top_p)
-        # With top-p 1 all tokens are kept, even if rounding brings the sum to 1 early.
-        cut = (before >= top_p) & (top_p < 1)
-        kept = ~cut & (ranked >= floor)
-        kept[..., 0].fill_(True)
-        floor = torch.where(kept, ranked, torch.inf).amin(-1, keepdim=True)
-        x = torch.where(x >= floor, x, -torch.inf)
-    p = x.softmax(-1)
-    if settings.uses_min_p:
-        p = torch.where(p < p.amax(-1, keepdim=True) * by_row(settings.min_p), 0.0, p)  # keeps NaN
-        p = torch.where(by_row(settings.min_p) > 0, p / p.sum(-1, keepdim=True), p)
-    if best is not None:
-        one = torch.zeros_like(p).scatter_(-1, best, 1.0)
-        p = torch.where((by_row(settings.temperature) == 0) & ~p[..., :1].isnan(), one, p)
-    return p
-
-
-_LOW = 0xFFFFFFFF
-
-
-def philox_uniforms(seed: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
-    """Uniforms from Philox 4×32-10 (Salmon et al., 2011), which depend only on seed, step, stream and column.
-
-    A request's numbers are therefore independent of the other rows of its batch.
-
-    Args:
-        seed, step: ``[B]`` int64.
-        stream: 0 for the verifier; each drafter that draws at random has its own (``State.stream``).
-
-    Returns:
-        ``[B, count]`` float32 in [0, 1).
-    """
-    blocks = -(-count // 4)
-    place = torch.arange(blocks, device=seed.device)[None].expand(len(seed), -1)
-    c0, c1 = place & _LOW, step[:, None].expand(-1, blocks) & _LOW
-    c2, c3 = (step[:, None] >> 32).expand(-1, blocks) & _LOW, torch.full_like(place, stream)
-    k0, k1 = (seed[:, None] & _LOW).expand(-1, blocks), (seed[:, None] >> 32).expand(-1, blocks) & _LOW
-    for _ in range(10):
-        low0, low2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64-bit products; masks below remove the sign
-        c0, c1, c2, c3 = (
-            ((low2 >> 32) & _LOW) ^ c1 ^ k0, low2 & _LOW, ((low0 >> 32) & _LOW) ^ c3 ^ k1, low0 & _LOW
-        )  # fmt: skip
-        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
-    words = torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :count]
-    return (words >> 8).float() * 2.0**-24
+    s = settings
+    return distribution_reference(penalised(logits, s, seen), s.temperature, s.top_k, s.top_p, s.min_p, s.uses[:3])

@@ -28,6 +28,10 @@ from draftsmith.inference.modes import MODES, Mode, Verifier
 from draftsmith.inference.runner import Runner, joined_features
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.sizes import TIMINGS, TreeSizes
+from draftsmith.inference.tree import TokenTree
+from draftsmith.inference.verify import Verdict
+from draftsmith.kernels.accept_greedy import accept_greedy, advance
+from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.target import Target
 
@@ -114,6 +118,7 @@ class Step:
         self.num_sources = len(drafter.sources)
         columns = drafter.max_depth + 2 + (drafter.max_depth + 1 + self.num_sources if self.num_sources else 0)
         self.committed = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+        self.kernels = why_not_triton(self.committed) is None
         self.source_bits = torch.arange(self.num_sources, device=device)
         drafter.allocate(self.cache, drafter.max_depth, static)
         _STEP_OF[drafter] = weakref.ref(self)
@@ -196,7 +201,9 @@ class Step:
             clock.lap("draft")
         count = tree.tokens.shape[1]
         assert tree.static is None or tree.static.paths.shape[1] == len(self.depths), "made for another max_depth"
-        mask = ancestor_mask(tree.ancestors, count) if tree.mask is None else tree.mask
+        mask = tree.mask
+        if mask is None and not (self.kernels and self.mode == "greedy"):  # the kernels take bitsets
+            mask = ancestor_mask(tree.ancestors, count)
         hidden, captured = self.runner.forward_nodes(
             tree.tokens, cache.lengths, tree.ancestors, tree.depth, mask=mask, fixed=tree.static is not None,
             sees_all=count == 1, captures=self.captures,
@@ -204,17 +211,7 @@ class Step:
         logits = self.target.logits(hidden)
         if clock:
             clock.lap("verify")
-        verdict = self.verifier.verify(tree, mask, logits, self.drafter.max_depth)
-        drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
-        advance = (verdict.length + 1) * self.active
-        parts = [torch.where(verdict.finite, advance, -1)[:, None], drafted, verdict.bonus[:, None]]
-        self.verifier.mark_seen(torch.cat(parts[1:], 1), verdict.length)
-        if self.num_sources:
-            assert tree.source is not None
-            by_node = tree.source[..., None] >> self.source_bits & 1  # [B, N, sources]
-            drafted_by = tree.source.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
-            parts += [drafted_by, (tree.source != 0).sum(1, keepdim=True), by_node.sum(1)]
-        torch.cat(parts, 1, out=self.committed)
+        verdict = self._verify(tree, mask, logits)
         if clock:
             clock.lap("accept")
         # A path of nodes 0, 1, 2, … is already in place.
@@ -222,11 +219,39 @@ class Step:
             cache.commit(verdict.path, verdict.length)
         features = joined_features(hidden, captured)
         self.drafter.absorb(state, verdict, tree, features)
-        cache.lengths += advance
-        state.root.copy_(verdict.bonus)
-        state.feature.copy_(features[self.row_numbers, verdict.node])
+        if self.kernels:
+            advance(
+                cache.lengths, state.root, state.feature, features, verdict.node, verdict.bonus, verdict.length,
+                self.active,
+            )  # fmt: skip
+        else:
+            cache.lengths += (verdict.length + 1) * self.active
+            state.root.copy_(verdict.bonus)
+            state.feature.copy_(features[self.row_numbers, verdict.node])
         if clock:
             clock.lap("commit")
+
+    def _verify(self, tree: TokenTree, mask: Tensor | None, logits: Tensor) -> Verdict:
+        """The verdict on a tree; what the step commits is written to ``committed``."""
+        depth, count = self.drafter.max_depth, tree.tokens.shape[1]
+        if self.kernels and self.mode == "greedy":
+            best, choice = logits.max(-1)
+            parts = tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid
+            verdict = Verdict(*accept_greedy(choice, best, *parts, self.active, self.committed, depth))
+        else:
+            assert mask is not None
+            verdict = self.verifier.verify(tree, mask, logits, depth)
+            number = torch.where(verdict.finite, (verdict.length + 1) * self.active, -1)
+            tokens = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
+            torch.cat([number[:, None], tokens, verdict.bonus[:, None]], 1, out=self.committed[:, : depth + 2])
+            self.verifier.mark_seen(self.committed[:, 1 : depth + 2], verdict.length)
+        if self.num_sources:
+            assert tree.source is not None
+            by_node = tree.source[..., None] >> self.source_bits & 1  # [B, N, sources]
+            drafted_by = tree.source.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
+            parts = [drafted_by, (tree.source != 0).sum(1, keepdim=True), by_node.sum(1)]
+            torch.cat(parts, 1, out=self.committed[:, depth + 2 :])
+        return verdict
 
     def launch(self, clock: Clock | None = None) -> ReadCommitted:
         """Run a step without waiting for it.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.inference.sampling import Settings
 from draftsmith.inference.tree import Draws, TokenTree, one_hot_draws
 from draftsmith.kernels import verify as kernels
 
@@ -114,13 +115,35 @@ def verify_sample(
         uniforms: ``[B, N, K]`` float32 in [0, 1), fresh.
         bonus_uniform: ``[B]`` float32 in [0, 1), fresh.
         max_depth: of any tree (A − 1).
-        draws: the tree's own if left out; one-hot draws if it has none.
+        draws: the tree's own if left out; one-hot draws, at most K of a node, if it has none.
     """
-    draws = draws or tree.draws or one_hot_draws(tree.parent, tree.valid, tree.tokens.shape[1] - 1)
-    path, length, node, bonus = kernels.verify_sample(
-        p, tree.tokens, draws.child, draws.kind, draws.q_row, draws.q, uniforms, bonus_uniform, max_depth, ids=draws.ids
+    draws = draws or tree.draws or one_hot_draws(tree.parent, tree.valid, uniforms.shape[2])
+    path, length, node, bonus = kernels.verify_sample_reference(
+        p, tree.tokens, draws.child, draws.kind, draws.q_row, draws.q, uniforms, bonus_uniform, max_depth, draws.ids
     )
     return Verdict(path, length, node, bonus, _finite_on_path(p[..., 0], path, length))
+
+
+def verify_logits(
+    tree: TokenTree, logits: Tensor, settings: Settings, uniforms: Tensor, bonus_uniform: Tensor, max_depth: int,
+    draws: Draws | None = None,
+) -> Verdict:  # fmt: skip
+    """:func:`verify_sample` from the target's logits, without their distribution: the kernels compute p where they need
+    it.
+
+    Args:
+        logits: ``[B, N, V]`` of any float dtype, for the token after each node; penalised already if a repetition
+            penalty is in use.
+        settings: the sampling parameters but the penalty.
+    """
+    draws = draws or tree.draws or one_hot_draws(tree.parent, tree.valid, uniforms.shape[2])
+    s = settings
+    return Verdict(
+        *kernels.verify_logits(
+            logits, s.temperature, s.top_k, s.top_p, s.min_p, tree.tokens, draws.child, draws.kind, draws.q_row,
+            draws.q, uniforms, bonus_uniform, max_depth, draws.ids, s.uses[:3],
+        )
+    )  # fmt: skip
 
 
 def verify_typical(

@@ -10,6 +10,9 @@
     verify      beside the same phases in plain PyTorch, drafts one-hot or drawn without replacement
     head_topk   beside F.linear + topk
     shortlist   a fifth of an LM head's rows beside the full head: logits, best tokens, and the choice of the rows
+    few_rows    products of few rows with the matrices of Llama-3-8B and Llama-2-7B, in the fastest form, beside
+                torch.mm, and with --compiled torch.compile's (a minute for each shape); "parts": not added up, as for
+                the kernel that follows in a model
 
 Calls are captured in CUDA graphs, over as many copies of the data as do not fit in the L2 cache together: a model's
 layers do not find their own data there either. A row gives the median time of one call, its 20 % and 80 % quantiles,
@@ -33,8 +36,12 @@ from typing import Any
 
 from draftsmith.common.command import before_imports, run_command
 
-KERNELS = ("attention", "commit", "verify", "head_topk", "shortlist")
+KERNELS = ("attention", "commit", "verify", "head_topk", "shortlist", "few_rows")
 VOCABULARY, VOCABULARIES = 128256, (49152, 128256, 262144)  # the second of shortlists
+# Inputs and outputs over d: q, k and v; output; gate and up; down. The first four are Llama-3-8B's, the others
+# Llama-2-7B's, whose output is the same; then the LM heads of both.
+PRODUCTS = ((1, 1.5), (1, 1), (1, 7), (3.5, 1), (1, 3), (1, 5.375), (2.6875, 1))
+HEADS = (128256, 32000)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,12 +54,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads")
     parser.add_argument("--width", type=int, default=128, help="head width (D)")
     parser.add_argument("--layers", type=int, default=32, help="layers that a commit moves")
-    parser.add_argument("--hidden", type=int, default=4096, help="hidden width (d) of head_topk and shortlist")
+    parser.add_argument("--hidden", type=int, default=4096, help="hidden width (d) of head_topk, shortlist, few_rows")
     parser.add_argument("--level", type=int, nargs="+", default=[1, 8], help="nodes of a text (n) for shortlist")
     parser.add_argument(
         "--vocabulary", type=int, nargs="+",
-        help=f"V; {VOCABULARY} if left out, and for shortlist {' '.join(map(str, VOCABULARIES))}",
+        help=f"V; {VOCABULARY} if left out, for shortlist {' '.join(map(str, VOCABULARIES))}, for few_rows "
+        f"{' '.join(map(str, HEADS))}",
     )  # fmt: skip
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64], help="rows (M) of few_rows")
+    parser.add_argument("--compiled", action="store_true", help="few_rows beside torch.compile (max-autotune) too")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     return parser
@@ -67,8 +77,9 @@ from torch.nn import functional as F
 
 from draftsmith.common.files import check_folder, write_json
 from draftsmith.kernels import linear
-from draftsmith.kernels.backend import INTERPRETING, triton, why_not_triton
+from draftsmith.kernels.backend import INTERPRETING, multiprocessors, triton, why_not_triton
 from draftsmith.kernels.commit import commit
+from draftsmith.kernels.few_rows import MAX_ROWS, candidates
 from draftsmith.kernels.head_topk import head_topk
 from draftsmith.kernels.shortlist_linear import (
     pack_shortlist,
@@ -422,6 +433,42 @@ def bench_shortlist(args: argparse.Namespace, table: Table, batch: int, nodes: i
         table.add("shortlist", way, shape, calls, bytes_moved, operations, difference)
 
 
+def bench_few_rows(args: argparse.Namespace, table: Table, rows: int, inputs: int, outputs: int) -> None:
+    dtype = DTYPES[args.dtype]
+    size = inputs * outputs * dtype.itemsize
+    x = torch.randn(rows, inputs, device=args.device, dtype=dtype)
+    matrices = [
+        torch.randn(outputs, inputs, device=args.device, dtype=dtype).mul_(inputs**-0.5).t()
+        for _ in range(copies(size, args.device))
+    ]
+    out = x.new_empty(rows, outputs)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {"torch.mm": lambda w: torch.mm(x, w, out=out)}
+    form, parts_form = few_rows_forms(rows, matrices[0])
+    parts = linear.partial_buffer(parts_form, rows, matrices[0])
+    ways[form] = lambda w: linear.product(form, x, w, None, out)
+    ways[f"parts: {parts_form}"] = lambda w: linear.partial_product(parts_form, x, w, parts)
+    if args.compiled and args.device == "cuda":
+        compiled = torch.compile(torch.mm, mode="max-autotune-no-cudagraphs", dynamic=False)
+        ways["torch.compile"] = lambda w: compiled(x, w)
+    exact = x.float() @ matrices[0].float()
+    shape, moved = {"M": rows, "K": inputs, "N": outputs}, size + float(x.nbytes + out.nbytes)
+    for way, function in ways.items():
+        found = function(matrices[0]).float()
+        difference = float(((found.sum(0) if found.dim() == 3 else found) - exact).abs().max())
+        calls = [lambda w=w, function=function: function(w) for w in matrices]
+        table.add("few_rows", way, shape, calls, moved, 2.0 * rows * inputs * outputs, difference)
+
+
+def few_rows_forms(rows: int, matrix: Tensor) -> tuple[str, str]:
+    """The fastest forms of the product and of its parts; under the interpreter, where times mean nothing, the last of
+    the candidates."""
+    if matrix.is_cuda:
+        return linear.choose(rows, matrix), linear.choose(rows, matrix, partial=True)
+    inputs, outputs = matrix.shape
+    forms = candidates(rows, inputs, outputs, matrix.dtype, multiprocessors(matrix.device))
+    return forms[0].name, forms[-1].name
+
+
 def main() -> None:
     args = parser().parse_intermixed_args()
     wanted = args.kernels or list(KERNELS)
@@ -438,7 +485,9 @@ def main() -> None:
         raise ValueError(f"--nodes {min(args.nodes)}: has to be at least 8")
     if args.vocabulary and min(args.vocabulary) < 50:
         raise ValueError(f"--vocabulary {min(args.vocabulary)}: has to be at least 50")
-    linear.BUDGET = float("inf")  # the full head's form on a CPU is measured for every shape
+    if not 0 < min(args.rows) <= max(args.rows) <= MAX_ROWS:
+        raise ValueError(f"--rows {' '.join(map(str, args.rows))}: have to be from 1 to {MAX_ROWS}")
+    linear.BUDGET = linear.GPU_BUDGET = float("inf")  # the forms of products are measured for every shape
 
     with torch.inference_mode():
         name = "CPU, interpreted" if INTERPRETING else f"CPU, {torch.get_num_threads()} threads"
@@ -468,6 +517,13 @@ def main() -> None:
                 for vocabulary in args.vocabulary or VOCABULARIES:
                     for nodes in args.level:
                         table.try_to(bench_shortlist, args, batch, nodes, vocabulary)
+        if "few_rows" in wanted:
+            width = args.hidden
+            shapes = [(int(inputs * width), int(outputs * width)) for inputs, outputs in PRODUCTS]
+            shapes += [(width, vocabulary) for vocabulary in args.vocabulary or HEADS]
+            for rows in args.rows:
+                for inputs, outputs in shapes:
+                    table.try_to(bench_few_rows, args, rows, inputs, outputs)
 
 
 if __name__ == "__main__":

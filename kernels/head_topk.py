@@ -3,8 +3,11 @@
     values, ids = topk(features @ weightᵀ, R)
 
 A head's logits ``[M, V]`` serve only to find a few tokens. Each program multiplies a block of the vocabulary and
-keeps its best R; a second kernel merges the blocks' lists. The weight is read once, nothing of size V is written, and
-nothing is sorted.
+keeps its best R; a second kernel merges the blocks' lists, a thousand candidates a program, again until one program
+per row is left. The weight is read once, nothing of size V is written, and nothing is sorted.
+
+A value and its id are compared as one integer: the value's bits, reordered so that they compare as the values do, above
+the id counted downwards. One maximum then gives the best value and, among equal ones, the lowest id.
 
 Ties: the lowest id first. Logits are float32 sums, not rounded to the inputs' dtype, so that 16-bit inputs tie less
 often than with ``F.linear``. (PyTorch's ``topk``, which the plain path uses, breaks ties in no documented order.)
@@ -20,6 +23,10 @@ from torch.nn import functional as F
 from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
 
 MAX_COUNT = 16  # largest R: the kernel extracts the best R one by one
+MERGED_AT_ONCE = 1024  # candidates that a program of the merge holds in registers
+
+_NONE = constexpr(-0x7F80000100000000)  # _packed(−inf, 2³¹ − 1): the place of a candidate that was taken, or is none
+_LANES = constexpr(16)  # MAX_COUNT
 
 
 def head_topk_reference(features: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -27,6 +34,22 @@ def head_topk_reference(features: Tensor, weight: Tensor, count: int) -> tuple[T
     logits = F.linear(features.float(), weight.float())
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     return values[:, :count], ids[:, :count]
+
+
+@jit
+def _packed(value, token):
+    """A float32 value and an id ≥ 0 as int64: the larger of two has the larger value, or the same and the lower id."""
+    bits = value.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == -0x80000000, 0, bits)  # −0 = 0
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@jit
+def _unpacked(packed):
+    """The value and the id of :func:`_packed`."""
+    bits = (packed >> 32).to(tl.int32)
+    value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return value, 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
 
 
 @jit
@@ -46,41 +69,72 @@ def _block_topk_kernel(
         x = tl.load(feature_place + k[None, :], mask=(row < rows)[:, None] & (k < width)[None, :], other=0.0)
         w = tl.load(weight_place + k[:, None], mask=known[None, :] & (k < width)[:, None], other=0.0)
         logits = tl.dot(x, w, logits, input_precision="ieee")
-    left = tl.where(known[None, :], logits, float("-inf"))
+    candidate = known[None, :] & (logits == logits)  # not NaN
+    left = tl.where(candidate, _packed(logits, token[None, :]), _NONE)
     place = row.to(tl.int64) * candidates + tl.program_id(0) * COUNT
     for rank in range(COUNT):
         best = tl.max(left, 1)
-        # The lowest id among the best; a block with no token left stores −inf and an id beyond the vocabulary.
-        best_id = tl.min(tl.where((left == best[:, None]) & known[None, :], token[None, :], vocabulary), 1)
-        known_best = best > float("-inf")
-        tl.store(values + place + rank, best, mask=row < rows)
-        tl.store(ids + place + rank, tl.where(known_best, best_id, vocabulary), mask=row < rows)
-        left = tl.where(token[None, :] == best_id[:, None], float("-inf"), left)
+        value, best_id = _unpacked(best)  # a block with no token left stores −inf and an id beyond the vocabulary
+        tl.store(values + place + rank, value, mask=row < rows)
+        tl.store(ids + place + rank, best_id, mask=row < rows)
+        left = tl.where(left < best[:, None], left, _NONE)
 
 
 @jit
 def _merge_topk_kernel(
     values, ids, out_values, out_ids, candidates, vocabulary, COUNT: constexpr, BLOCK: constexpr
 ):  # fmt: skip
-    """One program per row: COUNT times the next candidate in the order (value falling, id rising)."""
+    """One program per row and part of its candidates; the blocks of candidates go round the parts. Each block is read
+    once, and its best are merged with those of the program's earlier blocks, if any.
+
+    An id beyond the vocabulary marks no candidate. Where there are fewer than COUNT, as where logits are NaN, the
+    values are −inf and the ids stay inside the vocabulary, since embeddings are looked up.
+    """
     row = tl.program_id(0).to(tl.int64)
-    last_value = float("inf")
-    last_id = -1
-    for rank in range(COUNT):
-        best = tl.full([BLOCK], float("-inf"), tl.float32)  # by lane
-        best_id = tl.full([BLOCK], 0, tl.int32) + vocabulary
-        for start in range(0, candidates, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            value = tl.load(values + row * candidates + place, mask=place < candidates, other=float("-inf"))
-            token = tl.load(ids + row * candidates + place, mask=place < candidates, other=vocabulary)
-            after = (value < last_value) | ((value == last_value) & (token > last_id))
-            better = after & ((value > best) | ((value == best) & (token < best_id)))
-            best, best_id = tl.where(better, value, best), tl.where(better, token, best_id)
-        last_value = tl.max(best, 0)
-        last_id = tl.min(tl.where(best == last_value, best_id, vocabulary), 0)
-        tl.store(out_values + row * COUNT + rank, last_value)
-        # Where all logits are NaN there is no best; the id stays inside the vocabulary, since embeddings are looked up.
-        tl.store(out_ids + row * COUNT + rank, tl.minimum(last_id, vocabulary - 1).to(tl.int64))
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    lane = tl.arange(0, _LANES)
+    best = tl.full([_LANES], _NONE, tl.int64)  # by rank
+    for start in range(part * BLOCK, candidates, parts * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        value = tl.load(values + row * candidates + place, mask=place < candidates, other=float("-inf"))
+        token = tl.load(ids + row * candidates + place, mask=place < candidates, other=vocabulary)
+        left = tl.where((token < vocabulary) & (value == value), _packed(value, token), _NONE)
+        earlier = best
+        for rank in range(COUNT):
+            first = tl.maximum(tl.max(left, 0), tl.max(earlier, 0))
+            left = tl.where(left < first, left, _NONE)
+            earlier = tl.where(earlier < first, earlier, _NONE)
+            best = tl.where(lane == rank, first, best)
+    value, token = _unpacked(best)
+    place = (row * parts + part) * COUNT + lane
+    tl.store(out_values + place, value, mask=lane < COUNT)
+    tl.store(out_ids + place, tl.minimum(token, vocabulary - 1).to(out_ids.dtype.element_ty), mask=lane < COUNT)
+
+
+def merge_topk(values: Tensor, ids: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The best ``count`` of each row's candidates by the kernel above, best first, among equal values the lowest id.
+
+    Args:
+        values: ``[M, C]`` float32, contiguous.
+        ids: ``[M, C]`` int32, contiguous; those of ``vocabulary`` and above mark no candidate.
+        count: R ≤ 16.
+
+    Returns:
+        values ``[M, R]`` float32, ids ``[M, R]`` int64.
+    """
+    while True:
+        rows, candidates = values.shape
+        parts = -(-candidates // MERGED_AT_ONCE)
+        best_values = values.new_empty(rows, parts * count)
+        best_ids = ids.new_empty((rows, parts * count), dtype=torch.int64 if parts == 1 else torch.int32)
+        with torch.cuda.device_of(values):
+            _merge_topk_kernel[(rows, parts)](
+                values, ids, best_values, best_ids, candidates, vocabulary, COUNT=count,
+                BLOCK=min(MERGED_AT_ONCE, next_power(candidates, 16)), num_warps=4,
+            )  # fmt: skip
+        if parts == 1:
+            return best_values, best_ids
+        values, ids = best_values, best_ids
 
 
 def topk_tile(rows: int, dtype: torch.dtype) -> dict[str, int]:
@@ -119,15 +173,9 @@ def head_topk(features: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Ten
     blocks = -(-vocabulary // tile["BLOCK_V"])
     values = features.new_empty((rows, blocks * count), dtype=torch.float32)
     ids = features.new_empty((rows, blocks * count), dtype=torch.int32)
-    best_values = features.new_empty((rows, count), dtype=torch.float32)
-    best_ids = features.new_empty((rows, count), dtype=torch.int64)
     with torch.cuda.device_of(features):
         _block_topk_kernel[(blocks, -(-rows // tile["BLOCK_M"]))](
             features, weight, values, ids, rows, width, vocabulary, features.stride(0), weight.stride(0),
             blocks * count, COUNT=count, **tile,
         )  # fmt: skip
-        _merge_topk_kernel[(rows,)](
-            values, ids, best_values, best_ids, blocks * count, vocabulary, COUNT=count,
-            BLOCK=min(1024, next_power(blocks * count, 16)), num_warps=4,
-        )  # fmt: skip
-    return best_values, best_ids
+    return merge_topk(values, ids, count, vocabulary)

@@ -1,27 +1,35 @@
-"""Products of a few rows with a matrix on a CPU, each in the form measured to be fastest on this machine.
+"""Products of a few rows with a matrix, each in the form measured to be fastest on this machine.
 
     product(x, M) = x M;   linear(x, W, b) = x Wᵀ + b
 
 BLAS libraries are tuned for one row and for many; between these the same product can take several times longer in one
 form than in another, depending on shape, row count, instruction set and threads. So each shape is timed once, when it
-first occurs, for row counts that are powers of two, and the choice is kept in a file for later processes. On a GPU,
-with gradients and in ``torch.compile``, PyTorch's own product is used. For a frozen module's weight (an LM head) a copy
-in oneDNN's own layout is kept too, where that is faster: a product of 8 rows then costs little more than one of a
+first occurs, for row counts that are powers of two, and the choice is kept in a file for later processes. With
+gradients and in ``torch.compile``, PyTorch's own product is used. On a CPU, for a frozen module's weight (an LM head) a
+copy in oneDNN's own layout is kept too, where that is faster: a product of 8 rows then costs little more than one of a
 single row.
 
-Shape letters: M rows, N outputs, K inputs.
+On a GPU the product of up to 64 rows with a weight ``[N, K]``, transposed, is measured beside the forms of
+:mod:`draftsmith.kernels.few_rows`, each first compared with the exact product: a form that is wrong, or fails, is never
+chosen. Shapes that first occur while a CUDA graph is captured use PyTorch's product. What is fastest depends on who
+adds up a form's parts, :func:`product` or the caller (:func:`partial_product`), so these are measured separately.
+
+Shape letters: M rows, N outputs, K inputs, S parts.
 """
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial as partial_of
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.kernels.measured import read_measured, write_measured
+from draftsmith.kernels.backend import multiprocessors, why_not_triton
+from draftsmith.kernels.few_rows import MAX_ROWS, FewRowsForm, candidates, few_rows_product, parse_form, sum_parts
+from draftsmith.kernels.measured import gpu_seconds, machine, read_measured, write_measured
 
 FILE = "linear.json"  # in the cache folder
 BUDGET = 1.0  # seconds of processor time per process for timing; shapes that occur later use F.linear
@@ -30,6 +38,11 @@ _SAMPLE = 1 << 21  # of a larger matrix only so many entries are timed
 _LAYERS = 32  # matrices of a shape that are timed in turn, at most;
 _POOL = 1 << 24  # entries of all of them, at most
 _GAIN = 0.9  # another form is used if it takes less than this share of F.linear's time
+
+GPU_BUDGET = 20.0  # seconds per process for timing on GPUs, most of them for compiling
+_GPU_LEAST = 1 << 20  # entries; the launch of a kernel takes longer than reading a smaller matrix
+_GPU_GAIN = 0.98  # as _GAIN; times of a GPU vary less
+_EXACT = 1 << 24  # entries of a matrix that are converted to float64 at a time
 
 Form = Callable[[Tensor, Tensor], Tensor]  # [M, K], [K, N] → [M, N]
 
@@ -63,18 +76,23 @@ _packs: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = WeakKeyDi
 _chosen: dict[tuple[int, torch.Size, bool, torch.dtype, bool], str] = {}
 _stored: dict[str, str] | None = None  # by _key, as in the file
 _spent = 0.0
+_gpu_chosen: dict[tuple[torch.device, int, torch.Size, torch.dtype, bool], str] = {}
+_gpu_stored: dict[str, dict[str, str]] = {}  # by machine and _gpu_key, as in the file
+_gpu_spent = 0.0
 
 
 def product(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """``x matrix + bias``.
 
     Args:
-        form: a name in ``FORMS``, see :func:`choose`.
+        form: from :func:`choose`: a name in ``FORMS``, or one of ``few_rows.candidates``.
         x: ``[M, K]``.
         matrix: ``[K, N]``.
         bias: ``[N]``.
         out: ``[M, N]``, written to if given.
     """
+    if form not in FORMS:
+        return _few_rows(form, x, matrix, bias, out)
     if form == "blas":
         return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
     output = FORMS[form](x, matrix)
@@ -87,7 +105,64 @@ def add_product(form: str, total: Tensor, x: Tensor, matrix: Tensor, factor: flo
     """``total += factor · x matrix`` in place, in one operation where possible. ``total [M, N]``, ``x [M, K]``."""
     if form == "blas":
         return total.addmm_(x, matrix, alpha=factor)
+    if form not in FORMS:
+        parts = x.new_empty((splits_of(form), *total.shape), dtype=torch.float32)
+        return sum_parts(partial_product(form, x, matrix, parts), total, add=True, factor=factor)
     return total.add_(FORMS[form](x, matrix), alpha=factor)
+
+
+def _few_rows(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """:func:`product` in one of the forms of few rows; rounded once, as by ``addmm``."""
+    if out is None:
+        out = x.new_empty(len(x), matrix.shape[1])
+    if splits_of(form) == 1 and bias is None:
+        partial_product(form, x, matrix, out[None])
+        return out
+    parts = x.new_empty((splits_of(form), *out.shape), dtype=torch.float32)
+    return sum_parts(partial_product(form, x, matrix, parts), out, bias)
+
+
+def splits_of(form: str) -> int:
+    """S, the number of parts of :func:`partial_product` in this form; 1 but for few rows.
+
+    Raises:
+        ValueError: there is no such form.
+    """
+    if form in FORMS:
+        return 1
+    few_rows = parse_form(form)
+    if few_rows is None:
+        raise ValueError(f"a product's form is {form!r}; take one from choose()")
+    return few_rows.parts
+
+
+def partial_buffer(form: str, rows: int, matrix: Tensor) -> Tensor:
+    """An ``out`` for :func:`partial_product` of ``rows`` rows: ``[S, M, N]``, float32 if S > 1."""
+    splits = splits_of(form)
+    dtype = matrix.dtype if splits == 1 else torch.float32
+    return matrix.new_empty((splits, rows, matrix.shape[1]), dtype=dtype)
+
+
+def partial_product(form: str, x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+    """``x matrix`` in S parts, for a caller that adds them up itself.
+
+    Args:
+        form: from :func:`choose` with ``partial``.
+        x: ``[M, K]``.
+        matrix: ``[K, N]``.
+        out: as :func:`partial_buffer` makes it; a new one if left out.
+
+    Returns:
+        ``[S, M, N]``: float32 if S > 1, else in the dtype of x.
+    """
+    if out is None:
+        out = partial_buffer(form, len(x), matrix)
+    few_rows = None if form in FORMS else parse_form(form)
+    if few_rows is None:
+        assert splits_of(form) == 1
+        product(form, x, matrix, None, out[0])
+        return out
+    return few_rows_product(x if x.stride(1) == 1 else x.contiguous(), matrix, few_rows, out)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -112,12 +187,12 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     no hooks (offloading, ZeRO-3)."""
     if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:  # its weight may be sharded
         return module(x)
-    if "forward" in module.__dict__ or torch.is_autocast_enabled("cpu"):
+    if "forward" in module.__dict__ or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
         return module(x)
     if module._forward_pre_hooks or module._forward_hooks:
         return module(x)
     weight, bias = module.weight, module.bias
-    frozen = CAN_PACK and not weight.requires_grad
+    frozen = CAN_PACK and weight.is_cpu and not weight.requires_grad
     if not frozen or choose(x.numel() // x.shape[-1], weight.t(), frozen) != PACKED:
         return linear(x, weight, bias)
     output = _pointwise(x.reshape(-1, x.shape[-1]), _packed(module)).view(*x.shape[:-1], -1)
@@ -134,11 +209,17 @@ def _packed(module: nn.Linear) -> Tensor:
     return known[1]
 
 
-def choose(rows: int, matrix: Tensor, packed: bool = False) -> str:
-    """The name in ``FORMS`` of the fastest product of ``rows`` rows with ``matrix [K, N]``, in row-major or
-    column-major layout; or ``PACKED``, if a packed copy may be kept."""
-    if not matrix.is_cpu or torch.compiler.is_compiling() or torch.is_grad_enabled() or not rows:
+def choose(rows: int, matrix: Tensor, packed: bool = False, partial: bool = False) -> str:
+    """The name of the fastest form of the product of ``rows`` rows with ``matrix [K, N]``, in row-major or column-major
+    layout: one in ``FORMS``; ``PACKED``, if a packed copy may be kept; on a GPU one of ``few_rows.candidates``.
+
+    Args:
+        partial: for :func:`partial_product`: the caller adds the parts up.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not rows:
         return "blas"
+    if not matrix.is_cpu:
+        return _choose_on_gpu(rows, matrix, partial) if matrix.is_cuda else "blas"
     count = min(1 << (rows - 1).bit_length(), _COUNTS[-1])
     key = count, matrix.shape, matrix.stride(1) == 1, matrix.dtype, packed
     form = _chosen.get(key)
@@ -206,3 +287,114 @@ def _measure(matrix: Tensor, packed: bool) -> dict[int, str]:
         fastest[rows] = name if best[name] < _GAIN * best["blas"] else "blas"
     _spent += time.thread_time() - began
     return fastest
+
+
+def _choose_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str:
+    if rows > MAX_ROWS or matrix.stride(0) != 1 or matrix.numel() < _GPU_LEAST or why_not_triton(matrix):
+        return "blas"
+    if torch.is_autocast_enabled("cuda"):  # it would convert x
+        return "blas"
+    count = 1 << (rows - 1).bit_length()
+    key = matrix.device, count, matrix.shape, matrix.dtype, partial
+    form = _gpu_chosen.get(key)
+    if form is None:
+        form = _look_up_on_gpu(count, matrix, partial)
+        if form is None:  # not now, but maybe later
+            return "blas"
+        _gpu_chosen[key] = form
+    return form
+
+
+def _look_up_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
+    """The form for ``rows``, a power of two: stored, or measured now while the budget lasts. None if nothing may be
+    measured now: it synchronises, which a CUDA graph's capture forbids, and ``torch.cuda.set_sync_debug_mode``."""
+    on, key = machine(matrix.device), _gpu_key(rows, matrix, partial)
+    if on not in _gpu_stored:
+        stored = read_measured(FILE, matrix.device)
+        _gpu_stored[on] = {str(key): str(form) for key, form in stored.items()}
+    form = _gpu_stored[on].get(key, "")
+    if form == "blas" or form in {one.name for one in _candidates(rows, matrix)}:
+        return form
+    if _measuring_is_forbidden(matrix):
+        return None
+    if _gpu_spent >= GPU_BUDGET:
+        return "blas"
+    measured = _measure_on_gpu(rows, matrix, partial)
+    if measured is None:
+        return "blas"
+    _gpu_stored[on][key] = measured
+    write_measured(FILE, {key: measured}, matrix.device)
+    return measured
+
+
+def _measuring_is_forbidden(matrix: Tensor) -> bool:
+    return matrix.is_cuda and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() != 0)
+
+
+def _candidates(rows: int, matrix: Tensor) -> list[FewRowsForm]:
+    inputs, outputs = matrix.shape
+    return candidates(rows, inputs, outputs, matrix.dtype, multiprocessors(matrix.device))
+
+
+def _gpu_key(rows: int, matrix: Tensor, partial: bool) -> str:
+    use = ", parts" if partial else ""
+    return f"{rows} x {tuple(matrix.shape)} by columns, {str(matrix.dtype).removeprefix('torch.')}{use}"
+
+
+def _measure_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
+    """The fastest form for ``rows``, "blas" unless another is right and faster. None if that cannot be found out: too
+    little memory is free, or PyTorch's product of this matrix is zero or not finite, so that nothing can be compared.
+    """
+    global _gpu_spent
+    began = time.perf_counter()
+    try:
+        return _fastest_on_gpu(rows, matrix, partial)
+    except torch.cuda.OutOfMemoryError:
+        return None
+    finally:
+        _gpu_spent += time.perf_counter() - began
+
+
+def _fastest_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
+    generator = torch.Generator(matrix.device).manual_seed(0)  # nobody else's random numbers change
+    x = torch.randn(rows, len(matrix), generator=generator, device=matrix.device).to(matrix.dtype)
+    step = max(1, _EXACT // len(matrix))
+    exact = torch.cat([x.double() @ part.double() for part in matrix.split(step, 1)], 1)  # [M, N]
+    plain = float((torch.mm(x, matrix).double() - exact).abs().max())
+    if not (float(exact.abs().max()) > 0 and plain < float("inf")):
+        return None
+    # Other orders of summation err by other amounts. In 16 bits most of the error is the result's rounding.
+    tolerance = max(4 * plain, 1e-6 * float(exact.abs().max()))
+    best = {"blas": time_on_gpu("blas", x, matrix, partial)}
+    for one in _candidates(rows, matrix):
+        try:
+            found = product(one.name, x, matrix)
+            if float((found.double() - exact).abs().max()) <= tolerance:  # not if it is NaN
+                best[one.name] = time_on_gpu(one.name, x, matrix, partial)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception:  # Triton's own errors have no common type: this form does not compile or fit here
+            continue
+    best["blas"] = min(best["blas"], time_on_gpu("blas", x, matrix, partial))  # the first may have met a slow clock
+    name = min(best, key=lambda name: best[name])
+    return name if best[name] < _GPU_GAIN * best["blas"] else "blas"
+
+
+def time_on_gpu(form: str, x: Tensor, matrix: Tensor, partial: bool) -> float:
+    """Seconds of a product in this form as it is used: with ``partial``, a kernel that reads its parts follows in every
+    form, in place of the one that adds them up. Each call reads another copy of the matrix, as in a model of many
+    layers; together they are larger than the L2 cache."""
+    size = matrix.numel() * matrix.element_size()
+    cache = torch.cuda.get_device_properties(matrix.device).L2_cache_size if matrix.is_cuda else 0
+    copies = [matrix] + [matrix.t().clone().t() for _ in range(3 * cache // size)]
+    out = x.new_empty(len(x), matrix.shape[1])
+    parts = partial_buffer(form, len(x), matrix)
+
+    def call(copy: Tensor) -> None:
+        if partial:
+            sum_parts(partial_product(form, x, copy, parts), out)
+        else:
+            product(form, x, copy, None, out)
+
+    calls = [partial_of(call, copy) for copy in copies]
+    return gpu_seconds(calls * -(-8 // len(calls)), matrix.device)

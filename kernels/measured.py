@@ -2,17 +2,25 @@
 
 import json
 import platform
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.common.files import cache_folder, write_json
+from draftsmith.kernels.backend import triton
 
 
-def machine() -> str:
-    """What CPU measurements depend on: the CPU's model, the instructions PyTorch uses, its version, threads."""
+def machine(device: torch.device | None = None) -> str:
+    """What measurements depend on. On a CPU, and if left out: its model, the instructions PyTorch uses, its version,
+    threads. On a GPU: its name and multiprocessors, and the versions of PyTorch and Triton."""
+    if device is not None and device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        version = None if triton is None else triton.__version__
+        return f"{gpu.name}, {gpu.multi_processor_count} multiprocessors, torch {torch.__version__}, triton {version}"
     cpu = [platform.machine()]
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
@@ -23,20 +31,53 @@ def machine() -> str:
     return f"{'/'.join(cpu)} {capability}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
-def read_measured(name: str) -> dict[str, Any]:
-    """This machine's entries of the file ``name``; none if it is missing or damaged."""
-    known = _everything(name).get(machine())
+@cache  # cuBLAS keeps a workspace of some megabytes for each stream that it ran on
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def gpu_seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Seconds of one call on a GPU. All calls are run, for compiling, and then captured in one CUDA graph; the shortest
+    of a few replays counts, since other work can only add to it."""
+    with torch.cuda.device(device):
+        current, stream, graph = torch.cuda.current_stream(), _stream(device), torch.cuda.CUDAGraph()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for call in calls:
+                call()
+            stream.synchronize()
+            graph.capture_begin(capture_error_mode="thread_local")  # without torch.cuda.graph's garbage collection
+            try:
+                for call in calls:
+                    call()
+            finally:
+                graph.capture_end()
+            times: list[float] = []
+            for _ in range(6):
+                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                began.record()
+                graph.replay()
+                ended.record()
+                ended.synchronize()
+                times.append(began.elapsed_time(ended) / 1e3)
+        current.wait_stream(stream)
+    return min(times) / len(calls)
+
+
+def read_measured(name: str, device: torch.device | None = None) -> dict[str, Any]:
+    """This machine's entries of the file ``name``, or those of a GPU; none if it is missing or damaged."""
+    known = _everything(name).get(machine(device))
     return known if isinstance(known, dict) else {}
 
 
-def write_measured(name: str, measured: dict[str, Any]) -> None:
+def write_measured(name: str, measured: dict[str, Any], device: torch.device | None = None) -> None:
     """Add entries to the file ``name``. If it cannot be written, later processes measure again."""
     with suppress(OSError, RuntimeError):
         file = cache_folder() / name
         file.parent.mkdir(parents=True, exist_ok=True)
         content = _everything(name)
-        known = content.get(machine())
-        content[machine()] = {**(known if isinstance(known, dict) else {}), **measured}
+        known = content.get(machine(device))
+        content[machine(device)] = {**(known if isinstance(known, dict) else {}), **measured}
         write_json(file, content)
 
 

@@ -8,13 +8,18 @@ per step, and calls PyTorch's fused attention. :func:`tree_attention_cached` tak
 reads exactly the used slots of a preallocated cache: a Triton kernel whose shapes and grid do not depend on the
 lengths, so that it can be captured in a CUDA graph.
 
-Shape letters: B batch, Q queries, N tree nodes, T tree keys, W 64-bit words, Hq query heads, Hkv key/value heads, S
-cache slots seen, D head width, L the cached length of a row. Node i of a row is in slot L + i; its position is
-L + depth(i).
+That kernel reads a row's keys in tiles of 64 slots. Long rows are split (flash decoding): a fixed number of *items*,
+each a range of a row's tiles, is divided among the rows by their lengths on the device, once per forward pass
+(:func:`tree_work`). A row with several items has partial results, which a second kernel merges by their softmax sums.
+
+Shape letters: B batch, Q queries, N tree nodes, T tree keys, W 64-bit words, I items, Hq query heads, Hkv key/value
+heads, S cache slots seen, D head width, L the cached length of a row. Node i of a row is in slot L + i; its position
+is L + depth(i).
 """
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -32,6 +37,10 @@ from draftsmith.kernels.backend import (
     why_not_triton,
 )
 
+TILE = 64  # slots; the bits of a tile of tree keys are one word
+MIN_SHARE = 2  # tiles of an item of a row that is split, at least
+PROGRAMS = 2  # per multiprocessor
+
 
 def ancestor_mask(ancestors: Tensor, num_nodes: int) -> Tensor:
     """Unpack ancestor bitsets.
@@ -46,6 +55,28 @@ def ancestor_mask(ancestors: Tensor, num_nodes: int) -> Tensor:
     return (ancestors[..., bit // 64] >> (bit % 64)) & 1 != 0
 
 
+def causal_ancestors(nodes: int, device: torch.device) -> Tensor:
+    """Ancestor bitsets ``[1, N, W]`` of a chain: node i sees nodes 0 … i. Those of a shorter chain are their beginning:
+    ``[:, :n, :w]`` for n nodes in w words."""
+    first = torch.arange(0, nodes, 64, device=device)
+    bits = (torch.arange(1, nodes + 1, device=device)[:, None] - first).clamp(0, 64)  # of each word: its lowest ones
+    one = torch.ones_like(bits)
+    return torch.where(bits == 64, -one, (one << bits.clamp(max=63)) - 1)[None]
+
+
+class Work(NamedTuple):
+    """The items of :func:`tree_attention_cached`: ranges of tiles, divided among the rows by :func:`tree_work`.
+
+    items: ``[I, 3]`` int32: row (−1: the item is not in use), first tile, end tile. The tiles of a row are those of its
+        prefix, from the first slot that some query sees, and then those of its tree.
+    first, count: ``[B]`` int32, each row's first item and its number of items. Rows with several items come first.
+    """
+
+    items: Tensor
+    first: Tensor
+    count: Tensor
+
+
 class TreeKeys(NamedTuple):
     """The keys that the Q queries of a forward pass see, as :func:`tree_attention_cached` takes them.
 
@@ -53,12 +84,14 @@ class TreeKeys(NamedTuple):
     ancestors: ``[B, Q, W]`` int64 bitsets over the tree keys.
     depth: ``[B, Q]`` int32 of the queries.
     key_depth: ``[B, T]`` int32 of the tree keys, which are in slots L, L + 1, ….
+    work: by window, for all layers of the pass; a layer whose window is missing computes its own.
     """
 
     lengths: Tensor
     ancestors: Tensor
     depth: Tensor
     key_depth: Tensor
+    work: Mapping[int, Work] | None = None
 
 
 def tree_bias(
@@ -176,6 +209,99 @@ def tree_attention_cached_reference(
     return out
 
 
+def tree_work_reference(
+    lengths: Tensor, num_tree_keys: int, num_items: int, window: int = 0, min_share: int = MIN_SHARE
+) -> Work:
+    """The definition of :func:`tree_work`."""
+    first_slot = (lengths - window + 1).clamp(min=0) if window else 0
+    tiles = (lengths - first_slot + TILE - 1) // TILE + -(-num_tree_keys // TILE)  # [B]
+    extra = num_items - len(lengths)
+    share = ((tiles.sum() + extra) // (extra + 1)).clamp(min=min_share)
+    count = (tiles // share).clamp(min=1)
+    split = count > 1
+    among_split, among_whole = (torch.where(part, count, 0) for part in (split, ~split))
+    first = torch.where(split, among_split.cumsum(0), among_split.sum() + among_whole.cumsum(0)) - count
+    number = torch.arange(num_items, device=lengths.device)[:, None] - first  # [I, B], within the row
+    inside = (number >= 0) & (number < count)
+    row = inside.int().argmax(1)
+    number, of_row, parts = number.gather(1, row[:, None])[:, 0], tiles[row], count[row]
+    items = torch.stack((row, number * of_row // parts, (number + 1) * of_row // parts), 1)
+    items = torch.where(inside.any(1, keepdim=True), items, torch.tensor([-1, 0, 0], device=items.device))
+    return Work(items.int(), first.int(), count.int())
+
+
+@jit
+def _work_kernel(
+    lengths, items, first, count, rows, num_tree_keys, num_items,
+    WINDOW: constexpr, TILE: constexpr, MIN_SHARE: constexpr, BLOCK_B: constexpr,
+):  # fmt: skip
+    """One program per item; each looks at all rows, and the first one writes what is known of them."""
+    item = tl.program_id(0)
+    row = tl.arange(0, BLOCK_B)
+    exists = row < rows
+    length = tl.load(lengths + row, mask=exists, other=0)
+    if WINDOW:
+        length = tl.minimum(length, WINDOW - 1)
+    tiles = tl.where(exists, tl.cdiv(length, TILE) + tl.cdiv(num_tree_keys, TILE), 0).to(tl.int32)
+    extra = num_items - rows
+    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), extra + 1), MIN_SHARE)
+    parts = tl.where(exists, tl.maximum(tiles // share, 1), 0)
+    among_split, among_whole = tl.where(parts > 1, parts, 0), tl.where(parts > 1, 0, parts)
+    before = tl.cumsum(among_whole, 0) + tl.sum(among_split, 0)
+    start = tl.where(parts > 1, tl.cumsum(among_split, 0), before) - parts
+    if item == 0:
+        tl.store(first + row, start, mask=exists)
+        tl.store(count + row, parts, mask=exists)
+
+    mine = (item >= start) & (item < start + parts)
+    many = tl.sum(tl.where(mine, parts, 0), 0)  # 0: the item is not in use
+    number = tl.sum(tl.where(mine, item - start, 0), 0)
+    # A product would pass 2^31 for long rows of many items.
+    of_row = tl.sum(tl.where(mine, tiles, 0), 0).to(tl.int64)
+    tl.store(items + item * 3, tl.where(many > 0, tl.sum(tl.where(mine, row, 0), 0), -1))
+    tl.store(items + item * 3 + 1, (number * of_row // tl.maximum(many, 1)).to(tl.int32))
+    tl.store(items + item * 3 + 2, ((number + 1) * of_row // tl.maximum(many, 1)).to(tl.int32))
+
+
+def _tree_work(
+    lengths: Tensor, num_tree_keys: int, num_items: int, window: int, min_share: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel; the arguments are those of :func:`tree_work`."""
+    items = lengths.new_empty((num_items, 3), dtype=torch.int32)
+    first = lengths.new_empty((len(lengths),), dtype=torch.int32)
+    count = torch.empty_like(first)
+    with torch.cuda.device_of(lengths):
+        traceable(_work_kernel)[(num_items,)](
+            lengths, items, first, count, len(lengths), num_tree_keys, num_items,
+            WINDOW=window, TILE=TILE, MIN_SHARE=min_share, BLOCK_B=next_power(len(lengths)), num_warps=1,
+        )  # fmt: skip
+    return items, first, count
+
+
+if triton is not None:
+    # As an operator, so that torch.compile and torch.export see through it to the kernel.
+    _tree_work_op = torch.library.triton_op("draftsmith::tree_work", _tree_work, mutates_args=())
+
+
+def tree_work(lengths: Tensor, num_tree_keys: int, num_items: int, window: int = 0, min_share: int = MIN_SHARE) -> Work:
+    """Divide the tiles of all rows among a fixed number of items, without host synchronisation.
+
+    share = ⌈tiles of all rows / (I − B + 1)⌉ or ``min_share`` if that is more; a row has ⌊its tiles / share⌋ items of
+    about equal size, and at least one. Rows that are split therefore have at most I − B + 1 items together.
+
+    Args:
+        lengths: ``[B]`` int64, cached tokens per row (L).
+        num_tree_keys: T.
+        num_items: I ≥ B, see :func:`attention_items`.
+        window: as in :func:`tree_attention_cached`.
+        min_share: tiles.
+    """
+    assert num_items >= len(lengths)
+    if why_not_triton(lengths):
+        return tree_work_reference(lengths, num_tree_keys, num_items, window, min_share)
+    return Work(*_tree_work_op(lengths, num_tree_keys, num_items, window, min_share))
+
+
 @jit
 def _add_tile(
     q, k, v, slot, stored, seen, width, k_stride, v_stride, best, total, acc, log2_scale, softcap,
@@ -214,23 +340,29 @@ def _add_tile(
 
 @jit
 def _tree_attention_kernel(
-    q, k, v, lengths, ancestors, depth, key_depth, out, partial, partial_lse,
+    q, k, v, lengths, ancestors, depth, key_depth, items, count, out, partial, partial_lse,
     num_queries, num_tree_keys, width, log2_scale, softcap,
     q_batch, q_head, q_query, k_batch, k_head, k_slot, v_batch, v_head, v_slot, out_batch, out_head, out_query,
     ancestors_batch, ancestors_query, depth_batch, key_depth_batch,
-    KV_HEADS: constexpr, GROUP: constexpr, SPLITS: constexpr, WINDOW: constexpr,
-    SOFTCAP: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr,
+    KV_HEADS: constexpr, GROUP: constexpr, PLANNED: constexpr, WINDOW: constexpr,
+    SOFTCAP: constexpr, TILE: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr,
 ):  # fmt: skip
-    """One program per block of (query, head of the group) rows, key/value head and split of the keys.
+    """One program per block of (query, head of the group) rows, key/value head and item; without a plan, an item is all
+    of a row of the batch.
 
-    The tiles of a row of the batch: those of its prefix, then those of its tree, each starting at the tree's first slot
-    plus a multiple of BLOCK_N (which divides 64), so that a tile's bits lie in one word.
+    The blocks of BLOCK_N keys divide a tile, so that the bits of a block of tree keys lie in one word.
     """
-    split = tl.program_id(1)
-    batch = (tl.program_id(2) // KV_HEADS).to(tl.int64)
-    kv_head = tl.program_id(2) % KV_HEADS
+    item = tl.program_id(2)
+    batch, parts = item, 1
+    if PLANNED:
+        batch = tl.load(items + item * 3)
+        if batch < 0:
+            return
+        parts = tl.load(count + batch)
+    batch = batch.to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    query = row // GROUP
+    query = (row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
     exists = query < num_queries
     d = tl.arange(0, BLOCK_D)
@@ -245,17 +377,20 @@ def _tree_attention_kernel(
     if WINDOW:
         first = tl.maximum(length - WINDOW + 1, 0)
         own_depth = tl.load(depth + batch * depth_batch + query, mask=exists, other=0)
-    prefix_tiles = tl.cdiv(length - first, BLOCK_N)
-    tiles = prefix_tiles + tl.cdiv(num_tree_keys, BLOCK_N)
-    tiles_per_split = tl.cdiv(tiles, SPLITS)
-    start = split * tiles_per_split
-    end = tl.minimum(start + tiles_per_split, tiles)
+    prefix_tiles = tl.cdiv(length - first, TILE)
+    start = prefix_tiles * 0
+    end = prefix_tiles + tl.cdiv(num_tree_keys, TILE)
+    if PLANNED:
+        start = tl.load(items + item * 3 + 1).to(tl.int64)
+        end = tl.load(items + item * 3 + 2).to(tl.int64)
 
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for tile in range(start, tl.minimum(end, prefix_tiles)):
-        slot = first + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    for block in range(
+        start * (TILE // BLOCK_N), tl.minimum(end * (TILE // BLOCK_N), tl.cdiv(length - first, BLOCK_N))
+    ):
+        slot = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
         stored = slot < length
         seen = stored[None, :]
         if WINDOW:
@@ -264,8 +399,10 @@ def _tree_attention_kernel(
             queries, k, v, slot, stored, seen, width, k_slot, v_slot, best, total, acc, log2_scale, softcap,
             SOFTCAP, BLOCK_D,
         )  # fmt: skip
-    for tile in range(tl.maximum(start, prefix_tiles), end):
-        begin = (tile - prefix_tiles) * BLOCK_N
+    start = tl.maximum(start - prefix_tiles, 0) * (TILE // BLOCK_N)
+    end = (end - prefix_tiles) * (TILE // BLOCK_N)
+    for block in range(start, tl.minimum(end, tl.cdiv(num_tree_keys, BLOCK_N))):
+        begin = block * BLOCK_N
         node = begin + tl.arange(0, BLOCK_N)
         stored = node < num_tree_keys
         word = tl.load(
@@ -282,51 +419,77 @@ def _tree_attention_kernel(
         )  # fmt: skip
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if SPLITS == 1:
+    if parts == 1:
         rows_out = out + batch * out_batch + head * out_head + query * out_query
         tl.store(rows_out[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
-    else:  # [B, Q, Hq, SPLITS, D] and [B, Q, Hq, SPLITS]
-        place = ((batch * num_queries + query) * (KV_HEADS * GROUP) + head) * SPLITS + split
+    else:  # [I − B + 1, Q, Hq, D] and [I − B + 1, Q, Hq]
+        place = (item.to(tl.int64) * num_queries + query) * (KV_HEADS * GROUP) + head
         tl.store(partial + place[:, None] * width + d[None, :], acc, mask=inside)
         lse = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
         tl.store(partial_lse + place, lse, mask=exists)
 
 
 @jit
-def _merge_splits_kernel(
-    partial, partial_lse, out, num_queries, width, out_batch, out_head, out_query,
-    HEADS: constexpr, SPLITS: constexpr, BLOCK_S: constexpr, BLOCK_D: constexpr,
+def _merge_items_kernel(
+    partial, partial_lse, first, count, out, num_queries, width, out_batch, out_head, out_query,
+    HEADS: constexpr, BLOCK_I: constexpr, BLOCK_H: constexpr, BLOCK_D: constexpr,
 ):  # fmt: skip
-    """Combine the splits, weighted by their softmax sums: one (row, query, head) per program."""
-    place = tl.program_id(0).to(tl.int64)
-    head, query, batch = place % HEADS, place // HEADS % num_queries, place // HEADS // num_queries
-    split = tl.arange(0, BLOCK_S)
+    """Combine a row's items, weighted by their softmax sums: one query and block of heads per program."""
+    batch = tl.program_id(2).to(tl.int64)
+    items = tl.load(count + batch)
+    if items < 2:  # written directly
+        return
+    query = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    lse = tl.load(partial_lse + place * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    best = tl.max(lse, 0)
-    anchor = tl.where(best == float("-inf"), 0.0, best)
-    total = tl.sum(tl.exp2(lse - anchor), 0)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for one in range(SPLITS):
-        weight = tl.exp2(tl.load(partial_lse + place * SPLITS + one) - anchor)
-        if weight > 0:  # most splits of a nearly empty cache have no keys
-            acc += weight * tl.load(partial + (place * SPLITS + one) * width + d, mask=d < width, other=0.0)
-    acc = acc / tl.where(total > 0, total, 1.0)
-    row = out + batch * out_batch + head * out_head + query * out_query
-    tl.store(row + d, acc.to(out.dtype.element_ty), mask=d < width)
+    start = tl.load(first + batch)
+    best = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    for begin in range(0, items, BLOCK_I):
+        number = begin + tl.arange(0, BLOCK_I)
+        used = (number < items)[:, None] & (head < HEADS)[None, :]
+        place = ((start + number).to(tl.int64)[:, None] * num_queries + query) * HEADS + head[None, :]
+        lse = tl.load(partial_lse + place, mask=used, other=float("-inf"))  # [BLOCK_I, BLOCK_H]
+        new_best = tl.maximum(best, tl.max(lse, 0))
+        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(lse - anchor[None, :])
+        rescale = tl.exp2(best - anchor)
+        values = tl.load(
+            partial + place[:, :, None] * width + d[None, None, :],
+            mask=used[:, :, None] & (d < width)[None, None, :], other=0.0,
+        )  # fmt: skip
+        acc = acc * rescale[:, None] + tl.sum(weights[:, :, None] * values, 0)
+        total = total * rescale + tl.sum(weights, 0)
+        best = new_best
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    rows_out = out + batch * out_batch + head.to(tl.int64) * out_head + query * out_query
+    tl.store(
+        rows_out[:, None] + d[None, :], acc.to(out.dtype.element_ty),
+        mask=(head < HEADS)[:, None] & (d < width)[None, :],
+    )  # fmt: skip
 
 
-def attention_tile(rows: int, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """The kernel's block sizes, warps and pipeline stages for ``rows`` = Q · Hq / Hkv rows of a key/value head.
+# By the bytes of an element and the widest head: rows of a program, keys of a block, pipeline stages. Sized by shared
+# memory (the queries, and K and V blocks of each stage) of 227 KB: two programs fit, or one of 128 rows or of heads
+# wider than 128. Products of float32 are exact, without tensor cores, so their blocks are small.
+_TILES = {(4, 128): (32, 32, 2), (4, 256): (32, 16, 2), (2, 128): (128, 64, 3), (2, 256): (64, 64, 2)}
 
-    Sized by shared memory (K and V tiles of each stage, and the queries), for 227 KB.
+
+def attention_tile(
+    rows: int, width: int, dtype: torch.dtype, pairs: int = 1, multiprocessors: int = 0
+) -> dict[str, int]:
+    """The kernel's block sizes, warps and pipeline stages.
+
+    Args:
+        rows: Q · Hq / Hkv, the rows of a key/value head.
+        pairs: B · Hkv; two programs of 64 rows take the place of one of 128 where there would be fewer than two per
+            multiprocessor, since two of the smaller ones run on one at a time.
     """
     block_d = next_power(width, 16)
-    wide = block_d > 128
-    if dtype == torch.float32:  # no tensor cores: products are exact, so tiles are small
-        block_m, block_n, stages = 32, 16 if wide else 32, 2
-    else:
-        block_m, block_n, stages = 64 if wide else 128, 64, 2 if wide else 3
+    block_m, block_n, stages = _TILES[dtype.itemsize, max(block_d, 128)]
+    if block_m == 128 and pairs * -(-rows // 128) < PROGRAMS * multiprocessors:
+        block_m = 64
     block_m = min(block_m, next_power(rows, 16))
     return {
         "BLOCK_M": block_m,
@@ -337,44 +500,56 @@ def attention_tile(rows: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def attention_splits(programs: int, slots: int, multiprocessors: int) -> int:
-    """The number of splits of the keys that gives about two programs per multiprocessor.
+def attention_items(
+    rows: int, queries: int, heads: int, kv_heads: int, width: int, slots: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """The number of items (I) for a batch: B, and as many more as the device runs at a time and the capacity can use.
 
-    It depends on the cache's capacity, not on the cached lengths, so the grid is the same at every step. A split has at
-    least 256 slots of the capacity.
+    It depends on the cache's capacity S, not on the cached lengths, so the grid is the same at every step.
+
+    Args:
+        rows, queries, heads, kv_heads, width, slots: B, Q, Hq, Hkv, D, S.
     """
-    wanted = -(-2 * multiprocessors // programs)
-    return max(1, min(wanted, slots // 256, 128))
+    processors = multiprocessors(device)
+    of_head = queries * heads // kv_heads
+    tile = attention_tile(of_head, width, dtype, rows * kv_heads, processors)
+    at_a_time = PROGRAMS * processors // (kv_heads * -(-of_head // tile["BLOCK_M"]))
+    of_row = (-(-slots // TILE) + 1) // MIN_SHARE  # a prefix and a tree may each end within a tile
+    return rows + max(0, min(at_a_time, rows * of_row) - 1) if of_row > 1 else rows
 
 
 def _tree_attention_cached(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, ancestors: Tensor, depth: Tensor | None,
-    key_depth: Tensor | None, num_tree_keys: int, scale: float, window: int, softcap: float, splits: int,
+    key_depth: Tensor | None, items: Tensor | None, first: Tensor | None, count: Tensor | None,
+    num_tree_keys: int, scale: float, window: int, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernels; the arguments are those of :func:`tree_attention_cached`, softcap and splits 0 for None."""
+    """Launch the kernels; the arguments are those of :func:`tree_attention_cached`, softcap 0 for None; without a plan
+    (items, first, count) each row is one item."""
     rows, heads, queries, width = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
-    tile = attention_tile(queries * group, width, q.dtype)
+    tile = attention_tile(queries * group, width, q.dtype, rows * kv_heads, multiprocessors(q.device))
     row_blocks = -(-queries * group // tile["BLOCK_M"])
-    splits = splits or attention_splits(rows * kv_heads * row_blocks, k.shape[2], multiprocessors(q.device))
+    num_items = rows if items is None else len(items)
     # In memory [B, Q, Hq, D]: the caller's next step is a projection over Hq · D.
     out = q.new_empty(rows, queries, heads, width).transpose(1, 2)
-    parts = splits if splits > 1 else 0
-    partial = q.new_empty((rows, queries, heads, parts, width), dtype=torch.float32)
-    lse = q.new_empty((rows, queries, heads, parts), dtype=torch.float32)
+    parts = 0 if items is None else num_items - rows + 1  # only rows that are split have partial results
+    partial = q.new_empty((parts, queries, heads, width), dtype=torch.float32)
+    lse = q.new_empty((parts, queries, heads), dtype=torch.float32)
     with torch.cuda.device_of(q):
-        traceable(_tree_attention_kernel)[(row_blocks, splits, rows * kv_heads)](
-            q, k, v, lengths, ancestors, depth, key_depth, out, partial, lse,
+        traceable(_tree_attention_kernel)[(row_blocks, kv_heads, num_items)](
+            q, k, v, lengths, ancestors, depth, key_depth, items, count, out, partial, lse,
             queries, num_tree_keys, width, scale * math.log2(math.e), softcap,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             *ancestors.stride()[:2], 0 if depth is None else depth.stride(0),
             0 if key_depth is None else key_depth.stride(0),
-            KV_HEADS=kv_heads, GROUP=group, SPLITS=splits, WINDOW=window, SOFTCAP=softcap != 0, **tile,
+            KV_HEADS=kv_heads, GROUP=group, PLANNED=items is not None, WINDOW=window, SOFTCAP=softcap != 0, TILE=TILE,
+            **tile,
         )  # fmt: skip
-        if splits > 1:
-            traceable(_merge_splits_kernel)[(rows * queries * heads,)](
-                partial, lse, out, queries, width, *out.stride()[:3],
-                HEADS=heads, SPLITS=splits, BLOCK_S=next_power(splits), BLOCK_D=tile["BLOCK_D"], num_warps=1,
+        if items is not None:
+            block_h = min(4, next_power(heads))
+            traceable(_merge_items_kernel)[(queries, -(-heads // block_h), rows)](
+                partial, lse, first, count, out, queries, width, *out.stride()[:3],
+                HEADS=heads, BLOCK_I=min(8, next_power(parts)), BLOCK_H=block_h, BLOCK_D=tile["BLOCK_D"], num_warps=4,
             )  # fmt: skip
     return out
 
@@ -389,12 +564,13 @@ if triton is not None:
 def tree_attention_cached(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, ancestors: Tensor, num_tree_keys: int, scale: float,
     depth: Tensor | None = None, key_depth: Tensor | None = None, window: int = 0, softcap: float | None = None,
-    splits: int = 0,
+    work: Work | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of Q queries to each row's cached prefix and to their ancestors among the T tree keys that follow it.
 
-    Verification has Q = T; a drafter that drafts level by level has Q < T. No slot from L + T on is read, and no length
-    is copied to the host. Sums are in float32; products of float32 inputs are not rounded to TF32.
+    Verification has Q = T; a drafter that drafts level by level has Q < T; a chunk of a prompt is a chain of T nodes.
+    No slot from L + T on is read, and no length is copied to the host. Sums are in float32; products of float32 inputs
+    are not rounded to TF32.
 
     Args:
         q: ``[B, Hq, Q, D]`` float32, float16 or bfloat16; any strides but the last, which is 1.
@@ -408,7 +584,7 @@ def tree_attention_cached(
         key_depth: ``[B, T]`` depth of the tree keys; needed for a window.
         window: a query at position p sees keys at positions > p − window; 0 for no window.
         softcap: scores become ``softcap · tanh(score / softcap)`` (Gemma 2).
-        splits: number of splits of the keys; 0 chooses by the device and the cache's capacity.
+        work: from :func:`tree_work` for these lengths, T and window; computed here if left out.
 
     Returns:
         ``[B, Hq, Q, D]``.
@@ -421,6 +597,22 @@ def tree_attention_cached(
     if window:
         assert depth is not None and key_depth is not None, "a window needs depths"
         assert depth.stride(-1) == key_depth.stride(-1) == 1
+    rows, heads, queries, width = q.shape
+    if work is None:
+        num_items = attention_items(rows, queries, heads, k.shape[1], width, k.shape[2], q.dtype, q.device)
+        if num_items > rows:
+            work = tree_work(lengths, num_tree_keys, num_items, window)
+    items, first, count = (None, None, None) if work is None or len(work.items) == rows else work
     return _tree_attention_op(
-        q, k, v, lengths, ancestors, depth, key_depth, num_tree_keys, scale, window, softcap or 0.0, splits
+        q, k, v, lengths, ancestors, depth, key_depth, items, first, count, num_tree_keys, scale, window, softcap or 0.0
     )
+
+
+def attend_tree(
+    q: Tensor, k: Tensor, v: Tensor, tree_keys: TreeKeys, scale: float, window: int = 0, softcap: float | None = None
+) -> Tensor:
+    """:func:`tree_attention_cached` of a forward pass's keys: ``q [B, Hq, Q, D]``, ``k, v [B, Hkv, S, D]``."""
+    return tree_attention_cached(
+        q, k, v, tree_keys.lengths, tree_keys.ancestors, tree_keys.key_depth.shape[1], scale, tree_keys.depth,
+        tree_keys.key_depth, window, softcap, None if tree_keys.work is None else tree_keys.work.get(window),
+    )  # fmt: skip

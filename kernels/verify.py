@@ -2,21 +2,24 @@
 
     r ← p;  for each draw (x, q):  accept x iff u < r[x] / q[x],  else  r ← norm((r − q)+);  bonus ~ r
 
-SpecInfer's multi-step speculative sampling (arXiv 2305.09781 §4.3) over an ordered list of draws. Three phases:
+SpecInfer's multi-step speculative sampling (arXiv 2305.09781 §4.3) over an ordered list of draws. p is the target's
+distribution with temperature, top-k, top-p and min-p. Three phases:
 
     A  the acceptance probability of every draw of every node; no uniform is needed, so all nodes run at once
     B  the walk down the tree, with the uniforms
     C  one draw from the residual of the node where the walk stopped, by inversion
 
-Phase A keeps only scalars of each node: each draw's acceptance probability, the mass of (r − q)+ after it and, for
-draws without replacement, the mass that q had left. Any r(x) can be recomputed from p(x), the earlier draws' q and
-these scalars, so nothing of size V is written. Where every draw is one-hot, the residual after some of them is p
-without their tokens, and one pass over V gives all acceptance probabilities.
+Nothing of size V is written. p is computed where it is needed from the logits and a few numbers of each node, which
+kernels/sampling.py finds in one pass over all nodes; where every draw is one-hot, the same launch does phase A. Other
+draws have a kernel for phase A, which keeps each draw's acceptance probability, the mass of (r − q)+ after it and, for
+draws without replacement, the mass that q had left: any r(x) follows from p(x), the earlier draws' q and these. For
+phases B and C the vocabulary is cut into parts: programs of one launch walk down the tree, each for itself, and sum the
+residual over their part; a second launch scans only the part in which the inverse of the cumulative sum lies.
 
 A q over a reduced vocabulary is not widened: a map from the target's tokens to the entries of q is made before the
 launch, and looked up wherever q is read; a token without an entry has probability 0.
 
-Draws are tested in their order, and uniforms are arguments, so that the kernel and the reference can be compared token
+Draws are tested in their order, and uniforms are arguments, so that the kernels and the reference can be compared token
 for token. Sums are taken in another order than PyTorch's: a uniform within rounding of a boundary may
 fall on the other side.
 
@@ -29,6 +32,14 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.sampling import (
+    distribution_reference,
+    distribution_scalars,
+    draws_at,
+    p_at,
+    pick,
+    without_drawn,
+)
 
 # A draw's kind, written as numbers in the kernels: deterministic; independent; excluding the tokens that its node drew
 # before from the same distribution.
@@ -47,7 +58,7 @@ def acceptances_reference(
 ) -> tuple[Tensor, Tensor]:
     """Phase A: the acceptance probability ``[B, N, K]`` of each draw, given that those before it were rejected (0 where
     there is no draw), and the residual distribution ``[B, N, V]`` after all of them. Arguments as in
-    :func:`verify_sample`."""
+    :func:`verify_sample_reference`."""
     r = p
     if q is not None and ids is not None:  # over the target's vocabulary
         q = widened(q, ids, p.shape[-1])
@@ -82,7 +93,8 @@ def verify_sample_reference(
     p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, q_row: Tensor, q: Tensor | None, uniforms: Tensor,
     bonus_uniform: Tensor, max_depth: int, ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The definition of :func:`verify_sample`."""
+    """Path, length, node and bonus token of :func:`verify_logits`, given the target's distribution
+    ``p [B, N, V]``; the other arguments are the same."""
     acceptance, residual = acceptances_reference(p, tokens, child, kind, q_row, q, ids)
     accepted = uniforms < acceptance
     node = torch.zeros(len(p), dtype=torch.int64, device=p.device)
@@ -100,22 +112,28 @@ def verify_sample_reference(
     return path, length, node, bonus
 
 
-@jit
-def _pick(values, turns, turn):
-    """Entry ``turn`` of a vector held in registers."""
-    return tl.sum(tl.where(turns == turn, values, 0), 0)
+def verify_logits_reference(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, tokens: Tensor, child: Tensor,
+    kind: Tensor, q_row: Tensor, q: Tensor | None, uniforms: Tensor, bonus_uniform: Tensor, max_depth: int,
+    ids: Tensor | None = None, uses: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The definition of :func:`verify_logits`."""
+    p = distribution_reference(logits, temperature, top_k, top_p, min_p, uses)
+    path, length, node, bonus = verify_sample_reference(
+        p, tokens, child, kind, q_row, q, uniforms, bonus_uniform, max_depth, ids
+    )
+    on_path = p[..., 0].isnan().gather(1, path.clamp(max=p.shape[1] - 1))  # [B, A]
+    beyond = torch.arange(max_depth + 1, device=p.device) > length[:, None]
+    return path, length, node, bonus, (~on_path | beyond).all(-1)
 
 
 @jit
-def _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns):
+def _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns, child_row, child_node):
     """A node's draws as vectors over ``turns``: whether it exists, its token, kind and row of q."""
+    exists, token = draws_at(tokens + batch * N, child + batch * child_row + node * child_node, turns, K)
     place = (batch * N + node) * K + turns
-    child_node = tl.load(child + place, mask=turns < K, other=-1)
-    exists = child_node >= 0
-    token = tl.load(tokens + batch * N + child_node, mask=exists, other=-1)
     draw_kind = tl.load(kind + place, mask=exists, other=0).to(tl.int32)
-    draw_q_row = tl.load(q_row + place, mask=exists, other=-1)
-    return exists, token, draw_kind, draw_q_row
+    return exists, token, draw_kind, tl.load(q_row + place, mask=exists, other=-1)
 
 
 @jit
@@ -145,22 +163,23 @@ def _remaining_q(q, entry, x, token, kind, q_row, turns, turn, source, V, VQ, en
 def _draw_distribution(q, entry, x, token, kind, q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS: constexpr):
     """The distribution of draw ``turn`` at tokens x. At a token drawn earlier without replacement it should be 0 and
     is not, which has no effect: r is 0 there, because that draw was rejected (r < q), so (r − q)+ is 0 either way."""
-    if _pick(kind, turns, turn) == 0:
-        values = (x == _pick(token, turns, turn)).to(tl.float32)
+    if pick(kind, turns, turn) == 0:
+        values = (x == pick(token, turns, turn)).to(tl.float32)
     else:
-        values = _q_at(q, entry, _pick(q_row, turns, turn), x, x < V, V, VQ, entry_row, HAS_IDS)
-        values = values / _pick(scale, turns, turn)
+        values = _q_at(q, entry, pick(q_row, turns, turn), x, x < V, V, VQ, entry_row, HAS_IDS)
+        values = values / pick(scale, turns, turn)
     return values
 
 
 @jit
 def _residual(
-    p, q, entry, x, token, kind, q_row, scale, mass, turns, last, V, VQ, entry_row, HAS_IDS: constexpr
+    logits, scalars, best, q, entry, x, token, kind, q_row, scale, mass, turns, last, V, VQ, entry_row,
+    GREEDY: constexpr, HAS_IDS: constexpr,
 ):  # fmt: skip
     """r before draw ``last`` at tokens x. Turns of mass 0 are skipped: there is no draw, or r equals q."""
-    r = tl.load(p + x, mask=x < V, other=0.0)
+    r = p_at(logits, scalars, best, x, x < V, GREEDY)
     for turn in range(last):
-        draw_mass = _pick(mass, turns, turn)
+        draw_mass = pick(mass, turns, turn)
         if draw_mass > 0:
             draw_q = _draw_distribution(q, entry, x, token, kind, q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS)
             r = tl.maximum(r - draw_q, 0.0) / draw_mass
@@ -169,16 +188,21 @@ def _residual(
 
 @jit
 def _acceptances_kernel(
-    p, tokens, child, kind, q_row, q, entry, acceptance, mass_out, scale_out, N, K, R, V, VQ, entry_batch, entry_row,
-    HAS_IDS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr,
+    logits, scalars, best, tokens, child, kind, q_row, q, entry, acceptance, mass_out, scale_out, N, K, R, V, VQ,
+    logits_row, logits_node, child_row, child_node, entry_batch, entry_row,
+    GREEDY: constexpr, HAS_IDS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr,
 ):  # fmt: skip
     """Phase A, any draws: one node per program, a pass over V for every draw (and one before it for the remaining
     mass of q of a draw without replacement)."""
-    node = tl.program_id(1)
+    node = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(0).to(tl.int64)  # the axis that may be long
     turns = tl.arange(0, BLOCK_K)
-    exists, token, draw_kind, draw_q_row = _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns)
-    p += (batch * N + node) * V
+    exists, token, draw_kind, draw_q_row = _draws_of(
+        tokens, child, kind, q_row, batch, node, N, K, turns, child_row, child_node
+    )  # fmt: skip
+    logits += batch * logits_row + node * logits_node
+    scalars += (batch * N + node) * 4
+    best += batch * N + node
     q += batch * R * VQ
     entry += batch * entry_batch
     acceptances = tl.zeros([BLOCK_K], tl.float32)
@@ -186,11 +210,11 @@ def _acceptances_kernel(
     scale = tl.full([BLOCK_K], 1.0, tl.float32)
     draws = tl.max(tl.where(exists, turns + 1, 0), 0)
     for turn in range(draws):
-        if _pick(exists.to(tl.int32), turns, turn) != 0:
+        if pick(exists.to(tl.int32), turns, turn) != 0:
             # The first draw from a distribution is not divided by a sum: q is used as given.
-            source = _pick(draw_q_row, turns, turn)
+            source = pick(draw_q_row, turns, turn)
             earlier = (turns < turn) & exists & (draw_kind == 2) & (draw_q_row == source)
-            if (_pick(draw_kind, turns, turn) == 2) & (tl.sum(earlier.to(tl.int32), 0) > 0):
+            if (pick(draw_kind, turns, turn) == 2) & (tl.sum(earlier.to(tl.int32), 0) > 0):
                 remaining = tl.zeros([BLOCK_V], tl.float32)
                 for start in range(0, V, BLOCK_V):
                     x = start + tl.arange(0, BLOCK_V)
@@ -198,14 +222,15 @@ def _acceptances_kernel(
                         q, entry, x, token, draw_kind, draw_q_row, turns, turn, source, V, VQ, entry_row, HAS_IDS
                     )  # fmt: skip
                 scale = tl.where(turns == turn, tl.sum(remaining, 0), scale)
-            draw_token = _pick(token, turns, turn)
+            draw_token = pick(token, turns, turn)
             left = tl.zeros([BLOCK_V], tl.float32)
             r_at_token = tl.zeros([BLOCK_V], tl.float32)
             q_at_token = tl.zeros([BLOCK_V], tl.float32)
             for start in range(0, V, BLOCK_V):
                 x = start + tl.arange(0, BLOCK_V)
                 r = _residual(
-                    p, q, entry, x, token, draw_kind, draw_q_row, scale, mass, turns, turn, V, VQ, entry_row, HAS_IDS
+                    logits, scalars, best, q, entry, x, token, draw_kind, draw_q_row, scale, mass, turns, turn, V, VQ,
+                    entry_row, GREEDY, HAS_IDS,
                 )  # fmt: skip
                 draw_q = _draw_distribution(
                     q, entry, x, token, draw_kind, draw_q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS
@@ -226,110 +251,133 @@ def _acceptances_kernel(
 
 
 @jit
-def _one_hot_acceptances_kernel(
-    p, tokens, child, kind, q_row, acceptance, N, K, V, BLOCK_K: constexpr, BLOCK_V: constexpr
-):  # fmt: skip
-    """Phase A where all draws are one-hot: one node per program, one pass over V.
-
-    The residual after the first k draws is p without their tokens. Its mass is that of the undrawn tokens plus that of
-    the later draws' tokens, a sum without cancellation.
-    """
-    node = tl.program_id(1)
-    batch = tl.program_id(0).to(tl.int64)  # the axis that may be long
-    turns = tl.arange(0, BLOCK_K)
-    exists, token, _, _ = _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns)
-    if tl.max(exists.to(tl.int32), 0) > 0:
-        p += (batch * N + node) * V
-        undrawn = tl.zeros([BLOCK_V], tl.float32)
-        for start in range(0, V, BLOCK_V):
-            x = start + tl.arange(0, BLOCK_V)
-            drawn = tl.sum((x[:, None] == token[None, :]).to(tl.int32), 1) > 0  # no draw: token −1
-            undrawn += tl.load(p + x, mask=(x < V) & (drawn == 0), other=0.0)
-        same = (token[:, None] == token[None, :]) & exists[:, None]
-        repeated = tl.sum((same & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0  # a token tested before
-        p_token = tl.load(p + token, mask=exists & (repeated == 0), other=0.0)
-        residual = tl.sum(undrawn, 0)
-        mass_after = residual + tl.sum(tl.where(turns[None, :] > turns[:, None], p_token[None, :], 0.0), 1)  # [BLOCK_K]
-        before = tl.where(
-            tl.sum((exists[None, :] & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0, p_token + mass_after, 1.0
-        )
-        acceptances = tl.where(mass_after > 0, tl.minimum(p_token / tl.where(before > 0, before, 1.0), 1.0), 1.0)
-        tl.store(acceptance + (batch * N + node) * K + turns, tl.where(exists, acceptances, 0.0), mask=turns < K)
-    else:
-        tl.store(acceptance + (batch * N + node) * K + turns, tl.zeros([BLOCK_K], tl.float32), mask=turns < K)
-
-
-@jit
 def _weights(
-    p, q, entry, x, V, VQ, entry_row, token, kind, q_row, scale, mass, turns, draws, HAS_Q: constexpr,
-    HAS_IDS: constexpr,
+    logits, scalars, best, q, entry, x, start, token, kind, q_row, scale, mass, turns, draws, V, VQ, entry_row,
+    GREEDY: constexpr, HAS_Q: constexpr, HAS_IDS: constexpr, BLOCK_V: constexpr,
 ):  # fmt: skip
-    """The residual at tokens x after all draws of a node were rejected."""
+    """The residual at tokens x = start, start + 1, … after all draws of a node were rejected."""
     if HAS_Q:
         weights = _residual(
-            p, q, entry, x, token, kind, q_row, scale, mass, turns, draws, V, VQ, entry_row, HAS_IDS
+            logits, scalars, best, q, entry, x, token, kind, q_row, scale, mass, turns, draws, V, VQ, entry_row,
+            GREEDY, HAS_IDS,
         )  # fmt: skip
     else:
-        drawn = tl.sum((x[:, None] == token[None, :]).to(tl.int32), 1) > 0
-        weights = tl.load(p + x, mask=(x < V) & (drawn == 0), other=0.0)
-    return weights
+        weights = p_at(logits, scalars, best, x, x < V, GREEDY)
+        weights = without_drawn(weights, x, start, token, turns, draws, BLOCK_V)
+    return weights.to(tl.float64)
 
 
 @jit
-def _walk_and_draw_kernel(
-    p, tokens, child, kind, q_row, q, entry, acceptance, mass_in, scale_in, uniforms, bonus_uniform, path, length_out,
-    node_out, bonus, N, K, R, V, VQ, entry_batch, entry_row, max_depth, HAS_Q: constexpr, HAS_IDS: constexpr,
-    BLOCK_K: constexpr, BLOCK_V: constexpr,
+def _rejected_draws(
+    tokens, child, kind, q_row, mass_in, scale_in, batch, node, N, K, turns, child_row, child_node, HAS_Q: constexpr
 ):  # fmt: skip
-    """Phases B and C: one row per program."""
+    """The draws of a node where the walk stopped: tokens, kinds, rows of q, phase A's scales and masses, their
+    number. Of one-hot draws only the tokens are read."""
+    place = (batch * N + node) * K + turns
+    scale = tl.zeros_like(turns).to(tl.float32)
+    mass = scale
+    if HAS_Q:
+        exists, token, draw_kind, draw_q_row = _draws_of(
+            tokens, child, kind, q_row, batch, node, N, K, turns, child_row, child_node
+        )  # fmt: skip
+        mass = tl.load(mass_in + place, mask=turns < K, other=0.0)
+        scale = tl.load(scale_in + place, mask=turns < K, other=1.0)
+    else:
+        exists, token = draws_at(tokens + batch * N, child + batch * child_row + node * child_node, turns, K)
+        draw_kind, draw_q_row = token, token
+    return token, draw_kind, draw_q_row, scale, mass, tl.max(tl.where(exists, turns + 1, 0), 0)
+
+
+@jit
+def _walk_kernel(
+    logits, scalars, best, tokens, child, kind, q_row, q, entry, acceptance, mass_in, scale_in, uniforms, path,
+    length_out, node_out, finite_out, sums, N, K, R, V, VQ, logits_row, logits_node, child_row, child_node,
+    entry_batch, entry_row, uniforms_row, uniforms_node, max_depth,
+    GREEDY: constexpr, HAS_Q: constexpr, HAS_IDS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr, PART: constexpr,
+):  # fmt: skip
+    """Phase B, and phase C's sums: one program per row and part of the vocabulary, the first of which stores the walk.
+
+    The sum of a part is float64, as the cumulative sum of the definition.
+    """
+    part = tl.program_id(1)
     batch = tl.program_id(0).to(tl.int64)
     turns = tl.arange(0, BLOCK_K)
     node = batch * 0
     length = batch * 0
+    normaliser = tl.load(scalars + batch * N * 4 + 3)  # NaN where the logits are not finite
+    finite = normaliser == normaliser
     for depth in range(1, max_depth + 1):
-        place = (batch * N + node) * K + turns
-        acceptances = tl.load(acceptance + place, mask=turns < K, other=0.0)
-        uniform = tl.load(uniforms + place, mask=turns < K, other=1.0)
-        first = tl.min(tl.where(uniform < acceptances, turns, BLOCK_K), 0)
-        advances = (first < BLOCK_K) & (length == depth - 1)
-        child_node = tl.load(child + (batch * N + node) * K + first, mask=advances, other=0)
-        node = tl.where(advances, child_node, node)
-        length += advances.to(tl.int64)
-        tl.store(path + batch * (max_depth + 1) + depth, tl.where(advances, node, depth))
-    tl.store(path + batch * (max_depth + 1), batch * 0)
-    tl.store(length_out + batch, length)
-    tl.store(node_out + batch, node)
+        if length == depth - 1:
+            acceptances = tl.load(acceptance + (batch * N + node) * K + turns, mask=turns < K, other=0.0)
+            place = batch * uniforms_row + node * uniforms_node + turns
+            uniform = tl.load(uniforms + place, mask=turns < K, other=1.0)
+            first = tl.min(tl.where(uniform < acceptances, turns, BLOCK_K), 0)
+            if first < BLOCK_K:
+                node = tl.load(child + batch * child_row + node * child_node + first)
+                length += 1
+                normaliser = tl.load(scalars + (batch * N + node) * 4 + 3)
+                finite = finite & (normaliser == normaliser)
+        tl.store(path + batch * (max_depth + 1) + depth, tl.where(length == depth, node, depth), mask=part == 0)
+    tl.store(path + batch * (max_depth + 1), batch * 0, mask=part == 0)
+    tl.store(length_out + batch, length, mask=part == 0)
+    tl.store(node_out + batch, node, mask=part == 0)
+    tl.store(finite_out + batch, finite.to(tl.int8), mask=part == 0)
 
-    exists, token, draw_kind, draw_q_row = _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns)
-    mass = tl.zeros([BLOCK_K], tl.float32)
-    scale = mass
-    if HAS_Q:
-        place = (batch * N + node) * K + turns
-        mass = tl.load(mass_in + place, mask=turns < K, other=0.0)
-        scale = tl.load(scale_in + place, mask=turns < K, other=1.0)
-        q += batch * R * VQ
-        entry += batch * entry_batch
-    draws = tl.max(tl.where(exists, turns + 1, 0), 0)
-    p += (batch * N + node) * V
+    token, draw_kind, draw_q_row, scale, mass, draws = _rejected_draws(
+        tokens, child, kind, q_row, mass_in, scale_in, batch, node, N, K, turns, child_row, child_node, HAS_Q
+    )  # fmt: skip
     total = tl.zeros([BLOCK_V], tl.float64)
-    for start in range(0, V, BLOCK_V):
-        x = start + tl.arange(0, BLOCK_V)
+    for step in range(0, PART, BLOCK_V):
+        start = part * PART + step
         total += _weights(
-            p, q, entry, x, V, VQ, entry_row, token, draw_kind, draw_q_row, scale, mass, turns, draws, HAS_Q, HAS_IDS
-        ).to(tl.float64)  # fmt: skip
-    threshold = tl.load(bonus_uniform + batch).to(tl.float64) * tl.sum(total, 0)
-    before = tl.sum(total, 0) * 0  # the sum of the blocks before
-    first_above = V + tl.zeros([BLOCK_V], tl.int32)  # by lane, the first token whose cumulative sum is above it
-    for start in range(0, V, BLOCK_V):
-        x = start + tl.arange(0, BLOCK_V)
-        w = _weights(
-            p, q, entry, x, V, VQ, entry_row, token, draw_kind, draw_q_row, scale, mass, turns, draws, HAS_Q, HAS_IDS
-        ).to(tl.float64)  # fmt: skip
-        sums = before + tl.cumsum(w, 0)
-        first_above = tl.minimum(first_above, tl.where((sums > threshold) & (w > 0), x, V))
-        before += tl.sum(w, 0)
-    bonus_token = tl.min(first_above, 0)
-    tl.store(bonus + batch, tl.where(bonus_token < V, bonus_token, 0).to(tl.int64))
+            logits + batch * logits_row + node * logits_node, scalars + (batch * N + node) * 4, best + batch * N + node,
+            q + batch * R * VQ, entry + batch * entry_batch, start + tl.arange(0, BLOCK_V), start, token, draw_kind,
+            draw_q_row, scale, mass, turns, draws, V, VQ, entry_row, GREEDY, HAS_Q, HAS_IDS, BLOCK_V,
+        )  # fmt: skip
+    tl.store(sums + batch * tl.num_programs(1) + part, tl.sum(total, 0))
+
+
+@jit
+def _draw_kernel(
+    logits, scalars, best, tokens, child, kind, q_row, q, entry, mass_in, scale_in, node_in, sums, bonus_uniform, bonus,
+    parts, N, K, R, V, VQ, logits_row, logits_node, child_row, child_node, entry_batch, entry_row, bonus_row,
+    GREEDY: constexpr, HAS_Q: constexpr, HAS_IDS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr, PART: constexpr,
+    BLOCK_P: constexpr,
+):  # fmt: skip
+    """The draw of phase C: one row per program. The first token whose cumulative sum is above the uniform's share of
+    the total lies in the first part of which this is true."""
+    batch = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, BLOCK_P)
+    part_sums = tl.load(sums + batch * parts + number, mask=number < parts, other=0.0)
+    after = tl.cumsum(part_sums, 0)
+    threshold = tl.load(bonus_uniform + batch * bonus_row).to(tl.float64) * tl.max(after, 0)
+    part = tl.min(tl.where((after > threshold) & (part_sums > 0), number, BLOCK_P), 0)
+    bonus_token = batch * 0  # where the logits are not finite, no comparison is true
+    if part < BLOCK_P:
+        turns = tl.arange(0, BLOCK_K)
+        node = tl.load(node_in + batch)
+        token, draw_kind, draw_q_row, scale, mass, draws = _rejected_draws(
+            tokens, child, kind, q_row, mass_in, scale_in, batch, node, N, K, turns, child_row, child_node, HAS_Q
+        )  # fmt: skip
+        before = tl.sum(tl.where(number == part - 1, after, 0.0), 0)
+        found = V + tl.zeros([BLOCK_V], tl.int32)  # by lane, the first token whose cumulative sum is above
+        last = tl.zeros([BLOCK_V], tl.int32)  # by lane, the last token of positive weight
+        for step in range(0, PART, BLOCK_V):
+            start = part * PART + step
+            x = start + tl.arange(0, BLOCK_V)
+            weights = _weights(
+                logits + batch * logits_row + node * logits_node, scalars + (batch * N + node) * 4,
+                best + batch * N + node, q + batch * R * VQ, entry + batch * entry_batch, x, start, token, draw_kind,
+                draw_q_row, scale, mass, turns, draws, V, VQ, entry_row, GREEDY, HAS_Q, HAS_IDS, BLOCK_V,
+            )  # fmt: skip
+            above = before + tl.cumsum(weights, 0) > threshold
+            found = tl.minimum(found, tl.where(above & (weights > 0), x, V))
+            last = tl.where(weights > 0, x, last)
+            before += tl.sum(weights, 0)
+        first = tl.min(found, 0)
+        # The part's sum was taken in another order: its last token may miss the threshold by rounding.
+        bonus_token = tl.where(first < V, first, tl.max(last, 0)).to(tl.int64)
+    tl.store(bonus + batch, bonus_token)
 
 
 def entries_of(ids: Tensor, vocabulary: int) -> Tensor:
@@ -347,25 +395,28 @@ def widened(q: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
     return wide.scatter_(2, torch.where(ids < 0, vocabulary, ids).expand_as(q), q)[..., :vocabulary]
 
 
-def verify_tile(max_draws: int, vocabulary: int) -> dict[str, int]:
+def verify_tile(max_draws: int, vocabulary: int, with_q: bool) -> dict[str, int]:
     """The kernels' block sizes for at most ``max_draws`` draws of a node (K)."""
     block_k = next_power(max_draws)
-    # The comparison of x with all draws is a tile of 8192 elements at most.
-    return {
-        "BLOCK_K": block_k,
-        "BLOCK_V": min(next_power(vocabulary), max(64, min(2048, 8192 // block_k))),
-        "num_warps": 8,
-    }
+    # With q, the comparison of x with all draws is a tile of 8192 elements at most.
+    most = max(64, min(2048, 8192 // block_k)) if with_q else 1024
+    return {"BLOCK_K": block_k, "BLOCK_V": min(next_power(vocabulary), most), "num_warps": 8}
 
 
-def verify_sample(
-    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, q_row: Tensor, q: Tensor | None, uniforms: Tensor,
-    bonus_uniform: Tensor, max_depth: int, block: int = 0, ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+PARTS = 64  # at most, of the vocabulary, for the draw of the bonus token
+
+
+def verify_logits(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, tokens: Tensor, child: Tensor,
+    kind: Tensor, q_row: Tensor, q: Tensor | None, uniforms: Tensor, bonus_uniform: Tensor, max_depth: int,
+    ids: Tensor | None = None, uses: tuple[bool, bool, bool] = (True, True, True), block: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Test each node's draws in order against the target's distribution; draw the bonus token from the residual.
 
     Args:
-        p: ``[B, N, V]`` float32 the target's distribution after each node.
+        logits: ``[B, N, V]`` the target's, of any float dtype, for the token after each node.
+        temperature, top_p, min_p: ``[B]`` float32; temperature 0 is greedy, top-p 1 and min-p 0 keep all tokens.
+        top_k: ``[B]`` int64; 0 keeps all.
         tokens: ``[B, N]`` int64 of the nodes.
         child: ``[B, N, K]`` int64 the node a draw leads to; −1 where there is none.
         kind: ``[B, N, K]`` integers: 0 one-hot, 1 i.i.d., 2 without replacement of what the node drew before from the
@@ -375,48 +426,66 @@ def verify_sample(
         uniforms: ``[B, N, K]`` float32 in [0, 1), fresh.
         bonus_uniform: ``[B]`` float32 in [0, 1), fresh.
         max_depth: of the deepest node (A − 1).
-        block: tokens of the vocabulary per tile; 0 chooses.
         ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once,
             −1 for padding of probability 0; None if they are the target's vocabulary (Vq = V).
+        uses: whether some row has temperature 0, some row top-k or top-p, some row min-p; what is not in use is not
+            read.
+        block: tokens of the vocabulary per tile; 0 chooses.
 
     Returns:
-        path ``[B, A]`` (node numbers by depth; entry d beyond the accepted length is d), length ``[B]``, the last
-        accepted node ``[B]`` and the bonus token ``[B]``, all int64.
+        path ``[B, A]`` int64 (node numbers by depth; entry d beyond the accepted length is d), length ``[B]`` int64,
+        the last accepted node ``[B]`` int64, the bonus token ``[B]`` int64, and finite ``[B]`` bool, False if the
+        logits of a node of the path hold NaN or +∞, or −∞ only; the bonus token is then some token.
     """
-    if why_not_triton(p):
-        return verify_sample_reference(p, tokens, child, kind, q_row, q, uniforms, bonus_uniform, max_depth, ids)
-    rows, nodes, vocabulary = p.shape
+    if why_not_triton(logits):
+        return verify_logits_reference(
+            logits, temperature, top_k, top_p, min_p, tokens, child, kind, q_row, q, uniforms, bonus_uniform, max_depth,
+            ids, uses,
+        )  # fmt: skip
+    rows, nodes, vocabulary = logits.shape
     max_draws = child.shape[2]
-    p, tokens, child, kind, q_row, uniforms, bonus_uniform = (
-        part.contiguous() for part in (p, tokens, child, kind, q_row, uniforms, bonus_uniform)
-    )
-    tile = verify_tile(max(max_draws, 1), vocabulary)
+    assert logits.stride(2) == 1 and (not max_draws or child.stride(2) == uniforms.stride(2) == 1)
+    tokens, has_q = tokens.contiguous(), q is not None and max_draws > 0
+    one_hot = (None, None) if has_q else (tokens, child)
+    scalars, best, acceptance = distribution_scalars(
+        logits, temperature, top_k, top_p, min_p, uses, *one_hot, block=block
+    )  # fmt: skip
+    tile = verify_tile(max(max_draws, 1), vocabulary, has_q)
     if block:
         tile["BLOCK_V"] = block
-    has_q = q is not None
-    distributions = p if q is None else q.contiguous()  # p in place of q: never read
-    has_ids = has_q and ids is not None
-    entries, strides = distributions, [0, 0]  # as above
-    if has_q and ids is not None:
-        entries = entries_of(ids, vocabulary)
-        strides = [0 if size == 1 else stride for size, stride in zip(ids.shape, entries.stride(), strict=True)][:2]
-    sizes = (nodes, max_draws, distributions.shape[1], vocabulary, distributions.shape[2], *strides)
-    acceptance = torch.empty(child.shape, dtype=torch.float32, device=p.device)
-    mass, scale = torch.empty_like(acceptance), torch.empty_like(acceptance)
-    path = torch.empty(rows, max_depth + 1, dtype=torch.int64, device=p.device)
-    length, node, bonus = torch.empty(3, rows, dtype=torch.int64, device=p.device)
-    with torch.cuda.device_of(p):
-        if max_draws and has_q:
+    distributions = entries = mass = scale = scalars  # in place of what there is not: never read
+    sizes, entry_strides, has_ids = (1, vocabulary, 1), [0, 0], has_q and ids is not None
+    flags = {"GREEDY": uses[0], "HAS_IDS": has_ids, **tile}
+    if has_q and q is not None:
+        distributions, kind, q_row = q.contiguous(), kind.contiguous(), q_row.contiguous()
+        acceptance = torch.empty(child.shape, dtype=torch.float32, device=logits.device)
+        mass, scale = torch.empty_like(acceptance), torch.empty_like(acceptance)
+        sizes = (q.shape[1], vocabulary, q.shape[2])
+        if ids is not None:
+            entries = entries_of(ids, vocabulary)
+            shared = zip(ids.shape, entries.stride(), strict=True)
+            entry_strides = [0 if size == 1 else stride for size, stride in shared]
+    strides = (*logits.stride()[:2], *child.stride()[:2], *entry_strides[:2])
+    part = max(tile["BLOCK_V"], next_power(-(-vocabulary // PARTS)))
+    parts = -(-vocabulary // part)
+    sums = torch.empty(rows, parts, dtype=torch.float64, device=logits.device)
+    path = torch.empty(rows, max_depth + 1, dtype=torch.int64, device=logits.device)
+    length, node, bonus = torch.empty(3, rows, dtype=torch.int64, device=logits.device)
+    finite = torch.empty(rows, dtype=torch.int8, device=logits.device)
+    with torch.cuda.device_of(logits):
+        if has_q:
             _acceptances_kernel[(rows, nodes)](
-                p, tokens, child, kind, q_row, distributions, entries, acceptance, mass, scale, *sizes, HAS_IDS=has_ids,
-                **tile,
+                logits, scalars, best, tokens, child, kind, q_row, distributions, entries, acceptance, mass, scale,
+                nodes, max_draws, *sizes, *strides, **flags,
             )  # fmt: skip
-        elif max_draws:
-            _one_hot_acceptances_kernel[(rows, nodes)](
-                p, tokens, child, kind, q_row, acceptance, nodes, max_draws, vocabulary, **tile
-            )
-        _walk_and_draw_kernel[(rows,)](
-            p, tokens, child, kind, q_row, distributions, entries, acceptance, mass, scale, uniforms, bonus_uniform,
-            path, length, node, bonus, *sizes, max_depth, HAS_Q=has_q, HAS_IDS=has_ids, **tile,
+        _walk_kernel[(rows, parts)](
+            logits, scalars, best, tokens, child, kind, q_row, distributions, entries, acceptance, mass, scale,
+            uniforms, path, length, node, finite, sums, nodes, max_draws, *sizes, *strides, *uniforms.stride()[:2],
+            max_depth, HAS_Q=has_q, PART=part, **flags,
         )  # fmt: skip
-    return path, length, node, bonus
+        _draw_kernel[(rows,)](
+            logits, scalars, best, tokens, child, kind, q_row, distributions, entries, mass, scale, node, sums,
+            bonus_uniform, bonus, parts, nodes, max_draws, *sizes, *strides, bonus_uniform.stride(0), HAS_Q=has_q,
+            PART=part, BLOCK_P=next_power(parts), **flags,
+        )  # fmt: skip
+    return path, length, node, bonus, finite.view(torch.bool)

@@ -3,19 +3,26 @@
     x ← x + out(attention(rotate(q), rotate(k), v)),   q, k, v = qkv(norm(x))
     x ← x + down(act(gate) · up),                      gate, up = gate_up(norm(x))
 
+On a GPU everything between two products is one kernel, except for attention: :func:`run_fused_layer`. Elsewhere, and in
+``torch.compile``, layers are PyTorch operations: :func:`run_layer`.
+
 Shape letters: B rows, N nodes, M = B · N, H query heads, G key/value heads, D head width, S slots, d hidden width.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.linear import add_product, choose, product
-from draftsmith.kernels.tree_attention import TreeKeys, tree_attention, tree_attention_cached
+from draftsmith.kernels.add_norm import add_norm
+from draftsmith.kernels.gated import act_name, gated
+from draftsmith.kernels.linear import add_product, choose, partial_buffer, partial_product, product
+from draftsmith.kernels.rotate_write import rotate_write
+from draftsmith.kernels.tree_attention import TreeKeys, attend_tree, tree_attention
 
 
 class RMSNorm:
@@ -76,7 +83,9 @@ class Buffers:
         heads, kv_heads, many = layer.heads, layer.kv_heads, rows * count
         width = layer.qkv.shape[1] // (heads + 2 * kv_heads)
         self.rows = torch.arange(rows, device=layer.qkv.device)[:, None]
-        self.forms = [choose(many, matrix) for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
+        # On a GPU these layers run in torch.compile, and to compare them with the model's own.
+        self.forms = [choose(many, matrix) if matrix.is_cpu else "blas" for matrix in matrices]
         self.qkv = layer.qkv.new_empty(many, layer.qkv.shape[1])
         each = self.qkv.view(rows, count, heads + 2 * kv_heads, width)
         self.qk = each[:, :, : heads + kv_heads]
@@ -87,6 +96,29 @@ class Buffers:
             self.q = each[:, 0, :heads].view(rows, kv_heads, -1, width)
         self.gate_up = layer.gate_up.new_empty(many, layer.gate_up.shape[1])
         self.gate, self.up = self.gate_up.chunk(2, -1)
+
+
+class FusedBuffers:
+    """The buffers of fused layers of one shape for a forward pass of B rows of N nodes, and the forms of their
+    products."""
+
+    def __init__(self, layer: Layer, rows: int, count: int) -> None:
+        many, new = rows * count, layer.qkv.new_empty
+        matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
+        self.forms = [choose(many, matrix, partial=True) for matrix in matrices]
+        # Partial sums [S, M, outputs] of each product.
+        self.qkv, self.out, self.gate_up, self.down = (
+            partial_buffer(form, many, matrix) for form, matrix in zip(self.forms, matrices, strict=True)
+        )
+        self.q = new(rows, count, layer.heads, layer.out.shape[0] // layer.heads)
+        self.mlp = new(many, layer.down.shape[0])
+
+
+def can_fuse(layer: Layer) -> bool:
+    """Whether :func:`run_fused_layer` can run a layer: kernels know its norms and its activation."""
+    norms = (layer.after_attention, layer.before_mlp, layer.after_mlp)
+    known = layer.qkv.dtype in (torch.float32, torch.float16, torch.bfloat16) and act_name(layer.act) is not None
+    return known and all(norm is None or norm.weight.dim() == 1 for norm in norms)
 
 
 @dataclass(eq=False)
@@ -118,19 +150,27 @@ class LeanDecoder:
             tables[kind] = torch.cat((cos, -sin[..., :half], sin[..., half:]), -1)[0]
         return tables
 
-    def buffers(self, rows: int, count: int, grouped: bool = False) -> list[Buffers]:
+    @cached_property
+    def can_fuse(self) -> bool:
+        """Whether all layers can run as fused ones, see :func:`can_fuse`."""
+        before = (layer.before_attention for layer in self.layers)
+        plain = all(isinstance(norm, RMSNorm) and norm.weight.dim() == 1 for norm in before)
+        return plain and all(map(can_fuse, self.layers))
+
+    def buffers(self, rows: int, count: int, biased: bool) -> Sequence[Buffers | FusedBuffers]:
         """The buffers of each layer; layers of one shape share theirs.
 
         Args:
-            grouped: for attention by ``biases`` with one node per row.
+            biased: for attention by ``biases``; else by ``tree_keys``, with fused layers if they can be.
         """
-        by_shape: dict[tuple[int, ...], Buffers] = {}
-        by_layer: list[Buffers] = []
+        fused = not biased and self.can_fuse and not torch.compiler.is_compiling()
+        by_shape: dict[tuple[int, ...], Buffers | FusedBuffers] = {}
+        by_layer: list[Buffers | FusedBuffers] = []
         with torch.inference_mode(False), torch.no_grad():  # usable inside and outside of inference mode
             for layer in self.layers:
                 shape = (layer.heads, layer.kv_heads, *layer.qkv.shape, *layer.gate_up.shape)
                 if shape not in by_shape:
-                    by_shape[shape] = Buffers(layer, rows, count, grouped)
+                    by_shape[shape] = FusedBuffers(layer, rows, count) if fused else Buffers(layer, rows, count, biased)
                 by_layer.append(by_shape[shape])
         return by_layer
 
@@ -148,7 +188,7 @@ class LeanDecoder:
         self, tokens: Tensor, positions: Tensor, slots: Tensor, views: Sequence[tuple[Tensor, Tensor, Tensor]],
         tables: Mapping[str, Tensor], *, biases: Mapping[int, Tensor | None] | None = None,
         tree_keys: TreeKeys | None = None, captures: Sequence[int] = (),
-        buffers: Sequence[Buffers] | None = None,
+        buffers: Sequence[Buffers | FusedBuffers] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """One forward pass.
 
@@ -168,14 +208,28 @@ class LeanDecoder:
         rows, count = tokens.shape
         buffers = buffers or self.buffers(rows, count, tree_keys is None)
         x = self.embed(tokens).flatten(0, 1)  # [M, d], updated in place
-        rotations = self.rotations(positions, tables)
-        written = (buffers[0].rows, slots)
+        normed = x.new_empty(x.shape)  # fused layers write the norm of x after them
+        rotations: Mapping[str, Sequence[Tensor]] = {}
+        written = (slots, slots)
+        if isinstance(buffers[0], FusedBuffers):
+            add_norm(x, None, *_weight_and_eps(self.layers[0].before_attention), normed)
+        else:
+            rotations, written = self.rotations(positions, tables), (buffers[0].rows, slots)
         captured: dict[int, Tensor] = {}
         for number, (layer, own_buffers, view) in enumerate(zip(self.layers, buffers, views, strict=True)):
             if number in captures:
                 captured[number] = x.view(rows, count, -1).clone()
-            run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, tree_keys)
-        return self.norm(x).view(rows, count, -1), [captured[number] for number in captures]
+            if isinstance(own_buffers, FusedBuffers):
+                assert tree_keys is not None
+                last = number + 1 == len(self.layers)
+                after = _weight_and_eps(self.norm if last else self.layers[number + 1].before_attention)
+                run_fused_layer(
+                    layer, own_buffers, x, normed, normed, tables[layer.rope], positions, slots, view, tree_keys, after
+                )  # fmt: skip
+            else:
+                run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, tree_keys)
+        hidden = normed if isinstance(buffers[0], FusedBuffers) else self.norm(x)
+        return hidden.view(rows, count, -1), [captured[number] for number in captures]
 
 
 def run_layer(
@@ -194,11 +248,7 @@ def run_layer(
     qk.mul_(cos).addcmul_(other, sin)
     both.index_put_(written, buffers.kv)
     if tree_keys is not None:
-        lengths, ancestors, depth, key_depth = tree_keys
-        out = tree_attention_cached(
-            q, keys, values, lengths, ancestors, key_depth.shape[1], layer.scale, depth, key_depth, layer.window,
-            layer.softcap,
-        )  # fmt: skip
+        out = attend_tree(q, keys, values, tree_keys, layer.scale, layer.window, layer.softcap)
     else:
         assert biases is not None
         out = tree_attention(q, keys, values, biases[layer.window], layer.scale, layer.softcap)
@@ -207,6 +257,51 @@ def run_layer(
     product(gate_up_form, layer.before_mlp(x), layer.gate_up, layer.gate_up_bias, buffers.gate_up)
     y = layer.act(buffers.gate).mul_(buffers.up)
     _add(x, down_form, y, layer.down, layer.down_bias, layer.after_mlp, layer.factor)
+
+
+def run_fused_layer(
+    layer: Layer, buffers: FusedBuffers, x: Tensor, inputs: Tensor, normed: Tensor, table: Tensor, positions: Tensor,
+    slots: Tensor, view: tuple[Tensor, Tensor, Tensor], tree_keys: TreeKeys, after: tuple[Tensor, float],
+) -> None:  # fmt: skip
+    """Run a layer by kernels on ``x [M, d]`` in place.
+
+    Args:
+        inputs: what its ``before_attention`` makes of x; may be ``normed``.
+        normed: ``[M, d]``, written to.
+        table: rotary table of ``layer.rope``, ``[positions, 2 · D]``.
+        positions, slots, view, tree_keys: as :meth:`LeanDecoder.forward` takes them.
+        after: weight and eps of the norm of x after the layer, whose result is in ``normed``.
+    """
+    both, keys, values = view
+    norm, qkv_form, out_form, gate_up_form, down_form = layer.qk_norm, *buffers.forms
+    qkv = partial_product(qkv_form, inputs, layer.qkv, buffers.qkv)
+    norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    rotate_write(
+        qkv, table, positions, slots, both, buffers.q, bias=layer.qkv_bias, norm=norm_weight, eps=norm_eps
+    )  # fmt: skip
+    q = buffers.q.transpose(1, 2)  # [B, H, N, D]
+    out = attend_tree(q, keys, values, tree_keys, layer.scale, layer.window, layer.softcap)
+    out = out.transpose(1, 2).reshape(len(x), -1)
+    y = partial_product(out_form, out, layer.out, buffers.out)
+    _add_norm(x, y, layer.out_bias, layer.after_attention, layer.factor, _weight_and_eps(layer.before_mlp), normed)
+    gate_up = partial_product(gate_up_form, normed, layer.gate_up, buffers.gate_up)
+    gated(gate_up, buffers.mlp, act_name(layer.act) or "", bias=layer.gate_up_bias)
+    y = partial_product(down_form, buffers.mlp, layer.down, buffers.down)
+    _add_norm(x, y, layer.down_bias, layer.after_mlp, layer.factor, after, normed)
+
+
+def _add_norm(
+    x: Tensor, y: Tensor, bias: Tensor | None, branch_norm: RMSNorm | None, factor: float, after: tuple[Tensor, float],
+    normed: Tensor,
+) -> None:  # fmt: skip
+    """``x += factor · branch_norm(Σ y + bias)`` in place, and the norm ``after`` of the sum."""
+    weight, eps = (None, None) if branch_norm is None else (branch_norm.weight, branch_norm.eps)
+    add_norm(x, y, *after, normed, bias=bias, after=weight, after_eps=eps, factor=factor)
+
+
+def _weight_and_eps(norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+    assert isinstance(norm, RMSNorm)
+    return norm.weight, norm.eps
 
 
 def _add(

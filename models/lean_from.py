@@ -3,7 +3,8 @@
 The matrices of q, k and v are packed into one, and those of gate and up; the model's parameters become views of these,
 so no weight is held twice and the model itself works as before. The structure of layers (norms, biases, multipliers) is
 read from the model's modules. The arguments of its attention (scale, window, soft cap) are recorded in a run of the
-model, and each lean layer must reproduce the output of the model's own layer from the same input.
+model, and each lean layer must reproduce the output of the model's own layer from the same input; so must each fused
+layer, where kernels run.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from draftsmith.kernels.tree_attention import causal_bias, tree_attention
-from draftsmith.models.lean import Layer, LeanDecoder, RMSNorm, run_layer
+from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.tree_attention import TreeKeys, causal_bias, tree_attention
+from draftsmith.models.lean import Buffers, FusedBuffers, Layer, LeanDecoder, RMSNorm, run_fused_layer, run_layer
 from draftsmith.models.target import Target
 
 _RECORD = "draftsmith_record"
@@ -138,16 +140,30 @@ def _make(target: Target) -> LeanDecoder:
     count = tokens.shape[1]
     place = torch.arange(count, device=target.device)[None]
     rotations, written = lean.rotations(place, lean.tables(count)), (place.new_zeros(1, 1), place)
-    buffers = lean.buffers(1, count)
+    buffers = lean.buffers(1, count, biased=True)
+    fused = lean.buffers(1, count, biased=False) if why_not_triton(tokens) is None and lean.can_fuse else None
+    chain, depth = (2 << place[..., None]) - 1, place.int()  # each token sees those before it
+    tree_keys = TreeKeys(place.new_zeros(1), chain, depth, depth)
     for number, (layer, own_buffers, (kv_heads, width)) in enumerate(
         zip(layers, buffers, target.kv_shapes, strict=True)
     ):
         pair = torch.zeros(2, 1, kv_heads, count, width, dtype=target.dtype, device=target.device)
         biases = {layer.window: causal_bias(0, count, layer.window, target.dtype, target.device)}
         x = inputs[number].flatten(0, 1)
+        before = x.clone()
+        assert isinstance(own_buffers, Buffers)
         view = (pair.permute(1, 3, 0, 2, 4), pair[0], pair[1])
         run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, None)
         _compare(x, inputs[number + 1][0], f"its layer {number}")
+        if fused is not None:
+            x, own_fused, table = before, fused[number], lean.tables(count)[layer.rope]
+            normed, ones = torch.empty_like(x), x.new_ones(x.shape[1])
+            assert isinstance(own_fused, FusedBuffers)
+            run_fused_layer(
+                layer, own_fused, x, layer.before_attention(x), normed, table, place, place, view, tree_keys,
+                (ones, layer.before_mlp.eps),
+            )  # fmt: skip
+            _compare(x, inputs[number + 1][0], f"its layer {number} by kernels")
     return lean
 
 

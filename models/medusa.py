@@ -16,9 +16,9 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from draftsmith.kernels.linear import apply_linear, choose, linear
+from draftsmith.kernels.res_block import res_block
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab, head_rows
 
@@ -154,7 +154,7 @@ class MedusaHeads(nn.Module):
         """The ResBlocks of the first ``heads`` heads (all if left out): ``[P, d] → [K, P, d]``."""
         x = hidden.expand(self.config.num_draft_heads if heads is None else heads, *hidden.shape)
         for weight, bias in zip(self.weight, self.bias, strict=True):
-            x = x + F.silu(torch.baddbmm(bias[:heads], x, weight[:heads]))
+            x = res_block(x, weight[:heads], bias[:heads])
         return x
 
     def projections(self, lm_head: nn.Module) -> list[tuple[Tensor, Tensor | None]]:

@@ -38,7 +38,7 @@ from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.tree_attention import TreeKeys, ancestor_mask, tree_bias, tree_bias_one_row
 from draftsmith.models.eagle import Eagle, marked_places
-from draftsmith.models.lean import Buffers, Layer, RMSNorm, run_layer
+from draftsmith.models.lean import Buffers, FusedBuffers, Layer, RMSNorm, can_fuse, run_fused_layer, run_layer
 from draftsmith.models.lean_from import packed_linears
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
@@ -145,7 +145,7 @@ class EagleDrafter(Drafter):
         self.both = storage.permute(1, 3, 0, 2, 4)  # [B, S, 2, G, D]
         self.kernel = why_not_triton(cache.lengths) is None and config.head_dim <= 256
         self.table = _rotations(self.eagle, min(self.capacity, self.target.context), device, dtype)
-        self.pass_buffers: dict[int, Buffers] = {}  # by number of nodes
+        self.pass_buffers: dict[int, Buffers | FusedBuffers] = {}  # by number of nodes
         self.one_row: dict[Pass, Tensor] = {}  # masks of eager passes with one row
         self.max_missing = max_depth  # accepted tokens of a step, at most
         self.chains = chain_passes(self.max_missing + 1, rows, device)
@@ -297,18 +297,36 @@ class EagleDrafter(Drafter):
         else:
             biases = {0: self._bias(level, lengths, seen, fixed)}
         positions = (lengths[:, None] + level.depth).clamp(max=len(self.table) - 1)
+        x = self._residual(tokens, hidden)
+        slots = lengths[:, None] + self.numbers[level.first : total]
+        view = (self.both, self.keys[:, :, :seen], self.values[:, :, :seen])
+        buffers = self._buffers(rows, count)
+        ends_normed = self.eagle.config.norm_output and self.norm is not None
+        if isinstance(buffers, FusedBuffers):
+            assert tree_keys is not None
+            normed, after = torch.empty_like(x), self.norm if ends_normed and self.norm else self.layer.before_mlp
+            run_fused_layer(
+                self.layer, buffers, x, self.layer.before_attention(x), normed, self.table, positions, slots, view,
+                tree_keys, (after.weight, after.eps),
+            )  # fmt: skip
+            return (normed if ends_normed else x).view(rows, count, -1)
         cos, sin = F.embedding(positions, self.table).view(rows, count, 2, 1, -1).unbind(2)
+        run_layer(self.layer, buffers, x, (buffers.rows, slots), view, (cos, sin), biases, tree_keys)
+        if ends_normed and self.norm is not None:
+            x = self.norm(x)
+        return x.view(rows, count, -1)
+
+    def _buffers(self, rows: int, count: int) -> Buffers | FusedBuffers:
+        """The layer's buffers for passes of so many nodes."""
         buffers = self.pass_buffers.get(count)
         if buffers is None:
             with torch.inference_mode(False), torch.no_grad():  # usable inside and outside of inference mode
-                buffers = self.pass_buffers[count] = Buffers(self.layer, rows, count, not self.kernel)
-        x = self._residual(tokens, hidden)
-        written = (buffers.rows, lengths[:, None] + self.numbers[level.first : total])
-        view = (self.both, self.keys[:, :, :seen], self.values[:, :, :seen])
-        run_layer(self.layer, buffers, x, written, view, (cos, sin), biases, tree_keys)
-        if self.eagle.config.norm_output and self.norm is not None:
-            x = self.norm(x)
-        return x.view(rows, count, -1)
+                if self.kernel and can_fuse(self.layer):
+                    buffers = FusedBuffers(self.layer, rows, count)
+                else:
+                    buffers = Buffers(self.layer, rows, count, not self.kernel)
+            self.pass_buffers[count] = buffers
+        return buffers
 
     def _bias(self, level: Pass, lengths: Tensor, seen: int, fixed: bool) -> Tensor | None:
         if self.eager and self.rows == 1 and level.sees_all:

@@ -74,6 +74,29 @@ def test_shortlists_beside_the_full_head(run_main, tmp_path, monkeypatch, dtype)
     assert rows[1]["of_bound"] == pytest.approx(bound / rows[1]["median_us"] * 1e6)
 
 
+def test_products_of_few_rows_beside_mm(monkeypatch, tmp_path):
+    """Of their definition, where there is no GPU."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    monkeypatch.setattr(bench, "LIMIT", 0.01)
+    args = bench.parser().parse_args(["few_rows", "--dtype", "float32"])
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    table = bench.Table(bench.Device(1e9, 1e12), "here")
+    with torch.inference_mode():
+        bench.bench_few_rows(args, table, 4, 1500, 60)
+    assert len(table.rows) == 3 and table.rows[0].way == "torch.mm" and table.rows[2].way.startswith("parts: ")
+    assert all(row.moved == 4 * (4 * 1500 + 1500 * 60 + 4 * 60) for row in table.rows)
+    assert all(row.shape == {"M": 4, "K": 1500, "N": 60} and row.difference < 1e-4 for row in table.rows)
+    assert table.rows[0].operations == 2 * 4 * 1500 * 60
+
+
+@pytest.mark.parametrize("rows", [0, 65])
+def test_too_many_rows(run_main, monkeypatch, rows):
+    monkeypatch.setattr(bench, "INTERPRETING", True)
+    monkeypatch.setattr(bench, "triton", bench)
+    code, _, err = run_main(bench.main, "few_rows", "--rows", 1, rows)
+    assert code and "have to be from 1 to 64" in err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they can be measured")
 @pytest.mark.skipif(bench.INTERPRETING, reason="they can be compared")
 def test_the_other_kernels_need_a_gpu(run_main):

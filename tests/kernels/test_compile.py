@@ -37,21 +37,51 @@ def commit(dtype: torch.dtype, width: int) -> None:
     commit(torch.zeros(2, 2, 2, 8, 64, width, dtype=dtype), numbers, torch.zeros(2, 6, dtype=torch.int64), numbers)
 
 
-def verify(most: int, with_q: bool, reduced: int = 0) -> None:
-    from draftsmith.kernels.verify import verify_sample
+def verify(dtype: torch.dtype, most: int, with_q: bool, reduced: int = 0, uses: tuple = (True, True, True)) -> None:
+    from draftsmith.kernels.verify import verify_logits
 
-    p, child = torch.zeros(1, 4, 4096), torch.zeros(1, 4, most, dtype=torch.int64)
-    q, ids = p if with_q else None, None
+    logits, child = torch.zeros(1, 4, 4096, dtype=dtype), torch.zeros(1, 4, most, dtype=torch.int64)
+    q, ids = torch.zeros(1, 4, 4096) if with_q else None, None
     if reduced:
         q, ids = torch.zeros(1, 4, reduced), torch.arange(reduced).expand(1, 4, -1)
     uniforms, numbers = torch.zeros(1, 4, most), torch.zeros(1, 4, dtype=torch.int64)
-    verify_sample(p, numbers, child, child.to(torch.int8), child, q, uniforms, uniforms[:, 0, 0], 3, ids=ids)
+    of_row, top_k = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    verify_logits(
+        logits, of_row, top_k, of_row, of_row, numbers, child, child.to(torch.int8), child, q, uniforms, of_row, 3, ids,
+        uses,
+    )  # fmt: skip
+
+
+def philox() -> None:
+    from draftsmith.kernels.sampling import philox_uniforms
+
+    philox_uniforms(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 641)
 
 
 def head_topk(dtype: torch.dtype, rows: int) -> None:
     from draftsmith.kernels.head_topk import head_topk
 
-    head_topk(torch.zeros(rows, 256, dtype=dtype), torch.zeros(4096, 256, dtype=dtype), 10)
+    head_topk(torch.zeros(rows, 256, dtype=dtype), torch.zeros(16384, 256, dtype=dtype), 10)  # merged in two rounds
+
+
+def accept_greedy(dtype: torch.dtype, nodes: int) -> None:
+    from draftsmith.kernels.accept_greedy import accept_greedy, advance
+
+    numbers, small = torch.zeros(2, nodes, dtype=torch.int64), torch.zeros(2, nodes, dtype=torch.int32)
+    ancestors = torch.zeros(2, nodes, -(-nodes // 64), dtype=torch.int64)
+    valid, active = torch.zeros(2, nodes, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)
+    best, committed = torch.zeros(2, nodes, dtype=dtype), torch.zeros(2, 12, dtype=torch.int64)
+    accept_greedy(numbers, best, numbers, small, small, ancestors, valid, active, committed, 5)
+    features, state = torch.zeros(2, nodes, 4096, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+    advance(state, state, features[:, 0], features, state, state, state, active)
+
+
+def res_block(dtype: torch.dtype, heads: int, rows: int, width: int) -> None:
+    from draftsmith.kernels.res_block import res_block
+
+    weight, bias = torch.zeros(heads, width, width, dtype=dtype), torch.zeros(heads, 1, width, dtype=dtype)
+    with torch.no_grad():
+        res_block(torch.zeros(rows, width, dtype=dtype).expand(heads, -1, -1), weight, bias)
 
 
 def shortlist(dtype: torch.dtype, nodes: int) -> None:
@@ -61,6 +91,49 @@ def shortlist(dtype: torch.dtype, nodes: int) -> None:
     rows = torch.arange(1000).expand(2, -1)
     shortlist_logits(features, weight, rows)
     shortlist_topk(features, weight, rows, torch.arange(4096), 10)
+
+
+def add_norm(dtype: torch.dtype, width: int, parts: int, bare: bool = False) -> None:
+    """``bare``: Llama's residual, without a bias and without a norm of the branch."""
+    from draftsmith.kernels.add_norm import add_norm
+
+    x, y = torch.zeros(4, width, dtype=dtype), torch.zeros(parts, 4, width, dtype=dtype if parts == 1 else torch.float)
+    weight, wide = torch.zeros(width, dtype=dtype), torch.zeros(width)
+    add_norm(x, None, weight, 1e-6, x)
+    if bare:
+        add_norm(x, y, weight, 1e-6, x)
+    else:
+        add_norm(x, y, wide, 1e-6, x, bias=weight, after=wide, factor=0.5)
+
+
+def rotate_write(dtype: torch.dtype, width: int, group: int, parts: int, bare: bool = False) -> None:
+    """Two key/value heads of ``group`` query heads each. ``bare``: without a bias and without norms of q and k."""
+    from draftsmith.kernels.rotate_write import rotate_write
+
+    heads, numbers = 2 * group, torch.zeros(2, 5, dtype=torch.int64)
+    qkv = torch.zeros(parts, 10, (heads + 4) * width, dtype=dtype if parts == 1 else torch.float)
+    cache = torch.zeros(2, 2, 2, 64, width, dtype=dtype).permute(1, 3, 0, 2, 4)
+    table, q_out = torch.zeros(64, 2 * width, dtype=dtype), torch.zeros(2, 5, heads, width, dtype=dtype)
+    bias, norm = (None, None) if bare else (qkv[0, 0].to(dtype), torch.zeros(heads + 2, width))
+    rotate_write(qkv, table, numbers, numbers, cache, q_out, bias=bias, norm=norm)
+
+
+def gated(dtype: torch.dtype, width: int, parts: int, act: str, bare: bool = False) -> None:
+    from draftsmith.kernels.gated import gated
+
+    gate_up = torch.zeros(parts, 4, 2 * width, dtype=dtype if parts == 1 else torch.float)
+    gated(gate_up, torch.zeros(4, width, dtype=dtype), act, bias=None if bare else gate_up[0, 0].to(dtype))
+
+
+def few_rows(dtype: torch.dtype, rows: int) -> None:
+    """Each block size that is measured on a GPU of 132 multiprocessors."""
+    from draftsmith.kernels.few_rows import candidates, few_rows_product, sum_parts
+
+    x, matrix = torch.zeros(rows, 4096, dtype=dtype), torch.zeros(4096, 4096, dtype=dtype).t()
+    tiles = {form._replace(parts=0): form for form in candidates(rows, 4096, 4096, dtype, 132)}
+    for form in tiles.values():
+        parts = few_rows_product(x, matrix, form)
+    sum_parts(parts, torch.zeros(rows, 4096, dtype=dtype), None if rows == 1 else x[0], add=rows == 1, factor=0.5)
 
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -74,14 +147,33 @@ for name, dtype in DTYPES.items():
             attention, dtype, 128, queries, splits, 1
         )
     CASES[f"head_topk {name} M=5"] = partial(head_topk, dtype, 5)
+    CASES[f"accept_greedy {name} N=64"] = partial(accept_greedy, dtype, 64)
+    CASES[f"res_block {name} d=1024 P=1"] = partial(res_block, dtype, 4, 1, 1024)
+    CASES[f"res_block {name} d=64 P=20"] = partial(res_block, dtype, 1, 20, 64)
+    CASES[f"res_block {name} d=1024 P=64"] = partial(res_block, dtype, 4, 64, 1024)
     CASES[f"shortlist {name} n=5"] = partial(shortlist, dtype, 5)
     CASES[f"commit {name}"] = partial(commit, dtype, 128)
+    for most, with_q in ((4, True), (10, False)):
+        CASES[f"verify {name} K={most}, with q: {with_q}"] = partial(verify, dtype, most, with_q)
+    for parts, bare in ((1, True), (4, False)):
+        CASES[f"add_norm {name} d=4096 S={parts}"] = partial(add_norm, dtype, 4096, parts, bare)
+        CASES[f"gated {name} silu S={parts}"] = partial(gated, dtype, 1408, parts, "silu", bare)
+        for width, group in ((128, 4), (80, 1), (64, 7)):
+            CASES[f"rotate_write {name} D={width} S={parts}, group {group}"] = partial(
+                rotate_write, dtype, width, group, parts, bare
+            )
+    for rows in {"fp32": (1, 64), "fp16": (16,), "bf16": (1, 16, 32, 64)}[name]:
+        CASES[f"few_rows {name} M={rows}"] = partial(few_rows, dtype, rows)
+    CASES[f"gated {name} gelu_tanh"] = partial(gated, dtype, 1408, 1, "gelu_tanh")
 CASES["attention bf16, window, soft cap"] = partial(attention, torch.bfloat16, 128, 64, 4, window=512, softcap=30.0)
+CASES["add_norm bf16 d=16384 S=4"] = partial(add_norm, torch.bfloat16, 16384, 4)
 CASES["head_topk bf16 M=160"] = partial(head_topk, torch.bfloat16, 160)
+CASES["accept_greedy bf16 N=512"] = partial(accept_greedy, torch.bfloat16, 512)
 CASES["shortlist bf16 n=160"] = partial(shortlist, torch.bfloat16, 160)
-for most, with_q in ((4, True), (10, False), (63, False)):
-    CASES[f"verify K={most}, with q: {with_q}"] = partial(verify, most, with_q)
-CASES["verify K=4, a reduced vocabulary"] = partial(verify, 4, True, 1000)
+for most in (0, 63):
+    CASES[f"verify bf16 K={most}, no parameters"] = partial(verify, torch.bfloat16, most, False, 0, (False,) * 3)
+CASES["verify bf16 K=4, a reduced vocabulary"] = partial(verify, torch.bfloat16, 4, True, 1000)
+CASES["philox"] = philox
 
 
 def compile_all() -> None:
@@ -102,7 +194,7 @@ def compile_all() -> None:
                     signature[parameter.name], constants[parameter.name] = "constexpr", value
                     continue
                 if isinstance(value, torch.Tensor):
-                    names = {torch.int64: "i64", torch.int32: "i32", torch.int8: "i8"}
+                    names = {torch.int64: "i64", torch.int32: "i32", torch.int8: "i8", torch.float64: "fp64"}
                     names |= {dtype: name for name, dtype in DTYPES.items()}
                     signature[parameter.name] = f"*{names[value.dtype]}"
                 else:
@@ -118,7 +210,12 @@ def compile_all() -> None:
         return launch
 
     JITFunction.__getitem__ = compile_launch
-    for name in ("tree_attention", "commit", "verify", "head_topk", "shortlist_linear"):
+    for name in (
+        "tree_attention", "commit", "verify", "head_topk", "shortlist_linear",
+        "accept_greedy", "res_block",
+        "add_norm", "rotate_write", "gated", "few_rows",
+        "sampling",
+    ):  # fmt: skip
         importlib.import_module(f"draftsmith.kernels.{name}").why_not_triton = lambda tensor: None
     for case, launch in CASES.items():
         launched.clear()
@@ -141,8 +238,11 @@ def test_every_kernel_compiles_and_fits(compiled):
     assert sum("group 1" in case and kernel == "_tree_attention_kernel" for case, kernel, _ in compiled) == 6
     assert kernels == {
         "_tree_attention_kernel", "_merge_splits_kernel", "_commit_kernel", "_acceptances_kernel",
-        "_one_hot_acceptances_kernel", "_walk_and_draw_kernel", "_block_topk_kernel", "_merge_topk_kernel",
+        "_distribution_kernel", "_walk_kernel", "_draw_kernel", "_philox_kernel", "_block_topk_kernel", "_merge_topk_kernel",
         "_shortlist_logits_kernel", "_shortlist_topk_kernel", "_tokens_kernel",
+        "_accept_greedy_kernel", "_advance_kernel", "_res_block_kernel",
+        "_add_norm_kernel", "_rotate_write_kernel", "_gated_kernel",
+        "_vector_kernel", "_few_rows_kernel", "_sum_parts_kernel",
     }  # fmt: skip
     assert max(shared for _, _, shared in compiled) > 48 * 1024  # it is being read
     assert not [launch for launch in compiled if launch[2] > SHARED_MEMORY]

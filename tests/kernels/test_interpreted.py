@@ -17,6 +17,9 @@ HERE = Path(__file__).parent / "device"
 PARTS = {
     "test_tree_attention_kernel.py": 4, "test_verify_kernel.py": 4, "test_engine_on_kernels.py": 3,
     "test_head_topk_kernel.py": 2, "test_shortlist_kernel.py": 2, "test_commit_kernel.py": 1,
+    "test_accept_greedy_kernel.py": 1, "test_res_block_kernel.py": 1,
+    "test_add_norm_kernel.py": 1, "test_rotate_write_kernel.py": 1, "test_gated_kernel.py": 1,
+    "test_few_rows_kernel.py": 1,
 }  # fmt: skip
 RUNNER = """
 import json, sys, pytest

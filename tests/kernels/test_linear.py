@@ -1,15 +1,28 @@
-"""Every form of a product gives its result; the choice is measured once and kept in a file, which may be damaged."""
+"""Every form of a product gives its result; the choice is measured once and kept in a file, which may be damaged. A
+GPU's choice is tested with made-up times, on the definition of few rows' products."""
 
 import copy
 import json
+import types
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from draftsmith.common.files import cache_folder
+from draftsmith.kernels import few_rows
 from draftsmith.kernels import linear as linears
-from draftsmith.kernels.linear import FORMS, add_product, apply_linear, choose, linear, product
+from draftsmith.kernels.few_rows import FewRowsForm, candidates, parse_form
+from draftsmith.kernels.linear import (
+    FORMS,
+    add_product,
+    apply_linear,
+    choose,
+    linear,
+    partial_buffer,
+    partial_product,
+    product,
+)
 from draftsmith.kernels.measured import machine
 
 
@@ -20,6 +33,9 @@ def anew(monkeypatch, tmp_path):
     monkeypatch.setattr(linears, "_chosen", {})
     monkeypatch.setattr(linears, "_stored", None)
     monkeypatch.setattr(linears, "_spent", 0.0)
+    monkeypatch.setattr(linears, "_gpu_chosen", {})
+    monkeypatch.setattr(linears, "_gpu_stored", {})
+    monkeypatch.setattr(linears, "_gpu_spent", 0.0)
 
 
 def prefer(monkeypatch, form):
@@ -45,6 +61,8 @@ def test_every_form_is_the_product(monkeypatch, form, rows, by_columns):
         assert (out - bias - want).norm() <= 3 * plain + 1e-5
         assert product(form, x, matrix, None, out) is out
         assert (out - want).norm() <= 2 * plain + 1e-6
+        parts = partial_product(form, x, matrix, partial_buffer(form, rows, matrix))
+        assert parts.shape == (1, rows, 19) and (parts[0] - want).norm() <= 2 * plain + 1e-6
         total = torch.ones(rows, 19)
         assert add_product(form, total, x, matrix, 0.5) is total
         assert (total - 1 - 0.5 * want).norm() <= 2 * plain + 1e-5
@@ -154,3 +172,199 @@ def test_packed_is_measured_among_the_forms(monkeypatch):
     monkeypatch.setattr(linears, "FORMS", {"blas": slow})
     assert set(linears._measure(torch.randn(64, 256), True).values()) == {"packed"}
     assert set(linears._measure(torch.randn(64, 256), False).values()) == {"blas"}
+
+
+def on_gpu(monkeypatch, seconds):
+    """``times``: of the forms that were timed, in order. A form that ``seconds`` lacks takes longer than "blas"."""
+    times = []
+
+    def timer(form, x, matrix, partial):
+        times.append(form)
+        return seconds.get(form, 1.0 if form == "blas" else 2.0)
+
+    monkeypatch.setattr(linears, "time_on_gpu", timer)
+    monkeypatch.setattr(linears, "why_not_triton", lambda tensor: None)
+    monkeypatch.setattr(few_rows, "why_not_triton", lambda tensor: "tested with the definition")
+    monkeypatch.setattr(linears, "_GPU_LEAST", 0)
+    return times
+
+
+def forget(monkeypatch):
+    """As a new process."""
+    monkeypatch.setattr(linears, "_gpu_chosen", {})
+    monkeypatch.setattr(linears, "_gpu_stored", {})
+
+
+def names_of(rows, matrix):
+    return [form.name for form in linears._candidates(rows, matrix)]
+
+
+def gpu_choice(rows, matrix, partial=False):
+    with torch.no_grad():
+        return linears._choose_on_gpu(rows, matrix, partial)
+
+
+def test_the_fastest_form_of_few_rows_is_chosen_and_kept(monkeypatch):
+    matrix = torch.randn(90, 1100).t()
+    names = names_of(4, matrix)
+    times = on_gpu(monkeypatch, {names[0]: 0.9, names[1]: 0.5, names[2]: 0.7})
+    assert gpu_choice(3, matrix) == names[1] and sorted(times) == sorted(["blas", "blas", *names])
+    assert gpu_choice(4, matrix) == names[1] and len(times) == len(names) + 2, "3 rows are as 4"
+    forget(monkeypatch)
+    assert gpu_choice(3, matrix) == names[1] and len(times) == len(names) + 2, "stored"
+    content = json.loads((cache_folder() / linears.FILE).read_text())
+    assert content == {machine(): {"4 x (1100, 90) by columns, float32": names[1]}}
+    for other in ((3, matrix, True), (5, matrix), (3, matrix[:, 1:]), (3, matrix.half())):
+        before = len(times)
+        gpu_choice(*other)
+        assert len(times) > before, "another product"
+    assert len(json.loads((cache_folder() / linears.FILE).read_text())[machine()]) == 5
+
+
+def test_a_form_that_gains_nothing_is_not_chosen(monkeypatch):
+    matrix = torch.randn(90, 1100).t()
+    on_gpu(monkeypatch, {names_of(1, matrix)[0]: 0.99})
+    assert gpu_choice(1, matrix) == "blas"
+
+
+@pytest.mark.parametrize("wrong", ["zeros", "one output", "nan", "fails", "an error of its own"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_form_is_never_chosen(monkeypatch, wrong, dtype):
+    matrix = torch.randn(90, 1100).t().to(dtype)
+    names = names_of(4, matrix)
+    on_gpu(monkeypatch, {names[0]: 0.1, names[1]: 0.5})
+
+    def product(x, matrix, form, out, right=few_rows.few_rows_product):
+        right(x, matrix, form, out)
+        if form.name == names[0]:
+            if wrong == "fails":
+                raise RuntimeError
+            if wrong == "an error of its own":
+                raise type("OutOfResources", (Exception,), {})
+            if wrong == "one output":
+                out[:, 2, 17] += 3 * out[:, 2, 17].abs().max() / 90 + 1
+            else:
+                out.fill_(0.0 if wrong == "zeros" else torch.nan)
+        return out
+
+    monkeypatch.setattr(linears, "few_rows_product", product)
+    assert gpu_choice(4, matrix) == names[1]
+
+
+def test_where_no_form_of_few_rows_is_measured(monkeypatch):
+    matrix = torch.randn(90, 1100).t()
+    names = names_of(4, matrix)
+    times = on_gpu(monkeypatch, dict.fromkeys(names, 0.5))
+    assert gpu_choice(65, matrix) == gpu_choice(4, matrix.contiguous()) == "blas"
+    assert gpu_choice(4, torch.zeros(92, 1100).t()) == "blas", "nothing to compare"
+    assert gpu_choice(4, torch.full((91, 1100), torch.nan).t()) == "blas"
+    with monkeypatch.context() as context:
+        context.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+        assert gpu_choice(4, matrix) == "blas"
+    with monkeypatch.context() as context:
+        context.setattr(linears, "_GPU_LEAST", 90 * 1100 + 1)
+        assert gpu_choice(4, matrix) == "blas"
+    with monkeypatch.context() as context:
+        context.setattr(linears, "why_not_triton", lambda tensor: "no GPU")
+        assert gpu_choice(4, matrix) == "blas"
+    with monkeypatch.context() as context:
+        context.setattr(linears, "_measuring_is_forbidden", lambda matrix: True)
+        assert gpu_choice(4, matrix) == "blas", "a graph is being captured"
+    assert not times
+    assert gpu_choice(4, matrix) == names[0] and times, "and measured afterwards"
+    with monkeypatch.context() as context:
+        context.setattr(linears, "_measuring_is_forbidden", lambda matrix: True)
+        forget(monkeypatch)
+        assert gpu_choice(4, matrix) == names[0], "what is known is used in a graph too"
+
+
+def test_too_little_memory_to_measure(monkeypatch):
+    matrix = torch.randn(90, 1100).t()
+    on_gpu(monkeypatch, {})
+
+    def timer(form, x, matrix, partial):
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(linears, "time_on_gpu", timer)
+    assert gpu_choice(4, matrix) == "blas" and not (cache_folder() / linears.FILE).exists()
+
+
+def test_the_budget_of_measuring_on_a_gpu(monkeypatch):
+    matrix = torch.randn(90, 1100).t()
+    names = names_of(4, matrix)
+    times = on_gpu(monkeypatch, dict.fromkeys(names, 0.5))
+    assert gpu_choice(4, matrix) == names[0] and 0 < linears._gpu_spent < 10
+    monkeypatch.setattr(linears, "_gpu_spent", linears.GPU_BUDGET)
+    measured = len(times)
+    assert gpu_choice(8, matrix) == "blas" and len(times) == measured
+    assert len(json.loads((cache_folder() / linears.FILE).read_text())[machine()]) == 1, "a later process measures it"
+
+
+@pytest.mark.parametrize(
+    "stored",
+    ["onednn", "rows 64x128", "vector 8x1024 /1, 4 warps, 1 stages", "rows 32x32 /3, 4 warps, 3 stages", "", 7],
+)
+def test_a_stored_form_that_is_no_candidate_is_ignored(monkeypatch, stored):
+    matrix = torch.randn(90, 1100).t()
+    on_gpu(monkeypatch, {names_of(4, matrix)[0]: 0.5})
+    file = cache_folder() / linears.FILE
+    file.parent.mkdir(parents=True)
+    key = "4 x (1100, 90) by columns, float32"
+    file.write_text(json.dumps({machine(): {key: stored}}))
+    assert gpu_choice(4, matrix) == names_of(4, matrix)[0]
+    assert json.loads(file.read_text())[machine()][key] == names_of(4, matrix)[0]
+
+
+def test_measuring_draws_from_nobody_elses_random_numbers(monkeypatch):
+    matrix = torch.randn(90, 1100).t()
+    on_gpu(monkeypatch, {})
+    before = torch.get_rng_state()
+    gpu_choice(4, matrix)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 4096), (14336, 4096), (4096, 28672), (4096, 128256), (37, 9)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 64])
+def test_candidates(rows, inputs, outputs, dtype):
+    """A dozen at most, that can be told apart by their names and fit; enough programs for the multiprocessors of a
+    large GPU."""
+    forms = candidates(rows, inputs, outputs, dtype, 132)
+    names = [form.name for form in forms]
+    assert 3 <= len(forms) <= 12 and len(set(names)) == len(names)
+    assert [parse_form(name) for name in names] == forms
+    assert all(form.kernel == "rows" or rows == 1 for form in forms)
+    for form in forms:
+        assert form.parts == 1 or (form.parts - 1) * few_rows.part_length(inputs, form) < inputs, "no part is empty"
+        assert form.parts == 1 or 32 * form.parts * rows <= inputs * dtype.itemsize, "the parts are small"
+    if inputs * outputs > 1 << 20:
+        assert min(form.parts * -(-outputs // form.outputs) for form in forms) > 0.9 * 132
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(0, torch.float32), (65, torch.float32), (4, torch.float64), (4, torch.int8)]
+)
+def test_no_candidates(rows, dtype):
+    assert candidates(rows, 4096, 4096, dtype, 132) == []
+
+
+def test_names_of_forms_are_strict():
+    name = "rows 64x128 /2, 4 warps, 3 stages"
+    assert parse_form(name) == FewRowsForm("rows", 64, 128, 2, 4, 3)
+    for wrong in (
+        "blas", "", name + " ", name.upper(), name.replace("64", "064"), name.replace("64", "65"),
+        name.replace("/2", "/0"), name.replace("4 w", "0 w"), name.replace("3 s", "0 s"), name.replace("rows", "lines"),
+        name.replace("2", "٢"), name + "\n",
+    ):  # fmt: skip
+        assert parse_form(wrong) is None, wrong
+        if wrong != "blas":
+            with pytest.raises(ValueError, match="a product's form"):
+                linears.splits_of(wrong)
+
+
+def test_what_a_gpu_is_called(monkeypatch):
+    facts = types.SimpleNamespace(name="NVIDIA H100", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    found = machine(torch.device("cuda", 0))
+    assert found.startswith(f"NVIDIA H100, 132 multiprocessors, torch {torch.__version__}, triton ")
+    assert machine(torch.device("cpu")) == machine() != found

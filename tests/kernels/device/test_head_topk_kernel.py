@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from draftsmith.kernels.head_topk import head_topk, head_topk_reference
+from draftsmith.kernels import head_topk as kernels
+from draftsmith.kernels.head_topk import _merge_topk_kernel, head_topk, head_topk_reference, merge_topk
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 
@@ -33,10 +34,11 @@ def test_topk(rows, width, vocabulary, count, dtype, device):
     assert (values[:, :-1] >= values[:, 1:]).all()
 
 
-@pytest.mark.parametrize(("vocabulary", "count"), [(200, 16), (65, 3), (5, 5), (4200, 16)])
-def test_ties_go_to_the_lowest_id(vocabulary, count, device):
-    """Small whole numbers: logits are exact, and most of them tie, within blocks and across; more candidates than
-    the merging kernel looks at at once."""
+@pytest.mark.parametrize(("vocabulary", "count", "at_once"), [(200, 16, 32), (65, 3, 1024), (5, 5, 16), (500, 7, 16)])
+def test_ties_go_to_the_lowest_id(vocabulary, count, at_once, device, monkeypatch):
+    """Small whole numbers: logits are exact, and most of them tie, within blocks and across; the merge takes one to
+    three rounds."""
+    monkeypatch.setattr(kernels, "MERGED_AT_ONCE", at_once)
     torch.manual_seed(vocabulary)
     features = torch.randint(-1, 2, (3, 16), device=device).float()
     weight = torch.randint(-1, 2, (vocabulary, 16), device=device).float()
@@ -45,6 +47,44 @@ def test_ties_go_to_the_lowest_id(vocabulary, count, device):
     assert torch.equal(ids, wanted) and torch.equal(values, wanted_values)
     features.zero_()
     assert head_topk(features, weight, count)[1].tolist() == [list(range(count))] * 3
+
+
+def best_in_order(values, ids, count, vocabulary):
+    """The definition of the merge: value falling, id rising; what is no candidate comes last."""
+    good = (ids < vocabulary) & ~values.isnan()
+    values, ids = torch.where(good, values, -torch.inf), torch.where(good, ids.long(), 2**31)
+    ids, order = ids.sort(-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values[:, :count], ids.gather(1, order)[:, :count].clamp(max=vocabulary - 1)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "count", "at_once"),
+    [(1, 1, 1024), (15, 15, 1024), (600, 10, 1024), (1025, 3, 1024), (2500, 2, 1024), (150, 16, 32)],
+)
+def test_merge(candidates, count, at_once, device, monkeypatch):
+    """Values of every kind and their ids in no order, in one round and in several; and by one program per row."""
+    monkeypatch.setattr(kernels, "MERGED_AT_ONCE", at_once)
+    torch.manual_seed(candidates)
+    rows, vocabulary = 5, 2 * candidates + 16
+    ids = torch.stack([torch.randperm(vocabulary)[:candidates] for _ in range(rows)]).int()
+    values = torch.randn(rows, candidates)
+    values[1].clamp_(0.0).mul_(-1.0)  # most are −0, which is 0
+    values[1, ::3] = 0.0
+    values[2] = (values[2] * 2).round()
+    values[2, ::5], values[2, 1::5], values[2, 2::7] = torch.inf, -torch.inf, torch.nan
+    values[3, 1:], ids[3, 1:] = torch.nan, 7
+    values[4] *= 1e-40  # subnormal
+    ids[4, 1::2] = vocabulary + 3
+    wanted = best_in_order(values, ids, count, vocabulary)
+    values, ids = values.to(device), ids.to(device)
+    alone = values.new_empty(rows, count), torch.empty(rows, count, dtype=torch.int64, device=device)
+    with torch.cuda.device_of(values):
+        _merge_topk_kernel[(rows,)](
+            values, ids, *alone, candidates, vocabulary, COUNT=count, BLOCK=max(64, at_once // 2)
+        )
+    for found_values, found in (merge_topk(values, ids, count, vocabulary), alone):
+        assert torch.equal(found_values.cpu(), wanted[0]) and torch.equal(found.cpu(), wanted[1])
 
 
 def test_negative_logits_and_a_last_block_of_one(device):
@@ -65,6 +105,6 @@ def test_logits_that_are_not_finite_give_tokens_all_the_same(device):
     features = torch.randn(4, 16, device=device)
     features[1], features[2, 3] = torch.nan, torch.inf
     weight = torch.randn(70, 16, device=device)
-    ids = head_topk(features, weight, 5)[1]
-    assert int(ids.min()) >= 0 and int(ids.max()) < 70
+    values, ids = head_topk(features, weight, 5)
+    assert int(ids.min()) >= 0 and int(ids.max()) < 70 and (values[1] == -torch.inf).all()
     assert torch.equal(ids[[0, 3]], head_topk_reference(features, weight, 5)[1][[0, 3]])

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from draftsmith.inference.tree import bitsets
-from draftsmith.kernels.tree_attention import tree_attention_cached, tree_attention_cached_reference
+from draftsmith.kernels.tree_attention import (
+    TreeKeys,
+    attend_tree,
+    attention_items,
+    tree_attention_cached,
+    tree_attention_cached_reference,
+    tree_work,
+    tree_work_reference,
+)
 
 # bfloat16 arithmetic is wrong in the interpreter
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
@@ -35,9 +43,12 @@ def exact_attention(q, k, v, seen, scale, softcap):
     return weights.nan_to_num(0.0) @ v  # who sees nothing gets 0
 
 
-def check(device, dtype, lengths, tree, queries, kv_heads, group, width, splits, window=0, softcap=None, bare=False):
-    """One comparison. Within twice the error of the formula written out in PyTorch in the same precision."""
-    rng = random.Random(repr((lengths, tree, queries, kv_heads, group, width, splits, window, softcap)))
+def check(device, dtype, lengths, tree, queries, kv_heads, group, width, extra, window=0, softcap=None, bare=False):
+    """One comparison. Within twice the error of the formula written out in PyTorch in the same precision.
+
+    extra: number of items beyond one for each row; 0: no plan.
+    """
+    rng = random.Random(repr((lengths, tree, queries, kv_heads, group, width, extra, window, softcap)))
     generator = torch.Generator().manual_seed(rng.randrange(1 << 32))
     rows, capacity = len(lengths), max(lengths) + tree + 5
     parents = [random_parents(tree, rng) for _ in lengths]
@@ -72,21 +83,25 @@ def check(device, dtype, lengths, tree, queries, kv_heads, group, width, splits,
         q, k, v, torch.tensor(lengths, device=device), torch.stack(sets).to(device), tree, scale,
         depth.to(device), key_depth.to(device), window, softcap,
     )  # fmt: skip
-    out = tree_attention_cached(*arguments, splits=splits)
+    work = tree_work(arguments[3], tree, rows + extra, window, 1)
+    assert extra < 5 or max(lengths) < 64 or 0 < window < 64 or max(work.count.tolist()) > 1, "a row is split"
+    out = tree_attention_cached(*arguments, work=work)
     plain = tree_attention_cached_reference(*arguments)
     assert out.shape == q.shape and out.dtype == dtype and out.transpose(1, 2).is_contiguous()
-    for row, length in enumerate(lengths):
-        end = length + tree
-        exact = exact_attention(q[row].cpu(), k[row, :, :end].cpu(), v[row, :, :end].cpu(), seen[row], scale, softcap)
-        error = float((out[row].cpu().double() - exact).abs().max())
-        allowed = 2 * float((plain[row].cpu().double() - exact).abs().max())
-        allowed = max(allowed, 4 * torch.finfo(dtype).eps * float(exact.abs().max()))
-        assert error <= allowed < 0.02 * float(exact.abs().max()), (row, error, allowed)
+    exact = torch.stack([
+        exact_attention(q[row].cpu(), *(x[row, :, : length + tree].cpu() for x in (k, v)), seen[row], scale, softcap)
+        for row, length in enumerate(lengths)
+    ])  # fmt: skip
+    error = (out.cpu().double() - exact).abs().flatten(1).amax(1)
+    allowed = 2 * float((plain.cpu().double() - exact).abs().max())
+    for row, largest in enumerate(exact.abs().flatten(1).amax(1).tolist()):
+        limit = max(allowed, 4 * torch.finfo(dtype).eps * largest)
+        assert float(error[row]) <= limit < 0.02 * largest, (row, float(error[row]), limit)
 
 
-SIZES = [  # tree, key/value heads, group, width, splits
-    (1, 2, 7, 64, 2), (31, 1, 7, 16, 1), (32, 2, 1, 32, 3), (33, 1, 3, 24, 2), (63, 1, 1, 16, 12),
-    (64, 1, 1, 80, 1), (65, 1, 7, 32, 1), (128, 1, 1, 64, 2), (130, 1, 1, 16, 3), (256, 1, 1, 16, 1),
+SIZES = [  # tree, key/value heads, group, width, items beyond one for each row
+    (1, 2, 7, 64, 5), (31, 1, 7, 16, 0), (32, 2, 1, 32, 11), (33, 1, 3, 24, 5), (63, 1, 1, 16, 12),
+    (64, 1, 1, 80, 0), (65, 1, 7, 32, 5), (128, 1, 1, 64, 3), (130, 1, 1, 16, 7), (256, 1, 1, 16, 0),
 ]  # fmt: skip
 
 
@@ -101,41 +116,50 @@ def test_sizes(device, dtype, size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "kv_heads"), [(128, 2), (256, 1)])
 def test_wide_heads(device, dtype, width, kv_heads):
-    check(device, dtype, [70, 3], 9, 9, kv_heads, 2, width, 2)
+    check(device, dtype, [300, 3], 9, 9, kv_heads, 2, width, 5)
 
 
 @pytest.mark.parametrize(
-    ("window", "softcap", "splits"),
-    [(1, None, 1), (1, None, 3), (3, 2.0, 3), (3, None, 1), (40, None, 3), (40, 2.0, 1), (1000, None, 2)],
+    ("window", "softcap", "extra"),
+    [(1, None, 0), (1, None, 5), (3, 2.0, 5), (3, None, 0), (40, None, 5), (40, 2.0, 0), (70, 2.0, 8), (1000, None, 8)],
 )
-def test_windows(device, window, softcap, splits):
-    check(device, torch.float32, [0, 30, 131], 33, 33, 1, 2, 16, splits, window, softcap)
+def test_windows(device, window, softcap, extra):
+    check(device, torch.float32, [0, 30, 131], 33, 33, 1, 2, 16, extra, window, softcap)
+
+
+@pytest.mark.parametrize(
+    ("window", "extra", "dtype"), [(0, 40, dtype) for dtype in DTYPES] + [(500, 25, torch.float32)]
+)
+def test_a_long_row_among_short_ones(device, dtype, window, extra):
+    """More items of a row than a block of the merge has, and items that are not in use."""
+    check(device, dtype, [3, 900, 0, 64], 9, 9, 1, 3, 16, extra, window)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
 def test_softcap(device, softcap, dtype):
     """Scores far beyond the cap, and far below."""
-    check(device, dtype, [11, 90], 17, 17, 1, 2, 32, 2, 0, softcap)
+    check(device, dtype, [11, 90], 17, 17, 1, 2, 32, 5, 0, softcap)
 
 
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize(("tree", "queries"), [(2, 1), (33, 4), (65, 64), (130, 10)])
 def test_fewer_queries_than_tree_keys(device, tree, queries, window):
-    check(device, torch.float32, [0, 70], tree, queries, 1, 2, 16, 3, window)
+    check(device, torch.float32, [0, 70], tree, queries, 1, 2, 16, 6, window)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_padding_that_sees_nothing(device, splits):
-    check(device, torch.float32, [0, 20], 8, 8, 1, 2, 16, splits, bare=True)
+@pytest.mark.parametrize("extra", [0, 5])
+def test_padding_that_sees_nothing(device, extra):
+    check(device, torch.float32, [0, 20, 100], 8, 8, 1, 2, 16, extra, bare=True)
 
 
-@pytest.mark.parametrize("splits", [0, 1])
-def test_shared_tree_and_default_splits(device, splits):
-    """One tree for all rows, expanded and not copied; a large cache, of which little is in use."""
+@pytest.mark.parametrize("given", [False, True])
+def test_shared_tree_and_default_items(device, given):
+    """One tree for all rows, expanded and not copied; a large cache, of which little is in use. The plan of the pass,
+    if its window is among those given."""
     torch.manual_seed(0)
     parent = random_parents(20, random.Random(1))
-    lengths = torch.tensor([3, 40], device=device)
+    lengths = torch.tensor([3, 400], device=device)
     k, v = torch.full((2, 2, 1, 2048, 16), float("nan"), device=device)
     for cache in (k, v):
         for row, length in enumerate(lengths.tolist()):
@@ -143,6 +167,23 @@ def test_shared_tree_and_default_splits(device, splits):
     q = torch.randn(2, 2, 20, 16).to(device)
     sets = bitsets(parent).to(device)[None].expand(2, -1, -1)
     depth = torch.tensor([len(walk(parent, node)) - 1 for node in range(20)], device=device)[None].expand(2, -1)
-    arguments = (q, k, v, lengths, sets, 20, 0.25, depth, depth, 9)
-    out, wanted = tree_attention_cached(*arguments, splits=splits), tree_attention_cached_reference(*arguments)
-    assert float((out - wanted).abs().max()) < 2e-6 < 0.01 * float(wanted.abs().max())
+    default = attention_items(2, 20, 2, 1, 16, 2048, torch.float32, device)
+    assert default > 2 + 2 and max(tree_work(lengths, 20, default, 390).count.tolist()) > 1, "a row is split"
+    for window in (0, 390):
+        arguments = (q, k, v, lengths, sets, 20, 0.25, depth, depth, window)
+        plan = {0: tree_work(lengths, 20, 9)} if given else None  # another window's would leave keys out
+        out = attend_tree(q, k, v, TreeKeys(lengths, sets, depth, depth, plan), 0.25, window)
+        wanted = tree_attention_cached_reference(*arguments)
+        assert float((out - wanted).abs().max()) < 2e-6 < 0.01 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("window", [0, 1, 100, 5000])
+@pytest.mark.parametrize(("rows", "extra"), [(1, 0), (1, 12), (3, 7), (20, 5)])
+def test_work(device, rows, extra, window):
+    """The plan of the definition, element by element."""
+    rng = random.Random(repr((rows, extra, window)))
+    lengths = torch.tensor([rng.choice([0, 64, 100, 3000, 1 << 20]) for _ in range(rows)], device=device)
+    for tree, min_share in ((1, 1), (130, 2)):
+        out = tree_work(lengths, tree, rows + extra, window, min_share)
+        wanted = tree_work_reference(lengths, tree, rows + extra, window, min_share)
+        assert all(torch.equal(one, other) for one, other in zip(out, wanted, strict=True))

@@ -1,20 +1,28 @@
-"""The same distributions, draws and uniforms into the kernels and into the reference, compared token for token."""
+"""The same logits, parameters, draws and uniforms into the kernels and into the reference, compared token for token."""
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.inference.tree import Draws, TokenTree
+from draftsmith.inference.modes import Verifier
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.tree import StaticTree, Topology
+from draftsmith.kernels import sampling as sampling_kernels
+from draftsmith.kernels import verify as verify_kernels
+from draftsmith.kernels.sampling import distribution_reference
 from draftsmith.kernels.verify import (
     IID,
     ONE_HOT,
     WITHOUT_REPLACEMENT,
     acceptances_reference,
     entries_of,
-    verify_sample,
-    verify_sample_reference,
+    verify_logits,
+    verify_logits_reference,
     widened,
 )
 
@@ -100,36 +108,75 @@ def random_rows(rng, rows, nodes, most, size, num_q, kinds, ids=None):
     return p, tokens, child, kind, q_row, q if num_q else None, deepest
 
 
-def explained(tree, p, uniforms, bonus_uniform, row, path, length):
-    """Whether some uniform of the walk, or the last one, lies at a border, computed in float64."""
-    d = tree.draws
-    q = None if d.q is None else d.q.double()
-    acceptance, residual = acceptances_reference(p.double(), tree.tokens, d.child, d.kind, d.q_row, q, d.ids)
+def plain_parameters(rows):
+    """Temperature 1 and nothing else, not even looked at."""
+    ones = torch.ones(rows)
+    return ones, torch.zeros(rows, dtype=torch.int64), ones, ones * 0, (False, False, False)
+
+
+def random_parameters(rng, rows, size):
+    """Every combination of greedy rows, temperature, top-k (beyond the vocabulary too), top-p and min-p."""
+    temperature = torch.tensor([rng.choice([0.0, 0.3, 0.8, 1.0, 1.7]) for _ in range(rows)])
+    top_k = torch.tensor([rng.choice([0, 0, 1, 2, 5, size - 1, size, size + 3]) for _ in range(rows)])
+    top_p = torch.tensor([rng.choice([1.0, 1.0, 0.95, 0.6, 0.2, 1e-6]) for _ in range(rows)])
+    min_p = torch.tensor([rng.choice([0.0, 0.0, 0.05, 0.3]) for _ in range(rows)])
+    return temperature, top_k, top_p, min_p, (True, True, True)
+
+
+def logits_of(p, temperature, rng, dtype=torch.float32):
+    """Logits of these distributions at temperature 1 (any other sharpens or flattens them); −∞ where p is 0."""
+    shift = torch.tensor([rng.uniform(-20, 20) for _ in range(len(p))])[:, None, None]
+    logits = (p.log() + shift).to(dtype)
+    return (logits * 4).round() / 4 if dtype == torch.float16 else logits  # in 16 bits many tie
+
+
+def explained(inputs, row, path, length):
+    """Whether some uniform of the walk, the last one, or a cut lies at a border."""
+    logits, temperature, top_k, top_p, min_p, tokens, child, kind, q_row, q, uniforms, bonus_uniform, _, ids, uses = (
+        inputs  # fmt: skip
+    )
+    p = distribution_reference(logits, temperature, top_k, top_p, min_p, uses)
+    q = None if q is None else q.double()
+    acceptance, residual = acceptances_reference(p.double(), tokens, child, kind, q_row, q, ids)
     nodes = path[row, : length[row] + 1]
     if acceptance.shape[-1] and float((uniforms[row, nodes] - acceptance[row, nodes]).abs().min()) < NEAR:
         return True
     sums = residual[row, nodes[-1]].cumsum(-1)
-    return float((sums / sums[-1] - bonus_uniform[row]).abs().min()) < NEAR
+    if float((sums / sums[-1] - bonus_uniform[row]).abs().min()) < NEAR:
+        return True
+    kept = []
+    for factor in (1 - NEAR, 1 + NEAR):
+        moved = torch.where(top_p < 1, top_p * factor, top_p)
+        kept.append(distribution_reference(logits, temperature, top_k, moved, min_p * factor, uses)[row, nodes] > 0)
+    return not torch.equal(*kept)
 
 
-def compare(device, rng, rows, nodes, most, size, num_q, kinds, block, bonus_uniform=None, ids=None):
+def compare(
+    device, rng, rows, nodes, most, size, num_q, kinds, block, bonus_uniform=None, ids=None, parameters=None,
+    dtype=torch.float32,
+):  # fmt: skip
     """Returns how many rows differed, each within rounding of a border, and the accepted lengths."""
     p, tokens, child, kind, q_row, q, deepest = random_rows(rng, rows, nodes, most, size, num_q, kinds, ids)
+    temperature, top_k, top_p, min_p, uses = parameters or plain_parameters(rows)
+    logits = logits_of(p, temperature, rng, dtype)
     generator = torch.Generator().manual_seed(rng.randrange(1 << 32))
     uniforms = torch.rand(rows, nodes, most, generator=generator)
     if bonus_uniform is None:
         bonus_uniform = torch.rand(rows, 3, generator=generator)[:, -1]  # a column, as the engine's is
-    none = torch.zeros(rows, nodes, dtype=torch.int32)
-    tree = TokenTree(tokens, none, none, none[..., None].long(), none == 0, draws=Draws(child, kind, q_row, q, ids))
-    wanted = verify_sample_reference(p, tokens, child, kind, q_row, q, uniforms, bonus_uniform, deepest, ids)
-    there = [x if x is None else x.to(device) for x in (p, tokens, child, kind, q_row, q, uniforms, bonus_uniform)]
-    its_ids = None if ids is None else ids.to(device)
-    got = [x.cpu() for x in verify_sample(*there, deepest, block=block, ids=its_ids)]
+    inputs = (
+        logits, temperature, top_k, top_p, min_p, tokens, child, kind, q_row, q, uniforms, bonus_uniform, deepest, ids,
+        uses,
+    )  # fmt: skip
+    wanted = verify_logits_reference(*inputs)
+    there = [x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs]
+    got = [x.cpu() for x in verify_logits(*there, block=block)]
     assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(got, wanted, strict=True))
     same = torch.stack([(a == b).reshape(rows, -1).all(1) for a, b in zip(got, wanted, strict=True)]).all(0)
     for row in (~same).nonzero()[:, 0].tolist():
-        assert explained(tree, p, uniforms, bonus_uniform, row, wanted[0], wanted[1]), (row, got, wanted)
-    assert (p[torch.arange(rows), got[2], got[3]] > 0).all()  # what has probability 0 never comes
+        assert explained(inputs, row, wanted[0], wanted[1]), (row, got, wanted)
+    p = distribution_reference(logits, temperature, top_k, top_p, min_p, uses)
+    assert (p[torch.arange(rows), got[2], got[3]] > 0)[same].all()  # what has probability 0 never comes
+    assert got[4].all()
     return int((~same).sum()), wanted[1].tolist()
 
 
@@ -141,9 +188,8 @@ seeds = pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.sl
 
 @seeds
 @pytest.mark.parametrize(("rows", "nodes", "most", "size", "num_q", "kinds", "block"), [
-    (25, 4, 3, 7, 2, ANY, 8), (10, 6, 4, 33, 2, ANY, 16), (20, 4, 3, 64, 1, [WITHOUT_REPLACEMENT], 64),
-    (20, 4, 3, 70, 3, ANY, 0), (10, 5, 5, 20, 2, [IID], 32), (10, 5, 5, 13, 1, [WITHOUT_REPLACEMENT], 16),
-    (25, 4, 1, 16, 1, [IID, WITHOUT_REPLACEMENT], 16),
+    (20, 4, 3, 7, 2, ANY, 8), (10, 5, 4, 33, 2, ANY, 16), (12, 4, 3, 70, 3, ANY, 0), (12, 4, 5, 20, 2, [IID], 32),
+    (12, 4, 5, 13, 1, [WITHOUT_REPLACEMENT], 16), (20, 3, 1, 16, 1, [IID, WITHOUT_REPLACEMENT], 16),
 ])  # fmt: skip
 def test_replay(device, seed, rows, nodes, most, size, num_q, kinds, block):
     """Draws of every kind; vocabularies below, at and above a block's size."""
@@ -155,8 +201,7 @@ def test_replay(device, seed, rows, nodes, most, size, num_q, kinds, block):
 @seeds
 @pytest.mark.parametrize("shared", [(), ("rows",), ("num_q",), ("rows", "num_q")], ids="-".join)
 @pytest.mark.parametrize(("rows", "nodes", "most", "size", "reduced", "num_q", "kinds", "block"), [
-    (40, 3, 2, 7, 3, 2, ANY, 8), (8, 4, 3, 33, 17, 2, ANY, 32), (7, 3, 3, 70, 33, 3, ANY, 0),
-    (10, 4, 3, 13, 5, 2, [WITHOUT_REPLACEMENT], 16),
+    (20, 3, 2, 7, 3, 2, ANY, 8), (7, 3, 3, 33, 17, 2, ANY, 64), (7, 3, 3, 13, 5, 2, [WITHOUT_REPLACEMENT], 16),
 ])  # fmt: skip
 def test_replay_of_reduced_vocabularies(device, seed, rows, nodes, most, size, reduced, num_q, kinds, block, shared):
     """Distributions over a subset of the target's tokens, and one-hot draws of any token."""
@@ -170,7 +215,7 @@ def test_replay_of_reduced_vocabularies(device, seed, rows, nodes, most, size, r
 @seeds
 @pytest.mark.parametrize("shared", [(), ("rows", "num_q")], ids="-".join)
 @pytest.mark.parametrize(("rows", "nodes", "most", "size", "num_q", "kinds", "block"), [
-    (30, 3, 2, 7, 3, ANY, 8), (10, 4, 3, 33, 2, ANY, 16), (10, 4, 3, 13, 2, [WITHOUT_REPLACEMENT], 16),
+    (15, 3, 2, 7, 3, ANY, 8), (8, 3, 3, 33, 2, ANY, 64),
 ])  # fmt: skip
 def test_replay_of_padded_vocabularies(device, seed, rows, nodes, most, size, num_q, kinds, block, shared):
     """Vocabularies of different lengths, padded with −1: equal to the distributions over the target's tokens."""
@@ -192,15 +237,18 @@ def test_replay_of_padded_vocabularies(device, seed, rows, nodes, most, size, nu
 
 def test_a_draw_outside_the_reduced_vocabulary(device):
     """A one-hot draw's token has no entry in q; then r = (1, 2, 0, 4) / 7, and 3 is drawn with q(3) = 0.8."""
-    p = torch.tensor([0.1, 0.2, 0.3, 0.4]).repeat(30, 3, 1)
-    q, ids = torch.tensor([[[0.8, 0.2]]]).repeat(30, 1, 1), torch.tensor([[[3, 0]]])
-    tokens = torch.tensor([[0, 2, 3]]).repeat(30, 1)
-    child = torch.tensor([[[1, 2], [-1, -1], [-1, -1]]]).repeat(30, 1, 1)
+    rows = 16
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().repeat(rows, 3, 1)
+    q, ids = torch.tensor([[[0.8, 0.2]]]).repeat(rows, 1, 1), torch.tensor([[[3, 0]]])
+    tokens = torch.tensor([[0, 2, 3]]).repeat(rows, 1)
+    child = torch.tensor([[[1, 2], [-1, -1], [-1, -1]]]).expand(rows, -1, -1)
     kind = torch.tensor([ONE_HOT, IID], dtype=torch.int8).expand_as(child)
-    number = torch.arange(30)
-    uniforms = (torch.stack([number, number * 7 % 30], 1)[:, None] / 30 + 1e-3).repeat(1, 3, 1)
-    there = [x.to(device) for x in (p, tokens, child, kind, torch.zeros_like(child), q, uniforms, number / 30)]
-    _, length, node, bonus = (x.cpu() for x in verify_sample(*there, 1, block=2, ids=ids.to(device)))
+    number = torch.arange(rows)
+    uniforms = (torch.stack([number, number * 7 % rows], 1)[:, None] / rows + 1e-3).repeat(1, 3, 1)
+    *parameters, uses = plain_parameters(rows)
+    inputs = (logits, *parameters, tokens, child, kind, torch.zeros_like(child), q, uniforms, number / rows)
+    there = [x.to(device) for x in inputs]
+    _, length, node, bonus, _ = (x.cpu() for x in verify_logits(*there, 1, ids.to(device), uses, block=4))
     first, second = uniforms[:, 0, 0] < 0.3, uniforms[:, 0, 1] < 4 / 7 / 0.8
     assert torch.equal(node, torch.where(first, 1, torch.where(second, 2, 0)))
     assert len(set(node.tolist())) == 3 and torch.equal(length, (node > 0).long())
@@ -210,7 +258,7 @@ def test_a_draw_outside_the_reduced_vocabulary(device):
 @seeds
 @pytest.mark.parametrize(
     ("rows", "nodes", "most", "size", "block", "longest"),
-    [(50, 4, 3, 5, 4, 2), (45, 5, 9, 40, 16, 2), (45, 4, 4, 70, 0, 1)],
+    [(60, 4, 3, 5, 8, 2), (30, 5, 10, 40, 16, 2), (60, 4, 4, 70, 0, 1)],
 )
 def test_replay_of_one_hot_draws(device, seed, rows, nodes, most, size, block, longest):
     """Draws that are all one-hot, two draws of a node often the same token."""
@@ -219,11 +267,31 @@ def test_replay_of_one_hot_draws(device, seed, rows, nodes, most, size, block, l
     assert set(range(longest + 1)) <= set(lengths)
 
 
+@seeds
+@pytest.mark.parametrize(
+    ("rows", "nodes", "most", "size", "num_q", "kinds", "block", "dtype"),
+    [
+        (30, 3, 2, 8, 0, [ONE_HOT], 8, torch.float16), (20, 3, 3, 33, 0, [ONE_HOT], 64, torch.float32),
+        (20, 3, 3, 9, 2, ANY, 16, torch.float16), (6, 2, 2, 1000, 0, [ONE_HOT], 512, torch.float32),
+        (4, 2, 2, 5003, 1, ANY, 0, torch.float16), (4, 2, 1, 33, 1, [IID], 8, torch.float32),
+    ],
+)  # fmt: skip
+def test_replay_with_parameters(device, seed, rows, nodes, most, size, num_q, kinds, block, dtype):
+    """Rows of temperature 0 beside others, top-k, top-p and min-p; in float16 most of the logits tie."""
+    rng = random.Random(seed + size)
+    parameters = random_parameters(rng, rows, size)
+    assert rows < 20 or len(set(zip(*(part.tolist() for part in parameters[:4]), strict=True))) > 15
+    differed, lengths = compare(
+        device, rng, rows, nodes, most, size, num_q, kinds, block, parameters=parameters, dtype=dtype
+    )
+    assert differed <= 1 and (rows < 20 or len(set(lengths)) > 1)
+
+
 @pytest.mark.parametrize("last", [0.0, 1 - 2**-24])
 @pytest.mark.parametrize("num_q", [0, 2])
 def test_bonus_uniforms_at_both_ends_of_their_range(device, last, num_q):
     kinds = ANY if num_q else [ONE_HOT]
-    compare(device, random.Random(2), 12, 3, 2, 20, num_q, kinds, 16, torch.full((12,), last))
+    compare(device, random.Random(2), 8, 2, 2, 20, num_q, kinds, 16, torch.full((8,), last))
 
 
 def test_no_draws(device):
@@ -233,32 +301,113 @@ def test_no_draws(device):
 
 
 def test_a_draft_from_the_target_distribution_is_always_accepted(device):
-    """(r − q)+ is empty: accepted whatever the uniform, also where rounding leaves r a little below q."""
-    p = torch.stack([random_distribution(random.Random(row), 30, False) for row in range(20)])[:, None].repeat(1, 2, 1)
+    """(r − q)+ is empty: accepted whatever the uniform. Where q is p but for rounding, all but a sliver is accepted."""
+    rows = 10
+    p = torch.stack([random_distribution(random.Random(row), 30, False) for row in range(rows)])[:, None].repeat(
+        1, 2, 1
+    )
+    p[:5] = torch.tensor([0.5, 0.25, 0.0, 0.25] + [0.0] * 26)  # without rounding
     q = p[:, :1].clone()
-    tokens = torch.stack([torch.zeros(20), p[:, 0].argmax(-1)], 1).long()
-    child = torch.tensor([[[1], [-1]]]).expand(20, -1, -1)
+    tokens = torch.stack([torch.zeros(rows), p[:, 0].argmax(-1)], 1).long()
+    child = torch.tensor([[[1], [-1]]]).expand(rows, -1, -1)
     kind, q_row = torch.full_like(child, IID), torch.zeros_like(child)
-    uniforms, last = torch.full((20, 2, 1), 1 - 2**-24), torch.rand(20)
-    p[10:] *= 1 - 2**-20
-    there = [x.to(device) for x in (p, tokens, child, kind, q_row, q, uniforms, last)]
-    path, length, node, _ = verify_sample(*there, 1, block=16)
-    assert length.tolist() == node.tolist() == [1] * 20 and path.tolist() == [[0, 1]] * 20
+    uniforms = torch.where(torch.arange(rows) < 5, 1 - 2**-24, 1 - 1e-5)[:, None, None].expand(-1, 2, 1)
+    *parameters, uses = plain_parameters(rows)
+    there = [x.to(device) for x in (p.log(), *parameters, tokens, child, kind, q_row, q, uniforms, torch.rand(rows))]
+    path, length, node, _, _ = verify_logits(*there, 1, None, uses, block=32)
+    assert length.tolist() == node.tolist() == [1] * rows and path.tolist() == [[0, 1]] * rows
 
 
 @pytest.mark.parametrize("num_q", [0, 2])
-def test_a_distribution_of_nan(device, num_q):
-    """The paths are the reference's, so that what is looked at for NaN is the same; the bonus token is a token."""
-    rng = random.Random(4)
-    p, tokens, child, kind, q_row, q, depth = random_rows(rng, 30, 4, 2, 20, num_q, ANY if num_q else [ONE_HOT])
-    bad = torch.tensor([rng.randrange(4) for _ in range(30)])
-    p[torch.arange(30), bad] = torch.nan
-    uniforms, last = torch.rand(30, 4, 2), torch.rand(30)
-    arguments = [x if x is None else x.to(device) for x in (p, tokens, child, kind, q_row, q, uniforms, last)]
-    ours = verify_sample(*arguments, depth, block=16)
-    theirs = verify_sample_reference(*arguments, depth)
+def test_logits_that_are_not_finite(device, num_q):
+    """NaN, +∞, or nothing but −∞ at one node: the walks are the reference's, ``finite`` tells whether they met it, and
+    the bonus token is a token."""
+    rng, rows, size = random.Random(4), 24, 20
+    p, tokens, child, kind, q_row, q, depth = random_rows(rng, rows, 4, 2, size, num_q, ANY if num_q else [ONE_HOT])
+    temperature, top_k, top_p, min_p, uses = random_parameters(rng, rows, size)
+    logits = p.log()
+    bad = torch.tensor([rng.randrange(4) for _ in range(rows)])
+    for row in range(rows):
+        value = (torch.nan, torch.inf, -torch.inf)[row % 3]
+        where = slice(None) if row % 3 == 2 else rng.randrange(size)
+        logits[row, bad[row], where] = value
+    arguments = (
+        logits, temperature, top_k, top_p, min_p, tokens, child, kind, q_row, q, torch.rand(rows, 4, 2),
+        torch.rand(rows), depth, None, uses,
+    )  # fmt: skip
+    theirs = verify_logits_reference(*arguments)
+    there = [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
+    ours = [x.cpu() for x in verify_logits(*there, block=32)]
+    met = (ours[0] == bad[:, None]) & (torch.arange(depth + 1) <= ours[1][:, None])
     for mine, other in zip(ours[:3], theirs[:3], strict=True):
         assert torch.equal(mine, other)
-    assert int(ours[3].min()) >= 0 and int(ours[3].max()) < 20
-    met = (ours[0].cpu() == bad[:, None]) & (torch.arange(depth + 1) <= ours[1].cpu()[:, None])
-    assert 5 < int(met.any(1).sum()) < 30
+    assert torch.equal(ours[4], ~met.any(1)) and torch.equal(theirs[4], ours[4]) and 3 < int(ours[4].sum()) < rows - 3
+    assert int(ours[3].min()) >= 0 and int(ours[3].max()) < size
+    assert torch.equal(ours[3][ours[4]], theirs[3][ours[4]])
+
+
+class Operations(TorchDispatchMode):
+    """Names of PyTorch's operations but views and allocations, which launch nothing."""
+
+    FREE = {"view", "slice", "select", "unsqueeze", "expand", "as_strided", "unbind", "detach", "alias", "empty"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.removeprefix("aten::") not in self.FREE:
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def count_launches(monkeypatch, names):
+    """Append the name of each kernel launched from now on."""
+
+    class Counted:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            names.append(self.name)
+            return self.kernel[grid]
+
+    for module in (sampling_kernels, verify_kernels):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Counted(name, getattr(module, name)))
+
+
+def test_sampling_takes_five_launches(device, monkeypatch):
+    """After the logits, one-hot drafts: the step count, the uniforms, p and phase A, the walk, the draw. The verdict and
+    the first tokens are those of plain PyTorch."""
+    torch.use_deterministic_algorithms(False)  # would fill what is allocated
+    rows, size = 3, 40
+    shape = StaticTree(Topology(((0,), (0, 0), (0, 1), (1,))).parents, device)
+    target: Any = SimpleNamespace(device=device, vocab_size=size)
+    samplings = [Sampling(top_p=0.8, seed=1), Sampling(temperature=0, seed=2), Sampling(top_k=3, min_p=0.01, seed=3)]
+    fast, plain = Verifier("sample", rows, target, 2), Verifier("sample", rows, target, 2)
+    for verifier in (fast, plain):
+        verifier.begin(slice(0, rows), [[0]] * rows, samplings)
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(rows, 5, size, generator=generator) * 3).to(device)
+    tree = shape.fill(logits.argmax(-1)[:, [0, 0, 1, 1, 0]].contiguous())
+    assert tree.mask is not None
+    with monkeypatch.context() as patch:
+        launched: list[str] = []
+        count_launches(patch, launched)
+        with Operations() as operations:
+            first = fast.first_tokens(logits[:, 0], slice(0, rows))
+        assert launched == ["_philox_kernel", "_distribution_kernel", "_walk_kernel", "_draw_kernel"]
+        assert operations.names == ["aten::where"] or operations.names == ["aten::scalar_tensor", "aten::where"]
+        launched.clear()
+        with Operations() as operations:
+            verdict = fast.verify(tree, tree.mask, logits, 2)
+        assert launched == ["_philox_kernel", "_distribution_kernel", "_walk_kernel", "_draw_kernel"]
+        assert operations.names == ["aten::add_"]
+    with monkeypatch.context() as patch:
+        patch.setattr("draftsmith.inference.modes.why_not_triton", lambda tensor: "left out")
+        assert torch.equal(first, plain.first_tokens(logits[:, 0], slice(0, rows)))
+        expected = plain.verify(tree, tree.mask, logits, 2)
+    for name in ("path", "length", "node", "bonus", "finite"):
+        assert torch.equal(getattr(verdict, name), getattr(expected, name)), name
+    assert int(verdict.length.sum()) > 0

@@ -1,0 +1,110 @@
+"""The kernel that adds a branch to the residual and norms the sum, against the formula in float64."""
+
+import pytest
+import torch
+
+from draftsmith.kernels.add_norm import add_norm, add_norm_reference
+
+# bfloat16 arithmetic is wrong in the interpreter
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
+
+
+def exact_norm(x, weight, eps):
+    x = x.cpu().double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.cpu().double()
+
+
+def near(out, plain, exact):
+    """Within twice the error of plain PyTorch in the same precision. A 16-bit result is rounded once: off by half a
+    unit in the last place, and by what the sums in float32 leave."""
+    assert out.dtype == plain.dtype and out.shape == exact.shape
+    precision, out, plain = torch.finfo(out.dtype), out.cpu().double(), plain.cpu().double()
+    error, largest = (out - exact).abs(), float(exact.abs().max())
+    allowed = 2 * float((plain - exact).abs().max())
+    if precision.bits == 32:
+        allowed = max(allowed, 4 * precision.eps * largest)
+    else:
+        unit = precision.eps * torch.exp2(exact.abs().log2().floor()).clamp(precision.tiny)
+        assert (error <= 0.505 * unit + 1e-6 * largest).all()
+    assert float(error.max()) <= allowed < 0.02 * largest
+
+
+def check(device, dtype, rows, width, parts, *, bias, after, wide_weights=False, factor=1.0, eps=1e-3, after_eps=None):
+    generator = torch.Generator().manual_seed(rows * 100003 + width * 31 + parts)
+
+    def random(*shape, wide=False):
+        values = torch.randn(*shape, generator=generator)
+        return (values if wide else values.to(dtype)).to(device)
+
+    branch_dtype = dtype if parts == 1 else torch.float32
+    y = random(parts, rows, width + 3, wide=True).to(branch_dtype)[..., :width] if parts else None
+    x = random(rows, width + 5)[:, :width]  # rows of larger buffers
+    weight = random(width, wide=wide_weights)
+    scale = 1 + random(width, wide=wide_weights) if after else None
+    shift = random(width) if bias else None
+    options = {"bias": shift, "after": scale, "after_eps": after_eps, "factor": factor}
+    before, results = x.clone(), []
+    for function in (add_norm, add_norm_reference):
+        own = torch.empty(rows, width + 5, dtype=dtype, device=device)[:, :width]
+        own.copy_(before)
+        out = torch.empty(rows, width + 2, dtype=dtype, device=device)[:, :width]
+        function(own, y, weight, eps, out, **options)
+        results.append((own, out))
+    (kernel_x, kernel_out), (plain_x, plain_out) = results
+    if y is None:
+        assert torch.equal(kernel_x, before)
+    else:
+        branch = y.cpu().double().sum(0)
+        if shift is not None:
+            branch = branch + shift.cpu().double()
+        if scale is not None:
+            branch = exact_norm(branch, scale, eps if after_eps is None else after_eps)
+        near(kernel_x, plain_x, before.cpu().double() + factor * branch)
+    # out is the norm of the x that was stored
+    add_norm_reference(kernel_x, None, weight, eps, plain_out)
+    near(kernel_out, plain_out, exact_norm(kernel_x, weight, eps))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [0, 1, 3])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 24), (3, 576), (2, 1000), (1, 4096)])
+def test_sizes(device, dtype, rows, width, parts):
+    check(device, dtype, rows, width, parts, bias=False, after=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide_weights", [False, True])
+@pytest.mark.parametrize(
+    ("bias", "after", "factor", "after_eps"),
+    [(True, False, 1.0, None), (False, True, 1.0, None), (True, True, 0.22, 0.5), (False, False, -1.5, None)],
+)
+def test_branches(device, dtype, bias, after, factor, after_eps, wide_weights):
+    """Bias, then its norm with an eps of its own, then the factor; weights in the model's dtype and in float32."""
+    for parts in (1, 2):
+        check(
+            device, dtype, 3, 80, parts, bias=bias, after=after, wide_weights=wide_weights, factor=factor,
+            after_eps=after_eps,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_rows(device, dtype):
+    """The widest row, and sums of squares beyond the range of float16."""
+    check(device, dtype, 2, 16384, 2, bias=True, after=True)
+    x = torch.full((1, 3000), 300.0, dtype=dtype, device=device)
+    out = torch.empty_like(x)
+    add_norm(x, None, torch.ones(3000, dtype=dtype, device=device), 1e-6, out)
+    assert float((out - 1).abs().max()) < 1e-3
+
+
+def test_a_row_of_zeros(device):
+    x, out = torch.zeros(2, 40, device=device), torch.empty(2, 40, device=device)
+    weight = torch.ones(40, device=device)
+    add_norm(x, torch.zeros(1, 2, 40, device=device), weight, 1e-6, out, after=weight)
+    assert not x.any() and not out.any()
+
+
+def test_a_branch_is_needed(device):
+    x = torch.ones(1, 8, device=device)
+    with pytest.raises(AssertionError, match="branch"):
+        add_norm(x, None, x[0], 1e-6, torch.empty_like(x), bias=x[0])

@@ -1,0 +1,193 @@
+"""Products of few rows in parts against float64, their sums, and what is measured on a device."""
+
+import pytest
+import torch
+from torch import nn
+
+from draftsmith.kernels import linear as linears
+from draftsmith.kernels.few_rows import FewRowsForm, few_rows_product, few_rows_reference, part_length, sum_parts
+from draftsmith.kernels.linear import add_product, apply_linear, partial_buffer, partial_product, product
+
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
+FORMS = [  # rows, inputs, outputs, form
+    (1, 64, 8, FewRowsForm("vector", 8, 64, 1, 4, 1)), (1, 300, 37, FewRowsForm("vector", 16, 64, 1, 4, 3)),
+    (1, 300, 37, FewRowsForm("vector", 8, 128, 2, 4, 1)), (1, 70, 33, FewRowsForm("vector", 32, 32, 4, 4, 2)),
+    (1, 100, 40, FewRowsForm("rows", 32, 32, 2, 4, 2)), (5, 37, 70, FewRowsForm("rows", 64, 32, 1, 4, 2)),
+    (16, 128, 64, FewRowsForm("rows", 32, 64, 2, 4, 3)), (33, 70, 129, FewRowsForm("rows", 64, 32, 4, 4, 2)),
+    (64, 90, 40, FewRowsForm("rows", 64, 32, 1, 4, 2)),
+]  # fmt: skip
+
+
+def spread(tensor, device):
+    """The same values, with NaN behind each row."""
+    padded = torch.full((tensor.shape[0], tensor.shape[1] + 3), float("nan"), dtype=tensor.dtype)
+    padded[:, : tensor.shape[1]] = tensor
+    return padded.to(device)[:, : tensor.shape[1]]
+
+
+def inputs(rows, width, outputs, dtype, device):
+    torch.manual_seed(width + outputs)
+    return (
+        spread(torch.randn(rows, width).to(dtype), device),
+        spread(torch.randn(outputs, width).to(dtype), device).t(),
+    )
+
+
+def largest(error):
+    return float(error.abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width", "outputs", "form"), FORMS, ids=lambda value: getattr(value, "name", value))
+def test_each_part_is_its_product(rows, width, outputs, form, dtype, device):
+    """Of a part beyond the matrix too, which is zero; nothing between rows is read."""
+    x, matrix = inputs(rows, width, outputs, dtype, device)
+    parts = few_rows_product(x, matrix, form)
+    per_part = part_length(width, form)
+    assert per_part % form.inputs == 0 and per_part * form.parts >= width
+    assert parts.shape == (form.parts, rows, outputs) and parts.dtype == (dtype if form.parts == 1 else torch.float32)
+    for number, part in enumerate(parts):
+        own = slice(number * per_part, (number + 1) * per_part)
+        exact = x[:, own].double() @ matrix[own].double()
+        plain = x[:, own].float() @ matrix[own].float()
+        plain = plain.to(parts.dtype).double()
+        tolerance = max(2 * largest(plain - exact), 1e-6)
+        assert tolerance < 0.01 * max(largest(exact), 1e-3)
+        assert largest(part.double() - exact) <= tolerance
+    reference = few_rows_reference(x, matrix, form)
+    assert largest(parts.float() - reference) <= (0.02 if dtype != torch.float32 and form.parts == 1 else 1e-4)
+    again = torch.full((form.parts, rows + 2, outputs + 3), float("nan"), device=device)  # strides of its own
+    out = again[:, 1:-1, 2:-1]
+    assert few_rows_product(x, matrix, form, out) is out
+    assert torch.equal(out.to(parts.dtype), parts), "the same sums, in float32"
+    again[:, 1:-1, 2:-1] = torch.nan
+    assert bool(again.isnan().all()), "nothing beside them is written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("splits", "rows", "outputs"), [(1, 1, 40), (2, 3, 1025), (8, 5, 16)])
+def test_sums_of_parts(splits, rows, outputs, dtype, device):
+    torch.manual_seed(outputs)
+    parts = torch.randn(splits, rows, outputs).to(device)
+    bias, total = torch.randn(outputs).to(device, dtype), torch.randn(rows, outputs).to(device, dtype)
+    exact = parts.double().sum(0) + bias.double()
+    out = torch.empty(rows, outputs, device=device, dtype=dtype)
+    tolerance = max(2 * largest((parts.sum(0) + bias.float()).to(dtype).double() - exact), 1e-6)
+    assert sum_parts(parts, out, bias) is out and largest(out.double() - exact) <= tolerance < 0.01 * largest(exact)
+    sum_parts(parts.to(dtype), out)
+    assert largest(out.double() - parts.to(dtype).double().sum(0)) <= tolerance
+    exact = total.double() + 0.37 * exact
+    tolerance = max(2 * largest(exact.float().to(dtype).double() - exact), 1e-6)
+    sum_parts(parts, total, bias, add=True, factor=0.37)
+    assert largest(total.double() - exact) <= tolerance < 0.01 * largest(exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["rows 32x32 /1, 4 warps, 2 stages", "rows 32x64 /2, 4 warps, 2 stages"])
+def test_every_way_to_multiply(name, dtype, device):
+    """As tests/kernels/test_linear.py has it for the forms of a CPU."""
+    x, matrix = inputs(3, 100, 40, dtype, device)
+    bias = torch.randn(40).to(device, dtype)
+    exact = x.double() @ matrix.double()
+    tolerance = max(2 * largest((x.float() @ matrix.float()).to(dtype).double() - exact), 1e-5)
+    assert tolerance < 0.01 * largest(exact)
+    assert largest(product(name, x, matrix).double() - exact) <= tolerance
+    assert largest(product(name, x.t().contiguous().t(), matrix).double() - exact) <= tolerance, "x by columns"
+    out = torch.empty(3, 40, device=device, dtype=dtype)
+    assert product(name, x, matrix, bias, out) is out and largest(out.double() - bias.double() - exact) <= tolerance
+    assert product(name, x, matrix, None, out) is out and largest(out.double() - exact) <= tolerance
+    total = torch.ones_like(out)
+    assert add_product(name, total, x, matrix, 0.5) is total
+    assert largest(total.double() - 1 - 0.5 * exact) <= tolerance
+    for form in (name, "blas"):
+        parts = partial_buffer(form, 3, matrix)
+        assert parts.shape[0] == linears.splits_of(form) and partial_product(form, x, matrix, parts) is parts
+        assert torch.equal(partial_product(form, x, matrix), parts)
+        assert parts.dtype == (dtype if len(parts) == 1 else torch.float32)
+        assert largest(parts.double().sum(0) - exact) <= tolerance
+
+
+@pytest.mark.parametrize("name", ["vector 16x64 /2, 4 warps, 3 stages", "rows 32x32 /4, 4 warps, 3 stages"])
+def test_replayed(name, device):
+    """Other inputs in the same tensors, in a CUDA graph where there is one; the same ones give the same bits again."""
+    x, matrix = inputs(1, 300, 70, torch.float16, device)
+    parts = partial_buffer(name, 1, matrix)
+
+    def step():
+        return partial_product(name, x, matrix, parts)
+
+    before, run = step().clone(), step
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+
+        def run():
+            graph.replay()
+            return captured
+
+    assert torch.equal(run(), before)
+    x.copy_(torch.randn(1, 300))
+    exact = x.double() @ matrix.double()
+    assert largest(run().double().sum(0) - exact) < 1e-4 and largest(before.double().sum(0) - exact) > 1
+
+
+def test_nothing_is_measured_in_a_capture(monkeypatch, device):
+    monkeypatch.setattr(linears, "_gpu_chosen", {})
+    monkeypatch.setattr(linears, "_gpu_stored", {linears.machine(device): {}})
+    monkeypatch.setattr(linears, "_GPU_LEAST", 0)
+    monkeypatch.setattr(linears, "_measure_on_gpu", lambda *_: pytest.fail("it would synchronise"))
+    if device.type == "cpu":
+        monkeypatch.setattr(linears, "_measuring_is_forbidden", lambda matrix: True)
+    module = nn.Linear(90, 40, device=device).requires_grad_(False)
+    x = torch.randn(3, 90, device=device)
+    with torch.no_grad():
+        want = module(x)
+        if device.type == "cpu":
+            assert linears._choose_on_gpu(3, module.weight.t(), False) == "blas"
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = apply_linear(module, x)
+        graph.replay()
+        assert torch.equal(found, want)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = apply_linear(module, x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("partial", [False, True])
+def test_the_choice_on_this_device(monkeypatch, tmp_path, rows, partial, device):
+    """Measured on a GPU; under the interpreter every form is compared, and times are made up."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    for name in ("_gpu_chosen", "_gpu_stored"):
+        monkeypatch.setattr(linears, name, {})
+    monkeypatch.setattr(linears, "_gpu_spent", 0.0)
+    monkeypatch.setattr(linears, "GPU_BUDGET", float("inf"))
+    monkeypatch.setattr(linears, "_GPU_LEAST", 0)
+    timed = []
+
+    def timer(form, x, matrix, partial, time=linears.time_on_gpu):
+        timed.append(form)
+        made_up = 1.0 if form == "blas" else 0.5 / len(timed)
+        return time(form, x, matrix, partial) if device.type == "cuda" else made_up
+
+    monkeypatch.setattr(linears, "time_on_gpu", timer)
+    dtype = torch.float16
+    module = nn.Linear(1100, 140, bias=False, dtype=dtype, device=device).requires_grad_(False)
+    matrix, x = module.weight.t(), torch.randn(rows, 1100).to(device, dtype)
+    with torch.no_grad():
+        form = linears._choose_on_gpu(rows, matrix, partial)
+        names = [one.name for one in linears._candidates(1 if rows == 1 else 8, matrix)]
+        assert sorted(timed) == sorted(["blas", "blas", *names]) and len(names) > 3, "every form is right"
+        assert device.type == "cuda" or form == names[-1]
+        assert linears._choose_on_gpu(rows, matrix, partial) == form and len(timed) == len(names) + 2
+        monkeypatch.setattr(linears, "choose", lambda *_: form)
+        monkeypatch.setattr(linears, "CAN_PACK", False)
+        exact = x.double() @ matrix.double()
+        tolerance = 2 * largest((x.float() @ matrix.float()).to(dtype).double() - exact)
+        assert largest(apply_linear(module, x[None]).double()[0] - exact) <= tolerance < 0.01 * largest(exact)

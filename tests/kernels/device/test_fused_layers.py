@@ -1,0 +1,70 @@
+"""Fused layers: each is compared with the model's own when the lean decoder is made, also where an error is put into a
+kernel; and on prompts and trees, with PyTorch's operations."""
+
+import copy
+
+import pytest
+import torch
+
+from draftsmith.inference.cache import KVCache
+from draftsmith.inference.runner import Runner
+from draftsmith.inference.tree import StaticTree
+from draftsmith.models import lean
+from draftsmith.models.lean import FusedBuffers, LeanDecoder
+from draftsmith.models.lean_from import lean_decoder
+from draftsmith.models.target import Target
+
+# A bias; norms of q and k; norms after each branch, windows and soft caps; packed weights; a factor on each branch.
+FAMILIES = ("qwen2", "qwen3", "gemma2", "phi3", "granite")
+
+
+def on(device, target):
+    return Target(copy.deepcopy(target.model).to(device), None, target.name, "")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_and_trees(make_target, device, monkeypatch, family):
+    """Ragged prompts in two chunks, then a tree after each row's prefix."""
+    target = on(device, make_target(family))
+    tokens = torch.randint(0, target.vocab_size, (2, 13), generator=torch.Generator().manual_seed(0)).to(device)
+    tree = StaticTree([-1, 0, 1, 1, 0, 4], device)
+    lengths = torch.tensor([13, 5], device=device)
+    nodes = tokens[:, :6].flip(1)
+    found = []
+    for fused in (True, False):
+        with monkeypatch.context() as patch:
+            if not fused:
+                for module in ("runner", "cache"):
+                    patch.setattr(f"draftsmith.inference.{module}.why_not_triton", lambda tensor: "left out")
+            cache = KVCache(target, 2, 64)
+            runner = Runner(target, cache, static=True, lean=True)
+            with torch.inference_mode():
+                outputs = [runner.forward_chunk(tokens[:, :8], 0)[0], runner.forward_chunk(tokens[:, 8:], 8, (1,))]
+                hidden, captured = runner.forward_nodes(
+                    nodes, lengths, tree.ancestors.expand(2, -1, -1), tree.depth.expand(2, -1), captures=(1,),
+                    mask=tree.mask.expand(2, -1, -1),
+                )  # fmt: skip
+                (buffers,) = runner.buffers.values()
+                assert all(isinstance(each, FusedBuffers) for each in buffers) is fused
+            found.append([outputs[0], outputs[1][0], *outputs[1][1], hidden, *captured])
+    for ours, plain in zip(*found, strict=True):
+        assert float((ours - plain).abs().max()) <= 1e-4 * float(plain.abs().max())
+
+
+@pytest.mark.parametrize("broken", ["rotate_write", "gated", "add_norm", "attend_tree"])
+def test_a_wrong_kernel_is_found(make_target, device, monkeypatch, broken):
+    """The model's own modules run then, and it is said why."""
+    target = on(device, make_target("llama"))
+    right = getattr(lean, broken)
+
+    def wrong(*arguments, **named):
+        result = right(*arguments, **named)
+        written = {"rotate_write": 5, "gated": 1, "add_norm": 0}.get(broken)
+        (result if written is None else arguments[written])[..., 0, :3] *= 1.05
+        return result
+
+    monkeypatch.setattr(lean, broken, wrong)
+    found = lean_decoder(target)
+    assert isinstance(found, str) and "its layer 0 by kernels differs from its own modules' by" in found
+    monkeypatch.setattr(lean, broken, right)
+    assert isinstance(lean_decoder(on(device, target)), LeanDecoder)

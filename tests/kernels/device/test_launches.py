@@ -1,0 +1,119 @@
+"""The kernels that a step launches: Triton's, and PyTorch's operations that are no views and no allocations."""
+
+import copy
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.runner import engine_attention
+from draftsmith.inference.tree import Topology
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import Target
+
+FREE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "lift_fresh",
+    "_unsafe_view",
+}
+TREE = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (2,)))
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it(poison):
+    """Poisoning fills new tensors, which would count."""
+    torch.use_deterministic_algorithms(False)
+
+
+class Launches(TorchDispatchMode):
+    """Kernels by name. Of a custom operator the kernels inside are counted, of PyTorch's composite ones the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+        self.inside = False  # a Triton kernel, which the interpreter runs by operations of its own
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self.inside and func.namespace != "draftsmith":
+            if func._can_decompose():
+                with self:
+                    out = func.decompose(*args, **kwargs)
+                if out is not NotImplemented:
+                    return out
+            if not func.is_view and func.overloadpacket.__name__ not in FREE:
+                self.seen[func.overloadpacket.__name__] += 1
+        elif func.namespace == "draftsmith":
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def counting(self):
+        patch = pytest.MonkeyPatch()
+        for kind in (InterpretedFunction, JITFunction):
+            run = kind.run
+
+            def counted(kernel, *args, run=run, **kwargs):
+                self.seen[kernel.fn.__name__] += not kwargs.get("warmup")
+                self.inside = True
+                try:
+                    return run(kernel, *args, **kwargs)
+                finally:
+                    self.inside = False
+
+            patch.setattr(kind, "run", counted)
+        try:
+            with self:
+                yield
+        finally:
+            patch.undo()
+
+
+def medusa(target):
+    heads = MedusaHeads.for_target(target, 3, 1, "shared")
+    return MedusaDrafter(heads, TREE, target)
+
+
+def step_launches(target, drafter, mode="greedy"):
+    decoder = SpeculativeDecoder(target, drafter, static=True)
+    decoder.generate([[1, 2, 3], [4, 5]], 2, mode=mode)
+    step = decoder._step
+    assert "lean decoder" in decoder.execution
+    with torch.inference_mode(), engine_attention([target]):
+        step.active.fill_(True)
+        step.cache.lengths.fill_(5)
+        launches = Launches()
+        with launches.counting():
+            step.run()
+    return launches.seen
+
+
+@pytest.mark.parametrize(("drafter", "mode"), [(None, "greedy"), (medusa, "greedy"), (medusa, "sample")])
+def test_launches_of_a_step(make_target, device, drafter, mode):
+    """At most 15 kernels a layer and 40 around the layers in greedy steps."""
+    counts = []
+    for layers in (1, 2):
+        target = make_target("llama", num_hidden_layers=layers)
+        target = Target(copy.deepcopy(target.model).to(device), None, target.name, "")
+        counts.append(step_launches(target, drafter and drafter(target), mode))
+    few, many = counts
+    per_layer = {name: many[name] - few[name] for name in many}
+    around = {name: few[name] - per_layer.get(name, 0) for name in few}
+    print(f"launches of a layer: {sum(per_layer.values()):g}, around: {sum(around.values()):g}")
+    print({name: count for name, count in per_layer.items() if count})
+    print({name: count for name, count in around.items() if count})
+    assert per_layer["_tree_attention_kernel"] == 1  # it is being counted
+    assert sum(per_layer.values()) <= 15
+    assert sum(around.values()) <= 40

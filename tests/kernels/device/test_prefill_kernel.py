@@ -1,0 +1,112 @@
+"""Prompts in chunks through the tree attention kernel: a chunk is a chain of nodes behind the tokens before it."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftsmith.inference import runner as runner_module
+from draftsmith.inference.cache import KVCache
+from draftsmith.inference.runner import Runner, engine_attention
+from draftsmith.kernels import tree_attention as kernel_module
+from draftsmith.models.target import Target
+
+LENGTHS, CHUNK = [85, 30], 66  # more than a word's bits
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it(poison):
+    """Deterministic algorithms are other ones."""
+    torch.use_deterministic_algorithms(False)
+
+
+def on(device, target, dtype=torch.float32):
+    return Target(copy.deepcopy(target.model).to(device, dtype), None, target.name, "")
+
+
+def prefill(target, lean, kernel):
+    """Hidden states and a captured layer ``[2, T, 2 · d]`` of ragged prompts in rows 1 and 2 of three, chunk by chunk."""
+    longest = max(LENGTHS)
+    cache = KVCache(target, 3, longest + 5)
+    for storage in cache._storages:
+        storage.fill_(float("nan"))
+    runner = Runner(target, cache, lean=lean)
+    assert (runner.lean is not None) == lean and runner.kernel
+    runner.kernel = kernel
+    tokens = torch.randint(61, (2, longest), generator=torch.Generator().manual_seed(1))
+    for row, length in enumerate(LENGTHS):
+        tokens[row, length:] = 0
+    cache.window = slice(1, 3)
+    chunks = []
+    with torch.inference_mode(), engine_attention([target]):
+        for start in range(0, longest, CHUNK):
+            chunk = tokens[:, start : start + CHUNK].to(target.device)
+            hidden, captured = runner.forward_chunk(chunk, start, [1])
+            chunks.append(torch.cat([hidden, *captured], -1))
+    for storage in cache._storages:
+        assert storage[:, :, 0].isnan().all() and storage[..., longest:, :].isnan().all(), "other rows and slots"
+        assert not storage[:, :, 1:, :, :longest].isnan().any()
+    return torch.cat(chunks, 1).double().cpu()
+
+
+@pytest.mark.parametrize(
+    ("family", "lean", "items"),
+    [("llama", True, 2), ("mistral", False, 5), ("gemma2", True, 5), ("gemma2", False, 2), ("gpt_neox", False, 5)],
+)
+def test_chunks_as_on_the_plain_path(make_target, device, monkeypatch, family, lean, items):
+    """Windows of 8 tokens across the chunks' edge, soft caps, prompts that end in either chunk; with and without rows
+    that are split."""
+    target = on(device, make_target(family))
+    exact = prefill(on(device, target, torch.float64), False, kernel=False)
+    plain = prefill(target, lean, kernel=False)
+    planned = []
+
+    def work(*arguments):
+        planned.append(kernel_module.tree_work(*arguments, min_share=1))
+        return planned[-1]
+
+    monkeypatch.setattr(runner_module, "tree_work", work)
+    monkeypatch.setattr(runner_module, "attention_items", lambda *arguments: items)
+    monkeypatch.setattr(kernel_module, "attention_items", lambda *arguments: items)
+    ours = prefill(target, lean, kernel=True)
+    windows = 1 if family in ("llama", "gpt_neox") else 2
+    assert len(planned) == (0 if items == 2 else 2 * windows), "once for each chunk and window, not for each layer"
+    assert items == 2 or max(int(one.count.max()) for one in planned) > 1, "rows are split"
+    error, allowed = float((ours - exact).norm()), 2 * float((plain - exact).norm())
+    assert error <= allowed < 1e-3 * float(exact.norm())
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest storage that an operation returns, in elements, of those not known before."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.elements = {tensor.untyped_storage().data_ptr() for tensor in known}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("lean", [True, False])
+def test_neither_scores_nor_masks_are_kept(make_target, device, monkeypatch, family, lean):
+    """T chunk tokens behind many others: nothing of T · S elements, let alone heads · T · S."""
+    monkeypatch.setattr(kernel_module, "_tree_attention_op", kernel_module._tree_attention_cached)  # seen from inside
+    target, chunk, start = on(device, make_target(family, max_position_embeddings=1024)), 40, 900
+    size = chunk * (start + chunk)
+    largest = {}
+    for kernel in (True, False):
+        cache = KVCache(target, 1, start + chunk)
+        runner = Runner(target, cache, lean=lean)
+        runner.kernel = kernel
+        known = [*cache._storages, *target.model.parameters(), *runner.tables.values(), runner.numbers]
+        with torch.inference_mode(), engine_attention([target]), Largest(known) as seen:
+            runner.forward_chunk(torch.zeros(1, chunk, dtype=torch.int64, device=device), start)
+        largest[kernel] = seen.elements
+    assert chunk * 32 <= largest[True] < size // 2, "hidden states at least"
+    assert largest[False] >= size * (4 if family == "gemma2" else 1), "the plain path has a mask, with a cap scores"

@@ -1,0 +1,149 @@
+"""The kernel that rotates queries and keys and writes them to the cache, against complex numbers in float64."""
+
+import pytest
+import torch
+
+from draftsmith.kernels.rotate_write import rotate_write, rotate_write_reference
+
+# bfloat16 arithmetic is wrong in the interpreter
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
+
+
+def tables(positions, width, dtype):
+    """``[positions, 2 · width]`` as LeanDecoder makes them, and the frequencies ``[width / 2]`` in float64."""
+    frequency = 1 / 100.0 ** (torch.arange(width // 2).double() / (width // 2))
+    angle = torch.arange(positions)[:, None] * frequency
+    return torch.cat((angle.cos(), angle.cos(), -angle.sin(), angle.sin()), -1).to(dtype)
+
+
+def near(out, plain, exact):
+    """Within twice the error of plain PyTorch in the same precision. A 16-bit result is rounded once: off by half a
+    unit in the last place, and by what the sums in float32 leave."""
+    assert out.dtype == plain.dtype and out.shape == exact.shape
+    precision, out, plain = torch.finfo(out.dtype), out.cpu().double(), plain.cpu().double()
+    error, largest = (out - exact).abs(), float(exact.abs().max())
+    allowed = 2 * float((plain - exact).abs().max())
+    if precision.bits == 32:
+        allowed = max(allowed, 4 * precision.eps * largest)
+    else:
+        unit = precision.eps * torch.exp2(exact.abs().log2().floor()).clamp(precision.tiny)
+        assert (error <= 0.505 * unit + 1e-6 * largest).all()
+    assert float(error.max()) <= allowed < 0.02 * largest
+
+
+def check(
+    device, dtype, rows, count, kv_heads, group, width, parts, *, bias=False, norm=None, shared_slots=False, seed=0
+):
+    generator = torch.Generator().manual_seed(seed + width * 31 + rows * 7 + parts)
+    heads, slots_seen, positions_known = kv_heads * group, count + 6, 50
+    heads_all = heads + 2 * kv_heads
+    buffer = torch.randn(parts, rows * count, heads_all * width + 3, generator=generator)
+    qkv = buffer.to(dtype if parts == 1 else torch.float32).to(device)[..., :-3]
+    table = tables(positions_known, width, dtype)
+    positions = torch.randint(positions_known, (rows, count), generator=generator)
+    positions[0, 0] = positions_known - 1
+    distinct = [torch.randperm(slots_seen, generator=generator)[:count] for _ in range(rows)]
+    slots = torch.stack(distinct[:1] if shared_slots else distinct)
+    shift = torch.randn(heads_all * width, generator=generator).to(dtype) if bias else None
+    weight = torch.randn(heads + kv_heads, width, generator=generator).to(norm) if norm else None
+    eps = 0.1 if norm else 0.0
+    # One layer of a cache of two, in the engine's layout.
+    empty = torch.full((2, 2, rows, kv_heads, slots_seen, width), float("nan"), dtype=dtype)
+    results = []
+    for function in (rotate_write, rotate_write_reference):
+        storage = empty.clone().to(device)
+        cache = storage.permute(0, 2, 4, 1, 3, 5)[1]
+        q_out = torch.empty(rows, count, heads, width, dtype=dtype, device=device)
+        at = [None if one is None else one.to(device) for one in (qkv, table, positions, slots, shift, weight)]
+        function(*at[:4], cache, q_out, bias=at[4], norm=at[5], eps=eps)
+        assert storage[0].isnan().all()
+        results.append((q_out, cache))
+
+    z = qkv.cpu().double().sum(0) + (0 if shift is None else shift.double())
+    z = z.view(rows, count, heads_all, width)
+    qk, v = z[:, :, : heads + kv_heads], z[:, :, heads + kv_heads :]
+    if weight is not None:
+        qk = qk / (qk.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    half = width // 2
+    turn = torch.complex(table[:, :half].double(), table[:, width + half :].double())[positions][:, :, None]
+    turned = torch.complex(qk[..., :half], qk[..., half:]) * turn
+    qk = torch.cat((turned.real, turned.imag), -1)
+
+    (q, cache), (plain_q, plain_cache) = results
+    near(q, plain_q, qk[:, :, :heads])
+    untouched = torch.ones(rows, slots_seen, dtype=torch.bool, device=device)
+    for row in range(rows):
+        at = slots[0 if shared_slots else row].to(device)
+        untouched[row, at] = False
+        near(cache[row, at, 0], plain_cache[row, at, 0], qk[row, :, heads:])
+        near(cache[row, at, 1], plain_cache[row, at, 1], v[row])
+    assert cache[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("rows", "count", "kv_heads", "group", "width"),
+    [(1, 1, 1, 1, 16), (2, 3, 2, 4, 80), (3, 1, 1, 7, 24), (1, 5, 3, 1, 96), (2, 1, 8, 4, 128), (1, 2, 1, 3, 2)],
+)
+def test_sizes(device, dtype, parts, rows, count, kv_heads, group, width):
+    check(device, dtype, rows, count, kv_heads, group, width, parts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm", [None, "own", "float32"])
+def test_bias_and_norm(device, dtype, bias, norm):
+    norm = {"own": dtype, "float32": torch.float32}.get(norm)
+    for parts in (1, 2):
+        check(device, dtype, 2, 2, 2, 3, 24, parts, bias=bias, norm=norm)
+
+
+def test_slots_shared_by_the_rows(device):
+    check(device, torch.float32, 3, 2, 2, 1, 16, 1, shared_slots=True)
+
+
+def test_values_are_copied(device):
+    """Bit by bit, also beside an infinite partner, which a rotation by 0 would turn into NaN."""
+    qkv = torch.randn(1, 2, 3 * 8)
+    qkv[0, 1, 17] = torch.inf
+    table = tables(4, 8, torch.float32)
+    cache = torch.zeros(1, 5, 2, 1, 8, device=device)
+    numbers = torch.tensor([[3, 1]], device=device)
+    rotate_write(
+        qkv.to(device), table.to(device), numbers, numbers, cache, torch.empty(1, 2, 1, 8, device=device),
+        norm=torch.ones(2, 8, device=device),
+    )  # fmt: skip
+    assert torch.equal(cache[0, [3, 1], 1, 0].cpu(), qkv[0, :, 16:])
+
+
+def test_strided_positions_and_slots(device):
+    """Every other column of larger tensors; and one position for all nodes, expanded."""
+    qkv, table = torch.randn(1, 6, 4 * 8, device=device), tables(9, 8, torch.float32).to(device)
+    numbers = torch.tensor([[5, 0, 7, 4, 2, 8], [6, 3, 1, 2, 8, 7]], device=device)
+    for positions in (numbers[:, ::2], numbers[:1, :1].expand(2, 3)):
+        results = []
+        for at, slots in ((positions, numbers[:, 1::2]), (positions.contiguous(), numbers[:, 1::2].contiguous())):
+            cache = torch.zeros(2, 9, 2, 1, 8, device=device)
+            q_out = torch.empty(2, 3, 2, 8, device=device)
+            rotate_write(qkv, table, at, slots, cache, q_out)
+            results.append((q_out, cache))
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_a_cache_of_more_than_2_to_the_31_elements(device, tmp_path):
+    """Offsets of a slot, and of the values, that do not fit 32 bits; on a CPU in a sparse file."""
+    slots_seen, width = (1 << 27) + 2, 16
+    size = 2 * slots_seen * width
+    if device.type == "cuda":
+        storage = torch.zeros(size, dtype=torch.float16, device=device)
+    else:
+        storage = torch.from_file(str(tmp_path / "cache"), shared=True, size=size, dtype=torch.float16)
+    cache = storage.view(2, 1, 1, slots_seen, width).permute(1, 3, 0, 2, 4)
+    qkv = torch.randn(1, 2, 3 * width).half().to(device)
+    place = torch.tensor([[0, slots_seen - 1]], device=device)
+    table = tables(1, width, torch.float16).to(device)
+    q_out = torch.empty(1, 2, 1, width, dtype=torch.float16, device=device)
+    rotate_write(qkv, table, torch.zeros_like(place), place, cache, q_out)
+    assert torch.equal(cache[0, place[0], :, 0], qkv[0].view(2, 3, width)[:, 1:])
+    assert torch.equal(q_out[0, :, 0], qkv[0, :, :width])

@@ -1,0 +1,56 @@
+"""The activations that the gated kernel knows, by their modules, and its plain PyTorch path."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from draftsmith.kernels.gated import ACTS, act_name, gated
+
+SILU, GELU = "llama mistral qwen2 qwen3 phi3 granite cohere".split(), "gemma gemma2 gemma3".split()
+
+
+@pytest.mark.parametrize("family", SILU + GELU)
+def test_acts_of_the_families(make_target, family):
+    mlp = make_target(family).decoder.layers[0].mlp
+    act = mlp.activation_fn if family == "phi3" else mlp.act_fn
+    assert act_name(act) == ("silu" if family in SILU else "gelu_tanh")
+
+
+@pytest.mark.parametrize("name", sorted(set(ACT2FN) - {"xielu"}))  # xielu has weights
+def test_only_the_same_function_is_recognised(name):
+    """Of everything that a config can name. The exact GELU differs from the tanh GELU by more than the tolerance."""
+    act = ACT2FN[name]
+    known = act_name(act)
+    assert known is not None or name not in ("silu", "swish", "gelu_pytorch_tanh")
+    if known:
+        gate = torch.linspace(-6, 6, 101).double()
+        same = F.silu(gate) if known == "silu" else F.gelu(gate, approximate="tanh")
+        torch.testing.assert_close(act(gate), same)
+
+
+def test_modules_and_functions():
+    assert act_name(nn.SiLU()) == act_name(F.silu) == "silu"
+    assert act_name(nn.GELU(approximate="tanh")) == "gelu_tanh"
+
+    class SiLUActivation(nn.Module):  # someone else's
+        pass
+
+    class Scaled(nn.SiLU):
+        pass
+
+    others = (nn.GELU(), F.gelu, nn.ReLU(), SiLUActivation(), Scaled(), partial(F.gelu, approximate="none"), F.relu)
+    assert [act_name(act) for act in others] == [None] * len(others)
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_plain_path(act):
+    """The gate comes first."""
+    gate_up, bias, out = torch.randn(2, 3, 20).double(), torch.randn(20).double(), torch.full((3, 10), torch.nan)
+    gated(gate_up.float(), out, act, bias=bias.float())
+    gate, up = (gate_up[0] + gate_up[1] + bias).split(10, -1)
+    act_of = F.silu if act == "silu" else partial(F.gelu, approximate="tanh")
+    torch.testing.assert_close(out.double(), act_of(gate) * up, rtol=1e-5, atol=1e-6)
