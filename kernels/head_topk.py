@@ -10,7 +10,8 @@ A value and its id are compared as one integer: the value's bits, reordered so t
 the id counted downwards. One maximum then gives the best value and, among equal ones, the lowest id.
 
 Ties: the lowest id first. Logits are float32 sums, not rounded to the inputs' dtype, so that 16-bit inputs tie less
-often than with ``F.linear``. (PyTorch's ``topk``, which the plain path uses, breaks ties in no documented order.)
+often than with ``F.linear``. Tokens whose logit is NaN are left out. (PyTorch's ``topk``, which the plain path uses,
+breaks ties in no documented order, and puts NaN first.)
 
 Shape letters: M rows, d hidden width, V vocabulary, R tokens kept, C candidates of a row (R of each block).
 """
@@ -24,9 +25,6 @@ from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_t
 
 MAX_COUNT = 16  # largest R: the kernel extracts the best R one by one
 MERGED_AT_ONCE = 1024  # candidates that a program of the merge holds in registers
-
-_NONE = constexpr(-0x7F80000100000000)  # _packed(−inf, 2³¹ − 1): the place of a candidate that was taken, or is none
-_LANES = constexpr(16)  # MAX_COUNT
 
 
 def head_topk_reference(features: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -70,14 +68,15 @@ def _block_topk_kernel(
         w = tl.load(weight_place + k[:, None], mask=known[None, :] & (k < width)[:, None], other=0.0)
         logits = tl.dot(x, w, logits, input_precision="ieee")
     candidate = known[None, :] & (logits == logits)  # not NaN
-    left = tl.where(candidate, _packed(logits, token[None, :]), _NONE)
+    none = -0x7F80000100000000  # _packed(−inf, 2³¹ − 1), for what was taken or is no candidate
+    left = tl.where(candidate, _packed(logits, token[None, :]), none)
     place = row.to(tl.int64) * candidates + tl.program_id(0) * COUNT
     for rank in range(COUNT):
         best = tl.max(left, 1)
         value, best_id = _unpacked(best)  # a block with no token left stores −inf and an id beyond the vocabulary
         tl.store(values + place + rank, value, mask=row < rows)
         tl.store(ids + place + rank, best_id, mask=row < rows)
-        left = tl.where(left < best[:, None], left, _NONE)
+        left = tl.where(left < best[:, None], left, none)
 
 
 @jit
@@ -92,18 +91,19 @@ def _merge_topk_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
-    lane = tl.arange(0, _LANES)
-    best = tl.full([_LANES], _NONE, tl.int64)  # by rank
+    lane = tl.arange(0, 16)  # MAX_COUNT
+    none = -0x7F80000100000000  # as above
+    best = tl.zeros([16], tl.int64) + none  # by rank
     for start in range(part * BLOCK, candidates, parts * BLOCK):
         place = start + tl.arange(0, BLOCK)
         value = tl.load(values + row * candidates + place, mask=place < candidates, other=float("-inf"))
         token = tl.load(ids + row * candidates + place, mask=place < candidates, other=vocabulary)
-        left = tl.where((token < vocabulary) & (value == value), _packed(value, token), _NONE)
+        left = tl.where((token < vocabulary) & (value == value), _packed(value, token), none)
         earlier = best
         for rank in range(COUNT):
             first = tl.maximum(tl.max(left, 0), tl.max(earlier, 0))
-            left = tl.where(left < first, left, _NONE)
-            earlier = tl.where(earlier < first, earlier, _NONE)
+            left = tl.where(left < first, left, none)
+            earlier = tl.where(earlier < first, earlier, none)
             best = tl.where(lane == rank, first, best)
     value, token = _unpacked(best)
     place = (row * parts + part) * COUNT + lane

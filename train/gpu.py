@@ -159,12 +159,13 @@ def judge_profile(out: Path, rehearsal: bool) -> Finding:
         f"{row['median'] * 1e3:.2f} ms"
         for row in rows
     ]
-    return Finding(f"{how}: " + "; ".join(shown), facts={"profiles": [row["profile"] for row in rows]})
+    met = all(row["profile"]["kernels"] <= 15 * 32 + 40 for row in rows)  # of llama3-8b's 32 layers
+    return Finding(f"{how}: " + "; ".join(shown), met, {"profiles": [row["profile"] for row in rows]})
 
 
 def judge_step(part: str, count: int) -> Callable[[Path, bool], Finding]:
-    """Plain step: at most 1.25 × its bytes over the copy bandwidth. 64 nodes with shared heads over the plain step: at
-    most 1.15, but 1.35 with grouped-query attention at 16k tokens.
+    """Plain step: at most 1.15 × its bytes over the copy bandwidth. 64 nodes with shared heads over the plain step: at
+    most 1.10, at 16k tokens 1.15, and 1.35 with grouped-query attention.
 
     Args:
         count: of the figures that the goals ask for; fewer where something did not fit into memory.
@@ -178,10 +179,10 @@ def judge_step(part: str, count: int) -> Callable[[Path, bool], Finding]:
             name = f"{row['shape']} at {row['context']}"
             if row["nodes"] == 1:
                 bound = row["bytes"] / report["limits"][row["shape"]]["copy_bandwidth"]
-                met.append(row["median"] <= 1.25 * bound)
+                met.append(row["median"] <= 1.15 * bound)
                 shown.append(f"{name}: plain {row['median'] * 1e3:.2f} ms = {row['median'] / bound:.2f} × bound")
             elif row["nodes"] in (64, 4) and row["projection"] == "shared":
-                most = 1.35 if row["context"] > 8192 and "llama3" in row["shape"] else 1.15
+                most = 1.1 if row["context"] <= 8192 else 1.35 if "llama3" in row["shape"] else 1.15
                 met.append(row["ratio"] <= most)
                 shown.append(f"{row['nodes']} nodes {row['ratio']:.2f} × plain (goal {most})")
         if len(met) < count and not rehearsal:
@@ -191,13 +192,24 @@ def judge_step(part: str, count: int) -> Callable[[Path, bool], Finding]:
     return judge
 
 
+def beside_step(out: Path, part: str) -> list[tuple[dict[str, Any], float]]:
+    """The rows of a part's step.json, each with the median of the same step in the part ``step``.
+
+    Raises:
+        ValueError: the two have no step in common.
+    """
+    wanted = lambda row: (row["shape"], row["context"], row["nodes"], row["projection"])  # noqa: E731
+    ours = {wanted(row): row["median"] for row in json_object(out / "step" / "step.json")["rows"]}
+    rows = json_object(out / part / "step.json")["rows"]
+    pairs = [(row, ours[wanted(row)]) for row in rows if wanted(row) in ours]
+    if not pairs:
+        raise ValueError("no step was measured both ways")
+    return pairs
+
+
 def judge_lean(out: Path, rehearsal: bool) -> Finding:
     """The lean decoder's steps of the part ``step`` against those of transformers' modules."""
-    wanted = lambda row: (row["shape"], row["context"], row["nodes"], row["projection"])  # noqa: E731
-    lean = {wanted(row): row["median"] for row in json_object(out / "step" / "step.json")["rows"]}
-    pairs = [(row, lean[wanted(row)]) for row in json_object(out / "lean" / "step.json")["rows"] if wanted(row) in lean]
-    if not pairs:
-        raise ValueError("no step was measured with both decoders")
+    pairs = beside_step(out, "lean")
     shown = [
         f"{row['shape']}, {row['nodes']} nodes: lean {ours * 1e3:.2f} ms, transformers {row['median'] * 1e3:.2f} ms"
         for row, ours in pairs
@@ -206,8 +218,18 @@ def judge_lean(out: Path, rehearsal: bool) -> Finding:
     return Finding("; ".join(shown), met)
 
 
+def judge_compile(out: Path, rehearsal: bool) -> Finding:
+    """The kernels, which are the default, against torch.compile: if that is faster, it has to be the default."""
+    pairs = beside_step(out, "compile")
+    shown = [
+        f"{row['shape']}, {row['nodes']} nodes: kernels {ours * 1e3:.2f} ms, compiled {row['median'] * 1e3:.2f} ms"
+        for row, ours in pairs
+    ]
+    return Finding("; ".join(shown), all(ours <= 1.02 * row["median"] for row, ours in pairs))
+
+
 def judge_kernels(out: Path, rehearsal: bool) -> Finding:
-    """Tree attention beside the best of PyTorch's ways, and beside the device's limits."""
+    """Tree attention beside the best of the other ways, and beside the device's limits; sampling verification."""
     report = json_object(out / "kernel-bench" / "kernels.json")
     if wrong := [row for row in report["rows"] if not row["difference"] <= (1e-3 if rehearsal else 0.5)]:
         raise ValueError(f"{wrong[0]['kernel']}, {wrong[0]['way']}: difference {wrong[0]['difference']:.1e}")
@@ -338,6 +360,17 @@ def judge_eagle(out: Path, rehearsal: bool) -> Finding:
     return Finding("; ".join(shown))
 
 
+def judge_serving(out: Path, rehearsal: bool) -> Finding:
+    """Requests that arrive over time: where speculation pays, by number of rows."""
+    report = json_object(out / "serving" / "serving.json")
+    for name, texts in report["texts"].items():
+        if texts["mismatches"]:
+            raise ValueError(f"{name}: {texts['mismatches']} mismatches")
+        if not rehearsal and "cuda graph" not in report["execution"][name]:
+            raise ValueError(f"{name}: steps ran {report['execution'][name]}")
+    return Finding("; ".join(sentence for batch in report["batches"] for sentence in batch["sentences"]))
+
+
 def judge_unroll(out: Path, rehearsal: bool) -> Finding:
     """Seven unrolled steps take no longer than with dense attention, and less memory."""
     shown: list[str] = []
@@ -350,6 +383,30 @@ def judge_unroll(out: Path, rehearsal: bool) -> Finding:
             shown[-1] += f", {ours / 1e9:.1f} GB instead of {dense / 1e9:.1f}"
             met = met or (row["steps"] == 7 and row["ratio"] <= 1 and ours < dense)
     return Finding("; ".join(shown), met)
+
+
+def judge_products(out: Path, rehearsal: bool) -> Finding:
+    """The chosen form of each product beside torch.mm and the bandwidth, by number of rows."""
+    report = json_object(out / "products" / "kernels.json")
+    if wrong := [row for row in report["rows"] if not row["difference"] <= (1e-3 if rehearsal else 0.2)]:
+        raise ValueError(f"{wrong[0]['way']}, {wrong[0]['shape']}: difference {wrong[0]['difference']:.1e}")
+    if rehearsal:
+        return Finding(f"interpreted, {len(report['rows'])} rows")
+    shapes: dict[tuple[int, int, int], dict[str, Any]] = {}
+    for row in report["rows"]:
+        shapes.setdefault((row["shape"]["M"], row["shape"]["K"], row["shape"]["N"]), {})[row["way"]] = row
+    shown: list[str] = []
+    for count in sorted({rows for rows, _, _ in shapes}):
+        shares, gains = [], []
+        for ways in (ways for (rows, _, _), ways in shapes.items() if rows == count):
+            best = min(row["median_us"] for row in ways.values())
+            shares.append(ways["torch.mm"]["moved"] / report["copy_bandwidth"] / best * 1e6)
+            gains.append(ways["torch.mm"]["median_us"] / best)
+        shown.append(
+            f"{count} rows: {min(shares):.0%}–{max(shares):.0%} of the bandwidth, {min(gains):.2f}–{max(gains):.2f} × "
+            "torch.mm"
+        )
+    return Finding("; ".join(shown), facts={"rows": report["rows"]})
 
 
 def judge_shortlist(out: Path, rehearsal: bool) -> Finding:
@@ -408,7 +465,7 @@ def judge_training(out: Path, rehearsal: bool) -> Finding:
         + (f", {r['peak_memory_bytes'] / 1e9:.0f} GB" if r["peak_memory_bytes"] else "")
         for r in results
     ]
-    met = all(r["of_matmul_rate"] >= 0.45 for r in results)
+    met = all(r["of_matmul_rate"] >= (0.5 if r["stage"] == "medusa-1" else 0.45) for r in results)
     met = met and all(r["hours_per_70M_tokens"] <= 1 for r in results if r["stage"] == "medusa-1")
     return Finding("; ".join(shown), met)
 
@@ -454,6 +511,9 @@ TREES = (
     '{eagle}/tree.json {out}/eagle/fixed.json {out}/eagle/dynamic.json \'{"top_k": 4, "depth": 6, "nodes": 32}\''
 )
 DECODE_EAGLE = "python inference/decode.py {eagle} --tree {out}/eagle/TREE.json --report {out}/eagle/TREE " + MEASURED
+SERVING = (
+    "python inference/bench_serving.py {eagle} --prompts {out}/models/prompts.jsonl --out {out}/serving/serving.json "
+)
 DYNASPEC = (
     "python train/dynaspec.py recipes/tiny-dynaspec.yaml --restart run.name=dynaspec run.output_dir={out}/models "
 )
@@ -478,15 +538,15 @@ PARTS = (
         tests_of("kernels"), (*TESTS, "triton"), interpreted=True,
     ),
     Part(
-        "profile", "every step a graph replay; number and time of its kernels: unmeasured, no goal", 90,
+        "profile", "every step a graph replay of at most 15 kernels a layer and 40 around; their time: no goal", 90,
         (BENCH + "--shape llama3-8b --contexts 1024 --nodes 1 64 --repeat 20 --profile {out}/profile/kernels.txt "
          "--out {out}/profile/step.json",),
         (TOY + "--nodes 1 4 --profile {out}/profile/kernels.txt --out {out}/profile/step.json",),
         judge_profile,
     ),
     Part(
-        "step", "plain step ≤ 1.25 × bytes / bandwidth; 64 nodes, shared heads ≤ 1.15 × plain (llama3-8b at 16k: 1.35)",
-        240,
+        "step", "plain step ≤ 1.15 × bytes / bandwidth; 64 nodes, shared heads ≤ 1.10 × plain (at 16k: llama2-7b 1.15, "
+        "llama3-8b 1.35)", 240,
         (BENCH + "--shape llama2-7b llama3-8b --contexts 1024 16384 --nodes 1 16 64 --projection shared own "
          "--out {out}/step/step.json",),
         (TOY + "--nodes 1 4 --projection shared own --out {out}/step/step.json",),
@@ -536,7 +596,7 @@ PARTS = (
         judge_kernels, ("torch", "triton"), interpreted=True,
     ),
     Part(
-        "train-step", "≥ 45 % of the matrix rate; Medusa-1 ≤ 1 h per 70 M tokens", 180,
+        "train-step", "≥ 45 % of the matrix rate; Medusa-1 ≥ 50 % and ≤ 1 h per 70 M tokens", 180,
         ("python train/bench_step.py --shape llama2-7b --dtype bfloat16 --sequences 4 --tokens 2048 "
          "--stages medusa-1 medusa-2 --gradient-checkpointing --out {out}/train-step/train.json",),
         ("python train/bench_step.py --shape tiny-lm --device cpu --sequences 1 --tokens 24 --heads 2 --repeat 1 "
@@ -586,6 +646,21 @@ PARTS = (
         judge_eagle, REPORT, ("target",),
     ),
     Part(
+        "serving", "requests arriving over time, 1, 8 and 32 rows: texts identical, CUDA graphs; where speculation stops "
+        "paying: no goal", 240,
+        (SERVING + "--batches 1 8 32 --max-new-tokens 128 --seconds 3 --rounds 2",),
+        (SERVING + "--batches 1 2 --loads 0.5 1 --requests 4 --max-new-tokens 8 --seconds 2 --rounds 1 --threads 1",),
+        judge_serving, REPORT, ("eagle",),
+    ),
+    Part(
+        "products", "products of few rows with the matrices of two models: share of the bandwidth, gain over "
+        "PyTorch's: no goal", 150,
+        ("python kernels/bench.py few_rows --rows 1 8 64 --out {out}/products/kernels.json",),
+        ("python kernels/bench.py few_rows --rows 1 5 --hidden 32 --vocabulary 200 --dtype float32 "
+         "--out {out}/products/kernels.json",),
+        judge_products, ("torch", "triton"), interpreted=True,
+    ),
+    Part(
         "eagle-unroll", "7 unrolled steps of training-time test take no longer than with dense attention, and less "
         "memory", 120,
         (UNROLL + "--shape llama3-8b --dtype bfloat16 --sequences 1 --tokens 2048",),
@@ -624,10 +699,10 @@ PARTS = (
         judge_lean, after=("step",),
     ),
     Part(
-        "compile", "as step, the forward pass by torch.compile", 240,
+        "compile", "the kernels' step, the default, is not slower (to within 2 %) than one by torch.compile", 240,
         (BENCH + "--shape llama3-8b --contexts 1024 --nodes 1 64 --compile --out {out}/compile/step.json",),
         (TOY + "--nodes 1 4 --out {out}/compile/step.json",),  # eager: compiling takes a minute on a CPU
-        judge_step("compile", 2),
+        judge_compile, after=("step",),
     ),
 )  # fmt: skip
 

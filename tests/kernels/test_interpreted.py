@@ -15,7 +15,8 @@ import torch
 
 HERE = Path(__file__).parent / "device"
 PARTS = {
-    "test_tree_attention_kernel.py": 4, "test_verify_kernel.py": 4, "test_engine_on_kernels.py": 3,
+    "test_tree_attention_kernel.py": 4, "test_prefill_kernel.py": 2,
+    "test_verify_kernel.py": 4, "test_sampling_kernel.py": 2, "test_engine_on_kernels.py": 3,
     "test_head_topk_kernel.py": 2, "test_shortlist_kernel.py": 2, "test_commit_kernel.py": 1,
     "test_accept_greedy_kernel.py": 1, "test_res_block_kernel.py": 1,
     "test_add_norm_kernel.py": 1, "test_rotate_write_kernel.py": 1, "test_gated_kernel.py": 1,

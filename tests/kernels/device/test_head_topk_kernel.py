@@ -108,3 +108,7 @@ def test_logits_that_are_not_finite_give_tokens_all_the_same(device):
     values, ids = head_topk(features, weight, 5)
     assert int(ids.min()) >= 0 and int(ids.max()) < 70 and (values[1] == -torch.inf).all()
     assert torch.equal(ids[[0, 3]], head_topk_reference(features, weight, 5)[1][[0, 3]])
+    weight[[2, 3, 5, 7, 11, 13, 69]] = torch.tensor([[torch.nan], [-torch.nan]] * 3 + [[torch.nan]], device=device)
+    ids, wanted = head_topk(features, weight, 5)[1], torch.arange(70, device=device).expand(4, -1)
+    wanted = best_in_order(F.linear(features, weight), wanted, 5, 70)[1]
+    assert torch.equal(ids[[0, 3]], wanted[[0, 3]]), "tokens whose logit is NaN are left out"
