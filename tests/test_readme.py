@@ -191,6 +191,17 @@ def test_the_example_of_requests(tmp_path, monkeypatch, capsys):
         assert names["target"].tokenizer.decode(tokens) in said
 
 
+def test_the_example_of_a_server(monkeypatch, capsys):
+    """That of docs/serving.md: one request has arrived, and no other comes."""
+    monkeypatch.chdir(ROOT)
+    (example,) = blocks("docs/serving.md", "python")
+    names = {}
+    exec(example, names)
+    (result,) = names["results"]
+    printed = [int(t) for line in re.findall(r"^0 \[(.+)\]$", capsys.readouterr().out, re.M) for t in line.split(", ")]
+    assert printed == result.tokens and 1 <= len(printed) <= 32
+
+
 def module_of(path: str) -> ModuleType:
     """A file of the repository that no import path leads to."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)

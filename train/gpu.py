@@ -646,8 +646,8 @@ PARTS = (
         judge_eagle, REPORT, ("target",),
     ),
     Part(
-        "serving", "requests arriving over time, 1, 8 and 32 rows: texts identical, CUDA graphs; where speculation stops "
-        "paying: no goal", 240,
+        "serving", "requests arriving over time, 1, 8 and 32 rows: texts identical, CUDA graphs; where speculation "
+        "stops paying: no goal", 240,
         (SERVING + "--batches 1 8 32 --max-new-tokens 128 --seconds 3 --rounds 2",),
         (SERVING + "--batches 1 2 --loads 0.5 1 --requests 4 --max-new-tokens 8 --seconds 2 --rounds 1 --threads 1",),
         judge_serving, REPORT, ("eagle",),
