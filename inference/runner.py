@@ -27,7 +27,7 @@ from draftsmith.kernels.tree_attention import (
     tree_bias_one_row,
     tree_work,
 )
-from draftsmith.models.lean import Buffers, LeanDecoder
+from draftsmith.models.lean import Buffers, FusedBuffers, LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
 from draftsmith.models.target import Target
 
@@ -103,7 +103,7 @@ class Runner:
         self.modules: Callable[..., Any] = target.decoder if self.lean is None else self.lean.forward
         self.compiled = torch.compile(self.modules, dynamic=False) if compiled else self.modules
         self.tables = {} if self.lean is None else self.lean.tables(cache.capacity)
-        self.buffers: dict[tuple[int, int, bool], list[Buffers]] = {}  # of steps, by shape
+        self.buffers: dict[tuple[int, int, bool], Sequence[Buffers | FusedBuffers]] = {}  # of steps, by shape
         self.last_position = target.context - 1
         # The attention kernel, where Triton runs; its tiles do not fit wider heads.
         self.kernel = why_not_triton(cache.lengths) is None and max(width for _, width in target.kv_shapes) <= 256

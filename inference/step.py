@@ -118,6 +118,8 @@ class Step:
         self.num_sources = len(drafter.sources)
         columns = drafter.max_depth + 2 + (drafter.max_depth + 1 + self.num_sources if self.num_sources else 0)
         self.committed = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+        self.counts_and_tokens = self.committed[:, : drafter.max_depth + 2]
+        self.tokens, self.by_source = self.counts_and_tokens[:, 1:], self.committed[:, drafter.max_depth + 2 :]
         self.kernels = why_not_triton(self.committed) is None
         self.source_bits = torch.arange(self.num_sources, device=device)
         drafter.allocate(self.cache, drafter.max_depth, static)
@@ -243,14 +245,14 @@ class Step:
             verdict = self.verifier.verify(tree, mask, logits, depth)
             number = torch.where(verdict.finite, (verdict.length + 1) * self.active, -1)
             tokens = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
-            torch.cat([number[:, None], tokens, verdict.bonus[:, None]], 1, out=self.committed[:, : depth + 2])
-            self.verifier.mark_seen(self.committed[:, 1 : depth + 2], verdict.length)
+            torch.cat([number[:, None], tokens, verdict.bonus[:, None]], 1, out=self.counts_and_tokens)
+            self.verifier.mark_seen(self.tokens, verdict.length)
         if self.num_sources:
             assert tree.source is not None
             by_node = tree.source[..., None] >> self.source_bits & 1  # [B, N, sources]
             drafted_by = tree.source.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
             parts = [drafted_by, (tree.source != 0).sum(1, keepdim=True), by_node.sum(1)]
-            torch.cat(parts, 1, out=self.committed[:, depth + 2 :])
+            torch.cat(parts, 1, out=self.by_source)
         return verdict
 
     def launch(self, clock: Clock | None = None) -> ReadCommitted:

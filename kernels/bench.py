@@ -5,9 +5,11 @@
     python kernels/bench.py shortlist --batches 1 --hidden 576       # the one kernel that is measured on a CPU too
     python kernels/bench.py --out kernels.json                       # the table as JSON too, with device and versions
 
-    attention   beside SDPA with an additive mask, flex_attention, and FlashInfer where it is installed (batch 1)
+    attention   beside SDPA with an additive mask, flex_attention, and FlashInfer where it is installed (batch 1);
+                rows of one length or ragged, a prompt's chunk, and the plan that a forward pass makes once
     commit      beside gather + scatter
-    verify      beside the same phases in plain PyTorch, drafts one-hot or drawn without replacement
+    verify      beside the same phases in plain PyTorch: drafts one-hot, also with top-k and top-p, or drawn without
+                replacement
     head_topk   beside F.linear + topk
     shortlist   a fifth of an LM head's rows beside the full head: logits, best tokens, and the choice of the rows
     few_rows    products of few rows with the matrices of Llama-3-8B and Llama-2-7B, in the fastest form, beside
@@ -87,11 +89,21 @@ from draftsmith.kernels.shortlist_linear import (
     shortlist_logits_reference,
     shortlist_topk,
 )
-from draftsmith.kernels.tree_attention import ancestor_mask, tree_attention, tree_attention_cached, tree_bias
-from draftsmith.kernels.verify import ONE_HOT, WITHOUT_REPLACEMENT, verify_sample, verify_sample_reference
+from draftsmith.kernels.tree_attention import (
+    ancestor_mask,
+    attention_items,
+    causal_ancestors,
+    causal_bias,
+    tree_attention,
+    tree_attention_cached,
+    tree_bias,
+    tree_work,
+)
+from draftsmith.kernels.verify import ONE_HOT, WITHOUT_REPLACEMENT, verify_logits, verify_logits_reference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COLD_BYTES = 256 << 20  # of data that a graph reads in turn, beyond any L2 cache
+CHUNK = 512  # prompt tokens of a forward pass, as the engine runs them
 LIMIT = 2.0 if torch.cuda.is_available() else 0.1  # seconds of timing for one row, after compiling
 
 
@@ -244,25 +256,31 @@ def random_tree(nodes: int) -> tuple[Tensor, Tensor]:
     return (words << torch.arange(64)).sum(-1)[None], depth[None]
 
 
-def bench_attention(args: argparse.Namespace, table: Table, batch: int, context: int, nodes: int) -> None:
+def bench_attention(
+    args: argparse.Namespace, table: Table, batch: int, context: int, nodes: int, ragged: bool = False
+) -> None:
+    """Trees behind ``context`` cached tokens each; ragged: only the first row has as many, the others a sixteenth."""
     dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
     slots, scale = context + nodes, width**-0.5
-    cache_bytes = 2 * batch * kv_heads * slots * width * dtype.itemsize
+    cached = [context] + [context // 16 if ragged else context] * (batch - 1)
     caches = [
         torch.randn(2, batch, kv_heads, slots, width, device=args.device, dtype=dtype)
-        for _ in range(copies(cache_bytes, args.device))
+        for _ in range(copies(2 * batch * kv_heads * slots * width * dtype.itemsize, args.device))
     ]
     q = torch.randn(batch, nodes, heads, width, device=args.device, dtype=dtype).transpose(1, 2)
     ancestors, depth = (part.to(args.device).expand(batch, *part.shape[1:]) for part in random_tree(nodes))
-    lengths = torch.full((batch,), context, device=args.device)
+    lengths = torch.tensor(cached, device=args.device)
     mask = ancestor_mask(ancestors, nodes)
     bias = tree_bias(lengths, mask, depth, slots, 0, dtype)
+    # As in a model, whose layers share the plan of a forward pass.
+    items = attention_items(batch, nodes, heads, kv_heads, width, slots, dtype, lengths.device)
+    work = tree_work(lengths, nodes, items)
     ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "SDPA": lambda k, v: tree_attention(q, k, v, bias, scale),
-        "triton": lambda k, v: tree_attention_cached(q, k, v, lengths, ancestors, nodes, scale),
+        "triton": lambda k, v: tree_attention_cached(q, k, v, lengths, ancestors, nodes, scale, work=work),
     }
     if args.device == "cuda":
-        ways["flex_attention"] = flex_attention_way(q, mask, context, slots, scale)
+        ways["flex_attention"] = flex_attention_way(q, mask, lengths, slots, scale)
     if batch == 1 and importlib.util.find_spec("flashinfer"):
         flashinfer: Any = importlib.import_module("flashinfer")
         seen = bias[0, 0] == 0
@@ -274,22 +292,58 @@ def bench_attention(args: argparse.Namespace, table: Table, batch: int, context:
         )  # fmt: skip
     expected = ways["SDPA"](*caches[0])
     shape = {"B": batch, "L": context, "N": nodes}
-    operations = 4.0 * batch * heads * nodes * slots * width
+    keys = sum(cached) + batch * nodes
+    moved = (2.0 * kv_heads * keys * width + 2 * q.numel()) * dtype.itemsize
     for name, way in ways.items():
         difference = float((way(*caches[0]) - expected).abs().max())
         calls = [lambda k=k, v=v, way=way: way(k, v) for k, v in caches]
-        table.add("attention", name, shape, calls, cache_bytes + 2 * q.numel() * dtype.itemsize, operations, difference)
+        name = f"{name}, ragged" if ragged else name
+        table.add("attention", name, shape, calls, moved, 4.0 * heads * nodes * keys * width, difference)
+    if args.device == "cuda":
+        shape = {"B": batch, "T": nodes}
+        plan = [lambda: tree_work(lengths, nodes, items)]
+        table.add("attention", "plan, ragged" if ragged else "plan", shape, plan, 12.0 * items, 0.0, 0.0)
+
+
+def bench_prefill(args: argparse.Namespace, table: Table, batch: int, context: int) -> None:
+    """A chunk of a prompt behind ``context`` cached tokens; prints the memory that each way takes at its peak."""
+    dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
+    chunk = min(CHUNK, context)
+    slots, scale, device = context + chunk, width**-0.5, torch.device(args.device)
+    k, v = torch.randn(2, batch, kv_heads, slots, width, device=device, dtype=dtype)
+    q = torch.randn(batch, chunk, heads, width, device=device, dtype=dtype).transpose(1, 2)
+    bias = causal_bias(context, chunk, 0, dtype, device)
+    ancestors = causal_ancestors(chunk, device).expand(batch, -1, -1)
+    lengths = torch.full((batch,), context, device=device)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "triton, chunk": lambda: tree_attention_cached(q, k, v, lengths, ancestors, chunk, scale),
+        "SDPA, chunk": lambda: tree_attention(q, k, v, bias, scale),  # the second, since it may not fit into memory
+    }
+    expected = ways["triton, chunk"]()
+    pairs = chunk * context + chunk * (chunk + 1) // 2  # of a query and a key that it sees
+    moved = (2.0 * k.numel() + 2 * q.numel()) * dtype.itemsize
+    for name, way in ways.items():
+        before = 0
+        if args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        difference = float((way() - expected).abs().max())
+        if args.device == "cuda":
+            print(f"{name}: {(torch.cuda.max_memory_allocated() - before) / 2**20:.1f} MiB at its peak", flush=True)
+        shape = {"B": batch, "L": context, "T": chunk}
+        table.add("attention", name, shape, [way], moved, 4.0 * batch * heads * pairs * width, difference)
 
 
 def flex_attention_way(
-    q: Tensor, mask: Tensor, context: int, slots: int, scale: float
+    q: Tensor, mask: Tensor, lengths: Tensor, slots: int, scale: float
 ) -> Callable[[Tensor, Tensor], Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     nodes = mask.shape[1]
 
     def seen(b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        return (slot < context) | mask[b, query, (slot - context).clamp(0, nodes - 1)]
+        node = slot - lengths[b]
+        return (node < 0) | (mask[b, query, node.clamp(0, nodes - 1)] & (node < nodes))
 
     blocks = create_block_mask(seen, q.shape[0], None, nodes, slots, device=q.device)
     compiled = torch.compile(flex_attention)
@@ -326,8 +380,9 @@ def bench_commit(args: argparse.Namespace, table: Table, batch: int, nodes: int)
 
 
 def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int, vocabulary: int) -> None:
-    draws = 4
-    p = torch.randn(batch, nodes, vocabulary, device=args.device).mul(3).softmax(-1)
+    draws, dtype = 4, DTYPES[args.dtype]
+    logits = torch.randn(batch, nodes, vocabulary, device=args.device).mul(3).to(dtype)
+    p = logits.float().softmax(-1)
     tokens = p.flatten(0, 1).multinomial(1).view(batch, nodes)
     numbers = (
         torch.arange(nodes * draws, device=args.device).view(nodes, draws) + 1
@@ -335,21 +390,31 @@ def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int,
     child = torch.where(numbers < nodes, numbers, -1).expand(batch, -1, -1)
     q_row = torch.arange(nodes, device=args.device)[:, None].expand(nodes, draws).expand(batch, -1, -1)
     uniforms, last = torch.rand(batch, nodes, draws, device=args.device), torch.rand(batch, device=args.device)
-    for kind, q in ((ONE_HOT, None), (WITHOUT_REPLACEMENT, torch.randn_like(p).mul(3).add(p.log()).softmax(-1))):
+    temperature = torch.full((batch,), 0.8, device=args.device)
+    top_k, top_p = torch.full((batch,), 50, device=args.device), torch.full((batch,), 0.9, device=args.device)
+    drawn_q = torch.randn_like(p).mul(3).add(p.log()).softmax(-1)
+    for name, kind, q, uses in (
+        ("one-hot", ONE_HOT, None, (False, False, False)),
+        ("one-hot, top-k and top-p", ONE_HOT, None, (False, True, False)),
+        ("drawn", WITHOUT_REPLACEMENT, drawn_q, (False, False, False)),
+    ):  # fmt: skip
         shape = {"B": batch, "N": nodes, "V": vocabulary}
-        arguments = (p, tokens, child, torch.full_like(child, kind, dtype=torch.int8), q_row, q, uniforms, last, 4)
-        expected = verify_sample_reference(*arguments)
-        inner = min(nodes, -(-(nodes - 1) // draws))  # nodes that have draws: their distributions have to be read once
-        size = 4.0 * batch * vocabulary * (inner * (1 if q is None else 2) + 1)
-        for way, function in (("plain PyTorch", verify_sample_reference), ("triton", verify_sample)):
+        kinds = torch.full_like(child, kind, dtype=torch.int8)
+        arguments = (
+            logits, temperature, top_k, top_p, top_p, tokens, child, kinds, q_row, q, uniforms, last, 4, None, uses,
+        )  # fmt: skip
+        expected = verify_logits_reference(*arguments)
+        inner = min(nodes, -(-(nodes - 1) // draws))  # nodes that have draws
+        # All logits once, those of the node where the walk stops again; q of the nodes that have draws.
+        size = batch * vocabulary * (dtype.itemsize * (nodes + 1.0) + (0 if q is None else 4.0 * inner))
+        for way, function in (("plain PyTorch", verify_logits_reference), ("triton", verify_logits)):
             results = function(*arguments)
             # Rows that come out otherwise: a uniform within rounding of a border.
             differs = torch.stack(
                 [(a == b).view(batch, -1).all(1) for a, b in zip(results, expected, strict=True)]
             ).all(0)
-            name = f"{way}, {'one-hot' if q is None else 'drawn'}"
-            call = lambda function=function: function(*arguments)  # noqa: B023, E731
-            table.add("verify", name, shape, [call], size, 0, float((~differs).float().mean()))
+            call = lambda function=function, arguments=arguments: function(*arguments)  # noqa: E731
+            table.add("verify", f"{way}, {name}", shape, [call], size, 0, float((~differs).float().mean()))
 
 
 def bench_head_topk(args: argparse.Namespace, table: Table, batch: int, vocabulary: int) -> None:
@@ -501,10 +566,14 @@ def main() -> None:
             f"{'difference':>11}"
         )
         for batch in args.batches:
+            if "attention" in wanted:
+                table.try_to(bench_prefill, args, batch, max(args.contexts))
             for nodes in args.nodes:
                 if "attention" in wanted:
                     for context in args.contexts:
                         table.try_to(bench_attention, args, batch, context, nodes)
+                        if batch > 1:
+                            table.try_to(bench_attention, args, batch, context, nodes, True)
                 if "commit" in wanted:
                     table.try_to(bench_commit, args, batch, nodes)
                 if "verify" in wanted:

@@ -215,17 +215,16 @@ def tree_work_reference(
     """The definition of :func:`tree_work`."""
     first_slot = (lengths - window + 1).clamp(min=0) if window else 0
     tiles = (lengths - first_slot + TILE - 1) // TILE + -(-num_tree_keys // TILE)  # [B]
-    extra = num_items - len(lengths)
-    share = ((tiles.sum() + extra) // (extra + 1)).clamp(min=min_share)
-    count = (tiles // share).clamp(min=1)
+    parts = num_items - len(lengths) + 1
+    count = torch.minimum(tiles * parts // tiles.sum(), tiles // min_share).clamp(min=1)
     split = count > 1
     among_split, among_whole = (torch.where(part, count, 0) for part in (split, ~split))
     first = torch.where(split, among_split.cumsum(0), among_split.sum() + among_whole.cumsum(0)) - count
     number = torch.arange(num_items, device=lengths.device)[:, None] - first  # [I, B], within the row
     inside = (number >= 0) & (number < count)
     row = inside.int().argmax(1)
-    number, of_row, parts = number.gather(1, row[:, None])[:, 0], tiles[row], count[row]
-    items = torch.stack((row, number * of_row // parts, (number + 1) * of_row // parts), 1)
+    number, of_row, many = number.gather(1, row[:, None])[:, 0], tiles[row], count[row]
+    items = torch.stack((row, number * of_row // many, (number + 1) * of_row // many), 1)
     items = torch.where(inside.any(1, keepdim=True), items, torch.tensor([-1, 0, 0], device=items.device))
     return Work(items.int(), first.int(), count.int())
 
@@ -242,22 +241,20 @@ def _work_kernel(
     length = tl.load(lengths + row, mask=exists, other=0)
     if WINDOW:
         length = tl.minimum(length, WINDOW - 1)
-    tiles = tl.where(exists, tl.cdiv(length, TILE) + tl.cdiv(num_tree_keys, TILE), 0).to(tl.int32)
-    extra = num_items - rows
-    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), extra + 1), MIN_SHARE)
-    parts = tl.where(exists, tl.maximum(tiles // share, 1), 0)
-    among_split, among_whole = tl.where(parts > 1, parts, 0), tl.where(parts > 1, 0, parts)
+    tiles = tl.where(exists, tl.cdiv(length, TILE) + tl.cdiv(num_tree_keys, TILE), 0).to(tl.int64)
+    parts = tiles * (num_items - rows + 1) // tl.sum(tiles, 0)
+    parts = tl.maximum(tl.minimum(parts, tiles // MIN_SHARE), 1).to(tl.int32)
+    among_split, among_whole = tl.where(exists & (parts > 1), parts, 0), tl.where(exists & (parts == 1), 1, 0)
     before = tl.cumsum(among_whole, 0) + tl.sum(among_split, 0)
     start = tl.where(parts > 1, tl.cumsum(among_split, 0), before) - parts
     if item == 0:
         tl.store(first + row, start, mask=exists)
         tl.store(count + row, parts, mask=exists)
 
-    mine = (item >= start) & (item < start + parts)
+    mine = exists & (item >= start) & (item < start + parts)
     many = tl.sum(tl.where(mine, parts, 0), 0)  # 0: the item is not in use
     number = tl.sum(tl.where(mine, item - start, 0), 0)
-    # A product would pass 2^31 for long rows of many items.
-    of_row = tl.sum(tl.where(mine, tiles, 0), 0).to(tl.int64)
+    of_row = tl.sum(tl.where(mine, tiles, 0), 0)
     tl.store(items + item * 3, tl.where(many > 0, tl.sum(tl.where(mine, row, 0), 0), -1))
     tl.store(items + item * 3 + 1, (number * of_row // tl.maximum(many, 1)).to(tl.int32))
     tl.store(items + item * 3 + 2, ((number + 1) * of_row // tl.maximum(many, 1)).to(tl.int32))
@@ -286,8 +283,8 @@ if triton is not None:
 def tree_work(lengths: Tensor, num_tree_keys: int, num_items: int, window: int = 0, min_share: int = MIN_SHARE) -> Work:
     """Divide the tiles of all rows among a fixed number of items, without host synchronisation.
 
-    share = ⌈tiles of all rows / (I − B + 1)⌉ or ``min_share`` if that is more; a row has ⌊its tiles / share⌋ items of
-    about equal size, and at least one. Rows that are split therefore have at most I − B + 1 items together.
+    A row has ⌊(I − B + 1) · its tiles / all tiles⌋ items of about equal size, but at least one, and none of fewer than
+    ``min_share`` tiles unless that is all the row has. Rows that are split have at most I − B + 1 items together.
 
     Args:
         lengths: ``[B]`` int64, cached tokens per row (L).

@@ -208,10 +208,10 @@ class LeanDecoder:
         rows, count = tokens.shape
         buffers = buffers or self.buffers(rows, count, tree_keys is None)
         x = self.embed(tokens).flatten(0, 1)  # [M, d], updated in place
-        normed = x.new_empty(x.shape)  # fused layers write the norm of x after them
+        normed, written = x, (slots, slots)
         rotations: Mapping[str, Sequence[Tensor]] = {}
-        written = (slots, slots)
         if isinstance(buffers[0], FusedBuffers):
+            normed = torch.empty_like(x)  # fused layers write the norm of x after them
             add_norm(x, None, *_weight_and_eps(self.layers[0].before_attention), normed)
         else:
             rotations, written = self.rotations(positions, tables), (buffers[0].rows, slots)

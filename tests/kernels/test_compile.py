@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,16 +19,26 @@ import torch
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on sm_90
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+WIDE = ("_tree_attention_kernel", "_merge_items_kernel")  # offsets may pass 2^31 elements
 
 
-def attention(dtype: torch.dtype, width: int, queries: int, splits: int, group: int = 4, **options) -> None:
-    """Two key/value heads of ``group`` query heads each; 1 is Llama-2's, whose tiles have a row for each query."""
-    from draftsmith.kernels.tree_attention import tree_attention_cached
+def narrow_products(ttir: str) -> list[tuple[str, str]]:
+    """The 32-bit products of two variables, such as an index and a stride, in a kernel's intermediate code."""
+    constants = set(re.findall(r"(%\S+) = arith\.constant", ttir))
+    products = re.findall(r"arith\.muli (%\S+), (%\S+) : (?:tensor<[\dx]+x)?i32", ttir)
+    return [pair for pair in products if not constants & set(pair)]
 
-    q, cache = torch.zeros(1, 2 * group, queries, width, dtype=dtype), torch.zeros(2, 1, 2, 2048, width, dtype=dtype)
-    ancestors, depth = torch.zeros(1, queries, 1, dtype=torch.int64), torch.zeros(1, queries, dtype=torch.int32)
-    lengths = torch.zeros(1, dtype=torch.int64)
-    tree_attention_cached(q, *cache, lengths, ancestors, queries, 0.1, depth, depth, splits=splits, **options)
+
+def attention(dtype: torch.dtype, width: int, queries: int, items: int, group: int = 4, window=0, **options) -> None:
+    """Four rows, two key/value heads of ``group`` query heads each; 1 is Llama-2's, whose tiles have a row for each
+    query."""
+    from draftsmith.kernels.tree_attention import tree_attention_cached, tree_work
+
+    q, cache = torch.zeros(4, 2 * group, queries, width, dtype=dtype), torch.zeros(2, 4, 2, 2048, width, dtype=dtype)
+    ancestors, depth = torch.zeros(4, queries, 1, dtype=torch.int64), torch.zeros(4, queries, dtype=torch.int32)
+    lengths = torch.zeros(4, dtype=torch.int64)
+    options |= {"window": window, "work": tree_work(lengths, queries, items, window)}
+    tree_attention_cached(q, *cache, lengths, ancestors, queries, 0.1, depth, depth, **options)
 
 
 def commit(dtype: torch.dtype, width: int) -> None:
@@ -37,7 +48,7 @@ def commit(dtype: torch.dtype, width: int) -> None:
     commit(torch.zeros(2, 2, 2, 8, 64, width, dtype=dtype), numbers, torch.zeros(2, 6, dtype=torch.int64), numbers)
 
 
-def verify(dtype: torch.dtype, most: int, with_q: bool, reduced: int = 0, uses: tuple = (True, True, True)) -> None:
+def verify(dtype: torch.dtype, most: int, with_q: bool, reduced: int = 0, uses=(True, True, True)) -> None:
     from draftsmith.kernels.verify import verify_logits
 
     logits, child = torch.zeros(1, 4, 4096, dtype=dtype), torch.zeros(1, 4, most, dtype=torch.int64)
@@ -138,14 +149,13 @@ def few_rows(dtype: torch.dtype, rows: int) -> None:
 
 CASES: dict[str, Callable[[], None]] = {}
 for name, dtype in DTYPES.items():
-    for width, queries, splits in ((64, 64, 1), (128, 64, 4), (256, 64, 1), (128, 1, 4)):
-        CASES[f"attention {name} D={width} Q={queries} splits={splits}"] = partial(
-            attention, dtype, width, queries, splits
+    for width, queries, items in ((64, 64, 4), (128, 64, 9), (128, 32, 9), (256, 64, 4), (128, 1, 9)):
+        CASES[f"attention {name} D={width} Q={queries} I={items}"] = partial(attention, dtype, width, queries, items)
+    for queries, items in ((64, 9), (16, 4)):
+        CASES[f"attention {name} D=128 Q={queries} I={items}, group 1"] = partial(
+            attention, dtype, 128, queries, items, 1
         )
-    for queries, splits in ((64, 4), (16, 1)):
-        CASES[f"attention {name} D=128 Q={queries} splits={splits}, group 1"] = partial(
-            attention, dtype, 128, queries, splits, 1
-        )
+    CASES[f"attention {name} D=128 Q=16 I=9, group 7"] = partial(attention, dtype, 128, 16, 9, 7)
     CASES[f"head_topk {name} M=5"] = partial(head_topk, dtype, 5)
     CASES[f"accept_greedy {name} N=64"] = partial(accept_greedy, dtype, 64)
     CASES[f"res_block {name} d=1024 P=1"] = partial(res_block, dtype, 4, 1, 1024)
@@ -165,7 +175,7 @@ for name, dtype in DTYPES.items():
     for rows in {"fp32": (1, 64), "fp16": (16,), "bf16": (1, 16, 32, 64)}[name]:
         CASES[f"few_rows {name} M={rows}"] = partial(few_rows, dtype, rows)
     CASES[f"gated {name} gelu_tanh"] = partial(gated, dtype, 1408, 1, "gelu_tanh")
-CASES["attention bf16, window, soft cap"] = partial(attention, torch.bfloat16, 128, 64, 4, window=512, softcap=30.0)
+CASES["attention bf16, window, soft cap"] = partial(attention, torch.bfloat16, 128, 64, 9, window=512, softcap=30.0)
 CASES["add_norm bf16 d=16384 S=4"] = partial(add_norm, torch.bfloat16, 16384, 4)
 CASES["head_topk bf16 M=160"] = partial(head_topk, torch.bfloat16, 160)
 CASES["accept_greedy bf16 N=512"] = partial(accept_greedy, torch.bfloat16, 512)
@@ -205,6 +215,8 @@ def compile_all() -> None:
             options = {"num_warps": num_warps, "num_stages": num_stages}
             done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             assert done.asm["cubin"]
+            if kernel.fn.__name__ in WIDE:
+                assert not (narrow := narrow_products(done.asm["ttir"])), (kernel.fn.__name__, narrow)
             launched.append((kernel.fn.__name__, done.metadata.shared))
 
         return launch
@@ -237,8 +249,9 @@ def test_every_kernel_compiles_and_fits(compiled):
     assert cases == set(CASES)
     assert sum("group 1" in case and kernel == "_tree_attention_kernel" for case, kernel, _ in compiled) == 6
     assert kernels == {
-        "_tree_attention_kernel", "_merge_splits_kernel", "_commit_kernel", "_acceptances_kernel",
-        "_distribution_kernel", "_walk_kernel", "_draw_kernel", "_philox_kernel", "_block_topk_kernel", "_merge_topk_kernel",
+        "_tree_attention_kernel", "_merge_items_kernel", "_work_kernel", "_commit_kernel", "_acceptances_kernel",
+        "_distribution_kernel", "_walk_kernel", "_draw_kernel", "_philox_kernel", "_block_topk_kernel",
+        "_merge_topk_kernel",
         "_shortlist_logits_kernel", "_shortlist_topk_kernel", "_tokens_kernel",
         "_accept_greedy_kernel", "_advance_kernel", "_res_block_kernel",
         "_add_norm_kernel", "_rotate_write_kernel", "_gated_kernel",

@@ -6,12 +6,18 @@ import pytest
 import torch
 
 from draftsmith.inference.tree import bitsets
+from draftsmith.kernels import tree_attention as tree_attention_module
 from draftsmith.kernels.tree_attention import (
+    TILE,
     ancestor_mask,
+    attention_items,
+    attention_tile,
+    causal_ancestors,
     causal_bias,
     tree_attention,
     tree_attention_reference,
     tree_bias,
+    tree_work_reference,
 )
 
 NODES = (1, 2, 32, 33, 64, 65, 128, 130)
@@ -135,3 +141,74 @@ def test_attention(attention, kv_heads, groups, nodes, lengths, width, masked, s
     assert float((out - exact).abs().max()) <= tolerance < 0.01 * float(exact.abs().max())
     if softcap is not None and slots > 1:
         assert float((float64_attention(q, k, v, bias, scale, None) - exact).abs().max()) > 100 * tolerance
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_causal_ancestors(nodes):
+    """A chain's bitsets, and those of shorter chains at their beginning."""
+    sets = causal_ancestors(nodes, torch.device("cpu"))
+    assert torch.equal(sets, bitsets(list(range(-1, nodes - 1)))[None])
+    shorter = max(nodes // 2, 1)
+    assert torch.equal(sets[:, :shorter, : -(-shorter // 64)], causal_ancestors(shorter, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("window", [0, 1, 65, 300])
+@pytest.mark.parametrize("extra", [0, 1, 7, 33, 200])
+def test_work_covers_every_tile_once(extra, window):
+    """Ragged rows, empty ones among them: ranges that follow one another, of nearly equal size, none of a row that is
+    split smaller than the least share; partial results of split rows fit into I − B + 1 places."""
+    rng = random.Random(extra + window)
+    for tree, min_share in ((1, 1), (64, 2), (65, 2)):
+        lengths = [rng.choice([0, 1, 64, rng.randrange(700), rng.randrange(30000)]) for _ in range(rng.randrange(1, 9))]
+        items, first, count = tree_work_reference(torch.tensor(lengths), tree, len(lengths) + extra, window, min_share)
+        tiles = [-(-(length - max(length - window + 1 if window else 0, 0)) // TILE) for length in lengths]
+        tiles = [number + -(-tree // TILE) for number in tiles]
+        used = 0
+        for row, total in enumerate(tiles):
+            own = items[int(first[row]) : int(first[row] + count[row])].tolist()
+            assert len(own) == int(count[row]) > 0 and all(item[0] == row for item in own)
+            assert [item[1] for item in own] == [0, *(item[2] for item in own[:-1])] and own[-1][2] == total
+            sizes = [end - start for _, start, end in own]
+            assert max(sizes) - min(sizes) <= 1
+            assert len(own) == 1 or (min(sizes) >= min_share and int(first[row]) + len(own) <= extra + 1)
+            assert max(sizes) <= max(2 * min_share, -(-2 * sum(tiles) // (extra + 1))), "no row has too few"
+            used += len(own)
+        assert items[used:].eq(torch.tensor([-1, 0, 0])).all() and len(items) == len(lengths) + extra
+        assert extra or used == len(lengths)
+
+
+def test_one_long_row_gets_the_items():
+    """One row of 16 384 slots among 31 of 100."""
+    count = tree_work_reference(torch.tensor([100] * 31 + [16384]), 16, 32 + 32).count.tolist()
+    assert count[:31] == [1] * 31 and count[31] > 20
+
+
+@pytest.mark.parametrize("processors", [1, 4, 132])
+@pytest.mark.parametrize("rows", [1, 8, 200])
+@pytest.mark.parametrize("queries", [1, 16, 64, 512])
+@pytest.mark.parametrize("slots", [60, 128, 1024, 16384])
+def test_items(monkeypatch, processors, rows, queries, slots):
+    """At most as many programs as run at a time where a row's items are more than one, and none that no row can use."""
+    monkeypatch.setattr(tree_attention_module, "multiprocessors", lambda device: processors)
+    items = attention_items(rows, queries, 32, 8, 128, slots, torch.bfloat16, torch.device("cpu"))
+    tile = attention_tile(queries * 4, 128, torch.bfloat16, rows * 8, processors)
+    programs = 8 * -(-queries * 4 // tile["BLOCK_M"])
+    assert items == rows or (items - rows + 1) * programs <= 2 * processors
+    lengths = torch.full((rows,), slots - min(queries, slots))
+    count = tree_work_reference(lengths, min(queries, slots), items).count
+    if slots <= 128:
+        assert items == rows
+    elif rows == 1:
+        assert int(count) == items, "a full cache uses them all"
+
+
+def test_tiles():
+    """128 rows a program where there are enough of them, else 64; never more rows than there are."""
+    assert attention_tile(256, 128, torch.bfloat16, 8, 132)["BLOCK_M"] == 64
+    assert attention_tile(256, 128, torch.bfloat16, 131, 132)["BLOCK_M"] == 64
+    assert attention_tile(256, 128, torch.bfloat16, 132, 132)["BLOCK_M"] == 128
+    assert attention_tile(4, 128, torch.bfloat16, 512, 132)["BLOCK_M"] == 16
+    for dtype in (torch.float32, torch.float16):
+        for width in (16, 80, 256):
+            tile = attention_tile(1000, width, dtype, 512, 132)
+            assert TILE % tile["BLOCK_N"] == 0 and tile["BLOCK_D"] >= width
