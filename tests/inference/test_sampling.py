@@ -27,6 +27,7 @@ the kernels in the same way.
 """
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ from draftsmith.inference.sampling import Sampling, Settings, philox_uniforms, s
 from draftsmith.inference.tree import Draws, StaticTree, TokenTree, Topology
 from draftsmith.inference.verify import Verdict, verify_typical
 from draftsmith.kernels.tree_attention import ancestor_mask
-from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, acceptances_reference, draw
+from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, acceptances_reference, draw, verify_logits
 
 CPU = torch.device("cpu")
 ALPHA = 1e-6
@@ -59,15 +60,24 @@ def on_the_device(device):
 
 
 def verify_sample(tree, p, uniforms, bonus_uniform, max_depth):
-    """The verifier under test, on --device: on a GPU, its kernels."""
-    device = WHERE["verifier"]
-    d = tree.draws
-    draws = Draws(*(None if part is None else part.to(device) for part in (d.child, d.kind, d.q_row, d.q, d.ids)))
-    parts = (tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid)
-    moved = TokenTree(*(part.to(device) for part in parts), draws=draws)
-    verdict = verify.verify_sample(moved, p.to(device), uniforms.to(device), bonus_uniform.to(device), max_depth)
-    parts = (verdict.path, verdict.length, verdict.node, verdict.bonus, verdict.finite)
-    return Verdict(*(part.cpu() for part in parts))
+    """The verifier under test, on --device: on a GPU, its kernels. Logits whose distribution is p."""
+    device, d = WHERE["verifier"], tree.draws
+    ones, zeros = torch.ones(len(p), device=device), torch.zeros(len(p), dtype=torch.int64, device=device)
+    parts = (tree.tokens, d.child, d.kind, d.q_row, d.q, uniforms, bonus_uniform)
+    moved: list[Any] = [None if part is None else part.to(device) for part in parts]
+    ids = None if d.ids is None else d.ids.to(device)
+    found = verify_logits(
+        p.log().to(device),
+        ones,
+        zeros,
+        ones,
+        zeros.float(),
+        *moved,
+        max_depth=max_depth,
+        ids=ids,
+        uses=(False, False, False),
+    )
+    return Verdict(*(part.cpu() for part in found))
 
 
 # ---- settings
@@ -556,7 +566,7 @@ def test_equal_distributions_are_always_accepted():
     g = torch.Generator().manual_seed(0)
     tokens = drawn(P, n, 1, True, g)
     tree = flat_tree(tokens, IID, torch.tensor(P).expand(n, 1, -1))
-    uniforms = torch.full((n, 2, 1), 1 - 2.0**-24)
+    uniforms = torch.full((n, 2, 1), 1 - 2.0**-20)  # p is computed from logits and may be a few 2^-24 lower
     assert (verify_sample(tree, torch.tensor(P).expand(n, 2, -1), uniforms, torch.rand(n), 1).length == 1).all()
 
 
@@ -573,9 +583,9 @@ def test_a_token_of_probability_zero_is_never_emitted(uniform):
 def test_greedy_is_temperature_zero():
     torch.manual_seed(0)
     logits = torch.randn(200, 4, 5)
-    p = sampling_distribution(logits, Settings([Sampling(temperature=0)] * 200, CPU))
     tree = flat_tree(torch.randint(5, (200, 3)), ONE_HOT)
-    verdict = verify_sample(tree, p, torch.rand(200, 4, 3), torch.rand(200), 1)
+    settings = Settings([Sampling(temperature=0)] * 200, CPU)
+    verdict = verify.verify_logits(tree, logits, settings, torch.rand(200, 4, 3), torch.rand(200), 1)
     choice = logits.argmax(-1)
     right = (tree.tokens[:, 1:] == choice[:, :1]).any(-1)
     assert torch.equal(verdict.length > 0, right) and 20 < int(right.sum()) < 180

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from draftsmith.inference.modes import Verifier
 from draftsmith.inference.sampling import Sampling
@@ -132,9 +132,8 @@ def logits_of(p, temperature, rng, dtype=torch.float32):
 
 def explained(inputs, row, path, length):
     """Whether some uniform of the walk, the last one, or a cut lies at a border."""
-    logits, temperature, top_k, top_p, min_p, tokens, child, kind, q_row, q, uniforms, bonus_uniform, _, ids, uses = (
-        inputs  # fmt: skip
-    )
+    logits, temperature, top_k, top_p, min_p, tokens, child, kind, q_row, q, uniforms, bonus_uniform = inputs[:12]
+    ids, uses = inputs[13:]
     p = distribution_reference(logits, temperature, top_k, top_p, min_p, uses)
     q = None if q is None else q.double()
     acceptance, residual = acceptances_reference(p.double(), tokens, child, kind, q_row, q, ids)
@@ -168,14 +167,14 @@ def compare(
         uses,
     )  # fmt: skip
     wanted = verify_logits_reference(*inputs)
-    there = [x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs]
+    there: list[Any] = [x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs]
     got = [x.cpu() for x in verify_logits(*there, block=block)]
     assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(got, wanted, strict=True))
     same = torch.stack([(a == b).reshape(rows, -1).all(1) for a, b in zip(got, wanted, strict=True)]).all(0)
     for row in (~same).nonzero()[:, 0].tolist():
         assert explained(inputs, row, wanted[0], wanted[1]), (row, got, wanted)
     p = distribution_reference(logits, temperature, top_k, top_p, min_p, uses)
-    assert (p[torch.arange(rows), got[2], got[3]] > 0)[same].all()  # what has probability 0 never comes
+    assert (p[torch.arange(rows), got[2], got[3]] > 0).all()  # what has probability 0 never comes
     assert got[4].all()
     return int((~same).sum()), wanted[1].tolist()
 
@@ -188,20 +187,20 @@ seeds = pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.sl
 
 @seeds
 @pytest.mark.parametrize(("rows", "nodes", "most", "size", "num_q", "kinds", "block"), [
-    (20, 4, 3, 7, 2, ANY, 8), (10, 5, 4, 33, 2, ANY, 16), (12, 4, 3, 70, 3, ANY, 0), (12, 4, 5, 20, 2, [IID], 32),
-    (12, 4, 5, 13, 1, [WITHOUT_REPLACEMENT], 16), (20, 3, 1, 16, 1, [IID, WITHOUT_REPLACEMENT], 16),
+    (20, 4, 3, 7, 2, ANY, 8), (6, 4, 4, 33, 2, ANY, 16), (6, 4, 3, 70, 3, ANY, 0), (10, 4, 5, 20, 2, [IID], 32),
+    (10, 4, 5, 13, 1, [WITHOUT_REPLACEMENT], 16), (20, 3, 1, 16, 1, [IID, WITHOUT_REPLACEMENT], 16),
 ])  # fmt: skip
 def test_replay(device, seed, rows, nodes, most, size, num_q, kinds, block):
     """Draws of every kind; vocabularies below, at and above a block's size."""
     differed, lengths = compare(device, random.Random(seed), rows, nodes, most, size, num_q, kinds, block)
     assert differed <= 1 and len(lengths) == rows
-    assert {0, 1, 2} <= set(lengths)
+    assert set(range(3 if rows == 20 else 2)) <= set(lengths)
 
 
 @seeds
 @pytest.mark.parametrize("shared", [(), ("rows",), ("num_q",), ("rows", "num_q")], ids="-".join)
 @pytest.mark.parametrize(("rows", "nodes", "most", "size", "reduced", "num_q", "kinds", "block"), [
-    (20, 3, 2, 7, 3, 2, ANY, 8), (7, 3, 3, 33, 17, 2, ANY, 64), (7, 3, 3, 13, 5, 2, [WITHOUT_REPLACEMENT], 16),
+    (12, 3, 2, 7, 3, 2, ANY, 8), (4, 3, 3, 33, 17, 2, ANY, 64), (4, 3, 3, 13, 5, 2, [WITHOUT_REPLACEMENT], 16),
 ])  # fmt: skip
 def test_replay_of_reduced_vocabularies(device, seed, rows, nodes, most, size, reduced, num_q, kinds, block, shared):
     """Distributions over a subset of the target's tokens, and one-hot draws of any token."""
@@ -209,13 +208,13 @@ def test_replay_of_reduced_vocabularies(device, seed, rows, nodes, most, size, r
     ids = random_ids(rng, rows, num_q, size, reduced, shared)
     differed, lengths = compare(device, rng, rows, nodes, most, size, num_q, kinds, block, ids=ids)
     assert differed <= 1 and len(lengths) == rows
-    assert len(set(lengths)) > 1
+    assert rows < 10 or len(set(lengths)) > 1
 
 
 @seeds
 @pytest.mark.parametrize("shared", [(), ("rows", "num_q")], ids="-".join)
 @pytest.mark.parametrize(("rows", "nodes", "most", "size", "num_q", "kinds", "block"), [
-    (15, 3, 2, 7, 3, ANY, 8), (8, 3, 3, 33, 2, ANY, 64),
+    (10, 3, 2, 7, 3, ANY, 8), (6, 3, 3, 33, 2, ANY, 64),
 ])  # fmt: skip
 def test_replay_of_padded_vocabularies(device, seed, rows, nodes, most, size, num_q, kinds, block, shared):
     """Vocabularies of different lengths, padded with −1: equal to the distributions over the target's tokens."""
@@ -232,7 +231,7 @@ def test_replay_of_padded_vocabularies(device, seed, rows, nodes, most, size, nu
         values = [float(wide[row, source, token]) if token in kept else 0.0 for token in range(size)]
         assert widened(reduced, ids, size)[row, source].tolist() == values
     differed, lengths = compare(device, rng, rows, nodes, most, size, num_q, kinds, block, ids=ids)
-    assert differed <= 1 and len(set(lengths)) > 1
+    assert differed <= 1 and (rows < 10 or len(set(lengths)) > 1)
 
 
 def test_a_draw_outside_the_reduced_vocabulary(device):
@@ -248,7 +247,8 @@ def test_a_draw_outside_the_reduced_vocabulary(device):
     *parameters, uses = plain_parameters(rows)
     inputs = (logits, *parameters, tokens, child, kind, torch.zeros_like(child), q, uniforms, number / rows)
     there = [x.to(device) for x in inputs]
-    _, length, node, bonus, _ = (x.cpu() for x in verify_logits(*there, 1, ids.to(device), uses, block=4))
+    found = verify_logits(*there, max_depth=1, ids=ids.to(device), uses=uses, block=4)
+    _, length, node, bonus, _ = (x.cpu() for x in found)
     first, second = uniforms[:, 0, 0] < 0.3, uniforms[:, 0, 1] < 4 / 7 / 0.8
     assert torch.equal(node, torch.where(first, 1, torch.where(second, 2, 0)))
     assert len(set(node.tolist())) == 3 and torch.equal(length, (node > 0).long())
@@ -258,7 +258,7 @@ def test_a_draw_outside_the_reduced_vocabulary(device):
 @seeds
 @pytest.mark.parametrize(
     ("rows", "nodes", "most", "size", "block", "longest"),
-    [(60, 4, 3, 5, 8, 2), (30, 5, 10, 40, 16, 2), (60, 4, 4, 70, 0, 1)],
+    [(40, 4, 3, 5, 8, 2), (12, 5, 10, 40, 16, 1), (30, 3, 4, 70, 0, 1)],
 )
 def test_replay_of_one_hot_draws(device, seed, rows, nodes, most, size, block, longest):
     """Draws that are all one-hot, two draws of a node often the same token."""
@@ -271,9 +271,9 @@ def test_replay_of_one_hot_draws(device, seed, rows, nodes, most, size, block, l
 @pytest.mark.parametrize(
     ("rows", "nodes", "most", "size", "num_q", "kinds", "block", "dtype"),
     [
-        (30, 3, 2, 8, 0, [ONE_HOT], 8, torch.float16), (20, 3, 3, 33, 0, [ONE_HOT], 64, torch.float32),
-        (20, 3, 3, 9, 2, ANY, 16, torch.float16), (6, 2, 2, 1000, 0, [ONE_HOT], 512, torch.float32),
-        (4, 2, 2, 5003, 1, ANY, 0, torch.float16), (4, 2, 1, 33, 1, [IID], 8, torch.float32),
+        (24, 2, 2, 8, 0, [ONE_HOT], 8, torch.float16), (10, 3, 3, 33, 0, [ONE_HOT], 64, torch.float32),
+        (10, 3, 3, 9, 2, ANY, 16, torch.float16), (3, 2, 2, 1000, 0, [ONE_HOT], 512, torch.float32),
+        (3, 2, 2, 5003, 1, ANY, 0, torch.float16), (2, 2, 1, 33, 1, [IID], 8, torch.float32),
     ],
 )  # fmt: skip
 def test_replay_with_parameters(device, seed, rows, nodes, most, size, num_q, kinds, block, dtype):
@@ -294,18 +294,30 @@ def test_bonus_uniforms_at_both_ends_of_their_range(device, last, num_q):
     compare(device, random.Random(2), 8, 2, 2, 20, num_q, kinds, 16, torch.full((8,), last))
 
 
+def test_impossible_tokens_are_never_drawn(device):
+    """At both ends of the range and at a border of two tokens; whole parts of the vocabulary are impossible."""
+    uniforms = torch.tensor([0.0, 0.5, 0.5 + 1e-6, 1 - 2**-24])
+    logits = torch.full((4, 1, 33), -torch.inf)
+    logits[..., [9, 21]] = 3.0
+    *parameters, uses = plain_parameters(4)
+    none = torch.zeros(4, 1, 0, dtype=torch.int64)
+    there = (logits, *parameters, none[..., 0:0].sum(-1), none, none, none, None, none, uniforms)
+    moved: list[Any] = [x if x is None else x.to(device) for x in there]
+    for block in (8, 64):
+        assert verify_logits(*moved, max_depth=0, uses=uses, block=block)[3].tolist() == [9, 21, 21, 21]
+
+
 def test_no_draws(device):
     """Plain decoding: a lone root, no draws at all."""
-    differed, lengths = compare(device, random.Random(3), 40, 1, 0, 70, 0, [ONE_HOT], 32)
+    differed, lengths = compare(device, random.Random(3), 30, 1, 0, 70, 0, [ONE_HOT], 32)
     assert differed <= 1 and set(lengths) == {0}
 
 
 def test_a_draft_from_the_target_distribution_is_always_accepted(device):
     """(r − q)+ is empty: accepted whatever the uniform. Where q is p but for rounding, all but a sliver is accepted."""
     rows = 10
-    p = torch.stack([random_distribution(random.Random(row), 30, False) for row in range(rows)])[:, None].repeat(
-        1, 2, 1
-    )
+    p = torch.stack([random_distribution(random.Random(row), 30, False) for row in range(rows)])
+    p = p[:, None].repeat(1, 2, 1)
     p[:5] = torch.tensor([0.5, 0.25, 0.0, 0.25] + [0.0] * 26)  # without rounding
     q = p[:, :1].clone()
     tokens = torch.stack([torch.zeros(rows), p[:, 0].argmax(-1)], 1).long()
@@ -314,7 +326,7 @@ def test_a_draft_from_the_target_distribution_is_always_accepted(device):
     uniforms = torch.where(torch.arange(rows) < 5, 1 - 2**-24, 1 - 1e-5)[:, None, None].expand(-1, 2, 1)
     *parameters, uses = plain_parameters(rows)
     there = [x.to(device) for x in (p.log(), *parameters, tokens, child, kind, q_row, q, uniforms, torch.rand(rows))]
-    path, length, node, _, _ = verify_logits(*there, 1, None, uses, block=32)
+    path, length, node, _, _ = verify_logits(*there, max_depth=1, uses=uses, block=32)
     assert length.tolist() == node.tolist() == [1] * rows and path.tolist() == [[0, 1]] * rows
 
 
@@ -322,26 +334,26 @@ def test_a_draft_from_the_target_distribution_is_always_accepted(device):
 def test_logits_that_are_not_finite(device, num_q):
     """NaN, +∞, or nothing but −∞ at one node: the walks are the reference's, ``finite`` tells whether they met it, and
     the bonus token is a token."""
-    rng, rows, size = random.Random(4), 24, 20
-    p, tokens, child, kind, q_row, q, depth = random_rows(rng, rows, 4, 2, size, num_q, ANY if num_q else [ONE_HOT])
+    rng, rows, size = random.Random(4), 12, 20
+    p, tokens, child, kind, q_row, q, depth = random_rows(rng, rows, 3, 2, size, num_q, ANY if num_q else [ONE_HOT])
     temperature, top_k, top_p, min_p, uses = random_parameters(rng, rows, size)
     logits = p.log()
-    bad = torch.tensor([rng.randrange(4) for _ in range(rows)])
+    bad = torch.tensor([rng.randrange(3) for _ in range(rows)])
     for row in range(rows):
         value = (torch.nan, torch.inf, -torch.inf)[row % 3]
         where = slice(None) if row % 3 == 2 else rng.randrange(size)
         logits[row, bad[row], where] = value
     arguments = (
-        logits, temperature, top_k, top_p, min_p, tokens, child, kind, q_row, q, torch.rand(rows, 4, 2),
+        logits, temperature, top_k, top_p, min_p, tokens, child, kind, q_row, q, torch.rand(rows, 3, 2),
         torch.rand(rows), depth, None, uses,
     )  # fmt: skip
     theirs = verify_logits_reference(*arguments)
-    there = [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
+    there: list[Any] = [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
     ours = [x.cpu() for x in verify_logits(*there, block=32)]
     met = (ours[0] == bad[:, None]) & (torch.arange(depth + 1) <= ours[1][:, None])
     for mine, other in zip(ours[:3], theirs[:3], strict=True):
         assert torch.equal(mine, other)
-    assert torch.equal(ours[4], ~met.any(1)) and torch.equal(theirs[4], ours[4]) and 3 < int(ours[4].sum()) < rows - 3
+    assert torch.equal(ours[4], ~met.any(1)) and torch.equal(theirs[4], ours[4]) and 2 < int(ours[4].sum()) < rows - 2
     assert int(ours[3].min()) >= 0 and int(ours[3].max()) < size
     assert torch.equal(ours[3][ours[4]], theirs[3][ours[4]])
 
@@ -369,8 +381,12 @@ def count_launches(monkeypatch, names):
             self.name, self.kernel = name, kernel
 
         def __getitem__(self, grid):
-            names.append(self.name)
-            return self.kernel[grid]
+            def launch(*arguments, **named):
+                names.append(self.name)
+                with _disable_current_modes():  # the interpreter's copies are no operations of the caller
+                    return self.kernel[grid](*arguments, **named)
+
+            return launch
 
     for module in (sampling_kernels, verify_kernels):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -378,8 +394,8 @@ def count_launches(monkeypatch, names):
 
 
 def test_sampling_takes_five_launches(device, monkeypatch):
-    """After the logits, one-hot drafts: the step count, the uniforms, p and phase A, the walk, the draw. The verdict and
-    the first tokens are those of plain PyTorch."""
+    """After the logits, one-hot drafts: the step count, the uniforms, p and phase A, the walk, the draw. Verdict and
+    first tokens are those of plain PyTorch."""
     torch.use_deterministic_algorithms(False)  # would fill what is allocated
     rows, size = 3, 40
     shape = StaticTree(Topology(((0,), (0, 0), (0, 1), (1,))).parents, device)
