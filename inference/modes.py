@@ -14,9 +14,8 @@ from torch import Tensor
 
 from draftsmith.inference.sampling import Sampling, Settings, penalised, philox_uniforms, sampling_distribution
 from draftsmith.inference.tree import TokenTree, one_hot_draws
-from draftsmith.inference.verify import Verdict, verify_greedy, verify_logits, verify_sample, verify_typical
+from draftsmith.inference.verify import Verdict, verify_greedy, verify_sample, verify_typical
 from draftsmith.kernels import verify as kernels
-from draftsmith.kernels.backend import why_not_triton
 from draftsmith.models.target import Target
 
 Mode = Literal["greedy", "sample", "typical"]
@@ -65,17 +64,16 @@ class Verifier:
         seen = None if self.seen is None else self.seen[rows, None].bool()
         settings = self.settings[rows]
         uniform = philox_uniforms(settings.seed, self.step[rows], 1)[:, 0]
-        if self.mode == "sample" and not why_not_triton(logits):  # the bonus tokens of trees of one node
-            s, token = settings, self.step[rows, None]  # in place of tokens and draws: not read
-            none = token[..., None][..., :0]
+        if self.mode == "typical":
+            p = sampling_distribution(logits[:, None], settings, seen)[:, 0]
+            token, finite = p.argmax(-1), ~p[:, 0].isnan()
+        else:  # the bonus tokens of trees of one node, without draws
+            s, root = settings, self.step[rows, None]  # in place of the tokens: not read
+            none = root[..., None][..., :0]
             *_, token, finite = kernels.verify_logits(
-                penalised(logits[:, None], s, seen), s.temperature, s.top_k, s.top_p, s.min_p, token, none, none, none,
+                penalised(logits[:, None], s, seen), s.temperature, s.top_k, s.top_p, s.min_p, root, none, none, none,
                 None, none, uniform, 0, uses=s.uses[:3],
             )  # fmt: skip
-        else:
-            p = sampling_distribution(logits[:, None], settings, seen)[:, 0]
-            token = p.argmax(-1) if self.mode == "typical" else kernels.draw(p, uniform)
-            finite = ~p[:, 0].isnan()
         if self.seen is not None:
             self.seen[rows] = self.seen[rows].scatter(1, token[:, None], 1)
         return torch.where(finite, token, -1)
@@ -100,11 +98,8 @@ class Verifier:
         # The uniforms of a node do not depend on the tree's size, which other rows of the batch may change by padding.
         uniforms = philox_uniforms(self.settings.seed, self.step, 1 + nodes * self.branching)
         by_node = uniforms[:, 1:].view(rows, nodes, self.branching)[..., : draws.child.shape[2]]
-        if why_not_triton(logits):
-            p = sampling_distribution(logits, self.settings, seen)
-            return verify_sample(tree, p, by_node, uniforms[:, 0], max_depth, draws)
         logits = penalised(logits, self.settings, seen)
-        return verify_logits(tree, logits, self.settings, by_node, uniforms[:, 0], max_depth, draws)
+        return verify_sample(tree, logits, self.settings, by_node, uniforms[:, 0], max_depth, draws)
 
     def mark_seen(self, tokens: Tensor, length: Tensor) -> None:
         """Record a step's tokens ``[B, D + 1]``: D drafted, of which ``length [B]`` are accepted, and the bonus."""

@@ -101,40 +101,24 @@ def _verdict(
 
 
 def verify_sample(
-    tree: TokenTree, p: Tensor, uniforms: Tensor, bonus_uniform: Tensor, max_depth: int, draws: Draws | None = None
-) -> Verdict:
-    """Test each node's draws in order against the target's distribution; draw the bonus token from the residual.
+    tree: TokenTree, logits: Tensor, settings: Settings, uniforms: Tensor, bonus_uniform: Tensor, max_depth: int,
+    draws: Draws | None = None,
+) -> Verdict:  # fmt: skip
+    """Test each node's draws in order against the target's distribution p; draw the bonus token from the residual.
 
-        r ← p;  for each draw (x, q):  accept x iff u < r[x] / q[x],  else r ← norm((r − q)+);  bonus ~ r
+        r ← p;  for each draw (x, q):  accept x iff u < r[x] / q[x],  else  r ← norm((r − q)+);  bonus ~ r
 
     Committed tokens have the distribution of plain sampling if each draw comes from its q (ALGORITHMS §2).
 
     Args:
         tree: the drafted tree.
-        p: ``[B, N, V]`` float32 the target's distribution after each node; all NaN where its logits are not finite.
+        logits: ``[B, N, V]`` of any float dtype, for the token after each node; penalised already if a repetition
+            penalty is in use. The kernels compute p from them where they need it.
+        settings: the sampling parameters but the penalty.
         uniforms: ``[B, N, K]`` float32 in [0, 1), fresh.
         bonus_uniform: ``[B]`` float32 in [0, 1), fresh.
         max_depth: of any tree (A − 1).
         draws: the tree's own if left out; one-hot draws, at most K of a node, if it has none.
-    """
-    draws = draws or tree.draws or one_hot_draws(tree.parent, tree.valid, uniforms.shape[2])
-    path, length, node, bonus = kernels.verify_sample_reference(
-        p, tree.tokens, draws.child, draws.kind, draws.q_row, draws.q, uniforms, bonus_uniform, max_depth, draws.ids
-    )
-    return Verdict(path, length, node, bonus, _finite_on_path(p[..., 0], path, length))
-
-
-def verify_logits(
-    tree: TokenTree, logits: Tensor, settings: Settings, uniforms: Tensor, bonus_uniform: Tensor, max_depth: int,
-    draws: Draws | None = None,
-) -> Verdict:  # fmt: skip
-    """:func:`verify_sample` from the target's logits, without their distribution: the kernels compute p where they need
-    it.
-
-    Args:
-        logits: ``[B, N, V]`` of any float dtype, for the token after each node; penalised already if a repetition
-            penalty is in use.
-        settings: the sampling parameters but the penalty.
     """
     draws = draws or tree.draws or one_hot_draws(tree.parent, tree.valid, uniforms.shape[2])
     s = settings

@@ -106,8 +106,8 @@ def test_check_sample(decoder, monkeypatch):
     assert good.passed and good.checked == 2 * 256 * 2 and good.mismatches == 0 and good.p_value > ALPHA
     verify = modes.verify_sample
 
-    def accepting_too_much(tree, p, uniforms, bonus_uniform, max_depth, draws) -> Verdict:
-        return verify(tree, p, uniforms * 0.1, bonus_uniform, max_depth, draws)
+    def accepting_too_much(tree, logits, settings, uniforms, *more) -> Verdict:
+        return verify(tree, logits, settings, uniforms * 0.1, *more)
 
     monkeypatch.setattr(modes, "verify_sample", accepting_too_much)
     bad = check_sample(decoder, [PROMPT, [2, 2]], Sampling(temperature=0.9), batch_size=256)
@@ -123,12 +123,8 @@ def test_check_sample_uses_the_given_parameters(decoder, monkeypatch, parameters
     """An engine that ignores a parameter fails with that parameter, and only with it."""
     prompts, done = [[2], [0]], []
     assert check_sample(decoder, prompts, Sampling(**parameters), 256, done.append).passed and done == [1, 2]
-    distribution, device = modes.sampling_distribution, decoder.target.device
-
-    def ignoring_parameters(logits, settings, seen=None):
-        return distribution(logits, Settings([Sampling()] * len(logits), device))
-
-    monkeypatch.setattr(modes, "sampling_distribution", ignoring_parameters)
+    set_row = Settings.set_row
+    monkeypatch.setattr(Settings, "set_row", lambda self, row, s: set_row(self, row, Sampling(seed=s.seed)))
     assert not check_sample(decoder, prompts, Sampling(**parameters), 256).passed
     assert check_sample(decoder, prompts, Sampling(), 256).passed
 

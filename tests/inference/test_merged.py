@@ -322,8 +322,8 @@ def first_two(tree, rows, generator):
     """The first two committed tokens if the target's distribution is P at every node."""
     nodes, most = tree.tokens.shape[1], tree.draws.child.shape[2]
     uniforms = torch.rand(rows, nodes, most, generator=generator)
-    p = torch.tensor(P).expand(rows, nodes, -1)
-    verdict = verify_sample(tree, p, uniforms, torch.rand(rows, generator=generator), 2)
+    logits, standard = torch.tensor(P).log().expand(rows, nodes, -1), Settings([Sampling()] * rows, torch.device("cpu"))
+    verdict = verify_sample(tree, logits, standard, uniforms, torch.rand(rows, generator=generator), 2)
     drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=nodes - 1))
     fresh = torch.multinomial(torch.tensor(P).expand(rows, -1), 1, replacement=True, generator=generator)
     tokens = torch.cat([drafted, fresh], 1)

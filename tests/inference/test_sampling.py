@@ -585,7 +585,7 @@ def test_greedy_is_temperature_zero():
     logits = torch.randn(200, 4, 5)
     tree = flat_tree(torch.randint(5, (200, 3)), ONE_HOT)
     settings = Settings([Sampling(temperature=0)] * 200, CPU)
-    verdict = verify.verify_logits(tree, logits, settings, torch.rand(200, 4, 3), torch.rand(200), 1)
+    verdict = verify.verify_sample(tree, logits, settings, torch.rand(200, 4, 3), torch.rand(200), 1)
     choice = logits.argmax(-1)
     right = (tree.tokens[:, 1:] == choice[:, :1]).any(-1)
     assert torch.equal(verdict.length > 0, right) and 20 < int(right.sum()) < 180
