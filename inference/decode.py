@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--all-nodes", action="store_true",
-        help="run and verify whole trees, as a GPU does, also where fewer nodes are faster here: to compare their τ",
+        help="run and verify whole trees, also where fewer nodes are faster here: to compare their τ",
     )  # fmt: skip
     parser.add_argument("--baseline", choices=["none", "engine", "transformers", "all"], default="engine")
     parser.add_argument("--check-lossless", action="store_true", help="compare every token with plain decoding")

@@ -57,7 +57,7 @@ class Generation:
     drafted_by: for each token, the bits of the drafter's ``sources`` that proposed it (1 if it names none); 0 if the
         token is the target's own.
     finish_reason: ``stop`` (a stop id or string), ``length`` (the limit) or ``context`` (the target's last position).
-    drafted: number of proposed nodes, if the drafter names its ``sources``.
+    drafted: number of proposed nodes, roots excluded, padding too unless the drafter names its ``sources``.
     proposed, accepted_from: for each source, how many nodes it proposed, and how many of these were committed; a node
         proposed by several sources counts for each.
     """
@@ -203,14 +203,14 @@ class SpeculativeDecoder:
         with torch.inference_mode(), engine_attention(models), on_device(self.target.device):
             step = self._make_step(mode, batch_size, capacity)
             queue = _Queue(self, step, iter(requests), max_length, results, on_tokens, on_step, on_end)
-            launched: deque[tuple[ReadCommitted, list[_Text | None]]] = deque()
+            launched: deque[tuple[ReadCommitted, list[_Text | None], int]] = deque()
             try:
                 queue.fill(clock)
                 while queue.busy:
-                    launched.append((step.launch(clock), list(queue.texts)))
+                    launched.append((step.launch(clock), list(queue.texts), step.nodes))
                     if len(launched) > step.static:  # a static step is read while the next one runs
-                        read, texts = launched.popleft()
-                        queue.take(read(), texts)
+                        read, texts, nodes = launched.popleft()
+                        queue.take(read(), texts, nodes)
                         queue.fill(clock)
                     if clock:
                         clock.lap("other")
@@ -368,12 +368,13 @@ class _Queue:
             new.append((row, text))
         return new
 
-    def take(self, committed: list[list[int]], texts: list[_Text | None]) -> None:
+    def take(self, committed: list[list[int]], texts: list[_Text | None], nodes: int) -> None:
         """Add the tokens that a step committed to the texts of its rows.
 
         Args:
             committed: rows of ``Step.committed``.
             texts: the text of each row when the step was launched; it may have ended since.
+            nodes: of the step's trees, roots included.
         """
         depth = self.decoder.drafter.max_depth
         for row, (values, text) in enumerate(zip(committed, texts, strict=True)):
@@ -385,6 +386,8 @@ class _Queue:
                 kept = self._add(row, text, [*values[1:count], values[depth + 1]], [*drafted_by, 0], step=True)
                 if self.step.num_sources:
                     self._count(text.result, drafted_by[:kept], *values[2 * depth + 2 :])
+                else:
+                    text.result.drafted += nodes - 1
 
     def _count(self, result: Generation, accepted: list[int], drafted: int, *proposed: int) -> None:
         """Add a step's counts by source.

@@ -53,7 +53,7 @@ class Verifier:
 
     @property
     def graph_key(self) -> tuple[bool, ...]:
-        """Everything on which the operations of a step depend: one CUDA graph for each value."""
+        """Everything in the verifier on which the operations of a step depend."""
         return () if self.mode == "greedy" else self.settings.uses
 
     def first_tokens(self, logits: Tensor, rows: slice) -> Tensor:

@@ -79,9 +79,7 @@ def repeated_rate(tokens: Sequence[int], n: int = 4) -> tuple[int, int]:
     return len(grams) - len(set(grams)), len(grams)
 
 
-def acceptance(
-    results: Sequence[Generation], max_depth: int, num_nodes: int, sources: Sequence[str] = ()
-) -> dict[str, Any]:
+def acceptance(results: Sequence[Generation], max_depth: int, sources: Sequence[str] = ()) -> dict[str, Any]:
     """The report's fields about acceptance. τ counts the bonus token, not the prefill's; that of plain decoding is 1.
 
     ``loops`` has the number of tokens before the first loop of an answer (:func:`loop_begins`), and τ over the steps
@@ -89,7 +87,7 @@ def acceptance(
 
     Args:
         results: at least one.
-        sources: of a drafter that counts its nodes by source; without them, every step proposed ``num_nodes`` − 1.
+        sources: of a drafter that counts its nodes by source.
     """
     lengths = [length for result in results for length in result.accepted]
     steps = len(lengths)
@@ -131,7 +129,7 @@ def acceptance(
         },
         "spec_decode": {
             "num_drafts": steps,
-            "num_draft_tokens": sum(result.drafted for result in counted) if sources else steps * (num_nodes - 1),
+            "num_draft_tokens": sum(result.drafted for result in results),
             "num_accepted_tokens": sum(length - 1 for length in lengths),
             "num_accepted_tokens_per_pos": per_position,
         },

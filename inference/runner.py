@@ -226,7 +226,7 @@ class Runner:
             if step and decoder is self.modules:
                 buffers = self.buffers.get(shape)
                 if buffers is None:
-                    buffers = self.buffers[shape] = self.lean.buffers(*shape)
+                    buffers = self.buffers[shape] = self.lean.buffers(*shape, step=True)
             return decoder(
                 tokens, positions, slots, self.cache.views(), self.tables, biases=biases, tree_keys=tree_keys,
                 captures=captures, buffers=buffers,

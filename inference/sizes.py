@@ -12,8 +12,8 @@ fixed point is the f that explains the mean. Text that the drafter cannot predic
 
 from collections.abc import Mapping, Sequence
 
-RATE = 0.05  # of f, per step
-TIMINGS = 3  # of each size, at first
+RATE = 0.05  # of f, and of the times, per step
+TIMINGS = 3  # of each size, at first; of these the shortest counts
 TRIAL = 32  # steps without a draft, after which one drafts, so that f can rise again
 
 
@@ -26,8 +26,8 @@ class TreeSizes:
     """
 
     def __init__(self, by_depth: Mapping[int, Sequence[float]]) -> None:
-        self.by_depth = by_depth
-        self.seconds = dict.fromkeys(by_depth, float("inf"))  # of a step of each size: the shortest measured
+        self.by_depth = dict(by_depth)
+        self.seconds = dict.fromkeys(by_depth, float("inf"))  # of a step of each size: a moving average
         self.timings = dict.fromkeys(by_depth, 0)
         self.factor = 1.0
         # The most that nodes of one depth can be accepted is 1, so f is at most this.
@@ -39,9 +39,10 @@ class TreeSizes:
         return sum(accepted * self.factor**depth for depth, accepted in enumerate(self.by_depth[nodes]))
 
     def choose(self) -> int:
-        """The size of the next step: one that is hardly timed yet, or the one with the most tokens per second."""
-        for nodes, timings in self.timings.items():
-            if timings < TIMINGS:
+        """The size of the next step: one that is hardly timed yet, the largest first, or the one with the most tokens
+        per second."""
+        for nodes in reversed(self.by_depth):
+            if self.timings[nodes] < TIMINGS:
                 return nodes
         best = max(self.by_depth, key=lambda nodes: self.tokens(nodes) / self.seconds[nodes])
         self.without_draft = self.without_draft + 1 if best == 1 else 0
@@ -51,8 +52,12 @@ class TreeSizes:
         return best
 
     def timed(self, nodes: int, seconds: float) -> None:
-        """Record the time of a step."""
-        self.seconds[nodes] = min(seconds, self.seconds[nodes])
+        """Record the time of a step. It grows with the texts, so that a size may have to be tried again."""
+        known = self.seconds[nodes]
+        if self.timings[nodes] < TIMINGS:
+            self.seconds[nodes] = min(seconds, known)
+        else:
+            self.seconds[nodes] = known + RATE * (seconds - known)
         self.timings[nodes] += 1
 
     def committed(self, nodes: int, counts: Sequence[int]) -> None:

@@ -5,9 +5,10 @@
            verdict = verify(tree, logits(hidden))         # longest path that the target accepts, and a bonus token
            cache.commit(verdict.path)                     # keep the K/V of that path
 
-A *static* step has the same shapes every time and never synchronises with the host: it attends to the whole cache,
-masked by each row's length on the device. On a GPU it is captured in a CUDA graph, and the host launches the next step
-before it reads what the last one committed. Other steps attend only to the slots in use.
+A *static* step has the same shapes every time, or those of one of a few tree sizes, and never synchronises with the
+host: it attends to the whole cache, masked by each row's length on the device. On a GPU it is captured in a CUDA graph,
+one for each size, and the host launches the next step before it reads what the last one committed. Other steps attend
+only to the slots in use.
 
 Shape letters: B rows, T prompt tokens, N nodes, D depth of the deepest node, d hidden width, V vocabulary.
 """
@@ -27,7 +28,7 @@ from draftsmith.inference.drafters.protocol import Drafter, State
 from draftsmith.inference.modes import MODES, Mode, Verifier
 from draftsmith.inference.runner import Runner, joined_features
 from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.sizes import TIMINGS, TreeSizes
+from draftsmith.inference.sizes import TreeSizes
 from draftsmith.inference.tree import TokenTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.accept_greedy import accept_greedy, advance
@@ -85,7 +86,7 @@ class Step:
 
     Args:
         capacity: slots of the cache, see :func:`capacity_for`.
-        static: use the same shapes at every step, and on a GPU a CUDA graph.
+        static: use the same shapes at every step (of a tree size), and on a GPU a CUDA graph.
         compiled: run the target's forward pass of a step by ``torch.compile``.
         lean: see :class:`Runner`.
 
@@ -128,9 +129,15 @@ class Step:
         self.depths = torch.arange(drafter.max_depth + 1, device=device)
         graph = static and device.type == "cuda" and drafter.static
         self.eager = "" if graph else "eager"  # for `execution`; empty if steps run in a CUDA graph
-        self._graphs: dict[tuple[tuple[bool, ...], int], torch.cuda.CUDAGraph] = {}
-        # Which random numbers a text takes depends on the tree's size: sampling has one, so that a seed gives one text.
-        by_size = drafter.sizes() if static and mode != "sample" else {}
+        self.nodes = 0  # of the trees of the step last launched
+        # By the verifier's key and the size of the tree, with the number of its nodes. Graphs share their memory: one
+        # is replayed at a time, and what is read afterwards is not part of it.
+        self._graphs: dict[tuple[tuple[bool, ...], int], tuple[torch.cuda.CUDAGraph, int]] = {}
+        self._graph_memory: Any = None
+        # A sampled text depends on the trees' sizes through its random numbers, one of typical acceptance directly:
+        # they have one size, so that a seed gives one text. Compiled steps, too: each size would be compiled.
+        choose = static and mode == "greedy" and not compiled and not drafter.one_size
+        by_size = drafter.sizes() if choose else {}
         self.sizes = TreeSizes(by_size) if len(by_size) > 1 else None
         if device.type == "cuda":
             self._host = [torch.empty(self.committed.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
@@ -144,8 +151,10 @@ class Step:
     def execution(self) -> str:
         """How steps run: CUDA graph or eager, compiled or not, the decoder, and why it is not the lean one."""
         graph = f"{self.eager or 'cuda graph'}{', compiled' if self.compiled else ''}"
-        if self.runner.lean is not None:
-            return f"{graph}, lean decoder"
+        lean = self.runner.lean
+        if lean is not None:
+            fused = "" if not self.kernels or not lean.not_fused else f" (layers not fused: {lean.not_fused})"
+            return f"{graph}, lean decoder{fused}"
         return f"{graph}, transformers decoder ({self.runner.lean_or_reason})"
 
     def begin(
@@ -201,7 +210,7 @@ class Step:
         tree = self.drafter.propose(state)
         if clock:
             clock.lap("draft")
-        count = tree.tokens.shape[1]
+        count = self.nodes = tree.tokens.shape[1]
         assert tree.static is None or tree.static.paths.shape[1] == len(self.depths), "made for another max_depth"
         mask = tree.mask
         if mask is None and not (self.kernels and self.mode == "greedy"):  # the kernels take bitsets
@@ -262,17 +271,22 @@ class Step:
             Function that waits for the step and returns the rows of ``committed``; call it before the next
             but one launch.
         """
-        nodes = self.state.nodes = 0 if self.sizes is None else self._choose_size(self.sizes)
+        # Instrumented steps, and eager ones on a GPU, are not timed: they have all nodes (0).
+        cuda, sizes = self.target.device.type == "cuda", None if clock else self.sizes
+        if cuda and self.eager:
+            sizes = None
+        size = self.state.nodes = 0 if sizes is None else sizes.choose()
         began = time.perf_counter()
+        events: list[torch.cuda.Event] = []
         if clock or self.eager:
             self.run(clock)
         else:
-            self._replay()
-        if self.target.device.type != "cuda":
+            events = self._replay()
+        if not cuda:
             committed = self.committed.tolist()
-            if self.sizes is not None:
-                self.sizes.timed(nodes, time.perf_counter() - began)
-                self.sizes.committed(nodes, [row[0] for row in committed])
+            if sizes is not None:
+                sizes.timed(size, time.perf_counter() - began)
+                sizes.committed(size, [row[0] for row in committed])
             return lambda: committed
         self._host.reverse()
         host, done = self._host[0], torch.cuda.Event()
@@ -282,8 +296,9 @@ class Step:
         def read() -> list[list[int]]:
             done.synchronize()
             committed = host.tolist()
-            if self.sizes is not None and nodes:
-                self.sizes.committed(nodes, [row[0] for row in committed])
+            if sizes is not None and events:
+                sizes.timed(size, events[0].elapsed_time(events[1]) / 1e3)
+                sizes.committed(size, [row[0] for row in committed])
             return committed
 
         return read
@@ -294,24 +309,27 @@ class Step:
         seen = [] if self.verifier.seen is None else [self.verifier.seen]
         return [*tensors, *seen, *self.drafter.buffers()]
 
-    def _choose_size(self, sizes: TreeSizes) -> int:
-        """The size of the next step's tree. Eager steps on a GPU are not timed, and have all nodes (0)."""
-        return 0 if self.eager and self.target.device.type == "cuda" else sizes.choose()
-
-    def _replay(self) -> None:
-        graph = self._graphs.get((self.verifier.graph_key, self.state.nodes))
-        if graph is None:
-            graph = self._capture()
-        if graph is None:
+    def _replay(self) -> list[torch.cuda.Event]:
+        """Replay the step's graph, after capturing it where there is none; the events before and after, if the step may
+        have another size."""
+        key = self.verifier.graph_key, self.state.nodes
+        if key not in self._graphs and not self._capture():
             self.run()
-        else:
-            graph.replay()
+            return []
+        graph, self.nodes = self._graphs[key]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 if self.sizes else 0)]
+        for event in events[:1]:
+            event.record()
+        graph.replay()
+        for event in events[1:]:
+            event.record()
+        return events
 
-    def _capture(self) -> torch.cuda.CUDAGraph | None:
+    def _capture(self) -> bool:
         """Capture a step in a CUDA graph; warm-up steps run on the present state, which is restored afterwards.
 
         Returns:
-            None if a graph cannot hold the step; ``execution`` then says why.
+            False if a graph cannot hold the step; ``execution`` then says why.
 
         Raises:
             RuntimeError: any other error, of the device too.
@@ -335,10 +353,11 @@ class Step:
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
                 self.cache.lengths.copy_(kept[0])
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                if self._graph_memory is None:
+                    self._graph_memory = torch.cuda.graph_pool_handle()
+                memory = self._graph_memory
+                with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):
                     self.run()
-                if self.sizes is not None:
-                    self._time(graph, self.sizes, kept[0])
         except RuntimeError as error:
             reason = why_no_graph(error)
             if reason is None:
@@ -349,16 +368,5 @@ class Step:
             buffer.copy_(before)
         torch.cuda.synchronize()  # an error of the device shows here, not in a later step
         if captured:
-            self._graphs[self.verifier.graph_key, self.state.nodes] = graph
-        return graph if captured else None
-
-    def _time(self, graph: torch.cuda.CUDAGraph, sizes: TreeSizes, lengths: Tensor) -> None:
-        """Time replays of a graph, on the current stream."""
-        for _ in range(TIMINGS):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            graph.replay()
-            ended.record()
-            ended.synchronize()
-            sizes.timed(self.state.nodes, began.elapsed_time(ended) / 1e3)
-            self.cache.lengths.copy_(lengths)
+            self._graphs[self.verifier.graph_key, self.state.nodes] = graph, self.nodes
+        return captured

@@ -421,7 +421,7 @@ def evaluate(
                     lossless = check_greedy(target, prompts, [r.tokens for r in results], plain_texts, advance)
         bases = {base: timed[base] for base in compared}
         nodes = decoder.drafter.proposed_nodes(sampled)
-        figures = _figures(results, decoder.drafter, nodes, timed[name], bases)
+        figures = _figures(results, decoder.drafter, timed[name], bases)
         accepted = [length for n in timed_prompts for length in results[n].accepted]
         reports.append(
             {
@@ -448,7 +448,7 @@ def evaluate(
                     else None
                 ),
                 "kinds": {
-                    kind: _figures_of_kind(numbers, results, decoder.drafter, nodes, timed[name], bases)
+                    kind: _figures_of_kind(numbers, results, decoder.drafter, timed[name], bases)
                     for kind, numbers in by_kind.items()
                 },
                 "peak_memory_bytes": peak,
@@ -462,11 +462,11 @@ def evaluate(
 
 
 def _figures(
-    results: Sequence[Generation], drafter: Drafter, nodes: int, timed: Timed, bases: dict[str, Timed]
+    results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]
 ) -> dict[str, Any]:  # fmt: skip
-    """The report's fields about acceptance and speed, of all prompts or of one kind's; ``nodes`` of a tree."""
+    """The report's fields about acceptance and speed, of all prompts or of one kind's."""
     speedups = {base: speedup(timed, other) for base, other in bases.items() if timed.tokens}
-    figures: dict[str, Any] = reporting.acceptance(results, drafter.max_depth, nodes, drafter.sources)
+    figures: dict[str, Any] = reporting.acceptance(results, drafter.max_depth, drafter.sources)
     figures["mean_accepted_length_interval"] = accepted_interval(results)
     figures |= {"timed_prompts": sum(map(len, timed.groups)), "pairs": len(timed.tokens)}
     for base, name in reporting.SPEEDUPS.items():
@@ -475,8 +475,7 @@ def _figures(
 
 
 def _figures_of_kind(
-    numbers: Sequence[int], results: Sequence[Generation], drafter: Drafter, nodes: int, timed: Timed,
-    bases: dict[str, Timed],
+    numbers: Sequence[int], results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]
 ) -> dict[str, Any]:  # fmt: skip
     """The fields of a kind of text within the report: those of the prompts with these numbers."""
 
@@ -489,5 +488,5 @@ def _figures_of_kind(
         "prompts": len(numbers),
         "tokens_per_second": speed(part),
         "baselines": {base: {"tokens_per_second": speed(other)} for base, other in parts.items()},
-        **_figures([results[number] for number in numbers], drafter, nodes, part, parts),
+        **_figures([results[number] for number in numbers], drafter, part, parts),
     }

@@ -298,7 +298,11 @@ def calibrated_rates(path: Path) -> dict[Ranks, float]:
     rates: dict[Ranks, float] = {}
     for entry in entries if isinstance(entries, list) else []:
         ranks, rate = (entry.get("path"), entry.get("rate")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks) or not isinstance(rate, float):
+        if (
+            not isinstance(ranks, list)
+            or not all(type(rank) is int for rank in ranks)
+            or not isinstance(rate, int | float)
+        ):
             raise ValueError(f'{path}: a candidate is {entry!r}, not {{"path": [0, 1], "rate": 0.4}}')
-        rates[tuple(ranks)] = rate
+        rates[tuple(ranks)] = float(rate)
     return rates

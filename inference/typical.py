@@ -113,7 +113,7 @@ def sweep(
                 advance(done)
     rows: list[dict[str, Any]] = []
     for name, engine, mode, sampling in methods:
-        counted = reporting.acceptance(results[name], engine.drafter.max_depth, engine.drafter.num_nodes)
+        counted = reporting.acceptance(results[name], engine.drafter.max_depth)
         rows.append(
             {
                 "name": name,

@@ -15,6 +15,9 @@
     few_rows    products of few rows with the matrices of Llama-3-8B and Llama-2-7B, in the fastest form, beside
                 torch.mm, and with --compiled torch.compile's (a minute for each shape); "parts": not added up, as for
                 the kernel that follows in a model
+    fused       what stands around the products of Llama-3-8B beside the same in separate operations: add_norm,
+                rotate_write and gated, of a product's output or of four parts of it (S); res_block, accept_greedy and
+                advance
 
 Calls are captured in CUDA graphs, over as many copies of the data as do not fit in the L2 cache together: a model's
 layers do not find their own data there either. A row gives the median time of one call, its 20 % and 80 % quantiles,
@@ -38,7 +41,7 @@ from typing import Any
 
 from draftsmith.common.command import before_imports, run_command
 
-KERNELS = ("attention", "commit", "verify", "head_topk", "shortlist", "few_rows")
+KERNELS = ("attention", "commit", "verify", "head_topk", "shortlist", "few_rows", "fused")
 VOCABULARY, VOCABULARIES = 128256, (49152, 128256, 262144)  # the second of shortlists
 # Inputs and outputs over d: q, k and v; output; gate and up; down. The first four are Llama-3-8B's, the others
 # Llama-2-7B's, whose output is the same; then the LM heads of both.
@@ -56,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads")
     parser.add_argument("--width", type=int, default=128, help="head width (D)")
     parser.add_argument("--layers", type=int, default=32, help="layers that a commit moves")
-    parser.add_argument("--hidden", type=int, default=4096, help="hidden width (d) of head_topk, shortlist, few_rows")
+    parser.add_argument("--hidden", type=int, default=4096, help="hidden width (d)")
     parser.add_argument("--level", type=int, nargs="+", default=[1, 8], help="nodes of a text (n) for shortlist")
     parser.add_argument(
         "--vocabulary", type=int, nargs="+",
@@ -79,10 +82,16 @@ from torch.nn import functional as F
 
 from draftsmith.common.files import check_folder, write_json
 from draftsmith.kernels import linear
+from draftsmith.kernels.accept_greedy import accept_greedy, accept_greedy_reference, advance, advance_reference
+from draftsmith.kernels.add_norm import add_norm, add_norm_reference
 from draftsmith.kernels.backend import INTERPRETING, multiprocessors, triton, why_not_triton
 from draftsmith.kernels.commit import commit
 from draftsmith.kernels.few_rows import MAX_ROWS, candidates
+from draftsmith.kernels.gated import gated, gated_reference
 from draftsmith.kernels.head_topk import head_topk
+from draftsmith.kernels.res_block import MAX_ROWS as MAX_POSITIONS
+from draftsmith.kernels.res_block import res_block, res_block_reference
+from draftsmith.kernels.rotate_write import rotate_write, rotate_write_reference
 from draftsmith.kernels.shortlist_linear import (
     pack_shortlist,
     shortlist_logits,
@@ -534,6 +543,176 @@ def few_rows_forms(rows: int, matrix: Tensor) -> tuple[str, str]:
     return forms[0].name, forms[-1].name
 
 
+def partial_sums(args: argparse.Namespace, rows: int, outputs: int, parts: int) -> list[Tensor]:
+    """Outputs of products ``[S, M, outputs]``: one part in the model's dtype, or several in float32 (split-K)."""
+    dtype = DTYPES[args.dtype] if parts == 1 else torch.float32
+    count = copies(parts * rows * outputs * dtype.itemsize, args.device)
+    return list(torch.randn(count, parts, rows, outputs, device=args.device, dtype=dtype).mul_(parts**-0.5))
+
+
+def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """In separate operations, if there is more than one part: ``[S, M, outputs]`` → ``[M, outputs]``."""
+    return parts[0] if len(parts) == 1 else parts.sum(0).to(dtype)
+
+
+def add_fused(
+    table: Table, name: str, shape: dict[str, int], plain: Callable[..., Sequence[Tensor]],
+    fused: Callable[..., Sequence[Tensor]], data: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], moved: float,
+    operations: float = 0.0,
+) -> None:  # fmt: skip
+    """Both ways over all ``data``, the arguments of calls, some of which are written to; ``expected`` of the first."""
+    first = [part.clone() for part in data[0]]  # timing changes them
+    for way, function in (("plain PyTorch", plain), ("triton", fused)):
+        found = function(*(part.clone() for part in first))
+        pairs = zip(found, expected, strict=True)
+        difference = float(torch.stack([(a.float() - b.float()).abs().max() for a, b in pairs]).max())  # NaN if one is
+        calls = [lambda one=one, function=function: function(*one) for one in data]
+        table.add("fused", f"{way}, {name}", shape, calls, moved, operations, difference)
+
+
+def bench_add_norm(args: argparse.Namespace, table: Table, batch: int, nodes: int, parts: int) -> None:
+    dtype, rows, width, eps = DTYPES[args.dtype], batch * nodes, args.hidden, 1e-5
+    weight = torch.rand(width, device=args.device, dtype=dtype) + 0.5
+    data = [
+        (torch.randn_like(y[0], dtype=dtype), y, torch.full_like(y[0], torch.nan, dtype=dtype))
+        for y in partial_sums(args, rows, width, parts)
+    ]
+
+    def plain(x: Tensor, y: Tensor, out: Tensor) -> Sequence[Tensor]:
+        x.add_(add_up(y, dtype))
+        return x, F.rms_norm(x, weight.shape, weight, eps)
+
+    def fused(x: Tensor, y: Tensor, out: Tensor) -> Sequence[Tensor]:
+        add_norm(x, y, weight, eps, out)
+        return x, out
+
+    x, y, out = data[0]
+    expected = x.clone(), out.clone()
+    add_norm_reference(expected[0], y, weight, eps, expected[1])
+    moved = y.nbytes + 2.0 * x.nbytes + out.nbytes + weight.nbytes
+    add_fused(table, "add_norm", {"S": parts, "M": rows, "d": width}, plain, fused, data, expected, moved)
+
+
+def bench_rotate_write(args: argparse.Namespace, table: Table, batch: int, nodes: int, parts: int) -> None:
+    dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
+    rows, all_heads, context = batch * nodes, heads + 2 * kv_heads, 256
+    numbers, depth = torch.arange(context + nodes, device=args.device), random_tree(nodes)[1].to(args.device)
+    slots, positions = numbers[context:].expand(batch, -1), (context + depth.long()).expand(batch, -1)
+    angle = numbers[:, None] * 5e5 ** -torch.linspace(0, 1, width // 2 + 1, device=args.device)[:-1]
+    cos, sin = angle.cos(), angle.sin()
+    angles = torch.cat([cos, cos, -sin, sin], 1).to(dtype)  # [P, 2 · D]
+    data = [
+        (
+            qkv, qkv.new_zeros(batch, context + nodes, 2, kv_heads, width, dtype=dtype),
+            qkv.new_full((batch, nodes, heads, width), torch.nan, dtype=dtype),
+        )
+        for qkv in partial_sums(args, rows, all_heads * width, parts)
+    ]  # fmt: skip
+    # Once per forward pass, for all layers.
+    own_cos, own_sin = F.embedding(positions, angles).view(batch, nodes, 2, 1, width).unbind(2)
+    numbers_of_rows = torch.arange(batch, device=args.device)[:, None]
+
+    def plain(qkv: Tensor, cache: Tensor, q_out: Tensor) -> Sequence[Tensor]:
+        """As ``run_layer`` of models/lean.py."""
+        each = add_up(qkv, dtype).view(batch, nodes, all_heads, width)
+        qk = each[:, :, : heads + kv_heads]
+        other = qk.roll(width // 2, -1)
+        qk.mul_(own_cos).addcmul_(other, own_sin)
+        cache.index_put_((numbers_of_rows, slots), each[:, :, heads:].view(batch, nodes, 2, kv_heads, width))
+        return each[:, :, :heads], cache
+
+    def fused(qkv: Tensor, cache: Tensor, q_out: Tensor) -> Sequence[Tensor]:
+        rotate_write(qkv, angles, positions, slots, cache, q_out)
+        return q_out, cache
+
+    qkv, cache, q_out = data[0]
+    expected = q_out.clone(), cache.clone()
+    rotate_write_reference(qkv, angles, positions, slots, expected[1], expected[0])
+    moved = qkv.nbytes + float(rows * all_heads * width * dtype.itemsize)
+    add_fused(table, "rotate_write", {"S": parts, "B": batch, "N": nodes}, plain, fused, data, expected, moved)
+
+
+def bench_gated(args: argparse.Namespace, table: Table, batch: int, nodes: int, parts: int) -> None:
+    dtype, rows, width = DTYPES[args.dtype], batch * nodes, int(3.5 * args.hidden)
+    data = [
+        (both, both.new_full((rows, width), torch.nan, dtype=dtype))
+        for both in partial_sums(args, rows, 2 * width, parts)
+    ]
+
+    def plain(both: Tensor, out: Tensor) -> Sequence[Tensor]:
+        gate, up = add_up(both, dtype).chunk(2, -1)
+        return (F.silu(gate).mul_(up),)
+
+    def fused(both: Tensor, out: Tensor) -> Sequence[Tensor]:
+        gated(both, out, "silu")
+        return (out,)
+
+    both, out = data[0]
+    expected = out.clone()
+    gated_reference(both, expected, "silu")
+    moved = float(both.nbytes + out.nbytes)
+    add_fused(table, "gated", {"S": parts, "M": rows, "F": width}, plain, fused, data, (expected,), moved)
+
+
+def bench_res_block(args: argparse.Namespace, table: Table, batch: int) -> None:
+    """Of five heads, for one position of each text."""
+    dtype, heads, width = DTYPES[args.dtype], 5, args.hidden
+    x = torch.randn(batch, width, device=args.device, dtype=dtype).expand(heads, -1, -1)
+    bias = torch.randn(heads, 1, width, device=args.device, dtype=dtype)
+    weights = [
+        torch.randn(heads, width, width, device=args.device, dtype=dtype).mul_(width**-0.5)
+        for _ in range(copies(heads * width**2 * dtype.itemsize, args.device))
+    ]
+    expected = res_block_reference(x.float(), weights[0].float(), bias.float())
+    moved = weights[0].nbytes + bias.nbytes + (batch + heads * batch) * width * float(dtype.itemsize)
+    add_fused(
+        table, "res_block", {"K": heads, "P": batch, "d": width}, lambda *data: (res_block_reference(*data),),
+        lambda *data: (res_block(*data),), [(x, weight, bias) for weight in weights], (expected,), moved,
+        2.0 * heads * batch * width**2,
+    )  # fmt: skip
+
+
+def bench_acceptance(args: argparse.Namespace, table: Table, batch: int, nodes: int) -> None:
+    """Greedy acceptance and the state of the next step, all in the L2 cache: in a step, most of it was written just
+    before."""
+    ancestors, depth = (part.to(args.device).repeat(batch, *[1] * (part.dim() - 1)) for part in random_tree(nodes))
+    max_depth, number = int(depth.max()), torch.arange(nodes, device=args.device)
+    above = ancestor_mask(ancestors, nodes) & (depth[:, None] == depth[..., None] - 1)  # True at the parent alone
+    parent = torch.where(number > 0, above.int().argmax(-1), -1).int()
+    choice, tokens = torch.randint(2, (2, batch, nodes), device=args.device)  # about half of all nodes agree
+    best = torch.randn(batch, nodes, device=args.device, dtype=DTYPES[args.dtype])
+    valid, active = number.expand(batch, -1) >= 0, torch.arange(batch, device=args.device) % 3 != 1
+    committed = tokens.new_full((batch, max_depth + 2), -2)
+    data = (choice, best, tokens, parent, depth, ancestors, valid, active, committed)
+
+    def plain(*data: Tensor) -> Sequence[Tensor]:
+        return *accept_greedy_reference(*data, max_depth=max_depth), data[-1]
+
+    def fused(*data: Tensor) -> Sequence[Tensor]:
+        return *accept_greedy(*data, max_depth=max_depth), data[-1]
+
+    shape, expected = {"B": batch, "N": nodes}, plain(*(part.clone() for part in data))
+    moved = float(sum(part.nbytes for part in (*data, *expected[:-1])))
+    add_fused(table, "accept_greedy", shape, plain, fused, [data], expected, moved)
+
+    _, length, node, bonus, _, _ = expected
+    features = torch.randn(batch, nodes, args.hidden, device=args.device, dtype=best.dtype)
+    state = (torch.full_like(length, 256), torch.full_like(bonus, -1), torch.full_like(features[:, 0], torch.nan))
+    data = (*state, features, node, bonus, length, active)
+
+    def plain_advance(*data: Tensor) -> Sequence[Tensor]:
+        advance_reference(*data)
+        return data[:3]
+
+    def fused_advance(*data: Tensor) -> Sequence[Tensor]:
+        advance(*data)
+        return data[:3]
+
+    shape, expected = shape | {"F": args.hidden}, plain_advance(*(part.clone() for part in data))
+    moved = 2.0 * state[2].nbytes
+    add_fused(table, "advance", shape, plain_advance, fused_advance, [data], expected, moved)
+
+
 def main() -> None:
     args = parser().parse_intermixed_args()
     wanted = args.kernels or list(KERNELS)
@@ -546,8 +725,9 @@ def main() -> None:
             raise ValueError("triton is not installed; it comes with a CUDA build of torch")
         if args.device == "cpu" and not INTERPRETING:
             raise ValueError("the kernels but shortlist are measured on a CUDA GPU, and there is none here")
-    if min(args.nodes) < 8:
-        raise ValueError(f"--nodes {min(args.nodes)}: has to be at least 8")
+    least = 1 if set(wanted) == {"fused"} else 8  # a committed path has several nodes
+    if min(args.nodes) < least:
+        raise ValueError(f"--nodes {min(args.nodes)}: has to be at least {least}")
     if args.vocabulary and min(args.vocabulary) < 50:
         raise ValueError(f"--vocabulary {min(args.vocabulary)}: has to be at least 50")
     if not 0 < min(args.rows) <= max(args.rows) <= MAX_ROWS:
@@ -579,6 +759,13 @@ def main() -> None:
                 if "verify" in wanted:
                     for vocabulary in args.vocabulary or [VOCABULARY]:
                         table.try_to(bench_verify, args, batch, nodes, vocabulary)
+                if "fused" in wanted:
+                    for bench in (bench_add_norm, bench_rotate_write, bench_gated):
+                        for parts in (1, 4):
+                            table.try_to(bench, args, batch, nodes, parts)
+                    table.try_to(bench_acceptance, args, batch, nodes)
+            if "fused" in wanted and batch <= MAX_POSITIONS:  # with more, the kernel is not used
+                table.try_to(bench_res_block, args, batch)
             if "head_topk" in wanted:
                 for vocabulary in args.vocabulary or [VOCABULARY]:
                     table.try_to(bench_head_topk, args, batch, vocabulary)

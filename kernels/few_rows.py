@@ -202,8 +202,7 @@ def sum_parts_reference(parts: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @jit
 def _sum_parts_kernel(
-    parts, bias, out, outputs, factor, part_stride, row_stride, out_row, PARTS: constexpr, ADD: constexpr,
-    BLOCK: constexpr,
+    parts, bias, out, outputs, part_stride, row_stride, out_row, PARTS: constexpr, BLOCK: constexpr
 ):  # fmt: skip
     """One program per row and block of outputs."""
     row = tl.program_id(0).to(tl.int64)
@@ -215,34 +214,29 @@ def _sum_parts_kernel(
         place += part_stride
     if bias is not None:
         total += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
-    out_place = out + row * out_row + n
-    if ADD:
-        total = tl.load(out_place, mask=n < outputs, other=0.0).to(tl.float32) + factor * total
-    tl.store(out_place, total.to(out.dtype.element_ty), mask=n < outputs)
+    tl.store(out + row * out_row + n, total.to(out.dtype.element_ty), mask=n < outputs)
 
 
-def sum_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None, add: bool = False, factor: float = 1.0) -> Tensor:
-    """``out = Σ_s parts[s] + bias``, or ``out += factor · (Σ_s parts[s] + bias)``, rounded once.
+def sum_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``out = Σ_s parts[s] + bias``, rounded once.
 
     Args:
         parts: ``[S, M, N]``, from :func:`few_rows_product`; the last stride is 1.
         out: ``[M, N]``, written to; the last stride is 1.
         bias: ``[N]``.
-        add: add to ``out``; ``factor`` is for this alone.
 
     Returns:
         ``out``.
     """
     if why_not_triton(parts):
-        total = sum_parts_reference(parts, bias)
-        return out.copy_(out + factor * total if add else total)
+        return out.copy_(sum_parts_reference(parts, bias))
     assert parts.shape[1:] == out.shape and parts.stride(2) == out.stride(1) == 1
     assert bias is None or bias.stride(0) == 1
     count, rows, outputs = parts.shape
     block = min(1024, next_power(outputs))
     with torch.cuda.device_of(parts):
         _sum_parts_kernel[(rows, -(-outputs // block))](
-            parts, bias, out, outputs, factor, parts.stride(0), parts.stride(1), out.stride(0), PARTS=count, ADD=add,
-            BLOCK=block, num_warps=4,
+            parts, bias, out, outputs, parts.stride(0), parts.stride(1), out.stride(0), PARTS=count, BLOCK=block,
+            num_warps=4,
         )  # fmt: skip
     return out

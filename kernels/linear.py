@@ -102,12 +102,10 @@ def product(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None = None, ou
 
 
 def add_product(form: str, total: Tensor, x: Tensor, matrix: Tensor, factor: float = 1.0) -> Tensor:
-    """``total += factor · x matrix`` in place, in one operation where possible. ``total [M, N]``, ``x [M, K]``."""
+    """``total += factor · x matrix`` in place, in one operation where possible. ``total [M, N]``, ``x [M, K]``; a form
+    in ``FORMS``."""
     if form == "blas":
         return total.addmm_(x, matrix, alpha=factor)
-    if form not in FORMS:
-        parts = x.new_empty((splits_of(form), *total.shape), dtype=torch.float32)
-        return sum_parts(partial_product(form, x, matrix, parts), total, add=True, factor=factor)
     return total.add_(FORMS[form](x, matrix), alpha=factor)
 
 

@@ -12,7 +12,6 @@ Shape letters: B rows, N nodes, M = B · N, H query heads, G key/value heads, D 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ class Buffers:
         width = layer.qkv.shape[1] // (heads + 2 * kv_heads)
         self.rows = torch.arange(rows, device=layer.qkv.device)[:, None]
         matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
-        # On a GPU these layers run in torch.compile, and to compare them with the model's own.
+        # On a GPU these layers run where they cannot be fused, in torch.compile, and to be compared with the model's.
         self.forms = [choose(many, matrix) if matrix.is_cpu else "blas" for matrix in matrices]
         self.qkv = layer.qkv.new_empty(many, layer.qkv.shape[1])
         each = self.qkv.view(rows, count, heads + 2 * kv_heads, width)
@@ -100,12 +99,13 @@ class Buffers:
 
 class FusedBuffers:
     """The buffers of fused layers of one shape for a forward pass of B rows of N nodes, and the forms of their
-    products."""
+    products: measured ones if steps have this shape."""
 
-    def __init__(self, layer: Layer, rows: int, count: int) -> None:
+    def __init__(self, layer: Layer, rows: int, count: int, step: bool) -> None:
         many, new = rows * count, layer.qkv.new_empty
         matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
-        self.forms = [choose(many, matrix, partial=True) for matrix in matrices]
+        # Each row count takes seconds to measure: not the many of prompts.
+        self.forms = [choose(many, matrix, partial=True) if step else "blas" for matrix in matrices]
         # Partial sums [S, M, outputs] of each product.
         self.qkv, self.out, self.gate_up, self.down = (
             partial_buffer(form, many, matrix) for form, matrix in zip(self.forms, matrices, strict=True)
@@ -115,10 +115,11 @@ class FusedBuffers:
 
 
 def can_fuse(layer: Layer) -> bool:
-    """Whether :func:`run_fused_layer` can run a layer: kernels know its norms and its activation."""
+    """Whether :func:`run_fused_layer` can run a layer: kernels know its norms, its activation and its heads' width."""
     norms = (layer.after_attention, layer.before_mlp, layer.after_mlp)
     known = layer.qkv.dtype in (torch.float32, torch.float16, torch.bfloat16) and act_name(layer.act) is not None
-    return known and all(norm is None or norm.weight.dim() == 1 for norm in norms)
+    narrow = layer.out.shape[0] // layer.heads <= 256
+    return known and narrow and all(norm is None or norm.weight.dim() == 1 for norm in norms)
 
 
 @dataclass(eq=False)
@@ -129,6 +130,7 @@ class LeanDecoder:
     embed_factor: factor on the embeddings.
     rotary: the model's own module: (kind of table, positions ``[1, T]``) → cos and sin ``[1, T, D]``.
     context: number of positions that the model was made for.
+    not_fused: the reason why layers are not fused where kernels run; empty if they are.
     """
 
     embed_tokens: Callable[[Tensor], Tensor]
@@ -138,6 +140,7 @@ class LeanDecoder:
     norm: RMSNorm
     context: int
     device: torch.device
+    not_fused: str = "there are no kernels"
 
     def tables(self, positions: int) -> dict[str, Tensor]:
         """Rotary tables of the first ``positions`` positions, ``[positions, 2 · D]``: cos and then sin, with the first
@@ -150,27 +153,23 @@ class LeanDecoder:
             tables[kind] = torch.cat((cos, -sin[..., :half], sin[..., half:]), -1)[0]
         return tables
 
-    @cached_property
-    def can_fuse(self) -> bool:
-        """Whether all layers can run as fused ones, see :func:`can_fuse`."""
-        before = (layer.before_attention for layer in self.layers)
-        plain = all(isinstance(norm, RMSNorm) and norm.weight.dim() == 1 for norm in before)
-        return plain and all(map(can_fuse, self.layers))
-
-    def buffers(self, rows: int, count: int, biased: bool) -> Sequence[Buffers | FusedBuffers]:
+    def buffers(self, rows: int, count: int, biased: bool, step: bool = False) -> Sequence[Buffers | FusedBuffers]:
         """The buffers of each layer; layers of one shape share theirs.
 
         Args:
             biased: for attention by ``biases``; else by ``tree_keys``, with fused layers if they can be.
+            step: many forward passes will have this shape.
         """
-        fused = not biased and self.can_fuse and not torch.compiler.is_compiling()
+        fused = not (biased or torch.compiler.is_compiling() or self.not_fused)
         by_shape: dict[tuple[int, ...], Buffers | FusedBuffers] = {}
         by_layer: list[Buffers | FusedBuffers] = []
         with torch.inference_mode(False), torch.no_grad():  # usable inside and outside of inference mode
             for layer in self.layers:
                 shape = (layer.heads, layer.kv_heads, *layer.qkv.shape, *layer.gate_up.shape)
                 if shape not in by_shape:
-                    by_shape[shape] = FusedBuffers(layer, rows, count) if fused else Buffers(layer, rows, count, biased)
+                    by_shape[shape] = (
+                        FusedBuffers(layer, rows, count, step) if fused else Buffers(layer, rows, count, biased)
+                    )
                 by_layer.append(by_shape[shape])
         return by_layer
 

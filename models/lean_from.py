@@ -17,7 +17,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.tree_attention import TreeKeys, causal_bias, tree_attention
-from draftsmith.models.lean import Buffers, FusedBuffers, Layer, LeanDecoder, RMSNorm, run_fused_layer, run_layer
+from draftsmith.models.lean import (
+    Buffers,
+    FusedBuffers,
+    Layer,
+    LeanDecoder,
+    RMSNorm,
+    can_fuse,
+    run_fused_layer,
+    run_layer,
+)
 from draftsmith.models.target import Target
 
 _RECORD = "draftsmith_record"
@@ -141,30 +150,48 @@ def _make(target: Target) -> LeanDecoder:
     place = torch.arange(count, device=target.device)[None]
     rotations, written = lean.rotations(place, lean.tables(count)), (place.new_zeros(1, 1), place)
     buffers = lean.buffers(1, count, biased=True)
-    fused = lean.buffers(1, count, biased=False) if why_not_triton(tokens) is None and lean.can_fuse else None
-    chain, depth = (2 << place[..., None]) - 1, place.int()  # each token sees those before it
-    tree_keys = TreeKeys(place.new_zeros(1), chain, depth, depth)
     for number, (layer, own_buffers, (kv_heads, width)) in enumerate(
         zip(layers, buffers, target.kv_shapes, strict=True)
     ):
         pair = torch.zeros(2, 1, kv_heads, count, width, dtype=target.dtype, device=target.device)
         biases = {layer.window: causal_bias(0, count, layer.window, target.dtype, target.device)}
-        x = inputs[number].flatten(0, 1)
-        before = x.clone()
-        assert isinstance(own_buffers, Buffers)
+        x = inputs[number].flatten(0, 1).clone()
         view = (pair.permute(1, 3, 0, 2, 4), pair[0], pair[1])
+        assert isinstance(own_buffers, Buffers)
         run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, None)
         _compare(x, inputs[number + 1][0], f"its layer {number}")
-        if fused is not None:
-            x, own_fused, table = before, fused[number], lean.tables(count)[layer.rope]
-            normed, ones = torch.empty_like(x), x.new_ones(x.shape[1])
-            assert isinstance(own_fused, FusedBuffers)
+    if why_not_triton(tokens) is None:
+        lean.not_fused = _why_not_fused(lean, inputs, target)
+    return lean
+
+
+def _why_not_fused(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> str:
+    """Compare each fused layer with the model's own: the reason why layers are not fused, empty if they can be.
+
+    Args:
+        inputs: of each layer and of the last norm, ``[1, T, d]``.
+    """
+    if not all(isinstance(layer.before_attention, RMSNorm) and can_fuse(layer) for layer in lean.layers):
+        return "the kernels do not know its norms, its activation or its heads' width"
+    count = inputs[0].shape[1]
+    place, tables = torch.arange(count, device=target.device)[None], lean.tables(count)
+    chain, depth = (2 << place[..., None]) - 1, place.int()  # each token sees those before it
+    tree_keys = TreeKeys(place.new_zeros(1), chain, depth, depth)
+    try:
+        for number, (layer, (kv_heads, width)) in enumerate(zip(lean.layers, target.kv_shapes, strict=True)):
+            pair = torch.zeros(2, 1, kv_heads, count, width, dtype=target.dtype, device=target.device)
+            view = (pair.permute(1, 3, 0, 2, 4), pair[0], pair[1])
+            x = inputs[number].flatten(0, 1).clone()
+            normed, after = torch.empty_like(x), layer.before_mlp
             run_fused_layer(
-                layer, own_fused, x, layer.before_attention(x), normed, table, place, place, view, tree_keys,
-                (ones, layer.before_mlp.eps),
+                layer, FusedBuffers(layer, 1, count, False), x, layer.before_attention(x), normed, tables[layer.rope],
+                place, place, view, tree_keys, (after.weight, after.eps),
             )  # fmt: skip
             _compare(x, inputs[number + 1][0], f"its layer {number} by kernels")
-    return lean
+            _compare(normed, after(inputs[number + 1][0]), f"the norm after its layer {number} by kernels")
+    except NotLean as reason:
+        return str(reason)
+    return ""
 
 
 def _contiguous(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:

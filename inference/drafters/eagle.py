@@ -322,7 +322,7 @@ class EagleDrafter(Drafter):
         if buffers is None:
             with torch.inference_mode(False), torch.no_grad():  # usable inside and outside of inference mode
                 if self.kernel and can_fuse(self.layer):
-                    buffers = FusedBuffers(self.layer, rows, count)
+                    buffers = FusedBuffers(self.layer, rows, count, True)
                 else:
                     buffers = Buffers(self.layer, rows, count, not self.kernel)
             self.pass_buffers[count] = buffers

@@ -150,7 +150,7 @@ def load_drafter(
             out); or several of these joined by ``+``, merged into one tree.
         target_name: folder or Hub id of the target; if left out, what the drafter's config says.
         tree: a file, or ``auto``: the drafter's own.
-        all_nodes: every step has all nodes of the tree, also where fewer are faster on this machine.
+        all_nodes: every step has all nodes of the tree, also where fewer are faster.
         lean: as :class:`draftsmith.inference.engine.SpeculativeDecoder` takes it; step costs are measured accordingly.
         options: of :func:`load_target`.
 
@@ -191,11 +191,13 @@ def load_drafter(
         loaded = target_of(folder, config, loaded, keep_template=target is not None)
     if not parts:
         return loaded, None
-    # Static steps (on a GPU) always have all nodes, since more rows cost little there: no costs are needed.
+    # Static steps (on a GPU) need no costs: trees of several sizes are timed as they run.
     dynamic = (loaded.device.type == "cpu" or loaded.spread) and not all_nodes
     uses_costs |= any(part.uses_costs for part in parts.values())
     costs = step_costs(loaded, lean) if dynamic and uses_costs else None
     drafters = _flat({each: part.build(loaded, costs, options) for each, part in parts.items()})
+    for drafter in drafters.values():
+        drafter.one_size = all_nodes
     if len(drafters) < 2:
         return loaded, next(iter(drafters.values()), None)
     return loaded, MergedDrafter(drafters, loaded, MERGED_NODES, costs)

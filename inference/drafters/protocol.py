@@ -69,6 +69,7 @@ class Drafter(Protocol):
     estimate: expected cost and gain, if known before drafting; a merge runs it only where that raises the
         expected speed.
     sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``.
+    one_size: steps do not choose among ``sizes()``: all have all nodes.
     """
 
     num_nodes: int
@@ -80,6 +81,7 @@ class Drafter(Protocol):
     sources: Sequence[str] = ()
     random: bool = False
     estimate: DraftEstimate | None = None
+    one_size: bool = False
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         """Allocate caches and buffers for the rows and capacity of the target's cache; its ``lengths`` may be shared.

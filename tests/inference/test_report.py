@@ -44,11 +44,11 @@ def test_repeated_rate():
 
 def test_acceptance():
     results = [
-        Generation(list(range(100, 111)), [4, 1, 3, 2], "length"),  # 1 + 10 tokens
-        Generation([5, 6, 7], [2], "stop"),
+        Generation(list(range(100, 111)), [4, 1, 3, 2], "length", drafted=28),  # 1 + 10 tokens
+        Generation([5, 6, 7], [2], "stop", drafted=7),
         Generation([9], [], "stop"),  # the prefill's token ended it
     ]
-    counted = report.acceptance(results, max_depth=3, num_nodes=8)
+    counted = report.acceptance(results, max_depth=3)
     assert counted == {
         "new_tokens": 15,
         "steps": 5,
@@ -80,7 +80,7 @@ def test_acceptance_before_the_loop():
     """A step that reaches into the loop does not count."""
     looping = Generation([*range(10)] * 3 + [0, 1], [3, 4, 2, 3, 5, 6, 6, 2])  # a loop from its 11th token on
     other = Generation([*range(6)], [1, 4])
-    loops = report.acceptance([looping, other], 5, 8)["loops"]
+    loops = report.acceptance([looping, other], 5)["loops"]
     assert loops == {
         "looping_answers": 1,
         "mean_tokens_before": 8.0,
@@ -92,7 +92,7 @@ def test_acceptance_before_the_loop():
 
 def test_acceptance_before_the_first_repeated_8_gram():
     tokens = [*range(10), *range(10)]  # the loop is evident at the 18th token: 17 lie before
-    counted = report.acceptance([Generation(tokens, [2, 2, 3, 4, 4, 4])], 3, 4)
+    counted = report.acceptance([Generation(tokens, [2, 2, 3, 4, 4, 4])], 3)
     assert counted["mean_accepted_length"] == pytest.approx(19 / 6, abs=1e-4)
     assert counted["repetition"]["tokens_before_first_loop"] == 15  # with the prefill's 16, and 4 more are too many
     assert counted["repetition"]["mean_accepted_length_before_first_loop"] == 3.0
@@ -100,11 +100,11 @@ def test_acceptance_before_the_first_repeated_8_gram():
 
 
 def test_plain_decoding_and_nothing_at_all():
-    plain = report.acceptance([Generation([1, 2, 3, 4], [1, 1, 1], "length")], max_depth=0, num_nodes=1)
+    plain = report.acceptance([Generation([1, 2, 3, 4], [1, 1, 1], "length")], max_depth=0)
     assert plain["mean_accepted_length"] == 1.0
     assert plain["acceptance_per_position"] == plain["spec_decode"]["num_accepted_tokens_per_pos"] == []
     assert plain["spec_decode"]["num_draft_tokens"] == plain["spec_decode"]["num_accepted_tokens"] == 0
-    nothing = report.acceptance([Generation([1], [], "length")], max_depth=2, num_nodes=4)
+    nothing = report.acceptance([Generation([1], [], "length")], max_depth=2)
     assert nothing["mean_accepted_length"] is None and nothing["steps"] == 0
 
 
@@ -135,7 +135,7 @@ def test_drafted_is_what_the_drafter_wrote(tiny_lm):
 def test_table_and_plot_without_baselines_or_steps(tmp_path):
     lean = {
         "drafter": "runs/[x]", "target": "[t]", "device": "cpu", "dtype": "float32", "prompts": 1, "baselines": {},
-        "tokens_per_second": 10.0, "lossless": None, **report.acceptance([Generation([1], [], "length")], 2, 4),
+        "tokens_per_second": 10.0, "lossless": None, **report.acceptance([Generation([1], [], "length")], 2),
     }  # fmt: skip
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
     report.print_table([lean], console)
@@ -154,7 +154,7 @@ def test_table_and_plot_without_baselines_or_steps(tmp_path):
 
 def kinds_of(report_of_kinds: dict[str, list[Generation]]) -> dict[str, dict]:
     return {
-        kind: {"prompts": len(results), "speedup": None, **report.acceptance(results, 3, 8)}
+        kind: {"prompts": len(results), "speedup": None, **report.acceptance(results, 3)}
         for kind, results in report_of_kinds.items()
     }
 
@@ -168,7 +168,7 @@ def test_table_and_plot_by_kind_of_text(tmp_path):
         {
             "drafter": name, "target": "t", "device": "cpu", "dtype": "float32", "prompts": 3, "timed_prompts": 3,
             "pairs": 3, "baselines": {"engine": {"tokens_per_second": 9.0}}, "tokens_per_second": 10.0,
-            "lossless": None, **report.acceptance([looping, short], 3, 8), "kinds": kinds,
+            "lossless": None, **report.acceptance([looping, short], 3), "kinds": kinds,
         }
         for name in ("runs/a", "ngram")
     ]  # fmt: skip

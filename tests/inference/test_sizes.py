@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter, open_drafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
@@ -14,6 +15,7 @@ from draftsmith.inference.sizes import TIMINGS, TRIAL, TreeSizes
 from draftsmith.inference.step import why_no_graph
 from draftsmith.inference.tree import Topology
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import load_target
 
 PATHS = ((0,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 1), (0, 1, 0), (1,), (1, 0), (1, 1), (2,), (2, 0))
 RATES = (0.6, 0.3, 0.2, 0.05, 0.1, 0.04, 0.2, 0.1, 0.03, 0.1, 0.02)
@@ -51,8 +53,15 @@ def test_texts_do_not_depend_on_the_sizes(make_target, teach, monkeypatch):
 
     drafter.propose = proposed
     decoder = SpeculativeDecoder(target, drafter, static=True)
+    counted = []
     for batch in (1, 3):
-        results = decoder.serve(requests, batch)
+        drafted = {}
+
+        def on_step(number, result, drafted=drafted):
+            drafted.setdefault(number, []).append(result.drafted)
+
+        results = decoder.serve(requests, batch, on_step=on_step)
+        counted += [[b - a for a, b in itertools.pairwise(each)] for each in drafted.values()]
         assert [result.tokens for result in results] == truth
         assert any(count > 1 for result in results for count in result.accepted)
     step = decoder._step
@@ -63,6 +72,7 @@ def test_texts_do_not_depend_on_the_sizes(make_target, teach, monkeypatch):
         assert shapes == chosen
     assert all(0 < seconds < 60 for seconds in step.sizes.seconds.values()) and len(step.sizes.seconds) == 3
     assert step.sizes.factor != 1.0, "what steps committed is recorded"
+    assert {nodes for one in counted for nodes in one} == {0, 7, 11}, "proposed nodes are counted"
 
 
 def test_trees_of_each_size(make_target):
@@ -79,11 +89,31 @@ def test_trees_of_each_size(make_target):
     assert not unknown.sizes()
 
 
-def test_sampling_has_one_size(make_target):
+@pytest.mark.parametrize("mode", ["sample", "typical"])
+def test_other_modes_have_one_size(make_target, mode):
     """A seed's text must not depend on what steps cost."""
     decoder = SpeculativeDecoder(target := make_target("llama"), drafter_of(target), static=True)
-    decoder.generate([[5, 6]], 4, mode="sample", sampling=Sampling(seed=1))
+    decoder.generate([[5, 6]], 4, mode=mode, sampling=Sampling(seed=1))
     assert decoder._step.sizes is None and decoder._step.state.nodes == 0
+
+
+def test_all_nodes_can_be_asked_for(make_target):
+    target = make_target("llama")
+    drafter = drafter_of(target)
+    drafter.one_size = True
+    decoder = SpeculativeDecoder(target, drafter, static=True)
+    (result,) = decoder.generate([[5, 6]], 8, stop_ids=frozenset())
+    assert decoder._step.sizes is None and result.drafted == 11 * len(result.accepted)
+    _, whole = load_drafter("models/smollm2-medusa", target=load_target("models/smollm2"), all_nodes=True)
+    _, free = load_drafter("models/smollm2-medusa", target=load_target("models/smollm2"))
+    assert (whole.one_size, free.one_size) == (True, False)
+
+
+def test_instrumented_steps_have_all_nodes(make_target):
+    """They are not timed, and must not be left at the first size."""
+    decoder = SpeculativeDecoder(target := make_target("llama"), drafter_of(target), static=True)
+    (result,) = decoder.generate([[5, 6]], 12, stop_ids=frozenset(), instrument=True)
+    assert result.drafted == 11 * len(result.accepted) and not any(decoder._step.sizes.timings.values())
 
 
 @pytest.mark.parametrize(("share", "best"), [(0.0, 1), (0.5, 8), (1.6, 64)])
@@ -99,13 +129,25 @@ def test_the_size_with_the_most_tokens_per_second(share, best):
         draws = [1 + sum(rng.random() < probability for probability in expected[1:]) for _ in range(2)]
         sizes.committed(nodes, [*draws, 0, -1])
         chosen.append(nodes)
-    assert chosen[: 3 * TIMINGS] == [1] * TIMINGS + [8] * TIMINGS + [64] * TIMINGS, "each is timed"
+    assert chosen[: 3 * TIMINGS] == [64] * TIMINGS + [8] * TIMINGS + [1] * TIMINGS, "each is timed"
     late = chosen[1000:]
     # f moves by half a hundredth of a token a step: some steps choose another size.
     assert late.count(best) > 0.8 * len(late)
     assert sizes.factor == pytest.approx(share, abs=0.25)
     if best == 1:
         assert late.count(8) == pytest.approx(len(late) / (TRIAL + 1), abs=3) and not late.count(64)
+
+
+def test_times_follow_the_texts():
+    """Steps take longer as texts grow: a size that was timed with short ones is tried again."""
+    sizes = TreeSizes({1: [1.0], 8: [1.0, 0.6]})
+    for nodes, seconds in ((8, 1.2), (8, 1.1), (8, 1.3), (1, 1.0), (1, 1.0), (1, 1.0)):
+        assert sizes.choose() == nodes
+        sizes.timed(nodes, seconds)
+    assert sizes.seconds == {1: 1.0, 8: 1.1} and sizes.choose() == 8
+    for _ in range(100):
+        sizes.timed(8, 3.0)
+    assert sizes.seconds[8] == pytest.approx(3.0, abs=0.02) and sizes.choose() == 1
 
 
 def test_the_factor_stays_in_its_range():

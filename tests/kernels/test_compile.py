@@ -144,7 +144,7 @@ def few_rows(dtype: torch.dtype, rows: int) -> None:
     tiles = {form._replace(parts=0): form for form in candidates(rows, 4096, 4096, dtype, 132)}
     for form in tiles.values():
         parts = few_rows_product(x, matrix, form)
-    sum_parts(parts, torch.zeros(rows, 4096, dtype=dtype), None if rows == 1 else x[0], add=rows == 1, factor=0.5)
+    sum_parts(parts, torch.zeros(rows, 4096, dtype=dtype), None if rows == 1 else x[0])
 
 
 CASES: dict[str, Callable[[], None]] = {}

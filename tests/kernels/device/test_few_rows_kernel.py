@@ -6,7 +6,7 @@ from torch import nn
 
 from draftsmith.kernels import linear as linears
 from draftsmith.kernels.few_rows import FewRowsForm, few_rows_product, few_rows_reference, part_length, sum_parts
-from draftsmith.kernels.linear import add_product, apply_linear, partial_buffer, partial_product, product
+from draftsmith.kernels.linear import apply_linear, partial_buffer, partial_product, product
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 FORMS = [  # rows, inputs, outputs, form
@@ -69,17 +69,13 @@ def test_each_part_is_its_product(rows, width, outputs, form, dtype, device):
 def test_sums_of_parts(splits, rows, outputs, dtype, device):
     torch.manual_seed(outputs)
     parts = torch.randn(splits, rows, outputs).to(device)
-    bias, total = torch.randn(outputs).to(device, dtype), torch.randn(rows, outputs).to(device, dtype)
+    bias = torch.randn(outputs).to(device, dtype)
     exact = parts.double().sum(0) + bias.double()
     out = torch.empty(rows, outputs, device=device, dtype=dtype)
     tolerance = max(2 * largest((parts.sum(0) + bias.float()).to(dtype).double() - exact), 1e-6)
     assert sum_parts(parts, out, bias) is out and largest(out.double() - exact) <= tolerance < 0.01 * largest(exact)
     sum_parts(parts.to(dtype), out)
     assert largest(out.double() - parts.to(dtype).double().sum(0)) <= tolerance
-    exact = total.double() + 0.37 * exact
-    tolerance = max(2 * largest(exact.float().to(dtype).double() - exact), 1e-6)
-    sum_parts(parts, total, bias, add=True, factor=0.37)
-    assert largest(total.double() - exact) <= tolerance < 0.01 * largest(exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,9 +92,6 @@ def test_every_way_to_multiply(name, dtype, device):
     out = torch.empty(3, 40, device=device, dtype=dtype)
     assert product(name, x, matrix, bias, out) is out and largest(out.double() - bias.double() - exact) <= tolerance
     assert product(name, x, matrix, None, out) is out and largest(out.double() - exact) <= tolerance
-    total = torch.ones_like(out)
-    assert add_product(name, total, x, matrix, 0.5) is total
-    assert largest(total.double() - 1 - 0.5 * exact) <= tolerance
     for form in (name, "blas"):
         parts = partial_buffer(form, 3, matrix)
         assert parts.shape[0] == linears.splits_of(form) and partial_product(form, x, matrix, parts) is parts

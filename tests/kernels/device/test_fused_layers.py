@@ -2,11 +2,13 @@
 kernel; and on prompts and trees, with PyTorch's operations."""
 
 import copy
+import re
 
 import pytest
 import torch
 
 from draftsmith.inference.cache import KVCache
+from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.runner import Runner
 from draftsmith.inference.tree import StaticTree
 from draftsmith.models import lean
@@ -51,20 +53,38 @@ def test_prompts_and_trees(make_target, device, monkeypatch, family):
         assert float((ours - plain).abs().max()) <= 1e-4 * float(plain.abs().max())
 
 
-@pytest.mark.parametrize("broken", ["rotate_write", "gated", "add_norm", "attend_tree"])
-def test_a_wrong_kernel_is_found(make_target, device, monkeypatch, broken):
-    """The model's own modules run then, and it is said why."""
+@pytest.mark.parametrize(
+    ("broken", "written"),
+    [("rotate_write", 4), ("rotate_write", 5), ("gated", 1), ("add_norm", 0), ("add_norm", 4), ("attend_tree", None)],
+)
+def test_a_wrong_kernel_is_found(make_target, device, monkeypatch, broken, written):
+    """PyTorch's operations run then, and it is said why. ``written``: the argument that the error is in."""
     target = on(device, make_target("llama"))
     right = getattr(lean, broken)
 
     def wrong(*arguments, **named):
         result = right(*arguments, **named)
-        written = {"rotate_write": 5, "gated": 1, "add_norm": 0}.get(broken)
         (result if written is None else arguments[written])[..., 0, :3] *= 1.05
         return result
 
-    monkeypatch.setattr(lean, broken, wrong)
-    found = lean_decoder(target)
-    assert isinstance(found, str) and "its layer 0 by kernels differs from its own modules' by" in found
-    monkeypatch.setattr(lean, broken, right)
-    assert isinstance(lean_decoder(on(device, target)), LeanDecoder)
+    with monkeypatch.context() as patch:
+        patch.setattr(lean, broken, wrong)
+        found = lean_decoder(target)
+        assert isinstance(found, LeanDecoder)
+        assert re.match(
+            r"(its|the norm after its) layer 0 by kernels differs from its own modules' by", found.not_fused
+        )
+        decoder = SpeculativeDecoder(target, static=True)
+        decoder.generate([[1, 2]], 2)
+        assert decoder.execution.endswith(f"lean decoder (layers not fused: {found.not_fused})")
+    found = lean_decoder(on(device, target))
+    assert isinstance(found, LeanDecoder) and not found.not_fused
+
+
+def test_what_the_kernels_do_not_know(make_target, device):
+    """An activation, and heads wider than their tiles."""
+    for fields in ({"hidden_act": "gelu"}, {"head_dim": 320}):
+        found = lean_decoder(on(device, make_target("llama", **fields)))
+        assert isinstance(found, LeanDecoder) and found.not_fused.startswith("the kernels do not know its norms"), (
+            fields
+        )

@@ -421,7 +421,8 @@ def test_sampling_takes_five_launches(device, monkeypatch):
         assert launched == ["_philox_kernel", "_distribution_kernel", "_walk_kernel", "_draw_kernel"]
         assert operations.names == ["aten::add_"]
     with monkeypatch.context() as patch:
-        patch.setattr("draftsmith.inference.modes.why_not_triton", lambda tensor: "left out")
+        for module in ("verify", "sampling"):
+            patch.setattr(f"draftsmith.kernels.{module}.why_not_triton", lambda tensor: "left out")
         assert torch.equal(first, plain.first_tokens(logits[:, 0], slice(0, rows)))
         expected = plain.verify(tree, tree.mask, logits, 2)
     for name in ("path", "length", "node", "bonus", "finite"):
