@@ -123,7 +123,7 @@ def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> di
     timed = run_rounds({"drafted": method(drafted), "plain": method(plain)}, texts, rounds, texts[:1])
     results, plain_results = ([timed[name].outputs[n] for n in range(len(texts))] for name in ("drafted", "plain"))
     checked = check_greedy(target, texts, [r.tokens for r in results], [r.tokens for r in plain_results])
-    counted = reporting.acceptance(results, tree.max_depth, tree.num_nodes)
+    counted = reporting.acceptance(results, tree.max_depth)
     facts = read_json(folder / "provenance.json")
     return {
         "steps": facts["steps"],
