@@ -43,6 +43,9 @@ def _add_norm_kernel(
     inside = place < width
     at = x + row * x_row + place
     own = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    out_scale = tl.load(weight + place, mask=inside, other=0.0).to(
+        tl.float32
+    )  # before any store that it would wait for
     if y is not None:
         y += row * y_row + place
         branch = tl.zeros([BLOCK], tl.float32)
@@ -57,8 +60,7 @@ def _add_norm_kernel(
         rounded = (own + factor * branch).to(x.dtype.element_ty)
         tl.store(at, rounded, mask=inside)
         own = rounded.to(tl.float32)
-    scale = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    own = own * tl.rsqrt(tl.sum(own * own, 0) / width + eps) * scale
+    own = own * tl.rsqrt(tl.sum(own * own, 0) / width + eps) * out_scale
     tl.store(out + row * out_row + place, own.to(out.dtype.element_ty), mask=inside)
 
 

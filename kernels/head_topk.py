@@ -56,8 +56,8 @@ def _block_topk_kernel(
     COUNT: constexpr, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
 ):  # fmt: skip
     """One program per block of rows and of the vocabulary: logits by tl.dot, then COUNT times the best remaining."""
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    token = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # first: programs that run together share the weight
+    token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     known = token < vocabulary
     feature_place = features + row.to(tl.int64)[:, None] * features_row
     weight_place = weight + token.to(tl.int64)[None, :] * weight_row
@@ -70,7 +70,7 @@ def _block_topk_kernel(
     candidate = known[None, :] & (logits == logits)  # not NaN
     none = -0x7F80000100000000  # _packed(−inf, 2³¹ − 1), for what was taken or is no candidate
     left = tl.where(candidate, _packed(logits, token[None, :]), none)
-    place = row.to(tl.int64) * candidates + tl.program_id(0) * COUNT
+    place = row.to(tl.int64) * candidates + tl.program_id(1) * COUNT
     for rank in range(COUNT):
         best = tl.max(left, 1)
         value, best_id = _unpacked(best)  # a block with no token left stores −inf and an id beyond the vocabulary
@@ -174,7 +174,7 @@ def head_topk(features: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Ten
     values = features.new_empty((rows, blocks * count), dtype=torch.float32)
     ids = features.new_empty((rows, blocks * count), dtype=torch.int32)
     with torch.cuda.device_of(features):
-        _block_topk_kernel[(blocks, -(-rows // tile["BLOCK_M"]))](
+        _block_topk_kernel[(-(-rows // tile["BLOCK_M"]), blocks)](
             features, weight, values, ids, rows, width, vocabulary, features.stride(0), weight.stride(0),
             blocks * count, COUNT=count, **tile,
         )  # fmt: skip

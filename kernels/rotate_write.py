@@ -56,6 +56,8 @@ def _rotate_write_kernel(
     rotated = (head < HEADS + KV_HEADS)[:, None]
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & (d < HALF)[None, :]
     place = head[:, None] * (2 * HALF) + d[None, :]  # in a node's heads
+    position = tl.load(positions + batch * positions_batch + node * positions_node)
+    slot = tl.load(slots + batch * slots_batch + node * slots_node)
 
     qkv += row * qkv_row + place
     first = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
@@ -75,12 +77,12 @@ def _rotate_write_kernel(
         first = first * scale * tl.load(weight, mask=inside & rotated, other=0.0).to(tl.float32)
         second = second * scale * tl.load(weight + HALF, mask=inside & rotated, other=0.0).to(tl.float32)
 
-    position = tl.load(positions + batch * positions_batch + node * positions_node)
-    angle = table + position * table_row + d  # cos of both halves, then sin of both
-    cos_first = tl.load(angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    cos_second = tl.load(angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    sin_first = tl.load(angle + 2 * HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    sin_second = tl.load(angle + 3 * HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
+    # cos of both halves, then sin of both: once for each head, so that every thread loads what it multiplies with
+    angle = table + position * table_row + (head * 0)[:, None] + d[None, :]
+    cos_first = tl.load(angle, mask=inside, other=0.0).to(tl.float32)
+    cos_second = tl.load(angle + HALF, mask=inside, other=0.0).to(tl.float32)
+    sin_first = tl.load(angle + 2 * HALF, mask=inside, other=0.0).to(tl.float32)
+    sin_second = tl.load(angle + 3 * HALF, mask=inside, other=0.0).to(tl.float32)
     out_first = tl.where(rotated, first * cos_first + second * sin_first, value_first)
     out_second = tl.where(rotated, second * cos_second + first * sin_second, value_second)
 
@@ -88,7 +90,6 @@ def _rotate_write_kernel(
     queries = q_out + row * HEADS * (2 * HALF) + place
     tl.store(queries, out_first.to(q_out.dtype.element_ty), mask=inside & is_query)
     tl.store(queries + HALF, out_second.to(q_out.dtype.element_ty), mask=inside & is_query)
-    slot = tl.load(slots + batch * slots_batch + node * slots_node)
     kind = ((head - HEADS) // KV_HEADS).to(tl.int64)  # 0 of a key, 1 of a value
     kv_head = ((head - HEADS) % KV_HEADS).to(tl.int64)
     stored = cache + batch * cache_batch + slot * cache_slot

@@ -203,7 +203,7 @@ def _search(
         step = (highest - lowest + 15) // 16
         keys = tl.minimum(lowest + step * tl.arange(0, 16), highest)  # [16] int64
         sums = tl.zeros([BLOCK_V, 16], tl.float32)  # counts are exact up to 2^24
-        for start in range(0, V, BLOCK_V):
+        for start in tl.range(0, V, BLOCK_V, num_stages=4):  # the next tiles are on their way meanwhile
             x = start + tl.arange(0, BLOCK_V)
             value = tl.load(logits + x, mask=x < V, other=float("-inf")).to(tl.float32)
             above = _key(value, LOW)[:, None] > keys.to(tl.int32)[None, :]
@@ -237,7 +237,7 @@ def _top_floor(
     floor = tl.div_rn(_number(key, LOW) - maximum, temperature)
     if top_p < 1:
         masses = tl.zeros([BLOCK_V], tl.float32)
-        for start in range(0, V, BLOCK_V):
+        for start in tl.range(0, V, BLOCK_V, num_stages=4):
             x = start + tl.arange(0, BLOCK_V)
             masses += weights_at(logits, x, x < V, maximum, temperature, floor, -1, False)
         mass = tl.sum(masses, 0)
@@ -296,10 +296,10 @@ def _distribution_kernel(
             )  # fmt: skip
         if MIN_P:
             row_min_p = tl.load(min_p + batch * min_p_row)
-            floor = tl.maximum(floor, tl.where(row_min_p > 0, tl.log(tl.maximum(row_min_p, 1e-38)), float("-inf")))
+            floor = tl.maximum(floor, tl.where(row_min_p > 0, tl.log(tl.maximum(row_min_p, 1.2e-38)), float("-inf")))
         draws = tl.max(tl.where(exists, turns + 1, 0), 0)
         undrawn = tl.zeros([BLOCK_V], tl.float32)
-        for start in range(0, V, BLOCK_V):
+        for start in tl.range(0, V, BLOCK_V, num_stages=4):
             x = start + tl.arange(0, BLOCK_V)
             weights = weights_at(logits, x, x < V, maximum, row_temperature, floor, node_best, GREEDY)
             if DRAWS:

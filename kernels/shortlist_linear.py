@@ -127,8 +127,8 @@ def _shortlist_logits_kernel(
 ):  # fmt: skip
     """One program per block of the shortlist, block of nodes and text."""
     text = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    place = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     head_row = tl.load(head_rows + text * head_rows_text + place, mask=place < capacity, other=-1)
     logits = _gathered_product(
         features + text * features_text, weight, head_row, row, rows, width, features_row, weight_row,
@@ -146,14 +146,14 @@ def _shortlist_topk_kernel(
     """As :func:`_shortlist_logits_kernel`, then COUNT times the best remaining place of the block; value −inf and any
     place where there is none."""
     text = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    place = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     head_row = tl.load(head_rows + text * head_rows_text + place, mask=place < capacity, other=-1)
     left = _gathered_product(
         features + text * features_text, weight, head_row, row, rows, width, features_row, weight_row,
         BLOCK_M, BLOCK_V, BLOCK_K,
     )  # fmt: skip
-    out_place = (text * rows + row) * candidates + tl.program_id(0) * COUNT
+    out_place = (text * rows + row) * candidates + tl.program_id(1) * COUNT
     for rank in range(COUNT):
         best = tl.max(left, 1)
         best_place = tl.min(tl.where(left == best[:, None], place[None, :], capacity), 1)
@@ -198,7 +198,7 @@ def shortlist_logits(features: Tensor, weight: Tensor, rows: Tensor, static: boo
     out = features.new_empty((texts, nodes, capacity), dtype=torch.float32)
     tile = topk_tile(nodes, features.dtype)
     with torch.cuda.device_of(features):
-        _shortlist_logits_kernel[(-(-capacity // tile["BLOCK_V"]), -(-nodes // tile["BLOCK_M"]), texts)](
+        _shortlist_logits_kernel[(-(-nodes // tile["BLOCK_M"]), -(-capacity // tile["BLOCK_V"]), texts)](
             features, weight, rows, out, nodes, width, capacity, features.stride(0), features.stride(1),
             weight.stride(0), rows.stride(0), **tile,
         )  # fmt: skip
@@ -264,7 +264,7 @@ def shortlist_topk(
     best_places = features.new_empty((texts, nodes, count), dtype=torch.int64)
     best_ids = torch.empty_like(best_places)
     with torch.cuda.device_of(features):
-        _shortlist_topk_kernel[(blocks, -(-nodes // tile["BLOCK_M"]), texts)](
+        _shortlist_topk_kernel[(-(-nodes // tile["BLOCK_M"]), blocks, texts)](
             features, weight, rows, values, places, nodes, width, capacity, features.stride(0), features.stride(1),
             weight.stride(0), rows.stride(0), blocks * count, COUNT=count, **tile,
         )  # fmt: skip

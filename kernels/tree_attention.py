@@ -492,7 +492,7 @@ def attention_tile(
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
-        "num_warps": 8 if block_m == 128 else 4,
+        "num_warps": 8 if block_m * max(block_d, 128) > 64 * 128 else 4,  # the sums are held in registers
         "num_stages": stages,
     }
 

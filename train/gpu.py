@@ -47,6 +47,7 @@ from draftsmith.common.command import run_command
 from draftsmith.common.files import check_folder, json_object, locked, write_json, write_text
 
 GROUP = 4  # query heads of a key/value head in kernels/bench.py
+OTHERS = ("SDPA", "flex_attention", "flashinfer")  # the ways of attention there, beside ours
 MARK = "DRAFTSMITH_GPU_RUN"  # environment variable of every process that a part starts: the folder of the results
 ROOMS = ("common", "kernels", "models", "data", "inference", "train", "recipes", "tests")
 # Packages that a part may need, by import name, and what they are used for.
@@ -229,34 +230,82 @@ def judge_compile(out: Path, rehearsal: bool) -> Finding:
 
 
 def judge_kernels(out: Path, rehearsal: bool) -> Finding:
-    """Tree attention beside the best of the other ways, and beside the device's limits; sampling verification."""
-    report = json_object(out / "kernel-bench" / "kernels.json")
-    if wrong := [row for row in report["rows"] if not row["difference"] <= (1e-3 if rehearsal else 0.5)]:
-        raise ValueError(f"{wrong[0]['kernel']}, {wrong[0]['way']}: difference {wrong[0]['difference']:.1e}")
+    """Tree attention beside the best of the other ways, and beside the device's limits: at least 85 % of the bandwidth
+    with 8,192 tokens or more, and 60 % of the matrix rate where the products take longer than reading K and V."""
+    report = kernel_rows(out / "kernel-bench" / "kernels.json", rehearsal)
     if rehearsal:
-        most = max(row["difference"] for row in report["rows"])
-        return Finding(f"interpreted, {len(report['rows'])} rows, differences at most {most:.0e}")
+        return interpreted(report)
     shapes: dict[str, dict[str, Any]] = {}
     for row in report["rows"]:
         if row["kernel"] == "attention":
-            shapes.setdefault(" ".join(f"{k}={v}" for k, v in row["shape"].items()), {})[row["way"]] = row
+            way, _, kind = row["way"].partition(", ")  # of a ragged batch, or a prompt's chunk
+            shape = " ".join(f"{k}={v}" for k, v in row["shape"].items())
+            shapes.setdefault(f"{shape} {kind}".strip(), {})[way] = row
     below: list[str] = []
     slower: list[str] = []
     shares: dict[str, list[float]] = {"bandwidth": [], "matrix rate": []}
     for shape, ways in shapes.items():
-        ours, others = ways["triton"], [ways[way]["median_us"] for way in ("SDPA", "flex_attention") if way in ways]
-        memory = ours["shape"]["N"] * GROUP <= 64  # else the products take longer than reading K and V
-        what, goal = ("bandwidth", 0.8) if memory else ("matrix rate", 0.55)
+        if "triton" not in ways:  # the plan's own time
+            continue
+        ours, others = ways["triton"], [ways[way]["median_us"] for way in OTHERS if way in ways]
+        memory = ours["shape"].get("N", GROUP * 64) * GROUP <= 64  # else the products take longer than reading K and V
+        what, goal = ("bandwidth", 0.85) if memory else ("matrix rate", 0.6)
         bound = ours["moved"] / report["copy_bandwidth"] if memory else ours["operations"] / report["matmul_rate"]
-        share, beside = bound / ours["median_us"] * 1e6, ours["median_us"] / min(others)
-        shares[what].append(share)
-        if share < goal:
-            below.append(f"{shape} ({share:.0%} of the {what})")
-        if beside > 1:
-            slower.append(f"{shape} ({beside:.2f} ×)")
+        share = bound / ours["median_us"] * 1e6
+        if not memory or ours["shape"]["L"] >= 8192:
+            shares[what].append(share)
+            if share < goal:
+                below.append(f"{shape} ({share:.0%} of the {what})")
+        if others and ours["median_us"] > min(others):
+            slower.append(f"{shape} ({ours['median_us'] / min(others):.2f} ×)")
     value = "; ".join(f"{min(all_):.0%}–{max(all_):.0%} of the {what}" for what, all_ in shares.items() if all_)
     value += f"; below the goal in {len(below)}, slower than the best in {len(slower)} of {len(shapes)} shapes"
     return Finding(value, not below and not slower, {"below": below, "slower": slower})
+
+
+def kernel_rows(file: Path, rehearsal: bool, most: float = 0.5) -> dict[str, Any]:
+    """The report of kernels/bench.py.
+
+    Raises:
+        ValueError: a result differs from the plain one's by more than ``most``, in a rehearsal by more than 1e-3.
+    """
+    report = json_object(file)
+    if wrong := [row for row in report["rows"] if not row["difference"] <= (1e-3 if rehearsal else most)]:
+        row = wrong[0]
+        raise ValueError(f"{row['kernel']}, {row['way']}, {row['shape']}: difference {row['difference']:.1e}")
+    return report
+
+
+def interpreted(report: dict[str, Any]) -> Finding:
+    most = max(row["difference"] for row in report["rows"])
+    return Finding(f"interpreted, {len(report['rows'])} rows, differences at most {most:.0e}")
+
+
+def judge_around(out: Path, rehearsal: bool) -> Finding:
+    """Sampling verification of 64 nodes: at most 60 µs with 32,000 tokens, 150 µs with 128,256. The kernels around the
+    products beside PyTorch's operations."""
+    report = kernel_rows(out / "around" / "kernels.json", rehearsal)
+    if rehearsal:
+        return interpreted(report)
+    shown: list[str] = []
+    met: list[bool] = []
+    ratios: dict[str, list[float]] = {}
+    times = {(row["kernel"], row["way"], str(row["shape"])): row["median_us"] for row in report["rows"]}
+    for row in report["rows"]:
+        way, _, kind = row["way"].partition(", ")
+        plain = times.get((row["kernel"], ", ".join(filter(None, ("plain PyTorch", kind))), str(row["shape"])))
+        if way == "triton" and plain:
+            ratios.setdefault(kind if row["kernel"] == "fused" else row["kernel"], []).append(plain / row["median_us"])
+        if row["kernel"] == "verify" and way == "triton" and row["shape"]["N"] == 64 and kind.startswith("one-hot"):
+            most = 60 if row["shape"]["V"] <= 32000 else 150
+            met.append(row["median_us"] <= most)
+            shown.append(f"{kind}, V = {row['shape']['V']}: {row['median_us']:.0f} µs (goal {most})")
+    shown += [f"{name} {min(all_):.1f}–{max(all_):.1f} × PyTorch" for name, all_ in ratios.items()]
+    if len(met) < 4:
+        shown.append(f"{4 - len(met)} of 4 figures are missing")
+    return Finding(
+        "; ".join(shown), all(met) and len(met) == 4, {"medians": {" ".join(k): v for k, v in times.items()}}
+    )
 
 
 def judge_target(out: Path, rehearsal: bool) -> Finding:
@@ -387,11 +436,9 @@ def judge_unroll(out: Path, rehearsal: bool) -> Finding:
 
 def judge_products(out: Path, rehearsal: bool) -> Finding:
     """The chosen form of each product beside torch.mm and the bandwidth, by number of rows."""
-    report = json_object(out / "products" / "kernels.json")
-    if wrong := [row for row in report["rows"] if not row["difference"] <= (1e-3 if rehearsal else 0.2)]:
-        raise ValueError(f"{wrong[0]['way']}, {wrong[0]['shape']}: difference {wrong[0]['difference']:.1e}")
+    report = kernel_rows(out / "products" / "kernels.json", rehearsal)
     if rehearsal:
-        return Finding(f"interpreted, {len(report['rows'])} rows")
+        return interpreted(report)
     shapes: dict[tuple[int, int, int], dict[str, Any]] = {}
     for row in report["rows"]:
         shapes.setdefault((row["shape"]["M"], row["shape"]["K"], row["shape"]["N"]), {})[row["way"]] = row
@@ -586,14 +633,22 @@ PARTS = (
         tests_of("drafters"), TESTS,
     ),
     Part(
-        "kernel-bench", "tree attention ≥ 80 % of bandwidth for N·Hq/Hkv ≤ 64, else ≥ 55 % of the matrix rate, never "
-        "slower than SDPA and flex_attention", 240,
-        ("python kernels/bench.py attention commit verify head_topk --batches 1 8 --contexts 1024 16384 --nodes 16 64 "
+        "kernel-bench", "tree attention ≥ 85 % of bandwidth from 8k on for N·Hq/Hkv ≤ 64, else ≥ 60 % of the matrix "
+        "rate, never slower than SDPA, flex_attention and FlashInfer", 240,
+        ("python kernels/bench.py attention commit --batches 1 8 --contexts 1024 16384 --nodes 16 64 "
          "--out {out}/kernel-bench/kernels.json",),
-        ("python kernels/bench.py attention commit verify head_topk --batches 1 --contexts 33 --nodes 8 --heads 4 "
-         "--kv-heads 2 --width 16 --layers 2 --hidden 32 --vocabulary 200 --dtype float32 "
-         "--out {out}/kernel-bench/kernels.json",),
+        ("python kernels/bench.py attention commit --batches 1 2 --contexts 33 --nodes 8 --heads 4 --kv-heads 2 "
+         "--width 16 --layers 2 --dtype float32 --out {out}/kernel-bench/kernels.json",),
         judge_kernels, ("torch", "triton"), interpreted=True,
+    ),
+    Part(
+        "around", "sampling verification of 64 nodes ≤ 60 µs at V = 32,000, ≤ 150 µs at 128,256; kernels around the "
+        "products", 150,
+        ("python kernels/bench.py verify head_topk fused --batches 1 --nodes 16 64 --vocabulary 32000 128256 "
+         "--out {out}/around/kernels.json",),
+        ("python kernels/bench.py verify head_topk fused --batches 2 --nodes 8 --heads 4 --kv-heads 2 --width 16 "
+         "--hidden 32 --vocabulary 200 --dtype float32 --out {out}/around/kernels.json",),
+        judge_around, ("torch", "triton"), interpreted=True,
     ),
     Part(
         "train-step", "≥ 45 % of the matrix rate; Medusa-1 ≥ 50 % and ≤ 1 h per 70 M tokens", 180,

@@ -329,27 +329,31 @@ def test_goals_of_kernels(tmp_path):
     out = tmp_path / "kernel-bench" / "kernels.json"
     out.parent.mkdir()
 
-    def row(way, nodes, ms, difference=0.01):
-        return {"kernel": "attention", "way": way, "shape": {"B": 1, "L": 1024, "N": nodes}, "median_us": ms * 1e3,
+    def row(way, nodes, ms, difference=0.01, context=8192):
+        shape = {"B": 1, "L": context} | ({"N": nodes} if nodes else {"T": 512})
+        return {"kernel": "attention", "way": way, "shape": shape, "median_us": ms * 1e3,
                 "moved": 4e9, "operations": 1e12, "difference": difference}  # fmt: skip
 
     def judged(*rows):
         out.write_text(json.dumps({"rows": rows, "copy_bandwidth": 4e12, "matmul_rate": 1e15}))
         return gpu.judge_kernels(tmp_path, False)
 
-    few = [row("SDPA", 16, 1.3), row("flex_attention", 16, 1.4)]
-    many = [row("SDPA", 64, 2.0), row("flex_attention", 64, 1.85)]
-    found = judged(*few, row("triton", 16, 1.2), *many, row("triton", 64, 1.8))
+    few = [row("SDPA", 16, 1.3), row("flex_attention", 16, 1.4), row("plan", 16, 9.0)]
+    many = [row("SDPA", 64, 2.0), row("flex_attention", 64, 1.85), row("flashinfer", 64, 1.7)]
+    short = [row("SDPA", 16, 5.0, context=1024), row("triton", 16, 4.0, context=1024)]  # no share is asked for
+    chunk = [row("SDPA, chunk", 0, 2.0), row("triton, chunk", 0, 1.6)]
+    found = judged(*few, row("triton", 16, 1.16), *many, row("triton", 64, 1.65), *short, *chunk)
     assert found.met and found.value.startswith(
-        "83%–83% of the bandwidth; 56%–56% of the matrix rate; below the goal in 0"
+        "86%–86% of the bandwidth; 61%–62% of the matrix rate; below the goal in 0"
     )
-    found = judged(*few, row("triton", 16, 1.28), *many, row("triton", 64, 1.9))
+    ragged = [row("SDPA, ragged", 16, 1.0), row("triton, ragged", 16, 1.1)]
+    found = judged(*few, row("triton", 16, 1.19), *many, row("triton", 64, 1.75), *ragged)
     assert not found.met and found.facts == {
-        "below": ["B=1 L=1024 N=16 (78% of the bandwidth)", "B=1 L=1024 N=64 (53% of the matrix rate)"],
-        "slower": ["B=1 L=1024 N=64 (1.03 ×)"],
+        "below": ["B=1 L=8192 N=16 (84% of the bandwidth)", "B=1 L=8192 N=64 (57% of the matrix rate)"],
+        "slower": ["B=1 L=8192 N=64 (1.03 ×)", "B=1 L=8192 N=16 ragged (1.10 ×)"],
     }
     for wrong in (3.0, float("nan")):
-        with pytest.raises(ValueError, match="attention, triton: difference"):
+        with pytest.raises(ValueError, match="attention, triton, .*: difference"):
             judged(*few, row("triton", 16, 1.2, wrong))
 
 
@@ -602,3 +606,33 @@ def test_serving(tmp_path):
         out.write_text(json.dumps(right | wrong))
         with pytest.raises(ValueError, match=message):
             gpu.judge_serving(tmp_path, False)
+
+
+def test_goals_around_the_products(tmp_path):
+    """Sampling verification by vocabulary; the other kernels' gains are reported."""
+    out = tmp_path / "around" / "kernels.json"
+    out.parent.mkdir()
+
+    def row(kernel, way, vocabulary, us, nodes=64):
+        shape = {"B": 1, "N": nodes, "V": vocabulary}
+        return {"kernel": kernel, "way": way, "shape": shape, "median_us": us, "difference": 0.0}
+
+    def judged(small, large, *more):
+        rows = [
+            row("verify", f"{way}, {kind}", vocabulary, us * (1 if way == "triton" else 10), nodes)
+            for vocabulary, us in ((32000, small), (128256, large))
+            for kind in ("one-hot", "one-hot, top-k and top-p")
+            for nodes in (16, 64)
+            for way in ("plain PyTorch", "triton")
+        ]
+        fused = [row("fused", "plain PyTorch, gated", 1, 30.0), row("fused", "triton, gated", 1, 10.0)]
+        out.write_text(json.dumps({"rows": [*rows, *fused, *more]}))
+        return gpu.judge_around(tmp_path, False)
+
+    found = judged(59.0, 149.0, row("verify", "triton, drawn", 32000, 500.0))
+    assert found.met and "one-hot, top-k and top-p, V = 128256: 149 µs (goal 150)" in found.value
+    assert found.value.endswith("verify 10.0–10.0 × PyTorch; gated 3.0–3.0 × PyTorch")
+    assert not judged(61.0, 149.0).met and not judged(59.0, 151.0).met
+    out.write_text(json.dumps({"rows": [row("verify", "triton, one-hot", 32000, 5.0)]}))
+    found = gpu.judge_around(tmp_path, False)
+    assert not found.met and found.value.endswith("3 of 4 figures are missing")
