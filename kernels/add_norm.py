@@ -43,9 +43,7 @@ def _add_norm_kernel(
     inside = place < width
     at = x + row * x_row + place
     own = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    out_scale = tl.load(weight + place, mask=inside, other=0.0).to(
-        tl.float32
-    )  # before any store that it would wait for
+    out_scale = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)  # before a store that it would wait for
     if y is not None:
         y += row * y_row + place
         branch = tl.zeros([BLOCK], tl.float32)
