@@ -32,6 +32,8 @@ from draftsmith.models.lean_from import lean_decoder
 from draftsmith.models.target import Target
 
 ATTENTION = "draftsmith_tree"
+# On a GPU: block sizes of products and loops are tuned; CUDA graphs are the engine's own.
+COMPILE_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
 
 
 def _attention(
@@ -101,7 +103,8 @@ class Runner:
         self.lean_or_reason = find_lean(target, lean)
         self.lean = self.lean_or_reason if isinstance(self.lean_or_reason, LeanDecoder) else None
         self.modules: Callable[..., Any] = target.decoder if self.lean is None else self.lean.forward
-        self.compiled = torch.compile(self.modules, dynamic=False) if compiled else self.modules
+        options = COMPILE_OPTIONS if target.device.type == "cuda" else None
+        self.compiled = torch.compile(self.modules, dynamic=False, options=options) if compiled else self.modules
         self.tables = {} if self.lean is None else self.lean.tables(cache.capacity)
         self.buffers: dict[tuple[int, int, bool], Sequence[Buffers | FusedBuffers]] = {}  # of steps, by shape
         self.last_position = target.context - 1

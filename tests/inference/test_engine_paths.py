@@ -7,6 +7,7 @@ import torch
 
 from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
+from draftsmith.inference.runner import COMPILE_OPTIONS
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.tree import StaticTree, Topology
 
@@ -124,3 +125,10 @@ def test_a_row_refilled_with_other_parameters(make_target, static):
     for order in (range(10), [8, 1, 0, 7, 3, 5, 4, 9, 6, 2]):
         together = decoder.serve([requests[n] for n in order], 1, mode="sample")
         assert [r.tokens for r in together] == [alone[n] for n in order]
+
+
+def test_options_of_compiling_exist():
+    """torch.compile refuses options that it does not know."""
+    torch.compile(lambda x: x, options=COMPILE_OPTIONS)
+    with pytest.raises(RuntimeError, match="Unexpected optimization option"):
+        torch.compile(lambda x: x, options=COMPILE_OPTIONS | {"no_such_option": True})
