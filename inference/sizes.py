@@ -1,7 +1,7 @@
 """The size of each step's tree, chosen on the host before the step is launched.
 
-A drafter with ``sizes`` proposes trees of several node counts, each part of the next larger one. The size with the most
-expected tokens per second is the best:
+A drafter with ``tree_sizes`` proposes trees of several node counts, each part of the next larger one. The size with the
+most expected tokens per second is the best:
 
     tokens_n(f) = Σ_d f^d Σ_{i of the tree of n nodes, at depth d} a_i
 

@@ -137,7 +137,7 @@ class Step:
         # A sampled text depends on the trees' sizes through its random numbers, one of typical acceptance directly:
         # they have one size, so that a seed gives one text. Compiled steps, too: each size would be compiled.
         choose = static and mode == "greedy" and not compiled and not drafter.one_size
-        by_size = drafter.sizes() if choose else {}
+        by_size = drafter.tree_sizes() if choose else {}
         self.sizes = TreeSizes(by_size) if len(by_size) > 1 else None
         if device.type == "cuda":
             self._host = [torch.empty(self.committed.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]

@@ -369,7 +369,7 @@ def _fastest_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
             found = product(one.name, x, matrix)
             if float((found.double() - exact).abs().max()) <= tolerance:  # not if it is NaN
                 best[one.name] = time_on_gpu(one.name, x, matrix, partial)
-        except torch.cuda.OutOfMemoryError:
+        except (torch.cuda.OutOfMemoryError, torch.AcceleratorError):  # the device's own errors are not passed over
             raise
         except Exception:  # Triton's own errors have no common type: this form does not compile or fit here
             continue

@@ -75,7 +75,8 @@ def run(method: str, vocabulary: int, options: dict[str, Any], iterations: int) 
     """One method on one head, in this process: seconds, MiB and objective."""
     torch.set_num_threads(options["threads"])
     head = synthetic_head(vocabulary, options["hidden"], options["clusters"])
-    sample = F.normalize(head[torch.randperm(vocabulary)[:SEEDING_ROWS]].float(), dim=1).numpy()
+    order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))  # both methods start alike
+    sample = F.normalize(head[order[:SEEDING_ROWS]].float(), dim=1).numpy()
     seeds = kmeans_plusplus(sample, options["clusters"], random_state=0)[0]
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     if method == "draftsmith":

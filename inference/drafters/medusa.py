@@ -144,7 +144,7 @@ class MedusaDrafter(Drafter):
     def proposed_nodes(self, sampled: bool) -> int:
         return len((self.sampled if sampled else self.greedy).choice) + 1
 
-    def sizes(self) -> Mapping[int, Sequence[float]]:
+    def tree_sizes(self) -> Mapping[int, Sequence[float]]:
         if not self.by_size:
             return {}
         return {size: shape.by_depth for size, shape in (*self.by_size.items(), (self.num_nodes, self.greedy))}

@@ -28,7 +28,7 @@ class State:
     settings: sampling parameters by row, for a drafter that draws at random; None if drafts must be deterministic.
     step: ``[B]`` int64, number of steps of each row's text so far; with the seed it selects the random numbers.
     stream: number of the drafter's random stream, at least 1 (the verifier's is 0).
-    nodes: of the tree to propose in this step, a key of the drafter's ``sizes()``; 0 for all nodes.
+    nodes: of the tree to propose in this step, a key of the drafter's ``tree_sizes()``; 0 for all nodes.
     """
 
     root: Tensor
@@ -69,7 +69,7 @@ class Drafter(Protocol):
     estimate: expected cost and gain, if known before drafting; a merge runs it only where that raises the
         expected speed.
     sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``.
-    one_size: steps do not choose among ``sizes()``: all have all nodes.
+    one_size: steps do not choose among ``tree_sizes()``: all have all nodes.
     """
 
     num_nodes: int
@@ -99,7 +99,7 @@ class Drafter(Protocol):
         has chosen by step costs."""
         return self.num_nodes
 
-    def sizes(self) -> Mapping[int, Sequence[float]]:
+    def tree_sizes(self) -> Mapping[int, Sequence[float]]:
         """Node counts, ascending, of the trees among which a static step may choose by ``state.nodes``; with the sums
         of their nodes' estimated acceptance probabilities by depth. Called after ``allocate``; empty: all nodes."""
         return {}

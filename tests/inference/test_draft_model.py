@@ -437,7 +437,8 @@ def test_trees_that_end_early_are_lossless(make_target):
         ).serve(requests, rows, mode="sample")
         for rows, costs in ((1, STEEP), (3, STEEP), (5, StepCosts({1: 1.0, 9: 1.0})))
     ]
-    assert results[0] == results[1] == results[2], "a seed gives one text in any batch and with any measured costs"
+    texts = [[(one.tokens, one.accepted, one.finish_reason) for one in each] for each in results]  # padding differs
+    assert texts[0] == texts[1] == texts[2], "a seed gives one text in any batch and with any measured costs"
     assert len(sizes) > 1, sizes
 
 

@@ -79,14 +79,14 @@ def test_trees_of_each_size(make_target):
     """The likeliest paths, and the sums of their acceptance probabilities by depth."""
     drafter = drafter_of(make_target("llama"))
     SpeculativeDecoder(drafter.target, drafter, static=True).generate([[5]], 2)
-    by_size = drafter.sizes()
+    by_size = drafter.tree_sizes()
     assert by_size.keys() == {1, 8, 12} and by_size[1] == [1.0]
     assert by_size[8] == pytest.approx([1.0, 0.9, 0.5, 0.2])
     assert by_size[12] == pytest.approx([1.0, 0.9, 0.55, 0.29])
     SpeculativeDecoder(drafter.target, drafter, static=False).generate([[5]], 2)
-    assert not drafter.sizes(), "steps that are not static choose by costs"
+    assert not drafter.tree_sizes(), "steps that are not static choose by costs"
     SpeculativeDecoder(drafter.target, unknown := drafter_of(drafter.target, None), static=True).generate([[5]], 2)
-    assert not unknown.sizes()
+    assert not unknown.tree_sizes()
 
 
 @pytest.mark.parametrize("mode", ["sample", "typical"])
@@ -104,8 +104,9 @@ def test_all_nodes_can_be_asked_for(make_target):
     decoder = SpeculativeDecoder(target, drafter, static=True)
     (result,) = decoder.generate([[5, 6]], 8, stop_ids=frozenset())
     assert decoder._step.sizes is None and result.drafted == 11 * len(result.accepted)
-    _, whole = load_drafter("models/smollm2-medusa", target=load_target("models/smollm2"), all_nodes=True)
-    _, free = load_drafter("models/smollm2-medusa", target=load_target("models/smollm2"))
+    real = load_target("models/smollm2")
+    _, whole = load_drafter("models/smollm2-medusa", target=real, all_nodes=True)
+    _, free = load_drafter("models/smollm2-medusa", target=real)
     assert (whole.one_size, free.one_size) == (True, False)
 
 
