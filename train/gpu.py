@@ -585,6 +585,14 @@ PARTS = (
         tests_of("kernels"), (*TESTS, "triton"), interpreted=True,
     ),
     Part(
+        "products", "products of few rows with the matrices of two models: share of the bandwidth, gain over "
+        "PyTorch's: no goal; the forms found are used from then on", 120,
+        ("python kernels/bench.py few_rows --rows 1 8 16 64 --out {out}/products/kernels.json",),
+        ("python kernels/bench.py few_rows --rows 1 5 --hidden 32 --vocabulary 200 --dtype float32 "
+         "--out {out}/products/kernels.json",),
+        judge_products, ("torch", "triton"), interpreted=True,
+    ),
+    Part(
         "profile", "every step a graph replay of at most 15 kernels a layer and 40 around; their time: no goal", 90,
         (BENCH + "--shape llama3-8b --contexts 1024 --nodes 1 64 --repeat 20 --profile {out}/profile/kernels.txt "
          "--out {out}/profile/step.json",),
@@ -600,13 +608,13 @@ PARTS = (
         judge_step("step", 8),
     ),
     Part(
-        "target", "a causal LM of about 190 M parameters trains and exports (speed: unmeasured, no goal)", 300,
+        "target", "a causal LM of about 190 M parameters trains and exports (speed: unmeasured, no goal)", 240,
         (LM + MIDDLE, PROMPTS + "--count 40 --prompt-tokens 96"),
         (LM + "--tiny " + SMALL, PROMPTS + "--count 2 --prompt-tokens 24"),
         judge_target, RECIPE,
     ),
     Part(
-        "medusa", "Medusa-1 on that target trains and calibrates (τ: unmeasured, no goal)", 240,
+        "medusa", "Medusa-1 on that target trains and calibrates (τ: unmeasured, no goal)", 180,
         (MEDUSA + "target.name={target} stages.0.optim.lr=1e-3",
          "python inference/calibrate.py {drafter} --seconds 30"),
         (MEDUSA + "--tiny", "python inference/calibrate.py {drafter} --seconds 1"),
@@ -706,14 +714,6 @@ PARTS = (
         (SERVING + "--batches 1 8 32 --max-new-tokens 128 --seconds 3 --rounds 2",),
         (SERVING + "--batches 1 2 --loads 0.5 1 --requests 4 --max-new-tokens 8 --seconds 2 --rounds 1 --threads 1",),
         judge_serving, REPORT, ("eagle",),
-    ),
-    Part(
-        "products", "products of few rows with the matrices of two models: share of the bandwidth, gain over "
-        "PyTorch's: no goal", 150,
-        ("python kernels/bench.py few_rows --rows 1 8 64 --out {out}/products/kernels.json",),
-        ("python kernels/bench.py few_rows --rows 1 5 --hidden 32 --vocabulary 200 --dtype float32 "
-         "--out {out}/products/kernels.json",),
-        judge_products, ("torch", "triton"), interpreted=True,
     ),
     Part(
         "eagle-unroll", "7 unrolled steps of training-time test take no longer than with dense attention, and less "

@@ -256,7 +256,8 @@ def test_every_command_can_be_typed(run_main, tmp_path):
                     read_recipe(gpu.ROOT / asked.recipe, getattr(module, kinds[script]), asked.overrides)
     code, printed, _ = run_main(gpu.main, "--list", "--only", "step", "--out", tmp_path)
     assert code == 0 and printed.startswith("step: plain step ≤ 1.15") and "--graphs" in printed
-    first = ("kernels", "profile", "step", "target", "medusa", "decode", "engine")
+    first = ("kernels", "products", "profile", "step", "target", "medusa", "decode", "engine")
+    assert tuple(one.name for one in gpu.PARTS)[: len(first)] == first
     assert sum(one.limit for one in gpu.PARTS if one.name in first) <= 1500, "they fit, however long each one takes"
 
 
