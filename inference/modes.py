@@ -12,10 +12,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from draftsmith.inference.sampling import Sampling, Settings, penalised, philox_uniforms, sampling_distribution
+from draftsmith.inference.sampling import Sampling, Settings, penalised, sampling_distribution
 from draftsmith.inference.tree import TokenTree, one_hot_draws
 from draftsmith.inference.verify import Verdict, verify_greedy, verify_sample, verify_typical
 from draftsmith.kernels import verify as kernels
+from draftsmith.kernels.sampling import philox_uniforms
 from draftsmith.models.target import Target
 
 Mode = Literal["greedy", "sample", "typical"]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels.sampling import distribution_reference
-from draftsmith.kernels.sampling import philox_uniforms as philox_uniforms  # of this file too
 
 MIN_TEMPERATURE = 1e-10  # below it, sampling is greedy: any difference of logits decides
 

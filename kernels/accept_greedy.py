@@ -5,10 +5,10 @@ launches.
     accepted[i] = i and all its ancestors agree
     node        = the deepest accepted node, of several the first
 
-:func:`accept_greedy` replaces two dozen small operations on ``[B, N]`` and ``[B, N, N]`` tensors: on a GPU each takes
-longer to launch than to run. Equal siblings may both agree, so that a walk that takes the first child that agrees could
-end above the deepest accepted node; here a node tests its ancestors' bits against those of the nodes that disagree. One
-program per row does this without a loop over depths. :func:`advance` moves a step's state on to the accepted node.
+:func:`accept_greedy` replaces two dozen small operations on ``[B, N]`` and ``[B, N, N]`` tensors, each a launch of its
+own. Equal siblings may both agree, so that a walk that takes the first child that agrees could end above the deepest
+accepted node; here a node tests its ancestors' bits against those of the nodes that disagree. One program per row does
+this without a loop over depths. :func:`advance` moves a step's state on to the accepted node.
 
 Shape letters: B rows, N nodes, W 64-bit words, D depth of the deepest node, A = D + 1, F width of a feature.
 """

@@ -66,7 +66,7 @@ def parse_form(name: str) -> FewRowsForm | None:
 
 
 # BLOCK_N, BLOCK_K, warps, stages. Enough bytes have to be under way on every multiprocessor to hide the latency of its
-# memory, about 32 KB on an H100: in registers of many warps (one stage) or in shared memory.
+# memory: in registers of many warps (one stage) or in shared memory.
 _VECTOR_TILES = ((8, 1024, 4, 1), (16, 512, 4, 1), (16, 512, 4, 3), (32, 256, 4, 3))
 _TILES = {  # by rows, padded
     16: ((32, 256, 4, 4), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5), (128, 128, 8, 4)),

@@ -40,7 +40,7 @@ _POOL = 1 << 24  # entries of all of them, at most
 _GAIN = 0.9  # another form is used if it takes less than this share of F.linear's time
 
 GPU_BUDGET = 20.0  # seconds per process for timing on GPUs, most of them for compiling
-_GPU_LEAST = 1 << 20  # entries; the launch of a kernel takes longer than reading a smaller matrix
+_GPU_LEAST = 1 << 20  # entries; smaller matrices are not measured
 _GPU_GAIN = 0.98  # as _GAIN; times of a GPU vary less
 _EXACT = 1 << 24  # entries of a matrix that are converted to float64 at a time
 

@@ -104,7 +104,7 @@ class FusedBuffers:
     def __init__(self, layer: Layer, rows: int, count: int, step: bool) -> None:
         many, new = rows * count, layer.qkv.new_empty
         matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
-        # Each row count takes seconds to measure: not the many of prompts.
+        # Each row count is measured for itself: not the many of prompts.
         self.forms = [choose(many, matrix, partial=True) if step else "blas" for matrix in matrices]
         # Partial sums [S, M, outputs] of each product.
         self.qkv, self.out, self.gate_up, self.down = (

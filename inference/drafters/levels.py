@@ -24,8 +24,9 @@ from torch.nn import functional as F
 
 from draftsmith.inference.costs import STANDARD_COSTS, StepCosts
 from draftsmith.inference.drafters.protocol import State
-from draftsmith.inference.sampling import philox_uniforms, sampling_distribution
+from draftsmith.inference.sampling import sampling_distribution
 from draftsmith.inference.tree import MAX_NODES, Draws, Ranks, StaticTree, TokenTree, Topology, bitsets
+from draftsmith.kernels.sampling import philox_uniforms
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, draw
 

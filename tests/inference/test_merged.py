@@ -14,9 +14,10 @@ from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import StepCosts, best_node_counts
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.protocol import Drafter, DraftEstimate, State
-from draftsmith.inference.sampling import Sampling, Settings, philox_uniforms
+from draftsmith.inference.sampling import Sampling, Settings
 from draftsmith.inference.tree import Draws, TokenTree, bitsets
 from draftsmith.inference.verify import Verdict, verify_sample
+from draftsmith.kernels.sampling import philox_uniforms
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT
 
 CPU = torch.device("cpu")

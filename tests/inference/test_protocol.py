@@ -7,8 +7,8 @@ import torch
 from lossless_suite import check_drafter, check_greedy, check_sampling, check_seeds, check_warm_up
 
 from draftsmith.inference.drafters.protocol import Drafter
-from draftsmith.inference.sampling import philox_uniforms
 from draftsmith.inference.tree import Draws, StaticTree, TokenTree
+from draftsmith.kernels.sampling import philox_uniforms
 from draftsmith.kernels.verify import WITHOUT_REPLACEMENT, draw
 
 PARENTS = [-1, 0, 0, 1, 1, 3]  # the largest tree; each row uses its first nodes
