@@ -1,7 +1,8 @@
 """Check that training data shares no passage with an evaluation prompt.
 
     python data/overlap.py runs/answers/shard-*.jsonl --clean runs/clean.jsonl --save runs/data-passages.safetensors
-    python data/overlap.py models/*/data-passages.safetensors
+    python data/overlap.py runs/data-passages.safetensors
+    python data/overlap.py data/smollm2-*.parquet
 
 A passage is 8 words in a row, or a whole sentence or message that has fewer; a word is a run of letters, in lower case,
 so that numbers and punctuation make no difference. A prompt of fewer words counts as one passage. Eight is the smallest
@@ -9,7 +10,7 @@ number at which ordinary text shares next to nothing by chance: see docs/data.md
 
 The first command reads rows, their user's messages and their answers, writes those that share nothing, and hashes of
 all passages of these, 64 bits each (of the answers every sixteenth hash). The second one checks such hashes, so that
-anybody can without the data.
+anybody can without the data. The third one checks what the drafters in models/ were trained on.
 
 Exit codes: 0 nothing is shared, or --clean left it out; 1 a passage is shared; 2 wrong usage or bad input.
 """

@@ -232,3 +232,13 @@ def test_recipes_begin_with_their_command():
         assert match, f"{recipe}: begin with `# accelerate launch train/X.py recipes/{recipe.name}`"
         assert (ROOT / match[1]).is_file()
         assert ROOT / match[2] == recipe
+
+
+def test_the_tracked_files_stay_small():
+    """Room for what is built beside them where a checkout is copied to a rented machine, which often takes 64 MiB."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert len(files) > 300
+    assert sum(path.lstat().st_size for path in files if os.path.lexists(path)) < 56 * 2**20
