@@ -58,7 +58,7 @@ shipped:
 
 demo: shipped install models
 	@printf '\nAct 1: train a drafter. A target of 4 M parameters is in the repository; heads that predict its text are trained now.\n'
-	@printf '\n1/6 Training Medusa heads on what the target itself writes (an estimate of its time follows in some seconds)\n'
+	@printf '\n1/6 Training Medusa heads on what the target itself writes\n'
 	time $(ACCELERATE) train/medusa.py recipes/tiny-medusa.yaml --restart $(SHORT)
 	@printf '\n2/6 Choosing the tree that is fastest on this machine (15 s at most)\n'
 	time $(PY) inference/calibrate.py runs/demo --seconds 15

@@ -288,7 +288,6 @@ def train(run: Run[EagleRecipe]) -> None:
     if size and recipe.init_from and eagle.draft_vocab is not None:
         check_draft_vocab(eagle.draft_vocab, size, target.vocab_size, f"init_from={recipe.init_from}")
     module = EagleTraining(target, eagle, recipe)
-    run.estimate(target, module, partial(evaluate, run))
     rows = run.read_rows(target)
     if size is not None:
         kept = eagle.draft_vocab if begun is None and recipe.init_from else None  # start_weights read it

@@ -243,8 +243,6 @@ def train(run: Run[MedusaRecipe]) -> None:
     if size and recipe.init_from and heads.draft_vocab is not None:
         check_draft_vocab(heads.draft_vocab, size, target.vocab_size, f"init_from={recipe.init_from}")
     module: Medusa1 = Medusa1(target, heads)
-    if not recipe.stages[0].joint:
-        run.estimate(target, module, partial(evaluate, run))
     rows = run.read_rows(target)
     if size is not None:
         kept = heads.draft_vocab if begun is None and recipe.init_from else None  # start_weights read it

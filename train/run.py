@@ -29,7 +29,6 @@ from draftsmith.models.artifact import check_target, in_dtype, provenance, push,
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
-from draftsmith.train.expect import training_seconds
 from draftsmith.train.features import hidden_states
 from draftsmith.train.loop import Batch, console
 from draftsmith.train.samples import Batches, Sampler, WithHidden, held_out_rows, prompts_of, rows_of
@@ -37,7 +36,6 @@ from draftsmith.train.tiny import tiny, write_target
 from draftsmith.train.track import Trackers
 
 DECODED_TOKENS = 64  # of each prompt of evaluate.decode
-ESTIMATE_FROM = 10  # seconds; a shorter run is not announced
 
 Evaluate = Callable[[nn.Module], dict[str, float]]
 
@@ -159,18 +157,6 @@ class Run(Generic[R]):
         """
         if self.main:
             folders.check_room(self.folder, parameters, self.recipe, self.recipe.stages[0])
-
-    def estimate(self, target: Target, module: nn.Module, evaluate: Callable[[nn.Module, Batch], object]) -> None:
-        """Print how long the run will take, where it is one stage of small models on the target's own answers."""
-        recipe = self.recipe
-        assert isinstance(recipe, DrafterRecipe)
-        if self.resume or len(recipe.stages) > 1 or self.accelerator.num_processes > 1:
-            return
-        with loop.autocast(self.accelerator, recipe.precision):
-            parts = training_seconds(target, module, evaluate, recipe)
-        if parts and sum(parts.values()) > ESTIMATE_FROM:
-            each = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items())
-            console.print(f"this takes about {sum(parts.values()) / 60:.1f} min here: {each}")
 
     def read_rows(self, target: Target) -> list[Batches]:
         """The training rows of each source. ``held_out`` becomes the validation rows, which are also stored in the

@@ -73,7 +73,6 @@ def train(run):
     recipe, target = run.recipe, run.load_target()
     module = Bigram(target.vocab_size, recipe.drafter.width)
     run.start_weights(module, target)
-    run.estimate(target, module, evaluate)
     rows = run.read_rows(target)
     for stage in recipe.stages:
         run.fit(stage, module, rows, partial(evaluate, held_out=run.held_out), "simulated_tau")

@@ -76,8 +76,8 @@ def check_drafter(make_target: Callable[..., Target], make: MakeDrafter, *, own:
 
 
 def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> Counter[int]:
-    """Greedy decoding equals plain decoding: each request alone, all in one row, and in a batch of 3 rows that are
-    refilled, eager and static; with limits, stop ids inside a path, and the end of the context.
+    """Greedy decoding equals plain decoding: each request alone, all in one static row, and in a batch of 3 rows that
+    are refilled, eager and static; with limits, stop ids inside a path, and the end of the context.
 
     Returns:
         Number of steps by committed tokens, of the requests alone.
@@ -103,8 +103,10 @@ def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: 
     assert reasons["context"] and reasons["length"] and reasons["stop"] == stopped_inside, reasons
     for static, rows in itertools.product((False, True), (1, 3)):
         decoder = SpeculativeDecoder(target, make(target), static=static)
-        orders = [list(range(len(requests)))]
-        if rows > 1:  # again, on the same buffers
+        if (static, rows) == (False, 1):
+            continue  # alone, above
+        orders = [list(range(len(requests)))[::-1]]
+        if (static, rows) == (True, 3):  # again, on the same buffers
             orders.append(orders[0][::-1])
         for order in orders:
             results = decoder.serve([requests[number] for number in order], rows)
@@ -166,7 +168,7 @@ def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:
     assert max(length for result in alone for length in result.accepted) > 1, "no draft was accepted"
     for static, rows in itertools.product((False, True), (1, 3)):
         decoder = SpeculativeDecoder(target, make(target), static=static)
-        for order in (list(range(len(each))), [6, 3, 7, 0, 5, 1, 4, 2]):
+        for order in ([6, 3, 7, 0, 5, 1, 4, 2], list(range(len(each))))[: 1 + (rows == 3)]:
             results = decoder.serve([requests[number] for number in order], rows, mode="sample")
             where = f"{rows} rows, {'static' if static else 'eager'}, order {order}"
             _compare(where, results, [alone[number] for number in order], steps=True)
@@ -257,7 +259,7 @@ def check_warm_up(make_target: Callable[..., Target], make: MakeDrafter) -> None
     wide, small = phrases(make_target), soft(make_target)
     for mode, target in (("greedy", wide), ("sample", small), ("sample", wide)):
         expected = _steps(target, make(target), mode, warm_up=[])
-        for warm_up in ([0], [1], [4], [6], [0, 2, 3, 5, 8]):
+        for warm_up in ([0, 4], [1, 6], [0, 2, 3, 5, 8]):
             steps = _steps(target, make(target), mode, warm_up=warm_up)
             assert steps == expected, f"{mode}: steps undone before step {warm_up}: {steps} instead of {expected}"
 

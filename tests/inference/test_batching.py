@@ -183,7 +183,7 @@ def test_a_static_step_asks_the_device_for_nothing(make_target, family, mode):
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler")
-@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("lean", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled(lesson, scripted, lean):
     """One graph for all steps, none of it run by Python."""
     target, truth = lesson("llama")

@@ -137,18 +137,19 @@ def test_extreme_parameters_behave_as_their_limit(decoder, mode):
     """Temperatures and top-p near 0 are greedy decoding; cut-offs that remove nothing change nothing. In a fresh row,
     and in one that held another request."""
     prompts = [[7, 3, 19], [9], [58, 1, 30, 12]]
-    greedy = decoder.generate(prompts, 8, stop_ids=frozenset())
+
+    def texts(all_parameters, rows):
+        """Of all prompts with each of the parameters, in rows that are refilled."""
+        requests = [Request(p, 8, Sampling(**each, seed=5), frozenset()) for each in all_parameters for p in prompts]
+        return [result.tokens for result in decoder.serve(requests, rows, mode=mode)]
+
+    greedy = [result.tokens for result in decoder.generate(prompts, 8, stop_ids=frozenset())]
     coldest = [{"temperature": t} for t in (0, 1e-300, 1e-40, 1e-30, 1e-12)] + [{"top_p": 1e-300}, {"top_p": 1e-40}]
-    for parameters in [*coldest, {"min_p": 1 - 1e-12}, {"temperature": 1e-9, "top_p": 0.5, "min_p": 0.1}]:
-        for rows in (3, 1):
-            results = decoder.generate(
-                prompts, 8, mode=mode, sampling=Sampling(**parameters, seed=5), stop_ids=frozenset(), batch_size=rows
-            )
-            assert [r.tokens for r in results] == [r.tokens for r in greedy], parameters
-    plain = decoder.generate(prompts, 8, mode=mode, sampling=Sampling(seed=5), stop_ids=frozenset(), batch_size=1)
-    for parameters in ({"top_k": 10**21}, {"min_p": 1e-300}, {"top_k": 61, "top_p": 1 - 1e-12}):
-        results = decoder.generate(
-            prompts, 8, mode=mode, sampling=Sampling(**parameters, seed=5), stop_ids=frozenset(), batch_size=1
-        )
-        assert [r.tokens for r in results] == [r.tokens for r in plain], parameters
+    coldest += [{"min_p": 1 - 1e-12}, {"temperature": 1e-9, "top_p": 0.5, "min_p": 0.1}]
+    for rows in (3 * len(coldest), 3):  # fresh, and behind another request
+        assert texts(coldest, rows) == greedy * len(coldest)
+    nothing = [{}, {"top_k": 10**21}, {"min_p": 1e-300}, {"top_k": 61, "top_p": 1 - 1e-12}]
+    plain = texts([{}], 1)
+    for rows in (3 * len(nothing), 1):
+        assert texts(nothing, rows) == plain * len(nothing)
     decoder.generate(prompts, 8, mode=mode, sampling=Sampling(epsilon=1e-300), stop_ids=frozenset())

@@ -365,6 +365,8 @@ def test_the_distribution_of_merged_draws(small, certain):
     assert agree > 0.1, "they often propose the same token"
     assert chi_square(first_two(tree, rows, generator)) > 1e-6
     assert chi_square(first_two(merged_to_a_set(tree), rows, generator)) < 1e-6
+    rows = 60_000  # of a difference this large
+    drafter = merged(small, drafters, rows, costs=StepCosts({1: 1.0, 2: 1.1}))
     drafter._states = lambda state: [state] * len(drafters)
     assert chi_square(first_two(proposed(drafter, rows, sampled=True), rows, generator)) < 1e-6
 

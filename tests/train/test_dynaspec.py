@@ -388,11 +388,6 @@ def test_timing_leaves_the_router_as_it_is(make_target, monkeypatch):
 TREE = Topology(((0,), (0, 0), (1,), (1, 0), (2,)))
 
 
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch):
-    monkeypatch.setattr(run, "training_seconds", lambda *_: None)
-
-
 @pytest.fixture(scope="module")
 def target(tiny_lm):
     return load_target(str(tiny_lm), device="cpu")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.models.eagle import Eagle
-from draftsmith.train import eagle, features, run
+from draftsmith.train import eagle, features
 from draftsmith.train.dry_run import decode_a_little
 from draftsmith.train.losses import linear_soft_cross_entropy
 
@@ -185,11 +185,6 @@ def test_a_batch_without_labels(make_target):
 
 
 # ---- the command
-
-
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch):
-    monkeypatch.setattr(run, "training_seconds", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from draftsmith.data import streaming
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.train import draft_vocabulary, medusa, run
+from draftsmith.train import draft_vocabulary, medusa
 from draftsmith.train.dry_run import decode_a_little
 
 ROOT = Path(__file__).parents[2]
@@ -202,12 +202,6 @@ def test_a_head_without_a_label(make_target):
 
 
 # ---- the commands
-
-
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch):
-    """Its passes are not counted here; it has tests of its own (test_expect.py)."""
-    monkeypatch.setattr(run, "training_seconds", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -477,15 +471,6 @@ def test_fifty_kills_at_random_moments(recipe, run_main):
     ):
         assert (folder / name).read_bytes() == (recipe.parent / "long" / name).read_bytes(), name
     assert metrics(folder, "simulated_tau") == metrics(recipe.parent / "long", "simulated_tau")
-
-
-def test_the_estimate_is_printed_before_the_answers_are_made(recipe, monkeypatch, capsys):
-    monkeypatch.setattr(run, "training_seconds", lambda *_: {"answers": 30.0, "steps": 60.0})
-    monkeypatch.setattr(run, "rows_of", lambda *_: kill())
-    monkeypatch.setattr(sys, "argv", ["train/medusa.py", str(recipe), "run.name=estimated"])
-    with pytest.raises(Killed):
-        medusa.main()
-    assert "this takes about 1.5 min here: answers 30 s, steps 60 s" in capsys.readouterr().out
 
 
 def test_answers_belong_to_what_was_asked(recipe, run_main, monkeypatch):

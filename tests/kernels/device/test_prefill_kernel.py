@@ -12,7 +12,7 @@ from draftsmith.inference.runner import Runner, engine_attention
 from draftsmith.kernels import tree_attention as kernel_module
 from draftsmith.models.target import Target
 
-LENGTHS, CHUNK = [85, 30], 66  # more than a word's bits
+LENGTHS, CHUNK = [71, 30], 66  # more than a word's bits
 
 
 @pytest.fixture(autouse=True)
