@@ -33,6 +33,8 @@ from draftsmith.inference.tree import TokenTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.accept_greedy import accept_greedy, advance
 from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.linear import not_measuring
+from draftsmith.kernels.measured import no_collection
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.target import Target
 
@@ -157,6 +159,7 @@ class Step:
             return f"{graph}, lean decoder{fused}"
         return f"{graph}, transformers decoder ({self.runner.lean_or_reason})"
 
+    @not_measuring()
     def begin(
         self, rows: slice, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], clock: Clock | None = None
     ) -> list[int]:
@@ -325,6 +328,17 @@ class Step:
             event.record()
         return events
 
+    def warm_up(self) -> None:
+        """Run three steps on the present state, so that later ones neither compile nor measure anything; before the first
+        graph also a step of each size, the smallest first, since products are measured in the order of their first use.
+        The lengths stay, other ``buffers()`` change."""
+        lengths, size = self.cache.lengths.clone(), self.state.nodes
+        others = [] if self.sizes is None or self._graphs else [*self.sizes.by_depth]
+        for nodes in (*others, size, size, size):
+            self.state.nodes = nodes
+            self.run()
+            self.cache.lengths.copy_(lengths)  # rows must not outgrow the cache
+
     def _capture(self) -> bool:
         """Capture a step in a CUDA graph; warm-up steps run on the present state, which is restored afterwards.
 
@@ -342,9 +356,7 @@ class Step:
         captured = True
         try:
             with torch.cuda.stream(stream):
-                for _ in range(3):
-                    self.run()
-                    self.cache.lengths.copy_(kept[0])  # rows must not outgrow the cache
+                self.warm_up()
                 # A target that synchronises with the host (some mixtures of experts) fails here: a capture that fails
                 # half-way would leave the process in a bad state.
                 torch.cuda.set_sync_debug_mode("error")
@@ -356,7 +368,10 @@ class Step:
                 if self._graph_memory is None:
                     self._graph_memory = torch.cuda.graph_pool_handle()
                 memory = self._graph_memory
-                with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):
+                with (
+                    no_collection(),
+                    torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"),
+                ):
                     self.run()
         except RuntimeError as error:
             reason = why_no_graph(error)

@@ -287,10 +287,7 @@ def _steps(target: Target, drafter: Drafter, mode: Mode, warm_up: Sequence[int])
             if number in warm_up:
                 buffers = step.buffers()
                 kept = [buffer.clone() for buffer in buffers]
-                lengths = step.cache.lengths.clone()
-                for _ in range(3):
-                    step.run()
-                    step.cache.lengths.copy_(lengths)
+                step.warm_up()
                 for buffer, before in zip(buffers, kept, strict=True):
                     buffer.copy_(before)
             step.run()
