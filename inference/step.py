@@ -69,6 +69,11 @@ def capacity_for(max_length: int, drafter: Drafter) -> int:
     return max_length + drafter.num_nodes + 2 * (drafter.max_depth + 1)
 
 
+def static_by_default(target: Target) -> bool:
+    """Whether steps have fixed shapes where nothing else is asked for: on a GPU that holds the whole target."""
+    return target.device.type == "cuda" and not target.spread
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Context in which a GPU is the current device, for graphs, streams and kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -59,7 +58,9 @@ def captures(tree: ast.AST, inside: bool = False) -> Iterator[tuple[int, bool]]:
         for statement in tree.body:
             yield from captures(statement, inside)
         return
-    if isinstance(tree, ast.Call) and ast.unparse(tree.func).endswith(("cuda.graph", ".capture_begin", "graphed_callables")):
+    if isinstance(tree, ast.Call) and ast.unparse(tree.func).endswith(
+        ("cuda.graph", ".capture_begin", "graphed_callables")
+    ):
         yield tree.lineno, inside
     for child in ast.iter_child_nodes(tree):
         yield from captures(child, inside)

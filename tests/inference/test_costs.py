@@ -24,7 +24,9 @@ def test_interpolation_and_extrapolation():
 
 def test_timed_once_and_kept(tiny_lm, tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    monkeypatch.setattr(costs, "ROUNDS", costs.MIN_ROUNDS)  # as many as are kept, however long other processes make them
+    monkeypatch.setattr(
+        costs, "ROUNDS", costs.MIN_ROUNDS
+    )  # as many as are kept, however long other processes make them
     monkeypatch.setattr(costs, "SECONDS", 60.0)
     target = load_target(str(tiny_lm))
     first = step_costs(target)
