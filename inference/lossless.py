@@ -199,8 +199,8 @@ def tolerance(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> f
 
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[None]:
-    """Context in which a model of 16 bits computes in float32: each module's own weights are converted while it runs, so
-    that no more than one module has both."""
+    """Context in which a model of 16 bits computes in float32: each module's own weights are converted while it runs,
+    and no longer."""
     kept: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def widen(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -330,8 +330,8 @@ def _look_up_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
 
 @contextmanager
 def not_measuring() -> Iterator[None]:
-    """Context of passes that are no steps, such as prompts: on a GPU their products use forms that are known already, or
-    PyTorch's. On a CPU, where all row counts of a matrix are measured at once, nothing changes."""
+    """Context of passes that are no steps, such as prompts: on a GPU their products use forms that are known already,
+    or PyTorch's. On a CPU, where all row counts of a matrix are measured at once, nothing changes."""
     global _gpu_paused
     before, _gpu_paused = _gpu_paused, True
     try:

@@ -139,7 +139,7 @@ def test_the_tolerance_in_16_bits_is_the_engines_own(make_target, family):
 
 
 def test_16_bits(make_target):
-    """Texts of a target that rounds differently by shape differ from plain decoding, by near-ties alone; one wrong token
+    """Texts of a target that rounds differently by shape differ from plain decoding, by near-ties alone; a wrong token
     in them is a mismatch."""
     target = in_dtype(make_target, "granite", torch.bfloat16)
     prompts = [[n, 7 + n, 3 * n % 61] for n in range(20)]
