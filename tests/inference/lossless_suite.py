@@ -338,7 +338,8 @@ class CaptureSimulation(TorchDispatchMode):
     """
 
     REFUSED = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique",
-               "argwhere", "bincount", "repeat_interleave", "lift_fresh", "lift_fresh_copy", "pin_memory")  # fmt: skip
+               "argwhere", "bincount", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "lift_fresh",
+               "lift_fresh_copy", "pin_memory")  # fmt: skip
     OVERWRITES = ("copy_", "fill_", "zero_")
 
     def __init__(self) -> None:
@@ -360,7 +361,8 @@ class CaptureSimulation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name, schema = kwargs or {}, func.overloadpacket.__name__, func._schema
-        refused = name in self.REFUSED or torch.Tag.data_dependent_output in func.tags
+        refused = name in self.REFUSED or str(func).removeprefix("aten.") in self.REFUSED
+        refused |= torch.Tag.data_dependent_output in func.tags
         assert not refused and (name != "where" or len(args) > 1), f"{name} in a static step, {_caller()}"
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
         inputs = [(each, tensor) for each in schema.arguments for tensor in _tensors(given.get(each.name))]
