@@ -1,8 +1,9 @@
-"""Cost of a target's step by its number of rows (nodes × batch), measured on this device."""
+"""Cost of a target's step by its number of rows (nodes × batch), measured on this device as the engine runs steps: on a
+GPU they are static, and a graph's replays are timed by events, so that launches do not count as work."""
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,9 +11,16 @@ from torch import Tensor
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.drafters.protocol import Drafter, State
 from draftsmith.inference.runner import engine_attention, find_lean
-from draftsmith.inference.step import Step, capacity_for
+from draftsmith.inference.step import (
+    Step,
+    capacity_for,
+    on_device,
+    refuse_synchronisation,
+    static_by_default,
+    why_no_graph,
+)
 from draftsmith.inference.tree import StaticTree, TokenTree, chain
-from draftsmith.kernels.measured import read_measured, write_measured
+from draftsmith.kernels.measured import gpu_seconds, read_measured, write_measured
 from draftsmith.models.target import Target
 
 FILE = "steps.json"  # in the cache folder
@@ -120,9 +128,10 @@ def _measure(target: Target, lean: bool | None, budget: float) -> tuple[dict[int
                 break
             if size not in steps:
                 drafter = _Chain(size, target.device)
-                steps[size] = Step(target, drafter, "greedy", 1, capacity_for(context, drafter), lean=lean)
+                capacity, static = capacity_for(context, drafter), static_by_default(target)
+                steps[size] = Step(target, drafter, "greedy", 1, capacity, static=static, lean=lean)
                 steps[size].active.fill_(True)
-                _time(steps[size], context)  # the first step allocates and tunes
+                _time(steps[size], context)  # the first step allocates, tunes and captures
             seconds = min(_time(steps[size], context) for _ in range(REPEATS))
             fastest[size] = min(seconds, fastest.get(size, seconds))
             timed += 1
@@ -132,26 +141,56 @@ def _measure(target: Target, lean: bool | None, budget: float) -> tuple[dict[int
 
 def _time(step: Step, context: int) -> float:
     step.cache.lengths.fill_(context)
-    began = time.perf_counter()
-    step.launch()()
-    return time.perf_counter() - began
+    return timed(step.advance, step.target.device)
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call: on a GPU by events before and after it, and what it queued is then done."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+    with torch.cuda.device(device):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
 
 
 @torch.inference_mode()
 def draft_time(drafter: Drafter, target: Target, costs: StepCosts) -> float:
-    """Time of a drafter's eager ``propose`` with one row, in plain steps of the target; measured for at most 0.1 s."""
-    cache = KVCache(target, 1, capacity_for(CONTEXT, drafter))
-    drafter.allocate(cache, drafter.max_depth, False)
-    zero = torch.zeros(1, dtype=torch.int64, device=target.device)
+    """Time of a drafter's ``propose`` with one row, in plain steps of the target: static, and as a graph's replay,
+    where steps are. Measured for at most 0.1 s, once it has run."""
+    cache, device = KVCache(target, 1, capacity_for(CONTEXT, drafter)), target.device
+    drafter.allocate(cache, drafter.max_depth, static_by_default(target))
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
     width = target.hidden_size * (1 + len(drafter.captures))
-    feature = torch.zeros(1, width, dtype=target.dtype, device=target.device)
+    feature = torch.zeros(1, width, dtype=target.dtype, device=device)
     state = State(zero, zero, feature, zero == 0, None, zero)
-    drafter.propose(state)
-    fastest, deadline = float("inf"), time.perf_counter() + 0.1
-    for _ in range(20):
-        began = time.perf_counter()
+
+    def propose() -> None:
         drafter.propose(state)
-        fastest = min(fastest, time.perf_counter() - began)
-        if time.perf_counter() > deadline:
-            break
+
+    with on_device(device):
+        propose()
+        if static_by_default(target) and drafter.static and _can_be_captured(propose):
+            return gpu_seconds([propose], device) / costs.plain_seconds
+        fastest, deadline = float("inf"), time.perf_counter() + 0.1
+        for _ in range(20):
+            fastest = min(fastest, timed(propose, device))
+            if time.perf_counter() > deadline:
+                break
     return fastest / costs.plain_seconds
+
+
+def _can_be_captured(call: Callable[[], object]) -> bool:
+    try:
+        with refuse_synchronisation():
+            call()
+    except RuntimeError as error:
+        if why_no_graph(error) is None:
+            raise
+        return False
+    return True

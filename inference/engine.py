@@ -17,7 +17,15 @@ from draftsmith.inference.drafters.protocol import Drafter, PlainDrafter
 from draftsmith.inference.modes import MODES, Mode
 from draftsmith.inference.runner import engine_attention, find_lean
 from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.step import PHASES, Clock, ReadCommitted, Step, capacity_for, on_device
+from draftsmith.inference.step import (
+    PHASES,
+    Clock,
+    ReadCommitted,
+    Step,
+    capacity_for,
+    on_device,
+    static_by_default,
+)
 from draftsmith.models.target import Target
 
 CACHE_GRANULE = 256  # slots; the cache of static steps is a multiple of it
@@ -98,8 +106,7 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter: Drafter = PlainDrafter(target.device) if drafter is None else drafter
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        on_one_gpu = target.device.type == "cuda" and not target.spread
-        self.static = compiled or (on_one_gpu if static is None else static)
+        self.static = compiled or (static_by_default(target) if static is None else static)
         self.compiled, self.lean = compiled, lean
         if lean:
             find_lean(target, lean)

@@ -1,22 +1,42 @@
 """Checks of lossless output: equal to plain decoding if greedy (ALGORITHMS §11.7), equal in distribution if sampled.
 
 Forward passes of one row and of N rows round differently, so two tokens of nearly equal logits may swap. An output that
-differs from plain decoding is therefore run through the target token by token: the logit of each of its tokens must be
-within a tolerance of the maximum, where the tolerance is the difference between the two shapes of forward pass,
-measured on this device.
+differs from plain decoding is therefore run through the target token by token, by ``transformers``: the logit of each
+of its tokens must be within a tolerance of the maximum.
+
+    tolerance = min(max(e, t), 4t) + u
+
+t: |Δlogit| between two shapes of ``transformers``' forward pass, one token at a time and all at once. e: the larger of
+|Δlogit| between two shapes of the engine's and between the engine and ``transformers``. Each is the 99.9th percentile
+over one text, measured on this device. u: one unit in the last place of the largest logit. A defect of the engine does
+not excuse itself, since e counts up to 4t only.
+
+In 16 bits a text has several times as many near-ties, and implementations may round more differently than t says. There
+a token beyond the tolerance is confirmed in float32, by the same weights: it is a mismatch if its logit is further from
+the maximum than 2h + u, where h is |Δlogit| between ``transformers``' passes in 16 bits and in float32 (so far may each
+of two tied tokens be moved), and u is that of the 16 bits.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
+from draftsmith.inference.cache import KVCache
 from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.runner import Runner, engine_attention
 from draftsmith.inference.sampling import Sampling, Settings, sampling_distribution
+from draftsmith.inference.step import PREFILL_CHUNK, on_device, static_by_default
+from draftsmith.inference.tree import StaticTree, chain
+from draftsmith.kernels.linear import not_measuring
 from draftsmith.models.target import Target
+
+WIDE = 16  # tokens of the engine's wider forward pass
 
 
 @dataclass
@@ -25,9 +45,11 @@ class GreedyCheck:
 
     checked: number of tokens.
     identical: whether every output equals plain decoding.
-    near_ties: tokens that differ from the argmax, with a logit within the tolerance of the maximum.
-    mismatches: tokens with a logit further from the maximum, and outputs that end too early or too late.
-    tolerance: in logits; 0 if it was not needed.
+    near_ties: tokens that differ from the argmax, or the first one of a text that differs from plain decoding, with a
+        logit within the tolerance of the maximum; in 16 bits also those that are near-ties in float32.
+    mismatches: tokens with a logit further from the maximum, in 16 bits if float32 confirms it or the weights cannot be
+        run in float32 (quantized or offloaded); and outputs that end too early or too late.
+    tolerance: in logits, of the target's own dtype; 0 if it was not needed.
     """
 
     checked: int = 0
@@ -135,12 +157,82 @@ def _plain_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int]) 
     return torch.stack(rows)
 
 
+def _engine_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int], nodes: int) -> Tensor:
+    """Logits ``[len(tokens), V]`` of the engine forced along ``tokens``, ``nodes`` of them in each forward pass."""
+    texts = [prompt[-1], *tokens[:-1]]
+    cache = KVCache(target, 1, len(prompt) + len(tokens) + nodes)
+    runner = Runner(target, cache, static_by_default(target))
+    rows: list[Tensor] = []
+    with engine_attention([target]), on_device(target.device), not_measuring():
+        for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
+            chunk = torch.tensor([prompt[:-1][start : start + PREFILL_CHUNK]], device=target.device)
+            runner.forward_chunk(chunk, start)
+        for start in range(0, len(texts), nodes):
+            step = torch.tensor([texts[start : start + nodes]], device=target.device)
+            tree = StaticTree(chain(step.shape[1] - 1).parents, target.device)
+            cache.lengths.fill_(len(prompt) - 1 + start)
+            hidden, _ = runner.forward_nodes(step, cache.lengths, tree.ancestors, tree.depth, mask=tree.mask)
+            rows.append(target.logits(hidden)[0])
+    return torch.cat(rows)
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """99.9th percentile of |Δ| of two tensors of logits."""
+    return float(torch.quantile((one.float() - other.float()).abs().flatten()[: 1 << 23], 0.999))
+
+
+def _last_place(logits: Tensor) -> float:
+    """One unit in the last place of the largest logit, in the logits' dtype."""
+    info = torch.finfo(logits.dtype)
+    return info.eps * 2.0 ** math.floor(math.log2(max(float(logits.abs().max()), info.tiny)))
+
+
 def tolerance(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    """99.9th percentile of |Δlogit| between one forward pass over all tokens and one pass per token."""
-    one_by_one = _plain_logits(target, prompt, tokens).float()
+    """How far from the maximum the logit of a correct token may be, measured along a text; in logits."""
+    one_by_one = _plain_logits(target, prompt, tokens)
     ids = torch.tensor([[*prompt, *tokens[:-1]]], device=target.device)
-    together = target.logits(target.hidden(ids)[0, len(prompt) - 1 :]).float()
-    return float(torch.quantile((one_by_one - together).abs().flatten()[: 1 << 23], 0.999))
+    theirs = _difference(one_by_one, target.logits(target.hidden(ids)[0, len(prompt) - 1 :]))
+    engine = _engine_logits(target, prompt, tokens, 1)
+    own = max(_difference(engine, one_by_one), _difference(engine, _engine_logits(target, prompt, tokens, WIDE)))
+    return min(max(own, theirs), 4 * theirs) + _last_place(one_by_one)
+
+
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Context in which a model of 16 bits computes in float32: each module's own weights are converted while it runs,
+    and no longer."""
+    kept: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def widen(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        kept[module] = [(weight, weight.data) for weight in own if weight.dtype in (torch.bfloat16, torch.float16)]
+        for weight, data in kept[module]:
+            weight.data = data.float()
+        return tuple(each.float() if isinstance(each, Tensor) and each.is_floating_point() else each for each in args)
+
+    def narrow(module: nn.Module, *_: Any) -> None:
+        for weight, data in kept.pop(module, []):
+            weight.data = data
+
+    own = [module for module in model.modules() if [*module.parameters(recurse=False), *module.buffers(recurse=False)]]
+    handles: list[Any] = []
+    try:
+        for module in own:
+            handles.append(module.register_forward_pre_hook(widen))
+            handles.append(module.register_forward_hook(narrow, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _float32_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
+    """Logits ``[len(tokens), V]`` along ``tokens`` by the same weights in float32; None if they cannot be converted."""
+    if target.spread or getattr(target.model, "hf_quantizer", None) is not None:
+        return None
+    ids = torch.tensor([[*prompt, *tokens[:-1]]], device=target.device)
+    with _in_float32(target.model):
+        return target.after_head(target.lm_head(target.hidden(ids)[0, len(prompt) - 1 :]))
 
 
 def _ends_wrongly(output: Sequence[int], reference: Sequence[int], stops: frozenset[int]) -> bool:
@@ -148,6 +240,29 @@ def _ends_wrongly(output: Sequence[int], reference: Sequence[int], stops: frozen
     if len(output) < len(reference) and not stops.intersection(output[-1:]):
         return True
     return not stops.isdisjoint(output[:-1]) or (len(output) > len(reference) and reference[-1] not in stops)
+
+
+def _judge(
+    target: Target, prompt: Sequence[int], output: Sequence[int], reference: Sequence[int], tolerance: float
+) -> tuple[int, int]:
+    """The numbers of near-ties and of mismatches of an output."""
+    logits = _plain_logits(target, prompt, output)
+    chosen = torch.tensor(output, device=logits.device)[:, None]
+    differs = logits.argmax(-1, keepdim=True) != chosen
+    for place, (token, plain_token) in enumerate(zip(output, reference, strict=False)):
+        if token != plain_token:  # counts even if the reference took the token of lower logit
+            differs[place] = True
+            break
+
+    def beyond(logits: Tensor, tolerance: float) -> Tensor:
+        return logits.amax(-1, keepdim=True) - logits.gather(1, chosen) > tolerance
+
+    wrong = beyond(logits.float(), tolerance)
+    if logits.dtype.itemsize == 2 and wrong.any():
+        exact = _float32_logits(target, prompt, output)
+        if exact is not None:
+            wrong &= beyond(exact, 2 * _difference(logits, exact) + _last_place(logits))
+    return int((differs & ~wrong).sum()), int(wrong.sum())
 
 
 @torch.inference_mode()
@@ -174,16 +289,9 @@ def check_greedy(
                 result.tolerance = tolerance(target, prompt, reference)
             result.mismatches += _ends_wrongly(output, reference, target.stop_ids)
             if output:
-                logits = _plain_logits(target, prompt, output).float()
-                chosen = torch.tensor(output, device=logits.device)
-                gap = logits.max(-1).values - logits.gather(1, chosen[:, None])[:, 0]
-                differs = logits.argmax(-1) != chosen
-                for place, (token, plain_token) in enumerate(zip(output, reference, strict=False)):
-                    if token != plain_token:  # counts even if the reference took the token of lower logit
-                        differs[place] = True
-                        break
-                result.near_ties += int((differs & (gap <= result.tolerance)).sum())
-                result.mismatches += int((gap > result.tolerance).sum())
+                near_ties, mismatches = _judge(target, prompt, output, reference, result.tolerance)
+                result.near_ties += near_ties
+                result.mismatches += mismatches
         if on_prompt:
             on_prompt(number + 1)
     return result

@@ -15,8 +15,8 @@ Shape letters: B rows, T prompt tokens, N nodes, D depth of the deepest node, d 
 
 import time
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ from draftsmith.inference.tree import TokenTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.accept_greedy import accept_greedy, advance
 from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.linear import not_measuring
+from draftsmith.kernels.measured import no_collection
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.target import Target
 
@@ -67,6 +69,11 @@ def capacity_for(max_length: int, drafter: Drafter) -> int:
     return max_length + drafter.num_nodes + 2 * (drafter.max_depth + 1)
 
 
+def static_by_default(target: Target) -> bool:
+    """Whether steps have fixed shapes where nothing else is asked for: on a GPU that holds the whole target."""
+    return target.device.type == "cuda" and not target.spread
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Context in which a GPU is the current device, for graphs, streams and kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -79,6 +86,16 @@ def why_no_graph(error: RuntimeError) -> str | None:
     if isinstance(error, torch.OutOfMemoryError) or not any(part in lines[0] for part in _NOT_CAPTURED):
         return None
     return lines[0]
+
+
+@contextmanager
+def refuse_synchronisation() -> Iterator[None]:
+    """Context in which an operation on a GPU that waits for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Step:
@@ -157,6 +174,7 @@ class Step:
             return f"{graph}, lean decoder{fused}"
         return f"{graph}, transformers decoder ({self.runner.lean_or_reason})"
 
+    @not_measuring()
     def begin(
         self, rows: slice, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], clock: Clock | None = None
     ) -> list[int]:
@@ -278,10 +296,10 @@ class Step:
         size = self.state.nodes = 0 if sizes is None else sizes.choose()
         began = time.perf_counter()
         events: list[torch.cuda.Event] = []
-        if clock or self.eager:
+        if clock:
             self.run(clock)
         else:
-            events = self._replay()
+            events = self.advance()
         if not cuda:
             committed = self.committed.tolist()
             if sizes is not None:
@@ -309,11 +327,11 @@ class Step:
         seen = [] if self.verifier.seen is None else [self.verifier.seen]
         return [*tensors, *seen, *self.drafter.buffers()]
 
-    def _replay(self) -> list[torch.cuda.Event]:
-        """Replay the step's graph, after capturing it where there is none; the events before and after, if the step may
-        have another size."""
+    def advance(self) -> list[torch.cuda.Event]:
+        """Run a step, or replay its graph, which is captured first where there is none; the events before and after a
+        graph, if the step may have another size."""
         key = self.verifier.graph_key, self.state.nodes
-        if key not in self._graphs and not self._capture():
+        if self.eager or (key not in self._graphs and not self._capture()):
             self.run()
             return []
         graph, self.nodes = self._graphs[key]
@@ -324,6 +342,17 @@ class Step:
         for event in events[1:]:
             event.record()
         return events
+
+    def warm_up(self) -> None:
+        """Run three steps on the present state, so that later ones neither compile nor measure anything. Before the
+        first graph also a step of each size, the smallest first, since products are measured in the order of their
+        first use. The lengths stay, other ``buffers()`` change."""
+        lengths, size = self.cache.lengths.clone(), self.state.nodes
+        others = [] if self.sizes is None or self._graphs else [*self.sizes.by_depth]
+        for nodes in (*others, size, size, size):
+            self.state.nodes = nodes
+            self.run()
+            self.cache.lengths.copy_(lengths)  # rows must not outgrow the cache
 
     def _capture(self) -> bool:
         """Capture a step in a CUDA graph; warm-up steps run on the present state, which is restored afterwards.
@@ -342,21 +371,19 @@ class Step:
         captured = True
         try:
             with torch.cuda.stream(stream):
-                for _ in range(3):
-                    self.run()
-                    self.cache.lengths.copy_(kept[0])  # rows must not outgrow the cache
+                self.warm_up()
                 # A target that synchronises with the host (some mixtures of experts) fails here: a capture that fails
                 # half-way would leave the process in a bad state.
-                torch.cuda.set_sync_debug_mode("error")
-                try:
+                with refuse_synchronisation():
                     self.run()
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
                 self.cache.lengths.copy_(kept[0])
                 if self._graph_memory is None:
                     self._graph_memory = torch.cuda.graph_pool_handle()
                 memory = self._graph_memory
-                with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):
+                with (
+                    no_collection(),
+                    torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"),
+                ):
                     self.run()
         except RuntimeError as error:
             reason = why_no_graph(error)

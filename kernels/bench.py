@@ -89,6 +89,7 @@ from draftsmith.kernels.commit import commit
 from draftsmith.kernels.few_rows import MAX_ROWS, candidates
 from draftsmith.kernels.gated import gated, gated_reference
 from draftsmith.kernels.head_topk import head_topk
+from draftsmith.kernels.measured import no_collection
 from draftsmith.kernels.res_block import MAX_ROWS as MAX_POSITIONS
 from draftsmith.kernels.res_block import res_block, res_block_reference
 from draftsmith.kernels.rotate_write import rotate_write, rotate_write_reference
@@ -195,7 +196,7 @@ def _capture(calls: Sequence[Callable[[], Any]], repeats: int, limit: float) -> 
     torch.cuda.current_stream().wait_stream(stream)
     rounds = max(1, min(10 // len(calls), int(limit / once / (repeats + 3))))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with no_collection(), torch.cuda.graph(graph):
         for _ in range(rounds):
             run_all()
     return lambda: elapsed(graph.replay) / rounds, once * rounds

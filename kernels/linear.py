@@ -11,15 +11,17 @@ single row.
 
 On a GPU the product of up to 64 rows with a weight ``[N, K]``, transposed, is measured beside the forms of
 :mod:`draftsmith.kernels.few_rows`, each first compared with the exact product: a form that is wrong, or fails, is never
-chosen. Shapes that first occur while a CUDA graph is captured use PyTorch's product. What is fastest depends on who
-adds up a form's parts, :func:`product` or the caller (:func:`partial_product`), so these are measured separately.
+chosen. Only steps are measured, and smaller trees before larger ones (``inference/step.py``): each row count takes
+seconds, and their sum is limited. Shapes that first occur elsewhere (:func:`not_measuring`), or while a CUDA graph is
+captured, use PyTorch's product. What is fastest depends on who adds up a form's parts, :func:`product` or the caller
+(:func:`partial_product`), so these are measured separately.
 
 Shape letters: M rows, N outputs, K inputs, S parts.
 """
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial as partial_of
 from weakref import WeakKeyDictionary
 
@@ -79,6 +81,7 @@ _spent = 0.0
 _gpu_chosen: dict[tuple[torch.device, int, torch.Size, torch.dtype, bool], str] = {}
 _gpu_stored: dict[str, dict[str, str]] = {}  # by machine and _gpu_key, as in the file
 _gpu_spent = 0.0
+_gpu_paused = False
 
 
 def product(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -325,7 +328,21 @@ def _look_up_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
     return measured
 
 
+@contextmanager
+def not_measuring() -> Iterator[None]:
+    """Context of passes that are no steps, such as prompts: on a GPU their products use forms that are known already,
+    or PyTorch's. On a CPU, where all row counts of a matrix are measured at once, nothing changes."""
+    global _gpu_paused
+    before, _gpu_paused = _gpu_paused, True
+    try:
+        yield
+    finally:
+        _gpu_paused = before
+
+
 def _measuring_is_forbidden(matrix: Tensor) -> bool:
+    if _gpu_paused:
+        return True
     return matrix.is_cuda and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() != 0)
 
 

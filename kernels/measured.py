@@ -1,9 +1,10 @@
 """Measurements on this machine, kept for later processes: files of the cache folder, machine → key → value."""
 
+import gc
 import json
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,19 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Context without Python's garbage collector, around every capture of a CUDA graph: a collection that frees another
+    graph or an event there makes the capture fail."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def gpu_seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
     """Seconds of one call on a GPU. All calls are run, for compiling, and then captured in one CUDA graph; the shortest
     of a few replays counts, since other work can only add to it."""
@@ -46,12 +60,13 @@ def gpu_seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> 
             for call in calls:
                 call()
             stream.synchronize()
-            graph.capture_begin(capture_error_mode="thread_local")  # without torch.cuda.graph's garbage collection
-            try:
-                for call in calls:
-                    call()
-            finally:
-                graph.capture_end()
+            with no_collection():
+                graph.capture_begin(capture_error_mode="thread_local")  # without torch.cuda.graph's own collection
+                try:
+                    for call in calls:
+                        call()
+                finally:
+                    graph.capture_end()
             times: list[float] = []
             for _ in range(6):
                 began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -34,7 +34,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
 from draftsmith.common.files import json_object
-from draftsmith.kernels.linear import apply_linear
+from draftsmith.kernels.linear import apply_linear, not_measuring
 from draftsmith.models.options import DEVICE_MAPS, QUANTIZE, choose_device
 from draftsmith.models.precision import DTYPES, choose_dtype, describe
 from draftsmith.models.stored import (
@@ -272,7 +272,8 @@ class Target:
         tokens = torch.tensor([[1, 2]], device=self.device)
         cache = DynamicCache()  # made without the config, so that sliding layers keep every key
         try:
-            logits = self.logits(self.hidden(tokens))
+            with not_measuring():
+                logits = self.logits(self.hidden(tokens))
             expected = self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
         except (RuntimeError, IndexError) as error:
             if _out_of_memory(error):

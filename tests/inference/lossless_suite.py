@@ -16,6 +16,7 @@ a request may take other steps in a batch than alone, and only its greedy tokens
 """
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -23,9 +24,12 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.inference import engine
+from draftsmith.inference.cache import KVCache
 from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.modes import Mode
@@ -289,10 +293,7 @@ def _steps(target: Target, drafter: Drafter, mode: Mode, warm_up: Sequence[int])
             if number in warm_up:
                 buffers = step.buffers()
                 kept = [buffer.clone() for buffer in buffers]
-                lengths = step.cache.lengths.clone()
-                for _ in range(3):
-                    step.run()
-                    step.cache.lengths.copy_(lengths)
+                step.warm_up()
                 for buffer, before in zip(buffers, kept, strict=True):
                     buffer.copy_(before)
             step.run()
@@ -301,21 +302,170 @@ def _steps(target: Target, drafter: Drafter, mode: Mode, warm_up: Sequence[int])
     return committed
 
 
-class Watch(TorchDispatchMode):
-    """Rejects what a CUDA graph cannot capture: host reads, shapes that depend on data, new constants."""
+class _HostReads(TorchFunctionMode):
+    """Refuses what reads a tensor on the host, or makes one there, before PyTorch's dispatcher sees it."""
 
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "lift_fresh", "equal", "is_nonzero")
+    READS = (
+        "tolist",
+        "numpy",
+        "item",
+        "cpu",
+        "__array__",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "from_numpy",
+    )
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        assert name not in self.READS and "cpu" not in args[1:], f"{name} in a static step"
+        if func in _device_constructors():  # a CPU's tensor if no device is given; data is copied to the device
+            copies = func in (torch.tensor, torch.asarray, torch.as_tensor) and not isinstance(args[0], torch.Tensor)
+            assert kwargs.get("device") is not None and not copies, f"{name} of the host's data in a static step"
+        return func(*args, **kwargs)
+
+
+class CaptureSimulation(TorchDispatchMode):
+    """Static steps as a CUDA graph would hold them, on any device.
+
+    An operation fails that a graph cannot hold: host reads, shapes that depend on data, constants of the host. Each
+    step is recorded (:meth:`step`); afterwards :meth:`check` says whether all did the same on the same memory. What a
+    step reads and has not written itself, by bytes, is from before it.
+
+    operations: of each step: names, shapes and numbers. reads: of each step, where memory from before was first read,
+    by storage. changed: storages from before a step that it wrote to.
+    """
+
+    REFUSED = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique",
+               "argwhere", "bincount", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "lift_fresh",
+               "lift_fresh_copy", "pin_memory")  # fmt: skip
+    OVERWRITES = ("copy_", "fill_", "zero_")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[list[object]] = []
+        self.reads: list[dict[int, str]] = []
+        self.changed: set[int] = set()
+        self.held: list[torch.Tensor] = []  # nothing is freed, so that no storage takes the place of another
+        self.fresh: set[int] = set()  # storages that the step has made
+        self.written: dict[int, torch.Tensor] = {}  # bytes of other storages that it has overwritten
+
+    def step(self, run: Callable[[], None]) -> None:
+        """Record a step."""
+        self.fresh, self.written = set(), {}
+        self.operations.append([])
+        self.reads.append({})
+        with _HostReads(), self:
+            run()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in self.REFUSED, f"{name} in a static step"
-        return func(*args, **(kwargs or {}))
+        kwargs, name, schema = kwargs or {}, func.overloadpacket.__name__, func._schema
+        refused = name in self.REFUSED or str(func).removeprefix("aten.") in self.REFUSED
+        refused |= torch.Tag.data_dependent_output in func.tags
+        assert not refused and (name != "where" or len(args) > 1), f"{name} in a static step, {_caller()}"
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        inputs = [(each, tensor) for each in schema.arguments for tensor in _tensors(given.get(each.name))]
+        if name.startswith("index"):
+            masks = [tensor for _, tensor in inputs if tensor.dtype in (torch.bool, torch.uint8)]
+            assert not any(mask is tensor for mask in masks for tensor in _tensors(given.get("indices"))), (
+                f"{name} by a mask in a static step, {_caller()}"
+            )
+        self.operations[-1].append((func, str(_plain(args)), str(_plain(kwargs))))
+        result = func(*args, **kwargs)
+        outputs = _tensors(result)
+        self.held += outputs
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+        known = {_storage(tensor) for _, tensor in inputs}
+        if not (is_view and known.issuperset(map(_storage, outputs))):  # a view reads nothing, unless it copies
+            self._note(name, inputs)
+        self.fresh |= {_storage(tensor) for tensor in outputs} - known
+        return result
+
+    def _note(self, name, inputs):
+        """Note what an operation that is no view has read and written."""
+        writes = [(each, tensor) for each, tensor in inputs if each.alias_info is not None and each.alias_info.is_write]
+        overwritten = [tensor for each, tensor in writes if each.is_out or name in self.OVERWRITES]
+        for _, tensor in inputs:
+            place = _storage(tensor)
+            if place in self.fresh or not tensor.numel() or any(tensor is each for each in overwritten):
+                continue
+            if place not in self.written or not _bytes(self.written[place], tensor).all():
+                self.reads[-1].setdefault(place, f"{name}, {_caller()}")
+        for _, tensor in writes:
+            if _storage(tensor) not in self.fresh:
+                self.changed.add(_storage(tensor))
+        for tensor in overwritten:
+            size = tensor.untyped_storage().nbytes()
+            whole = self.written.setdefault(_storage(tensor), torch.zeros(size, dtype=torch.bool))
+            _bytes(whole, tensor).fill_(True)
+
+    def check(self, named: Sequence[torch.Tensor]) -> None:
+        """All steps did the same on the same memory, and what crosses from one to the next is named."""
+        assert all(each == self.operations[0] for each in self.operations[1:]), "steps are not the same operations"
+        for before, after in itertools.pairwise(self.reads):
+            moved = [(before | after)[place] for place in before.keys() ^ after.keys()]
+            assert not moved, f"a step reads what another one has elsewhere: {moved}"
+        crossing = {place: where for place, where in self.reads[0].items() if place in self.changed}
+        for tensor in named:
+            crossing.pop(_storage(tensor), None)
+        assert not crossing, (
+            f"steps change what later ones read, and buffers() does not name it: {[*crossing.values()]}"
+        )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
+
+
+def _plain(value: object) -> object:
+    """An operation's arguments without addresses and values."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _bytes(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor among those of its storage."""
+    size, strides = tensor.element_size(), tensor.stride()
+    return whole.as_strided(
+        (*tensor.shape, size), (*(size * each for each in strides), 1), size * tensor.storage_offset()
+    )
+
+
+def _caller() -> str:
+    """The line that called an operation, outside of PyTorch."""
+    frame = sys._getframe(1)
+    while frame.f_back and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def caches(step: Step) -> list[torch.Tensor]:
+    """The K/V of the target and of drafters."""
+    drafters = [step.drafter, *getattr(step.drafter, "drafters", [])]
+    own = [each.cache for each in (step, *drafters) if isinstance(getattr(each, "cache", None), KVCache)]
+    return [
+        *itertools.chain(*(cache._storages for cache in own)),
+        *(each.keys for each in drafters if hasattr(each, "keys")),
+    ]
 
 
 def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
-    """Trees stay within the drafter's bounds; static steps have one shape and no host synchronisation."""
+    """Trees stay within the drafter's bounds; static steps have one shape, and a CUDA graph can hold them."""
     target = phrases(make_target)
-    for mode, static in itertools.product(("greedy", "sample"), (False, True)):
+    modes: tuple[Mode, ...] = ("greedy", "sample")
+    for mode, static in itertools.product(modes, (False, True)):
         drafter = make(target)
         shapes, propose = set(), drafter.propose
 
@@ -333,13 +483,21 @@ def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
         with torch.inference_mode(), engine_attention([target, *drafter.models]):
             step.reset()
             step.begin(slice(0, 2), STARTS[:2], [Sampling(seed=1), Sampling(seed=2, top_k=9)])
-            for _ in range(5):
-                if static and drafter.static:
-                    with Watch():
-                        step.run()
-                else:
+            if static and drafter.static:
+                simulate_capture(step)
+            else:
+                for _ in range(5):
                     step.run()
         assert not (static and drafter.static) or len(shapes) == 1, shapes
+
+
+def simulate_capture(step: Step) -> None:
+    """One step as it is, in which buffers may be made, and two as a graph would hold them."""
+    step.run()
+    simulation = CaptureSimulation()
+    for _ in range(2):
+        simulation.step(step.run)
+    simulation.check([*step.buffers(), *caches(step)])
 
 
 def _check_tree(tree: TokenTree, root: torch.Tensor, drafter: Drafter) -> None:

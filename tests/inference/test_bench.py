@@ -289,7 +289,7 @@ def test_steps_that_are_no_graph_replays_are_refused_on_request(run_main, quick,
     running(target)
     case = Case(target, None, grow_tree(1, 3), 1, 9, False)
     case.check_graphs()  # nothing was launched
-    case.step.eager, case.step._replay = "", case.step.run  # as on a GPU, where a replay does what ``run`` does
+    case.step.eager, case.step.advance = "", case.step.run  # as on a GPU, where a replay does what ``run`` does
     case.take(2)
     assert (case.steps, case.replays) == (2, 2)
     case.check_graphs()

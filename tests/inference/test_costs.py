@@ -1,11 +1,16 @@
 """Step costs by rows: measured, kept, and interpolated."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
 from draftsmith.inference import costs
 from draftsmith.inference.costs import StepCosts, draft_time, step_costs
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.step import Step, static_by_default
 from draftsmith.inference.tree import Topology
 from draftsmith.kernels.measured import read_measured
 from draftsmith.models.medusa import MedusaHeads
@@ -24,7 +29,8 @@ def test_interpolation_and_extrapolation():
 
 def test_timed_once_and_kept(tiny_lm, tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    monkeypatch.setattr(costs, "SECONDS", 0.3)
+    monkeypatch.setattr(costs, "ROUNDS", costs.MIN_ROUNDS)  # as many as are kept, however long they take
+    monkeypatch.setattr(costs, "SECONDS", 60.0)
     target = load_target(str(tiny_lm))
     first = step_costs(target)
     assert first.plain_seconds > 0 and all(cost >= 1 for _, cost in first.points) and first.points[-1][0] >= 8
@@ -34,12 +40,61 @@ def test_timed_once_and_kept(tiny_lm, tmp_path, monkeypatch):
     assert step_costs(target).points == first.points, "not measured again"
     with pytest.raises(TypeError):
         step_costs(target, lean=False)  # another decoder has other costs
+    with pytest.raises(TypeError):
+        step_costs(load_target(str(tiny_lm), dtype="bfloat16"))  # and another dtype
 
 
 def test_draft_time(make_target):
     target = make_target("llama")
     drafter = MedusaDrafter(MedusaHeads.for_target(target, 2, 1, "shared"), Topology(((0,), (0, 0))), target)
     assert 0 < draft_time(drafter, target, StepCosts({1: 1.0, 2: 1.5})) < 0.1, "in plain steps of a second"
+
+
+def test_on_a_gpu_steps_and_drafts_are_those_of_graphs(make_target, monkeypatch):
+    """Where the engine's steps are static, so are those that are timed; drafts are timed by replays if a graph can hold
+    them. Static steps and drafts run here on the CPU, and a function stands for the timer of a graph."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    cases = [(gpu, False, True), (gpu, True, False), (cpu, False, False)]
+    for at, spread, its in cases:
+        assert static_by_default(cast(Any, SimpleNamespace(device=at, spread=spread))) == its
+    target = make_target("llama")
+    assert not SpeculativeDecoder(target).static
+    steps, drafters, replays = [], [], []
+
+    class Watched(Step):
+        def advance(self):
+            steps.append((self, self.static, self.runner.static))
+            return super().advance()
+
+    class Allocated(MedusaDrafter):
+        def allocate(self, cache, max_depth, static):
+            drafters.append(static)
+            super().allocate(cache, max_depth, static)
+
+    def graph_timer(calls, device):
+        replays.append(len(calls))
+        for call in calls:
+            call()
+        return 0.25
+
+    drafter = Allocated(MedusaHeads.for_target(target, 2, 1, "shared"), Topology(((0,), (0, 0))), target)
+    its = StepCosts({1: 0.5, 2: 1.5})
+    monkeypatch.setattr(costs, "Step", Watched)
+    monkeypatch.setattr(costs, "gpu_seconds", graph_timer)
+    monkeypatch.setattr(costs, "ROUNDS", 1)
+    monkeypatch.setattr(costs, "SECONDS", 60.0)
+    for on_gpu in (False, True):
+        monkeypatch.setattr(costs, "static_by_default", lambda _, on_gpu=on_gpu: on_gpu)
+        monkeypatch.setattr(costs, "_can_be_captured", lambda _, on_gpu=on_gpu: on_gpu)
+        assert step_costs(target).plain_seconds > 0
+        assert {(static, runner) for _, static, runner in steps} == {(on_gpu, on_gpu)}
+        assert len({step for step, *_ in steps}) == 6 and len(steps) == 6 * (1 + costs.REPEATS)
+        found = draft_time(drafter, target, its)
+        assert drafters == [on_gpu] and bool(replays) == on_gpu and (found == 0.5) == on_gpu
+        steps.clear()
+        drafters.clear()
+    monkeypatch.setattr(costs, "_can_be_captured", lambda _: False)
+    assert draft_time(drafter, target, its) < 0.1 and replays == [1], "steps would be eager, too"
 
 
 @pytest.mark.parametrize(("slope", "nodes"), [(0.05, 4), (0.3, 3), (2.0, 1)])

@@ -24,7 +24,7 @@ from scipy import stats
 from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from draftsmith.inference.costs import StepCosts
+from draftsmith.inference.costs import STANDARD_COSTS, StepCosts
 from draftsmith.inference.drafters import levels
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
 from draftsmith.inference.drafters.levels import draw_children
@@ -414,6 +414,22 @@ def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_targe
     sizes.clear()
     serve(target, make(target), static=True)
     assert set(sizes) == {make(target).num_nodes}, "static steps have one shape"
+
+
+def test_a_pass_of_a_batch_costs_what_all_its_nodes_cost():
+    """1, 2 and 2 nodes are run in each of 3 rows; steps have 1, 4, 7 and 9 nodes in each."""
+    costs = StepCosts({1: 1.0, 5: 3.0, 13: 4.0, 40: 90.0})
+    its = levels.Levels(SPARSE, 61, 61, costs=costs, draft_cost=0.25)
+    its.allocate(3, torch.device("cpu"), its.max_depth, False)
+    assert its.layout.runs[:-1] == [1, 2, 2] and its.layout.firsts[1:] == [1, 4, 7, 9]
+    passes = [0.25 * costs.relative(rows) for rows in (3, 6, 6)]
+    steps = [costs.relative(rows) for rows in (3, 12, 21, 27)]
+    expected = [sum(passes[:depth]) + step for depth, step in enumerate(steps)]
+    assert its.times == pytest.approx(expected, rel=1e-12)
+    alone = [levels.STANDARD_PASS * STANDARD_COSTS.relative(rows) for rows in (1, 2, 2)]
+    steps = [STANDARD_COSTS.relative(rows) for rows in (1, 4, 7, 9)]
+    expected = [sum(alone[:depth]) + step for depth, step in enumerate(steps)]
+    assert its.standard_times == pytest.approx(expected, rel=1e-12), "of one row: a seed gives one text in any batch"
 
 
 def test_trees_that_end_early_are_lossless(make_target):

@@ -18,7 +18,7 @@ from lossless_suite import (
     check_warm_up,
 )
 
-from draftsmith.inference import step
+from draftsmith.inference import engine, step
 from draftsmith.inference.costs import StepCosts
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
@@ -341,6 +341,22 @@ def test_costs_end_trees(make_target, tree):
     sizes.clear()
     together = serve(target, make(target), rows=3, mode="sample")
     assert len(sizes) > 1 and [r.accepted for r in alone] == [r.accepted for r in together]
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+def test_a_dynamic_tree_that_runs_more_nodes_than_it_has(make_target, static):
+    """40 nodes are run for a tree of 6: the drafter's cache has slots for them, up to the last step of a text."""
+    target = lossless_suite.phrases(make_target)
+    shape = DynamicShape(8, 6, 6)
+    assert shape.runs == 40 > shape.nodes + 2 * (shape.depth + 1)
+    requests = [Request(STARTS[0], 40, stop_ids=NONE)]
+    plain = SpeculativeDecoder(target).serve(requests, 1)
+    drafter = EagleDrafter(fitted(target, make_target), target, shape)
+    decoder = SpeculativeDecoder(target, drafter, static=static)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "CACHE_GRANULE", 1)  # no slots beyond those that are asked for
+        found = decoder.serve(requests, 1)
+    assert found[0].tokens == plain[0].tokens and max(found[0].accepted) > 1
 
 
 def test_fewer_positions_than_the_target(make_target):

@@ -1,9 +1,16 @@
+"""The check of greedy output: what is a near-tie and what a mismatch, in float32 and in 16 bits."""
+
+import copy
+
 import pytest
 import torch
 
 from draftsmith.inference import lossless
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.lossless import check_greedy
+from draftsmith.inference.runner import Runner
+from draftsmith.models.target import Target
 
 PROMPTS = [[5, 7, 11], [3, 1, 4, 1, 5, 9]]
 LENGTH = 12
@@ -95,3 +102,81 @@ def test_tolerance_is_the_difference_between_two_shapes_of_forward_pass(target):
         tolerance = lossless.tolerance(target, PROMPTS[0], plain(target)[0])
         scale = float(target.logits(target.hidden(torch.tensor(PROMPTS[:1]))).abs().max())
     assert 0 < tolerance < 1e-5 * scale
+
+
+def in_dtype(make_target, family, dtype):
+    """A tiny target in another dtype."""
+    target = make_target(family)
+    return Target(target.model.to(dtype), None, target.name, "")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+@torch.no_grad()
+def test_the_tolerance_in_16_bits_is_the_engines_own(make_target, family):
+    """On most machines passes through transformers differ by less between two shapes, Gemma-2's not at all, than the
+    engine's from them; four times that is the most that counts."""
+    target = in_dtype(make_target, family, torch.bfloat16)
+    prompt, text = PROMPTS[0], plain(target, length=24)[0]
+    theirs = lossless._plain_logits(target, prompt, text)
+    wide = target.logits(target.hidden(torch.tensor([[*prompt, *text[:-1]]]))[0, len(prompt) - 1 :])
+    engine = [lossless._engine_logits(target, prompt, text, nodes) for nodes in (1, 16)]
+    assert engine[0].argmax(-1).tolist() == text, "it is the engine's own text"
+    shapes = lossless._difference(theirs, wide)
+    own = max(lossless._difference(engine[0], other) for other in (engine[1], theirs))
+    last_place = 2.0 ** (int(theirs.abs().max()).bit_length() - 1 - 7)  # bfloat16 has 7 bits behind the leading one
+    found = lossless.tolerance(target, prompt, text)
+    assert found == min(max(own, shapes), 4 * shapes) + last_place
+    forward = Runner.forward_nodes
+
+    def defect(self, tokens, *args, **options):
+        hidden, captured = forward(self, tokens, *args, **options)
+        return (hidden if tokens.shape[1] == 1 else hidden.flip(-1)), captured
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "forward_nodes", defect)
+        wrong = lossless._engine_logits(target, prompt, text, 16)
+        assert lossless._difference(engine[0], wrong) > 1 > lossless.tolerance(target, prompt, text)
+
+
+def test_16_bits(make_target):
+    """Texts of a target that rounds differently by shape differ from plain decoding, by near-ties alone; a wrong token
+    in them is a mismatch."""
+    target = in_dtype(make_target, "granite", torch.bfloat16)
+    prompts = [[n, 7 + n, 3 * n % 61] for n in range(20)]
+    drafter = DraftModelDrafter(target, target, [2, 1, 1, 1])
+    outputs = [result.tokens for result in SpeculativeDecoder(target, drafter).generate(prompts, 30)]
+    reference = [plain(target, [prompt], 30)[0] for prompt in prompts]  # one row at a time
+    check = check_greedy(target, prompts, outputs, reference)
+    assert not check.identical and check.near_ties > 0 and check.mismatches == 0, check
+    kinds = {weight.dtype for weight in target.model.parameters()}
+    assert kinds == {torch.bfloat16} and not any(module._forward_hooks for module in target.model.modules())
+    with torch.no_grad():
+        logits = target.logits(target.hidden(torch.tensor([[*prompts[0], *outputs[0][:8]]])))[0, -1].float()
+    assert int(logits.argmax()) == outputs[0][8]
+    outputs[0][8] = int((logits - (logits.max() - 0.7)).abs().argmin())  # a logit lower by 0.7, about
+    assert check_greedy(target, prompts[:1], outputs[:1], reference[:1]).mismatches > 0
+
+
+@pytest.mark.parametrize("gap, near_ties, mismatches", [(0.3, 1, 0), (1.0, 0, 1)])
+def test_float32_decides_beyond_the_tolerance(make_target, monkeypatch, gap, near_ties, mismatches):
+    """A gap that is beyond the tolerance, but that rounding to bfloat16 may reverse; and one that it may not."""
+    target = in_dtype(make_target, "llama", torch.bfloat16)
+    reference, output = tied(target, gap)
+    check = check_greedy(target, PROMPTS, output, reference)
+    assert (check.identical, check.near_ties, check.mismatches) == (False, near_ties, mismatches)
+    assert 0 < check.tolerance < gap - 0.05
+    monkeypatch.setattr(lossless, "_float32_logits", lambda *_: None)  # quantized: by the tolerance alone
+    assert check_greedy(target, PROMPTS, output, reference).mismatches == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "granite"])
+@torch.no_grad()
+def test_the_same_weights_in_float32(make_target, family):
+    target = in_dtype(make_target, family, torch.bfloat16)
+    weights = {name: weight.data_ptr() for name, weight in target.model.named_parameters()}
+    found = lossless._float32_logits(target, PROMPTS[1], [5, 2, 44])
+    assert found is not None and found.dtype == torch.float32
+    assert weights == {name: weight.data_ptr() for name, weight in target.model.named_parameters()}
+    copied = Target(copy.deepcopy(target.model).float(), None, "", "")
+    expected = copied.logits(copied.hidden(torch.tensor([[*PROMPTS[1], 5, 2]]))[0, -3:])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))

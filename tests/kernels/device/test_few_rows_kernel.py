@@ -7,6 +7,7 @@ from torch import nn
 from draftsmith.kernels import linear as linears
 from draftsmith.kernels.few_rows import FewRowsForm, few_rows_product, few_rows_reference, part_length, sum_parts
 from draftsmith.kernels.linear import apply_linear, partial_buffer, partial_product, product
+from draftsmith.kernels.measured import no_collection
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 FORMS = [  # rows, inputs, outputs, form
@@ -112,7 +113,7 @@ def test_replayed(name, device):
     before, run = step().clone(), step
     if device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with no_collection(), torch.cuda.graph(graph):
             captured = step()
 
         def run():
@@ -140,7 +141,7 @@ def test_nothing_is_measured_in_a_capture(monkeypatch, device):
             assert linears._choose_on_gpu(3, module.weight.t(), False) == "blas"
             return
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with no_collection(), torch.cuda.graph(graph):
             found = apply_linear(module, x)
         graph.replay()
         assert torch.equal(found, want)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from draftsmith.kernels.measured import no_collection
 from draftsmith.kernels.shortlist_linear import (
     pack_shortlist,
     shortlist_logits,
@@ -154,7 +155,7 @@ def test_replayed(device):
             step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with no_collection(), torch.cuda.graph(graph):
             captured = step()
 
         def run():
