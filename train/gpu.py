@@ -58,6 +58,7 @@ MARK = "DRAFTSMITH_GPU_RUN"  # environment variable of every process that a part
 MODELS = ("target", "drafter", "ssms", "eagle", "dynaspec")
 TABLE_BYTES, ARCHIVE_BYTES, FILE_BYTES = 8_000, 15_000_000, 1_000_000
 PROCESSES = 12  # of parallel tests, at most
+REHEARSAL = 600  # seconds after which a part's rehearsal is killed
 # Hidden from a part's rehearsal unless it needs them; the others are needed by torch, transformers or accelerate.
 HIDDEN = {"pydantic", "scipy", "sklearn", "matplotlib", "peft", "triton", *UNUSED} - {"huggingface_hub"}
 HIDE = """import importlib.machinery, os
@@ -400,7 +401,7 @@ def run_all(
                     if why := reason(part):
                         end(part, "not run", Finding(why), 0.0)
                         break  # parts that wait for it
-                    limit = min(part.limit, deadline - time.monotonic())
+                    limit = min(REHEARSAL if rehearsal else part.limit, deadline - time.monotonic())
                     print(f"{part.name}: {part.goal} (at most {limit:.0f} s)", flush=True)
                     running[pool.submit(run_part, part, work, rehearsal, limit)] = part
                 for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():

@@ -24,7 +24,7 @@ from draftsmith.train.gpu_parts import PACKAGES, PARTS, Part
 
 ROOT = Path(__file__).resolve().parents[1]
 DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn"}  # of import names, where they differ
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass
@@ -49,48 +49,51 @@ class Imports:
 
 @cache
 def imports_of(path: Path) -> Imports:
-    imports, tree = Imports(), ast.parse(path.read_text(encoding="utf-8"))
+    source = path.read_text(encoding="utf-8")
+    imports, tree = Imports(), ast.parse(source)
 
     def visit(node: ast.AST, optional: bool, function: str | None) -> None:
-        names = imports.names.setdefault(function, set())
         if isinstance(node, ast.Import):
             imports.found += [(alias.name, optional, function) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             imports.found += [(f"{node.module}.{alias.name}", optional, function) for alias in node.names]
-        elif isinstance(node, ast.arg):
-            names.add(node.arg)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names.add(node.value)
-            if re.fullmatch(r"draftsmith(\.\w+){2,}", node.value):  # a drafter's family, imported by its name
-                imports.found.append((node.value, True, function))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            name = node.args[0]
-            if isinstance(name, ast.Constant):
-                imports.found.append((str(name.value), optional, function))
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             return
-        if isinstance(node, ast.Try) and any("ImportError" in ast.unparse(h.type) for h in node.handlers if h.type):
-            optional = True
-        inside = isinstance(node, FUNCTIONS)
-        for child in ast.iter_child_nodes(node):
-            visit(child, optional or inside, function)
+        optional |= isinstance(node, FUNCTIONS)
+        if isinstance(node, ast.Try):
+            optional |= any("ImportError" in ast.unparse(each.type) for each in node.handlers if each.type)
+        for field_name in ("body", "handlers", "orelse", "finalbody"):
+            for child in getattr(node, field_name, ()):
+                visit(child, optional, function)
 
     for node in tree.body:
-        name = getattr(node, "name", None) if isinstance(node, FUNCTIONS) else None
-        if name is not None and (name.startswith("pytest_") or "autouse=True" in ast.unparse(node).split("def ")[0]):
-            imports.hooks.add(name)
+        name = node.name if isinstance(node, FUNCTIONS) else None
         visit(node, False, name)
+        if is_test(path):
+            names = imports.names.setdefault(name, set())
+            for each in ast.walk(node):
+                names |= {each.arg} if isinstance(each, ast.arg) else set()
+                names |= {each.value} if isinstance(each, ast.Constant) and isinstance(each.value, str) else set()
+            if name and (name.startswith("pytest_") or "autouse=True" in ast.unparse(node).split("def ")[0]):
+                imports.hooks.add(name)
+    # By name: a drafter's family, and libraries that may be missing.
+    named = re.findall(r'"(draftsmith(?:\.\w+){2,})"|import_module\("([\w.]+)"\)', source)
+    imports.found += [(family or library, True, None) for family, library in named]
     return imports
 
 
-def file_of(name: str, near: Path) -> Path | None:
-    """The file of a module: of draftsmith by its full name, of tests' helpers by their own; None for a package's."""
+@cache
+def file_of(name: str, root: Path, test: bool) -> Path | None:
+    """The file of a module below ``root``: of draftsmith by its full name, of tests' helpers by their own; None for a
+    package's."""
     first, *parts = name.split(".")
     if first == "draftsmith":
-        while parts and not (ROOT.joinpath(*parts).with_suffix(".py")).is_file():
+        while parts and not (root.joinpath(*parts).with_suffix(".py")).is_file():
             parts.pop()  # the last name is a function's or a class's
-        return ROOT.joinpath(*parts).with_suffix(".py") if parts else None
-    return next((ROOT / "tests").rglob(f"{first}.py"), None) if is_test(near) else None
+        return root.joinpath(*parts).with_suffix(".py") if parts else None
+    if not test or first in sys.stdlib_module_names:
+        return None
+    return next((root / "tests").rglob(f"{first}.py"), None)
 
 
 def is_test(path: Path) -> bool:
@@ -122,7 +125,7 @@ def closure_of(files: Iterable[Path]) -> Closure:
                 if function not in asked | imports.hooks:
                     continue
                 optional = False
-            found, first = file_of(name, path), name.split(".")[0]
+            found, first = file_of(name, ROOT, is_test(path)), name.split(".")[0]
             if found is not None:
                 waiting.append(found)
             elif first not in (*sys.stdlib_module_names, "draftsmith"):

@@ -280,7 +280,8 @@ def last(folder: Path, name: str) -> float:
 
 
 def tree_of(folder: Path) -> str:
-    return f"{1 + len(json_object(folder / 'tree.json')['paths'])} nodes"
+    tree = json_object(folder / "tree.json")
+    return f"{1 + sum(map(len, tree.get('parts', [tree.get('paths', [])])))} nodes"  # parts: of each SSM
 
 
 def reports_of(folder: Path, *, graphs: bool) -> list[dict[str, Any]]:
