@@ -61,11 +61,20 @@ PROCESSES = 12  # of parallel tests, at most
 REHEARSAL = 600  # seconds after which a part's rehearsal is killed
 # Hidden from a part's rehearsal unless it needs them; the others are needed by torch, transformers or accelerate.
 HIDDEN = {"pydantic", "scipy", "sklearn", "matplotlib", "peft", "triton", *UNUSED} - {"huggingface_hub"}
-HIDE = """import importlib.machinery, os
+# sitecustomize.py of a rehearsal's processes. The second half: in numpy from 2.4 on, int() refuses an array of one
+# element, which Triton 3.6's interpreter has for a scalar; later versions squeeze it.
+REHEARSED = """import importlib.machinery, importlib.metadata, os
 hidden, find = os.environ.get("DRAFTSMITH_HIDDEN", "").split(), importlib.machinery.PathFinder.find_spec
 importlib.machinery.PathFinder.find_spec = classmethod(
     lambda cls, name, *more: None if name.split(".")[0] in hidden else find(name, *more)
 )
+if os.environ.get("TRITON_INTERPRET") and importlib.metadata.version("triton").startswith("3.6."):
+    from triton.runtime import interpreter
+    before = interpreter._patch_lang_tensor
+    def patch(tensor, scope):
+        before(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+    interpreter._patch_lang_tensor = patch
 """
 
 
@@ -145,10 +154,10 @@ def environment(part: Part, work: Path, rehearsal: bool) -> dict[str, str]:
     if rehearsal:
         more |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DRAFTSMITH_CACHE": str(work / "cache")}
         more |= {"TRITON_INTERPRET": "1"} if part.interpreted else {}
-        (work / "hidden").mkdir(exist_ok=True)
-        write_text(work / "hidden" / "sitecustomize.py", HIDE)
+        (work / "site").mkdir(exist_ok=True)
+        write_text(work / "site" / "sitecustomize.py", REHEARSED)
         more |= {"DRAFTSMITH_HIDDEN": " ".join(HIDDEN.difference(needs_of(part)))}
-        paths.insert(0, str(work / "hidden"))
+        paths.insert(0, str(work / "site"))
     more["PYTHONPATH"] = os.pathsep.join(paths)
     return {**{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}, **more}
 
@@ -392,7 +401,8 @@ def run_all(
         short = left < part.limit / 2
         return f"left out: {max(left, 0):.0f} s of the budget are left, it may take {part.limit} s" if short else ""
 
-    with ThreadPoolExecutor(workers) as pool:
+    cores = sorted(os.sched_getaffinity(0)) if workers > 1 and hasattr(os, "sched_setaffinity") else []
+    with ThreadPoolExecutor(workers, initializer=pin, initargs=(cores,)) as pool:
         try:
             while waiting or running:
                 busy = {part.name for part in [*waiting, *running.values()]}
@@ -411,6 +421,13 @@ def run_all(
             raise
     print(write(), flush=True)
     return in_order()
+
+
+def pin(cores: list[int]) -> None:
+    """Keep this thread, and the processes that it starts, on one of the cores: two threads of each of two processes
+    would wait for each other."""
+    if cores:
+        os.sched_setaffinity(0, {cores.pop()})
 
 
 def interrupt(signum: int, frame: FrameType | None) -> None:
