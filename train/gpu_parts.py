@@ -208,7 +208,7 @@ PARTS = (
         "medusa", "Medusa-1 on that target trains and calibrates (τ: unmeasured, no goal)", 130,
         (MEDUSA + "target.name={target} stages.0.optim.lr=1e-3 " + HALF,
          "python inference/calibrate.py {drafter} --seconds 30"),
-        (MEDUSA + "--tiny", "python inference/calibrate.py {drafter} --seconds 0.1"),
+        (MEDUSA + "--tiny", "python inference/calibrate.py {drafter} --seconds 1"),
         judge_medusa, ("triton",), ("target",), ("{drafter}/config.json",),
     ),
     Part(
@@ -279,7 +279,7 @@ PARTS = (
         "eagle", "EAGLE-3 on that target trains and calibrates (τ: unmeasured, no goal)", 170,
         (EAGLE + "target.name={target} cache_hidden=none " + HALF,
          "python inference/calibrate.py {eagle} --seconds 30"),
-        (EAGLE + "--tiny", "python inference/calibrate.py {eagle} --seconds 0.1"),
+        (EAGLE + "--tiny", "python inference/calibrate.py {eagle} --seconds 1"),
         judge_eagle, ("triton",), ("target",), ("{eagle}/config.json",),
     ),
     Part(
@@ -305,7 +305,7 @@ PARTS = (
          DECODE_DYNASPEC + "{out}/dynaspec/two --max-new-tokens 128 --seconds 15 {eagle}",
          "DRAFTSMITH_ONE_STREAM=1 " + DECODE_DYNASPEC + "{out}/dynaspec/one --max-new-tokens 128 --seconds 15"),
         # Its base is a new one, which has no tree of its own.
-        (DYNASPEC + "--tiny", "python inference/calibrate.py {dynaspec} --seconds 0.1",
+        (DYNASPEC + "--tiny", "python inference/calibrate.py {dynaspec} --seconds 1",
          DECODE_DYNASPEC + "{out}/dynaspec/two --max-new-tokens 8 --seconds 0.1 --threads 1 "
          "--tree {dynaspec}/tree.json {dynaspec}/drafter",
          "DRAFTSMITH_ONE_STREAM=1 " + DECODE_DYNASPEC
@@ -316,7 +316,7 @@ PARTS = (
         "ssm", "a boosted ensemble on that target trains and calibrates (τ: unmeasured, no goal)", 200,
         (SSM + "target.name={target} 'drafter.layers=[0, 15]' data.train.0.answers.prompts=1536",
          "python inference/calibrate.py {ssms} --seconds 30"),
-        (SSM + "--tiny boost.min_prompts=1", "python inference/calibrate.py {ssms} --seconds 0.1"),
+        (SSM + "--tiny boost.min_prompts=1", "python inference/calibrate.py {ssms} --seconds 1"),
         judge_ssm, ("triton",), ("target",), ("{ssms}/config.json",),
     ),
     Part(
