@@ -24,7 +24,7 @@ help:
 	@echo 'make lint       ruff and pyright'
 	@echo 'make bench      measure training and decoding on this machine'
 	@echo 'make bench-medusa  four ways to train Medusa heads, compared'
-	@echo 'make gpu        everything that BENCHMARKS.md awaits a GPU for, in 25 minutes at most (MINUTES=…)'
+	@echo 'make gpu        what BENCHMARKS.md awaits a GPU for, in 25 minutes at most (MINUTES=…), or a part of it in 9: BUNDLE=1'
 	@echo 'make gpu-rehearsal  the same at toy size on a CPU'
 
 install: .venv/installed
@@ -108,11 +108,13 @@ bench-medusa: install
 	time $(PY) train/bench_medusa.py --prompts runs/bench-medusa/prompts.jsonl --out runs/bench-medusa
 
 # No `make install` needed: any Python with torch and transformers will do, make gpu PY=python3. Parts that have a
-# result are not run again; python train/gpu.py --help tells more.
+# result are not run again; python train/gpu.py --help tells more. BUNDLE: parts for nine minutes of a bare machine, by
+# number. OUT: a folder for the table and the archive of all results, where only that folder comes back.
 MINUTES ?= 25
+GPU := $(if $(wildcard $(PY)),$(PY),$(PYTHON)) train/gpu.py
 
 gpu:
-	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) train/gpu.py --minutes $(MINUTES)
+	$(GPU) $(if $(BUNDLE),--bundle $(BUNDLE)) --minutes $(MINUTES) $(if $(OUT),--out $(OUT))
 
 gpu-rehearsal:
-	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) train/gpu.py --rehearsal --again
+	$(GPU) --rehearsal --again

@@ -11,8 +11,9 @@ nothing is downloaded or prefilled. The state is restored before each timed step
 
 steps    the median time of a whole step as the engine launches it (on a GPU in a CUDA graph), its 20 % and 80 %
          quantiles, and its ratio to the plain step (one node), which is always measured. «of bound»: the lower bound of
-         this device over the median: reading the weights of the target, its LM head, the draft heads and the prefix's
-         K/V once at the measured copy bandwidth, or the products at the rate of a large one, whichever takes longer.
+         this device over the median: reading the weights of the target, its LM head (heads that share it read it
+         again), the draft heads and the prefix's K/V once at the measured copy bandwidth, or the products at the rate
+         of a large one, whichever takes longer.
 phases   medians of instrumented steps. On a GPU these are eager and include the host's time to launch kernels.
          «outside»: the share outside the target's forward pass and LM head (CPU). Random heads are never right, so a
          commit that moves nodes is timed separately: «moving».
@@ -107,7 +108,7 @@ from draftsmith.inference.step import Clock, Step, capacity_for
 from draftsmith.inference.terminal import console, make_console
 from draftsmith.inference.tree import MAX_NODES, Ranks, StaticTree, Topology
 from draftsmith.kernels import bench as kernel_bench
-from draftsmith.kernels.bench import Device
+from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
@@ -183,31 +184,42 @@ def grow_tree(nodes: int, heads: int) -> Topology:
     return Topology(tuple(paths))
 
 
-def required_work(
+def works_of_step(
     target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int
-) -> tuple[int, int]:
-    """Lower bounds of a dense target's step: the bytes that it reads, and its multiply-adds · 2.
+) -> list[Work]:
+    """The least work of a dense target's step: its products, its attention, and the draft heads.
 
-    Every weight is read once, a tied or shared LM head too, embedding tables not at all. The target's matrices are
-    multiplied with every node, those of the heads with one hidden state per row; nodes attend to the prefix and their
-    ancestors.
+    Every weight is read once, but embedding tables, which are not read, and the LM head that draft heads share: they
+    wait for the target's best tokens, so that they read it again. The target's matrices are multiplied with every node,
+    those of the heads with one hidden state per row; nodes attend to the prefix and their ancestors. Launches: the
+    kernels of a greedy step without drafting.
     """
     tables = {id(module.weight) for module in target.decoder.modules() if isinstance(module, nn.Embedding)}
     weights = [w for w in target.decoder.parameters() if id(w) not in tables] + list(target.lm_head.parameters())
-    read = sum(w.numel() for w in weights)
     products = sum(w.numel() for w in weights if w.dim() > 1) * batch * topology.num_nodes
     # If some layers have a sliding window, all are counted with it: a lower bound.
     seen = min(context, getattr(target.config, "sliding_window", None) or context)
     keys = topology.num_nodes * seen + sum(depth + 1 for depth in topology.depths)
-    for kv_heads, width in target.kv_shapes:
-        read += 2 * batch * seen * kv_heads * width
-        products += 2 * batch * keys * target.config.num_attention_heads * width
+    cached = sum(2 * batch * seen * kv_heads * width for kv_heads, width in target.kv_shapes)
+    scores = sum(2 * batch * keys * target.config.num_attention_heads * width for _, width in target.kv_shapes)
+    (per_layer, around), size = STEP_LAUNCHES, target.dtype.itemsize
+    launches = per_layer * len(target.kv_shapes) + around
+    works = [Work(size * sum(w.numel() for w in weights), 2 * products, launches), Work(size * cached, 2 * scores)]
     used = topology.max_depth  # further heads are not run
-    if heads is not None:
-        blocks, projections = heads.weight[:, :used].numel(), used * target.vocab_size * target.hidden_size
-        read += blocks + heads.bias[:, :used].numel() + (0 if heads.projection is None else projections)
-        products += batch * (blocks + projections)
-    return read * target.dtype.itemsize, 2 * products
+    if heads is not None and used:
+        head = target.vocab_size * target.hidden_size
+        blocks, read = heads.weight[:, :used].numel(), head * (1 if heads.projection is None else used)
+        read += blocks + heads.bias[:, :used].numel()
+        works.append(Work(size * read, 2 * batch * (blocks + used * head)))
+    return works
+
+
+def required_work(
+    target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int
+) -> tuple[int, int]:
+    """The bytes that a step reads at least, and its multiply-adds · 2: the sums of :func:`works_of_step`."""
+    works = works_of_step(target, heads, topology, batch, context)
+    return int(sum(work.moved for work in works)), int(sum(work.operations for work in works))
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, bytes_read: int) -> Device:
@@ -362,7 +374,8 @@ def take_turns(cases: Sequence[Case], repeat: int) -> list[list[float]]:
 def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -> dict[str, Any]:
     """The measurements of a case as a row of the JSON file; all times in seconds."""
     median, low, high = quantiles(times)
-    moved_bytes, flops = required_work(target, case.heads, case.topology, case.batch, case.context)
+    works = works_of_step(target, case.heads, case.topology, case.batch, case.context)
+    moved_bytes, flops = sum(work.moved for work in works), sum(work.operations for work in works)
     by_bytes, by_flops = moved_bytes / best.copy_bandwidth, flops / best.matmul_rate
     bound, phases = max(by_bytes, by_flops), case.phases(len(times))
     moved, commit = case.moving_commit(len(times))
@@ -375,17 +388,21 @@ def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -
         "depth": case.topology.max_depth, "execution": case.step.execution,
         "steps": case.steps, "graph_replays": case.replays,
         "median": median, "low": low, "high": high, "ratio": None,
+        "work": [asdict(work) for work in works],
         "bytes": moved_bytes, "flops": flops, "bound": bound, "bound_by": "bytes" if by_bytes > by_flops else "flops",
         "of_bound": bound / median, "bytes_per_second": moved_bytes / median, "flops_per_second": flops / median,
         "seconds": phases, "outside_target": outside, "moving_commit": {"nodes": moved, "seconds": commit},
     }  # fmt: skip
 
 
-def bench_target(target: Target, best: Device, args: argparse.Namespace, tables: list[str]) -> list[dict[str, Any]]:
+def bench_target(
+    target: Target, best: Device, args: argparse.Namespace, tables: list[str], keep: Callable[[list[Any]], None]
+) -> list[dict[str, Any]]:
     """The rows of every combination on a target; one that does not fit into memory is left out with one line.
 
     Args:
         tables: profiles written so far; those of this target are appended.
+        keep: is given all rows whenever there are new ones, so that a command that is killed keeps what it measured.
     """
     heads = functools.cache(lambda projection: projection and random_heads(target, args.heads, projection))
     trees = [(None, 1), *((p, n) for p in args.projection for n in sorted(set(args.nodes)) if n > 1)]
@@ -425,8 +442,10 @@ def bench_target(target: Target, best: Device, args: argparse.Namespace, tables:
                 left_out(what, error)
             if args.compile:
                 torch.compiler.reset()  # it gives up after a few shapes
-        plain = next((row["median"] for row in measured if row["nodes"] == 1), None)
-        rows += [{**row, "ratio": row["median"] / plain if plain else None} for row in measured]
+            plain = next((row["median"] for row in measured if row["nodes"] == 1), None)
+            measured = [{**row, "ratio": row["median"] / plain if plain else None} for row in measured]
+            keep(rows + measured)
+        rows += measured
     return rows
 
 
@@ -514,6 +533,8 @@ def main() -> None:
     facts: dict[str, Any] = {"dtype": name, "draft_heads": args.heads, "repeat": args.repeat, "compiled": args.compile}
     facts |= {"device": device_name(device), "limits": {}, "rows": []}
     facts |= {"versions": versions(), "command": "python inference/bench.py " + shlex.join(sys.argv[1:])}
+    trees = 1 + len(args.projection) * len(set(args.nodes) - {1})
+    facts["planned"] = len(args.shape or [args.target]) * len(args.batches) * len(args.contexts) * trees  # rows
     tables: list[str] = []
     for shape in args.shape or [args.target]:
         release()
@@ -534,11 +555,14 @@ def main() -> None:
         with torch.inference_mode(), target.attention(ATTENTION), torch.cuda.device_of(target.lm_head.weight):
             bytes_read = required_work(target, None, Topology(()), 1, min(args.contexts))[0]
             best = measure_device(device, getattr(torch, name), bytes_read)
-            rows = bench_target(target, best, args, tables)
-        facts["limits"][target.name] = asdict(best)
-        facts["rows"] += rows
-        if args.out:  # after each target, so that an interrupted command keeps what it measured
-            write_json(args.out, facts)
+            facts["limits"][target.name], before = asdict(best), facts["rows"]
+
+            def keep(rows: list[Any], before: list[Any] = before) -> None:
+                facts["rows"] = before + rows
+                if args.out:
+                    write_json(args.out, facts)
+
+            rows = bench_target(target, best, args, tables, keep)
         del target  # its memory is the next one's
         if rows:
             rates = f"copies {best.copy_bandwidth / 1e9:,.1f} GB/s, multiplies {best.matmul_rate / 1e9:,.1f} GFLOP/s"

@@ -722,31 +722,33 @@ def main() -> None:
     console.print(f"{total} measurements, at most about {format_duration(most)} in all", markup=False)
     batches: list[dict[str, Any]] = []
     measured: dict[str, list[Served]] = {name: [] for name in decoders}
+    found: dict[str, Any] = {
+        "target": target.describe(), "drafters": list(decoders), "prompts": len(prompts),
+        "max_new_tokens": args.max_new_tokens, "seed": args.seed, "rounds": args.rounds, "seconds": args.seconds,
+        "execution": {}, "planned": len(args.batches), "batches": batches, "texts": {}, "threads": args.threads,
+        "dtype": str(target.dtype).removeprefix("torch."), "device": device_name(target.device), "versions": versions(),
+        "command": "python inference/bench_serving.py " + shlex.join(sys.argv[1:]),
+    }  # fmt: skip
     with ProgressBar("serving", total, console, transient=True) as advance:
         for number, rows in enumerate(args.batches):
             capacity, loads = measure_batch(
                 decoders, prompts, rows, args, lambda done, note, before=number * each: advance(before + done, note)
             )
             batches.append(batch_figures(rows, capacity, loads))
+            found["execution"] = {name: decoder.execution for name, decoder in decoders.items()}
+            if args.out:  # so that a command that is killed keeps what it measured
+                write_json(args.out, found)
             for rounds in (capacity, *loads.values()):
                 for name, served in rounds.items():
                     measured[name] += served
-    texts = check_texts(decoders[PLAIN], prompts, args.max_new_tokens, measured)
-    found = {
-        "target": target.describe(), "drafters": list(decoders), "prompts": len(prompts),
-        "max_new_tokens": args.max_new_tokens, "seed": args.seed, "rounds": args.rounds, "seconds": args.seconds,
-        "execution": {name: decoder.execution for name, decoder in decoders.items()}, "batches": batches,
-        "texts": texts, "threads": args.threads, "dtype": str(target.dtype).removeprefix("torch."),
-        "device": device_name(target.device), "versions": versions(),
-        "command": "python inference/bench_serving.py " + shlex.join(sys.argv[1:]),
-    }  # fmt: skip
+    found["texts"] = check_texts(decoders[PLAIN], prompts, args.max_new_tokens, measured)
     print_tables(found)
     if args.out:
         picture = args.out.with_suffix(".png")
         write_json(args.out, found)
         plot(found, picture)
         console.print(f"wrote {args.out} and {picture}", markup=False, soft_wrap=True)
-    if any(row["mismatches"] for row in texts.values()):
+    if any(row["mismatches"] for row in found["texts"].values()):
         raise SystemExit(1)
 
 

@@ -32,6 +32,7 @@ Under TRITON_INTERPRET=1 without a GPU the same runs on the CPU: the results are
 
 import argparse
 import importlib.util
+import itertools
 import platform
 import timeit
 from collections.abc import Callable, Sequence
@@ -92,6 +93,7 @@ from draftsmith.kernels.head_topk import head_topk
 from draftsmith.kernels.measured import no_collection
 from draftsmith.kernels.res_block import MAX_ROWS as MAX_POSITIONS
 from draftsmith.kernels.res_block import res_block, res_block_reference
+from draftsmith.kernels.roofline import Device, Work
 from draftsmith.kernels.rotate_write import rotate_write, rotate_write_reference
 from draftsmith.kernels.shortlist_linear import (
     pack_shortlist,
@@ -115,14 +117,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 COLD_BYTES = 256 << 20  # of data that a graph reads in turn, beyond any L2 cache
 CHUNK = 512  # prompt tokens of a forward pass, as the engine runs them
 LIMIT = 2.0 if torch.cuda.is_available() else 0.1  # seconds of timing for one row, after compiling
-
-
-@dataclass
-class Device:
-    """Measured limits of a device: bytes/s (read and written) and multiply-adds/s · 2."""
-
-    copy_bandwidth: float
-    matmul_rate: float
 
 
 @dataclass
@@ -206,7 +200,7 @@ def measure_device(dtype: torch.dtype, device: str = "cuda") -> Device:
     """Copy bandwidth over 1 GiB and the rate of a product of 8192 × 8192 matrices (on a CPU far smaller ones), each in
     about :data:`LIMIT` seconds at most."""
     size, width = (1 << 30, 8192) if device == "cuda" else (1 << 24, 256)
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = seconds([lambda: target.copy_(source)])[0]
     a, b = torch.randn(2, width, width, device=device, dtype=dtype)
@@ -216,19 +210,29 @@ def measure_device(dtype: torch.dtype, device: str = "cuda") -> Device:
 class Table:
     """Measure, print and keep rows."""
 
-    def __init__(self, device: Device, name: str) -> None:
-        self.device, self.name, self.rows = device, name, list[Row]()
+    def __init__(self, device: Device, name: str, args: argparse.Namespace) -> None:
+        self.device, self.name, self.args, self.rows = device, name, args, list[Row]()
+        self.done = self.planned = 0  # shapes
 
-    def try_to(self, bench: Callable[..., None], args: argparse.Namespace, *sizes: int) -> None:
-        try:
-            bench(args, self, *sizes)
-        except torch.cuda.OutOfMemoryError:
-            print(f"{bench.__name__}{sizes}: does not fit into this GPU's memory, left out", flush=True)
-        if args.out:  # after each shape, so that an interrupted command keeps what it measured
+    def run(self, benches: Sequence[tuple[Callable[..., None], Sequence[int]]]) -> None:
+        """Measure all shapes: functions of this file and their last arguments. What does not fit is left out."""
+        self.planned = len(benches)
+        for bench, sizes in benches:
+            try:
+                bench(self.args, self, *sizes)
+                self.done += 1
+            except torch.cuda.OutOfMemoryError:
+                print(f"{bench.__name__}{sizes}: does not fit into this GPU's memory, left out", flush=True)
+            self.write()
+
+    def write(self) -> None:
+        """After each row, so that a command that is killed keeps what it measured."""
+        if self.args.out:
             versions = {"torch": torch.__version__, "python": platform.python_version()}
             versions |= {} if triton is None else {"triton": triton.__version__}
-            facts = {"device": self.name, **asdict(self.device), "dtype": args.dtype, "versions": versions}
-            write_json(args.out, facts | {"rows": [asdict(row) for row in self.rows]})
+            facts = {"device": self.name, **asdict(self.device), "dtype": self.args.dtype, "versions": versions}
+            facts |= {"shapes": {"done": self.done, "planned": self.planned}}
+            write_json(self.args.out, facts | {"rows": [asdict(row) for row in self.rows]})
 
     def add(
         self, kernel: str, way: str, shape: dict[str, int], calls: Sequence[Callable[[], Any]], moved: float,
@@ -236,11 +240,12 @@ class Table:
     ) -> None:  # fmt: skip
         """Time the calls; the other arguments are fields of :class:`Row`."""
         median, low, high = seconds(calls)
-        bound = max(moved / self.device.copy_bandwidth, operations / self.device.matmul_rate)
+        bound = self.device.bound(Work(moved, operations))[1]
         row = Row(
             kernel, way, shape, median * 1e6, low * 1e6, high * 1e6, moved, operations, bound / median, difference
         )  # fmt: skip
         self.rows.append(row)
+        self.write()
         sizes = " ".join(f"{name}={size}" for name, size in shape.items())
         print(
             f"{kernel:10} {way:16} {sizes:34} {row.median_us:10.1f} {row.low_us:10.1f} {row.high_us:10.1f} "
@@ -266,9 +271,7 @@ def random_tree(nodes: int) -> tuple[Tensor, Tensor]:
     return (words << torch.arange(64)).sum(-1)[None], depth[None]
 
 
-def bench_attention(
-    args: argparse.Namespace, table: Table, batch: int, context: int, nodes: int, ragged: bool = False
-) -> None:
+def bench_attention(args: argparse.Namespace, table: Table, batch: int, context: int, nodes: int, ragged: int) -> None:
     """Trees behind ``context`` cached tokens each; ragged: only the first row has as many, the others a sixteenth."""
     dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
     slots, scale = context + nodes, width**-0.5
@@ -739,48 +742,48 @@ def main() -> None:
         name = "CPU, interpreted" if INTERPRETING else f"CPU, {torch.get_num_threads()} threads"
         if args.device == "cuda":
             name = torch.cuda.get_device_name()
-        table = Table(measure_device(DTYPES[args.dtype], args.device), name)
+        table = Table(measure_device(DTYPES[args.dtype], args.device), name, args)
         print(
             f"{name}: copies {table.device.copy_bandwidth / 1e12:.3g} TB/s (read and written), multiplies "
             f"{args.dtype} at {table.device.matmul_rate / 1e12:.3g} TFLOP/s\n"
             f"{'kernel':10} {'way':16} {'shape':34} {'median µs':>10} {'20 %':>10} {'80 %':>10} {'of bound':>9} "
             f"{'difference':>11}"
         )
-        for batch in args.batches:
+        table.run(benches_of(wanted, args))
+
+
+def benches_of(wanted: Sequence[str], args: argparse.Namespace) -> list[tuple[Callable[..., None], Sequence[int]]]:
+    """What is measured, in this order: a function of this file and its last arguments."""
+    benches: list[tuple[Callable[..., None], Sequence[int]]] = []
+    vocabularies = args.vocabulary or [VOCABULARY]
+    for batch in args.batches:
+        if "attention" in wanted:
+            benches.append((bench_prefill, (batch, max(args.contexts))))
+        for nodes in args.nodes:
             if "attention" in wanted:
-                table.try_to(bench_prefill, args, batch, max(args.contexts))
-            for nodes in args.nodes:
-                if "attention" in wanted:
-                    for context in args.contexts:
-                        table.try_to(bench_attention, args, batch, context, nodes)
-                        if batch > 1:
-                            table.try_to(bench_attention, args, batch, context, nodes, True)
-                if "commit" in wanted:
-                    table.try_to(bench_commit, args, batch, nodes)
-                if "verify" in wanted:
-                    for vocabulary in args.vocabulary or [VOCABULARY]:
-                        table.try_to(bench_verify, args, batch, nodes, vocabulary)
-                if "fused" in wanted:
-                    for bench in (bench_add_norm, bench_rotate_write, bench_gated):
-                        for parts in (1, 4):
-                            table.try_to(bench, args, batch, nodes, parts)
-                    table.try_to(bench_acceptance, args, batch, nodes)
-            if "fused" in wanted and batch <= MAX_POSITIONS:  # with more, the kernel is not used
-                table.try_to(bench_res_block, args, batch)
-            if "head_topk" in wanted:
-                for vocabulary in args.vocabulary or [VOCABULARY]:
-                    table.try_to(bench_head_topk, args, batch, vocabulary)
-            if "shortlist" in wanted:
-                for vocabulary in args.vocabulary or VOCABULARIES:
-                    for nodes in args.level:
-                        table.try_to(bench_shortlist, args, batch, nodes, vocabulary)
-        if "few_rows" in wanted:
-            width = args.hidden
-            shapes = [(int(inputs * width), int(outputs * width)) for inputs, outputs in PRODUCTS]
-            shapes += [(width, vocabulary) for vocabulary in args.vocabulary or HEADS]
-            for rows in args.rows:
-                for inputs, outputs in shapes:
-                    table.try_to(bench_few_rows, args, rows, inputs, outputs)
+                for context in args.contexts:
+                    benches += [(bench_attention, (batch, context, nodes, ragged)) for ragged in range(min(batch, 2))]
+            if "commit" in wanted:
+                benches.append((bench_commit, (batch, nodes)))
+            if "verify" in wanted:
+                benches += [(bench_verify, (batch, nodes, vocabulary)) for vocabulary in vocabularies]
+            if "fused" in wanted:
+                fused = (bench_add_norm, bench_rotate_write, bench_gated)
+                benches += [(bench, (batch, nodes, parts)) for bench in fused for parts in (1, 4)]
+                benches.append((bench_acceptance, (batch, nodes)))
+        if "fused" in wanted and batch <= MAX_POSITIONS:  # with more, the kernel is not used
+            benches.append((bench_res_block, (batch,)))
+        if "head_topk" in wanted:
+            benches += [(bench_head_topk, (batch, vocabulary)) for vocabulary in vocabularies]
+        if "shortlist" in wanted:
+            sizes = itertools.product(args.vocabulary or VOCABULARIES, args.level)
+            benches += [(bench_shortlist, (batch, nodes, vocabulary)) for vocabulary, nodes in sizes]
+    if "few_rows" in wanted:
+        width = args.hidden
+        shapes = [(int(inputs * width), int(outputs * width)) for inputs, outputs in PRODUCTS]
+        shapes += [(width, vocabulary) for vocabulary in args.vocabulary or HEADS]
+        benches += [(bench_few_rows, (rows, *shape)) for rows in args.rows for shape in shapes]
+    return benches
 
 
 if __name__ == "__main__":

@@ -134,6 +134,9 @@ def main() -> None:
         say(line)
     args.dtype = chosen.value  # what the report says
     results: list[dict[str, Any]] = []
+    shape = {name: value for name, value in vars(args).items() if name != "out"}
+    facts = {"shape": shape, "results": results, "device": device_name(device), "versions": versions()}
+    facts["command"] = "python train/bench_step.py " + shlex.join(sys.argv[1:])
     for stage in args.stages:  # each on a target of its own: the second one puts adapters on it
         try:
             target = random_target(args.shape, args.tokens, DTYPES[args.dtype], device)
@@ -141,6 +144,8 @@ def main() -> None:
             raise ValueError(f"{args.shape}: {error}; take a smaller --shape or --dtype bfloat16") from None
         results.append(measure(target, stage, args))
         del target
+        if args.out:  # after each stage, so that a command that is killed keeps what it measured
+            write_json(args.out, facts)
     title = f"{args.shape}, {args.dtype}, {args.sequences} × {args.tokens} tokens · {device_name(device)}"
     table = Table("stage", "s/step", "tokens/s", "h per 70 M", "of the matrix rate", "peak memory", title=title)
     for r in results:
@@ -151,9 +156,6 @@ def main() -> None:
         )  # fmt: skip
     console.print(table)
     if args.out:
-        shape = {name: value for name, value in vars(args).items() if name != "out"}
-        facts = {"shape": shape, "results": results, "device": device_name(device), "versions": versions()}
-        write_json(args.out, facts | {"command": "python train/bench_step.py " + shlex.join(sys.argv[1:])})
         console.print(f"wrote {args.out}")
 
 

@@ -140,6 +140,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     device = torch.device(choose_device(args.device))
     run, results = make_run(args, device), list[dict[str, Any]]()
+    shape = {name: value for name, value in vars(args).items() if name != "out"}
+    facts = {"shape": shape, "results": results, "device": device_name(device), "versions": versions()}
+    facts["command"] = "python train/bench_unroll.py " + shlex.join(sys.argv[1:])
     title = f"{args.shape}, {args.dtype}, {args.sequences} × {args.tokens} tokens · {device_name(device)}"
     table = Table("steps", *(f"{form}, s" for form in FORMS), "ratio", "peak memory", title=title)
     for steps in args.steps:
@@ -148,11 +151,10 @@ def main() -> None:
         memory = " / ".join(f"{size / 1e9:.2f} GB" if size else "–" for size in r["peak_memory_bytes"].values())
         table.add_row(str(steps), *(f"{s:.4f}" for s in r["seconds"].values()), f"{r['ratio']:.2f}{interval}", memory)
         results.append(r)
+        if args.out:  # after each number of steps, so that a command that is killed keeps what it measured
+            write_json(args.out, facts)
     console.print(table)
     if args.out:
-        shape = {name: value for name, value in vars(args).items() if name != "out"}
-        facts = {"shape": shape, "results": results, "device": device_name(device), "versions": versions()}
-        write_json(args.out, facts | {"command": "python train/bench_unroll.py " + shlex.join(sys.argv[1:])})
         console.print(f"wrote {args.out}")
 
 

@@ -120,7 +120,7 @@ def test_required_work_by_hand(dtype):
     for projection in ("shared", "own"):
         size, flops = required_work(target, random_heads(target, 5, projection), tree, 3, 10)
         blocks, logits = 2 * 32 * 32, 2 * 61 * 32
-        own = logits if projection == "own" else 0
+        own = logits if projection == "own" else 61 * 32  # a shared LM head is read again
         assert size == plain[0] + dtype.itemsize * (blocks + 2 * 32 + own)
         assert flops == 2 * 3 * (4 * matrices + attention(4 * 10 + 8) + blocks + logits)
 

@@ -80,13 +80,35 @@ def test_products_of_few_rows_beside_mm(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "LIMIT", 0.01)
     args = bench.parser().parse_args(["few_rows", "--dtype", "float32"])
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = bench.Table(bench.Device(1e9, 1e12), "here")
+    table = bench.Table(bench.Device(1e9, 1e12), "here", args)
     with torch.inference_mode():
         bench.bench_few_rows(args, table, 4, 1500, 60)
     assert len(table.rows) == 3 and table.rows[0].way == "torch.mm" and table.rows[2].way.startswith("parts: ")
     assert all(row.moved == 4 * (4 * 1500 + 1500 * 60 + 4 * 60) for row in table.rows)
     assert all(row.shape == {"M": 4, "K": 1500, "N": 60} and row.difference < 1e-4 for row in table.rows)
     assert table.rows[0].operations == 2 * 4 * 1500 * 60
+
+
+def test_a_killed_command_keeps_its_rows(monkeypatch, tmp_path):
+    """Whatever was measured before it was killed, also within a shape."""
+    monkeypatch.setattr(bench, "LIMIT", 0.01)
+    file, seen = tmp_path / "rows.json", []
+    args = bench.parser().parse_args(["attention", "--out", str(file), "--contexts", "8", "9", "--batches", "1", "2"])
+    planned = bench.benches_of(["attention", "commit"], args)
+    assert len(planned) == 2 * (1 + 3 * (2 + 1)) + 3 * 2, (
+        "batches (a chunk, nodes (contexts, a commit)), and ragged rows"
+    )
+
+    def shape(args, table, number):
+        for way in ("one", "two"):
+            table.add("k", way, {"n": number}, [lambda: None], 1.0, 1.0, 0.0)
+            seen.append(json.loads(file.read_text()))
+
+    bench.Table(bench.Device(1e9, 1e12), "here", args).run([(shape, (1,)), (shape, (2,))])
+    assert [len(report["rows"]) for report in seen] == [1, 2, 3, 4]
+    assert [report["shapes"]["done"] for report in seen] == [0, 0, 1, 1]
+    assert json.loads(file.read_text())["shapes"] == {"done": 2, "planned": 2}
+    assert seen[-1]["copy_bandwidth"] == 1e9 and seen[-1]["matmul_rate"] == 1e12
 
 
 @pytest.mark.parametrize("rows", [0, 65])

@@ -39,7 +39,7 @@ def test_the_command(run_main, tmp_path):
     assert found["shape"]["dtype"] == "float32"
     assert [r["stage"] for r in found["results"]] == ["medusa-1", "medusa-2"]
     for r in found["results"]:
-        assert r["tokens_per_second"] == pytest.approx(24 / r["seconds"], rel=0.01)
+        assert r["tokens_per_second"] == pytest.approx(24 / r["seconds"], rel=0.01, abs=0.06)  # rounded
         assert r["of_matmul_rate"] == pytest.approx(
             r["operations"] / r["seconds"] / r["matmul_rate"], rel=0.02, abs=1e-4
         )
