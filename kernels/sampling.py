@@ -51,7 +51,7 @@ def philox_uniforms_reference(seed: Tensor, step: Tensor, count: int, stream: in
     return (words >> 8).float() * 2.0**-24
 
 
-@jit
+@jit(do_not_specialize=["count", "stream", "seed_row", "step_row"])
 def _philox_kernel(seed, step, uniforms, count, stream, seed_row, step_row, BLOCK: constexpr):
     """One program per row and block of counters, each of which gives four uniforms."""
     row = tl.program_id(0).to(tl.int64)
@@ -86,7 +86,7 @@ def philox_uniforms(seed: Tensor, step: Tensor, count: int, stream: int = 0) -> 
     assert seed.dtype == step.dtype == torch.int64
     uniforms = torch.empty(len(seed), count, dtype=torch.float32, device=seed.device)
     counters = -(-count // 4)
-    block = min(next_power(counters), 256)
+    block = 128
     with torch.cuda.device_of(seed):
         _philox_kernel[(len(seed), -(-counters // block))](
             seed, step, uniforms, count, stream, seed.stride(0), step.stride(0), BLOCK=block, num_warps=4
@@ -251,7 +251,7 @@ def _top_floor(
     return floor
 
 
-@jit
+@jit(do_not_specialize=["N", "K", "temperature_row", "top_k_row", "top_p_row", "min_p_row", "child_row", "child_node"])
 def _distribution_kernel(
     logits, temperature, top_k, top_p, min_p, tokens, child, scalars, best, acceptance, N, K, V, logits_row,
     logits_node, temperature_row, top_k_row, top_p_row, min_p_row, child_row, child_node,

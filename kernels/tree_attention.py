@@ -229,7 +229,7 @@ def tree_work_reference(
     return Work(items.int(), first.int(), count.int())
 
 
-@jit
+@jit(do_not_specialize=["rows", "num_tree_keys", "num_items"])
 def _work_kernel(
     lengths, items, first, count, rows, num_tree_keys, num_items,
     WINDOW: constexpr, TILE: constexpr, MIN_SHARE: constexpr, BLOCK_B: constexpr,
@@ -270,7 +270,7 @@ def _tree_work(
     with torch.cuda.device_of(lengths):
         traceable(_work_kernel)[(num_items,)](
             lengths, items, first, count, len(lengths), num_tree_keys, num_items,
-            WINDOW=window, TILE=TILE, MIN_SHARE=min_share, BLOCK_B=next_power(len(lengths)), num_warps=1,
+            WINDOW=window, TILE=TILE, MIN_SHARE=min_share, BLOCK_B=next_power(len(lengths), 32), num_warps=1,
         )  # fmt: skip
     return items, first, count
 
@@ -335,7 +335,19 @@ def _add_tile(
     return new_best, total * rescale + tl.sum(weights, 1), acc
 
 
-@jit
+@jit(
+    do_not_specialize=[
+        "ancestors",
+        "depth",
+        "key_depth",
+        "num_queries",
+        "num_tree_keys",
+        "ancestors_batch",
+        "ancestors_query",
+        "depth_batch",
+        "key_depth_batch",
+    ]
+)
 def _tree_attention_kernel(
     q, k, v, lengths, ancestors, depth, key_depth, items, count, out, partial, partial_lse,
     num_queries, num_tree_keys, width, log2_scale, softcap,
@@ -426,7 +438,7 @@ def _tree_attention_kernel(
         tl.store(partial_lse + place, lse, mask=exists)
 
 
-@jit
+@jit(do_not_specialize=["num_queries"])
 def _merge_items_kernel(
     partial, partial_lse, first, count, out, num_queries, width, out_batch, out_head, out_query,
     HEADS: constexpr, BLOCK_I: constexpr, BLOCK_H: constexpr, BLOCK_D: constexpr,
@@ -546,7 +558,7 @@ def _tree_attention_cached(
             block_h = min(4, next_power(heads))
             traceable(_merge_items_kernel)[(queries, -(-heads // block_h), rows)](
                 partial, lse, first, count, out, queries, width, *out.stride()[:3],
-                HEADS=heads, BLOCK_I=min(8, next_power(parts)), BLOCK_H=block_h, BLOCK_D=tile["BLOCK_D"], num_warps=4,
+                HEADS=heads, BLOCK_I=8, BLOCK_H=block_h, BLOCK_D=tile["BLOCK_D"], num_warps=4,
             )  # fmt: skip
     return out
 

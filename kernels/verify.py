@@ -186,7 +186,7 @@ def _residual(
     return r
 
 
-@jit
+@jit(do_not_specialize=["N", "K", "R", "child_row", "child_node", "entry_batch"])
 def _acceptances_kernel(
     logits, scalars, best, tokens, child, kind, q_row, q, entry, acceptance, mass_out, scale_out, N, K, R, V, VQ,
     logits_row, logits_node, child_row, child_node, entry_batch, entry_row,
@@ -288,7 +288,21 @@ def _rejected_draws(
     return token, draw_kind, draw_q_row, scale, mass, tl.max(tl.where(exists, turns + 1, 0), 0)
 
 
-@jit
+@jit(
+    do_not_specialize=[
+        "length_out",
+        "node_out",
+        "N",
+        "K",
+        "R",
+        "child_row",
+        "child_node",
+        "entry_batch",
+        "uniforms_row",
+        "uniforms_node",
+        "max_depth",
+    ]
+)
 def _walk_kernel(
     logits, scalars, best, tokens, child, kind, q_row, q, entry, acceptance, mass_in, scale_in, uniforms, path,
     length_out, node_out, finite_out, sums, N, K, R, V, VQ, logits_row, logits_node, child_row, child_node,
@@ -337,7 +351,7 @@ def _walk_kernel(
     tl.store(sums + batch * tl.num_programs(1) + part, tl.sum(total, 0))
 
 
-@jit
+@jit(do_not_specialize=["node_in", "parts", "N", "K", "R", "child_row", "child_node", "entry_batch", "bonus_row"])
 def _draw_kernel(
     logits, scalars, best, tokens, child, kind, q_row, q, entry, mass_in, scale_in, node_in, sums, bonus_uniform, bonus,
     parts, N, K, R, V, VQ, logits_row, logits_node, child_row, child_node, entry_batch, entry_row, bonus_row,
