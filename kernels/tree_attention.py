@@ -84,7 +84,8 @@ class TreeKeys(NamedTuple):
     ancestors: ``[B, Q, W]`` int64 bitsets over the tree keys.
     depth: ``[B, Q]`` int32 of the queries.
     key_depth: ``[B, T]`` int32 of the tree keys, which are in slots L, L + 1, ….
-    work: by window, for all layers of the pass; a layer whose window is missing computes its own.
+    work: by window, for all layers of the pass; a layer whose window is missing computes its own. A plan may be made
+        for longer prefixes and more tree keys (:class:`Plans`).
     """
 
     lengths: Tensor
@@ -297,6 +298,29 @@ def tree_work(lengths: Tensor, num_tree_keys: int, num_items: int, window: int =
     if why_not_triton(lengths):
         return tree_work_reference(lengths, num_tree_keys, num_items, window, min_share)
     return Work(*_tree_work_op(lengths, num_tree_keys, num_items, window, min_share))
+
+
+class Plans:
+    """The plans of a step's forward passes, those of drafters too, each made when it is first asked for.
+
+    A plan also serves passes of shorter prefixes and fewer tree keys: the kernel reads no tile beyond a row's own.
+
+    Args:
+        lengths: ``[B]`` int64, the longest prefix of each row in any of the passes; unchanged until the last one.
+    """
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.lengths = lengths
+        self.made: dict[tuple[int, int, int], Work] = {}
+
+    def work(self, num_tree_keys: int, num_items: int, window: int = 0) -> Work | None:
+        """:func:`tree_work` for at least ``num_tree_keys`` tree keys; None if no row is split."""
+        if num_items == len(self.lengths):
+            return None
+        key = -(-num_tree_keys // TILE) * TILE, num_items, window
+        if key not in self.made:
+            self.made[key] = tree_work(self.lengths, *key)
+        return self.made[key]
 
 
 @jit
@@ -593,7 +617,8 @@ def tree_attention_cached(
         key_depth: ``[B, T]`` depth of the tree keys; needed for a window.
         window: a query at position p sees keys at positions > p − window; 0 for no window.
         softcap: scores become ``softcap · tanh(score / softcap)`` (Gemma 2).
-        work: from :func:`tree_work` for these lengths, T and window; computed here if left out.
+        work: from :func:`tree_work` for these lengths or longer ones, T tree keys or more, and the window; computed
+            here if left out.
 
     Returns:
         ``[B, Hq, Q, D]``.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.runner import engine_attention
@@ -23,6 +24,9 @@ from draftsmith.models.lean_from import lean_decoder
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 
+pytestmark = pytest.mark.skipif(
+    triton is None or INTERPRETING, reason="kernels are compiled only where Triton does not interpret"
+)
 MOST_KEYS = 40
 NUM_HEADS = 4
 
@@ -42,13 +46,13 @@ def first_form(rows, matrix, packed=False, partial=False):
 
 
 @contextmanager
-def counted(monkeypatch, keys):
-    """Launches are counted by name in ``keys``, not run."""
+def counted(monkeypatch, keys, record=set.add):
+    """Launches are recorded by name in ``keys``, not run."""
     monkeypatch.setattr("draftsmith.inference.drafters.medusa.SIZES", range(1, 65))
     for module in ("linear", "lean", "target"):
         room = "kernels" if module == "linear" else "models"
         monkeypatch.setattr(f"draftsmith.{room}.{module}.choose", first_form, raising=False)
-    with torch.inference_mode(), intercepted(lambda launch: keys[launch.name].add(launch.key)):
+    with torch.inference_mode(), intercepted(lambda launch: record(keys[launch.name], launch.key)):
         yield
 
 
@@ -58,9 +62,9 @@ def make_step(target, drafter, mode, rows):
     return step
 
 
-@pytest.mark.skipif(triton is None or INTERPRETING, reason="kernels are compiled only where Triton does not interpret")
-def test_lengths_and_counts_compile_no_kernel_again(make_target, monkeypatch):
-    """Prompts of 1 to 700 tokens, trees of 1 to 64 nodes, 1 to 8 texts at a time, greedy and sampled."""
+@pytest.fixture
+def target(make_target):
+    """A target whose layers are fused where kernels run."""
     target = make_target(
         "llama", hidden_size=64, intermediate_size=128, head_dim=16, num_attention_heads=4, num_key_value_heads=1,
         num_hidden_layers=1, vocab_size=2048, max_position_embeddings=1024,
@@ -69,6 +73,11 @@ def test_lengths_and_counts_compile_no_kernel_again(make_target, monkeypatch):
     lean = lean_decoder(target)  # compared with the model, by plain PyTorch
     assert isinstance(lean, LeanDecoder)
     lean.not_fused = ""
+    return target
+
+
+def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch):
+    """Prompts of 1 to 700 tokens, trees of 1 to 64 nodes, 1 to 8 texts at a time, greedy and sampled."""
     heads = MedusaHeads.for_target(target, NUM_HEADS, 1, "shared")
     keys: defaultdict[str, set[str]] = defaultdict(set)
     chosen = random.Random(0)
@@ -98,3 +107,16 @@ def test_lengths_and_counts_compile_no_kernel_again(make_target, monkeypatch):
     print(f"{number} keys:", {name: len(own) for name, own in sorted(keys.items())})
     assert {"_tree_attention_kernel", "_rotate_write_kernel", "_few_rows_kernel", "_commit_kernel"} <= set(keys)
     assert number <= MOST_KEYS
+
+
+@pytest.mark.parametrize("tree", [(4, 2, 1, 1), DynamicShape(4, 4, 30)])
+def test_attention_is_planned_once_for_all_passes_of_a_drafter(target, monkeypatch, tree):
+    """In a step, one plan for the drafter's passes, and one for the target's if that has other items."""
+    keys: defaultdict[str, list[str]] = defaultdict(list)
+    with counted(monkeypatch, keys, list.append), engine_attention([target]):
+        eagle = EagleDrafter(Eagle.for_target(target, 3, "own", captured_layers=(0,)), target, tree)
+        step = make_step(target, eagle, "greedy", 2)
+        keys.clear()
+        step.run()
+    assert len(keys["_tree_attention_kernel"]) == 1 + 4, "the target's layer, and a pass for each level"
+    assert 1 <= len(keys["_work_kernel"]) <= 2
