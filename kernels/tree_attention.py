@@ -506,11 +506,11 @@ def _merge_items_kernel(
 # By the bytes of an element and the widest head: rows of a program, keys of a block, pipeline stages. Sized by shared
 # memory (the queries, and K and V blocks of each stage) of 227 KB: two programs fit, or one of 128 rows or of heads
 # wider than 128. Products of float32 are exact, without tensor cores, so their blocks are small.
-_TILES = {(4, 128): (32, 32, 2), (4, 256): (32, 16, 2), (2, 128): (128, 64, 3), (2, 256): (64, 64, 2)}
+_TILES = {(4, 128): (16, 16, 2), (4, 256): (16, 16, 2), (2, 128): (128, 64, 3), (2, 256): (64, 32, 2)}
 
 
 def attention_tile(
-    rows: int, width: int, dtype: torch.dtype, pairs: int = 1, multiprocessors: int = 0
+    rows: int, width: int, dtype: torch.dtype, pairs: int = 1, multiprocessors: int = 0, capped: bool = False
 ) -> dict[str, int]:
     """The kernel's block sizes, warps and pipeline stages.
 
@@ -518,12 +518,15 @@ def attention_tile(
         rows: Q · Hq / Hkv, the rows of a key/value head.
         pairs: B · Hkv; two programs of 64 rows take the place of one of 128 where there would be fewer than two per
             multiprocessor, since two of the smaller ones run on one at a time.
+        capped: with a soft cap, whose arithmetic needs registers: blocks of fewer keys.
     """
     block_d = next_power(width, 16)
     block_m, block_n, stages = _TILES[dtype.itemsize, max(block_d, 128)]
     if block_m == 128 and pairs * -(-rows // 128) < PROGRAMS * multiprocessors:
         block_m = 64
     block_m = min(block_m, next_power(rows, 16))
+    if capped:
+        block_n = min(block_n, 32)
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -560,7 +563,8 @@ def _tree_attention_cached(
     (items, first, count) each row is one item."""
     rows, heads, queries, width = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
-    tile = attention_tile(queries * group, width, q.dtype, rows * kv_heads, multiprocessors(q.device))
+    processors = multiprocessors(q.device)
+    tile = attention_tile(queries * group, width, q.dtype, rows * kv_heads, processors, softcap != 0)
     row_blocks = -(-queries * group // tile["BLOCK_M"])
     num_items = rows if items is None else len(items)
     # In memory [B, Q, Hq, D]: the caller's next step is a projection over Hq · D.

@@ -412,8 +412,8 @@ def widened(q: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
 def verify_tile(max_draws: int, vocabulary: int, with_q: bool) -> dict[str, int]:
     """The kernels' block sizes for at most ``max_draws`` draws of a node (K)."""
     block_k = next_power(max_draws)
-    # With q, the comparison of x with all draws is a tile of 8192 elements at most.
-    most = max(64, min(2048, 8192 // block_k)) if with_q else 1024
+    # With q, the comparison of x with all draws is a tile of 4096 elements at most, which registers hold.
+    most = max(64, min(1024, 4096 // block_k)) if with_q else 1024
     return {"BLOCK_K": block_k, "BLOCK_V": min(next_power(vocabulary), most), "num_warps": 8}
 
 

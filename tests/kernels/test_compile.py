@@ -1,23 +1,21 @@
-"""Every kernel, with the block sizes its launcher picks, compiles for Hopper and fits its shared memory; no GPU needed.
+"""Every kernel, with the block sizes that its launcher picks on a GPU of 132 multiprocessors, compiles for Hopper, fits
+its shared memory and spills no registers. No GPU is needed: a launch compiles for sm_90 in place of running."""
 
-The compiling happens in a process without TRITON_INTERPRET, which runs this file: the public functions are called on
-CPU tensors, and a launch compiles for sm_90 in place of running.
-"""
-
-import importlib
-import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have on sm_90
+from draftsmith.kernels.backend import INTERPRETING, triton
+from draftsmith.kernels.intercept import Launch, intercepted
+from draftsmith.kernels.resources import MAIN, OTHERS, SHARED_MEMORY, complaints, resources
+
+pytestmark = pytest.mark.skipif(
+    triton is None or INTERPRETING, reason="kernels are compiled only where Triton does not interpret"
+)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WIDE = ("_tree_attention_kernel", "_merge_items_kernel")  # offsets may pass 2^31 elements
 
@@ -147,20 +145,20 @@ def few_rows(dtype: torch.dtype, rows: int) -> None:
     sum_parts(parts, torch.zeros(rows, 4096, dtype=dtype), None if rows == 1 else x[0])
 
 
-CASES: dict[str, Callable[[], None]] = {}
+CASES: dict[str, Callable[[], None]] = {}  # beside those of kernels/resources.py
 for name, dtype in DTYPES.items():
-    for width, queries, items in ((64, 64, 4), (128, 64, 9), (128, 32, 9), (256, 64, 4), (128, 1, 9)):
+    shapes = {
+        "fp32": ((64, 64, 4), (128, 64, 9), (128, 1, 9), (256, 64, 4)),
+        "fp16": ((64, 64, 4),),
+        "bf16": ((64, 32, 9),),
+    }
+    for width, queries, items in shapes[name]:
         CASES[f"attention {name} D={width} Q={queries} I={items}"] = partial(attention, dtype, width, queries, items)
-    for queries, items in ((64, 9), (16, 4)):
-        CASES[f"attention {name} D=128 Q={queries} I={items}, group 1"] = partial(
-            attention, dtype, 128, queries, items, 1
-        )
-    CASES[f"attention {name} D=128 Q=16 I=9, group 7"] = partial(attention, dtype, 128, 16, 9, 7)
+    CASES[f"attention {name} D=128 Q=16, group 1"] = partial(attention, dtype, 128, 16, 4, 1)
+    CASES[f"attention {name} D=128 Q=16, group 7"] = partial(attention, dtype, 128, 16, 9, 7)
     CASES[f"head_topk {name} M=5"] = partial(head_topk, dtype, 5)
     CASES[f"accept_greedy {name} N=64"] = partial(accept_greedy, dtype, 64)
-    CASES[f"res_block {name} d=1024 P=1"] = partial(res_block, dtype, 4, 1, 1024)
     CASES[f"res_block {name} d=64 P=20"] = partial(res_block, dtype, 1, 20, 64)
-    CASES[f"res_block {name} d=1024 P=64"] = partial(res_block, dtype, 4, 64, 1024)
     CASES[f"shortlist {name} n=5"] = partial(shortlist, dtype, 5)
     CASES[f"commit {name}"] = partial(commit, dtype, 128)
     for most, with_q in ((4, True), (10, False)):
@@ -168,87 +166,43 @@ for name, dtype in DTYPES.items():
     for parts, bare in ((1, True), (4, False)):
         CASES[f"add_norm {name} d=4096 S={parts}"] = partial(add_norm, dtype, 4096, parts, bare)
         CASES[f"gated {name} silu S={parts}"] = partial(gated, dtype, 1408, parts, "silu", bare)
-        for width, group in ((128, 4), (80, 1), (64, 7)):
-            CASES[f"rotate_write {name} D={width} S={parts}, group {group}"] = partial(
-                rotate_write, dtype, width, group, parts, bare
-            )
-    for rows in {"fp32": (1, 64), "fp16": (16,), "bf16": (1, 16, 32, 64)}[name]:
+        width, group = (128, 4) if bare else (80, 1)
+        CASES[f"rotate_write {name} D={width} S={parts}, group {group}"] = partial(
+            rotate_write, dtype, width, group, parts, bare
+        )
+    for rows in {"fp32": (1, 64), "fp16": (16,), "bf16": ()}[name]:
         CASES[f"few_rows {name} M={rows}"] = partial(few_rows, dtype, rows)
     CASES[f"gated {name} gelu_tanh"] = partial(gated, dtype, 1408, 1, "gelu_tanh")
-CASES["attention bf16, window, soft cap"] = partial(attention, torch.bfloat16, 128, 64, 9, window=512, softcap=30.0)
+CASES["res_block fp32 d=1024 P=1"] = partial(res_block, torch.float32, 4, 1, 1024)
+CASES["res_block fp32 d=1024 P=64"] = partial(res_block, torch.float32, 4, 64, 1024)
+CASES["rotate_write bf16 D=64, group 7"] = partial(rotate_write, torch.bfloat16, 64, 7, 1)
 CASES["add_norm bf16 d=16384 S=4"] = partial(add_norm, torch.bfloat16, 16384, 4)
-CASES["head_topk bf16 M=160"] = partial(head_topk, torch.bfloat16, 160)
 CASES["accept_greedy bf16 N=512"] = partial(accept_greedy, torch.bfloat16, 512)
 CASES["shortlist bf16 n=160"] = partial(shortlist, torch.bfloat16, 160)
 for most in (0, 63):
     CASES[f"verify bf16 K={most}, no parameters"] = partial(verify, torch.bfloat16, most, False, 0, (False,) * 3)
 CASES["verify bf16 K=4, a reduced vocabulary"] = partial(verify, torch.bfloat16, 4, True, 1000)
-CASES["philox"] = philox
-
-
-def compile_all() -> None:
-    """Print one line of JSON a launch: the case, the kernel, its shared memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.jit import JITFunction
-
-    launched: list[tuple[str, int]] = []
-
-    def compile_launch(kernel, grid):
-        def launch(*arguments, num_warps=4, num_stages=3, **named):
-            values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-            signature, constants, attributes = {}, {}, {}
-            for index, parameter in enumerate(kernel.params):
-                value = values[parameter.name]
-                if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-                    signature[parameter.name], constants[parameter.name] = "constexpr", value
-                    continue
-                if isinstance(value, torch.Tensor):
-                    names = {torch.int64: "i64", torch.int32: "i32", torch.int8: "i8", torch.float64: "fp64"}
-                    names |= {dtype: name for name, dtype in DTYPES.items()}
-                    signature[parameter.name] = f"*{names[value.dtype]}"
-                else:
-                    signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-                if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
-                    attributes[(index,)] = [["tt.divisibility", 16]]
-            source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-            options = {"num_warps": num_warps, "num_stages": num_stages}
-            done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            assert done.asm["cubin"]
-            if kernel.fn.__name__ in WIDE:
-                assert not (narrow := narrow_products(done.asm["ttir"])), (kernel.fn.__name__, narrow)
-            launched.append((kernel.fn.__name__, done.metadata.shared))
-
-        return launch
-
-    JITFunction.__getitem__ = compile_launch
-    for name in (
-        "tree_attention", "commit", "verify", "head_topk", "shortlist_linear",
-        "accept_greedy", "res_block",
-        "add_norm", "rotate_write", "gated", "few_rows",
-        "sampling",
-    ):  # fmt: skip
-        importlib.import_module(f"draftsmith.kernels.{name}").why_not_triton = lambda tensor: None
-    for case, launch in CASES.items():
-        launched.clear()
-        launch()
-        print(*(json.dumps([case, *one]) for one in launched), sep="\n", flush=True)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[tuple[str, str, int]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+def compiled() -> dict[str, list[tuple[Launch, Any]]]:
+    """The launches of each case and Triton's compiled kernels. Launches of one key are compiled once."""
+    known: dict[str, Any] = {}
+    by_case: dict[str, list[tuple[Launch, Any]]] = {}
+    for case, call in {**CASES, **MAIN, **OTHERS}.items():
+        launches: list[Launch] = []
+        with intercepted(launches.append):
+            call()
+        for launch in launches:
+            if launch.key not in known:
+                known[launch.key] = launch.compiled()
+        by_case[case] = [(launch, known[launch.key]) for launch in launches]
+    return by_case
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_every_kernel_compiles_and_fits(compiled):
-    cases, kernels = {case for case, _, _ in compiled}, {kernel for _, kernel, _ in compiled}
-    assert cases == set(CASES)
-    assert sum("group 1" in case and kernel == "_tree_attention_kernel" for case, kernel, _ in compiled) == 6
-    assert kernels == {
+    launched = {launch.key: (launch.name, done) for one in compiled.values() for launch, done in one}.values()
+    assert {name for name, _ in launched} == {
         "_tree_attention_kernel", "_merge_items_kernel", "_work_kernel", "_commit_kernel", "_acceptances_kernel",
         "_distribution_kernel", "_walk_kernel", "_draw_kernel", "_philox_kernel", "_block_topk_kernel",
         "_merge_topk_kernel",
@@ -257,9 +211,15 @@ def test_every_kernel_compiles_and_fits(compiled):
         "_add_norm_kernel", "_rotate_write_kernel", "_gated_kernel",
         "_vector_kernel", "_few_rows_kernel", "_sum_parts_kernel",
     }  # fmt: skip
-    assert max(shared for _, _, shared in compiled) > 48 * 1024  # it is being read
-    assert not [launch for launch in compiled if launch[2] > SHARED_MEMORY]
+    assert all(done.asm["cubin"] and done.metadata.shared <= SHARED_MEMORY for _, done in launched)
+    assert not [
+        (name, narrow) for name, done in launched if name in WIDE and (narrow := narrow_products(done.asm["ttir"]))
+    ]
 
 
-if __name__ == "__main__":
-    compile_all()
+@pytest.mark.parametrize("case", [*MAIN, *OTHERS])
+def test_resources(compiled, case):
+    """What `make kernel-report` checks, with the Triton that is installed."""
+    for launch, done in compiled[case]:
+        found = resources(done)
+        assert not complaints(launch, found, case in MAIN), (launch.name, found)

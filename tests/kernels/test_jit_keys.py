@@ -17,7 +17,7 @@ from draftsmith.inference.step import PREFILL_CHUNK, Step, capacity_for
 from draftsmith.inference.tree import Topology
 from draftsmith.kernels.backend import INTERPRETING, triton
 from draftsmith.kernels.few_rows import MAX_ROWS, candidates
-from draftsmith.kernels.resources import PROCESSORS, intercepted
+from draftsmith.kernels.intercept import PROCESSORS, intercepted
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
