@@ -2,8 +2,8 @@
 
     python kernels/resources.py [--triton FOLDER]    table of registers, memory and instructions, with checks
 
-FOLDER is an unpacked wheel of another version of Triton, whose own compiler then runs. ptxas, cuobjdump and nvdisasm
-are inside each wheel.
+FOLDER is an unpacked wheel of another version of Triton, which compiles the kernels, too, in a process of its own.
+ptxas, cuobjdump and nvdisasm are inside each wheel.
 """
 
 import argparse
@@ -227,19 +227,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triton", type=Path, metavar="FOLDER", help="an unpacked wheel of another version")
     args = parser.parse_args()
-    if args.triton is not None:  # in a process of its own, which finds that version first
-        path = os.pathsep.join([str(args.triton), str(Path(__file__).resolve().parent.parent / ".types")])
-        return subprocess.run([sys.executable, __file__], env={**os.environ, "PYTHONPATH": path}).returncode
+    if triton is None:
+        parser.error("triton is not installed; pip install triton")
+    other = None
+    if args.triton is not None:
+        if not (args.triton / "triton").is_dir():
+            parser.error(
+                f"--triton {args.triton}: there is no folder triton in it; give the folder of an unpacked wheel"
+            )
+        path = os.pathsep.join([str(args.triton.resolve()), os.environ.get("PYTHONPATH", "")])
+        other = subprocess.Popen([sys.executable, __file__], env={**os.environ, "PYTHONPATH": path})
     rows = report({**dict.fromkeys(MAIN, True), **dict.fromkeys(OTHERS, False)})
-    print(f"Triton {triton.__version__}, sm_90, {PROCESSORS} multiprocessors")
-    print(f"{'launch':32}{'kernel':22}{'grid':>14} {' '.join(name[:9].rjust(9) for name in Resources._fields)}")
+    lines = [f"Triton {triton.__version__}, sm_90, {PROCESSORS} multiprocessors"]
+    fields = " ".join(name.rjust(max(6, len(name))) for name in Resources._fields)
+    lines.append(f"{'launch':32}{'kernel':16}{'grid':>11} {fields}")
     for case, launch, found, wrong in rows:
-        numbers = " ".join(f"{number:9}" for number in found)
-        grid = "x".join(map(str, launch.grid))
-        print(f"{case:32}{launch.name[1:-7]:22}{grid:>14} {numbers}", *wrong, sep="  ")
+        numbers = zip(Resources._fields, found, strict=True)
+        columns = " ".join(f"{number:{max(6, len(name))}}" for name, number in numbers)
+        lines.append(
+            f"{case:32}{launch.name[1:-7]:16}{'x'.join(map(str, launch.grid)):>11} {columns} {'; '.join(wrong)}"
+        )
     failed = sum(bool(wrong) for *_, wrong in rows)
-    print(f"{len(rows)} kernels, {failed} of them not as they should be")
-    return int(failed > 0)
+    print(*lines, f"{len(rows)} kernels, {failed} of them not as they should be", sep="\n", flush=True)
+    return int(bool(failed or (other and other.wait())))
 
 
 if __name__ == "__main__":

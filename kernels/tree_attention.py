@@ -19,7 +19,9 @@ is L + depth(i).
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
 import math
+import time
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,6 +38,7 @@ from draftsmith.kernels.backend import (
     triton,
     why_not_triton,
 )
+from draftsmith.kernels.measured import gpu_seconds, read_measured, write_measured
 
 TILE = 64  # slots; the bits of a tile of tree keys are one word
 MIN_SHARE = 2  # tiles of an item of a row that is split, at least
@@ -536,20 +539,101 @@ def attention_tile(
     }
 
 
+# What is measured where 128 rows or more of a head meet, in 16 bits and for D ≤ 128: rows, keys, warps, stages.
+WIDE_TILES = {
+    f"{rows}x{keys}, {warps} warps, {stages} stages": (rows, keys, warps, stages)
+    for rows, keys, warps, stages in ((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2))
+}
+FILE = "attention.json"  # in the cache folder
+BUDGET = 10.0  # seconds per process for measuring, most of them for compiling; shapes that occur later are not measured
+_BEHIND = 1024  # cached tokens of the rows on which tiles are timed
+_wide: dict[tuple[torch.device, str], str] = {}  # names of WIDE_TILES
+_spent = 0.0
+
+
+def _wide_key(rows: int, queries: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> str | None:
+    """The key of a shape for which tiles are measured; None for any other. Shapes that give a GPU about as many blocks
+    of rows share theirs."""
+    of_head = queries * heads // kv_heads
+    if of_head < 128 or width > 128 or dtype.itemsize != 2:
+        return None
+    blocks = next_power(rows * kv_heads * -(-of_head // 64))
+    return f"{blocks} blocks, groups of {heads // kv_heads}, D {width}, {str(dtype).removeprefix('torch.')}"
+
+
+def _tile(
+    rows: int, queries: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device,
+    capped: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """The measured tile of this shape, or that of :func:`attention_tile`."""
+    of_head, key = queries * heads // kv_heads, _wide_key(rows, queries, heads, kv_heads, width, dtype)
+    tile = attention_tile(of_head, width, dtype, rows * kv_heads, multiprocessors(device), capped)
+    if key is None or capped or (device, key) not in _wide:
+        return tile
+    block_m, block_n, warps, stages = WIDE_TILES[_wide[device, key]]
+    return tile | {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+
+
+def _may_measure(device: torch.device) -> bool:
+    """Measuring synchronises, which a CUDA graph's capture forbids, and ``torch.cuda.set_sync_debug_mode``."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    return not torch.cuda.is_current_stream_capturing() and torch.cuda.get_sync_debug_mode() == 0
+
+
+def _measure_tile(
+    rows: int, queries: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Find the fastest tile of a shape, once on this machine: stored, or measured now while the budget lasts. One that
+    fails, or whose results are far from those of the first, is never chosen."""
+    global _spent
+    key = _wide_key(rows, queries, heads, kv_heads, width, dtype)
+    if key is None or (device, key) in _wide or not _may_measure(device):
+        return
+    stored = read_measured(FILE, device).get(key)
+    if stored in WIDE_TILES or _spent >= BUDGET:
+        _wide[device, key] = stored if stored in WIDE_TILES else next(iter(WIDE_TILES))
+        return
+    began, seconds = time.perf_counter(), {}
+    generator = torch.Generator(device).manual_seed(0)  # nobody else's random numbers change
+    expected: Tensor | None = None
+    for name in WIDE_TILES:
+        _wide[device, key] = name
+        try:
+            shape = (2, rows, kv_heads, _BEHIND + queries, width)
+            q = torch.randn(rows, queries, heads, width, generator=generator, device=device).to(dtype).transpose(1, 2)
+            keys, values = torch.randn(shape, generator=generator, device=device).to(dtype)
+            generator.manual_seed(0)
+            ancestors = causal_ancestors(queries, device).expand(rows, -1, -1)
+            lengths = torch.full((rows,), _BEHIND, device=device)
+            attend = partial(tree_attention_cached, q, keys, values, lengths, ancestors, queries, width**-0.5)
+            found = attend().float()
+            expected = found if expected is None else expected
+            if float((found - expected).abs().max()) <= 0.02 * float(expected.abs().max()):  # not if it is NaN
+                seconds[name] = gpu_seconds([attend] * 8, device)
+        except torch.AcceleratorError:  # the device's own errors are not passed over
+            raise
+        except Exception:  # Triton's own errors have no common type: this tile does not compile or fit here
+            continue
+    _spent += time.perf_counter() - began
+    _wide[device, key] = min(seconds, key=lambda name: seconds[name]) if seconds else next(iter(WIDE_TILES))
+    write_measured(FILE, {key: _wide[device, key]}, device)
+
+
 def attention_items(
     rows: int, queries: int, heads: int, kv_heads: int, width: int, slots: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     """The number of items (I) for a batch: B, and as many more as the device runs at a time and the capacity can use.
+    Where a GPU meets such a shape first, the kernel's tile for it is measured.
 
     It depends on the cache's capacity S, not on the cached lengths, so the grid is the same at every step.
 
     Args:
         rows, queries, heads, kv_heads, width, slots: B, Q, Hq, Hkv, D, S.
     """
-    processors = multiprocessors(device)
-    of_head = queries * heads // kv_heads
-    tile = attention_tile(of_head, width, dtype, rows * kv_heads, processors)
-    at_a_time = PROGRAMS * processors // (kv_heads * -(-of_head // tile["BLOCK_M"]))
+    _measure_tile(rows, queries, heads, kv_heads, width, dtype, device)
+    tile = _tile(rows, queries, heads, kv_heads, width, dtype, device)
+    at_a_time = PROGRAMS * multiprocessors(device) // (kv_heads * -(-(queries * heads // kv_heads) // tile["BLOCK_M"]))
     of_row = (-(-slots // TILE) + 1) // MIN_SHARE  # a prefix and a tree may each end within a tile
     return rows + max(0, min(at_a_time, rows * of_row) - 1) if of_row > 1 else rows
 
@@ -563,8 +647,7 @@ def _tree_attention_cached(
     (items, first, count) each row is one item."""
     rows, heads, queries, width = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
-    processors = multiprocessors(q.device)
-    tile = attention_tile(queries * group, width, q.dtype, rows * kv_heads, processors, softcap != 0)
+    tile = _tile(rows, queries, heads, kv_heads, width, q.dtype, q.device, softcap != 0)
     row_blocks = -(-queries * group // tile["BLOCK_M"])
     num_items = rows if items is None else len(items)
     # In memory [B, Q, Hq, D]: the caller's next step is a projection over Hq · D.

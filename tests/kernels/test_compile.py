@@ -145,43 +145,42 @@ def few_rows(dtype: torch.dtype, rows: int) -> None:
     sum_parts(parts, torch.zeros(rows, 4096, dtype=dtype), None if rows == 1 else x[0])
 
 
-CASES: dict[str, Callable[[], None]] = {}  # beside those of kernels/resources.py
-for name, dtype in DTYPES.items():
-    shapes = {
-        "fp32": ((64, 64, 4), (128, 64, 9), (128, 1, 9), (256, 64, 4)),
-        "fp16": ((64, 64, 4),),
-        "bf16": ((64, 32, 9),),
-    }
-    for width, queries, items in shapes[name]:
-        CASES[f"attention {name} D={width} Q={queries} I={items}"] = partial(attention, dtype, width, queries, items)
-    CASES[f"attention {name} D=128 Q=16, group 1"] = partial(attention, dtype, 128, 16, 4, 1)
-    CASES[f"attention {name} D=128 Q=16, group 7"] = partial(attention, dtype, 128, 16, 9, 7)
+CASES: dict[str, Callable[[], None]] = {}  # beside MAIN and OTHERS, which are all in bfloat16 but one
+FP32, FP16, BF16 = DTYPES.values()
+for name, dtype in (("fp32", FP32), ("fp16", FP16)):
+    CASES[f"attention {name} D=64"] = partial(attention, dtype, 64, 64, 4)
     CASES[f"head_topk {name} M=5"] = partial(head_topk, dtype, 5)
     CASES[f"accept_greedy {name} N=64"] = partial(accept_greedy, dtype, 64)
     CASES[f"res_block {name} d=64 P=20"] = partial(res_block, dtype, 1, 20, 64)
     CASES[f"shortlist {name} n=5"] = partial(shortlist, dtype, 5)
     CASES[f"commit {name}"] = partial(commit, dtype, 128)
-    for most, with_q in ((4, True), (10, False)):
-        CASES[f"verify {name} K={most}, with q: {with_q}"] = partial(verify, dtype, most, with_q)
-    for parts, bare in ((1, True), (4, False)):
-        CASES[f"add_norm {name} d=4096 S={parts}"] = partial(add_norm, dtype, 4096, parts, bare)
-        CASES[f"gated {name} silu S={parts}"] = partial(gated, dtype, 1408, parts, "silu", bare)
-        width, group = (128, 4) if bare else (80, 1)
-        CASES[f"rotate_write {name} D={width} S={parts}, group {group}"] = partial(
-            rotate_write, dtype, width, group, parts, bare
-        )
-    for rows in {"fp32": (1, 64), "fp16": (16,), "bf16": ()}[name]:
-        CASES[f"few_rows {name} M={rows}"] = partial(few_rows, dtype, rows)
+    CASES[f"verify {name} K=4, with q"] = partial(verify, dtype, 4, True)
+    CASES[f"add_norm {name} d=4096 S=1"] = partial(add_norm, dtype, 4096, 1, True)
     CASES[f"gated {name} gelu_tanh"] = partial(gated, dtype, 1408, 1, "gelu_tanh")
-CASES["res_block fp32 d=1024 P=1"] = partial(res_block, torch.float32, 4, 1, 1024)
-CASES["res_block fp32 d=1024 P=64"] = partial(res_block, torch.float32, 4, 64, 1024)
-CASES["rotate_write bf16 D=64, group 7"] = partial(rotate_write, torch.bfloat16, 64, 7, 1)
-CASES["add_norm bf16 d=16384 S=4"] = partial(add_norm, torch.bfloat16, 16384, 4)
-CASES["accept_greedy bf16 N=512"] = partial(accept_greedy, torch.bfloat16, 512)
-CASES["shortlist bf16 n=160"] = partial(shortlist, torch.bfloat16, 160)
+    CASES[f"rotate_write {name} D=128 S=1, group 4"] = partial(rotate_write, dtype, 128, 4, 1, True)
+for name, dtype in (("fp32", FP32), ("bf16", BF16)):
+    for group in (1, 7):
+        CASES[f"attention {name} D=128 Q=16, group {group}"] = partial(attention, dtype, 128, 16, 9, group)
+    CASES[f"add_norm {name} d=4096 S=4"] = partial(add_norm, dtype, 4096, 4)
+    CASES[f"gated {name} silu S=4"] = partial(gated, dtype, 1408, 4, "silu")
+    CASES[f"rotate_write {name} D=80 S=4, group 1"] = partial(rotate_write, dtype, 80, 1, 4)
+CASES["attention fp32 D=256"] = partial(attention, FP32, 256, 64, 4)
+CASES["attention bf16 D=64 Q=32"] = partial(attention, BF16, 64, 32, 9)
+for rows in (1, 64):
+    CASES[f"few_rows fp32 M={rows}"] = partial(few_rows, FP32, rows)
+    CASES[f"res_block fp32 d=1024 P={rows}"] = partial(res_block, FP32, 4, rows, 1024)
+CASES["few_rows fp16 M=16"] = partial(few_rows, FP16, 16)
+CASES["verify fp32 K=10"] = partial(verify, FP32, 10, False)
+CASES["gated bf16 gelu_tanh"] = partial(gated, BF16, 1408, 1, "gelu_tanh")
+CASES["head_topk bf16 M=5"] = partial(head_topk, BF16, 5)
+CASES["res_block bf16 d=64 P=20"] = partial(res_block, BF16, 1, 20, 64)
+CASES["rotate_write bf16 D=64, group 7"] = partial(rotate_write, BF16, 64, 7, 1)
+CASES["add_norm bf16 d=16384 S=4"] = partial(add_norm, BF16, 16384, 4)
+CASES["accept_greedy bf16 N=512"] = partial(accept_greedy, BF16, 512)
+CASES["shortlist bf16 n=160"] = partial(shortlist, BF16, 160)
 for most in (0, 63):
-    CASES[f"verify bf16 K={most}, no parameters"] = partial(verify, torch.bfloat16, most, False, 0, (False,) * 3)
-CASES["verify bf16 K=4, a reduced vocabulary"] = partial(verify, torch.bfloat16, 4, True, 1000)
+    CASES[f"verify bf16 K={most}, no parameters"] = partial(verify, BF16, most, False, 0, (False,) * 3)
+CASES["verify bf16 K=4, a reduced vocabulary"] = partial(verify, BF16, 4, True, 1000)
 
 
 @pytest.fixture(scope="module")

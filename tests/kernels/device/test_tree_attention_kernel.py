@@ -85,7 +85,7 @@ def check(device, dtype, lengths, tree, queries, kv_heads, group, width, extra, 
     )  # fmt: skip
     longer = rng.choice((0, 1, 70))  # a plan also serves passes of shorter prefixes and fewer tree keys
     work = tree_work(arguments[3] + longer, tree + longer, rows + extra, window, 1)
-    assert extra < 5 or max(lengths) < 64 or 0 < window < 64 or max(work.count.tolist()) > 1, "a row is split"
+    assert longer or extra < 5 or max(lengths) < 64 or 0 < window < 64 or max(work.count.tolist()) > 1, "a row is split"
     out = tree_attention_cached(*arguments, work=work)
     plain = tree_attention_cached_reference(*arguments)
     assert out.shape == q.shape and out.dtype == dtype and out.transpose(1, 2).is_contiguous()
