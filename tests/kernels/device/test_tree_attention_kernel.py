@@ -165,10 +165,10 @@ def test_shared_tree_and_default_items(device, given):
     for cache in (k, v):
         for row, length in enumerate(lengths.tolist()):
             cache[row, :, : length + 20] = torch.randn(1, length + 20, 16)
-    q = torch.randn(2, 2, 20, 16).to(device)
+    q = torch.randn(2, 1, 20, 16).to(device)
     sets = bitsets(parent).to(device)[None].expand(2, -1, -1)
     depth = torch.tensor([len(walk(parent, node)) - 1 for node in range(20)], device=device)[None].expand(2, -1)
-    default = attention_items(2, 20, 2, 1, 16, 2048, torch.float32, device)
+    default = attention_items(2, 20, 1, 1, 16, 2048, torch.float32, device)
     assert default > 2 + 2 and max(tree_work(lengths, 20, default).count.tolist()) > 1, "a row is split"
     for window in (0, 100):
         arguments = (q, k, v, lengths, sets, 20, 0.25, depth, depth, window)
