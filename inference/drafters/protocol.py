@@ -14,6 +14,7 @@ from draftsmith.inference.cache import KVCache
 from draftsmith.inference.sampling import Settings
 from draftsmith.inference.tree import StaticTree, TokenTree
 from draftsmith.inference.verify import Verdict
+from draftsmith.kernels.tree_attention import Plans
 from draftsmith.models.target import Target
 
 
@@ -29,6 +30,7 @@ class State:
     step: ``[B]`` int64, number of steps of each row's text so far; with the seed it selects the random numbers.
     stream: number of the drafter's random stream, at least 1 (the verifier's is 0).
     nodes: of the tree to propose in this step, a key of the drafter's ``tree_sizes()``; 0 for all nodes.
+    plans: of the attention kernel for this step, whose forward passes have prefixes of at most ``length``.
     """
 
     root: Tensor
@@ -39,6 +41,7 @@ class State:
     step: Tensor
     stream: int = 1
     nodes: int = 0
+    plans: Plans | None = None
 
 
 @dataclass(frozen=True)
