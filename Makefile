@@ -101,7 +101,7 @@ test-torch:
 	install() { $$env/bin/python -m pip install -q --disable-pip-version-check "$$@"; }; \
 	install torch==$(TORCH); \
 	$$env/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch")); \
-	    print("numpy<2.4" if m.version("triton") < "3.7" else "")' > $$env/constraints.txt; \
+	    print("numpy<2.4" if m.version("triton").startswith("3.6.") else "")' > $$env/constraints.txt; \
 	install --constraint $$env/constraints.txt --editable '.[dev]'; \
 	echo 'The tests of kernels, models and inference but the slow ones, in two processes of one thread each, with:'; \
 	$$env/bin/python -m pip list 2>/dev/null | grep -E '^(torch|triton|numpy|transformers) '; \
