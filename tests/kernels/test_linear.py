@@ -112,7 +112,7 @@ def test_measuring_is_short_and_has_a_budget(monkeypatch):
 
 def test_the_shortest_time_wins(monkeypatch):
     def slow(x, matrix):
-        for _ in range(20):
+        for _ in range(400):
             torch.mm(x, matrix)
 
     monkeypatch.setattr(linears, "FORMS", {"blas": slow, "slow": slow, "fast": torch.mm})
@@ -166,7 +166,7 @@ def test_a_frozen_weight_is_packed_and_noticed_when_written_to(monkeypatch):
 @pytest.mark.skipif(not linears.CAN_PACK, reason="this PyTorch is built without oneDNN")
 def test_packed_is_measured_among_the_forms(monkeypatch):
     def slow(x, matrix):
-        for _ in range(20):
+        for _ in range(400):
             torch.mm(x, matrix)
 
     monkeypatch.setattr(linears, "FORMS", {"blas": slow})
