@@ -10,6 +10,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 PY := .venv/bin/python
+# What stays as it is while the rest is installed: torch, and with Triton 3.6, which torch 2.11 brings, a numpy that its
+# interpreter can use.
+PINS := import importlib.metadata as m; print("torch==" + m.version("torch")); \
+    [print("numpy<2.4") for d in m.distributions(name="triton") if d.version.startswith("3.6.")]
 # All settings that accelerate would otherwise warn about; with --quiet a failing script prints its own line alone.
 ACCELERATE := .venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 export TIMEFORMAT := took %0lR
@@ -37,7 +41,7 @@ install: .venv/installed
 	@echo 'Installing into .venv what is fetched now: $(TORCH) (the CPU build has 190 MB, one with CUDA far more), and'
 	@echo 'about 115 packages of together 660 MB that draftsmith and its tools need. Those above 10 MB are named as they come.'
 	@test -x $(PY) || $(PYTHON) -m venv .venv
-	@version() { $(PY) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' 2>/dev/null; }; \
+	@version() { $(PY) -c '$(PINS)' 2>/dev/null; }; \
 	install() { $(PY) -m pip install --progress-bar off --disable-pip-version-check "$$@" \
 	    | { grep -E 'Downloading .*\(([0-9]{2,}(\.[0-9]+)? MB|.* GB)\)' || true; }; }; \
 	[ '$(origin TORCH)' = file ] && version || install $(TORCH); \
@@ -96,7 +100,7 @@ test-full: install
 	@$(PY) -m pytest -q
 
 # With another torch, as the package index has it (on Linux the CUDA build, about 5 GB), in an environment of its own that
-# is kept under ENVS. numpy is one that the interpreter of the Triton that comes with that torch can use.
+# is kept under ENVS.
 ENVS ?= .venv-torch
 
 test-torch:
@@ -105,8 +109,7 @@ test-torch:
 	test -x $$env/bin/python || $(PYTHON) -m venv $$env; \
 	install() { $$env/bin/python -m pip install -q --disable-pip-version-check "$$@"; }; \
 	install torch==$(TORCH); \
-	$$env/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch")); \
-	    print("numpy<2.4" if m.version("triton").startswith("3.6.") else "")' > $$env/constraints.txt; \
+	$$env/bin/python -c '$(PINS)' > $$env/constraints.txt; \
 	install --constraint $$env/constraints.txt --editable '.[dev]'; \
 	echo 'The tests of kernels, models and inference but the slow ones, in two processes of one thread each, with:'; \
 	$$env/bin/python -m pip list 2>/dev/null | grep -E '^(torch|triton|numpy|transformers) '; \
