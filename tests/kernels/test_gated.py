@@ -53,4 +53,4 @@ def test_plain_path(act):
     gated(gate_up.float(), out, act, bias=bias.float())
     gate, up = (gate_up[0] + gate_up[1] + bias).split(10, -1)
     act_of = F.silu if act == "silu" else partial(F.gelu, approximate="tanh")
-    torch.testing.assert_close(out.double(), act_of(gate) * up, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.double(), act_of(gate) * up, rtol=1e-4, atol=1e-4)

@@ -1,6 +1,7 @@
 """Runs the tests of ``device/`` under Triton's interpreter, in a process of their own: there, and only there, the
 kernels take CPU tensors. The interpreter is slow, so the longer files run in parts; the process imports but once."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,7 +56,15 @@ def pytest_main() -> Iterator[Callable[..., str]]:
         yield run
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def why_not() -> str:
+    """Why Triton's interpreter does not run here; empty if it does."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    old = importlib.metadata.version("triton").startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
+    return "the interpreter of Triton 3.6 needs numpy < 2.4" if old else ""
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' tests run on the GPU")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the kernels' tests run in this process")
 @pytest.mark.parametrize(

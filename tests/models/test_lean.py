@@ -116,10 +116,10 @@ def make(make_target):
     return make
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "units"), [(torch.float32, 32), (torch.bfloat16, 12)])
 @pytest.mark.parametrize("name", LEAN)
-def test_hidden_states_within_twice_the_rounding(make, name, dtype):
-    """Against float64: no further away than twice what the model's own modules are in the same dtype."""
+def test_hidden_states_are_those_in_float64(make, name, dtype, units):
+    """Within so many units in the last place, after two layers; the lean decoder and the model's own modules."""
     target = in_dtype(make(name), dtype)
     exact = in_dtype(target, torch.float64)
     assert isinstance(lean_decoder(target), LeanDecoder)
@@ -128,11 +128,9 @@ def test_hidden_states_within_twice_the_rounding(make, name, dtype):
         parents = [[-1] + [rng.randrange(node) for node in range(1, nodes)] for _ in range(rows)]
         with Exact():
             want = run(exact, False, parents, "biases")
-        plain = (run(target, False, parents, "biases") - want).norm()
-        for path in ("biases", "tree_keys"):
-            error = (run(target, True, parents, path) - want).norm()
-            assert 0 < error < 0.1 * want.norm()
-            assert error <= 2 * plain, f"{rows} rows of {nodes} nodes: {error:.1e}, plain {plain:.1e}"
+        for lean, path in ((False, "biases"), (True, "biases"), (True, "tree_keys")):
+            error = float((run(target, lean, parents, path) - want).norm() / want.norm())
+            assert 0 < error <= units * torch.finfo(dtype).eps < 0.1, f"{rows} rows of {nodes} nodes, lean: {lean}"
 
 
 def test_captured_layers(make):
@@ -165,7 +163,9 @@ def test_weights_are_held_once_and_the_model_still_works(make, tmp_path):
     after = target.model.state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     # The same numbers in another order in memory: some machines' products add them in another order then.
-    torch.testing.assert_close(target.hidden(torch.tensor([PROMPTS[0]])), hidden, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        target.hidden(torch.tensor([PROMPTS[0]])), hidden, rtol=0, atol=1e-4 * float(hidden.abs().max())
+    )
     target.model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(again[name], weight) for name, weight in before.items())

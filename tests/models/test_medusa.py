@@ -26,7 +26,7 @@ def test_untrained_head_equals_the_lm_head(make_target, projection, layers):
     hidden = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0))
     logits = heads.logits(hidden, target.lm_head)
     assert logits.shape == (4, 5, 61)
-    torch.testing.assert_close(logits, target.lm_head(hidden).expand(4, -1, -1), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(logits, target.lm_head(hidden).expand(4, -1, -1), rtol=1e-4, atol=1e-4)
     names = {name for name, _ in heads.named_parameters()}
     assert names == {"weight", "bias", "projection"} if projection == "own" else {"weight", "bias"}
     assert all(p.requires_grad for p in heads.parameters()) and not target.lm_head.weight.requires_grad
@@ -45,13 +45,13 @@ def test_heads_are_their_formula(make_target, projection):
             x = x + F.silu(x @ heads.weight[layer, head] + heads.bias[layer, head])
         matrix = target.lm_head.weight if projection == "shared" else heads.projection[head]
         expected.append(x @ matrix.T)
-        torch.testing.assert_close(heads.features(hidden)[head], x, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(heads.head_logits(head, x, target.lm_head), expected[-1], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(heads.features(hidden)[head], x, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(heads.head_logits(head, x, target.lm_head), expected[-1], rtol=1e-4, atol=1e-4)
     for count in (0, 1, 3, None):
         logits = heads.logits(hidden, target.lm_head, count)
         assert logits.shape == (3 if count is None else count, 5, 61)
         for head, own in enumerate(logits):
-            torch.testing.assert_close(own, expected[head], rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(own, expected[head], rtol=1e-4, atol=1e-4)
 
 
 def test_layers_are_independent(make_target):
@@ -92,11 +92,11 @@ def test_draft_vocabulary_is_the_lm_heads_rows(make_target, family, projection):
     hidden = torch.randn(5, HIDDEN)
     expected = whole.logits(hidden, target.lm_head)[..., IDS]
     draft_head = heads.draft_head(target.lm_head)
-    torch.testing.assert_close(heads.logits(hidden, draft_head), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(heads.logits(hidden, draft_head), expected, rtol=1e-4, atol=1e-4)
     for head, (weight, bias) in enumerate(heads.projections(target.lm_head)):
         feature = heads.features(hidden)[head]
-        torch.testing.assert_close(F.linear(feature, weight, bias), expected[head], rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(heads.head_logits(head, feature, draft_head), expected[head], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(F.linear(feature, weight, bias), expected[head], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(heads.head_logits(head, feature, draft_head), expected[head], rtol=1e-4, atol=1e-4)
 
 
 def test_draft_vocabulary_of_an_offloaded_lm_head(make_target):

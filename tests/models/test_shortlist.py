@@ -254,6 +254,8 @@ def expected_list(head: ShortlistHead, scores: list[float], depth: int, seen: se
 def test_contains(kind):
     """For every token and node; clusters that do not fit, and one larger than the capacity, among them."""
     config = KINDS[kind] if kind != "dynaspec" else replace(ROUTED, capacity=(8, 8, 3))
+    if kind == "in_context":
+        config = replace(config, capacity=(12, 12, 12))  # room for the whole text
     head, nodes = head_of(config), 40
     embeddings, hidden = torch.randn(nodes, 6), torch.randn(nodes, 4)
     tokens = torch.arange(12).expand(nodes, -1)

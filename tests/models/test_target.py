@@ -23,7 +23,7 @@ def test_logits_are_the_models_own(make_target, family):
     theirs = target.model(tokens, use_cache=False).logits
     hidden = target.hidden(tokens)
     assert hidden.shape == (2, 5, target.hidden_size) and target.vocab_size == theirs.shape[-1]
-    torch.testing.assert_close(target.logits(hidden), theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(target.logits(hidden), theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
     if family in ("gemma2", "cohere", "granite"):  # these do something behind the LM head, and the test would see it
         assert (target.lm_head(hidden) - theirs).abs().max() > 0.5
 

@@ -109,7 +109,7 @@ def test_losses_are_their_definitions(labels):
                     total -= 9 / len(wanted) * float(F.logsigmoid(s[number])) / 9
                 else:
                     total -= float(F.logsigmoid(-s[number])) / 9
-    assert float(found.detach()) == pytest.approx(total / int(counts), rel=1e-5)
+    assert float(found.detach()) == pytest.approx(total / int(counts), rel=1e-4)
     found.backward()
     assert {name for name, _ in module.named_parameters()} == {
         f"head.router.{name}" for name in ("inputs.weight", "depth.weight", "clusters.weight", "clusters.bias")

@@ -145,7 +145,7 @@ def test_soft_cross_entropy_and_its_gradients():
     wanted = -(teacher[rows] * logits.log_softmax(-1)).sum()
     for chunk in (None, 2):
         found, hits = linear_soft_cross_entropy(x, weight, teacher, rows, bias, chunk)
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
         assert int(hits) == int((logits.argmax(-1) == teacher[rows].argmax(-1)).sum()) > 0
         pairs = zip(
             torch.autograd.grad(2 * found, [x, weight]),
@@ -153,7 +153,7 @@ def test_soft_cross_entropy_and_its_gradients():
             strict=True,
         )
         for one, other in pairs:
-            torch.testing.assert_close(one, 2 * other)
+            torch.testing.assert_close(one, 2 * other, rtol=0, atol=1e-5 * float(other.abs().max()))
 
 
 def test_only_the_drafter_trains_and_micro_batches_add_up(make_target):
@@ -172,7 +172,7 @@ def test_only_the_drafter_trains_and_micro_batches_add_up(make_target):
     assert all(grad.abs().sum() > 0 for grad in whole.values())
     parts = gradients([{k: v[a:b] for k, v in batch.items()} for a, b in ((0, 1), (1, 4))])
     for name, grad in parts.items():
-        torch.testing.assert_close(grad, whole[name], atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(grad, whole[name], atol=1e-4 * float(whole[name].abs().max()), rtol=0)
 
 
 def test_a_batch_without_labels(make_target):

@@ -34,7 +34,7 @@ def test_they_are_the_targets(make_target, rows, accelerator, tmp_path):
     wanted = target.hidden(batch["tokens"].long(), batch["positions"])
     for stored in (None, tmp_path / "a" / "0.bin"):
         kept = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=2)
-        torch.testing.assert_close(kept, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(kept, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
         half = hidden_states(target, rows, torch.bfloat16, accelerator, stored, batch_size=2)
         torch.testing.assert_close(half.float(), wanted, rtol=1e-2, atol=1e-2)
 
@@ -74,7 +74,7 @@ def test_captured_layers_are_kept_too(make_target, rows, accelerator, tmp_path):
         wanted = target.features(batch["tokens"].long(), captures, batch["positions"])
         for _ in range(2):
             kept = hidden_states(target, rows, torch.float32, accelerator, stored, 2, captures)
-            torch.testing.assert_close(kept, wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(kept, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
 @torch.no_grad()

@@ -141,9 +141,9 @@ def test_the_loss_written_out():
         -torch.log(1 - torch.softmax(logits[i, t - 1], -1)[written[i, t]]) for i, t in again.nonzero().tolist()
     )
     total = expected[0] + 0.5 * (0.8 * expected[1] + 0.64 * expected[2]) + 0.7 * unlikely / 3
-    assert loss.item() == pytest.approx(total.item(), rel=1e-5)
-    assert float(metrics["next_token_loss"]) == pytest.approx(float(expected[0]), rel=1e-5)
-    assert float(metrics["repetition_loss"]) == pytest.approx(float(unlikely / 3), rel=1e-5)
+    assert loss.item() == pytest.approx(total.item(), rel=1e-4)
+    assert float(metrics["next_token_loss"]) == pytest.approx(float(expected[0]), rel=1e-4)
+    assert float(metrics["repetition_loss"]) == pytest.approx(float(unlikely / 3), rel=1e-4)
     loss.backward()
     assert module.heads.bias.grad is not None and module.model.model.embed_tokens.weight.grad is not None
 

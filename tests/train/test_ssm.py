@@ -24,6 +24,7 @@ from draftsmith.inference.ranks import matched_answers, next_token_ranks
 from draftsmith.models.ssm import model_of_layers
 from draftsmith.models.target import Target
 from draftsmith.train import boosting, ssm
+from draftsmith.train.run import Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -248,12 +249,20 @@ def test_each_round_trains_on_what_is_left(recipe, whole, run_main):
         models.append(Target(model, None, "", ""))
 
 
-def test_seeds_and_weighting_are_other_ensembles(recipe, whole, run_main):
-    found = [weights_of(whole)]
-    for name, override in {"seeds": "boost.ensemble=seeds", "weighted": "boost.marked_share=0.5"}.items():
-        code, _, err = run_main(ssm.main, recipe, f"run.name={name}", override)
+def test_seeds_and_weighting_are_other_ensembles(recipe, whole, run_main, monkeypatch):
+    found, used = [weights_of(whole)], []
+
+    def fit(*arguments, weights, fit=Run.fit, **named):
+        used.append(weights)
+        return fit(*arguments, weights=weights, **named)
+
+    monkeypatch.setattr(Run, "fit", fit)
+    others = {"seeds": ["boost.ensemble=seeds"], "weighted": ["boost.marked_share=0.25", "data.train.0.weight=2"]}
+    for name, overrides in others.items():
+        code, _, err = run_main(ssm.main, recipe, f"run.name={name}", *overrides)
         assert code == 0, err
         found.append(weights_of(recipe.parent / name))
+    assert used == [[1.0]] * 3 + [[1.5]] + [[1.5, 0.5]] * 2, "the source's weight, times the share of what is marked"
     assert len(found[1]) == 3 and len(set(found[1].values())) == 3
     assert found[2]["ssm-0"] == found[0]["ssm-0"]  # nothing is marked before the first round
     assert found[2]["ssm-1"] != found[0]["ssm-1"]
@@ -328,7 +337,10 @@ def test_a_killed_run_gives_the_same_ensemble(recipe, whole, run_main, monkeypat
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(boosting, "greedy_ranks", killed)
         run_main(ssm.main, *options, "--resume")
-    code, _, err = run_main(ssm.main, *options, "--resume")
+    code, _, err = run_main(ssm.main, *options, "--resume", "boost.tokens=4")
+    assert code == 2 and err.count("\n") == 1
+    assert "--resume: round 0 trains on what boost.tokens=1 left, and the recipe now has 4; set it back" in err
+    code, _, err = run_main(ssm.main, *options, "--resume", "boost.min_prompts=2")
     assert code == 0, err
     assert weights_of(recipe.parent / "killed") == weights_of(whole)
 

@@ -1,13 +1,7 @@
 """Where the kernels run, and memory that nobody wrote: NaN, or the largest integer."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # tolerance.py
-pytest.register_assert_rewrite("tolerance")
 
 
 @pytest.fixture(scope="session")

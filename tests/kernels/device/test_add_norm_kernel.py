@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tolerance import near
+from bounds import assert_within, roundings_of_sum, sum_bound
 
 from draftsmith.kernels.add_norm import add_norm, add_norm_reference
 
@@ -36,19 +36,24 @@ def check(device, dtype, rows, width, parts, *, bias, after, wide_weights=False,
         out = torch.empty(rows, width + 2, dtype=dtype, device=device)[:, :width]
         function(own, y, weight, eps, out, **options)
         results.append((own, out))
-    (kernel_x, kernel_out), (plain_x, plain_out) = results
-    if y is None:
-        assert torch.equal(kernel_x, before)
-    else:
-        branch = y.cpu().double().sum(0)
-        if shift is not None:
-            branch = branch + shift.cpu().double()
-        if scale is not None:
-            branch = exact_norm(branch, scale, eps if after_eps is None else after_eps)
-        near(kernel_x, plain_x, before.cpu().double() + factor * branch)
-    # out is the norm of the x that was stored
-    add_norm_reference(kernel_x, None, weight, eps, plain_out)
-    near(kernel_out, plain_out, exact_norm(kernel_x, weight, eps))
+    for new_x, out in results:  # both are tested
+        assert new_x.dtype == out.dtype == dtype
+        if y is None:
+            assert torch.equal(new_x, before)
+        else:
+            added = y.cpu().double()
+            if shift is not None:
+                added = torch.cat((added, shift.cpu().double().expand(1, rows, -1)))
+            branch, terms, roundings = added.sum(0), added.abs().sum(0), len(added) + 3
+            if scale is not None:
+                of_rms = terms.norm(dim=-1, keepdim=True) / branch.norm(dim=-1, keepdim=True)
+                rms = (branch.pow(2).mean(-1, keepdim=True) + (eps if after_eps is None else after_eps)).sqrt()
+                terms = (terms + branch.abs() * of_rms) / rms * scale.cpu().double().abs()
+                branch, roundings = branch / rms * scale.cpu().double(), roundings + roundings_of_sum(width) + 4
+            exact, x_terms = before.cpu().double() + factor * branch, before.cpu().double().abs() + abs(factor) * terms
+            assert_within(new_x, exact, sum_bound(exact, x_terms, roundings, dtype))
+        exact = exact_norm(new_x, weight, eps)  # out is the norm of the x that was stored
+        assert_within(out, exact, sum_bound(exact, exact.abs(), roundings_of_sum(width) + 4, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bounds import assert_within, product_bound
 from torch.nn import functional as F
 
 from draftsmith.kernels import head_topk as kernels
@@ -23,14 +24,11 @@ def test_topk(rows, width, vocabulary, count, dtype, device):
     features, weight = padded.to(device)[:, :width], torch.randn(vocabulary, width).to(device, dtype)
     values, ids = head_topk(features, weight, count)
     assert values.shape == ids.shape == (rows, count) and values.dtype == torch.float32 and ids.dtype == torch.int64
-    exact = features.double() @ weight.double().T
-    plain = F.linear(features.float(), weight.float()) if device.type == "cpu" else F.linear(features, weight)
-    tolerance = max(2 * float((plain.double() - exact).abs().max()), 1e-6)
-    assert tolerance < 0.01 * float(exact.abs().max())
-    assert float((values.double() - exact.gather(1, ids)).abs().max()) <= tolerance
+    exact, bound = (part.to(device) for part in product_bound(features, weight.T, torch.float32))
+    largest = bound.amax(1, keepdim=True)
+    assert_within(values, exact.gather(1, ids), largest)
     assert all(len(set(row)) == count for row in ids.tolist())
-    best = exact.topk(count, -1).values
-    assert float((values.double() - best).abs().max()) <= tolerance
+    assert_within(values, exact.topk(count, -1).values, largest)
     assert (values[:, :-1] >= values[:, 1:]).all()
 
 

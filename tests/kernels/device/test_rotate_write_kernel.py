@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tolerance import near
+from bounds import assert_within, roundings_of_sum, sum_bound
 
 from draftsmith.kernels.rotate_write import rotate_write, rotate_write_reference
 
@@ -36,7 +36,7 @@ def check(
     # One layer of a cache of two, in the engine's layout.
     empty = torch.full((2, 2, rows, kv_heads, slots_seen, width), float("nan"), dtype=dtype)
     results = []
-    for function in (rotate_write, rotate_write_reference):
+    for function in (rotate_write, rotate_write_reference):  # both are tested
         storage = empty.clone().to(device)
         cache = storage.permute(0, 2, 4, 1, 3, 5)[1]
         q_out = torch.empty(rows, count, heads, width, dtype=dtype, device=device)
@@ -45,25 +45,38 @@ def check(
         assert storage[0].isnan().all()
         results.append((q_out, cache))
 
-    z = qkv.cpu().double().sum(0) + (0 if shift is None else shift.double())
-    z = z.view(rows, count, heads_all, width)
+    added = (
+        qkv.cpu().double()
+        if shift is None
+        else torch.cat((qkv.cpu().double(), shift.double().expand(1, *qkv.shape[1:])))
+    )
+    z, terms = (part.view(rows, count, heads_all, width) for part in (added.sum(0), added.abs().sum(0)))
     qk, v = z[:, :, : heads + kv_heads], z[:, :, heads + kv_heads :]
+    qk_terms, v_terms = terms[:, :, : heads + kv_heads], terms[:, :, heads + kv_heads :]
     if weight is not None:
-        qk = qk / (qk.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+        rms = (qk.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+        qk_terms = qk_terms + qk.abs() * qk_terms.norm(dim=-1, keepdim=True) / qk.norm(dim=-1, keepdim=True)
+        qk, qk_terms = (part / rms * weight.double() for part in (qk, qk_terms))
     half = width // 2
     turn = torch.complex(table[:, :half].double(), table[:, width + half :].double())[positions][:, :, None]
     turned = torch.complex(qk[..., :half], qk[..., half:]) * turn
     qk = torch.cat((turned.real, turned.imag), -1)
+    first, second = qk_terms.abs().split(half, -1)
+    cos, sin = turn.real.abs(), turn.imag.abs()
+    qk_terms = torch.cat((first * cos + second * sin, second * cos + first * sin), -1)
+    roundings = len(added) + 8 + (0 if weight is None else roundings_of_sum(width))
+    qk_bound, v_bound = sum_bound(qk, qk_terms, roundings, dtype), sum_bound(v, v_terms, len(added), dtype)
 
-    (q, cache), (plain_q, plain_cache) = results
-    near(q, plain_q, qk[:, :, :heads])
-    untouched = torch.ones(rows, slots_seen, dtype=torch.bool, device=device)
-    for row in range(rows):
-        at = slots[0 if shared_slots else row].to(device)
-        untouched[row, at] = False
-        near(cache[row, at, 0], plain_cache[row, at, 0], qk[row, :, heads:])
-        near(cache[row, at, 1], plain_cache[row, at, 1], v[row])
-    assert cache[untouched].isnan().all()
+    for q, cache in results:
+        assert q.dtype == cache.dtype == dtype
+        assert_within(q, qk[:, :, :heads], qk_bound[:, :, :heads])
+        untouched = torch.ones(rows, slots_seen, dtype=torch.bool, device=device)
+        for row in range(rows):
+            at = slots[0 if shared_slots else row].to(device)
+            untouched[row, at] = False
+            assert_within(cache[row, at, 0], qk[row, :, heads:], qk_bound[row, :, heads:])
+            assert_within(cache[row, at, 1], v[row], v_bound[row])
+        assert cache[untouched].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
