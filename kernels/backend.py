@@ -7,6 +7,7 @@ callers enter ``torch.cuda.device_of(tensor)``.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,11 @@ else:  # marks a kernel's compile-time constants
 INTERPRETING = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
-    """``triton.jit``; without Triton the plain function, which is never launched."""
-    return kernel if triton is None else triton.jit(kernel)
+def jit(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """``triton.jit``, with its options; without Triton the plain function, which is never launched."""
+    if kernel is None:
+        return partial(jit, **options)
+    return kernel if triton is None else triton.jit(kernel, **options)
 
 
 def traceable(kernel: Any) -> Any:
