@@ -223,11 +223,21 @@ def best_tokens(logits: Tensor, count: int, log_q: bool = False, tokens: Tensor 
     logits = logits.float()
     values = logits.log_softmax(-1) if log_q else logits
     values, ids = values.max(-1, keepdim=True) if count == 1 else values.topk(count, -1)  # max is faster
+    return values, tokens_at(ids, tokens)
+
+
+def tokens_at(places: Tensor, tokens: Tensor | None) -> Tensor:
+    """The tokens of places in a vocabulary.
+
+    Args:
+        places: ``[B, …]`` int64.
+        tokens: ``[V]`` or ``[B, V]`` int64; places are tokens if None.
+    """
     if tokens is None:
-        return values, ids
+        return places
     if tokens.ndim == 1:
-        return values, tokens[ids]
-    return values, tokens.gather(1, ids.flatten(1)).clamp(min=0).view_as(ids)  # padding is not drafted
+        return tokens[places]
+    return tokens.gather(1, places.flatten(1)).clamp(min=0).view_as(places)  # padding has no token, and is not drafted
 
 
 def head_argmax(features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ class State:
     step: ``[B]`` int64, number of steps of each row's text so far; with the seed it selects the random numbers.
     stream: number of the drafter's random stream, at least 1 (the verifier's is 0).
     nodes: of the tree to propose in this step, a key of the drafter's ``tree_sizes()``; 0 for all nodes.
+    weighs: whether the tree's ``acceptance`` is read, as a merge does; else a drafter may leave it out.
     """
 
     root: Tensor
@@ -39,6 +40,7 @@ class State:
     step: Tensor
     stream: int = 1
     nodes: int = 0
+    weighs: bool = True
 
 
 @dataclass(frozen=True)

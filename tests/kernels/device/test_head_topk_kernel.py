@@ -128,7 +128,7 @@ def test_logits_that_are_not_finite_give_tokens_all_the_same(device):
     ("rows", "width", "vocabulary", "count", "at_once"), [(1, 64, 300, 4, 8), (5, 40, 129, 1, 1024), (3, 16, 7, 7, 16)]
 )
 def test_log_probabilities_and_tokens(rows, width, vocabulary, count, at_once, dtype, device, monkeypatch):
-    """Against float64, with logits far from 0; ids are looked up in a table, in one round of the merge and in several."""
+    """Against float64, with logits far from 0; ids are looked up in a table, after one round of the merge or two."""
     monkeypatch.setattr(kernels, "MERGED_AT_ONCE", at_once)
     torch.manual_seed(vocabulary)
     features = (4 * torch.randn(rows, width)).to(device, dtype)
@@ -162,7 +162,7 @@ def test_log_probabilities_where_logits_are_not_finite(device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_argmax_is_that_of_written_logits(dtype, device):
-    """Sums that are exact in float32 and tie more often when they are rounded to 16 bits: the lowest id, as torch.max has it."""
+    """Sums that are exact in float32 and tie more often once they are rounded to 16 bits: the lowest id."""
     torch.manual_seed(5)
     features = torch.randint(-2, 3, (9, 40), device=device).to(dtype)
     weight = torch.randint(-2, 3, (300, 40), device=device).to(dtype)
