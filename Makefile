@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install models shipped demo chat test test-full lint bench bench-medusa gpu gpu-rehearsal
+.PHONY: help install models shipped demo chat test test-full lint kernel-report bench bench-medusa gpu gpu-rehearsal
 
 PYTHON ?= python3
 # The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
@@ -22,6 +22,7 @@ help:
 	@echo 'make test       all tests but the slow ones'
 	@echo 'make test-full  all tests'
 	@echo 'make lint       ruff and pyright'
+	@echo 'make kernel-report  what the kernels need of a GPU, by the installed and by the oldest supported Triton'
 	@echo 'make bench      measure training and decoding on this machine'
 	@echo 'make bench-medusa  four ways to train Medusa heads, compared'
 	@echo 'make gpu        everything that BENCHMARKS.md awaits a GPU for, in 25 minutes at most (MINUTES=…)'
@@ -93,6 +94,16 @@ lint: install
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
+
+# Both versions compile for sm_90 without a GPU. The oldest one is unpacked from its wheel and not installed.
+OLDEST_TRITON := 3.6.0
+UNPACKED := .venv/triton-$(OLDEST_TRITON)
+
+kernel-report: install
+	@test -d $(UNPACKED) || { $(PY) -m pip download -q --no-deps --dest .venv/wheels triton==$(OLDEST_TRITON); \
+	    $(PY) -m zipfile -e .venv/wheels/triton-$(OLDEST_TRITON)-*.whl $(UNPACKED); \
+	    chmod +x $(UNPACKED)/triton/backends/nvidia/bin/*; }
+	time $(PY) -W ignore kernels/resources.py --triton $(UNPACKED)
 
 # Training against a straightforward loop; then decoding against named peers in the same run: our engine without a
 # drafter, transformers.generate, transformers prompt-lookup.

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from draftsmith.inference.cache import KVCache
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.tree_attention import (
+    Plans,
     TreeKeys,
     Work,
     ancestor_mask,
@@ -25,7 +26,6 @@ from draftsmith.kernels.tree_attention import (
     tree_attention,
     tree_bias,
     tree_bias_one_row,
-    tree_work,
 )
 from draftsmith.models.lean import Buffers, FusedBuffers, LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
@@ -116,6 +116,8 @@ class Runner:
         sliding = getattr(config, "sliding_window", None) or 0
         # Every window that some layer may use; 0 is full attention.
         self.windows = {0, sliding} if sliding or "sliding_attention" in layers else {0}
+        if self.lean is not None:
+            self.windows = {layer.window for layer in self.lean.layers}
         heads = getattr(config, "num_attention_heads", None)
         self.num_heads = heads if isinstance(heads, int) else target.kv_shapes[0][0]  # of the first layer
         self._chain = torch.empty(1, 0, 0, dtype=torch.int64, device=target.device)  # bitsets of the longest chunk
@@ -138,7 +140,7 @@ class Runner:
             ancestors = self._chain[:, :count, : -(-count // 64)].expand(rows, -1, -1)
             depth = self.numbers[None, :count].int().expand(rows, -1)
             lengths = torch.full((rows,), start, device=target.device)
-            tree_keys = TreeKeys(lengths, ancestors, depth, depth, self._work(lengths, count, count, seen))
+            tree_keys = TreeKeys(lengths, ancestors, depth, depth, self._work(Plans(lengths), count, count, seen))
         else:
             biases = {w: causal_bias(start, count, w, target.dtype, target.device) for w in self.windows}
         positions = slots.clamp(max=self.last_position).expand(rows, -1)
@@ -147,7 +149,7 @@ class Runner:
     def forward_nodes(
         self, tokens: Tensor, lengths: Tensor, ancestors: Tensor, depth: Tensor, *, first: int = 0,
         key_depth: Tensor | None = None, mask: Tensor | None = None, fixed: bool = False, sees_all: bool = False,
-        captures: Sequence[int] = (),
+        captures: Sequence[int] = (), plans: Plans | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run nodes ``first``, ``first + 1``, … of a tree after each row's prefix; earlier nodes have been run.
 
@@ -161,6 +163,7 @@ class Runner:
             fixed: ``mask`` is the same, never changing tensor at every call with this Q and T.
             sees_all: every query sees all T nodes (one node; the end of a chain).
             captures: as :meth:`forward`.
+            plans: of the step; made for this pass alone if left out.
 
         Returns:
             As :meth:`forward`.
@@ -171,7 +174,7 @@ class Runner:
         biases: Mapping[int, Tensor | None] | None = None
         tree_keys: TreeKeys | None = None
         if self.kernel:
-            work = self._work(lengths, count, total, seen)
+            work = self._work(plans or Plans(lengths), count, total, seen)
             tree_keys = TreeKeys(lengths, ancestors, depth, depth if key_depth is None else key_depth, work)
         elif sees_all and not self.static and cache.rows == 1 and self.windows == {0}:
             biases = {0: None}
@@ -184,13 +187,12 @@ class Runner:
             tokens, positions, slots, seen, biases=biases, tree_keys=tree_keys, step=True, captures=captures
         )
 
-    def _work(self, lengths: Tensor, queries: int, num_tree_keys: int, seen: int) -> dict[int, Work]:
+    def _work(self, plans: Plans, queries: int, num_tree_keys: int, seen: int) -> dict[int, Work]:
         """The kernel's items for each window, planned for the shape of the first layer; none if no row is split."""
-        (kv_heads, width), dtype, device = self.target.kv_shapes[0], self.target.dtype, lengths.device
-        items = attention_items(len(lengths), queries, self.num_heads, kv_heads, width, seen, dtype, device)
-        if items == len(lengths):
-            return {}
-        return {window: tree_work(lengths, num_tree_keys, items, window) for window in self.windows}
+        (kv_heads, width), (rows, device) = self.target.kv_shapes[0], (len(plans.lengths), plans.lengths.device)
+        items = attention_items(rows, queries, self.num_heads, kv_heads, width, seen, self.target.dtype, device)
+        by_window = {window: plans.work(num_tree_keys, items, window) for window in self.windows}
+        return {window: work for window, work in by_window.items() if work is not None}
 
     def _bias(
         self, lengths: Tensor, mask: Tensor, depth: Tensor, key_depth: Tensor | None, seen: int, window: int,

@@ -33,7 +33,7 @@ from draftsmith.inference.tree import TokenTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.accept_greedy import accept_greedy, advance
 from draftsmith.kernels.backend import why_not_triton
-from draftsmith.kernels.tree_attention import ancestor_mask
+from draftsmith.kernels.tree_attention import Plans, ancestor_mask
 from draftsmith.models.target import Target
 
 PREFILL_CHUNK = 512
@@ -207,6 +207,7 @@ class Step:
     def run(self, clock: Clock | None = None) -> None:
         """Advance all rows by one step, and write what it commits to ``committed``."""
         cache, state = self.cache, self.state
+        state.plans = Plans(cache.lengths)
         tree = self.drafter.propose(state)
         if clock:
             clock.lap("draft")
@@ -217,7 +218,7 @@ class Step:
             mask = ancestor_mask(tree.ancestors, count)
         hidden, captured = self.runner.forward_nodes(
             tree.tokens, cache.lengths, tree.ancestors, tree.depth, mask=mask, fixed=tree.static is not None,
-            sees_all=count == 1, captures=self.captures,
+            sees_all=count == 1, captures=self.captures, plans=state.plans,
         )  # fmt: skip
         logits = self.target.logits(hidden)
         if clock:

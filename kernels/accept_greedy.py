@@ -44,7 +44,25 @@ def accept_greedy_reference(
     return path, length, node, bonus[:, 0], finite
 
 
-@jit
+@jit(
+    do_not_specialize=[
+        "length",
+        "node",
+        "bonus",
+        "nodes",
+        "words",
+        "max_depth",
+        "choice_row",
+        "best_row",
+        "tokens_row",
+        "parent_row",
+        "depth_row",
+        "ancestors_row",
+        "ancestors_node",
+        "valid_row",
+        "committed_row",
+    ]
+)
 def _accept_greedy_kernel(
     choice, best, tokens, parent, depth, ancestors, valid, active, committed, path, length, node, bonus, finite,
     nodes, words, max_depth, choice_row, best_row, tokens_row, parent_row, depth_row, ancestors_row, ancestors_node,
@@ -143,7 +161,7 @@ def accept_greedy(
             choice, best, tokens, parent, depth, ancestors, valid.view(torch.int8), active.view(torch.int8), committed,
             path, length, node, bonus, finite.view(torch.int8), nodes, ancestors.shape[2], max_depth, choice.stride(0),
             best.stride(0), tokens.stride(0), parent.stride(0), depth.stride(0), *ancestors.stride()[:2],
-            valid.stride(0), committed.stride(0), BLOCK_N=next_power(nodes), BLOCK_A=next_power(max_depth + 1),
+            valid.stride(0), committed.stride(0), BLOCK_N=next_power(nodes, 64), BLOCK_A=next_power(max_depth + 1, 16),
             num_warps=1 if nodes <= 64 else 4,
         )  # fmt: skip
     return path, length, node, bonus, finite
@@ -159,7 +177,7 @@ def advance_reference(
     feature.copy_(features[torch.arange(len(node), device=node.device), node])
 
 
-@jit
+@jit(do_not_specialize=["node", "bonus", "length"])
 def _advance_kernel(
     lengths, root, feature, features, node, bonus, length, active, width, feature_row, features_row, features_node,
     BLOCK: constexpr,

@@ -6,7 +6,7 @@ room take their plain PyTorch path. Unlike PyTorch's own operations, a Triton ke
 callers enter ``torch.cuda.device_of(tensor)``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -28,11 +28,15 @@ else:  # marks a kernel's compile-time constants
 INTERPRETING = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def jit(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``triton.jit``, with its options; without Triton the plain function, which is never launched."""
+def jit(kernel: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
+    """``triton.jit``; without Triton the plain function, which is never launched.
+
+    Triton compiles a kernel again for integer arguments that are 1, and for those that 16 divides or not, except for
+    the arguments in ``do_not_specialize``: counts and lengths, which change from step to step.
+    """
     if kernel is None:
-        return partial(jit, **options)
-    return kernel if triton is None else triton.jit(kernel, **options)
+        return partial(jit, do_not_specialize=do_not_specialize)
+    return kernel if triton is None else triton.jit(kernel, do_not_specialize=[*do_not_specialize])
 
 
 def traceable(kernel: Any) -> Any:

@@ -24,7 +24,7 @@ def commit_reference(storage: Tensor, lengths: Tensor, path: Tensor, length: Ten
         storage[:, :, rows, :, target] = storage[:, :, rows, :, source]
 
 
-@jit
+@jit(do_not_specialize=["path_stride"])
 def _commit_kernel(
     storage, lengths, path, length, heads, width, layer_stride, row_stride, head_stride, slot_stride, path_stride,
     BLOCK_H: constexpr, BLOCK_D: constexpr,

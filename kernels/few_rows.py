@@ -135,7 +135,7 @@ def _vector_kernel(
     tl.store(place, tl.sum(total, 1).to(out.dtype.element_ty), mask=n < outputs)
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _few_rows_kernel(
     x, matrix, out, rows, inputs, outputs, per_part, x_row, matrix_row, out_part, out_row,
     BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,

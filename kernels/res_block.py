@@ -24,7 +24,7 @@ def res_block_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x + F.silu(torch.baddbmm(bias, x, weight))
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _res_block_kernel(
     x, weight, bias, out, rows, width, x_head, x_row, weight_head, weight_row, bias_head,
     BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,

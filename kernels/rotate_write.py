@@ -39,7 +39,7 @@ def rotate_write_reference(
     cache.index_put_((torch.arange(rows, device=cache.device)[:, None], slots), kv.to(cache.dtype))
 
 
-@jit
+@jit(do_not_specialize=["count", "positions_batch", "positions_node", "slots_batch", "slots_node"])
 def _rotate_write_kernel(
     qkv, table, positions, slots, cache, q_out, bias, norm, eps,
     count, qkv_part, qkv_row, table_row, positions_batch, positions_node, slots_batch, slots_node,

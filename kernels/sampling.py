@@ -11,7 +11,7 @@
 Tokens that tie at the floor are all kept, and the likeliest token always is. Where the temperature is 0, p is one-hot
 at the best token, the lowest id among equals. p can be recomputed anywhere from the logits and these numbers, so
 nothing of size V is written, and nothing is sorted: floors are searched among the integers that order float32 numbers,
-16 candidates in each pass over V. They are searched among logits and compared as s, because equal s may come from
+8 candidates in each pass over V. They are searched among logits and compared as s, because equal s may come from
 different logits.
 
 If a node's draws are all one-hot, their acceptance probabilities (phase A of kernels/verify.py) come from the pass that
@@ -51,7 +51,7 @@ def philox_uniforms_reference(seed: Tensor, step: Tensor, count: int, stream: in
     return (words >> 8).float() * 2.0**-24
 
 
-@jit
+@jit(do_not_specialize=["count", "stream", "seed_row", "step_row"])
 def _philox_kernel(seed, step, uniforms, count, stream, seed_row, step_row, BLOCK: constexpr):
     """One program per row and block of counters, each of which gives four uniforms."""
     row = tl.program_id(0).to(tl.int64)
@@ -86,7 +86,7 @@ def philox_uniforms(seed: Tensor, step: Tensor, count: int, stream: int = 0) -> 
     assert seed.dtype == step.dtype == torch.int64
     uniforms = torch.empty(len(seed), count, dtype=torch.float32, device=seed.device)
     counters = -(-count // 4)
-    block = min(next_power(counters), 256)
+    block = 128
     with torch.cuda.device_of(seed):
         _philox_kernel[(len(seed), -(-counters // block))](
             seed, step, uniforms, count, stream, seed.stride(0), step.stride(0), BLOCK=block, num_warps=4
@@ -200,9 +200,9 @@ def _search(
     """The lowest key of lowest … highest above which there are fewer than ``bound`` tokens; with MASS, tokens whose
     exp(s) sum to less. True of ``highest``, which is the maximum's key, and not tested there."""
     while lowest < highest:
-        step = (highest - lowest + 15) // 16
-        keys = tl.minimum(lowest + step * tl.arange(0, 16), highest)  # [16] int64
-        sums = tl.zeros([BLOCK_V, 16], tl.float32)  # counts are exact up to 2^24
+        step = (highest - lowest + 7) // 8
+        keys = tl.minimum(lowest + step * tl.arange(0, 8), highest)  # [8] int64
+        sums = tl.zeros([BLOCK_V, 8], tl.float32)  # counts are exact up to 2^24
         for start in tl.range(0, V, BLOCK_V, num_stages=4):  # the next tiles are on their way meanwhile
             x = start + tl.arange(0, BLOCK_V)
             value = tl.load(logits + x, mask=x < V, other=float("-inf")).to(tl.float32)
@@ -251,7 +251,7 @@ def _top_floor(
     return floor
 
 
-@jit
+@jit(do_not_specialize=["N", "K", "temperature_row", "top_k_row", "top_p_row", "min_p_row", "child_row", "child_node"])
 def _distribution_kernel(
     logits, temperature, top_k, top_p, min_p, tokens, child, scalars, best, acceptance, N, K, V, logits_row,
     logits_node, temperature_row, top_k_row, top_p_row, min_p_row, child_row, child_node,
@@ -266,7 +266,7 @@ def _distribution_kernel(
     maxima = tl.full([BLOCK_V], float("-inf"), tl.float32)
     ids = tl.full([BLOCK_V], 0, tl.int32) + V  # of the maxima
     bad = tl.zeros([BLOCK_V], tl.int32)
-    for start in range(0, V, BLOCK_V):
+    for start in tl.range(0, V, BLOCK_V, num_stages=4):
         x = start + tl.arange(0, BLOCK_V)
         value = tl.load(logits + x, mask=x < V, other=float("-inf")).to(tl.float32)
         bad |= ((value != value) | (value == float("inf"))).to(tl.int32)
@@ -326,10 +326,11 @@ def _distribution_kernel(
         tl.store(acceptance + place * K + turns, acceptances, mask=turns < K)
 
 
-def distribution_tile(vocabulary: int) -> dict[str, int]:
+def distribution_tile(vocabulary: int, uses_top: bool) -> dict[str, int]:
     """The kernel's tokens per tile and warps. A step has fewer nodes than a GPU has multiprocessors, so a program may
-    take most of one."""
-    return {"BLOCK_V": min(next_power(vocabulary), 1024), "num_warps": 8}
+    take most of one. With top-k or top-p it holds sums of 8 candidates for each token of the tile in registers; without
+    them a thread loads 16 bytes at a time."""
+    return {"BLOCK_V": min(next_power(vocabulary), 1024 if uses_top else 2048), "num_warps": 8}
 
 
 def distribution_scalars(
@@ -372,7 +373,7 @@ def distribution_scalars(
         tokens, strides = tokens.contiguous(), child.stride()[:2]
         assert child.stride(2) == 1
     uses_greedy, uses_top, uses_min_p = uses
-    tile = distribution_tile(vocabulary)
+    tile = distribution_tile(vocabulary, uses_top)
     if block:
         tile["BLOCK_V"] = block
     with torch.cuda.device_of(logits):

@@ -120,7 +120,7 @@ def _gathered_product(
     return tl.where(known[None, :], logits, float("-inf"))
 
 
-@jit
+@jit(do_not_specialize=["rows", "capacity", "features_text", "head_rows_text"])
 def _shortlist_logits_kernel(
     features, weight, head_rows, out, rows, width, capacity, features_text, features_row, weight_row, head_rows_text,
     BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
@@ -138,7 +138,7 @@ def _shortlist_logits_kernel(
     tl.store(out_place, logits, mask=(row < rows)[:, None] & (place < capacity)[None, :])
 
 
-@jit
+@jit(do_not_specialize=["rows", "capacity", "features_text", "head_rows_text", "candidates"])
 def _shortlist_topk_kernel(
     features, weight, head_rows, values, places, rows, width, capacity, features_text, features_row, weight_row,
     head_rows_text, candidates, COUNT: constexpr, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
@@ -162,7 +162,7 @@ def _shortlist_topk_kernel(
         left = tl.where(place[None, :] == best_place[:, None], float("-inf"), left)
 
 
-@jit
+@jit(do_not_specialize=["rows", "head_rows_text"])
 def _tokens_kernel(values, places, head_rows, ids, out, rows, head_rows_text, COUNT: constexpr, BLOCK: constexpr):
     """:func:`_tokens`, one program per node."""
     rank = tl.arange(0, BLOCK)

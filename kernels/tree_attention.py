@@ -19,7 +19,9 @@ is L + depth(i).
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
 import math
+import time
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,6 +38,7 @@ from draftsmith.kernels.backend import (
     triton,
     why_not_triton,
 )
+from draftsmith.kernels.measured import gpu_seconds, read_measured, write_measured
 
 TILE = 64  # slots; the bits of a tile of tree keys are one word
 MIN_SHARE = 2  # tiles of an item of a row that is split, at least
@@ -84,7 +87,8 @@ class TreeKeys(NamedTuple):
     ancestors: ``[B, Q, W]`` int64 bitsets over the tree keys.
     depth: ``[B, Q]`` int32 of the queries.
     key_depth: ``[B, T]`` int32 of the tree keys, which are in slots L, L + 1, ….
-    work: by window, for all layers of the pass; a layer whose window is missing computes its own.
+    work: by window, for all layers of the pass; a layer whose window is missing computes its own. A plan may be made
+        for longer prefixes and more tree keys (:class:`Plans`).
     """
 
     lengths: Tensor
@@ -229,7 +233,7 @@ def tree_work_reference(
     return Work(items.int(), first.int(), count.int())
 
 
-@jit
+@jit(do_not_specialize=["rows", "num_tree_keys", "num_items"])
 def _work_kernel(
     lengths, items, first, count, rows, num_tree_keys, num_items,
     WINDOW: constexpr, TILE: constexpr, MIN_SHARE: constexpr, BLOCK_B: constexpr,
@@ -270,7 +274,7 @@ def _tree_work(
     with torch.cuda.device_of(lengths):
         traceable(_work_kernel)[(num_items,)](
             lengths, items, first, count, len(lengths), num_tree_keys, num_items,
-            WINDOW=window, TILE=TILE, MIN_SHARE=min_share, BLOCK_B=next_power(len(lengths)), num_warps=1,
+            WINDOW=window, TILE=TILE, MIN_SHARE=min_share, BLOCK_B=next_power(len(lengths), 32), num_warps=1,
         )  # fmt: skip
     return items, first, count
 
@@ -297,6 +301,29 @@ def tree_work(lengths: Tensor, num_tree_keys: int, num_items: int, window: int =
     if why_not_triton(lengths):
         return tree_work_reference(lengths, num_tree_keys, num_items, window, min_share)
     return Work(*_tree_work_op(lengths, num_tree_keys, num_items, window, min_share))
+
+
+class Plans:
+    """The plans of a step's forward passes, those of drafters too, each made when it is first asked for.
+
+    A plan also serves passes of shorter prefixes and fewer tree keys: the kernel reads no tile beyond a row's own.
+
+    Args:
+        lengths: ``[B]`` int64, the longest prefix of each row in any of the passes; unchanged until the last one.
+    """
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.lengths = lengths
+        self.made: dict[tuple[int, int, int], Work] = {}
+
+    def work(self, num_tree_keys: int, num_items: int, window: int = 0) -> Work | None:
+        """:func:`tree_work` for at least ``num_tree_keys`` tree keys; None if no row is split."""
+        if num_items == len(self.lengths):
+            return None
+        key = -(-num_tree_keys // TILE) * TILE, num_items, window
+        if key not in self.made:
+            self.made[key] = tree_work(self.lengths, *key)
+        return self.made[key]
 
 
 @jit
@@ -335,7 +362,19 @@ def _add_tile(
     return new_best, total * rescale + tl.sum(weights, 1), acc
 
 
-@jit
+@jit(
+    do_not_specialize=[
+        "ancestors",
+        "depth",
+        "key_depth",
+        "num_queries",
+        "num_tree_keys",
+        "ancestors_batch",
+        "ancestors_query",
+        "depth_batch",
+        "key_depth_batch",
+    ]
+)
 def _tree_attention_kernel(
     q, k, v, lengths, ancestors, depth, key_depth, items, count, out, partial, partial_lse,
     num_queries, num_tree_keys, width, log2_scale, softcap,
@@ -426,7 +465,7 @@ def _tree_attention_kernel(
         tl.store(partial_lse + place, lse, mask=exists)
 
 
-@jit
+@jit(do_not_specialize=["num_queries"])
 def _merge_items_kernel(
     partial, partial_lse, first, count, out, num_queries, width, out_batch, out_head, out_query,
     HEADS: constexpr, BLOCK_I: constexpr, BLOCK_H: constexpr, BLOCK_D: constexpr,
@@ -470,11 +509,11 @@ def _merge_items_kernel(
 # By the bytes of an element and the widest head: rows of a program, keys of a block, pipeline stages. Sized by shared
 # memory (the queries, and K and V blocks of each stage) of 227 KB: two programs fit, or one of 128 rows or of heads
 # wider than 128. Products of float32 are exact, without tensor cores, so their blocks are small.
-_TILES = {(4, 128): (32, 32, 2), (4, 256): (32, 16, 2), (2, 128): (128, 64, 3), (2, 256): (64, 64, 2)}
+_TILES = {(4, 128): (16, 16, 2), (4, 256): (16, 16, 2), (2, 128): (128, 64, 3), (2, 256): (64, 32, 2)}
 
 
 def attention_tile(
-    rows: int, width: int, dtype: torch.dtype, pairs: int = 1, multiprocessors: int = 0
+    rows: int, width: int, dtype: torch.dtype, pairs: int = 1, multiprocessors: int = 0, capped: bool = False
 ) -> dict[str, int]:
     """The kernel's block sizes, warps and pipeline stages.
 
@@ -482,12 +521,15 @@ def attention_tile(
         rows: Q · Hq / Hkv, the rows of a key/value head.
         pairs: B · Hkv; two programs of 64 rows take the place of one of 128 where there would be fewer than two per
             multiprocessor, since two of the smaller ones run on one at a time.
+        capped: with a soft cap, whose arithmetic needs registers: blocks of fewer keys.
     """
     block_d = next_power(width, 16)
     block_m, block_n, stages = _TILES[dtype.itemsize, max(block_d, 128)]
     if block_m == 128 and pairs * -(-rows // 128) < PROGRAMS * multiprocessors:
         block_m = 64
     block_m = min(block_m, next_power(rows, 16))
+    if capped:
+        block_n = min(block_n, 32)
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -497,20 +539,101 @@ def attention_tile(
     }
 
 
+# What is measured where 128 rows or more of a head meet, in 16 bits and for D ≤ 128: rows, keys, warps, stages.
+WIDE_TILES = {
+    f"{rows}x{keys}, {warps} warps, {stages} stages": (rows, keys, warps, stages)
+    for rows, keys, warps, stages in ((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2))
+}
+FILE = "attention.json"  # in the cache folder
+BUDGET = 10.0  # seconds per process for measuring, most of them for compiling; shapes that occur later are not measured
+_BEHIND = 1024  # cached tokens of the rows on which tiles are timed
+_wide: dict[tuple[torch.device, str], str] = {}  # names of WIDE_TILES
+_spent = 0.0
+
+
+def _wide_key(rows: int, queries: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> str | None:
+    """The key of a shape for which tiles are measured; None for any other. Shapes that give a GPU about as many blocks
+    of rows share theirs."""
+    of_head = queries * heads // kv_heads
+    if of_head < 128 or width > 128 or dtype.itemsize != 2:
+        return None
+    blocks = next_power(rows * kv_heads * -(-of_head // 64))
+    return f"{blocks} blocks, groups of {heads // kv_heads}, D {width}, {str(dtype).removeprefix('torch.')}"
+
+
+def _tile(
+    rows: int, queries: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device,
+    capped: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """The measured tile of this shape, or that of :func:`attention_tile`."""
+    of_head, key = queries * heads // kv_heads, _wide_key(rows, queries, heads, kv_heads, width, dtype)
+    tile = attention_tile(of_head, width, dtype, rows * kv_heads, multiprocessors(device), capped)
+    if key is None or capped or (device, key) not in _wide:
+        return tile
+    block_m, block_n, warps, stages = WIDE_TILES[_wide[device, key]]
+    return tile | {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+
+
+def _may_measure(device: torch.device) -> bool:
+    """Measuring synchronises, which a CUDA graph's capture forbids, and ``torch.cuda.set_sync_debug_mode``."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    return not torch.cuda.is_current_stream_capturing() and torch.cuda.get_sync_debug_mode() == 0
+
+
+def _measure_tile(
+    rows: int, queries: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Find the fastest tile of a shape, once on this machine: stored, or measured now while the budget lasts. One that
+    fails, or whose results are far from those of the first, is never chosen."""
+    global _spent
+    key = _wide_key(rows, queries, heads, kv_heads, width, dtype)
+    if key is None or (device, key) in _wide or not _may_measure(device):
+        return
+    stored = read_measured(FILE, device).get(key)
+    if stored in WIDE_TILES or _spent >= BUDGET:
+        _wide[device, key] = stored if stored in WIDE_TILES else next(iter(WIDE_TILES))
+        return
+    began, seconds = time.perf_counter(), {}
+    generator = torch.Generator(device).manual_seed(0)  # nobody else's random numbers change
+    expected: Tensor | None = None
+    for name in WIDE_TILES:
+        _wide[device, key] = name
+        try:
+            shape = (2, rows, kv_heads, _BEHIND + queries, width)
+            q = torch.randn(rows, queries, heads, width, generator=generator, device=device).to(dtype).transpose(1, 2)
+            keys, values = torch.randn(shape, generator=generator, device=device).to(dtype)
+            generator.manual_seed(0)
+            ancestors = causal_ancestors(queries, device).expand(rows, -1, -1)
+            lengths = torch.full((rows,), _BEHIND, device=device)
+            attend = partial(tree_attention_cached, q, keys, values, lengths, ancestors, queries, width**-0.5)
+            found = attend().float()
+            expected = found if expected is None else expected
+            if float((found - expected).abs().max()) <= 0.02 * float(expected.abs().max()):  # not if it is NaN
+                seconds[name] = gpu_seconds([attend] * 8, device)
+        except torch.AcceleratorError:  # the device's own errors are not passed over
+            raise
+        except Exception:  # Triton's own errors have no common type: this tile does not compile or fit here
+            continue
+    _spent += time.perf_counter() - began
+    _wide[device, key] = min(seconds, key=lambda name: seconds[name]) if seconds else next(iter(WIDE_TILES))
+    write_measured(FILE, {key: _wide[device, key]}, device)
+
+
 def attention_items(
     rows: int, queries: int, heads: int, kv_heads: int, width: int, slots: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     """The number of items (I) for a batch: B, and as many more as the device runs at a time and the capacity can use.
+    Where a GPU meets such a shape first, the kernel's tile for it is measured.
 
     It depends on the cache's capacity S, not on the cached lengths, so the grid is the same at every step.
 
     Args:
         rows, queries, heads, kv_heads, width, slots: B, Q, Hq, Hkv, D, S.
     """
-    processors = multiprocessors(device)
-    of_head = queries * heads // kv_heads
-    tile = attention_tile(of_head, width, dtype, rows * kv_heads, processors)
-    at_a_time = PROGRAMS * processors // (kv_heads * -(-of_head // tile["BLOCK_M"]))
+    _measure_tile(rows, queries, heads, kv_heads, width, dtype, device)
+    tile = _tile(rows, queries, heads, kv_heads, width, dtype, device)
+    at_a_time = PROGRAMS * multiprocessors(device) // (kv_heads * -(-(queries * heads // kv_heads) // tile["BLOCK_M"]))
     of_row = (-(-slots // TILE) + 1) // MIN_SHARE  # a prefix and a tree may each end within a tile
     return rows + max(0, min(at_a_time, rows * of_row) - 1) if of_row > 1 else rows
 
@@ -524,7 +647,7 @@ def _tree_attention_cached(
     (items, first, count) each row is one item."""
     rows, heads, queries, width = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
-    tile = attention_tile(queries * group, width, q.dtype, rows * kv_heads, multiprocessors(q.device))
+    tile = _tile(rows, queries, heads, kv_heads, width, q.dtype, q.device, softcap != 0)
     row_blocks = -(-queries * group // tile["BLOCK_M"])
     num_items = rows if items is None else len(items)
     # In memory [B, Q, Hq, D]: the caller's next step is a projection over Hq · D.
@@ -546,7 +669,7 @@ def _tree_attention_cached(
             block_h = min(4, next_power(heads))
             traceable(_merge_items_kernel)[(queries, -(-heads // block_h), rows)](
                 partial, lse, first, count, out, queries, width, *out.stride()[:3],
-                HEADS=heads, BLOCK_I=min(8, next_power(parts)), BLOCK_H=block_h, BLOCK_D=tile["BLOCK_D"], num_warps=4,
+                HEADS=heads, BLOCK_I=8, BLOCK_H=block_h, BLOCK_D=tile["BLOCK_D"], num_warps=4,
             )  # fmt: skip
     return out
 
@@ -581,7 +704,8 @@ def tree_attention_cached(
         key_depth: ``[B, T]`` depth of the tree keys; needed for a window.
         window: a query at position p sees keys at positions > p − window; 0 for no window.
         softcap: scores become ``softcap · tanh(score / softcap)`` (Gemma 2).
-        work: from :func:`tree_work` for these lengths, T and window; computed here if left out.
+        work: from :func:`tree_work` for these lengths or longer ones, T tree keys or more, and the window; computed
+            here if left out.
 
     Returns:
         ``[B, Hq, Q, D]``.

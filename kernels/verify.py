@@ -186,7 +186,7 @@ def _residual(
     return r
 
 
-@jit
+@jit(do_not_specialize=["N", "K", "R", "child_row", "child_node", "entry_batch"])
 def _acceptances_kernel(
     logits, scalars, best, tokens, child, kind, q_row, q, entry, acceptance, mass_out, scale_out, N, K, R, V, VQ,
     logits_row, logits_node, child_row, child_node, entry_batch, entry_row,
@@ -288,7 +288,21 @@ def _rejected_draws(
     return token, draw_kind, draw_q_row, scale, mass, tl.max(tl.where(exists, turns + 1, 0), 0)
 
 
-@jit
+@jit(
+    do_not_specialize=[
+        "length_out",
+        "node_out",
+        "N",
+        "K",
+        "R",
+        "child_row",
+        "child_node",
+        "entry_batch",
+        "uniforms_row",
+        "uniforms_node",
+        "max_depth",
+    ]
+)
 def _walk_kernel(
     logits, scalars, best, tokens, child, kind, q_row, q, entry, acceptance, mass_in, scale_in, uniforms, path,
     length_out, node_out, finite_out, sums, N, K, R, V, VQ, logits_row, logits_node, child_row, child_node,
@@ -337,7 +351,7 @@ def _walk_kernel(
     tl.store(sums + batch * tl.num_programs(1) + part, tl.sum(total, 0))
 
 
-@jit
+@jit(do_not_specialize=["node_in", "parts", "N", "K", "R", "child_row", "child_node", "entry_batch", "bonus_row"])
 def _draw_kernel(
     logits, scalars, best, tokens, child, kind, q_row, q, entry, mass_in, scale_in, node_in, sums, bonus_uniform, bonus,
     parts, N, K, R, V, VQ, logits_row, logits_node, child_row, child_node, entry_batch, entry_row, bonus_row,
@@ -398,8 +412,8 @@ def widened(q: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
 def verify_tile(max_draws: int, vocabulary: int, with_q: bool) -> dict[str, int]:
     """The kernels' block sizes for at most ``max_draws`` draws of a node (K)."""
     block_k = next_power(max_draws)
-    # With q, the comparison of x with all draws is a tile of 8192 elements at most.
-    most = max(64, min(2048, 8192 // block_k)) if with_q else 1024
+    # With q, the comparison of x with all draws is a tile of 4096 elements at most, which registers hold.
+    most = max(64, min(1024, 4096 // block_k)) if with_q else 1024
     return {"BLOCK_K": block_k, "BLOCK_V": min(next_power(vocabulary), most), "num_warps": 8}
 
 

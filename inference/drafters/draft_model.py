@@ -30,6 +30,7 @@ from draftsmith.inference.rollouts import Drafts, Rollout
 from draftsmith.inference.runner import Runner
 from draftsmith.inference.tree import TokenTree, Topology
 from draftsmith.inference.verify import Verdict
+from draftsmith.kernels.tree_attention import Plans
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab, head_rows
@@ -180,7 +181,7 @@ class DraftModelDrafter(Drafter):
             self._choose(self.shortlists, state.root[:, None], hidden, 0)
 
         def run(depth: int, level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
-            hidden = self._run(level, tokens, state.length)
+            hidden = self._run(level, tokens, state.length, state.plans)
             if self.shortlists is not None:
                 self._choose(self.shortlists, tokens, hidden, depth)
             return hidden
@@ -224,16 +225,16 @@ class DraftModelDrafter(Drafter):
         missing = (state.length - self.cached).clamp(min=0)  # [B]
         longest = int(missing.max()) if self.eager else self.max_missing
         if not longest:
-            return self._run(self.chains[0], state.root[:, None], state.length)
+            return self._run(self.chains[0], state.root[:, None], state.length, state.plans)
         tokens = self.missing_tokens[:, : longest + 1].scatter(1, missing[:, None], state.root[:, None])
-        hidden = self._run(self.chains[longest], tokens, state.length - missing)
+        hidden = self._run(self.chains[longest], tokens, state.length - missing, state.plans)
         return hidden[self.row_numbers, missing][:, None]
 
-    def _run(self, level: Pass, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def _run(self, level: Pass, tokens: Tensor, lengths: Tensor, plans: Plans | None) -> Tensor:
         return self.runner.forward_nodes(
             self._readable(tokens), lengths, level.ancestors, level.depth, first=level.first,
             key_depth=level.key_depth, mask=level.mask, fixed=True,
-            sees_all=level.sees_all,
+            sees_all=level.sees_all, plans=plans,
         )[0]  # fmt: skip
 
     def _readable(self, tokens: Tensor) -> Tensor:

@@ -37,7 +37,14 @@ from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.pair_input import pair_input
-from draftsmith.kernels.tree_attention import TreeKeys, ancestor_mask, tree_bias, tree_bias_one_row
+from draftsmith.kernels.tree_attention import (
+    Plans,
+    TreeKeys,
+    ancestor_mask,
+    attention_items,
+    tree_bias,
+    tree_bias_one_row,
+)
 from draftsmith.models.eagle import Eagle, marked_places
 from draftsmith.models.lean import Buffers, FusedBuffers, Layer, RMSNorm, can_fuse, run_fused_layer, run_layer
 from draftsmith.models.lean_from import packed_linears
@@ -148,6 +155,7 @@ class EagleDrafter(Drafter):
         self.kernel = why_not_triton(cache.lengths) is None and config.head_dim <= 256
         self.table = _rotations(self.eagle, min(self.capacity, self.target.context), device, dtype)
         self.pass_buffers: dict[int, Buffers | FusedBuffers] = {}  # by number of nodes
+        self.plans: Plans | None = None  # of the step
         self.one_row: dict[Pass, Tensor] = {}  # masks of eager passes with one row
         self.max_missing = max_depth  # accepted tokens of a step, at most
         self.chains = chain_passes(self.max_missing + 1, rows, device)
@@ -204,6 +212,7 @@ class EagleDrafter(Drafter):
 
     def propose(self, state: State) -> TokenTree:
         before = (state.length - 1).clamp(min=0)  # [B] pairs before the root's; a row without a text has none
+        self.plans = state.plans  # prefixes of pairs are no longer than the text's
         hidden = self._run_root(state, before)
         if self.shape is not None:
             return self.dynamic.grow(state, self._proposals(hidden), lambda nodes: self._run_frontier(nodes, before))
@@ -294,7 +303,19 @@ class EagleDrafter(Drafter):
         biases: Mapping[int, Tensor | None] | None = None
         tree_keys: TreeKeys | None = None
         if self.kernel:
-            tree_keys = TreeKeys(lengths, level.ancestors, level.depth, level.key_depth)
+            items = attention_items(
+                rows,
+                count,
+                self.layer.heads,
+                self.layer.kv_heads,
+                self.keys.shape[3],
+                seen,
+                hidden.dtype,
+                hidden.device,
+            )
+            work = None if self.plans is None else self.plans.work(total, items)
+            plan = {} if work is None else {0: work}
+            tree_keys = TreeKeys(lengths, level.ancestors, level.depth, level.key_depth, plan)
         else:
             biases = {0: self._bias(level, lengths, seen, fixed)}
         view = (self.both, self.keys[:, :, :seen], self.values[:, :, :seen])
@@ -331,7 +352,7 @@ class EagleDrafter(Drafter):
             table = embed.weight
         else:  # a scaled one (Gemma), or with hooks: its vectors are the table
             table = embed(tokens).to(hidden.dtype).flatten(0, 1)
-            tokens = self.numbers[: tokens.numel()].view(tokens.shape)
+            tokens = torch.arange(len(table), device=table.device).view(tokens.shape)
         pairs, x, positions, slots = pair_input(
             tokens, table, hidden, level.above, norms, lengths, level.depth, level.first, len(self.table) - 1
         )

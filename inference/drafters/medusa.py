@@ -39,9 +39,9 @@ _STANDARD_TIME = 0.1  # of drafting, over a plain step; for sampling, where meas
 class _Shape:
     """A topology as the heads fill it."""
 
-    def __init__(self, topology: Topology, device: torch.device, max_depth: int) -> None:
+    def __init__(self, topology: Topology, device: torch.device, max_depth: int, ranks: int) -> None:
         self.tree = StaticTree(topology.parents, device, max_depth)
-        self.depth, self.ranks = topology.max_depth, topology.max_rank + 1
+        self.depth, self.ranks = topology.max_depth, ranks  # those of the largest tree: one kernel for all sizes
         # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
         flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
         self.choice = torch.tensor(flat, dtype=torch.int64, device=device)
@@ -165,7 +165,8 @@ class MedusaDrafter(Drafter):
     def _shape(self, numbers: Sequence[int]) -> _Shape:
         """The tree of a subset of the topology's paths."""
         numbers = sorted(numbers)  # paths are sorted
-        shape = _Shape(Topology(tuple(self.topology.paths[number] for number in numbers)), self.device, self.deepest)
+        topology = Topology(tuple(self.topology.paths[number] for number in numbers))
+        shape = _Shape(topology, self.device, self.deepest, self.topology.max_rank + 1)
         if self.acceptances is not None:
             accepted = [1.0, *(self.acceptances[number] for number in numbers)]
             shape.acceptance = torch.tensor([accepted], device=self.device)

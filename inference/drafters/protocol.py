@@ -14,6 +14,7 @@ from draftsmith.inference.cache import KVCache
 from draftsmith.inference.sampling import Settings
 from draftsmith.inference.tree import StaticTree, TokenTree
 from draftsmith.inference.verify import Verdict
+from draftsmith.kernels.tree_attention import Plans
 from draftsmith.models.target import Target
 
 
@@ -30,6 +31,7 @@ class State:
     stream: number of the drafter's random stream, at least 1 (the verifier's is 0).
     nodes: of the tree to propose in this step, a key of the drafter's ``tree_sizes()``; 0 for all nodes.
     weighs: whether the tree's ``acceptance`` is read, as a merge does; else a drafter may leave it out.
+    plans: of the attention kernel for this step, whose forward passes have prefixes of at most ``length``.
     """
 
     root: Tensor
@@ -41,6 +43,7 @@ class State:
     stream: int = 1
     nodes: int = 0
     weighs: bool = True
+    plans: Plans | None = None
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,21 @@
-"""Every kernel, with the block sizes its launcher picks, compiles for Hopper and fits its shared memory; no GPU needed.
+"""Every kernel, with the block sizes that its launcher picks on a GPU of 132 multiprocessors, compiles for Hopper, fits
+its shared memory and spills no registers. No GPU is needed: a launch compiles for sm_90 in place of running."""
 
-The compiling happens in a process without TRITON_INTERPRET, which runs this file: the public functions are called on
-CPU tensors, and a launch compiles for sm_90 in place of running.
-"""
-
-import importlib
-import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have on sm_90
+from draftsmith.kernels.backend import INTERPRETING, triton
+from draftsmith.kernels.intercept import Launch, intercepted
+from draftsmith.kernels.resources import MAIN, OTHERS, SHARED_MEMORY, complaints, resources
+
+pytestmark = pytest.mark.skipif(
+    triton is None or INTERPRETING, reason="kernels are compiled only where Triton does not interpret"
+)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WIDE = ("_tree_attention_kernel", "_merge_items_kernel")  # offsets may pass 2^31 elements
 
@@ -147,108 +145,63 @@ def few_rows(dtype: torch.dtype, rows: int) -> None:
     sum_parts(parts, torch.zeros(rows, 4096, dtype=dtype), None if rows == 1 else x[0])
 
 
-CASES: dict[str, Callable[[], None]] = {}
-for name, dtype in DTYPES.items():
-    for width, queries, items in ((64, 64, 4), (128, 64, 9), (128, 32, 9), (256, 64, 4), (128, 1, 9)):
-        CASES[f"attention {name} D={width} Q={queries} I={items}"] = partial(attention, dtype, width, queries, items)
-    for queries, items in ((64, 9), (16, 4)):
-        CASES[f"attention {name} D=128 Q={queries} I={items}, group 1"] = partial(
-            attention, dtype, 128, queries, items, 1
-        )
-    CASES[f"attention {name} D=128 Q=16 I=9, group 7"] = partial(attention, dtype, 128, 16, 9, 7)
+CASES: dict[str, Callable[[], None]] = {}  # beside MAIN and OTHERS, which are all in bfloat16 but one
+FP32, FP16, BF16 = DTYPES.values()
+for name, dtype in (("fp32", FP32), ("fp16", FP16)):
+    CASES[f"attention {name} D=64"] = partial(attention, dtype, 64, 64, 4)
     CASES[f"head_topk {name} M=5"] = partial(head_topk, dtype, 5)
     CASES[f"accept_greedy {name} N=64"] = partial(accept_greedy, dtype, 64)
-    CASES[f"res_block {name} d=1024 P=1"] = partial(res_block, dtype, 4, 1, 1024)
     CASES[f"res_block {name} d=64 P=20"] = partial(res_block, dtype, 1, 20, 64)
-    CASES[f"res_block {name} d=1024 P=64"] = partial(res_block, dtype, 4, 64, 1024)
     CASES[f"shortlist {name} n=5"] = partial(shortlist, dtype, 5)
     CASES[f"commit {name}"] = partial(commit, dtype, 128)
-    for most, with_q in ((4, True), (10, False)):
-        CASES[f"verify {name} K={most}, with q: {with_q}"] = partial(verify, dtype, most, with_q)
-    for parts, bare in ((1, True), (4, False)):
-        CASES[f"add_norm {name} d=4096 S={parts}"] = partial(add_norm, dtype, 4096, parts, bare)
-        CASES[f"gated {name} silu S={parts}"] = partial(gated, dtype, 1408, parts, "silu", bare)
-        for width, group in ((128, 4), (80, 1), (64, 7)):
-            CASES[f"rotate_write {name} D={width} S={parts}, group {group}"] = partial(
-                rotate_write, dtype, width, group, parts, bare
-            )
-    for rows in {"fp32": (1, 64), "fp16": (16,), "bf16": (1, 16, 32, 64)}[name]:
-        CASES[f"few_rows {name} M={rows}"] = partial(few_rows, dtype, rows)
+    CASES[f"verify {name} K=4, with q"] = partial(verify, dtype, 4, True)
+    CASES[f"add_norm {name} d=4096 S=1"] = partial(add_norm, dtype, 4096, 1, True)
     CASES[f"gated {name} gelu_tanh"] = partial(gated, dtype, 1408, 1, "gelu_tanh")
-CASES["attention bf16, window, soft cap"] = partial(attention, torch.bfloat16, 128, 64, 9, window=512, softcap=30.0)
-CASES["add_norm bf16 d=16384 S=4"] = partial(add_norm, torch.bfloat16, 16384, 4)
-CASES["head_topk bf16 M=160"] = partial(head_topk, torch.bfloat16, 160)
-CASES["accept_greedy bf16 N=512"] = partial(accept_greedy, torch.bfloat16, 512)
-CASES["shortlist bf16 n=160"] = partial(shortlist, torch.bfloat16, 160)
+    CASES[f"rotate_write {name} D=128 S=1, group 4"] = partial(rotate_write, dtype, 128, 4, 1, True)
+for name, dtype in (("fp32", FP32), ("bf16", BF16)):
+    for group in (1, 7):
+        CASES[f"attention {name} D=128 Q=16, group {group}"] = partial(attention, dtype, 128, 16, 9, group)
+    CASES[f"add_norm {name} d=4096 S=4"] = partial(add_norm, dtype, 4096, 4)
+    CASES[f"gated {name} silu S=4"] = partial(gated, dtype, 1408, 4, "silu")
+    CASES[f"rotate_write {name} D=80 S=4, group 1"] = partial(rotate_write, dtype, 80, 1, 4)
+CASES["attention fp32 D=256"] = partial(attention, FP32, 256, 64, 4)
+CASES["attention bf16 D=64 Q=32"] = partial(attention, BF16, 64, 32, 9)
+for rows in (1, 64):
+    CASES[f"few_rows fp32 M={rows}"] = partial(few_rows, FP32, rows)
+    CASES[f"res_block fp32 d=1024 P={rows}"] = partial(res_block, FP32, 4, rows, 1024)
+CASES["few_rows fp16 M=16"] = partial(few_rows, FP16, 16)
+CASES["verify fp32 K=10"] = partial(verify, FP32, 10, False)
+CASES["gated bf16 gelu_tanh"] = partial(gated, BF16, 1408, 1, "gelu_tanh")
+CASES["head_topk bf16 M=5"] = partial(head_topk, BF16, 5)
+CASES["res_block bf16 d=64 P=20"] = partial(res_block, BF16, 1, 20, 64)
+CASES["rotate_write bf16 D=64, group 7"] = partial(rotate_write, BF16, 64, 7, 1)
+CASES["add_norm bf16 d=16384 S=4"] = partial(add_norm, BF16, 16384, 4)
+CASES["accept_greedy bf16 N=512"] = partial(accept_greedy, BF16, 512)
+CASES["shortlist bf16 n=160"] = partial(shortlist, BF16, 160)
 for most in (0, 63):
-    CASES[f"verify bf16 K={most}, no parameters"] = partial(verify, torch.bfloat16, most, False, 0, (False,) * 3)
-CASES["verify bf16 K=4, a reduced vocabulary"] = partial(verify, torch.bfloat16, 4, True, 1000)
-CASES["philox"] = philox
-
-
-def compile_all() -> None:
-    """Print one line of JSON a launch: the case, the kernel, its shared memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.jit import JITFunction
-
-    launched: list[tuple[str, int]] = []
-
-    def compile_launch(kernel, grid):
-        def launch(*arguments, num_warps=4, num_stages=3, **named):
-            values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-            signature, constants, attributes = {}, {}, {}
-            for index, parameter in enumerate(kernel.params):
-                value = values[parameter.name]
-                if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-                    signature[parameter.name], constants[parameter.name] = "constexpr", value
-                    continue
-                if isinstance(value, torch.Tensor):
-                    names = {torch.int64: "i64", torch.int32: "i32", torch.int8: "i8", torch.float64: "fp64"}
-                    names |= {dtype: name for name, dtype in DTYPES.items()}
-                    signature[parameter.name] = f"*{names[value.dtype]}"
-                else:
-                    signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-                if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
-                    attributes[(index,)] = [["tt.divisibility", 16]]
-            source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-            options = {"num_warps": num_warps, "num_stages": num_stages}
-            done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            assert done.asm["cubin"]
-            if kernel.fn.__name__ in WIDE:
-                assert not (narrow := narrow_products(done.asm["ttir"])), (kernel.fn.__name__, narrow)
-            launched.append((kernel.fn.__name__, done.metadata.shared))
-
-        return launch
-
-    JITFunction.__getitem__ = compile_launch
-    for name in (
-        "tree_attention", "commit", "verify", "head_topk", "shortlist_linear",
-        "accept_greedy", "res_block",
-        "add_norm", "rotate_write", "gated", "few_rows",
-        "sampling",
-    ):  # fmt: skip
-        importlib.import_module(f"draftsmith.kernels.{name}").why_not_triton = lambda tensor: None
-    for case, launch in CASES.items():
-        launched.clear()
-        launch()
-        print(*(json.dumps([case, *one]) for one in launched), sep="\n", flush=True)
+    CASES[f"verify bf16 K={most}, no parameters"] = partial(verify, BF16, most, False, 0, (False,) * 3)
+CASES["verify bf16 K=4, a reduced vocabulary"] = partial(verify, BF16, 4, True, 1000)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[tuple[str, str, int]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+def compiled() -> dict[str, list[tuple[Launch, Any]]]:
+    """The launches of each case and Triton's compiled kernels. Launches of one key are compiled once."""
+    known: dict[str, Any] = {}
+    by_case: dict[str, list[tuple[Launch, Any]]] = {}
+    for case, call in {**CASES, **MAIN, **OTHERS}.items():
+        launches: list[Launch] = []
+        with intercepted(launches.append):
+            call()
+        for launch in launches:
+            if launch.key not in known:
+                known[launch.key] = launch.compiled()
+        by_case[case] = [(launch, known[launch.key]) for launch in launches]
+    return by_case
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_every_kernel_compiles_and_fits(compiled):
-    cases, kernels = {case for case, _, _ in compiled}, {kernel for _, kernel, _ in compiled}
-    assert cases == set(CASES)
-    assert sum("group 1" in case and kernel == "_tree_attention_kernel" for case, kernel, _ in compiled) == 6
-    assert kernels == {
+    launched = {launch.key: (launch.name, done) for one in compiled.values() for launch, done in one}.values()
+    assert {name for name, _ in launched} == {
         "_tree_attention_kernel", "_merge_items_kernel", "_work_kernel", "_commit_kernel", "_acceptances_kernel",
         "_distribution_kernel", "_walk_kernel", "_draw_kernel", "_philox_kernel", "_block_topk_kernel",
         "_merge_topk_kernel",
@@ -257,9 +210,15 @@ def test_every_kernel_compiles_and_fits(compiled):
         "_add_norm_kernel", "_rotate_write_kernel", "_gated_kernel",
         "_vector_kernel", "_few_rows_kernel", "_sum_parts_kernel",
     }  # fmt: skip
-    assert max(shared for _, _, shared in compiled) > 48 * 1024  # it is being read
-    assert not [launch for launch in compiled if launch[2] > SHARED_MEMORY]
+    assert all(done.asm["cubin"] and done.metadata.shared <= SHARED_MEMORY for _, done in launched)
+    assert not [
+        (name, narrow) for name, done in launched if name in WIDE and (narrow := narrow_products(done.asm["ttir"]))
+    ]
 
 
-if __name__ == "__main__":
-    compile_all()
+@pytest.mark.parametrize("case", [*MAIN, *OTHERS])
+def test_resources(compiled, case):
+    """What `make kernel-report` checks, with the Triton that is installed."""
+    for launch, done in compiled[case]:
+        found = resources(done)
+        assert not complaints(launch, found, case in MAIN), (launch.name, found)

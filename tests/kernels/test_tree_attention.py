@@ -9,6 +9,7 @@ from draftsmith.inference.tree import bitsets
 from draftsmith.kernels import tree_attention as tree_attention_module
 from draftsmith.kernels.tree_attention import (
     TILE,
+    WIDE_TILES,
     ancestor_mask,
     attention_items,
     attention_tile,
@@ -212,3 +213,38 @@ def test_tiles():
         for width in (16, 80, 256):
             tile = attention_tile(1000, width, dtype, 512, 132)
             assert TILE % tile["BLOCK_N"] == 0 and tile["BLOCK_D"] >= width
+
+
+def test_wide_tiles_are_measured_once(monkeypatch):
+    """Made-up times: the fastest tile of those that give the result, from the file in the next process."""
+    module, cpu = tree_attention_module, torch.device("cpu")
+    names, timed = [*WIDE_TILES], []
+    monkeypatch.setattr(module, "_may_measure", lambda device: True)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "FILE", "attention-test.json")
+    attention = module.tree_attention_cached
+
+    def chosen():
+        return next(iter(module._wide.values()))
+
+    def attend(q, *arguments):
+        out = attention(q, *arguments)
+        return out * 2 if chosen() == names[2] else out  # the fastest is wrong
+
+    def seconds(calls, device):
+        timed.append(chosen())
+        return {names[0]: 2.0, names[1]: 1.0, names[2]: 0.5}[timed[-1]]
+
+    monkeypatch.setattr(module, "tree_attention_cached", attend)
+    monkeypatch.setattr(module, "gpu_seconds", seconds)
+    shape = 1, 64, 8, 2, 16
+    for process in (1, 2):
+        monkeypatch.setattr(module, "_wide", {})
+        for _ in range(2):
+            attention_items(*shape, 2048, torch.bfloat16, cpu)
+        assert timed == names[:2] and chosen() == names[1], process
+    tile = module._tile(*shape, torch.bfloat16, cpu)
+    assert [tile[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")] == [*WIDE_TILES[names[1]]]
+    for other in (module._tile(1, 16, *shape[2:], torch.bfloat16, cpu), module._tile(*shape, torch.float32, cpu)):
+        assert other["BLOCK_M"] < 128, "narrow trees and float32 are not measured"
+    assert module._tile(*shape, torch.bfloat16, cpu, capped=True)["BLOCK_N"] == 32

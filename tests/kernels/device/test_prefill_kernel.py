@@ -66,8 +66,7 @@ def test_chunks_as_on_the_plain_path(make_target, device, monkeypatch, family, l
         planned.append(tree_work(*arguments, min_share=1))
         return planned[-1]
 
-    monkeypatch.setattr(runner_module, "tree_work", work)
-    monkeypatch.setattr(kernel_module, "tree_work", None)  # layers take the plan of the forward pass
+    monkeypatch.setattr(kernel_module, "tree_work", work)
     monkeypatch.setattr(runner_module, "attention_items", lambda *arguments: items)
     monkeypatch.setattr(kernel_module, "attention_items", lambda *arguments: items)
     ours = prefill(target, lean, kernel=True)
