@@ -129,7 +129,7 @@ class Step:
         self.verifier = Verifier(mode, rows, target, drafter.branching)
         root = torch.zeros(rows, dtype=torch.int64, device=device)
         settings = self.verifier.settings if mode == "sample" else None
-        self.state = State(root, self.cache.lengths, feature, self.active, settings, self.verifier.step)
+        self.state = State(root, self.cache.lengths, feature, self.active, settings, self.verifier.step, weighs=False)
         # By row: the number of tokens the step commits (−1: the target's logits are not finite), D drafted tokens (the
         # accepted path first), the bonus token. If the drafter names its sources, also: the source bits of each of the
         # D tokens, the number of drafted nodes, and how many of them each source proposed.

@@ -1,6 +1,7 @@
 """The best R tokens of a vocabulary projection, without the logits: features · weightᵀ, then top-R of every row.
 
-    values, ids = topk(features @ weightᵀ, R)
+    values, ids = topk(features @ weightᵀ, R)        of the logits l, or of
+    log q = l − (max l + log Σ exp(l − max l)), from each block's maximum and sum
 
 A head's logits ``[M, V]`` serve only to find a few tokens. Each program multiplies a block of the vocabulary and
 keeps its best R; a second kernel merges the blocks' lists, a thousand candidates a program, again until one program
@@ -11,9 +12,10 @@ the id counted downwards. One maximum then gives the best value and, among equal
 
 Ties: the lowest id first. Logits are float32 sums, not rounded to the inputs' dtype, so that 16-bit inputs tie less
 often than with ``F.linear``. Tokens whose logit is NaN are left out. (PyTorch's ``topk``, which the plain path uses,
-breaks ties in no documented order, and puts NaN first.)
+breaks ties in no documented order, and puts NaN first.) :func:`head_argmax` instead rounds each logit to the inputs'
+dtype before it compares them, as the argmax of logits that were written does.
 
-Shape letters: M rows, d hidden width, V vocabulary, R tokens kept, C candidates of a row (R of each block).
+Shape letters: M rows, d hidden width, V vocabulary, R tokens kept, C candidates of a row (R of each block), P blocks.
 """
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
@@ -27,11 +29,22 @@ MAX_COUNT = 16  # largest R: the kernel extracts the best R one by one
 MERGED_AT_ONCE = 1024  # candidates that a program of the merge holds in registers
 
 
-def head_topk_reference(features: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def head_topk_reference(
+    features: Tensor, weight: Tensor, count: int, log_q: bool = False, tokens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The definition of :func:`head_topk`, ties included."""
     logits = F.linear(features.float(), weight.float())
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    return values[:, :count], ids[:, :count]
+    values, ids = values[:, :count], ids[:, :count]
+    if log_q:
+        values = values - logits.logsumexp(-1, keepdim=True)
+    return values, ids if tokens is None else tokens[ids]
+
+
+def head_argmax_reference(features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition of :func:`head_argmax`."""
+    logits = F.linear(features.float(), weight.float()).to(features.dtype).float()
+    return logits.masked_fill(logits.isnan(), torch.inf).max(-1)
 
 
 @jit
@@ -50,12 +63,13 @@ def _unpacked(packed):
     return value, 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _block_topk_kernel(
-    features, weight, values, ids, rows, width, vocabulary, features_row, weight_row, candidates,
-    COUNT: constexpr, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
+    features, weight, values, ids, tops, sums, rows, width, vocabulary, features_row, weight_row, candidates,
+    ARGMAX: constexpr, COUNT: constexpr, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
 ):  # fmt: skip
-    """One program per block of rows and of the vocabulary: logits by tl.dot, then COUNT times the best remaining."""
+    """One program per block of rows and of the vocabulary: logits by tl.dot, then COUNT times the best remaining.
+    ``tops`` and ``sums``: each block's max l and Σ exp(l − max l), or None. ARGMAX: see :func:`head_argmax`."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # first: programs that run together share the weight
     token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     known = token < vocabulary
@@ -67,7 +81,17 @@ def _block_topk_kernel(
         x = tl.load(feature_place + k[None, :], mask=(row < rows)[:, None] & (k < width)[None, :], other=0.0)
         w = tl.load(weight_place + k[:, None], mask=known[None, :] & (k < width)[:, None], other=0.0)
         logits = tl.dot(x, w, logits, input_precision="ieee")
+    if ARGMAX:
+        logits = logits.to(features.dtype.element_ty).to(tl.float32)
+        logits = tl.where(logits == logits, logits, float("inf"))
     candidate = known[None, :] & (logits == logits)  # not NaN
+    if tops is not None:
+        finite = tl.where(candidate, logits, float("-inf"))
+        top = tl.max(finite, 1)
+        total = tl.sum(tl.exp(finite - tl.where(top > float("-inf"), top, 0.0)[:, None]), 1)  # 0 of a block of −inf
+        at = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(tops + at, top, mask=row < rows)
+        tl.store(sums + at, total, mask=row < rows)
     none = -0x7F80000100000000  # _packed(−inf, 2³¹ − 1), for what was taken or is no candidate
     left = tl.where(candidate, _packed(logits, token[None, :]), none)
     place = row.to(tl.int64) * candidates + tl.program_id(1) * COUNT
@@ -81,10 +105,14 @@ def _block_topk_kernel(
 
 @jit
 def _merge_topk_kernel(
-    values, ids, out_values, out_ids, candidates, vocabulary, COUNT: constexpr, BLOCK: constexpr
+    values, ids, out_values, out_ids, candidates, vocabulary, tops, sums, blocks, tokens,
+    COUNT: constexpr, BLOCK: constexpr, BLOCK_P: constexpr,
 ):  # fmt: skip
     """One program per row and part of its candidates; the blocks of candidates go round the parts. Each block is read
     once, and its best are merged with those of the program's earlier blocks, if any.
+
+    With ``tops`` and ``sums`` of the row's P = ``blocks`` blocks of the vocabulary, the values become log q; with
+    ``tokens``, the ids their entries there.
 
     An id beyond the vocabulary marks no candidate. Where there are fewer than COUNT, as where logits are NaN, the
     values are −inf and the ids stay inside the vocabulary, since embeddings are looked up.
@@ -106,31 +134,48 @@ def _merge_topk_kernel(
             earlier = tl.where(earlier < first, earlier, none)
             best = tl.where(lane == rank, first, best)
     value, token = _unpacked(best)
+    token = tl.minimum(token, vocabulary - 1)
+    if tops is not None:
+        block = tl.arange(0, BLOCK_P)
+        top = tl.load(tops + row * blocks + block, mask=block < blocks, other=float("-inf"))
+        total = tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0)
+        highest = tl.max(top, 0)
+        total = tl.sum(tl.where(total > 0, total * tl.exp(top - highest), 0.0), 0)
+        value = tl.where(value > float("-inf"), value - (highest + tl.log(total)), value)
+    if tokens is not None:
+        token = tl.load(tokens + token, mask=lane < COUNT, other=0)
     place = (row * parts + part) * COUNT + lane
     tl.store(out_values + place, value, mask=lane < COUNT)
-    tl.store(out_ids + place, tl.minimum(token, vocabulary - 1).to(out_ids.dtype.element_ty), mask=lane < COUNT)
+    tl.store(out_ids + place, token.to(out_ids.dtype.element_ty), mask=lane < COUNT)
 
 
-def merge_topk(values: Tensor, ids: Tensor, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+def merge_topk(
+    values: Tensor, ids: Tensor, count: int, vocabulary: int, tops: Tensor | None = None, sums: Tensor | None = None,
+    tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The best ``count`` of each row's candidates by the kernel above, best first, among equal values the lowest id.
 
     Args:
         values: ``[M, C]`` float32, contiguous.
         ids: ``[M, C]`` int32, contiguous; those of ``vocabulary`` and above mark no candidate.
         count: R ≤ 16.
+        tops, sums: ``[M, P]`` float32, max l and Σ exp(l − max l) of each block of the vocabulary: for log q.
+        tokens: ``[vocabulary]`` int64, in place of the ids.
 
     Returns:
         values ``[M, R]`` float32, ids ``[M, R]`` int64.
     """
+    blocks = 0 if tops is None else tops.shape[1]
     while True:
         rows, candidates = values.shape
         parts = -(-candidates // MERGED_AT_ONCE)
         best_values = values.new_empty(rows, parts * count)
         best_ids = ids.new_empty((rows, parts * count), dtype=torch.int64 if parts == 1 else torch.int32)
         with torch.cuda.device_of(values):
+            last = (tops, sums, blocks, tokens) if parts == 1 else (None, None, 0, None)
             _merge_topk_kernel[(rows, parts)](
-                values, ids, best_values, best_ids, candidates, vocabulary, COUNT=count,
-                BLOCK=min(MERGED_AT_ONCE, next_power(candidates, 16)), num_warps=4,
+                values, ids, best_values, best_ids, candidates, vocabulary, *last, COUNT=count,
+                BLOCK=min(MERGED_AT_ONCE, next_power(candidates, 16)), BLOCK_P=next_power(max(1, blocks)), num_warps=4,
             )  # fmt: skip
         if parts == 1:
             return best_values, best_ids
@@ -150,32 +195,84 @@ def topk_tile(rows: int, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def head_topk(features: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def head_topk(
+    features: Tensor, weight: Tensor, count: int, log_q: bool = False, tokens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The best ``count`` tokens of each row, best first.
 
     Args:
         features: ``[M, d]`` float32, float16 or bfloat16; the last stride is 1.
         weight: ``[V, d]`` of the same dtype; the last stride is 1.
         count: R ≤ min(16, V).
+        log_q: whether the values are log probabilities.
+        tokens: ``[V]`` int64, the token of each row of the weight; its number if None.
 
     Returns:
-        values ``[M, R]`` float32 logits, ids ``[M, R]`` int64.
+        values ``[M, R]`` float32 logits or log probabilities, ids ``[M, R]`` int64.
     """
     if why_not_triton(features):
-        best = F.linear(features, weight).float().topk(count, -1)
-        return best.values, best.indices
-    rows, width = features.shape
-    vocabulary = weight.shape[0]
-    if not 0 < count <= min(MAX_COUNT, vocabulary):
-        raise ValueError(f"head_topk: {count} tokens of {vocabulary}; use 1 to {min(MAX_COUNT, vocabulary)}")
-    assert features.stride(1) == weight.stride(1) == 1
+        return best_tokens(F.linear(features, weight), count, log_q, tokens)
+    if not 0 < count <= min(MAX_COUNT, len(weight)):
+        raise ValueError(f"head_topk: {count} tokens of {len(weight)}; use 1 to {min(MAX_COUNT, len(weight))}")
+    return _head_topk(features, weight, count, log_q, tokens)
+
+
+def best_tokens(logits: Tensor, count: int, log_q: bool = False, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """:func:`head_topk` from the logits ``[…, V]``, by PyTorch: values and ids ``[…, R]``. ``tokens``: ``[V]`` as
+    there, or ``[B, V]`` for logits ``[B, n, V]``, where −1 stands for padding, whose logits are −inf."""
+    logits = logits.float()
+    values = logits.log_softmax(-1) if log_q else logits
+    values, ids = values.max(-1, keepdim=True) if count == 1 else values.topk(count, -1)  # max is faster
+    return values, tokens_at(ids, tokens)
+
+
+def tokens_at(places: Tensor, tokens: Tensor | None) -> Tensor:
+    """The tokens of places in a vocabulary.
+
+    Args:
+        places: ``[B, …]`` int64.
+        tokens: ``[V]`` or ``[B, V]`` int64; places are tokens if None.
+    """
+    if tokens is None:
+        return places
+    if tokens.ndim == 1:
+        return tokens[places]
+    return tokens.gather(1, places.flatten(1)).clamp(min=0).view_as(places)  # padding has no token, and is not drafted
+
+
+def head_argmax(features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row, as ``F.linear(features, weight).max(-1)`` has it: logits are rounded to the
+    inputs' dtype, and among equal ones the lowest id counts.
+
+    Args:
+        features: ``[…, d]`` float32, float16 or bfloat16; the last stride is 1.
+        weight: ``[V, d]`` of the same dtype; the last stride is 1.
+
+    Returns:
+        The token's logit ``[…]``, not finite (NaN, or +inf) if a logit is NaN or +inf, or all are −inf; its id ``[…]``
+        int64.
+    """
+    if why_not_triton(features):
+        return F.linear(features, weight).max(-1)
+    values, ids = _head_topk(features.flatten(0, -2), weight, 1, argmax=True)
+    return values.view(features.shape[:-1]), ids.view(features.shape[:-1])
+
+
+def _head_topk(
+    features: Tensor, weight: Tensor, count: int, log_q: bool = False, tokens: Tensor | None = None,
+    argmax: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Both kernels."""
+    (rows, width), vocabulary = features.shape, len(weight)
+    assert features.stride(1) == weight.stride(1) == 1 and (tokens is None or tokens.is_contiguous())
     tile = topk_tile(rows, features.dtype)
     blocks = -(-vocabulary // tile["BLOCK_V"])
     values = features.new_empty((rows, blocks * count), dtype=torch.float32)
     ids = features.new_empty((rows, blocks * count), dtype=torch.int32)
+    tops, sums = features.new_empty((2, rows, blocks), dtype=torch.float32) if log_q else (None, None)
     with torch.cuda.device_of(features):
         _block_topk_kernel[(-(-rows // tile["BLOCK_M"]), blocks)](
-            features, weight, values, ids, rows, width, vocabulary, features.stride(0), weight.stride(0),
-            blocks * count, COUNT=count, **tile,
+            features, weight, values, ids, tops, sums, rows, width, vocabulary, features.stride(0), weight.stride(0),
+            blocks * count, ARGMAX=argmax, COUNT=count, **tile,
         )  # fmt: skip
-    return merge_topk(values, ids, count, vocabulary)
+    return merge_topk(values, ids, count, vocabulary, tops, sums, tokens)

@@ -186,18 +186,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """``module(x)``, as :func:`linear` or by a packed copy of its weight, if it is a plain ``nn.Linear``: no subclass,
     no hooks (offloading, ZeRO-3)."""
-    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:  # its weight may be sharded
+    if not _is_plain(module, x):
         return module(x)
-    if "forward" in module.__dict__ or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
-        return module(x)
-    if module._forward_pre_hooks or module._forward_hooks:
-        return module(x)
+    assert isinstance(module, nn.Linear)
     weight, bias = module.weight, module.bias
     frozen = CAN_PACK and weight.is_cpu and not weight.requires_grad
     if not frozen or choose(x.numel() // x.shape[-1], weight.t(), frozen) != PACKED:
         return linear(x, weight, bias)
     output = _pointwise(x.reshape(-1, x.shape[-1]), _packed(module)).view(*x.shape[:-1], -1)
     return output if bias is None else output.add_(bias)
+
+
+def _is_plain(module: nn.Module, x: Tensor) -> bool:
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:  # its weight may be sharded
+        return False
+    if "forward" in module.__dict__ or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+        return False
+    return not (module._forward_pre_hooks or module._forward_hooks)
+
+
+def kernel_weight(module: nn.Module, x: Tensor) -> Tensor | None:
+    """The weight ``[N, K]`` of a plain ``nn.Linear`` without a bias, as :func:`apply_linear` has it, where a kernel may
+    multiply ``x [..., K]`` with it; None elsewhere."""
+    if why_not_triton(x) or not _is_plain(module, x):
+        return None
+    assert isinstance(module, nn.Linear)
+    weight = module.weight
+    same = weight.dtype == x.dtype and weight.device == x.device and weight.stride(1) == 1
+    return weight if same and module.bias is None else None
 
 
 def _packed(module: nn.Linear) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import StepCosts
-from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, chain_passes
+from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, best_by_head, chain_passes
 from draftsmith.inference.drafters.protocol import Drafter, State
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.rollouts import Drafts, Rollout
@@ -186,7 +186,7 @@ class DraftModelDrafter(Drafter):
                 self._choose(self.shortlists, tokens, hidden, depth)
             return hidden
 
-        return self.levels.propose(state, hidden, run, self._logits)
+        return self.levels.propose(state, hidden, run, self._logits, self._best)
 
     def _choose(self, shortlists: Shortlists, tokens: Tensor, hidden: Tensor, depth: int) -> None:
         """Choose the shortlist of a level's nodes, after they were run: ``[B, n]``, ``[B, n, d]``. The router reads
@@ -245,6 +245,10 @@ class DraftModelDrafter(Drafter):
         if self.shortlists is not None:
             return self.shortlists.logits(hidden)
         return self.head.logits(hidden)[..., : self.vocabulary], self.ids
+
+    def _best(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        head = None if self.shortlists is not None or self.model.changes_logits else self.head.lm_head
+        return best_by_head(hidden, head, self.vocabulary, self.ids, count, self._logits)
 
 
 def _drafted_rows(head: nn.Module, count: int) -> nn.Module:

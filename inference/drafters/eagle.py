@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import StepCosts, draft_time
 from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
-from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, chain_passes, step_time, tokens_at
+from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, best_by_head, chain_passes, step_time
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.protocol import Drafter, State
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
@@ -36,6 +36,7 @@ from draftsmith.inference.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
+from draftsmith.kernels.pair_input import pair_input
 from draftsmith.kernels.tree_attention import (
     Plans,
     TreeKeys,
@@ -52,6 +53,7 @@ from draftsmith.models.target import Target
 
 DEPTH = 8  # K: of the deepest tree that is calibrated
 _ALL_CACHED = 1 << 40  # more tokens than any text has
+Hidden = tuple[Tensor, Tensor]  # [B, n, d] what drafts continue with, and what the LM head reads
 
 
 class _PairInput:
@@ -211,16 +213,16 @@ class EagleDrafter(Drafter):
     def propose(self, state: State) -> TokenTree:
         before = (state.length - 1).clamp(min=0)  # [B] pairs before the root's; a row without a text has none
         self.plans = state.plans  # prefixes of pairs are no longer than the text's
-        hidden = self._run_root(state, before)  # [B, 1, d]
+        hidden = self._run_root(state, before)
         if self.shape is not None:
             return self.dynamic.grow(state, self._proposals(hidden), lambda nodes: self._run_frontier(nodes, before))
 
-        def run(depth: int, level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
-            hidden = level.of_parents(above)
-            self._choose(tokens, hidden, depth)
-            return self._run(level, tokens, hidden, before)
+        def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
+            if self.shortlists is not None:
+                self._choose(tokens, level.of_parents(above[0]), depth)
+            return self._run(level, tokens, above[0], before)
 
-        return self.levels.propose(state, hidden, run, self._logits)
+        return self.levels.propose(state, hidden, run, lambda hidden: self._logits(hidden[1]), self._best)
 
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
         """Store the tokens and the features of the accepted path. Drafted K/V is never kept, so that in a merge nothing
@@ -233,8 +235,8 @@ class EagleDrafter(Drafter):
             self.missing_tokens[:, :longest] = tree.tokens.gather(1, path[:, 1:])
             self.missing_features[:, :longest] = features[self.row_numbers[:, None], path[:, :-1]]
 
-    def _run_root(self, state: State, before: Tensor) -> Tensor:
-        """Run the missing pairs and the root's; returns the root's hidden states ``[B, 1, d]``.
+    def _run_root(self, state: State, before: Tensor) -> Hidden:
+        """Run the missing pairs and the root's; returns the root's hidden states, ``[B, 1, d]`` each.
 
         Rows with fewer missing pairs are padded on the right; the tree's nodes later overwrite the padding.
         """
@@ -252,8 +254,10 @@ class EagleDrafter(Drafter):
         fused = self.eagle.fuse(features)
         read = torch.where(self.numbers[: longest + 1] < at, tokens, root)
         self._choose(root, fused[self.row_numbers, missing][:, None], 0, read)
-        hidden = self._run(self.chains[longest], tokens, fused, before - missing)
-        return hidden[self.row_numbers, missing][:, None]
+        hidden, normed = self._run(self.chains[longest], tokens, fused, before - missing)
+        at = self.row_numbers, missing
+        root_hidden = hidden[at][:, None]
+        return root_hidden, root_hidden if normed is hidden else normed[at][:, None]
 
     def _choose(self, tokens: Tensor, hidden: Tensor, depth: int, read: Tensor | None = None) -> None:
         """Choose the shortlist of a level's pairs, before they are run: ``[B, n]``, ``[B, n, d]``. ``read [B, T]``:
@@ -272,11 +276,10 @@ class EagleDrafter(Drafter):
         hidden = self._run(level, nodes.tokens, nodes.hidden, before + 1, fixed=False)
         return self._proposals(hidden)
 
-    def _proposals(self, hidden: Tensor) -> Proposals:
+    def _proposals(self, hidden: Hidden) -> Proposals:
         assert self.shape is not None
-        logits, ids = self._logits(hidden)
-        log_q, best = logits.float().log_softmax(-1).topk(self.shape.top_k, -1)
-        return Proposals(tokens_at(best, ids), log_q, hidden)
+        log_q, tokens = self._best(hidden, self.shape.top_k)
+        return Proposals(tokens, log_q, hidden[0])
 
     def _residual(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """The layer's residual ``[B · n, d]`` of pairs: tokens ``[B, n]``, hidden states ``[B, n, d]``."""
@@ -286,49 +289,76 @@ class EagleDrafter(Drafter):
         self.pair_input.embeddings = embeddings.flatten(0, 1)
         return hidden.flatten(0, 1)
 
-    def _run(self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Tensor:
+    def _run(self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Hidden:
         """Run nodes of a tree that follows each row's first ``lengths [B]`` pairs.
 
         Args:
-            tokens: ``[B, n]``; with hidden states ``[B, n, d]``, which are overwritten, the nodes' pairs.
+            tokens: ``[B, n]``.
+            hidden: of the level above ``[B, m, d]``; may be overwritten.
             fixed: the pass is the same object at every step.
-
-        Returns:
-            ``[B, n, d]`` what drafts continue with.
         """
         rows, count = tokens.shape
         total = level.first + count
         seen = self.capacity if self.kernel or not self.eager else int(lengths.max()) + total
         biases: Mapping[int, Tensor | None] | None = None
-        x = self._residual(tokens, hidden)
         tree_keys: TreeKeys | None = None
         if self.kernel:
             items = attention_items(
-                rows, count, self.layer.heads, self.layer.kv_heads, self.keys.shape[3], seen, x.dtype, x.device
+                rows,
+                count,
+                self.layer.heads,
+                self.layer.kv_heads,
+                self.keys.shape[3],
+                seen,
+                hidden.dtype,
+                hidden.device,
             )
             work = None if self.plans is None else self.plans.work(total, items)
             plan = {} if work is None else {0: work}
             tree_keys = TreeKeys(lengths, level.ancestors, level.depth, level.key_depth, plan)
         else:
             biases = {0: self._bias(level, lengths, seen, fixed)}
-        positions = (lengths[:, None] + level.depth).clamp(max=len(self.table) - 1)
-        slots = lengths[:, None] + self.numbers[level.first : total]
         view = (self.both, self.keys[:, :, :seen], self.values[:, :, :seen])
         buffers = self._buffers(rows, count)
-        ends_normed = self.eagle.config.norm_output and self.norm is not None
         if isinstance(buffers, FusedBuffers):
             assert tree_keys is not None
-            normed, after = torch.empty_like(x), self.norm if ends_normed and self.norm else self.layer.before_mlp
+            x, inputs, positions, slots = self._fused_input(level, tokens, hidden, lengths)
+            normed, after = torch.empty_like(x), self.norm or self.layer.before_mlp
             run_fused_layer(
-                self.layer, buffers, x, self.layer.before_attention(x), normed, self.table, positions, slots, view,
-                tree_keys, (after.weight, after.eps),
+                self.layer, buffers, x, inputs, normed, self.table, positions, slots, view, tree_keys,
+                (after.weight, after.eps),
             )  # fmt: skip
-            return (normed if ends_normed else x).view(rows, count, -1)
-        cos, sin = F.embedding(positions, self.table).view(rows, count, 2, 1, -1).unbind(2)
-        run_layer(self.layer, buffers, x, (buffers.rows, slots), view, (cos, sin), biases, tree_keys)
-        if ends_normed and self.norm is not None:
-            x = self.norm(x)
-        return x.view(rows, count, -1)
+            if self.norm is None:
+                normed = x
+        else:
+            positions = (lengths[:, None] + level.depth).clamp(max=len(self.table) - 1)
+            slots = lengths[:, None] + self.numbers[level.first : total]
+            x = self._residual(tokens, level.of_parents(hidden))
+            cos, sin = F.embedding(positions, self.table).view(rows, count, 2, 1, -1).unbind(2)
+            run_layer(self.layer, buffers, x, (buffers.rows, slots), view, (cos, sin), biases, tree_keys)
+            normed = x if self.norm is None else self.norm(x)
+        normed = normed.view(rows, count, -1)
+        return normed if self.eagle.config.norm_output else x.view(rows, count, -1), normed
+
+    def _fused_input(
+        self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The layer's residual ``[B · n, d]``, the input of its q, k and v, positions and slots ``[B, n]``."""
+        embed, norms = self.embed, None
+        if self.pair_input is not None:
+            embedding_norm, hidden_norm = self.pair_input.embedding_norm, self.pair_input.hidden_norm
+            norms = embedding_norm.weight, hidden_norm.weight, embedding_norm.eps
+        if type(embed) is torch.nn.Embedding and embed.weight.dtype == hidden.dtype and not embed._forward_hooks:
+            table = embed.weight
+        else:  # a scaled one (Gemma), or with hooks: its vectors are the table
+            table = embed(tokens).to(hidden.dtype).flatten(0, 1)
+            tokens = torch.arange(len(table), device=table.device).view(tokens.shape)
+        pairs, x, positions, slots = pair_input(
+            tokens, table, hidden, level.above, norms, lengths, level.depth, level.first, len(self.table) - 1
+        )
+        if norms is None:
+            x = pairs = apply_linear(self.eagle.fc, pairs)
+        return x, pairs, positions, slots
 
     def _buffers(self, rows: int, count: int) -> Buffers | FusedBuffers:
         """The layer's buffers for passes of so many nodes."""
@@ -354,10 +384,15 @@ class EagleDrafter(Drafter):
             self.one_row[level] = tree_bias_one_row(mask, self.capacity, self.target.dtype)
         return self.one_row[level][..., self.capacity - seen :]
 
+    def _best(self, hidden: Hidden, count: int) -> tuple[Tensor, Tensor]:
+        """The best tokens after the nodes just run, as ``Levels.propose`` takes them."""
+        changed = self.shared is not None and self.shared.changes_logits
+        head = None if self.shortlists is not None or changed else self.draft_head
+        return best_by_head(hidden[1], head, self.eagle.config.outputs, self.ids, count, self._logits)
+
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits after the nodes just run ``[B, n, d]``, and their tokens, as ``Levels.propose`` takes them."""
-        if self.norm is not None and not self.eagle.config.norm_output:
-            hidden = self.norm(hidden)
+        """Logits after the nodes just run, of what the LM head reads ``[B, n, d]``, and their tokens, as
+        ``Levels.propose`` takes them."""
         if self.shortlists is not None:
             return self.shortlists.logits(hidden)
         return apply_linear(self.draft_head, hidden) if self.shared is None else self.shared.logits(hidden), self.ids

@@ -16,20 +16,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.inference.costs import STANDARD_COSTS, StepCosts
 from draftsmith.inference.drafters.protocol import State
 from draftsmith.inference.sampling import sampling_distribution
 from draftsmith.inference.tree import MAX_NODES, Draws, Ranks, StaticTree, TokenTree, Topology, bitsets
+from draftsmith.kernels.head_topk import MAX_COUNT, best_tokens, head_topk, tokens_at
+from draftsmith.kernels.linear import kernel_weight
 from draftsmith.kernels.sampling import philox_uniforms
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, draw
 
+H = TypeVar("H")  # hidden states of a level, as its drafter has them
 DrawKind = Literal["without_replacement", "iid", "naive", "none"]
 
 STANDARD_PASS = 0.25  # standard cost of a forward pass of a drafter's model, in plain steps of the target
@@ -166,7 +169,7 @@ class Levels:
     def allocate(self, rows: int, device: torch.device, max_depth: int, static: bool) -> None:
         """Allocate the constant tensors of steps of B rows; ``max_depth`` and ``static`` as ``Drafter.allocate``."""
         layout = self.layout
-        self.rows = rows
+        self.rows, self.static = rows, static
         self.numbers = torch.arange(self.branching, device=device)
         self.ones = torch.ones(rows, 1, device=device)
         self.deepest_run = 0
@@ -223,18 +226,20 @@ class Levels:
         return [one + costs.relative(rows * end) for one, end in zip(passes, self.layout.firsts[1:], strict=True)]
 
     def propose(
-        self, state: State, hidden: Tensor, run: Callable[[int, Pass, Tensor, Tensor], Tensor],
-        logits: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+        self, state: State, hidden: H, run: Callable[[int, Pass, Tensor, H], H],
+        logits: Callable[[H], tuple[Tensor, Tensor | None]], best_of: Callable[[H, int], tuple[Tensor, Tensor]],
     ) -> TokenTree:  # fmt: skip
         """Draft a tree.
 
         Args:
-            hidden: ``[B, 1, d]`` of the root.
-            run: (depth, the level, its tokens ``[B, n]``, the hidden states of the level above ``[B, m, d]``) → the
-                hidden states of the level's nodes that are run, ``[B, n, d]``.
-            logits: hidden states of the level just run ``[B, n, d]`` → logits ``[B, n, S]`` for the token after each,
-                and the target's tokens of these places, int64: ``[S]``; ``[B, S]``, where S may differ by level, −1
-                standing for padding, whose logits are −inf; the first S tokens if None.
+            hidden: of the root; what hidden states are, the three functions agree on.
+            run: (depth, the level, its tokens ``[B, n]``, the hidden states of the level above) → the hidden states of
+                the level's nodes that are run.
+            logits: hidden states of the level just run → logits ``[B, n, S]`` for the token after each node, and the
+                target's tokens of these places, int64: ``[S]``; ``[B, S]``, where S may differ by level, −1 standing
+                for padding, whose logits are −inf; the first S tokens if None.
+            best_of: (the same hidden states, k) → log probabilities ``[B, n, k]`` of the k best tokens after each node,
+                best first, and these tokens of the target, int64.
         """
         tokens = [state.root[:, None]]
         acceptances = [self.ones]
@@ -250,6 +255,7 @@ class Levels:
             uniforms = philox_uniforms(settings.seed, state.step, count, state.stream)
             valid.append(self.ones > 0)
         stops_early = self.stops_early and (state.settings is None or settings is not None)
+        weighs = state.weighs or not self.static or settings is not None
         used = 0  # uniforms
         expected: list[list[float]] = []  # tokens, by level and row
         continues = [True] * self.rows  # whether each row gets another level
@@ -266,24 +272,24 @@ class Levels:
             if depth:
                 hidden = run(depth, level, level.of(tokens[-1]), hidden)
             self.deepest_run = depth
-            scores, ids = logits(hidden)
-            above = level.of(acceptances[-1])[..., None]
+            above = level.of(acceptances[-1])[..., None] if weighs else self.ones
             if settings is None or uniforms is None:
                 choice = self.best[depth]
-                p, best = _top(scores.float().softmax(-1), choice.k)
-                acceptance = above * p
+                log_q, best = best_of(hidden, choice.k)
+                acceptance = above * log_q.exp() if weighs else self.ones
             else:
                 choice = self.drawn[depth]
                 k = choice.k
+                scores, ids = logits(hidden)
                 q = sampling_distribution(scores, settings)
                 node_uniforms = uniforms[:, used : used + level.count * k].view(self.rows, level.count, k)
                 used += level.count * k
-                best, drawn = draw_children(q, node_uniforms, replacement=self.draws == "iid")
+                places, drawn = draw_children(q, node_uniforms, replacement=self.draws == "iid")
                 drawn = drawn & level.of(valid[-1])[..., None]
                 if not all(continues):
                     drawn = drawn & torch.tensor(continues, device=drawn.device)[:, None, None]
                 if self.draws == "iid" and self.branching > 1:
-                    first = (best[..., None] == best[..., None, :]).int().argmax(-1)
+                    first = (places[..., None] == places[..., None, :]).int().argmax(-1)
                     first_equal.append(F.pad(first, (0, self.branching - k)))
                     drawn = drawn & (first == self.numbers[:k])  # others share the node of the first equal draw
                 valid.append(choice.of(drawn))
@@ -294,11 +300,14 @@ class Levels:
                 # count only if the earlier ones are rejected.
                 accepted = 0.5 + 0.5 * q.amax(-1, keepdim=True)
                 acceptance = torch.where(drawn, above * accepted * (1 - accepted) ** self.numbers[:k], 0.0)
-            best = choice.of(best)
-            tokens.append(tokens_at(best, ids))
-            acceptances.append(choice.of(acceptance))
+                best = tokens_at(places, ids)
+            tokens.append(choice.of(best))
+            if weighs:
+                acceptances.append(choice.of(acceptance))
         levels = len(tokens) - 1
-        tree = replace(self.trees[levels].fill(torch.cat(tokens, 1)), acceptance=torch.cat(acceptances, 1))
+        tree = replace(
+            self.trees[levels].fill(torch.cat(tokens, 1)), acceptance=torch.cat(acceptances, 1) if weighs else None
+        )
         if not distributions:
             return tree
         draws_valid = torch.cat(valid, 1)
@@ -333,18 +342,30 @@ class Levels:
         return Draws(child, kind, q_row, q)
 
 
-def tokens_at(places: Tensor, ids: Tensor | None) -> Tensor:
-    """The target's tokens of places in a drafter's vocabulary.
+def best_by_head(
+    hidden: Tensor, head: nn.Module | None, outputs: int, ids: Tensor | None, count: int,
+    logits: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The best tokens after each node, by a kernel that writes no logits where it knows the LM head.
 
     Args:
-        places: ``[B, …]`` int64.
-        ids: ``[S]`` or ``[B, S]`` int64; places are tokens if None.
+        hidden: ``[B, n, d]``, what the LM head reads.
+        head: the LM head, whose output are the logits; None if they are made otherwise.
+        outputs: S, the number of its rows that are drafted from.
+        ids: ``[S]`` int64, their tokens; the first S if None.
+        count: k.
+        logits: as :meth:`Levels.propose` takes it.
+
+    Returns:
+        Log probabilities and tokens ``[B, n, k]``.
     """
-    if ids is None:
-        return places
-    if ids.ndim == 1:
-        return ids[places]
-    return ids.gather(1, places.flatten(1)).clamp(min=0).view_as(places)  # padding has no token, and is not drafted
+    weight = None if head is None or count > MAX_COUNT else kernel_weight(head, hidden)
+    if weight is None:
+        scores, tokens = logits(hidden)
+        return best_tokens(scores, count, True, tokens)
+    shape = (*hidden.shape[:2], count)
+    log_q, best = head_topk(hidden.flatten(0, 1), weight[:outputs], count, True, ids)
+    return log_q.view(shape), best.view(shape)
 
 
 def _joined(distributions: Sequence[Tensor], vocabularies: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
@@ -405,12 +426,6 @@ def pays(expected: Sequence[float], times: Sequence[float]) -> bool:
         if total / time > rate:
             return True
     return False
-
-
-def _top(p: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    if count == 1:  # max is faster than topk
-        return p.max(-1, keepdim=True)
-    return p.topk(count, -1)
 
 
 def step_time(costs: StepCosts, passes: Sequence[float]) -> Callable[[Sequence[Topology]], float]:

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import STANDARD_COSTS, StepCosts, draft_time
-from draftsmith.inference.drafters.levels import tokens_at
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.protocol import Drafter, DraftEstimate, State
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
@@ -28,7 +27,7 @@ from draftsmith.inference.rollouts import Drafts, Rollout
 from draftsmith.inference.tree import StaticTree, TokenTree, Topology, calibrated_rates, read_candidates, read_tree
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.backend import why_not_triton
-from draftsmith.kernels.head_topk import MAX_COUNT, head_topk
+from draftsmith.kernels.head_topk import MAX_COUNT, head_topk, tokens_at
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target

@@ -255,7 +255,9 @@ class MergedDrafter(Drafter):
     def _states(self, state: State) -> list[State]:
         """The engine's state as each drafter sees it: its features and its own random stream."""
         if self.states is None or self.states[0] is not state:  # the engine changes its buffers in place
-            views = [replace(state, stream=16 * state.stream + number) for number in range(len(self.drafters))]
+            views = [
+                replace(state, stream=16 * state.stream + number, weighs=True) for number in range(len(self.drafters))
+            ]
             self.states = state, views
         for view, columns in zip(self.states[1], self.columns, strict=True):
             view.feature = _select(state.feature, columns)

@@ -30,6 +30,7 @@ class State:
     step: ``[B]`` int64, number of steps of each row's text so far; with the seed it selects the random numbers.
     stream: number of the drafter's random stream, at least 1 (the verifier's is 0).
     nodes: of the tree to propose in this step, a key of the drafter's ``tree_sizes()``; 0 for all nodes.
+    weighs: whether the tree's ``acceptance`` is read, as a merge does; else a drafter may leave it out.
     plans: of the attention kernel for this step, whose forward passes have prefixes of at most ``length``.
     """
 
@@ -41,6 +42,7 @@ class State:
     step: Tensor
     stream: int = 1
     nodes: int = 0
+    weighs: bool = True
     plans: Plans | None = None
 
 

@@ -6,7 +6,15 @@ from bounds import assert_within, product_bound
 from torch.nn import functional as F
 
 from draftsmith.kernels import head_topk as kernels
-from draftsmith.kernels.head_topk import _merge_topk_kernel, head_topk, head_topk_reference, merge_topk
+from draftsmith.kernels.head_topk import (
+    _merge_topk_kernel,
+    best_tokens,
+    head_argmax,
+    head_argmax_reference,
+    head_topk,
+    head_topk_reference,
+    merge_topk,
+)
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 
@@ -79,8 +87,9 @@ def test_merge(candidates, count, at_once, device, monkeypatch):
     alone = values.new_empty(rows, count), torch.empty(rows, count, dtype=torch.int64, device=device)
     with torch.cuda.device_of(values):
         _merge_topk_kernel[(rows,)](
-            values, ids, *alone, candidates, vocabulary, COUNT=count, BLOCK=max(64, at_once // 2)
-        )
+            values, ids, *alone, candidates, vocabulary, None, None, 0, None, COUNT=count,
+            BLOCK=max(64, at_once // 2), BLOCK_P=1,
+        )  # fmt: skip
     for found_values, found in (merge_topk(values, ids, count, vocabulary), alone):
         assert torch.equal(found_values.cpu(), wanted[0]) and torch.equal(found.cpu(), wanted[1])
 
@@ -110,3 +119,66 @@ def test_logits_that_are_not_finite_give_tokens_all_the_same(device):
     ids, wanted = head_topk(features, weight, 5)[1], torch.arange(70, device=device).expand(4, -1)
     wanted = best_in_order(F.linear(features, weight), wanted, 5, 70)[1]
     assert torch.equal(ids[[0, 3]], wanted[[0, 3]]), "tokens whose logit is NaN are left out"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "width", "vocabulary", "count", "at_once"), [(1, 64, 300, 4, 8), (5, 40, 129, 1, 1024), (3, 16, 7, 7, 16)]
+)
+def test_log_probabilities_and_tokens(rows, width, vocabulary, count, at_once, dtype, device, monkeypatch):
+    """Against float64, with logits far from 0; ids are looked up in a table, after one round of the merge or two."""
+    monkeypatch.setattr(kernels, "MERGED_AT_ONCE", at_once)
+    torch.manual_seed(vocabulary)
+    features = (4 * torch.randn(rows, width)).to(device, dtype)
+    weight = torch.randn(vocabulary, width).to(device, dtype)
+    tokens = torch.randperm(3 * vocabulary, device=device)[:vocabulary]
+    log_q, ids = head_topk(features, weight, count, log_q=True, tokens=tokens)
+    exact = features.double() @ weight.double().T
+    assert float(exact.abs().max()) > 10
+    # A float32 sum of d terms, and log Σ exp: 2 γ_d |x| |w| and a few units in the last place.
+    bound = 2 * width * 2.0**-24 * float((features.double().abs() @ weight.double().abs().T).max()) + 1e-5
+    best = exact.log_softmax(-1).topk(count, -1)
+    assert bound < 1e-2 and float((log_q.double() - best.values).abs().max()) <= bound
+    assert torch.equal(ids, tokens[head_topk(features, weight, count)[1]])
+    wanted = head_topk_reference(features, weight, count, log_q=True, tokens=tokens)
+    assert float((log_q - wanted[0]).abs().max()) <= bound
+    if dtype == torch.float32:
+        plain = best_tokens(features @ weight.T, count, True, tokens)
+        assert float((log_q - plain[0]).abs().max()) <= bound and torch.equal(ids, plain[1])
+
+
+def test_log_probabilities_where_logits_are_not_finite(device):
+    """A row of NaN, and one where most tokens have no probability."""
+    features, weight = torch.ones(2, 16, device=device), torch.full((300, 16), -torch.inf, device=device)
+    weight[[5, 299]] = torch.tensor([[0.5], [0.25]], device=device)
+    features[1] = torch.nan
+    log_q, ids = head_topk(features, weight, 3, log_q=True)
+    wanted = torch.tensor([8.0, 4.0]).log_softmax(0)
+    assert ids[0, :2].tolist() == [5, 299] and torch.allclose(log_q[0, :2].cpu(), wanted, atol=1e-6)
+    assert log_q[0, 2] == -torch.inf and (log_q[1] == -torch.inf).all() and int(ids.max()) < 300
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_argmax_is_that_of_written_logits(dtype, device):
+    """Sums that are exact in float32 and tie more often once they are rounded to 16 bits: the lowest id."""
+    torch.manual_seed(5)
+    features = torch.randint(-2, 3, (9, 40), device=device).to(dtype)
+    weight = torch.randint(-2, 3, (300, 40), device=device).to(dtype)
+    features[:, 0], weight[:, 0] = 256, 64  # rounding to 16 bits takes the low bits
+    values, ids = head_argmax(features, weight)
+    logits = F.linear(features.float(), weight.float()).to(dtype).float()
+    assert torch.equal(values, logits.amax(-1)) and torch.equal(ids, logits.argmax(-1))
+    wanted = head_argmax_reference(features, weight)
+    assert torch.equal(values, wanted[0]) and torch.equal(ids, wanted[1])
+    tied = (logits == logits.amax(-1, keepdim=True)).sum(-1)
+    assert (tied > 1).any() and (dtype == torch.float32 or (ids != head_topk(features, weight, 1)[1][:, 0]).any())
+
+
+def test_argmax_says_where_logits_are_not_finite(device):
+    features, weight = torch.ones(3, 1, 16, device=device), torch.randn(200, 16, device=device)
+    features[1, 0, 3] = torch.nan
+    weight[150, 2] = torch.nan
+    values, ids = head_argmax(features, weight)
+    assert values.shape == ids.shape == (3, 1) and not values.isfinite().any() and int(ids.max()) < 200
+    values, _ = head_argmax(features, torch.where(weight.isnan(), 0.0, weight))
+    assert values.isfinite().tolist() == [[True], [False], [True]]

@@ -10,10 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
+from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.runner import engine_attention
 from draftsmith.inference.tree import Topology
+from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 
@@ -117,3 +120,39 @@ def test_launches_of_a_step(make_target, device, drafter, mode):
     assert per_layer["_tree_attention_kernel"] == 1  # it is being counted
     assert sum(per_layer.values()) <= 15
     assert sum(around.values()) <= 40
+
+
+def eagle(target, tree, version=3, ids=None):
+    torch.manual_seed(0)
+    module = Eagle.for_target(target, version, "own" if version == 3 else "shared", None if ids is None else len(ids))
+    if ids is not None:
+        module.draft_from(ids, target)
+    return EagleDrafter(module, target, tree)
+
+
+def eagle_1(target, tree):
+    return eagle(target, tree, 1)
+
+
+def eagle_of_some_tokens(target, tree):
+    return eagle(target, tree, 3, torch.arange(0, 61, 2))
+
+
+def ssm(target, tree):
+    return DraftModelDrafter(target, target, tree)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "most"), [(eagle, 18), (eagle_of_some_tokens, 18), (eagle_1, 18), (ssm, 18)], ids=lambda v: str(v)
+)
+@pytest.mark.parametrize("tree", [(1, 1), (2, 2)], ids=str)
+def test_launches_of_a_level(make_target, device, drafter, most, tree):
+    """Of one more level of a tree, with the layer that is run."""
+    target = make_target("llama", num_hidden_layers=1)
+    target = Target(copy.deepcopy(target.model).to(device), None, target.name, "")
+    few, many = (step_launches(target, drafter(target, of)) for of in (tree, (*tree, 1)))
+    level = {name: many[name] - few[name] for name in many if many[name] - few[name]}
+    print(f"launches of a level: {sum(level.values())}")
+    print(level)
+    assert level["_tree_attention_kernel"] == 1  # it is being counted
+    assert sum(level.values()) <= most
