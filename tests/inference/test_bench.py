@@ -24,6 +24,8 @@ from draftsmith.inference.runner import ATTENTION
 from draftsmith.inference.tree import StaticTree, Topology
 from draftsmith.kernels.bench import Device
 
+pytestmark = pytest.mark.measurement
+
 CPU = torch.device("cpu")
 SMALL = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -11,6 +11,8 @@ from draftsmith.inference import bench_assisted
 from draftsmith.inference.engine import Generation
 from draftsmith.inference.timing import Timed
 
+pytestmark = pytest.mark.measurement
+
 
 @pytest.fixture(scope="module")
 def draft(tiny_lm, tmp_path_factory):

@@ -27,6 +27,8 @@ from draftsmith.inference.bench_serving import (
 from draftsmith.inference.drafters.protocol import PlainDrafter
 from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
 
+pytestmark = pytest.mark.measurement
+
 NEW, ROWS, LOADS, REQUESTS, ROUNDS = 8, [1, 3], [0.5, 1.5], 7, 2
 COMMON = ["--threads", 1, "--device", "cpu", "--max-new-tokens", NEW]
 

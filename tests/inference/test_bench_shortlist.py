@@ -25,6 +25,8 @@ from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
 from draftsmith.models.target import Target
 
+pytestmark = pytest.mark.measurement
+
 NEW, DEPTHS, NODES = 14, 3, 12
 KINDS = ("code", "writing")
 COMMON = ["--threads", 1, "--device", "cpu", "--max-new-tokens", NEW, "--depths", DEPTHS, "--nodes", NODES]

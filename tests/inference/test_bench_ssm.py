@@ -13,6 +13,8 @@ from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.target import load_target
 
+pytestmark = pytest.mark.measurement
+
 NEW, MATCH, DEPTH = 16, 3, 4
 EXPANSION = [4, 2, 2, 1]  # far more nodes than the merge keeps
 NOISE = {"pair": {"ssm-0": 0.03, "ssm-1": 0.04}, "one": {"ssm-0": 0.02}}

@@ -8,6 +8,8 @@ import torch
 
 from draftsmith.kernels import bench, linear
 
+pytestmark = pytest.mark.measurement
+
 
 def slow(seconds):
     """A call that takes so long, on the device where there is one."""

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from draftsmith.train import bench_clusters
 from draftsmith.train.bench_clusters import objective_of, run, synthetic_head
 
+pytestmark = pytest.mark.measurement
+
 OPTIONS = {"hidden": 24, "clusters": 6, "threads": 1, "balanced": None}
 
 

@@ -10,6 +10,8 @@ from draftsmith.models.medusa import MedusaHeads
 from draftsmith.train import bench, bench_medusa, bench_step
 from draftsmith.train.medusa import Medusa1, Medusa2, MedusaStage
 
+pytestmark = pytest.mark.measurement
+
 
 def test_operations(make_target):
     """By hand, for two layers of width 32: attention 32·32 + 2·32·16 + 32·32, MLP 3·32·48, vocabulary 61."""

@@ -10,6 +10,8 @@ from draftsmith.models import eagle as models
 from draftsmith.models.eagle import unrolled_attention
 from draftsmith.train import bench_unroll
 
+pytestmark = pytest.mark.measurement
+
 TOY = ("--shape", "tiny-lm", "--sequences", 2, "--tokens", 12, "--threads", 1, "--device", "cpu")
 
 

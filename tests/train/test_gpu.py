@@ -23,6 +23,8 @@ from draftsmith.train.gpu_closure import behind, fingerprint, installed_in, need
 from draftsmith.train.gpu_judges import Finding
 from draftsmith.train.gpu_parts import BUNDLES, PACKAGES, PARTS, UNUSED, Part, with_needed
 
+pytestmark = pytest.mark.measurement
+
 # Never imports draftsmith: a process of its own costs little then.
 DO = "python -c "
 

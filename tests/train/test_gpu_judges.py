@@ -6,6 +6,8 @@ import pytest
 
 from draftsmith.train import gpu_judges as judges
 
+pytestmark = pytest.mark.measurement
+
 
 def step_row(shape, context, nodes, projection, median, ratio=1.0, operations=1e12):
     """12 GB of products at 4 TB/s and 330 kernels: 3 ms + 429 µs; attention of 4 GB, or of so many operations."""

@@ -35,10 +35,10 @@ def test_no_label_crosses_into_the_next_sample():
     assert shifted_labels(tokens, supervised, 2, segment).tolist() == [[3, -100, -100, -100, -100, -100]]
 
 
-@pytest.mark.parametrize(
-    "chunk, frozen, compiled",
-    [*((chunk, frozen, False) for chunk in (1, 3, 4, 23, 24, 25, None) for frozen in (False, True)), (4, False, True)],
-)
+SIZES = [(chunk, frozen, False) for chunk in (1, 3, 4, 23, 24, 25, None) for frozen in (False, True)]
+
+
+@pytest.mark.parametrize("chunk, frozen, compiled", [*SIZES, pytest.param(4, False, True, marks=pytest.mark.slow)])
 def test_linear_cross_entropy_is_cross_entropy(chunk, frozen, compiled):
     torch.manual_seed(0)
     hidden, head = torch.randn(2, 12, WIDTH), nn.Linear(WIDTH, VOCAB)
