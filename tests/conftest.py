@@ -81,14 +81,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where verification and the engine run in tests/inference: cuda")
-    parser.addoption("--part", default="0/1", help="1/3: the second, fifth, eighth … of the tests collected")
-
-
-@pytest.hookimpl(trylast=True)  # behind the choice of -m
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The parts of tests/kernels/test_interpreted.py."""
-    part, parts = map(int, config.getoption("--part").split("/"))
-    items[:] = items[part::parts]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

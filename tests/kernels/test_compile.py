@@ -15,7 +15,9 @@ from draftsmith.kernels.resources import MAIN, OTHERS, SHARED_MEMORY, complaints
 
 pytestmark = [
     pytest.mark.measurement,
-    pytest.mark.skipif(triton is None or INTERPRETING, reason="kernels are compiled only where Triton does not interpret"),
+    pytest.mark.skipif(
+        triton is None or INTERPRETING, reason="kernels are compiled only where Triton does not interpret"
+    ),
 ]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WIDE = ("_tree_attention_kernel", "_merge_items_kernel")  # offsets may pass 2^31 elements

@@ -1,5 +1,5 @@
 """Runs the tests of ``device/`` under Triton's interpreter, in a process of their own: there, and only there, the
-kernels take CPU tensors. The interpreter is slow, so the longer files run in parts; the process imports but once."""
+kernels take CPU tensors. One process runs all files, so that it imports but once."""
 
 import importlib.metadata
 import importlib.util
@@ -16,14 +16,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent / "device"
-PARTS = {
-    "test_tree_attention_kernel.py": 4, "test_prefill_kernel.py": 2,
-    "test_verify_kernel.py": 4, "test_sampling_kernel.py": 2, "test_engine_on_kernels.py": 3,
-    "test_head_topk_kernel.py": 2, "test_shortlist_kernel.py": 2, "test_commit_kernel.py": 1,
-    "test_accept_greedy_kernel.py": 1, "test_res_block_kernel.py": 1,
-    "test_add_norm_kernel.py": 1, "test_rotate_write_kernel.py": 1, "test_gated_kernel.py": 1,
-    "test_few_rows_kernel.py": 1, "test_fused_layers.py": 2, "test_launches.py": 1,
-}  # fmt: skip
+FILES = sorted(path.name for path in HERE.glob("test_*.py"))
 RUNNER = """
 import json, sys, pytest
 for line in sys.stdin:
@@ -31,8 +24,8 @@ for line in sys.stdin:
 """
 
 
-def test_no_file_is_left_out():
-    assert {path.name for path in HERE.glob("test_*.py")} == set(PARTS)
+def test_they_are_there():
+    assert len(FILES) > 10
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +60,9 @@ def why_not() -> str:
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' tests run on the GPU")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the kernels' tests run in this process")
-@pytest.mark.parametrize(
-    ("name", "part"), [(name, f"{part}/{parts}") for name, parts in PARTS.items() for part in range(parts)]
-)
-def test_interpreted(pytest_main, request, name, part):
+@pytest.mark.parametrize("name", FILES)
+def test_interpreted(pytest_main, request, name):
     only = request.config.option.markexpr  # of make test: not slow
-    out = pytest_main("-q", "-x", "-p", "no:cacheprovider", "-m", only, "--part", part, HERE / name)
+    out = pytest_main("-q", "-x", "-p", "no:cacheprovider", "-m", only, HERE / name)
     assert out.endswith("exit code 0\n"), out[-6000:]
     assert re.search(r"^\d+ passed", out, re.MULTILINE) and "skipped" not in out
