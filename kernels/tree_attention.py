@@ -673,7 +673,7 @@ def attention_items(
 def _tree_attention_cached(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, ancestors: Tensor, depth: Tensor | None,
     key_depth: Tensor | None, items: Tensor | None, first: Tensor | None, count: Tensor | None,
-    arrived: Tensor | None, num_tree_keys: int, scale: float, window: int, softcap: float,
+    num_tree_keys: int, scale: float, window: int, softcap: float, arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch the kernels; the arguments are those of :func:`tree_attention_cached`, softcap 0 for None; without a plan
     (items, first, count) each row is one item. ``arrived``: zeros, at least as many as the kernel's; None: a second
@@ -710,26 +710,27 @@ def _tree_attention_cached(
 if triton is not None:
     # As an operator, so that torch.compile and torch.export see through it to the kernels.
     _tree_attention_op = torch.library.triton_op(
-        "draftsmith::tree_attention_cached", _tree_attention_cached, mutates_args=("arrived",)
+        "draftsmith::tree_attention_cached", _tree_attention_cached, mutates_args=()
     )
 
 # Whether the last program of a row's items merges them, in place of a second kernel; to be decided by measuring.
 LAST_MERGES = False
 _arrived: dict[torch.device, Tensor] = {}
+_COUNTERS = 4096
 
 
 def _counters(number: int, device: torch.device) -> Tensor | None:
-    """Zeros for the attention kernel, which leaves zeros: one launch at a time may use them. None while they cannot be
-    allocated for good: in a capture of a CUDA graph, or in ``torch.compile``."""
-    known = _arrived.get(device)
-    if torch.compiler.is_compiling():
+    """Zeros for the attention kernel, which leaves zeros: one launch at a time may use them. They are allocated once,
+    since CUDA graphs keep their address. None for too many, and where they cannot be allocated for good: in a capture,
+    or in ``torch.compile``."""
+    if number > _COUNTERS or torch.compiler.is_compiling():
         return None
-    if known is None or len(known) < number:
+    if device not in _arrived:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         with torch.inference_mode(False):
-            known = _arrived[device] = torch.zeros(next_power(number, 4096), dtype=torch.int32, device=device)
-    return known
+            _arrived[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    return _arrived[device]
 
 
 def tree_attention_cached(
@@ -777,31 +778,20 @@ def tree_attention_cached(
         if num_items > rows:
             work = tree_work(lengths, num_tree_keys, num_items, window)
     items, first, count = (None, None, None) if work is None or len(work.items) == rows else work
-    arrived = None
-    # With more rows, the kernel has no registers left, and its time is longer than that between two kernels.
+    arguments = (
+        q, k, v, lengths, ancestors, depth, key_depth, items, first, count, num_tree_keys, scale, window,
+        softcap or 0.0,
+    )  # fmt: skip
+    # With more rows, the kernel has no registers left for the merge.
     if (
         items is not None
         and queries * heads <= 16 * k.shape[1]
         and (LAST_MERGES if last_merges is None else last_merges)
     ):
         arrived = _counters(rows * k.shape[1], q.device)
-    return _tree_attention_op(
-        q,
-        k,
-        v,
-        lengths,
-        ancestors,
-        depth,
-        key_depth,
-        items,
-        first,
-        count,
-        arrived,
-        num_tree_keys,
-        scale,
-        window,
-        softcap or 0.0,
-    )
+        if arrived is not None:
+            return _tree_attention_cached(*arguments, arrived)  # the operator changes none of its arguments
+    return _tree_attention_op(*arguments)
 
 
 def attend_tree(
