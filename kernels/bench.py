@@ -292,6 +292,10 @@ def bench_attention(args: argparse.Namespace, table: Table, batch: int, context:
         "SDPA": lambda k, v: tree_attention(q, k, v, bias, scale),
         "triton": lambda k, v: tree_attention_cached(q, k, v, lengths, ancestors, nodes, scale, work=work),
     }
+    if nodes * heads <= 16 * kv_heads:  # whether LAST_MERGES should be on
+        ways["triton, last program merges"] = lambda k, v: tree_attention_cached(
+            q, k, v, lengths, ancestors, nodes, scale, work=work, last_merges=True
+        )
     if args.device == "cuda":
         ways["flex_attention"] = flex_attention_way(q, mask, lengths, slots, scale)
     if batch == 1 and importlib.util.find_spec("flashinfer"):

@@ -116,13 +116,15 @@ BF16, INT = torch.bfloat16, torch.int64
 
 def _attention(
     queries: int, kv_heads: int, rows: int = 1, width: int = 128, heads: int = 32, dtype: torch.dtype = BF16,
-    window: int = 0, softcap: float | None = None,
+    window: int = 0, softcap: float | None = None, last_merges: bool = False,
 ) -> None:  # fmt: skip
     q = empty(rows, queries, heads, width, dtype=dtype).transpose(1, 2)
     cache = empty(2, rows, kv_heads, 2048, width, dtype=dtype)
     lengths, depth = empty(rows, dtype=INT), empty(rows, queries, dtype=torch.int32)
     ancestors = empty(rows, queries, -(-queries // 64), dtype=INT)
-    tree_attention.tree_attention_cached(q, *cache, lengths, ancestors, queries, 0.1, depth, depth, window, softcap)
+    tree_attention.tree_attention_cached(
+        q, *cache, lengths, ancestors, queries, 0.1, depth, depth, window, softcap, last_merges=last_merges
+    )
 
 
 def _products(rows: int) -> None:
@@ -199,6 +201,7 @@ OTHERS: dict[str, Callable[[], None]] = {
     "attention 8B, 64 nodes, 20 rows": partial(_attention, 64, 8, 20),
     "verification, top-k and top-p": partial(_verification, 10, False, ALL),
     "verification with q": partial(_verification, 4, True, ALL),
+    "attention 8B, 1 node, merging": partial(_attention, 1, 8, last_merges=True),
     "attention, window, cap": partial(_attention, 64, 8, window=512, softcap=30.0),
     "attention, D = 256": partial(_attention, 64, 8, width=256, heads=16),
     "attention, D = 256, window, cap": partial(_attention, 64, 8, width=256, heads=16, window=512, softcap=30.0),

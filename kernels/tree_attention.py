@@ -376,7 +376,7 @@ def _add_tile(
     ]
 )
 def _tree_attention_kernel(
-    q, k, v, lengths, ancestors, depth, key_depth, items, count, out, partial, partial_lse,
+    q, k, v, lengths, ancestors, depth, key_depth, items, first_item, count, out, partial, partial_lse, arrived,
     num_queries, num_tree_keys, width, log2_scale, softcap,
     q_batch, q_head, q_query, k_batch, k_head, k_slot, v_batch, v_head, v_slot, out_batch, out_head, out_query,
     ancestors_batch, ancestors_query, depth_batch, key_depth_batch,
@@ -385,6 +385,9 @@ def _tree_attention_kernel(
 ):  # fmt: skip
     """One program per block of (query, head of the group) rows, key/value head and item; without a plan, an item is all
     of a row of the batch.
+
+    With ``arrived``, a zero for each row of the batch and key/value head, and one block of rows, the last of a row's
+    items to come merges all of them and leaves a zero.
 
     The blocks of BLOCK_N keys divide a tile, so that the bits of a block of tree keys lie in one word.
     """
@@ -463,6 +466,35 @@ def _tree_attention_kernel(
         tl.store(partial + place[:, None] * width + d[None, :], acc, mask=inside)
         lse = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
         tl.store(partial_lse + place, lse, mask=exists)
+        if arrived is not None:
+            tl.debug_barrier()  # every thread's part is stored before this program counts as arrived
+            counter = arrived + batch * KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                tl.store(counter, 0)
+                place = (tl.load(first_item + batch).to(tl.int64) * num_queries + query) * (KV_HEADS * GROUP) + head
+                item_stride = num_queries.to(tl.int64) * (KV_HEADS * GROUP)
+                best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                total = tl.zeros([BLOCK_M], tl.float32)
+                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                for begin in range(0, parts, 4):
+                    for number in tl.static_range(4):  # unrolled: the loads do not wait for one another
+                        used = exists & (row * 0 + begin + number < parts)
+                        at = place + (begin + number) * item_stride
+                        # Past the first-level cache: other multiprocessors wrote these.
+                        lse = tl.load(partial_lse + at, mask=used, other=float("-inf"), cache_modifier=".cg")
+                        values = tl.load(
+                            partial + at[:, None] * width + d[None, :], mask=inside & used[:, None], other=0.0,
+                            cache_modifier=".cg",
+                        )  # fmt: skip
+                        new_best = tl.maximum(best, lse)
+                        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
+                        weights, rescale = tl.exp2(lse - anchor), tl.exp2(best - anchor)
+                        acc = acc * rescale[:, None] + values * weights[:, None]
+                        total = total * rescale + weights
+                        best = new_best
+                acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+                rows_out = out + batch * out_batch + head * out_head + query * out_query
+                tl.store(rows_out[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["num_queries"])
@@ -641,10 +673,11 @@ def attention_items(
 def _tree_attention_cached(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, ancestors: Tensor, depth: Tensor | None,
     key_depth: Tensor | None, items: Tensor | None, first: Tensor | None, count: Tensor | None,
-    num_tree_keys: int, scale: float, window: int, softcap: float,
+    num_tree_keys: int, scale: float, window: int, softcap: float, arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch the kernels; the arguments are those of :func:`tree_attention_cached`, softcap 0 for None; without a plan
-    (items, first, count) each row is one item."""
+    (items, first, count) each row is one item. ``arrived``: zeros, at least as many as the kernel's; None: a second
+    kernel merges the items."""
     rows, heads, queries, width = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
     tile = _tile(rows, queries, heads, kv_heads, width, q.dtype, q.device, softcap != 0)
@@ -657,7 +690,7 @@ def _tree_attention_cached(
     lse = q.new_empty((parts, queries, heads), dtype=torch.float32)
     with torch.cuda.device_of(q):
         traceable(_tree_attention_kernel)[(row_blocks, kv_heads, num_items)](
-            q, k, v, lengths, ancestors, depth, key_depth, items, count, out, partial, lse,
+            q, k, v, lengths, ancestors, depth, key_depth, items, first, count, out, partial, lse, arrived,
             queries, num_tree_keys, width, scale * math.log2(math.e), softcap,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
             *ancestors.stride()[:2], 0 if depth is None else depth.stride(0),
@@ -665,7 +698,7 @@ def _tree_attention_cached(
             KV_HEADS=kv_heads, GROUP=group, PLANNED=items is not None, WINDOW=window, SOFTCAP=softcap != 0, TILE=TILE,
             **tile,
         )  # fmt: skip
-        if items is not None:
+        if items is not None and arrived is None:
             block_h = min(4, next_power(heads))
             traceable(_merge_items_kernel)[(queries, -(-heads // block_h), rows)](
                 partial, lse, first, count, out, queries, width, *out.stride()[:3],
@@ -680,11 +713,30 @@ if triton is not None:
         "draftsmith::tree_attention_cached", _tree_attention_cached, mutates_args=()
     )
 
+# Whether the last program of a row's items merges them, in place of a second kernel; to be decided by measuring.
+LAST_MERGES = False
+_arrived: dict[torch.device, Tensor] = {}
+_COUNTERS = 4096
+
+
+def _counters(number: int, device: torch.device) -> Tensor | None:
+    """Zeros for the attention kernel, which leaves zeros: one launch at a time may use them. They are allocated once,
+    since CUDA graphs keep their address. None for too many, and where they cannot be allocated for good: in a capture,
+    or in ``torch.compile``."""
+    if number > _COUNTERS or torch.compiler.is_compiling():
+        return None
+    if device not in _arrived:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        with torch.inference_mode(False):
+            _arrived[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    return _arrived[device]
+
 
 def tree_attention_cached(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, ancestors: Tensor, num_tree_keys: int, scale: float,
     depth: Tensor | None = None, key_depth: Tensor | None = None, window: int = 0, softcap: float | None = None,
-    work: Work | None = None,
+    work: Work | None = None, last_merges: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of Q queries to each row's cached prefix and to their ancestors among the T tree keys that follow it.
 
@@ -706,6 +758,8 @@ def tree_attention_cached(
         softcap: scores become ``softcap · tanh(score / softcap)`` (Gemma 2).
         work: from :func:`tree_work` for these lengths or longer ones, T tree keys or more, and the window; computed
             here if left out.
+        last_merges: the last program of a row's items merges them, in place of a second kernel, if a key/value head
+            has at most 16 rows; ``LAST_MERGES`` if left out.
 
     Returns:
         ``[B, Hq, Q, D]``.
@@ -724,9 +778,20 @@ def tree_attention_cached(
         if num_items > rows:
             work = tree_work(lengths, num_tree_keys, num_items, window)
     items, first, count = (None, None, None) if work is None or len(work.items) == rows else work
-    return _tree_attention_op(
-        q, k, v, lengths, ancestors, depth, key_depth, items, first, count, num_tree_keys, scale, window, softcap or 0.0
-    )
+    arguments = (
+        q, k, v, lengths, ancestors, depth, key_depth, items, first, count, num_tree_keys, scale, window,
+        softcap or 0.0,
+    )  # fmt: skip
+    # With more rows, the kernel has no registers left for the merge.
+    if (
+        items is not None
+        and queries * heads <= 16 * k.shape[1]
+        and (LAST_MERGES if last_merges is None else last_merges)
+    ):
+        arrived = _counters(rows * k.shape[1], q.device)
+        if arrived is not None:
+            return _tree_attention_cached(*arguments, arrived)  # the operator changes none of its arguments
+    return _tree_attention_op(*arguments)
 
 
 def attend_tree(

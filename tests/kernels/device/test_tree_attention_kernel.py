@@ -7,6 +7,7 @@ import torch
 from bounds import assert_within, attention_bound, gamma
 
 from draftsmith.inference.tree import bitsets
+from draftsmith.kernels import tree_attention as kernel_module
 from draftsmith.kernels.tree_attention import (
     TreeKeys,
     attend_tree,
@@ -138,6 +139,16 @@ def test_fewer_queries_than_tree_keys(device, tree, queries, window):
 @pytest.mark.parametrize("extra", [0, 5])
 def test_padding_that_sees_nothing(device, extra):
     check(device, torch.float32, [0, 20, 100], 8, 8, 1, 2, 16, extra, bare=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_last_program_merges(device, monkeypatch, dtype):
+    """As the second kernel does, twice: it leaves zeros for the next launch."""
+    monkeypatch.setattr(kernel_module, "LAST_MERGES", True)
+    monkeypatch.setattr(kernel_module, "_merge_items_kernel", None)
+    for lengths in ((400, 70), (130, 500)):
+        check(device, dtype, lengths, 5, 3, 2, 4, 24, 12)
+        assert not kernel_module._arrived[device].any()
 
 
 @pytest.mark.parametrize("given", [False, True])
