@@ -240,7 +240,7 @@ def test_recorded_probabilities_have_the_targets_scale(make_target, family):
     for k, rollout in enumerate(made.run(tokens, marks)):
         out = made.head(rollout.out)
         wanted = target.after_head(out).float().log_softmax(-1).topk(10).values
-        torch.testing.assert_close(recorded.log_q[:, k], wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(recorded.log_q[:, k], wanted, atol=1e-4, rtol=1e-4)
         assert not torch.allclose(wanted, out.float().log_softmax(-1).topk(10).values, atol=1e-2)
 
 

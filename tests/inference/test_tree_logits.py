@@ -17,7 +17,8 @@ from draftsmith.kernels.tree_attention import ancestor_mask, causal_bias, tree_b
 @pytest.mark.parametrize("rows", [1, 2])
 @torch.no_grad()
 def test_tree_logits_equal_each_path_run_alone(make_target, family, rows):
-    """The two forward passes round differently, by less than 1e-5 of the logits' spread (four standard deviations)."""
+    """The two forward passes round differently, by less than 1000 units in the last place of the logits' norm: float32
+    through two layers and their norms."""
     target, nodes = make_target(family), 66
     rng = random.Random(1)
     prefixes = [[rng.randrange(61) for _ in range(length)] for length in (13, 6)[:rows]]
@@ -47,4 +48,5 @@ def test_tree_logits_equal_each_path_run_alone(make_target, family, rows):
         for node, path in enumerate(paths):
             alone = torch.tensor([prefix + [int(tokens[row, above]) for above in path]], device=device)
             expected = target.model(alone, use_cache=False).logits[0, -1]
-            torch.testing.assert_close(ours[row, node], expected, rtol=0, atol=1e-5 * float(expected.std()) * 4)
+            allowed = 1000 * torch.finfo(expected.dtype).eps * float(expected.norm())
+            torch.testing.assert_close(ours[row, node], expected, rtol=0, atol=allowed)

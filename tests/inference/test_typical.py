@@ -37,7 +37,7 @@ def test_the_command(run_main, drafter, tmp_path, monkeypatch):
     assert [row["lossy"] for row in found["methods"]] == [False, False, False, True, True]
     low, high = by_name["typical ε = 0.001"], by_name["typical ε = 0.9"]
     assert low["mean_accepted_length"] > high["mean_accepted_length"] >= 1, "a lower threshold accepts more"
-    assert by_name["greedy"]["nats_per_token"] <= high["nats_per_token"] + 1e-6 < by_name["sampling"]["nats_per_token"]
+    assert by_name["greedy"]["nats_per_token"] <= high["nats_per_token"] + 1e-4 < by_name["sampling"]["nats_per_token"]
     assert by_name["plain sampling"]["speedup"] == 1
     assert (tmp_path / "out" / "typical.png").stat().st_size > 10_000
 
