@@ -1,4 +1,4 @@
-"""Other draws for the same tests: ``DRAFTSMITH_TEST_SEED=n make test`` shifts every seed that a file under tests/ sets.
+"""Other draws for the same tests: ``make test DRAFTSMITH_TEST_SEED=n`` shifts every seed that a file under tests/ sets.
 0, the default, leaves them as they stand. What runs in another process, or inside a command, keeps its own seeds."""
 
 import os

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from draws import SEED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
@@ -83,7 +84,7 @@ def test_equals_float64_reference(device, seed, num_clusters, equal, empty, dtyp
     )
     expected, found_empty = reference(weight, start, len(states))
     assert len(states) == 6 or states[-1].objective[-1] == pytest.approx(states[-2].objective[-1], abs=1e-7)
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 and not SEED:
         assert [found_empty[0], sum(found_empty[1:])] == empty
     for state, (assignment, centroids, _) in zip(states, expected, strict=True):
         assert state.assignment.tolist() == assignment.tolist()
@@ -229,6 +230,7 @@ def test_limit_on_sizes(device, rows, num_clusters, balanced, most):
     assert (np.diff(found.objective) >= 0).all()
 
 
+@pytest.mark.fixed_seed("a draw in which an iteration would lower the objective")
 @pytest.mark.parametrize("seed, kept", [(1, 4), (3, 3)])
 def test_ends_before_an_iteration_that_lowers_the_objective(device, seed, kept):
     weight, states = make_weight(seed), []
