@@ -20,7 +20,7 @@ PARTS = {
     "test_head_topk_kernel.py": 2, "test_shortlist_kernel.py": 2, "test_commit_kernel.py": 1,
     "test_accept_greedy_kernel.py": 1, "test_res_block_kernel.py": 1,
     "test_add_norm_kernel.py": 1, "test_rotate_write_kernel.py": 1, "test_gated_kernel.py": 1,
-    "test_few_rows_kernel.py": 1, "test_fused_layers.py": 2, "test_launches.py": 1,
+    "test_few_rows_kernel.py": 1, "test_pair_input_kernel.py": 1, "test_fused_layers.py": 2, "test_launches.py": 2,
 }  # fmt: skip
 RUNNER = """
 import json, sys, pytest
