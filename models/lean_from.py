@@ -313,7 +313,8 @@ def packed_linears(parent: Any, names: list[str], target: Target) -> tuple[Tenso
         raise NotLean(f"some of {', '.join(names)} have a bias")
     weights = [module.weight for module in linears]
     # On a CPU, float32 products of a few rows read a matrix faster by inputs than by outputs (nn.Linear's layout).
-    whole = _pack(weights, by_inputs=target.device.type == "cpu" and target.dtype == torch.float32)
+    by_inputs = target.device.type == "cpu" and target.dtype == torch.float32 and bool(why_not_triton(weights[0]))
+    whole = _pack(weights, by_inputs)
     return whole.t(), _pack(biases) if biases else None
 
 

@@ -318,7 +318,7 @@ class EagleDrafter(Drafter):
             normed, after = torch.empty_like(x), self.norm or self.layer.before_mlp
             run_fused_layer(
                 self.layer, buffers, x, inputs, normed, self.table, positions, slots, view, tree_keys,
-                (after.weight, after.eps),
+                (after.weight, after.eps), self.norm is not None,
             )  # fmt: skip
             if self.norm is None:
                 normed = x

@@ -110,7 +110,8 @@ def folded(monkeypatch):
     """Products in forms that do what stands around them, as measuring chooses them where they are faster."""
 
     def folding(rows, matrix, partial=False):
-        return next(form.name for form in candidates(rows, *matrix.shape, matrix.dtype, 1) if form.parts == 1)
+        forms = candidates(rows, *matrix.shape, matrix.dtype, 1) if partial else []
+        return next((form.name for form in forms if form.parts == 1), "blas")
 
     monkeypatch.setattr(lean, "choose", folding)
 
@@ -125,7 +126,7 @@ def test_launches_of_a_folded_step(make_target, device, folded):
     per_layer = {name: counts[1][name] - counts[0][name] for name in counts[1]}
     print(f"launches of a folded layer: {sum(per_layer.values())}")
     print({name: count for name, count in per_layer.items() if count})
-    assert per_layer["_vector_kernel"] + per_layer["_few_rows_kernel"] == 4
+    assert per_layer["_few_rows_kernel"] == 4
     assert sum(per_layer.values()) <= 7
 
 
@@ -170,10 +171,10 @@ def ssm(target, tree):
 
 @pytest.mark.parametrize(
     ("drafter", "most", "tree"),
-    [(eagle, 14, (1, 1)), (eagle_of_some_tokens, 14, (2, 2)), (eagle_1, 15, (2, 2)), (ssm, 18, (2, 2))],
+    [(eagle, 12, (1, 1)), (eagle_of_some_tokens, 12, (2, 2)), (eagle_1, 12, (2, 2)), (ssm, 15, (2, 2))],
 )
-def test_launches_of_a_level(make_target, device, drafter, most, tree):
-    """Of one more level of a tree, with the layer that is run."""
+def test_launches_of_a_level(make_target, device, folded, drafter, most, tree):
+    """Of one more level of a tree, with the layer that is run, in forms that do what stands around them."""
     target = make_target("llama", num_hidden_layers=1)
     target = Target(copy.deepcopy(target.model).to(device), None, target.name, "")
     few, many = (step_launches(target, drafter(target, of)) for of in (tree, (*tree, 1)))
