@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import INTERPRETING, constexpr, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.gated import activated, gated_reference
 
 MAX_ROWS = 64
@@ -274,7 +274,7 @@ def few_rows_product(
     assert x.stride(1) == out.stride(2) == 1 and (matrix.stride(0) == 1 or inputs == 1)
     grid = (-(-outputs * (2 if act else 1) // form.outputs), form.parts)
     weight, eps = norm or (None, 0.0)
-    per_part, pdl = part_length(inputs, form), bool(os.environ.get(PDL)) and x.is_cuda
+    per_part, pdl = part_length(inputs, form), bool(os.environ.get(PDL)) and not INTERPRETING
     options = {"ADD": add, "ACT": bool(act), "GELU": act == "gelu_tanh", "PDL": pdl, "num_warps": form.num_warps}
     if pdl:
         options["launch_pdl"] = True
