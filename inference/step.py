@@ -13,6 +13,7 @@ only to the slots in use.
 Shape letters: B rows, T prompt tokens, N nodes, D depth of the deepest node, d hidden width, V vocabulary.
 """
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -33,12 +34,14 @@ from draftsmith.inference.tree import TokenTree
 from draftsmith.inference.verify import Verdict
 from draftsmith.kernels.accept_greedy import accept_greedy, advance
 from draftsmith.kernels.backend import why_not_triton
-from draftsmith.kernels.linear import not_measuring
+from draftsmith.kernels.head_topk import head_argmax
+from draftsmith.kernels.linear import kernel_weight, not_measuring
 from draftsmith.kernels.measured import no_collection
 from draftsmith.kernels.tree_attention import Plans, ancestor_mask
 from draftsmith.models.target import Target
 
 PREFILL_CHUNK = 512
+WRITE_LOGITS = "DRAFTSMITH_WRITE_LOGITS"  # environment variable, for benchmarks: if it is set, greedy steps do, too
 PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 
 # In the first lines of errors of steps that a CUDA graph cannot hold; any other error may come from the device.
@@ -238,10 +241,11 @@ class Step:
             tree.tokens, cache.lengths, tree.ancestors, tree.depth, mask=mask, fixed=tree.static is not None,
             sees_all=count == 1, captures=self.captures, plans=state.plans,
         )  # fmt: skip
-        logits = self.target.logits(hidden)
+        likeliest = self._likeliest(hidden) if self.kernels and self.mode == "greedy" else None
+        logits = self.target.logits(hidden) if likeliest is None else None
         if clock:
             clock.lap("verify")
-        verdict = self._verify(tree, mask, logits)
+        verdict = self._verify(tree, mask, logits, likeliest)
         if clock:
             clock.lap("accept")
         # A path of nodes 0, 1, 2, … is already in place.
@@ -261,15 +265,25 @@ class Step:
         if clock:
             clock.lap("commit")
 
-    def _verify(self, tree: TokenTree, mask: Tensor | None, logits: Tensor) -> Verdict:
-        """The verdict on a tree; what the step commits is written to ``committed``."""
+    def _likeliest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's highest logit after each node and its token ``[B, N]``, without the logits where a kernel knows
+        the LM head."""
+        changes = self.target.changes_logits or os.environ.get(WRITE_LOGITS)
+        weight = None if changes else kernel_weight(self.target.lm_head, hidden)
+        return self.target.logits(hidden).max(-1) if weight is None else head_argmax(hidden, weight)
+
+    def _verify(
+        self, tree: TokenTree, mask: Tensor | None, logits: Tensor | None, likeliest: tuple[Tensor, Tensor] | None
+    ) -> Verdict:
+        """The verdict on a tree, from the logits or from :meth:`_likeliest`; what the step commits is written to
+        ``committed``."""
         depth, count = self.drafter.max_depth, tree.tokens.shape[1]
-        if self.kernels and self.mode == "greedy":
-            best, choice = logits.max(-1)
+        if likeliest is not None:
+            best, choice = likeliest
             parts = tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid
             verdict = Verdict(*accept_greedy(choice, best, *parts, self.active, self.committed, depth))
         else:
-            assert mask is not None
+            assert mask is not None and logits is not None
             verdict = self.verifier.verify(tree, mask, logits, depth)
             number = torch.where(verdict.finite, (verdict.length + 1) * self.active, -1)
             tokens = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))

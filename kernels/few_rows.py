@@ -12,17 +12,23 @@ Shape letters: M rows, K inputs, N outputs, S parts.
 """
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
+import os
 import re
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import INTERPRETING, constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.gated import activated, gated_reference
 
 MAX_ROWS = 64
 MAX_PARTS = 8
+# Environment variable: if it is set, products start while the kernel before them still runs (programmatic dependent
+# launch). Each fetches its first weights then, and waits before it reads anything else.
+PDL = "DRAFTSMITH_PDL"
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on sm_90
 
 
@@ -102,12 +108,23 @@ def candidates(rows: int, inputs: int, outputs: int, dtype: torch.dtype, multipr
     return forms
 
 
-def few_rows_reference(x: Tensor, matrix: Tensor, form: FewRowsForm) -> Tensor:
-    """The definition of :func:`few_rows_product`, in float32."""
+def few_rows_reference(
+    x: Tensor, matrix: Tensor, form: FewRowsForm, *, norm: tuple[Tensor, float] | None = None,
+    bias: Tensor | None = None, act: str = "", residual: Tensor | None = None, factor: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """The definition of :func:`few_rows_product`, in float32; ``residual``: what ``out`` held, with ``add``."""
+    if norm is not None:
+        x = F.rms_norm(x.float(), norm[0].shape, norm[0].float(), norm[1])
     per_part = part_length(matrix.shape[0], form)
     starts = range(0, form.parts * per_part, per_part)
-    parts = [x[:, k : k + per_part].float() @ matrix[k : k + per_part].float() for k in starts]
-    return torch.stack(parts)
+    parts = torch.stack([x[:, k : k + per_part].float() @ matrix[k : k + per_part].float() for k in starts])
+    if bias is not None:
+        parts = parts + bias.float()
+    if act:
+        out = torch.empty_like(parts[0, :, : matrix.shape[1] // 2])
+        gated_reference(parts, out, act)
+        parts = out[None]
+    return parts if residual is None else residual.float() + factor * parts
 
 
 def part_length(inputs: int, form: FewRowsForm) -> int:
@@ -116,80 +133,162 @@ def part_length(inputs: int, form: FewRowsForm) -> int:
 
 
 @jit
+def _outputs(BLOCK_N: constexpr, outputs, ACT: constexpr):
+    """The numbers of a program's outputs and of their rows of the matrix. With an activation, gate and up alternate."""
+    lane = tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * BLOCK_N + lane
+    row = n
+    if ACT:
+        n = tl.program_id(0) * (BLOCK_N // 2) + lane // 2
+        row = n + (lane % 2) * outputs
+    return n, row
+
+
+@jit
+def _wait(matrix_place, inside, BLOCK_K: constexpr):
+    """Programmatic dependent launch: let the next kernel start, fetch the first weights to the L2 cache, which no other
+    kernel writes, and wait for the kernels before."""
+    tl.extra.cuda.gdc_launch_dependents()
+    line = matrix_place + tl.arange(0, BLOCK_K // 32)[None, :] * 32
+    zero = (tl.arange(0, BLOCK_K // 32) * 0)[None, :].to(tl.int32)
+    asm: constexpr = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+    tl.inline_asm_elementwise(asm, "=r,l,r", [line, inside.to(tl.int32)[:, None] + zero], tl.int32, False, 1)
+    tl.extra.cuda.gdc_wait()
+
+
+@jit
 def _vector_kernel(
-    x, matrix, out, inputs, outputs, per_part, matrix_row, out_part,
-    BLOCK_N: constexpr, BLOCK_K: constexpr, STAGES: constexpr,
+    x, matrix, out, norm, bias, inputs, outputs, per_part, eps, factor, matrix_row, out_part,
+    ADD: constexpr, ACT: constexpr, GELU: constexpr, PDL: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    STAGES: constexpr,
 ):  # fmt: skip
     """One program per block of outputs and part, for one row. ``matrix``: row n has the weights of output n."""
     part = tl.program_id(1)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = matrix + n.to(tl.int64)[:, None] * matrix_row
+    n, matrix_n = _outputs(BLOCK_N, outputs, ACT)
+    row = matrix + matrix_n.to(tl.int64)[:, None] * matrix_row
     begin = part * per_part
+    if PDL:
+        _wait(row + begin, n < outputs, BLOCK_K)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)  # added up at the end alone
+    squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.range(begin, tl.minimum(begin + per_part, inputs), BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         own = tl.load(x + k, mask=k < inputs, other=0.0).to(tl.float32)
+        if norm is not None:
+            squares += own * own
+            own *= tl.load(norm + k, mask=k < inputs, other=0.0).to(tl.float32)
         weight = tl.load(row + k[None, :], mask=(n < outputs)[:, None] & (k < inputs)[None, :], other=0.0)
         total += weight.to(tl.float32) * own[None, :]
+    value = tl.sum(total, 1)
+    if norm is not None:
+        value *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
+    if bias is not None:
+        value += tl.load(bias + matrix_n, mask=n < outputs, other=0.0).to(tl.float32)
+    if ACT:
+        gate, up = tl.split(tl.reshape(value, [BLOCK_N // 2, 2]))
+        value = activated(gate, GELU) * up
+        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     place = out + part.to(tl.int64) * out_part + n
-    tl.store(place, tl.sum(total, 1).to(out.dtype.element_ty), mask=n < outputs)
+    if ADD:
+        value = tl.load(place, mask=n < outputs, other=0.0).to(tl.float32) + factor * value
+    tl.store(place, value.to(out.dtype.element_ty), mask=n < outputs)
 
 
 @jit(do_not_specialize=["rows"])
 def _few_rows_kernel(
-    x, matrix, out, rows, inputs, outputs, per_part, x_row, matrix_row, out_part, out_row,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    x, matrix, out, norm, bias, rows, inputs, outputs, per_part, eps, factor, x_row, matrix_row, out_part, out_row,
+    ADD: constexpr, ACT: constexpr, GELU: constexpr, PDL: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
 ):  # fmt: skip
     """One program per block of outputs and part, for all rows. ``matrix``: row n has the weights of output n."""
     part = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, matrix_n = _outputs(BLOCK_N, outputs, ACT)
     x_place = x + m.to(tl.int64)[None, :] * x_row
-    matrix_place = matrix + n.to(tl.int64)[:, None] * matrix_row
+    matrix_place = matrix + matrix_n.to(tl.int64)[:, None] * matrix_row
     begin = part * per_part
+    if PDL:
+        _wait(matrix_place + begin, n < outputs, BLOCK_K)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    SHIFT: constexpr = 0.0625 if x.dtype.element_ty == tl.float16 else 1.0  # x · norm may pass float16's largest number
     for start in range(begin, tl.minimum(begin + per_part, inputs), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         weight = tl.load(matrix_place + k[None, :], mask=(n < outputs)[:, None] & (k < inputs)[None, :], other=0.0)
         own = tl.load(x_place + k[:, None], mask=(m < rows)[None, :] & (k < inputs)[:, None], other=0.0)
+        if norm is not None:
+            wide = own.to(tl.float32)
+            squares += tl.sum(wide * wide, 0)
+            scale = tl.load(norm + k, mask=k < inputs, other=0.0).to(tl.float32) * SHIFT
+            own = (wide * scale[:, None]).to(x.dtype.element_ty)
         total = tl.dot(weight, own, total, input_precision="ieee")
+    if norm is not None:
+        total *= (tl.rsqrt(squares / inputs + eps) / SHIFT)[None, :]
+    if bias is not None:
+        total += tl.load(bias + matrix_n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
+    if ACT:
+        gate, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, BLOCK_M]), (0, 2, 1)))
+        total = activated(gate, GELU) * up
+        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     place = out + part.to(tl.int64) * out_part + m.to(tl.int64)[None, :] * out_row + n[:, None]
-    tl.store(place, total.to(out.dtype.element_ty), mask=(n < outputs)[:, None] & (m < rows)[None, :])
+    inside = (n < outputs)[:, None] & (m < rows)[None, :]
+    if ADD:
+        total = tl.load(place, mask=inside, other=0.0).to(tl.float32) + factor * total
+    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def few_rows_product(x: Tensor, matrix: Tensor, form: FewRowsForm, out: Tensor | None = None) -> Tensor:
-    """The parts of ``x matrix``.
+def few_rows_product(
+    x: Tensor, matrix: Tensor, form: FewRowsForm, out: Tensor | None = None, *,
+    norm: tuple[Tensor, float] | None = None, bias: Tensor | None = None, act: str = "", add: bool = False,
+    factor: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """The parts of ``x matrix``; of one part also a layer's ``act(norm(x) matrix + bias)`` and ``out += factor · …``.
 
     Args:
         x: ``[M, K]`` float32, float16 or bfloat16, M ≤ 64, or 1 for a "vector" form; the last stride is 1.
         matrix: ``[K, N]`` of the same dtype; the first stride is 1, as of ``nn.Linear.weight.t()``.
         form: one of :func:`candidates`.
         out: ``[S, M, N]``, written to if given, in any of these dtypes; the last stride is 1.
+        norm: with S = 1, weight ``[K]`` and eps of an RMSNorm of x. x times the weight is rounded to the dtype of x
+            ("rows" forms), and 1 / rms multiplies the sums.
+        bias: ``[N]``, with S = 1.
+        act: with S = 1, "silu" or "gelu_tanh" (:mod:`draftsmith.kernels.gated`): gate and up are the two halves of the
+            outputs, and ``out`` is ``[1, M, N / 2]``.
+        add: add ``factor ·`` the product to what ``out`` holds, with S = 1.
 
     Returns:
         ``[S, M, N]``: float32 if S > 1, in the dtype of x if S = 1 (or ``out``, in its own).
     """
-    (rows, inputs), outputs = x.shape, matrix.shape[1]
+    (rows, inputs), outputs = x.shape, matrix.shape[1] // (2 if act else 1)
     assert matrix.shape[0] == inputs and matrix.dtype == x.dtype
     assert rows <= (1 if form.kernel == "vector" else MAX_ROWS)
+    assert form.parts == 1 or (norm is None and bias is None and not act and not add)
     if out is None:
+        assert not add
         out = x.new_empty((form.parts, rows, outputs), dtype=x.dtype if form.parts == 1 else torch.float32)
     assert out.shape == (form.parts, rows, outputs)
     if why_not_triton(x):
-        return out.copy_(few_rows_reference(x, matrix, form))
+        residual = out.clone() if add else None
+        options: dict[str, Any] = {"norm": norm, "bias": bias, "act": act, "residual": residual, "factor": factor}
+        return out.copy_(few_rows_reference(x, matrix, form, **options))
     assert x.stride(1) == out.stride(2) == 1 and (matrix.stride(0) == 1 or inputs == 1)
-    grid, per_part = (-(-outputs // form.outputs), form.parts), part_length(inputs, form)
+    grid = (-(-outputs * (2 if act else 1) // form.outputs), form.parts)
+    weight, eps = norm or (None, 0.0)
+    per_part, pdl = part_length(inputs, form), bool(os.environ.get(PDL)) and not INTERPRETING
+    options = {"ADD": add, "ACT": bool(act), "GELU": act == "gelu_tanh", "PDL": pdl, "num_warps": form.num_warps}
+    if pdl:
+        options["launch_pdl"] = True
     with torch.cuda.device_of(x):
         if form.kernel == "vector":
             _vector_kernel[grid](
-                x, matrix, out, inputs, outputs, per_part, matrix.stride(1), out.stride(0), BLOCK_N=form.outputs,
-                BLOCK_K=form.inputs, STAGES=form.num_stages, num_warps=form.num_warps,
+                x, matrix, out, weight, bias, inputs, outputs, per_part, eps, factor, matrix.stride(1), out.stride(0),
+                BLOCK_N=form.outputs, BLOCK_K=form.inputs, STAGES=form.num_stages, **options,
             )  # fmt: skip
         else:
             _few_rows_kernel[grid](
-                x, matrix, out, rows, inputs, outputs, per_part, x.stride(0), matrix.stride(1), out.stride(0),
-                out.stride(1), BLOCK_M=next_power(rows, 16), BLOCK_N=form.outputs, BLOCK_K=form.inputs,
-                num_warps=form.num_warps, num_stages=form.num_stages,
+                x, matrix, out, weight, bias, rows, inputs, outputs, per_part, eps, factor, x.stride(0),
+                matrix.stride(1), out.stride(0), out.stride(1), BLOCK_M=next_power(rows, 16), BLOCK_N=form.outputs,
+                BLOCK_K=form.inputs, num_stages=form.num_stages, **options,
             )  # fmt: skip
     return out
 

@@ -10,7 +10,7 @@ rounded once.
 
 Shape letters: S partial sums, M rows, F intermediate width.
 """
-# ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
+# ruff: noqa: ANN001, ANN201, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +48,15 @@ def gated_reference(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | No
 
 
 @jit
+def activated(gate, GELU: constexpr):
+    """The activation of float32 values, by σ without tanh: nothing cancels, and where e^−a is infinite it is 0."""
+    argument = gate
+    if GELU:
+        argument = 1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))  # 2 √(2/π)
+    return gate / (1 + tl.exp(-argument))
+
+
+@jit
 def _gated_kernel(
     gate_up, out, bias, width, part_stride, row_stride, out_row, PARTS: constexpr, GELU: constexpr, BLOCK: constexpr
 ):
@@ -65,12 +74,7 @@ def _gated_kernel(
     if bias is not None:
         gate += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(bias + width + place, mask=inside, other=0.0).to(tl.float32)
-    argument = gate
-    if GELU:
-        argument = 1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))  # 2 √(2/π)
-    # σ without tanh: nothing cancels, and where e^−a is infinite the quotient is 0.
-    activated = gate / (1 + tl.exp(-argument))
-    tl.store(out + row * out_row + place, (activated * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_row + place, (activated(gate, GELU) * up).to(out.dtype.element_ty), mask=inside)
 
 
 def gated_tile(width: int) -> dict[str, int]:

@@ -144,6 +144,13 @@ def partial_buffer(form: str, rows: int, matrix: Tensor) -> Tensor:
     return matrix.new_empty((splits, rows, matrix.shape[1]), dtype=dtype)
 
 
+def folding_form(form: str) -> FewRowsForm | None:
+    """The form in which a product of one part does what stands around it (:func:`few_rows_product`); None if other
+    kernels do."""
+    few_rows = None if form in FORMS else parse_form(form)
+    return few_rows if few_rows is not None and few_rows.parts == 1 else None
+
+
 def partial_product(form: str, x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
     """``x matrix`` in S parts, for a caller that adds them up itself.
 
@@ -412,9 +419,10 @@ def _fastest_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
 
 
 def time_on_gpu(form: str, x: Tensor, matrix: Tensor, partial: bool) -> float:
-    """Seconds of a product in this form as it is used: with ``partial``, a kernel that reads its parts follows in every
-    form, in place of the one that adds them up. Each call reads another copy of the matrix, as in a model of many
-    layers; together they are larger than the L2 cache."""
+    """Seconds of a product in this form as it is used: with ``partial``, a kernel that reads its parts follows, in
+    place of the one that adds them up, but not in a form that does the rest itself (:func:`folding_form`; the norm that
+    it may compute is not timed). Each call reads another copy of the matrix, as in a model of many layers; together
+    they are larger than the L2 cache."""
     size = matrix.numel() * matrix.element_size()
     cache = torch.cuda.get_device_properties(matrix.device).L2_cache_size if matrix.is_cuda else 0
     copies = [matrix] + [matrix.t().clone().t() for _ in range(3 * cache // size)]
@@ -422,7 +430,9 @@ def time_on_gpu(form: str, x: Tensor, matrix: Tensor, partial: bool) -> float:
     parts = partial_buffer(form, len(x), matrix)
 
     def call(copy: Tensor) -> None:
-        if partial:
+        if partial and folding_form(form) is not None:
+            partial_product(form, x, copy, parts)
+        elif partial:
             sum_parts(partial_product(form, x, copy, parts), out)
         else:
             product(form, x, copy, None, out)

@@ -3,7 +3,8 @@
     x ← x + out(attention(rotate(q), rotate(k), v)),   q, k, v = qkv(norm(x))
     x ← x + down(act(gate) · up),                      gate, up = gate_up(norm(x))
 
-On a GPU everything between two products is one kernel, except for attention: :func:`run_fused_layer`. Elsewhere, and in
+On a GPU everything between two products is one kernel, except for attention; or the products of few rows do it
+themselves, in forms that allow it: :func:`run_fused_layer`. Elsewhere, and in
 ``torch.compile``, layers are PyTorch operations: :func:`run_layer`.
 
 Shape letters: B rows, N nodes, M = B · N, H query heads, G key/value heads, D head width, S slots, d hidden width.
@@ -18,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.kernels.add_norm import add_norm
+from draftsmith.kernels.few_rows import candidates, few_rows_product
 from draftsmith.kernels.gated import act_name, gated
-from draftsmith.kernels.linear import add_product, choose, partial_buffer, partial_product, product
+from draftsmith.kernels.linear import add_product, choose, folding_form, partial_buffer, partial_product, product
 from draftsmith.kernels.rotate_write import rotate_write
 from draftsmith.kernels.tree_attention import TreeKeys, attend_tree, tree_attention
 
@@ -101,17 +103,26 @@ class FusedBuffers:
     """The buffers of fused layers of one shape for a forward pass of B rows of N nodes, and the forms of their
     products: measured ones if steps have this shape."""
 
-    def __init__(self, layer: Layer, rows: int, count: int, step: bool) -> None:
+    def __init__(self, layer: Layer, rows: int, count: int, step: bool, forms: Sequence[str] | None = None) -> None:
         many, new = rows * count, layer.qkv.new_empty
         matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
         # Each row count is measured for itself: not the many of prompts.
-        self.forms = [choose(many, matrix, partial=True) if step else "blas" for matrix in matrices]
+        self.forms = forms or [choose(many, matrix, partial=True) if step else "blas" for matrix in matrices]
         # Partial sums [S, M, outputs] of each product.
         self.qkv, self.out, self.gate_up, self.down = (
             partial_buffer(form, many, matrix) for form, matrix in zip(self.forms, matrices, strict=True)
         )
         self.q = new(rows, count, layer.heads, layer.out.shape[0] // layer.heads)
         self.mlp = new(many, layer.down.shape[0])
+
+
+def folding_forms(layer: Layer, rows: int) -> list[str]:
+    """For each of a layer's products a form of one part, for few rows: all that can be is then done by the products."""
+    names: list[str] = []
+    for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+        forms = candidates(rows, *matrix.shape, matrix.dtype, 1) if matrix.stride(0) == 1 else []
+        names += [next((form.name for form in forms if form.parts == 1), "blas")]
+    return names
 
 
 def can_fuse(layer: Layer) -> bool:
@@ -209,9 +220,9 @@ class LeanDecoder:
         x = self.embed(tokens).flatten(0, 1)  # [M, d], updated in place
         normed, written = x, (slots, slots)
         rotations: Mapping[str, Sequence[Tensor]] = {}
+        is_normed = False  # whether fused layers have written the norm of x after them
         if isinstance(buffers[0], FusedBuffers):
-            normed = torch.empty_like(x)  # fused layers write the norm of x after them
-            add_norm(x, None, *_weight_and_eps(self.layers[0].before_attention), normed)
+            normed = torch.empty_like(x)
         else:
             rotations, written = self.rotations(positions, tables), (buffers[0].rows, slots)
         captured: dict[int, Tensor] = {}
@@ -222,8 +233,9 @@ class LeanDecoder:
                 assert tree_keys is not None
                 last = number + 1 == len(self.layers)
                 after = _weight_and_eps(self.norm if last else self.layers[number + 1].before_attention)
-                run_fused_layer(
-                    layer, own_buffers, x, normed, normed, tables[layer.rope], positions, slots, view, tree_keys, after
+                is_normed = run_fused_layer(
+                    layer, own_buffers, x, normed if is_normed else None, normed, tables[layer.rope], positions, slots,
+                    view, tree_keys, after, last,
                 )  # fmt: skip
             else:
                 run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, tree_keys)
@@ -259,21 +271,33 @@ def run_layer(
 
 
 def run_fused_layer(
-    layer: Layer, buffers: FusedBuffers, x: Tensor, inputs: Tensor, normed: Tensor, table: Tensor, positions: Tensor,
-    slots: Tensor, view: tuple[Tensor, Tensor, Tensor], tree_keys: TreeKeys, after: tuple[Tensor, float],
-) -> None:  # fmt: skip
+    layer: Layer, buffers: FusedBuffers, x: Tensor, inputs: Tensor | None, normed: Tensor, table: Tensor,
+    positions: Tensor, slots: Tensor, view: tuple[Tensor, Tensor, Tensor], tree_keys: TreeKeys,
+    after: tuple[Tensor, float], ends_normed: bool = True,
+) -> bool:  # fmt: skip
     """Run a layer by kernels on ``x [M, d]`` in place.
 
+    A product whose form allows it (:func:`~draftsmith.kernels.linear.folding_form`) norms its input itself, gates its
+    outputs, or adds them to x; a kernel of its own does what the others leave.
+
     Args:
-        inputs: what its ``before_attention`` makes of x; may be ``normed``.
+        inputs: what its ``before_attention`` makes of x; may be ``normed``. If it is a norm, None: computed here.
         normed: ``[M, d]``, written to.
         table: rotary table of ``layer.rope``, ``[positions, 2 · D]``.
         positions, slots, view, tree_keys: as :meth:`LeanDecoder.forward` takes them.
-        after: weight and eps of the norm of x after the layer, whose result is in ``normed``.
+        after: weight and eps of the norm of x after the layer.
+        ends_normed: the result of that norm is wanted in ``normed``.
+
+    Returns:
+        Whether ``normed`` holds it.
     """
     both, keys, values = view
-    norm, qkv_form, out_form, gate_up_form, down_form = layer.qk_norm, *buffers.forms
-    qkv = partial_product(qkv_form, inputs, layer.qkv, buffers.qkv)
+    norm, (qkv_form, out_form, gate_up_form, down_form) = layer.qk_norm, buffers.forms
+    if inputs is None:
+        _normed_product(qkv_form, x, None, _weight_and_eps(layer.before_attention), normed, layer.qkv, buffers.qkv)
+        qkv = buffers.qkv
+    else:
+        qkv = partial_product(qkv_form, inputs, layer.qkv, buffers.qkv)
     norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     rotate_write(
         qkv, table, positions, slots, both, buffers.q, bias=layer.qkv_bias, norm=norm_weight, eps=norm_eps
@@ -281,21 +305,55 @@ def run_fused_layer(
     q = buffers.q.transpose(1, 2)  # [B, H, N, D]
     out = attend_tree(q, keys, values, tree_keys, layer.scale, layer.window, layer.softcap)
     out = out.transpose(1, 2).reshape(len(x), -1)
-    y = partial_product(out_form, out, layer.out, buffers.out)
-    _add_norm(x, y, layer.out_bias, layer.after_attention, layer.factor, _weight_and_eps(layer.before_mlp), normed)
-    gate_up = partial_product(gate_up_form, normed, layer.gate_up, buffers.gate_up)
-    gated(gate_up, buffers.mlp, act_name(layer.act) or "", bias=layer.gate_up_bias)
-    y = partial_product(down_form, buffers.mlp, layer.down, buffers.down)
-    _add_norm(x, y, layer.down_bias, layer.after_mlp, layer.factor, after, normed)
+    before_mlp = _weight_and_eps(layer.before_mlp)
+    is_normed = _add_product(
+        x, out_form, out, layer.out, buffers.out, layer.out_bias, layer.after_attention, layer.factor, before_mlp,
+        normed,
+    )  # fmt: skip
+    act, folding = act_name(layer.act) or "", folding_form(gate_up_form)
+    gate_up, bias = buffers.gate_up, layer.gate_up_bias
+    if folding is None:
+        _normed_product(gate_up_form, x, normed if is_normed else None, before_mlp, normed, layer.gate_up, gate_up)
+        gated(gate_up, buffers.mlp, act, bias=bias)
+    else:
+        own, fold = (normed, None) if is_normed else (x, before_mlp)
+        few_rows_product(own, layer.gate_up, folding, buffers.mlp[None], norm=fold, bias=bias, act=act)
+    is_normed = _add_product(
+        x, down_form, buffers.mlp, layer.down, buffers.down, layer.down_bias, layer.after_mlp, layer.factor, after,
+        normed,
+    )  # fmt: skip
+    if ends_normed and not is_normed:
+        add_norm(x, None, *after, normed)
+    return ends_normed or is_normed
 
 
-def _add_norm(
-    x: Tensor, y: Tensor, bias: Tensor | None, branch_norm: RMSNorm | None, factor: float, after: tuple[Tensor, float],
-    normed: Tensor,
-) -> None:  # fmt: skip
-    """``x += factor · branch_norm(Σ y + bias)`` in place, and the norm ``after`` of the sum."""
+def _normed_product(
+    form: str, x: Tensor, inputs: Tensor | None, norm: tuple[Tensor, float], normed: Tensor, matrix: Tensor, out: Tensor
+) -> None:
+    """The product of the norm of x, in parts. ``inputs``: this norm, if it is known."""
+    folding = folding_form(form)
+    if inputs is None and folding is not None:
+        few_rows_product(x, matrix, folding, out, norm=norm)
+        return
+    if inputs is None:
+        add_norm(x, None, *norm, normed)
+    partial_product(form, normed if inputs is None else inputs, matrix, out)
+
+
+def _add_product(
+    x: Tensor, form: str, y: Tensor, matrix: Tensor, parts: Tensor, bias: Tensor | None, branch_norm: RMSNorm | None,
+    factor: float, after: tuple[Tensor, float], normed: Tensor,
+) -> bool:  # fmt: skip
+    """``x += factor · branch_norm(y matrix + bias)`` in place; returns whether ``normed`` holds the norm ``after`` of
+    the sum."""
+    folding = folding_form(form)
+    if folding is not None and branch_norm is None:
+        few_rows_product(y, matrix, folding, x[None], bias=bias, add=True, factor=factor)
+        return False
     weight, eps = (None, None) if branch_norm is None else (branch_norm.weight, branch_norm.eps)
-    add_norm(x, y, *after, normed, bias=bias, after=weight, after_eps=eps, factor=factor)
+    branch = partial_product(form, y, matrix, parts)
+    add_norm(x, branch, *after, normed, bias=bias, after=weight, after_eps=eps, factor=factor)
+    return True
 
 
 def _weight_and_eps(norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:

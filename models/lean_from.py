@@ -24,6 +24,7 @@ from draftsmith.models.lean import (
     LeanDecoder,
     RMSNorm,
     can_fuse,
+    folding_forms,
     run_fused_layer,
     run_layer,
 )
@@ -174,21 +175,26 @@ def _why_not_fused(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> s
     if not all(isinstance(layer.before_attention, RMSNorm) and can_fuse(layer) for layer in lean.layers):
         return "the kernels do not know its norms, its activation or its heads' width"
     count = inputs[0].shape[1]
-    place, tables = torch.arange(count, device=target.device)[None], lean.tables(count)
-    chain, depth = (2 << place[..., None]) - 1, place.int()  # each token sees those before it
-    tree_keys = TreeKeys(place.new_zeros(1), chain, depth, depth)
+    places, tables = torch.arange(count, device=target.device)[None], lean.tables(count)
+    chain, depth = (2 << places[..., None]) - 1, places.int()  # each token sees those before it
+    starts = places.new_zeros(1)
     try:
         for number, (layer, (kv_heads, width)) in enumerate(zip(lean.layers, target.kv_shapes, strict=True)):
             pair = torch.zeros(2, 1, kv_heads, count, width, dtype=target.dtype, device=target.device)
             view = (pair.permute(1, 3, 0, 2, 4), pair[0], pair[1])
-            x = inputs[number].flatten(0, 1).clone()
-            normed, after = torch.empty_like(x), layer.before_mlp
-            run_fused_layer(
-                layer, FusedBuffers(layer, 1, count, False), x, layer.before_attention(x), normed, tables[layer.rope],
-                place, place, view, tree_keys, (after.weight, after.eps),
-            )  # fmt: skip
-            _compare(x, inputs[number + 1][0], f"its layer {number} by kernels")
-            _compare(normed, after(inputs[number + 1][0]), f"the norm after its layer {number} by kernels")
+            after = layer.before_mlp
+            # Of the first layer also the forms in which products do what stands around them, of many rows and of one.
+            trials = [(count, None), (count, folding_forms(layer, count)), (1, folding_forms(layer, 1))]
+            for many, forms in trials if number == 0 else trials[:1]:
+                x = inputs[number][0, :many].clone()
+                normed, place, level = torch.empty_like(x), places[:, :many], depth[:, :many]
+                run_fused_layer(
+                    layer, FusedBuffers(layer, 1, many, False, forms), x, None, normed, tables[layer.rope], place,
+                    place, view, TreeKeys(starts, chain[:, :many], level, level), (after.weight, after.eps),
+                )  # fmt: skip
+                wanted = inputs[number + 1][0, :many]
+                _compare(x, wanted, f"its layer {number} by kernels")
+                _compare(normed, after(wanted), f"the norm after its layer {number} by kernels")
     except NotLean as reason:
         return str(reason)
     return ""
@@ -307,7 +313,8 @@ def packed_linears(parent: Any, names: list[str], target: Target) -> tuple[Tenso
         raise NotLean(f"some of {', '.join(names)} have a bias")
     weights = [module.weight for module in linears]
     # On a CPU, float32 products of a few rows read a matrix faster by inputs than by outputs (nn.Linear's layout).
-    whole = _pack(weights, by_inputs=target.device.type == "cpu" and target.dtype == torch.float32)
+    by_inputs = target.device.type == "cpu" and target.dtype == torch.float32 and bool(why_not_triton(weights[0]))
+    whole = _pack(weights, by_inputs)
     return whole.t(), _pack(biases) if biases else None
 
 

@@ -303,16 +303,8 @@ class EagleDrafter(Drafter):
         biases: Mapping[int, Tensor | None] | None = None
         tree_keys: TreeKeys | None = None
         if self.kernel:
-            items = attention_items(
-                rows,
-                count,
-                self.layer.heads,
-                self.layer.kv_heads,
-                self.keys.shape[3],
-                seen,
-                hidden.dtype,
-                hidden.device,
-            )
+            heads, kv_heads, keys = self.layer.heads, self.layer.kv_heads, self.keys
+            items = attention_items(rows, count, heads, kv_heads, keys.shape[3], seen, keys.dtype, keys.device)
             work = None if self.plans is None else self.plans.work(total, items)
             plan = {} if work is None else {0: work}
             tree_keys = TreeKeys(lengths, level.ancestors, level.depth, level.key_depth, plan)
@@ -326,7 +318,7 @@ class EagleDrafter(Drafter):
             normed, after = torch.empty_like(x), self.norm or self.layer.before_mlp
             run_fused_layer(
                 self.layer, buffers, x, inputs, normed, self.table, positions, slots, view, tree_keys,
-                (after.weight, after.eps),
+                (after.weight, after.eps), self.norm is not None,
             )  # fmt: skip
             if self.norm is None:
                 normed = x

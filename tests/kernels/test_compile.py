@@ -210,7 +210,7 @@ def test_every_kernel_compiles_and_fits(compiled):
         "_merge_topk_kernel",
         "_shortlist_logits_kernel", "_shortlist_topk_kernel", "_tokens_kernel",
         "_accept_greedy_kernel", "_advance_kernel", "_res_block_kernel",
-        "_add_norm_kernel", "_rotate_write_kernel", "_gated_kernel",
+        "_add_norm_kernel", "_pair_input_kernel", "_rotate_write_kernel", "_gated_kernel",
         "_vector_kernel", "_few_rows_kernel", "_sum_parts_kernel",
     }  # fmt: skip
     assert all(done.asm["cubin"] and done.metadata.shared <= SHARED_MEMORY for _, done in launched)

@@ -58,6 +58,51 @@ def test_each_part_is_its_product(rows, width, outputs, form, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", ["", "silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("rows", "width", "outputs", "form"),
+    [
+        (1, 300, 38, FewRowsForm("vector", 16, 64, 1, 4, 3)), (1, 64, 16, FewRowsForm("vector", 8, 64, 1, 4, 1)),
+        (5, 37, 70, FewRowsForm("rows", 64, 32, 1, 4, 2)), (33, 70, 90, FewRowsForm("rows", 32, 32, 1, 4, 2)),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
+def test_what_a_product_of_one_part_does_besides(rows, width, outputs, form, act, dtype, device):
+    """A norm before it, the activation or the residual behind it, against float64; all of it and each alone."""
+    x, matrix = inputs(rows, width, outputs, dtype, device)
+    x = 5 * x
+    weight, bias = ((1 + torch.randn(size)).to(device, dtype) for size in (width, outputs))
+    wide = x.double()
+    normed = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+    # Two roundings of each term in the dtype of x (x · weight, and the result), and sums in float32.
+    unit = torch.finfo(dtype).eps
+    for norm, shift, add in ((None, None, not act), ((weight, 1e-3), None, False), ((weight, 1e-3), bias, not act)):
+        own = wide if norm is None else normed
+        exact, size = own @ matrix.double(), own.abs() @ matrix.double().abs()
+        if shift is not None:
+            exact, size = exact + shift.double(), size + shift.double().abs()
+        if act:
+            gate, up = exact.chunk(2, -1)
+            tanh = act == "gelu_tanh"
+            exact = (torch.nn.functional.gelu(gate, approximate="tanh") if tanh else gate / (1 + (-gate).exp())) * up
+            gate, up = size.chunk(2, -1)
+            size = 2 * gate * (up + 1)
+        before = torch.randn(1, *exact.shape).to(device, dtype)
+        out = before.clone()
+        options = {"norm": norm, "bias": shift, "act": act, "factor": 0.5 if add else 1.0}
+        assert few_rows_product(x, matrix, form, out, add=add, **options) is out
+        if add:
+            exact = before[0].double() + 0.5 * exact
+        terms = unit if norm is not None and form.kernel == "rows" else 0.0
+        bound = (terms + (width + 8) * 2.0**-24) * size + unit * exact.abs() + 1e-6
+        assert ((out[0].double() - exact).abs() <= bound).all()
+        assert largest(bound) < largest(exact), "zeros would not pass"
+        residual = before if add else None
+        reference = few_rows_reference(x, matrix, form, residual=residual, **options)
+        assert ((reference[0].double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("splits", "rows", "outputs"), [(1, 1, 40), (2, 3, 1025), (8, 5, 16)])
 def test_sums_of_parts(splits, rows, outputs, dtype, device):
     torch.manual_seed(outputs)

@@ -11,6 +11,7 @@ from draftsmith.inference.cache import KVCache
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.runner import Runner
 from draftsmith.inference.tree import StaticTree
+from draftsmith.kernels.few_rows import candidates
 from draftsmith.models import lean
 from draftsmith.models.lean import FusedBuffers, LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
@@ -24,9 +25,18 @@ def on(device, target):
     return Target(copy.deepcopy(target.model).to(device), None, target.name, "")
 
 
+@pytest.mark.parametrize("folds", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_and_trees(make_target, device, monkeypatch, family):
-    """Ragged prompts in two chunks, then a tree after each row's prefix."""
+def test_prompts_and_trees(make_target, device, monkeypatch, family, folds):
+    """Ragged prompts in two chunks, then a tree after each row's prefix; also in forms of products that do what stands
+    around them."""
+    if folds:
+
+        def folding(rows, matrix, partial=False):
+            forms = candidates(rows, *matrix.shape, matrix.dtype, 1) if partial else []
+            return next((form.name for form in forms if form.parts == 1), "blas")
+
+        monkeypatch.setattr(lean, "choose", folding)
     target = on(device, make_target(family))
     tokens = torch.randint(0, target.vocab_size, (2, 13), generator=torch.Generator().manual_seed(0)).to(device)
     tree = StaticTree([-1, 0, 1, 1, 0, 4], device)
