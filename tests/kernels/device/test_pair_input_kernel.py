@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tolerance import near
+from bounds import assert_within, roundings_of_sum, sum_bound
 
 from draftsmith.kernels.pair_input import pair_input, pair_input_reference
 
@@ -35,7 +35,10 @@ def test_pairs(device, dtype, normed, rows, nodes, parents, width):
             part / (part.pow(2).mean(-1, keepdim=True) + wide[2]).sqrt() * weight
             for part, weight in zip(exact, wide[:2], strict=True)
         ]
-        near(found[0], plain[0], torch.cat(exact, -1).flatten(0, 1).cpu())
+        normed_pairs = torch.cat(exact, -1).flatten(0, 1).cpu()
+        bound = sum_bound(normed_pairs, normed_pairs.abs(), roundings_of_sum(width) + 4, dtype)
+        assert_within(found[0], normed_pairs, bound)
+        assert_within(plain[0], normed_pairs, bound)
     assert normed or torch.equal(found[0].double(), torch.cat(exact, -1).flatten(0, 1))
     assert found[0].dtype == dtype and torch.equal(found[1], parents_of.flatten(0, 1))
     assert found[1].data_ptr() != hidden.data_ptr(), "a copy: the layer adds to it in place"
