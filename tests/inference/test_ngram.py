@@ -1,12 +1,12 @@
 """The n-gram drafter, against a plain Python reference, and through the checks of every drafter."""
 
 import itertools
+import os
 import random
 
 import lossless_suite
 import pytest
 import torch
-from seeds import SEED
 
 from draftsmith.inference.cache import KVCache
 from draftsmith.inference.costs import StepCosts
@@ -339,7 +339,8 @@ def test_nodes_by_cost(make_target, slope):
         assert all(set(few) <= set(many) for few, many in zip(found[1], found[0], strict=True))
         got = [sum(acceptance for acceptance, _ in nodes.values()) for nodes in found[1]]
         assert value(got, count) == pytest.approx(ideal, rel=1e-5)
-    assert SEED or (1 in sizes) == (slope > 0.1) or len(sizes) > 3, "which sizes occur depends on the draws"
+    other_draws = os.environ.get("DRAFTSMITH_TEST_SEED", "0") != "0"
+    assert other_draws or (1 in sizes) == (slope > 0.1) or len(sizes) > 3
 
 
 def test_lossless(make_target):

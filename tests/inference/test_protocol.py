@@ -34,7 +34,7 @@ class BigramDrafter(Drafter):
         self.unread, self.size = torch.zeros(2, rows, dtype=torch.int64, device=self.device)
 
     def buffers(self):
-        return self.counts, self.unread, self.size
+        return self.prompt, self.counts, self.unread, self.size
 
     def begin(self, rows):
         self.counts[rows], self.unread[rows], self.size[rows] = 0, 1, 3
