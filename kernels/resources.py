@@ -127,7 +127,7 @@ def _attention(
     lengths, depth = empty(rows, dtype=INT), empty(rows, queries, dtype=torch.int32)
     ancestors = empty(rows, queries, -(-queries // 64), dtype=INT)
     tree_attention.tree_attention_cached(
-        q, *cache, lengths, ancestors, queries, 0.1, depth, depth, window, softcap, last_merges=last_merges
+        q, cache[0], cache[1], lengths, ancestors, queries, 0.1, depth, depth, window, softcap, last_merges=last_merges
     )
 
 

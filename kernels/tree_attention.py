@@ -579,7 +579,7 @@ WIDE_TILES = {
 FILE = "attention.json"  # in the cache folder
 BUDGET = 10.0  # seconds per process for measuring, most of them for compiling; shapes that occur later are not measured
 _BEHIND = 1024  # cached tokens of the rows on which tiles are timed
-_wide: dict[tuple[torch.device, str], str] = {}  # names of WIDE_TILES
+_wide: dict[tuple[torch.device, str], str | None] = {}  # names of WIDE_TILES; None: not measured, for lack of time
 _spent = 0.0
 
 
@@ -600,9 +600,10 @@ def _tile(
     """The measured tile of this shape, or that of :func:`attention_tile`."""
     of_head, key = queries * heads // kv_heads, _wide_key(rows, queries, heads, kv_heads, width, dtype)
     tile = attention_tile(of_head, width, dtype, rows * kv_heads, multiprocessors(device), capped)
-    if key is None or capped or (device, key) not in _wide:
+    name = None if key is None or capped else _wide.get((device, key))
+    if name is None:
         return tile
-    block_m, block_n, warps, stages = WIDE_TILES[_wide[device, key]]
+    block_m, block_n, warps, stages = WIDE_TILES[name]
     return tile | {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
 
@@ -624,7 +625,7 @@ def _measure_tile(
         return
     stored = read_measured(FILE, device).get(key)
     if stored in WIDE_TILES or _spent >= BUDGET:
-        _wide[device, key] = stored if stored in WIDE_TILES else next(iter(WIDE_TILES))
+        _wide[device, key] = stored if stored in WIDE_TILES else None
         return
     began, seconds = time.perf_counter(), {}
     generator = torch.Generator(device).manual_seed(0)  # nobody else's random numbers change
@@ -648,8 +649,9 @@ def _measure_tile(
         except Exception:  # Triton's own errors have no common type: this tile does not compile or fit here
             continue
     _spent += time.perf_counter() - began
-    _wide[device, key] = min(seconds, key=lambda name: seconds[name]) if seconds else next(iter(WIDE_TILES))
-    write_measured(FILE, {key: _wide[device, key]}, device)
+    _wide[device, key] = min(seconds, key=lambda name: seconds[name]) if seconds else None
+    if seconds:
+        write_measured(FILE, {key: _wide[device, key]}, device)
 
 
 def attention_items(
