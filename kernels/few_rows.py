@@ -145,14 +145,14 @@ def _outputs(BLOCK_N: constexpr, outputs, ACT: constexpr):
 
 
 @jit
-def _wait(matrix_place, inside, BLOCK_K: constexpr):
+def _wait(matrix_place, inside, left, BLOCK_K: constexpr):
     """Programmatic dependent launch: let the next kernel start, fetch the first weights to the L2 cache, which no other
     kernel writes, and wait for the kernels before."""
     tl.extra.cuda.gdc_launch_dependents()
-    line = matrix_place + tl.arange(0, BLOCK_K // 32)[None, :] * 32
-    zero = (tl.arange(0, BLOCK_K // 32) * 0)[None, :].to(tl.int32)
+    k = tl.arange(0, BLOCK_K // 32) * 32
+    line, fetched = matrix_place + k[None, :], inside[:, None] & (k < left)[None, :]
     asm: constexpr = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
-    tl.inline_asm_elementwise(asm, "=r,l,r", [line, inside.to(tl.int32)[:, None] + zero], tl.int32, False, 1)
+    tl.inline_asm_elementwise(asm, "=r,l,r", [line, fetched.to(tl.int32)], tl.int32, False, 1)
     tl.extra.cuda.gdc_wait()
 
 
@@ -168,7 +168,7 @@ def _vector_kernel(
     row = matrix + matrix_n.to(tl.int64)[:, None] * matrix_row
     begin = part * per_part
     if PDL:
-        _wait(row + begin, n < outputs, BLOCK_K)
+        _wait(row + begin, n < outputs, inputs - begin, BLOCK_K)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)  # added up at the end alone
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.range(begin, tl.minimum(begin + per_part, inputs), BLOCK_K, num_stages=STAGES):
@@ -208,7 +208,7 @@ def _few_rows_kernel(
     matrix_place = matrix + matrix_n.to(tl.int64)[:, None] * matrix_row
     begin = part * per_part
     if PDL:
-        _wait(matrix_place + begin, n < outputs, BLOCK_K)
+        _wait(matrix_place + begin, n < outputs, inputs - begin, BLOCK_K)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     squares = tl.zeros([BLOCK_M], tl.float32)
     SHIFT: constexpr = 0.0625 if x.dtype.element_ty == tl.float16 else 1.0  # x · norm may pass float16's largest number

@@ -120,7 +120,8 @@ def folding_forms(layer: Layer, rows: int) -> list[str]:
     """For each of a layer's products a form of one part, for few rows: all that can be is then done by the products."""
     names: list[str] = []
     for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
-        forms = candidates(rows, *matrix.shape, matrix.dtype, 1) if matrix.stride(0) == 1 else []
+        inputs, outputs = matrix.shape
+        forms = candidates(rows, inputs, outputs, matrix.dtype, 1) if matrix.stride(0) == 1 else []
         names += [next((form.name for form in forms if form.parts == 1), "blas")]
     return names
 

@@ -220,7 +220,8 @@ class NormedStates(Checked):
 
     def _run(self, *args, **options):
         assert self.norm is not None
-        return self.norm(super()._run(*args, **options))
+        hidden, normed = super()._run(*args, **options)
+        return self.norm(hidden), self.norm(normed)
 
 
 @pytest.mark.parametrize(

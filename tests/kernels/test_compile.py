@@ -219,6 +219,30 @@ def test_every_kernel_compiles_and_fits(compiled):
     ]
 
 
+def test_programmatic_dependent_launch(monkeypatch):
+    """A switch: products then let the next kernel start, fetch weights, and wait for the kernel before."""
+    from draftsmith.kernels import few_rows
+
+    x, matrix = torch.zeros(1, 256, dtype=BF16), torch.zeros(64, 256, dtype=BF16).t()
+    forms = few_rows.FewRowsForm("vector", 8, 256, 1, 4, 1), few_rows.FewRowsForm("rows", 32, 64, 1, 4, 3)
+    found = []
+    for switched in (False, True):
+        if switched:
+            monkeypatch.setenv(few_rows.PDL, "1")
+        launches: list[Launch] = []
+        with intercepted(launches.append):
+            for form in forms:
+                few_rows.few_rows_product(x, matrix, form)
+        found += [(switched, launch.compiled()) for launch in launches]
+    assert len(found) == 4
+    for switched, done in found:
+        order = re.findall(r"griddepcontrol\.\w+|prefetch|ld\.global", done.asm["ptx"]) + ["ld.global"]
+        assert done.metadata.launch_pdl is switched
+        before = order[: order.index("ld.global")] if "ld.global" in order else order
+        wanted = ["griddepcontrol.launch_dependents", "prefetch", "griddepcontrol.wait"] if switched else []
+        assert sorted({*before}) == sorted(wanted) and before[-1:] == wanted[-1:]
+
+
 @pytest.mark.parametrize("case", [*MAIN, *OTHERS])
 def test_resources(compiled, case):
     """What `make kernel-report` checks, with the Triton that is installed."""
