@@ -91,6 +91,7 @@ def test_muon_gets_no_output_layer(make_target, family):
     matrices, *others = (names(module, g) for g in make_optimizer(module, Optim(name="muon", lr=0.01)).param_groups)
     assert not {name for name in matrices if "lm_head" in name or "embed" in name}
     assert matrices or family == "router"
+    assert len(module.output_layers) == 1
     for start in module.output_layers:
         own = {name for name, _ in module.named_parameters() if name.startswith(start)}
         assert own and own <= set.union(*others), start
