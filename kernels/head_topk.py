@@ -63,12 +63,12 @@ def _unpacked(packed):
     return value, 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
 
 
-@jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows", "count", "candidates"])
 def _block_topk_kernel(
-    features, weight, values, ids, tops, sums, rows, width, vocabulary, features_row, weight_row, candidates,
-    ARGMAX: constexpr, COUNT: constexpr, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
+    features, weight, values, ids, tops, sums, rows, width, vocabulary, features_row, weight_row, count, candidates,
+    ARGMAX: constexpr, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
 ):  # fmt: skip
-    """One program per block of rows and of the vocabulary: logits by tl.dot, then COUNT times the best remaining.
+    """One program per block of rows and of the vocabulary: logits by tl.dot, then ``count`` times the best remaining.
     ``tops`` and ``sums``: each block's max l and Σ exp(l − max l), or None. ARGMAX: see :func:`head_argmax`."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # first: programs that run together share the weight
     token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -94,8 +94,8 @@ def _block_topk_kernel(
         tl.store(sums + at, total, mask=row < rows)
     none = -0x7F80000100000000  # _packed(−inf, 2³¹ − 1), for what was taken or is no candidate
     left = tl.where(candidate, _packed(logits, token[None, :]), none)
-    place = row.to(tl.int64) * candidates + tl.program_id(1) * COUNT
-    for rank in range(COUNT):
+    place = row.to(tl.int64) * candidates + tl.program_id(1) * count
+    for rank in range(count):
         best = tl.max(left, 1)
         value, best_id = _unpacked(best)  # a block with no token left stores −inf and an id beyond the vocabulary
         tl.store(values + place + rank, value, mask=row < rows)
@@ -103,10 +103,10 @@ def _block_topk_kernel(
         left = tl.where(left < best[:, None], left, none)
 
 
-@jit
+@jit(do_not_specialize=["count", "candidates"])
 def _merge_topk_kernel(
-    values, ids, out_values, out_ids, candidates, vocabulary, tops, sums, blocks, tokens,
-    COUNT: constexpr, BLOCK: constexpr, BLOCK_P: constexpr,
+    values, ids, out_values, out_ids, count, candidates, vocabulary, tops, sums, blocks, tokens,
+    BLOCK: constexpr, BLOCK_P: constexpr,
 ):  # fmt: skip
     """One program per row and part of its candidates; the blocks of candidates go round the parts. Each block is read
     once, and its best are merged with those of the program's earlier blocks, if any.
@@ -114,7 +114,7 @@ def _merge_topk_kernel(
     With ``tops`` and ``sums`` of the row's P = ``blocks`` blocks of the vocabulary, the values become log q; with
     ``tokens``, the ids their entries there.
 
-    An id beyond the vocabulary marks no candidate. Where there are fewer than COUNT, as where logits are NaN, the
+    An id beyond the vocabulary marks no candidate. Where there are fewer than ``count``, as where logits are NaN, the
     values are −inf and the ids stay inside the vocabulary, since embeddings are looked up.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -128,7 +128,7 @@ def _merge_topk_kernel(
         token = tl.load(ids + row * candidates + place, mask=place < candidates, other=vocabulary)
         left = tl.where((token < vocabulary) & (value == value), _packed(value, token), none)
         earlier = best
-        for rank in range(COUNT):
+        for rank in range(count):
             first = tl.maximum(tl.max(left, 0), tl.max(earlier, 0))
             left = tl.where(left < first, left, none)
             earlier = tl.where(earlier < first, earlier, none)
@@ -143,10 +143,10 @@ def _merge_topk_kernel(
         total = tl.sum(tl.where(total > 0, total * tl.exp(top - highest), 0.0), 0)
         value = tl.where(value > float("-inf"), value - (highest + tl.log(total)), value)
     if tokens is not None:
-        token = tl.load(tokens + token, mask=lane < COUNT, other=0)
-    place = (row * parts + part) * COUNT + lane
-    tl.store(out_values + place, value, mask=lane < COUNT)
-    tl.store(out_ids + place, token.to(out_ids.dtype.element_ty), mask=lane < COUNT)
+        token = tl.load(tokens + token, mask=lane < count, other=0)
+    place = (row * parts + part) * count + lane
+    tl.store(out_values + place, value, mask=lane < count)
+    tl.store(out_ids + place, token.to(out_ids.dtype.element_ty), mask=lane < count)
 
 
 def merge_topk(
@@ -174,8 +174,9 @@ def merge_topk(
         with torch.cuda.device_of(values):
             last = (tops, sums, blocks, tokens) if parts == 1 else (None, None, 0, None)
             _merge_topk_kernel[(rows, parts)](
-                values, ids, best_values, best_ids, candidates, vocabulary, *last, COUNT=count,
-                BLOCK=min(MERGED_AT_ONCE, next_power(candidates, 16)), BLOCK_P=next_power(max(1, blocks)), num_warps=4,
+                values, ids, best_values, best_ids, count, candidates, vocabulary, *last,
+                BLOCK=min(MERGED_AT_ONCE, 128 if candidates <= 128 else 1024), BLOCK_P=next_power(max(1, blocks)),
+                num_warps=4,
             )  # fmt: skip
         if parts == 1:
             return best_values, best_ids
@@ -273,6 +274,6 @@ def _head_topk(
     with torch.cuda.device_of(features):
         _block_topk_kernel[(-(-rows // tile["BLOCK_M"]), blocks)](
             features, weight, values, ids, tops, sums, rows, width, vocabulary, features.stride(0), weight.stride(0),
-            blocks * count, ARGMAX=argmax, COUNT=count, **tile,
+            count, blocks * count, ARGMAX=argmax, **tile,
         )  # fmt: skip
     return merge_topk(values, ids, count, vocabulary, tops, sums, tokens)

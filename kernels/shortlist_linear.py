@@ -269,8 +269,8 @@ def shortlist_topk(
             weight.stride(0), rows.stride(0), blocks * count, COUNT=count, **tile,
         )  # fmt: skip
         _merge_topk_kernel[(texts * nodes,)](
-            values, places, best_values, best_places, blocks * count, capacity, None, None, 0, None, COUNT=count,
-            BLOCK=min(1024, next_power(blocks * count, 16)), BLOCK_P=1, num_warps=4,
+            values, places, best_values, best_places, count, blocks * count, capacity, None, None, 0, None,
+            BLOCK=128 if blocks * count <= 128 else 1024, BLOCK_P=1, num_warps=4,
         )  # fmt: skip
         _tokens_kernel[(texts * nodes,)](
             best_values, best_places, rows, ids, best_ids, nodes, rows.stride(0), COUNT=count, BLOCK=next_power(count),

@@ -151,6 +151,28 @@ def judge_compile(out: Path, rehearsal: bool) -> Finding:
     return Finding("; ".join(shown), all(ours <= NOISE * row["median"] for row, ours in pairs), missing=found)
 
 
+def judge_switches(out: Path, rehearsal: bool) -> Finding:
+    """What is off by default beside the default: one that is faster should be on."""
+    folder, shown, met = out / "switches", [], []
+    default = {row["nodes"]: row["median"] for row in json_object(folder / "default.json")["rows"]}
+    for name in ("pdl", "logits"):
+        for row in json_object(folder / f"{name}.json")["rows"]:
+            ratio = row["median"] / default[row["nodes"]]
+            shown.append(f"{name}, {row['nodes']} nodes: {ratio:.3f} × the default")
+            met.append(NOISE * ratio >= 1)
+    times: dict[str, dict[str, float]] = {}
+    for row in json_object(folder / "attention.json")["rows"]:
+        if row["kernel"] == "attention":
+            shape = " ".join(f"{k}={v}" for k, v in row["shape"].items())
+            times.setdefault(shape, {})[row["way"]] = row["median_us"]
+    for shape, ways in times.items():
+        if "triton, last program merges" in ways:
+            ratio = ways["triton, last program merges"] / ways["triton"]
+            shown.append(f"last program merges, {shape}: {ratio:.3f} ×")
+            met.append(NOISE * ratio >= 1)
+    return Finding("; ".join(shown), all(met), missing="" if len(met) > 4 else "no attention was merged both ways")
+
+
 def judge_kernels(out: Path, rehearsal: bool) -> Finding:
     """Tree attention at its goals, and beside the best of the other ways."""
     report = kernel_rows(out / "kernel-bench" / "kernels.json", rehearsal)

@@ -27,6 +27,7 @@ from draftsmith.train.gpu_judges import (
     judge_ssm,
     judge_step,
     judge_streams,
+    judge_switches,
     judge_target,
     judge_training,
     judge_unroll,
@@ -140,6 +141,7 @@ MIDDLE = (
     "'stages=[{name: all, max_length: 512, steps: 240, optim: {lr: 6e-4, schedule: linear, warmup_steps: 30}, "
     "batch: {sequences: 64}}]'"
 )
+SWITCHES = (("", "default"), ("DRAFTSMITH_PDL=1 ", "pdl"), ("DRAFTSMITH_WRITE_LOGITS=1 ", "logits"))
 SMALL = "'stages=[{name: all, max_length: 64, steps: 2, optim: {lr: 6e-4}, batch: {sequences: 2}}]'"
 # Half of the recipe's prompts and steps.
 HALF = "data.train.0.answers.prompts=1024 stages.0.steps=400 checkpoint.every=400 evaluate.every=200 "
@@ -276,6 +278,18 @@ PARTS = (
         judge_compile, ("triton",),
     ),
     Part(
+        "switches", "what is off by default (programmatic dependent launch, written logits, attention merged by its "
+        "last program) is not faster (by more than 2 %): else it has to be the default", 300,
+        (*(switch + BENCH + f"--shape llama3-8b --contexts 1024 --nodes 1 16 --out {{out}}/switches/{name}.json"
+           for switch, name in SWITCHES),
+         "python kernels/bench.py attention --batches 1 8 --contexts 1024 16384 --nodes 1 4 "
+         "--out {out}/switches/attention.json"),
+        (*(switch + TOY + f"--nodes 1 4 --out {{out}}/switches/{name}.json" for switch, name in SWITCHES),
+         "TRITON_INTERPRET=1 python kernels/bench.py attention --batches 1 --contexts 33 --nodes 2 --heads 4 "
+         "--kv-heads 2 --width 16 --layers 2 --dtype float32 --out {out}/switches/attention.json"),
+        judge_switches, ("triton",),
+    ),
+    Part(
         "eagle", "EAGLE-3 on that target trains and calibrates (τ: unmeasured, no goal)", 170,
         (EAGLE + "target.name={target} cache_hidden=none " + HALF,
          "python inference/calibrate.py {eagle} --seconds 30"),
@@ -349,6 +363,7 @@ BUNDLES = {
     "eagle": ("eagle", "eagle-decode"),
     "serving": ("serving",),
     "training": ("train-step", "compile"),
+    "switches": ("switches",),
     "dynaspec": ("dynaspec",),
     "ssm": ("ssm", "ssm-decode"),
     "streams": ("ssm-streams",),

@@ -76,35 +76,39 @@ def target(make_target):
     return target
 
 
-def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch):
-    """Prompts of 1 to 700 tokens, trees of 1 to 64 nodes, 1 to 8 texts at a time, greedy and sampled."""
-    heads = MedusaHeads.for_target(target, NUM_HEADS, 1, "shared")
+@pytest.mark.parametrize("drafts", ["medusa", "eagle"])
+def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch, drafts):
+    """A server with one drafter: prompts of 1 to 700 tokens, Medusa's trees of 1 to 64 nodes, 1 to 8 texts at a time,
+    greedy and sampled."""
     keys: defaultdict[str, set[str]] = defaultdict(set)
     chosen = random.Random(0)
     with counted(monkeypatch, keys), engine_attention([target]):
-        medusa = MedusaDrafter(heads, tree(64), target, [0.9 - 0.01 * path for path in range(63)])
-        eagle = EagleDrafter(Eagle.for_target(target, 3, "own", captured_layers=(0,)), target, (4, 2, 1))
-        step = make_step(target, medusa, "greedy", 8)
+        if drafts == "medusa":
+            heads = MedusaHeads.for_target(target, NUM_HEADS, 1, "shared")
+            drafter = MedusaDrafter(heads, tree(64), target, [0.9 - 0.01 * path for path in range(63)])
+        else:
+            drafter = EagleDrafter(Eagle.for_target(target, 3, "own", captured_layers=(0,)), target, (4, 2, 1))
+        step = make_step(target, drafter, "greedy", 8)
         for length in (*range(1, 35), *range(50, PREFILL_CHUNK, 21), 512, 513, 700):  # as requests come
             texts = chosen.choice((1, 1, 1, 2, 3, 8))
             step.begin(slice(0, texts), [[1] * length] * texts, [Sampling()] * texts)
         for rows in range(1, 9):
-            step = make_step(target, medusa, "greedy", rows)
-            assert step.sizes is not None and len(step.sizes.by_depth) == 64
-            for nodes in range(1, 65) if rows in (1, 8) else (1, 7, 16, 33, 64):
+            step = make_step(target, drafter, "greedy", rows)
+            step.begin(slice(0, rows), [[1] * 5] * rows, [Sampling()] * rows)
+            sizes = [0]
+            if drafts == "medusa":
+                assert step.sizes is not None and len(step.sizes.by_depth) == 64
+                sizes = [*range(1, 65)] if rows in (1, 8) else [1, 7, 16, 33, 64]
+            for nodes in sizes:
                 step.state.nodes = nodes
                 step.run()
-        for rows in range(1, 9):
-            step = make_step(target, eagle, "greedy", rows)
-            step.begin(slice(0, rows), [[1] * 5] * rows, [Sampling()] * rows)
-            step.run()
             for samplings in ([Sampling()], [Sampling(temperature=0.7, top_k=20, top_p=0.9)]):
-                step = make_step(target, medusa, "sample", rows)
+                step = make_step(target, drafter, "sample", rows)
                 step.begin(slice(0, rows), [[1] * 5] * rows, samplings * rows)
                 step.state.root.zero_()
                 step.run()
     number = sum(map(len, keys.values()))
-    print(f"{number} keys:", {name: len(own) for name, own in sorted(keys.items())})
+    print(f"{drafts}: {number} keys:", {name: len(own) for name, own in sorted(keys.items())})
     assert {"_tree_attention_kernel", "_rotate_write_kernel", "_few_rows_kernel", "_commit_kernel"} <= set(keys)
     assert number <= MOST_KEYS
 
