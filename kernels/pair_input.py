@@ -46,7 +46,7 @@ def _normed(values, weight, place, inside, width, eps):
     return values
 
 
-@jit(do_not_specialize=["nodes", "first", "last"])
+@jit(do_not_specialize=["nodes", "first", "last", "tokens_row", "hidden_node", "depth_row"])
 def _pair_input_kernel(
     tokens, embedding, hidden, above, embedding_norm, hidden_norm, lengths, depth, pairs, residual, positions, slots,
     nodes, first, last, width, eps, tokens_row, embedding_row, hidden_row, hidden_node, depth_row, BLOCK: constexpr,

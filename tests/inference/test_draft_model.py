@@ -96,7 +96,7 @@ class Checked(DraftModelDrafter):
         for row, text in self.texts.items():
             del text[int(state.length[row]) :]  # padding of the prompt
         self.rooted = state.root.tolist()
-        tree = super().propose(state)
+        tree = super().propose(replace(state, weighs=True))
         for row, text in self.texts.items():
             assert len(text) == int(state.length[row])
             text.append(int(state.root[row]))

@@ -2,7 +2,7 @@
 here from the text alone, and what is written stays the target's own."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def watched(drafter: MedusaDrafter | DraftModelDrafter) -> list[Step]:
 
     def proposing(state):
         chosen.clear()
-        tree = propose(state)
+        tree = propose(replace(state, weighs=True))
         steps.append(Step(state.length.tolist(), tree.tokens.clone(), tree.acceptance, [*chosen]))
         return tree
 
