@@ -16,7 +16,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent / "device"
-FILES = sorted(path.name for path in HERE.glob("test_*.py"))
+LAUNCHES = "test_launches.py"  # counts
+FILES = sorted({path.name for path in HERE.glob("test_*.py")} - {LAUNCHES})
 RUNNER = """
 import json, sys, pytest
 for line in sys.stdin:
@@ -60,9 +61,9 @@ def why_not() -> str:
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' tests run on the GPU")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the kernels' tests run in this process")
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, pytest.param(LAUNCHES, marks=pytest.mark.measurement)])
 def test_interpreted(pytest_main, request, name):
-    only = request.config.option.markexpr  # of make test: not slow
+    only = "not slow" if "not slow" in request.config.option.markexpr else ""
     out = pytest_main("-q", "-x", "-p", "no:cacheprovider", "-m", only, HERE / name)
     assert out.endswith("exit code 0\n"), out[-6000:]
     assert re.search(r"^\d+ passed", out, re.MULTILINE) and "skipped" not in out

@@ -95,7 +95,7 @@ def test_eagle_drafts_as_with_plain_pytorch(make_target, device, monkeypatch, mo
                 weight.copy_(torch.randn(weight.shape) * 0.1)
     requests = [
         Request(prompt, limit, Sampling(seed=limit), frozenset())
-        for prompt, limit in zip(PROMPTS[1:3], (3, 7), strict=True)
+        for prompt, limit in zip(PROMPTS[1:], (3, 7, 6), strict=True)
     ]
     drafter = EagleDrafter(eagle, target, tree)
     decoder = SpeculativeDecoder(target, drafter, static=True)

@@ -50,10 +50,10 @@ def prefill(target, lean, kernel):
     return torch.cat(chunks, 1).double().cpu()
 
 
-@pytest.mark.parametrize(
-    ("family", "lean", "items"),
-    [("llama", True, 2), ("mistral", False, 5), ("gemma2", True, 5), ("gemma2", False, 2)],
-)
+WAYS = [("llama", True, 2), ("mistral", False, 5), ("gemma2", True, 5)]
+
+
+@pytest.mark.parametrize(("family", "lean", "items"), [*WAYS, pytest.param("gemma2", False, 2, marks=pytest.mark.slow)])
 def test_chunks_as_on_the_plain_path(make_target, device, monkeypatch, family, lean, items):
     """Windows of 8 tokens across the chunks' edge, soft caps, prompts that end in either chunk; with and without rows
     that are split."""
