@@ -154,8 +154,6 @@ def environment(part: Part, work: Path, rehearsal: bool) -> dict[str, str]:
     if rehearsal:
         more |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DRAFTSMITH_CACHE": str(work / "cache")}
         more |= {"TRITON_INTERPRET": "1"} if part.interpreted else {}
-        (work / "site").mkdir(exist_ok=True)
-        write_text(work / "site" / "sitecustomize.py", REHEARSED)
         more |= {"DRAFTSMITH_HIDDEN": " ".join(HIDDEN.difference(needs_of(part)))}
         paths.insert(0, str(work / "site"))
     more["PYTHONPATH"] = os.pathsep.join(paths)
@@ -369,6 +367,9 @@ def run_all(
     for result in results.values():
         print(f"{result.part}: {result.result} already, {result.value}", flush=True)
     running: dict[Future[tuple[str, Finding, float]], Part] = {}
+    if rehearsal:  # before there are several parts at a time
+        (work / "site").mkdir(parents=True, exist_ok=True)
+        write_text(work / "site" / "sitecustomize.py", REHEARSED)
 
     def end(part: Part, result: str, finding: Finding, seconds: float) -> None:
         (work / part.name).mkdir(parents=True, exist_ok=True)

@@ -48,6 +48,8 @@ def make_accelerator(wanted: Precision) -> Accelerator:
     cpu = not torch.cuda.is_available()
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which others import, would look for one and warn
+    if cpu and sharded.strategy() in ("zero2", "zero3"):
+        sharded.leave_out_shared_memory()
     if cpu and "LOCAL_RANK" in os.environ:
         PartialState(cpu=True)  # without this, accelerate on CPU silently runs independent copies
     # Precision is the recipe's (autocast below); DeepSpeed's own would make bfloat16 of the weights that train.

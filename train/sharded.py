@@ -44,6 +44,14 @@ def _zero(plugin: DeepSpeedPlugin) -> dict[str, Any]:
     return {key: value for key, value in plugin.deepspeed_config["zero_optimization"].items() if value != "auto"}
 
 
+def leave_out_shared_memory() -> None:
+    """Keep DeepSpeed from compiling collectives of its own for CPUs, which takes about a minute in each environment;
+    gloo's serve as well."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def strategy() -> Literal["none", "zero2", "zero3", "fsdp"]:
     """The strategy in the launch configuration.
 
