@@ -282,10 +282,10 @@ PARTS = (
         "last program) is not faster (by more than 2 %): else it has to be the default", 300,
         (*(switch + BENCH + f"--shape llama3-8b --contexts 1024 --nodes 1 16 --out {{out}}/switches/{name}.json"
            for switch, name in SWITCHES),
-         "python kernels/bench.py attention --batches 1 8 --contexts 1024 16384 --nodes 1 4 "
+         "python kernels/bench.py attention --batches 1 8 --contexts 1024 16384 --nodes 8 16 --kv-heads 32 "
          "--out {out}/switches/attention.json"),
         (*(switch + TOY + f"--nodes 1 4 --out {{out}}/switches/{name}.json" for switch, name in SWITCHES),
-         "TRITON_INTERPRET=1 python kernels/bench.py attention --batches 1 --contexts 33 --nodes 2 --heads 4 "
+         "TRITON_INTERPRET=1 python kernels/bench.py attention --batches 1 --contexts 33 --nodes 8 --heads 2 "
          "--kv-heads 2 --width 16 --layers 2 --dtype float32 --out {out}/switches/attention.json"),
         judge_switches, ("triton",),
     ),
