@@ -230,7 +230,18 @@ def test_a_killed_run_goes_on(tmp_path, how):
 
 # ---- packages and files behind a part
 
-WITHOUT_PYDANTIC = {"products", "profile", "step", "lean", "kernels", "kernel-bench", "around", "shortlist", "compile"}
+WITHOUT_PYDANTIC = {
+    "products",
+    "profile",
+    "step",
+    "lean",
+    "kernels",
+    "kernel-bench",
+    "around",
+    "shortlist",
+    "compile",
+    "switches",
+}
 IMAGE = Path(__file__).with_name("gpu_image.txt")  # of a rented GPU, as `pip list` prints it
 CARRIED = "pydantic 2.14.3\npydantic-core 2.50.4\nannotated-types 0.8.0\ntyping-inspection 0.4.5\n"
 
