@@ -49,7 +49,7 @@ class Part:
     judge: of what the commands wrote: ``judge(folder of all results, rehearsal)``. Raises ValueError if it is wrong
         whatever the speed.
     uses: packages by import name that the commands import in functions or behind ``except ImportError``, and that this
-        part cannot do without; those that their modules import are known (:mod:`draftsmith.train.closure`).
+        part cannot do without; those that their modules import are known (:mod:`draftsmith.train.gpu_closure`).
     after: parts that have to pass first.
     makes: files that parts after this one need; without them its result does not count there.
     interpreted: the rehearsal runs under Triton's interpreter.
