@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from draftsmith.kernels import tree_attention
 from draftsmith.kernels.backend import triton
@@ -53,8 +54,15 @@ def _binder(kernel: Any) -> tuple[Any, Any]:
     return backend, create(kernel.signature, kernel.params, backend)
 
 
-def _zeroed(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda *arguments, **named: empty(*arguments, **named).zero_()
+class _Zeroed(TorchFunctionMode):
+    """Zeros where memory would be left as it is. (A patched ``torch.empty`` would stay behind in PyTorch's own caches.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func in _EMPTY else made
+
+
+_EMPTY = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
 
 
 @contextmanager
@@ -89,8 +97,5 @@ def intercepted(launched: Callable[[Launch], object]) -> Iterator[None]:
                 for function, replaced in on_gpu.items():
                     if hasattr(module, function):
                         stack.enter_context(patch.object(module, function, replaced))
-        for empty in ("empty", "new_empty", "empty_like"):
-            for owner in (torch, torch.Tensor):
-                if hasattr(owner, empty):
-                    stack.enter_context(patch.object(owner, empty, _zeroed(getattr(owner, empty))))
+        stack.enter_context(_Zeroed())
         yield
