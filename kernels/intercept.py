@@ -55,7 +55,7 @@ def _binder(kernel: Any) -> tuple[Any, Any]:
 
 
 class _Zeroed(TorchFunctionMode):
-    """Zeros where memory would be left as it is. (A patched ``torch.empty`` would stay behind in PyTorch's own caches.)"""
+    """Zeros where memory would be left as it is. (PyTorch's own caches would keep a patched ``torch.empty``.)"""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

@@ -77,7 +77,7 @@ class Target:
         self.lm_head: nn.Module = lm_head
         self._check()
 
-    @property
+    @cached_property  # the engine asks for every request, and transformers looks for parts of the config each time
     def config(self) -> Any:
         return self.model.config.get_text_config()
 
@@ -96,7 +96,7 @@ class Target:
     def vocab_size(self) -> int:
         return int(self.lm_head.weight.shape[0])
 
-    @property
+    @cached_property
     def context(self) -> int:
         """The number of positions the model is made for. Where rotary frequencies change with the length of the input
         (longrope, dynamic), the number up to which they are constant: beyond it, a tree or a batch would change the

@@ -3,12 +3,14 @@ import json
 import pytest
 import yaml
 
-from draftsmith.data import preview
+from draftsmith.data import preview, sources
 
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch, tiny_lm):
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    documents = sources.documents
+    monkeypatch.setattr(sources, "documents", lambda source, split: documents(source, split)[:9])  # quick to tokenize
     chat = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "naïve 日本"}]
     (tmp_path / "a.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 4)
     content = {

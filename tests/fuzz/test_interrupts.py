@@ -24,6 +24,8 @@ from draftsmith.inference import calibrate, decode
 from draftsmith.inference.tree import read_tree
 from draftsmith.train import distill, medusa, ssm
 
+pytestmark = pytest.mark.whole_runs
+
 ROOT = Path(__file__).parents[2]
 ASK = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 40, "batch_size": 4}
 ONE = ["--prompt", "import os", "--max-new-tokens", "240", "--threads", "1"]

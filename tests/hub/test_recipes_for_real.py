@@ -24,6 +24,8 @@ from safetensors.torch import load_file
 from server import TOKEN, USER, Hub
 from transformers import AutoTokenizer
 
+pytestmark = pytest.mark.whole_runs
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}

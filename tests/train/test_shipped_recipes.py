@@ -17,6 +17,8 @@ from accelerate.commands.launch import launch_command_parser
 
 from draftsmith.inference import calibrate, decode
 
+pytestmark = pytest.mark.whole_runs
+
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 BIN = Path(sys.executable).parent
