@@ -55,19 +55,19 @@ def parser() -> argparse.ArgumentParser:
         "where it has one",
     )  # fmt: skip
     parser.add_argument(
-        "--mode", choices=["greedy", "sample", "typical"], default="greedy",
-        help="greedy: the target's greedy text, token by token; sample: the distribution of sampling from the target; "
-        "typical: Medusa's criterion, lossy",
+        "--mode", choices=["greedy", "sample", "typical"],
+        help="greedy: the target's greedy text, token by token; sample: the distribution of sampling from the target, "
+        "the default where one of the next options is given; typical: Medusa's criterion, lossy",
     )  # fmt: skip
-    parser.add_argument("--temperature", type=float, help="default 1; for --mode sample and typical, as the next ones")
+    parser.add_argument("--temperature", type=float, help="default 1")
     parser.add_argument("--top-k", type=int, help="only the K most likely tokens (default: all)")
     parser.add_argument("--top-p", type=float, help="only the most likely tokens that make up this share (default 1)")
     parser.add_argument("--min-p", type=float, help="only tokens this likely beside the likeliest (default 0)")
     parser.add_argument("--repetition-penalty", type=float, help="above 1: what the text holds becomes less likely")
     parser.add_argument("--epsilon", type=float, help="threshold of --mode typical: higher accepts less (default 0.09)")
     parser.add_argument("--seed", type=int, help="the same seed, the same text (default 0)")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded at a time (%(default)s)")
     parser.add_argument(
         "--tree", default="auto", metavar="FILE|auto", help="a tree file; auto: the drafter's own tree.json"
     )
@@ -75,7 +75,10 @@ def parser() -> argparse.ArgumentParser:
         "--all-nodes", action="store_true",
         help="run and verify whole trees, also where fewer nodes are faster here: to compare their τ",
     )  # fmt: skip
-    parser.add_argument("--baseline", choices=["none", "engine", "transformers", "all"], default="engine")
+    parser.add_argument(
+        "--baseline", choices=["none", "engine", "transformers", "all"], default="engine",
+        help="what speeds are compared with: plain decoding by this engine, by transformers, or both (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--check-lossless", action="store_true", help="compare every token with plain decoding")
     parser.add_argument(
         "--repeat", type=int, default=1, metavar="N",
@@ -103,7 +106,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what can be known to be wrong before anything slow is imported or loaded.
+    """Choose the mode if it was left out, and refuse what can be known to be wrong before anything slow is imported or
+    loaded.
 
     Raises:
         ValueError: two options contradict each other, a value is out of its range, or --report cannot be written.
@@ -119,6 +123,8 @@ def check(args: argparse.Namespace) -> None:
     if len({short_name(name) for name in args.drafters}) < len(args.drafters):
         raise ValueError("two of the drafters have the same name, and so would their reports")
     given_sampling = [name for name in SAMPLING if getattr(args, name) is not None]
+    if args.mode is None:
+        args.mode = "sample" if given_sampling else "greedy"
     if args.mode != "typical" and args.epsilon is not None:
         raise ValueError("--epsilon is the threshold of --mode typical")
     if args.mode == "greedy" and given_sampling:

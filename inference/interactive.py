@@ -1,6 +1,7 @@
 """Answers streamed to stdout as they are decoded, and --interactive: a conversation, or texts that are continued."""
 
 import contextlib
+import re
 import signal
 import sys
 import time
@@ -162,7 +163,7 @@ def read_line() -> str | None:
 
 
 def interact(decoder: SpeculativeDecoder, name: str, options: Options, *, raw: bool) -> None:
-    """Answer lines from stdin until ``/exit`` or the end of the input.
+    """Answer lines from stdin until ``/exit``, the end of the input, or Ctrl-C between answers.
 
     With a chat template they are the user's messages of a conversation, which is rendered and prefilled anew each turn;
     without one, or with ``raw``, each line is a text of its own that the target continues.
@@ -185,7 +186,11 @@ def interact(decoder: SpeculativeDecoder, name: str, options: Options, *, raw: b
     answers = 0
     while True:
         try:
-            line = read_line()
+            try:
+                line = read_line()
+            except KeyboardInterrupt:
+                console.print()
+                return
             if line is None or line == "/exit":
                 return
             if line == "/help":
@@ -197,6 +202,11 @@ def interact(decoder: SpeculativeDecoder, name: str, options: Options, *, raw: b
                 continue
             if not line:
                 continue
+            command = re.match(r"/[A-Za-z-]+(?=\s|$)", line)
+            if is_chat and command:
+                raise ValueError(
+                    f"this line was not sent: {command[0]} is no command ({_HELP}); with a space before it, it would be"
+                )
             messages: list[Message] = [*chat, {"role": "user", "content": line}]
             prompt = encode_prompt(messages if is_chat else line, tokenizer)
             if len(prompt) >= target.context:

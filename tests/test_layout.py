@@ -198,6 +198,7 @@ print(draftsmith.__version__, versions()["draftsmith"])
 """
 
 
+@pytest.mark.whole_runs
 @pytest.mark.parametrize("installed", ["editable", "wheel", "path"])
 def test_version(wheel, tmp_path, installed):
     """The package's version is that of the wheel's metadata, from wherever it is imported."""

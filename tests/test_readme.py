@@ -163,6 +163,7 @@ def readme_section(heading: str, language: str) -> str:
     return block
 
 
+@pytest.mark.whole_runs
 def test_the_examples_of_the_readme(folder):
     """Train, decode and Python as printed, in this order: the text is the same with a trained drafter and without."""
     said = readme_section("Decode", "text")

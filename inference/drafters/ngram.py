@@ -66,7 +66,7 @@ class NgramDrafter(Drafter):
     loops over the few candidates; their trees are as large as the matches allow, and the root alone if there are none.
 
     Args:
-        max_match, min_match: tokens of a match; longer ones count as ``max_match``.
+        max_match, min_match: tokens of a match; longer ones count as ``max_match``, which the target's context bounds.
         depth: tokens of a continuation.
         branches: maximum number of continuations.
         costs: if given, eager steps propose only the likeliest nodes, as many as maximise expected tokens / time:
@@ -74,7 +74,7 @@ class NgramDrafter(Drafter):
             standard costs, so that a seed gives the same text in any batch and on any machine.
 
     Raises:
-        ValueError: a number is less than 1, or ``min_match`` greater than ``max_match``.
+        ValueError: a number is less than 1, or ``min_match`` greater than ``max_match`` or than the target's context.
     """
 
     static = True
@@ -86,6 +86,11 @@ class NgramDrafter(Drafter):
     ) -> None:  # fmt: skip
         if not 1 <= min_match <= max_match:
             raise ValueError(f"min_match {min_match}, max_match {max_match}: must be 1 ≤ min_match ≤ max_match")
+        if min_match > target.context:
+            raise ValueError(
+                f"n-grams of at least {min_match} tokens: the context of target '{target.name}' holds {target.context}"
+            )
+        max_match = min(max_match, target.context)
         if depth < 1 or branches < 1:
             raise ValueError(f"depth {depth}, branches {branches}: each must be at least 1")
         self.device, self.max_match, self.min_match, self.costs = target.device, max_match, min_match, costs

@@ -41,6 +41,8 @@ from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import distill, dynaspec, eagle, lm, medusa, ssm
 
+pytestmark = pytest.mark.whole_runs  # random recipes, artifacts and command lines
+
 ROOT = Path(__file__).parents[2]
 SEEDED = any(argument.startswith("--hypothesis-seed") for argument in sys.argv)
 MORE = int(os.environ.get("FUZZ", "1"))

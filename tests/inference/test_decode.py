@@ -309,13 +309,14 @@ def converse(target, lines, limit):
 
 def test_a_conversation_keeps_its_history(run_main, drafter, target, monkeypatch):
     """An empty line is no message; behind /reset nothing is left of what was said; behind /exit nothing is read."""
-    given = "a = é\r\n\nb = 2\n/help\n/reset\nb = 2\n/exit\nnever sent".encode()
+    given = "a = é\r\n\nb = 2\n/help\n/foo bar\n/reset\nb = 2\n/exit\nnever sent".encode()
     code, out, err = run_interactive(run_main, monkeypatch, drafter, given, "--max-new-tokens", 5)
     first, second = converse(target, ["a = é", "b = 2"], 5)
     (alone,) = converse(target, ["b = 2"], 5)
     assert alone != second, "the history matters"
     assert (code, out, err.count("tokens in")) == (0, "\n".join([first, second, alone]), 3)
-    assert err.count("/reset begins a new conversation") == err.count("a new conversation begins") == 1
+    assert err.count("/reset begins a new conversation") == 2 and err.count("a new conversation begins") == 1
+    assert err.count("this line was not sent: /foo is no command (/reset begins") == 1
 
 
 def test_two_turns_with_the_bundled_target_by_the_real_command():
@@ -463,8 +464,8 @@ def test_control_c_on_a_terminal():
             terminal.type(b"\x03")
             time.sleep(0.5)
     code, err = terminal.end()
-    assert (code, err.count("ended by Ctrl-C")) == (2, 1), err
-    assert err.endswith("error: interrupted; files already written are whole\n")
+    assert (code, err.count("ended by Ctrl-C")) == (0, 1), err
+    assert "error" not in err
 
 
 # ---- reports
@@ -756,7 +757,7 @@ def test_typical_says_that_it_is_lossy(drafter, prompts, tmp_path, run_main):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--temperature", "0.5"], "--temperature needs --mode sample"),
+        (["--temperature", "0.5", "--mode", "greedy"], "--temperature needs --mode sample"),
         (["--epsilon", "0.1"], "--epsilon is the threshold of --mode typical"),
         (["--mode", "sample", "--top-p", "1.5"], "top_p 1.5: must be above 0 and at most 1"),
         (["--mode", "typical", "--check-lossless"], "--mode typical is lossy by design"),

@@ -103,6 +103,7 @@ def metrics(folder, key):
 @pytest.mark.parametrize(
     "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero2", "zero3"))]
 )
+@pytest.mark.whole_runs
 def test_two_processes_train_as_one(recipe, whole, strategy):
     """Every figure of the whole run within a thousandth."""
     finish(launch(strategy, recipe, f"run.name={strategy}", prepared=whole))
