@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,17 +130,66 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
         yield
 
 
-def check_folder(option: str, folder: Path | None) -> None:
+def check_folder(option: str, folder: Path | None, own: Mapping[str, str] | None = None) -> None:
     """Make a folder for results and try to write there; None is skipped.
 
     Args:
         option: of the command line, for the error.
+        own: file that will be written there → a field that it has where this command wrote it. Such a file with
+            another content is somebody else's.
 
     Raises:
-        ValueError: it cannot be made, or nothing can be written there.
+        ValueError: it is the current folder, it cannot be made, nothing can be written there, or somebody else's file
+            would be overwritten.
     """
-    if folder is None:
+    if folder is not None:
+        check_own(option, folder, own or {})
+        _check_writable(option, folder)
+
+
+def check_own(option: str, folder: Path, own: Mapping[str, str]) -> None:
+    """The part of :func:`check_folder` that makes nothing.
+
+    Raises:
+        ValueError: it is the current folder, or somebody else's file would be overwritten.
+    """
+    if folder == Path():
+        raise ValueError(f"{option} '{folder}': is the current folder; name one for what is written")
+    for name, field in own.items():
+        if (folder / name).exists() and not _has_field(folder / name, field):
+            raise ValueError(
+                f"{option} {folder}: there is a {name} that this command did not write, and it would be overwritten; "
+                "name another folder"
+            )
+
+
+def check_file(option: str, file: Path | None, *suffixes: str) -> None:
+    """Make the folder of a file for results and try to write there; None is skipped.
+
+    Args:
+        suffixes: that it may have, so that no file of another kind is replaced; ``.json`` if left out.
+
+    Raises:
+        ValueError: it is a folder, has another suffix, or nothing can be written there.
+    """
+    if file is None:
         return
+    suffixes = suffixes or (".json",)
+    if file.is_dir():
+        raise ValueError(f"{option} '{file}': is a folder; name the {suffixes[0]} file to write")
+    if file.suffix not in suffixes:
+        raise ValueError(f"{option} {file}: name a {' or '.join(suffixes)} file")
+    _check_writable(option, file.parent)
+
+
+def _has_field(file: Path, field: str) -> bool:
+    try:
+        return field in json_object(file)
+    except (OSError, ValueError):
+        return False
+
+
+def _check_writable(option: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.common.command import run_command
-from draftsmith.common.files import write_text
+from draftsmith.common.files import check_file, write_text
 from draftsmith.data.formats import Message
-from draftsmith.data.prompts import make_parent, positive
+from draftsmith.data.prompts import positive
 
 if TYPE_CHECKING:
     from faker import Faker
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="another one gives other chats (default 0)")
     parser.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
     args = parser.parse_args()
-    make_parent(args.out)
+    check_file("--out", args.out, ".jsonl")
     try:
         rows = chats(args.count, args.seed)
     except ModuleNotFoundError:

@@ -32,12 +32,11 @@ from typing import Any
 import numpy as np
 
 from draftsmith.common.command import first_line, run_command
-from draftsmith.common.files import replacing, write_text
+from draftsmith.common.files import check_file, replacing, write_text
 from draftsmith.common.sections import LOCAL_FILES, Source
 from draftsmith.data import evaluation
 from draftsmith.data.evaluation import EvaluationPrompt
 from draftsmith.data.formats import Completion, Message, Turns, read_prompt, read_sample
-from draftsmith.data.prompts import make_parent
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
 WORDS = 8  # of a passage
@@ -271,9 +270,8 @@ def main() -> None:
     for file in files:
         if not file.endswith(LOCAL_FILES):
             raise ValueError(f"{file}: no file of rows; give one that ends in {', '.join(LOCAL_FILES)} or .safetensors")
-    for path in (args.clean, args.save):
-        if path:
-            make_parent(path)
+    check_file("--clean", args.clean, ".jsonl", ".parquet")
+    check_file("--save", args.save, ".safetensors")
     if not files and (args.clean or args.save):
         raise ValueError("--clean and --save need files of rows, which .safetensors do not hold")
     overlap = Overlap.load(args.against)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from draftsmith.common.command import run_command
-from draftsmith.common.files import write_text
+from draftsmith.common.files import check_file, write_text
 from draftsmith.data import evaluation, sources
 from draftsmith.models.tokenizer import load_tokenizer
 
@@ -146,26 +146,12 @@ def evaluation_prompts(
 
 def write(path: Path, chosen: list[Prompt] | list[evaluation.EvaluationPrompt]) -> None:
     """Write one ``{"prompt", "source"}`` or ``{"messages", "source", "kind"}`` per line, atomically."""
-    make_parent(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     rows = (
         {"prompt": p.text, "source": p.source} if isinstance(p, Prompt)
         else {"messages": p.messages, "source": p.source, "kind": p.kind} for p in chosen
     )  # fmt: skip
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def make_parent(path: Path) -> None:
-    """Make the folder of a file that will be written.
-
-    Raises:
-        ValueError: it cannot be made, or ``path`` is a folder.
-    """
-    if path.is_dir():
-        raise ValueError(f"{path}: this is a folder; name the file to write")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
 
 
 def positive(text: str) -> int:
@@ -190,7 +176,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
     args = parser.parse_args()
-    make_parent(args.out)
+    check_file("--out", args.out, ".jsonl")
     names = list(dict.fromkeys(args.source))
     if all(name in evaluation.NAMES for name in names):
         if args.split:

@@ -15,7 +15,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 
 from draftsmith.common.command import run_command
-from draftsmith.common.files import check_folder, json_object, parse_json, read_text, replacing
+from draftsmith.common.files import check_file, json_object, parse_json, read_text, replacing
 
 
 def draw(lines: list[dict[str, Any]], by_labels: list[tuple[int, float]], path: Path) -> None:
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="the run's folder; then those of runs on less data")
     parser.add_argument("--out", type=Path, required=True, help="the picture to write")
     args = parser.parse_args()
-    check_folder("--out", args.out.parent)
+    check_file("--out", args.out, ".png")
     file = args.runs[0] / "metrics.jsonl"
     lines = [parse_json(line, f"{file}:{number}") for number, line in enumerate(read_text(file).splitlines(), 1)]
     by_labels: list[tuple[int, float]] = []

@@ -99,7 +99,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from draftsmith.common.files import check_folder, write_json, write_text
+from draftsmith.common.files import check_file, write_json, write_text
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.protocol import PlainDrafter
 from draftsmith.inference.report import write_figure
@@ -517,11 +517,8 @@ def main() -> None:
         raise ValueError(f"--device {device}: unknown; use cpu, cuda or cuda:N")
     # Impossible trees are refused before anything is loaded.
     positions = max(args.contexts) + max(grow_tree(nodes, args.heads).max_depth for nodes in args.nodes) + 1
-    if args.out:
-        if args.out.suffix != ".json":
-            raise ValueError(f"--out {args.out}: name a .json file; the plot gets the same name with .png")
-        check_folder("--out", args.out.parent)
-    check_folder("--profile", args.profile and args.profile.parent)
+    check_file("--out", args.out)
+    check_file("--profile", args.profile, ".txt")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     name = args.dtype

@@ -51,7 +51,7 @@ if __name__ == "__main__":
 import torch
 from rich.table import Table
 
-from draftsmith.common.files import check_folder, write_json
+from draftsmith.common.files import check_file, write_json
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine import SpeculativeDecoder
 from draftsmith.inference.prompts import encode_prompts, read_prompts
@@ -121,10 +121,7 @@ def main() -> None:
         check_counts(expansion=children)
     if args.seconds is not None and not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds:g}: must be above 0")
-    if args.out:
-        if args.out.suffix != ".json":
-            raise ValueError(f"--out {args.out}: name a .json file")
-        check_folder("--out", args.out.parent)
+    check_file("--out", args.out)
     given = read_prompts(args.prompts)
     torch.set_num_threads(args.threads)
     options: dict[str, Any] = {"dtype": args.dtype, "device": choose_device(args.device)}

@@ -95,7 +95,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from draftsmith.common.files import check_folder, write_json
+from draftsmith.common.files import check_file, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
@@ -573,10 +573,7 @@ def check(args: argparse.Namespace) -> None:
         again = [name for place, name in enumerate(names) if name in names[:place]]
         if again:
             raise ValueError(f"{option}{' '.join(names)}: {again[0]} is given twice; leave one out")
-    if args.out:
-        if args.out.suffix != ".json":
-            raise ValueError(f"--out {args.out}: name a .json file")
-        check_folder("--out", args.out.parent)
+    check_file("--out", args.out)
 
 
 def load_decoders(args: argparse.Namespace) -> tuple[Target, dict[str, SpeculativeDecoder]]:

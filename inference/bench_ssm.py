@@ -90,7 +90,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from draftsmith.common.files import check_folder, write_json
+from draftsmith.common.files import check_file, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.answers import answer
 from draftsmith.inference.costs import StepCosts, step_costs
@@ -494,10 +494,7 @@ def check(args: argparse.Namespace) -> None:
         if again:
             prefix = "" if option == "folders" else f"--{option} "
             raise ValueError(f"{prefix}{' '.join(map(str, values))}: {again[0]} is given twice; leave one out")
-    if args.out:
-        if args.out.suffix != ".json":
-            raise ValueError(f"--out {args.out}: name a .json file")
-        check_folder("--out", args.out.parent)
+    check_file("--out", args.out)
 
 
 def main() -> None:

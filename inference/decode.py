@@ -148,7 +148,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--prompt: the text is empty; give it at least one character")
     if args.raw and args.prompts:
         raise ValueError('--raw is for --prompt and --interactive; of --prompts, lines of {"prompt": …} are raw text')
-    check_folder("--report", args.report)
+    check_folder("--report", args.report, {"report.json": "drafter"})
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ Shape letters: B rows, N nodes, W 64-bit words, D depth of the deepest node, A =
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.tree_attention import ancestor_mask
 
 
@@ -151,8 +151,9 @@ def accept_greedy(
         )
     rows, nodes = tokens.shape
     assert committed.shape[1] >= max_depth + 2
-    for part in (choice, best, tokens, parent, depth, ancestors, valid, active, committed):
-        assert part.stride(-1) == 1 or part.shape[-1] == 1
+    assert committed.stride(-1) == 1
+    choice, best, tokens, parent = dense(choice), dense(best), dense(tokens), dense(parent)
+    depth, ancestors, valid, active = dense(depth), dense(ancestors), dense(valid), dense(active)
     path = torch.empty(rows, max_depth + 1, dtype=torch.int64, device=choice.device)
     length, node, bonus = torch.empty(3, rows, dtype=torch.int64, device=choice.device)
     finite = torch.empty(rows, dtype=torch.bool, device=choice.device)
@@ -205,7 +206,7 @@ def advance(
         lengths: ``[B]`` int64, cached tokens per row; written to.
         root: ``[B]`` int64, the last committed token; written to.
         feature: ``[B, F]``, the last stride is 1; written to.
-        features: ``[B, N, F]`` of the same dtype, of this step's nodes; the last stride is 1.
+        features: ``[B, N, F]`` of the same dtype, of this step's nodes.
         node, bonus, length: ``[B]`` int64, from :func:`accept_greedy` or another verdict.
         active: ``[B]`` bool, False for a row whose length stays as it is.
     """
@@ -214,8 +215,9 @@ def advance(
         return
     (rows, _, width), block = features.shape, 1024
     assert feature.shape == (rows, width) and feature.dtype == features.dtype
-    assert feature.stride(1) == features.stride(2) == 1
-    assert all(part.is_contiguous() for part in (lengths, root, node, bonus, length, active))
+    features, node, bonus = dense(features), dense(node), dense(bonus)
+    length, active = dense(length), dense(active)
+    assert feature.stride(1) == 1 and lengths.is_contiguous() and root.is_contiguous()
     with torch.cuda.device_of(features):
         _advance_kernel[(rows, -(-width // block))](
             lengths, root, feature, features, node, bonus, length, active.view(torch.int8), width, feature.stride(0),

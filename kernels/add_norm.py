@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 
 
 def add_norm_reference(
@@ -74,7 +74,7 @@ def add_norm(
 ) -> None:  # fmt: skip
     """Add a branch to the residual, in place, and write the norm of the sum to ``out``.
 
-    The last stride of each tensor is 1; no tensor may overlap ``out``.
+    The last stride of each tensor but y is 1; no tensor may overlap ``out``.
 
     Args:
         x: ``[M, d]`` float32, float16 or bfloat16, the residual; d ≤ 16384 for good speed (a row is held in registers).
@@ -94,7 +94,8 @@ def add_norm(
         return
     rows, width = x.shape
     assert out.shape == x.shape and (y is None or y.shape[1:] == x.shape)
-    assert all(one is None or one.stride(-1) == 1 for one in (x, y, weight, out, bias, after))
+    y = None if y is None else dense(y)
+    assert all(one is None or one.stride(-1) == 1 for one in (x, weight, out, bias, after))
     with torch.cuda.device_of(x):
         _add_norm_kernel[(rows,)](
             x, y, weight, bias, after, out, width, eps, eps if after_eps is None else after_eps, factor,

@@ -54,6 +54,11 @@ def why_not_triton(tensor: Tensor) -> str | None:
     return None
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if its last axis is not dense: kernels' public functions read tensors of any strides."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
 def next_power(number: int, minimum: int = 1) -> int:
     """The smallest power of two that is at least ``number`` and ``minimum`` (itself a power of two)."""
     return max(minimum, 1 << (number - 1).bit_length())

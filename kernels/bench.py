@@ -81,7 +81,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.common.files import check_folder, write_json
+from draftsmith.common.files import check_file, write_json
 from draftsmith.kernels import linear
 from draftsmith.kernels.accept_greedy import accept_greedy, accept_greedy_reference, advance, advance_reference
 from draftsmith.kernels.add_norm import add_norm, add_norm_reference
@@ -726,7 +726,7 @@ def main() -> None:
     wanted = args.kernels or list(KERNELS)
     if unknown := set(wanted) - set(KERNELS):
         raise ValueError(f"{', '.join(sorted(unknown))}: no such kernel; there are {', '.join(KERNELS)}")
-    check_folder("--out", args.out and args.out.parent)
+    check_file("--out", args.out)
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if set(wanted) != {"shortlist"} or args.device == "cuda":
         if triton is None:

@@ -13,7 +13,7 @@ length.
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 
 
 def commit_reference(storage: Tensor, lengths: Tensor, path: Tensor, length: Tensor) -> None:
@@ -64,7 +64,8 @@ def commit(storage: Tensor, lengths: Tensor, path: Tensor, length: Tensor) -> No
     if why_not_triton(storage):
         commit_reference(storage, lengths, path, length)
         return
-    assert storage.is_contiguous() and path.stride(1) == 1
+    assert storage.is_contiguous()
+    lengths, path, length = dense(lengths), dense(path), dense(length)
     layers, _, rows, heads, _, width = storage.shape
     _, layer_stride, row_stride, head_stride, slot_stride, _ = storage.stride()
     tile = commit_tile(heads, width)

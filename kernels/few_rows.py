@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.backend import INTERPRETING, constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import INTERPRETING, constexpr, dense, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.gated import activated, gated_reference
 
 MAX_ROWS = 64
@@ -245,7 +245,7 @@ def few_rows_product(
     """The parts of ``x matrix``; of one part also a layer's ``act(norm(x) matrix + bias)`` and ``out += factor · …``.
 
     Args:
-        x: ``[M, K]`` float32, float16 or bfloat16, M ≤ 64, or 1 for a "vector" form; the last stride is 1.
+        x: ``[M, K]`` float32, float16 or bfloat16, M ≤ 64, or 1 for a "vector" form.
         matrix: ``[K, N]`` of the same dtype; the first stride is 1, as of ``nn.Linear.weight.t()``.
         form: one of :func:`candidates`.
         out: ``[S, M, N]``, written to if given, in any of these dtypes; the last stride is 1.
@@ -271,7 +271,8 @@ def few_rows_product(
         residual = out.clone() if add else None
         options: dict[str, Any] = {"norm": norm, "bias": bias, "act": act, "residual": residual, "factor": factor}
         return out.copy_(few_rows_reference(x, matrix, form, **options))
-    assert x.stride(1) == out.stride(2) == 1 and (matrix.stride(0) == 1 or inputs == 1)
+    x = dense(x)
+    assert out.stride(2) == 1 and (matrix.stride(0) == 1 or inputs == 1)
     grid = (-(-outputs * (2 if act else 1) // form.outputs), form.parts)
     weight, eps = norm or (None, 0.0)
     per_part, pdl = part_length(inputs, form), bool(os.environ.get(PDL)) and not INTERPRETING

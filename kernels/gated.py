@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 
 ACTS = ("silu", "gelu_tanh")
 # transformers' classes, by name: it is not imported here, and renames them. All of them are functions of their input
@@ -83,7 +83,7 @@ def gated_tile(width: int) -> dict[str, int]:
 
 
 def gated(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | None = None) -> None:
-    """Write the gated activation to ``out``. The last stride of each tensor is 1.
+    """Write the gated activation to ``out``. The last stride of ``out`` and ``bias`` is 1.
 
     Args:
         gate_up: ``[S, M, 2F]`` in the dtype of out or float32, the gate first; its parts are added up, and the code
@@ -102,7 +102,8 @@ def gated(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | None = None)
         return
     rows, width = out.shape
     assert gate_up.shape[1:] == (rows, 2 * width)
-    assert all(one is None or one.stride(-1) == 1 for one in (gate_up, out, bias))
+    gate_up = dense(gate_up)
+    assert all(one is None or one.stride(-1) == 1 for one in (out, bias))
     tile = gated_tile(width)
     with torch.cuda.device_of(gate_up):
         _gated_kernel[(rows, -(-width // tile["BLOCK"]))](

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 
 MAX_COUNT = 16  # largest R: the kernel extracts the best R one by one
 MERGED_AT_ONCE = 1024  # candidates that a program of the merge holds in registers
@@ -202,7 +202,7 @@ def head_topk(
     """The best ``count`` tokens of each row, best first.
 
     Args:
-        features: ``[M, d]`` float32, float16 or bfloat16; the last stride is 1.
+        features: ``[M, d]`` float32, float16 or bfloat16.
         weight: ``[V, d]`` of the same dtype; the last stride is 1.
         count: R ≤ min(16, V).
         log_q: whether the values are log probabilities.
@@ -246,7 +246,7 @@ def head_argmax(features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     inputs' dtype, and among equal ones the lowest id counts.
 
     Args:
-        features: ``[…, d]`` float32, float16 or bfloat16; the last stride is 1.
+        features: ``[…, d]`` float32, float16 or bfloat16.
         weight: ``[V, d]`` of the same dtype; the last stride is 1.
 
     Returns:
@@ -265,7 +265,8 @@ def _head_topk(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Both kernels."""
     (rows, width), vocabulary = features.shape, len(weight)
-    assert features.stride(1) == weight.stride(1) == 1 and (tokens is None or tokens.is_contiguous())
+    features = dense(features)
+    assert weight.stride(1) == 1 and (tokens is None or tokens.is_contiguous())
     tile = topk_tile(rows, features.dtype)
     blocks = -(-vocabulary // tile["BLOCK_V"])
     values = features.new_empty((rows, blocks * count), dtype=torch.float32)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 
 Norms = tuple[Tensor, Tensor, float]  # weights [d] of the embeddings' and the hidden states' norm, eps
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -26,7 +26,7 @@ def pair_input_reference(
 ) -> Inputs:  # fmt: skip
     """The definition of :func:`pair_input`."""
     hidden = hidden if above is None else hidden.index_select(1, above)
-    parts = [F.embedding(tokens, embedding), hidden]
+    parts = [F.embedding(tokens.clamp(min=0), embedding), hidden]
     if norms is not None:
         *weights, eps = norms
         parts = [
@@ -81,13 +81,13 @@ def pair_input(
     """The input of the layer for n nodes of each row.
 
     Args:
-        tokens: ``[B, n]`` int64; the last stride is 1. A negative one (no token) is read as 0.
+        tokens: ``[B, n]`` int64. A negative one (no token) is read as 0.
         embedding: ``[V, d]``; the last stride is 1.
-        hidden: ``[B, m, d]`` of the same dtype; the last stride is 1.
+        hidden: ``[B, m, d]`` of the same dtype.
         above: ``[n]`` int64, the place in ``hidden`` of each node's parent; None if it is the node's own (m = n).
         norms: weights ``[d]`` of the norms of embeddings and of hidden states, and their eps; None for no norms.
-        lengths: ``[B]`` int64, contiguous.
-        depth: ``[B, n]`` int32; rows may have any stride.
+        lengths: ``[B]`` int64.
+        depth: ``[B, n]`` int32.
         first: the number of the first node.
         last: the last position.
 
@@ -97,9 +97,8 @@ def pair_input(
     if why_not_triton(hidden):
         return pair_input_reference(tokens, embedding, hidden, above, norms, lengths, depth, first, last)
     (rows, nodes), width = tokens.shape, hidden.shape[2]
-    assert embedding.dtype == hidden.dtype and embedding.shape[1] == width and hidden.stride(2) == 1
-    assert tokens.stride(1) == 1 or nodes == 1
-    assert embedding.stride(1) == 1 and (depth.stride(1) == 1 or nodes == 1) and lengths.is_contiguous()
+    tokens, hidden, depth, lengths = dense(tokens), dense(hidden), dense(depth), dense(lengths)
+    assert embedding.dtype == hidden.dtype and embedding.shape[1] == width and embedding.stride(1) == 1
     pairs, residual = hidden.new_empty(rows * nodes, 2 * width), hidden.new_empty(rows * nodes, width)
     positions, slots = tokens.new_empty((2, rows, nodes))
     embedding_norm, hidden_norm, eps = norms or (None, None, 0.0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.backend import constexpr, jit, multiprocessors, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import constexpr, dense, jit, multiprocessors, next_power, tl, why_not_triton
 
 MAX_ROWS = 64  # largest P of the kernel; with more, cuBLAS reuses W better
 
@@ -73,7 +73,7 @@ def res_block(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     operations are PyTorch's, as they are without a GPU.
 
     Args:
-        x: ``[K, P, d]`` float32, float16 or bfloat16; the last stride is 1, and that of the heads may be 0.
+        x: ``[K, P, d]`` float32, float16 or bfloat16; the stride of the heads may be 0.
         weight: ``[K, d, d]`` of the same dtype, inputs first; the last stride is 1.
         bias: ``[K, 1, d]`` of the same dtype; the last stride is 1.
 
@@ -84,7 +84,8 @@ def res_block(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
     if plain or why_not_triton(x) or not 0 < rows <= MAX_ROWS or not heads:
         return res_block_reference(x, weight, bias)
-    assert x.stride(2) == weight.stride(2) == bias.stride(2) == 1 and x.dtype == weight.dtype == bias.dtype
+    x = dense(x)
+    assert weight.stride(2) == bias.stride(2) == 1 and x.dtype == weight.dtype == bias.dtype
     out = x.new_empty(heads, rows, width)
     tile = res_block_tile(heads, rows, width, x.dtype, multiprocessors(x.device))
     with torch.cuda.device_of(x):

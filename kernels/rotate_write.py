@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 
 
 def rotate_write_reference(
@@ -113,7 +113,7 @@ def rotate_write(
 
     Args:
         qkv: ``[S, M, (H + 2G) · D]`` in the dtype of q_out or float32: queries, keys, values; its parts are added up,
-            and the code grows with S. The last stride is 1, D is even.
+            and the code grows with S. D is even.
         table: ``[P, 2 · D]``: cos, then sin with its first half negated (``LeanDecoder.tables``); the last stride is 1.
         positions: ``[B, N]`` int64, < P: they are not checked.
         slots: ``[B or 1, N]`` int64 slots of the new nodes, different ones within a row; not checked either.
@@ -131,7 +131,8 @@ def rotate_write(
     (rows, count, heads, width), kv_heads = q_out.shape, cache.shape[3]
     assert qkv.shape[1:] == (rows * count, (heads + 2 * kv_heads) * width) and width % 2 == 0
     assert q_out.is_contiguous() and table.shape[1] == 2 * width and positions.shape == (rows, count)
-    assert all(one is None or one.stride(-1) == 1 for one in (qkv, table, cache, bias, norm))
+    qkv, positions, slots = dense(qkv), dense(positions), dense(slots)
+    assert all(one is None or one.stride(-1) == 1 for one in (table, cache, bias, norm))
     tile = rotate_write_tile(heads + 2 * kv_heads, width)
     with torch.cuda.device_of(qkv):
         _rotate_write_kernel[(rows * count, -(-(heads + 2 * kv_heads) // tile["BLOCK_H"]))](

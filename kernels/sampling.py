@@ -27,7 +27,7 @@ Shape letters: B rows, N nodes, K draws of a node, V vocabulary.
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 
 _LOW = 0xFFFFFFFF
 # The lowest bits of a float32 number that are 0 if it was one of these.
@@ -341,7 +341,7 @@ def distribution_scalars(
     """Everything that defines the target's distribution at each node beside the logits. Triton alone.
 
     Args:
-        logits: ``[B, N, V]`` of any float dtype; the last stride is 1.
+        logits: ``[B, N, V]`` of any float dtype.
         temperature: ``[B]`` float32; 0: the best token alone.
         top_k: ``[B]`` int64; 0 keeps all.
         top_p: ``[B]`` float32 above 0; 1 keeps all.
@@ -361,7 +361,7 @@ def distribution_scalars(
         were rejected, 0 where there is no draw; written if there are draws.
     """
     rows, nodes, vocabulary = logits.shape
-    assert logits.stride(2) == 1
+    logits = dense(logits)
     max_draws = 0 if child is None else child.shape[2]
     scalars = torch.empty(rows, nodes, 4, dtype=torch.float32, device=logits.device)
     best = torch.empty(rows, nodes, dtype=torch.int32, device=logits.device)
@@ -370,8 +370,8 @@ def distribution_scalars(
         tokens = child = best  # in place of them: never read
         strides = [0, 0]
     else:
-        tokens, strides = tokens.contiguous(), child.stride()[:2]
-        assert child.stride(2) == 1
+        tokens, child = tokens.contiguous(), dense(child)
+        strides = child.stride()[:2]
     uses_greedy, uses_top, uses_min_p = uses
     tile = distribution_tile(vocabulary, uses_top)
     if block:

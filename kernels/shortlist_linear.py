@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.head_topk import MAX_COUNT, _merge_topk_kernel, topk_tile
 from draftsmith.kernels.linear import FORMS, product
 
@@ -181,7 +181,7 @@ def shortlist_logits(features: Tensor, weight: Tensor, rows: Tensor, static: boo
     of 16-bit inputs are rounded to the inputs' dtype, as ``F.linear`` does.
 
     Args:
-        features: ``[B, n, d]`` float32, float16 or bfloat16; the last stride is 1.
+        features: ``[B, n, d]`` float32, float16 or bfloat16.
         weight: ``[V, d]`` of the same dtype; the last stride is 1. No gradients are computed.
         rows: ``[B, C]`` int64, from :func:`pack_shortlist`; any other order is correct too, with padding (−1) at
             the end.
@@ -190,10 +190,11 @@ def shortlist_logits(features: Tensor, weight: Tensor, rows: Tensor, static: boo
     Returns:
         ``[B, n, C]`` float32, −inf in padding.
     """
-    assert features.stride(2) == weight.stride(1) == rows.stride(1) == 1
     if why_not_triton(features):
         plain = static or not features.is_cpu
         return _logits_plain(features, weight, rows) if plain else _logits_cpu(features, weight, rows)
+    features, rows = dense(features), dense(rows)
+    assert weight.stride(1) == 1
     (texts, nodes, width), capacity = features.shape, rows.shape[1]
     out = features.new_empty((texts, nodes, capacity), dtype=torch.float32)
     tile = topk_tile(nodes, features.dtype)
@@ -255,7 +256,8 @@ def shortlist_topk(
     if why_not_triton(features):
         best = shortlist_logits(features, weight, rows, static).topk(count, -1)
         return best.values, _tokens(best.values, best.indices, rows, ids)
-    assert features.stride(2) == weight.stride(1) == rows.stride(1) == 1
+    features, rows, ids = dense(features), dense(rows), dense(ids)
+    assert weight.stride(1) == 1
     tile = topk_tile(nodes, features.dtype)
     blocks = -(-capacity // tile["BLOCK_V"])
     values = features.new_empty((texts, nodes, blocks * count), dtype=torch.float32)

@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from draftsmith.kernels.backend import (
     constexpr,
+    dense,
     jit,
     multiprocessors,
     next_power,
@@ -747,7 +748,7 @@ def tree_attention_cached(
     are not rounded to TF32.
 
     Args:
-        q: ``[B, Hq, Q, D]`` float32, float16 or bfloat16; any strides but the last, which is 1.
+        q: ``[B, Hq, Q, D]`` float32, float16 or bfloat16, of any strides.
         k, v: ``[B, Hkv, S, D]`` views of the cache, not copied; the tree's keys are already in their slots.
         lengths: ``[B]`` int64, cached tokens per row (L); may be 0.
         ancestors: ``[B, Q, W]`` int64; bit j of query i (word j // 64) is set if it sees the tree key in slot L + j.
@@ -770,10 +771,11 @@ def tree_attention_cached(
         return tree_attention_cached_reference(
             q, k, v, lengths, ancestors, num_tree_keys, scale, depth, key_depth, window, softcap
         )
-    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == ancestors.stride(-1) == 1
+    q, lengths, ancestors = dense(q), dense(lengths), dense(ancestors)
+    assert k.stride(-1) == v.stride(-1) == 1
     if window:
         assert depth is not None and key_depth is not None, "a window needs depths"
-        assert depth.stride(-1) == key_depth.stride(-1) == 1
+        depth, key_depth = dense(depth), dense(key_depth)
     rows, heads, queries, width = q.shape
     if work is None:
         num_items = attention_items(rows, queries, heads, k.shape[1], width, k.shape[2], q.dtype, q.device)

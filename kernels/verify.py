@@ -31,7 +31,7 @@ deepest node + 1.
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import constexpr, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.sampling import (
     distribution_reference,
     distribution_scalars,
@@ -458,7 +458,8 @@ def verify_logits(
         )  # fmt: skip
     rows, nodes, vocabulary = logits.shape
     max_draws = child.shape[2]
-    assert logits.stride(2) == 1 and (not max_draws or child.stride(2) == uniforms.stride(2) == 1)
+    logits, bonus_uniform = dense(logits), dense(bonus_uniform)
+    child, uniforms = (dense(child), dense(uniforms)) if max_draws else (child, uniforms)
     tokens, has_q = tokens.contiguous(), q is not None and max_draws > 0
     one_hot = (None, None) if has_q else (tokens, child)
     scalars, best, acceptance = distribution_scalars(

@@ -58,7 +58,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftsmith.common.command import first_line
-from draftsmith.common.files import check_folder, json_object, replacing_folder, write_json, write_text
+from draftsmith.common.files import check_folder, check_own, json_object, replacing_folder, write_json, write_text
 from draftsmith.models.artifact import check_target, provenance, push, read_drafter
 from draftsmith.models.eagle import Eagle, EagleConfig
 from draftsmith.models.exported import difference
@@ -352,6 +352,9 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
     if config["target"].get("adapter"):
         raise ValueError(f"{folder}: it was trained with an adapter of its target, which a server's target lacks")
     name = target_name or trained_for
+    empty = [part for part, weight in weights.items() if weight.dim() == 2 and not weight.any()]
+    if empty:
+        raise ValueError(f"{folder}: '{empty[0]}' has zeros alone, so that it drafts nothing; train it anew")
     revision = None if target_name else config["target"].get("revision")
     needed = c.projection == "shared" or to == "speculators"
     stored = resolve_folder(name, revision, weights=needed)
@@ -439,19 +442,32 @@ Logits computed from these files were compared with the drafter's own; `provenan
 """
 
 
-def _exported(folder: Path) -> bool:
-    """Whether this command wrote a folder, which it then may replace."""
-    file = folder / "provenance.json"
-    return file.exists() and "max_logit_difference" in json_object(file)
+def check_output(out: Path) -> None:
+    """Check the folder to write, which is a new one, an empty one, or one that this command wrote before.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    check_own("--out", out, {"provenance.json": "max_logit_difference"})
+    if out.is_dir() and any(out.iterdir()) and not (out / "provenance.json").exists():
+        there = sorted(path.name for path in out.iterdir())
+        more = ", …" if len(there) > 3 else ""
+        raise ValueError(f"--out {out}: it holds other things ({', '.join(there[:3])}{more}); name another folder")
 
 
 def main() -> None:
     args = parser().parse_args()
     if args.speculative_tokens < 1:
         raise ValueError(f"--speculative-tokens {args.speculative_tokens}: it has to be above 0")
-    if (args.out / "config.json").exists() and not _exported(args.out):
-        raise ValueError(f"--out {args.out}: a model or drafter is here and would be overwritten; name another folder")
+    if args.served_target == "":
+        raise ValueError("--served-target: the name is empty; leave it out for the target's own")
+    if args.private and not args.push_to_hub:
+        raise ValueError("--private is for --push-to-hub; leave it out")
+    check_output(args.out)
     source = open_source(args.drafter, args.to, args.target, args.trust_remote_code)
+    positions = source.eagle.config.max_position_embeddings
+    if args.speculative_tokens >= positions:
+        raise ValueError(f"--speculative-tokens {args.speculative_tokens}: the drafter has {positions} positions")
     check_folder("--out", args.out)
     facts = {
         "drafter": Path(args.drafter).resolve().name, "target": source.target_name,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from draftsmith.common.command import available_cores, before_imports, make_console, run_command
-from draftsmith.common.files import check_folder
+from draftsmith.common.files import check_file
 
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 PARSER.add_argument("--heads", type=int, default=5)
@@ -165,7 +165,7 @@ def alone(args: argparse.Namespace, ours: bool) -> dict[str, Any]:
 
 def main() -> None:
     args = PARSER.parse_intermixed_args()
-    check_folder("--out", args.out and args.out.parent)
+    check_file("--out", args.out)
     chosen = choose_autocast("none" if args.dtype == "float32" else args.dtype, "cpu")
     for line in describe("cpu", Choice("float32", ""), chosen):
         say(line)

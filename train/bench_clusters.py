@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import available_cores, before_imports, make_console, run_command
-from draftsmith.common.files import check_folder
+from draftsmith.common.files import check_file
 from draftsmith.inference.options import check_counts, check_threads
 
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,8 +103,7 @@ def main() -> None:
         PARSER.error(f"--clusters {args.clusters}: at most {SEEDING_ROWS}, the rows that k-means++ sees")
     if min(args.vocabulary) < args.clusters:
         PARSER.error(f"--vocabulary {min(args.vocabulary)}: fewer rows than --clusters {args.clusters}")
-    if args.out:
-        check_folder("--out", args.out.parent)
+    check_file("--out", args.out)
     options, results = vars(args) | {"out": str(args.out)}, list[dict[str, Any]]()
     table = Table("V", "", "seconds", "iterations", "MiB", "objective")
     for vocabulary in args.vocabulary:

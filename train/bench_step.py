@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from draftsmith.common.command import available_cores, before_imports, make_console, run_command
-from draftsmith.common.files import check_folder
+from draftsmith.common.files import check_file
 from draftsmith.models import options
 
 STAGES = ("medusa-1", "medusa-2")
@@ -124,7 +124,7 @@ def main() -> None:
     for option in ("sequences", "tokens", "heads", "repeat"):
         if getattr(args, option) < 1:
             raise ValueError(f"--{option} {getattr(args, option)}: must be at least 1")
-    check_folder("--out", args.out and args.out.parent)
+    check_file("--out", args.out)
     torch.set_num_threads(available_cores())
     if args.shape not in SHAPES:
         raise ValueError(f"--shape {args.shape}: no such shape; there are {', '.join(SHAPES)}")

@@ -24,7 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 from draftsmith.common.command import available_cores, before_imports, make_console, run_command
-from draftsmith.common.files import check_folder
+from draftsmith.common.files import check_file
 from draftsmith.inference.options import check_counts, check_threads
 from draftsmith.models.options import choose_device
 
@@ -134,7 +134,7 @@ def main() -> None:
     args = PARSER.parse_intermixed_args()
     check_counts(sequences=args.sequences, tokens=args.tokens, steps=min(args.steps), repeat=args.repeat)
     check_threads(args.threads)
-    check_folder("--out", args.out and args.out.parent)
+    check_file("--out", args.out)
     if args.shape not in SHAPES:
         raise ValueError(f"--shape {args.shape}: no such shape; there are {', '.join(SHAPES)}")
     torch.set_num_threads(args.threads)

@@ -27,11 +27,14 @@ def begin(run: Run[Any], size: int | None, vocab_size: int) -> tuple[int | None,
         S or None; ``[S]`` int64, None if the run begins or has none.
 
     Raises:
-        ValueError: the resumed run's has another size than the recipe's, or is damaged.
+        ValueError: it is larger than the target's vocabulary; the resumed run's has another size than the recipe's, or
+            is damaged.
     """
     folder = run.folder / FOLDER
     if size and run.small:
         size = min(size, vocab_size // 2)
+    if size and size > vocab_size:
+        raise ValueError(f"drafter.draft_vocab_size={size}: the target has {vocab_size} tokens; set fewer, or null")
     ids = checkpoint.read_tensors(folder).get("ids", torch.empty(0)) if run.resume and folder.exists() else None
     if run.resume and (began := None if ids is None else len(ids)) != size:
         raise ValueError(

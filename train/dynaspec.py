@@ -45,7 +45,17 @@ from draftsmith.train import sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.loop import Batch, console
 from draftsmith.train.run import Run, Script, run_script
-from draftsmith.train.shortlists import BLOCK, Blocks, cluster, frequency, head_seconds, load_base, rollouts, table_of
+from draftsmith.train.shortlists import (
+    BLOCK,
+    Blocks,
+    check_sizes,
+    cluster,
+    frequency,
+    head_seconds,
+    load_base,
+    rollouts,
+    table_of,
+)
 
 SIMULATED_NODES = 16  # of the tree whose τ selects
 SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)  # of the clusters: values of k_max that are tried
@@ -205,6 +215,7 @@ def train(run: Run[DynaspecRecipe]) -> None:
     recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
     target = run.load_target()
     drafts = load_base(run, target)
+    check_sizes(run, drafts)
     rows = [part for part in run.read_rows(target) if isinstance(part, Rows)]
     head = make_head(run, target, drafts, rows)
     run.start_weights(head, target)

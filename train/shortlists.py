@@ -77,6 +77,29 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
     return family.open_drafts(folder, config, weights, target)
 
 
+def check_sizes(run: Run[Any], drafts: Drafts) -> None:
+    """Refuse more clusters than the drafter's LM head has tokens, before anything slow, and say what is less than asked
+    for.
+
+    Raises:
+        ValueError: there are too many clusters.
+    """
+    d, most = run.recipe.drafter, len(drafts.weight)
+    if d.shortlist == "dynaspec":
+        if d.num_clusters > most:
+            raise ValueError(
+                f"drafter.num_clusters={d.num_clusters}: the drafter's LM head has {most} tokens; set fewer"
+            )
+        limits = [("k_max", d.k_max or 1, d.num_clusters, "all clusters")]
+    else:
+        limits = [("size", d.size, most, "all tokens of the drafter's LM head")]
+        if d.shortlist == "in_context":
+            limits.append(("static", d.static, min(d.size, most), "the whole list, with no room for the text's own"))
+    for name, value, limit, what in limits:
+        if value > limit:
+            console.print(f"drafter.{name}={value}: {limit} is used, {what}", style="yellow")
+
+
 def weights_hash(folder: Path) -> str:
     """The hash of all weights in a drafter's folder and in its parts."""
     files = sorted(folder.rglob("*.safetensors"))
@@ -113,8 +136,6 @@ def frequency(run: Run[Any], target: Target, rows: Sequence[Rows]) -> Tensor:
 def cluster(run: Run[Any], target: Target, drafts: Drafts) -> Clusters:
     """Clusters of the LM head's rows, a report of them, and their state in the run's folder, to resume from."""
     d, folder = run.recipe.drafter, run.folder / "clusters"
-    if d.num_clusters > (most := len(drafts.weight)):
-        raise ValueError(f"drafter.num_clusters={d.num_clusters}: the drafter's LM head has {most} tokens; set fewer")
     asked = {"base": weights_hash(run.folder / PART), "target": target.fingerprint, "seed": run.recipe.run.seed}
     asked |= {"num_clusters": d.num_clusters, "balanced": d.balanced, "iterations": d.iterations}
     start = None

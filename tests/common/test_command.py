@@ -99,7 +99,7 @@ def test_a_real_command(tmp_path):
     def run(*arguments):
         return subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True)
 
-    done = run("-m", "draftsmith.data.prompts", "package:no_such_package", "--tokenizer", "/nowhere", "--out", "x")
+    done = run("-m", "draftsmith.data.prompts", "package:nothing", "--tokenizer", "/nowhere", "--out", "x.jsonl")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: '/nowhere': there is no such folder, and a Hub id would be USER/NAME\n"
 

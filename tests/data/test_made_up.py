@@ -60,5 +60,5 @@ def test_command(tmp_path, some):
     assert [json.loads(line)["messages"] for line in out.read_text(encoding="utf-8").splitlines()] == some
     hidden = "import sys, runpy; sys.modules['faker'] = None; sys.argv[1:] = ['--out', sys.argv[1]];"
     hidden += f"runpy.run_path({str(ROOT / 'data/made_up.py')!r}, run_name='__main__')"
-    failed = subprocess.run([sys.executable, "-c", hidden, str(tmp_path / "x")], capture_output=True, text=True)
+    failed = subprocess.run([sys.executable, "-c", hidden, str(tmp_path / "x.jsonl")], capture_output=True, text=True)
     assert failed.returncode == 2 and "pip install faker" in failed.stderr and "Traceback" not in failed.stderr

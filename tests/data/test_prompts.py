@@ -175,7 +175,7 @@ def unwritable(tmp_path, name):
 def test_places_that_cannot_be_written(name, stored, run_main, tmp_path):
     code, _, err = command(run_main, stored, unwritable(tmp_path, name))
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
-    assert ("cannot be written" in err or "this is a folder" in err) and not list(tmp_path.rglob("*.tmp"))
+    assert ("cannot write here" in err or "is a folder" in err) and not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_full_disk(stored, run_main, tmp_path):
@@ -242,7 +242,7 @@ def test_bad_numbers(value, run_main, tmp_path):
 
 
 def test_an_invalid_source(run_main, stored, tmp_path):
-    code, _, err = run_main(prompts_command.main, "package:../x", "--tokenizer", stored, "--out", tmp_path / "p")
+    code, _, err = run_main(prompts_command.main, "package:../x", "--tokenizer", stored, "--out", tmp_path / "p.jsonl")
     assert code == 2 and err.startswith("error: source 'package:../x': after 'package:' comes the name")
 
 

@@ -380,5 +380,10 @@ def test_numbers_are_checked(make_target):
         NgramDrafter(target, min_match=3, max_match=2)
     with pytest.raises(ValueError, match="min_match 0"):
         NgramDrafter(target, min_match=0)
+    with pytest.raises(
+        ValueError, match="n-grams of at least 999 tokens: the context of target 'tiny-llama' holds 256"
+    ):
+        NgramDrafter(target, min_match=999, max_match=1000)
+    assert NgramDrafter(target, max_match=10**12).max_match == target.context
     with pytest.raises(ValueError, match="depth 0, branches 2: each must be at least 1"):
         NgramDrafter(target, depth=0)

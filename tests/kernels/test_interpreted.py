@@ -17,7 +17,7 @@ import torch
 
 HERE = Path(__file__).parent / "device"
 LAUNCHES = "test_launches.py"  # counts
-FILES = sorted({path.name for path in HERE.glob("test_*.py")} - {LAUNCHES})
+FILES = [*sorted({path.name for path in HERE.glob("test_*.py")} - {LAUNCHES}), "../test_strides.py"]
 RUNNER = """
 import json, sys, pytest
 for line in sys.stdin:

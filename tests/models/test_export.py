@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import huggingface_hub.constants
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from server import TOKEN, Hub
 from torch import nn
@@ -314,13 +315,51 @@ def test_other_families_are_refused(drafter, tmp_path, run_main):
 def test_only_an_earlier_export_is_replaced(drafter, tiny_lm, tmp_path, run_main):
     own, model, out = drafter("own"), tmp_path / "model", tmp_path / "out"
     shutil.copytree(tiny_lm, model)
-    for folder in (own, model):
-        before = (folder / "config.json").read_bytes()
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "README.md").write_text("mine")
+    (notes / "provenance.json").write_text('{"mine": true}')
+    somebodys = tmp_path / "somebodys"
+    somebodys.mkdir()
+    (somebodys / "README.md").write_text("mine")
+    for folder in (own, model, notes, somebodys):
+        before = {file.name: file.read_bytes() for file in folder.iterdir()}
         code, _, err = run_main(export.main, own, "--to", "vllm", "--out", folder)
-        assert code == 2 and "would be overwritten" in err and (folder / "config.json").read_bytes() == before
+        assert code == 2 and err.count("\n") == 1 and "name another folder" in err
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     for to, names in (("vllm", "midlayer."), ("speculators", "layers.0.")):
         assert run_main(export.main, own, "--to", to, "--out", out)[0] == 0
         assert f"{names}mlp.up_proj.weight" in load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", ""], "--out '.': is the current folder"),
+        (["--out", "."], "--out '.': is the current folder"),
+        (["--served-target", ""], "--served-target: the name is empty"),
+        (["--private"], "--private is for --push-to-hub"),
+        (["--speculative-tokens", "100000"], "--speculative-tokens 100000: the drafter has"),
+    ],
+)
+def test_options_that_cannot_be_meant(drafter, tmp_path, run_main, monkeypatch, options, message):
+    (tmp_path / "README.md").write_text("mine")
+    own = drafter("own").resolve()
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run_main(export.main, own, "--to", "vllm", "--out", tmp_path / "out", *options)
+    assert code == 2 and err.count("\n") == 1 and message in err
+    assert (tmp_path / "README.md").read_text() == "mine" and not (tmp_path / "config.json").exists()
+
+
+def test_a_drafter_of_zeros_is_refused(drafter, tmp_path, run_main):
+    zeros = tmp_path / "zeros"
+    shutil.copytree(drafter("own"), zeros)
+    with safe_open(zeros / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    zeroed = {n: torch.zeros_like(w) if w.dim() == 2 else w for n, w in load_file(zeros / "model.safetensors").items()}
+    save_file(zeroed, zeros / "model.safetensors", metadata)
+    code, _, err = run_main(export.main, zeros, "--to", "vllm", "--out", tmp_path / "out")
+    assert code == 2 and "has zeros alone" in err and not (tmp_path / "out").exists()
 
 
 def test_another_target_is_refused(drafter, tiny_lm, tmp_path, run_main):

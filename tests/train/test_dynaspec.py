@@ -692,7 +692,9 @@ def test_all_tokens(recipe, bases, run_main):
 
 def test_sizes_are_cut_to_the_vocabulary(recipe, run_main):
     big = ["drafter.shortlist=in_context", "drafter.size=5000", "drafter.static=4000", "run.name=big"]
-    assert run_main(dynaspec.main, recipe, *big)[0] == 0
+    code, out, _ = run_main(dynaspec.main, recipe, *big)
+    assert code == 0 and "drafter.size=5000: 300 is used, all tokens of the drafter's LM head\n" in out
+    assert "drafter.static=4000: 300 is used, the whole list, with no room for the text's own\n" in out
     config = read(recipe.parent / "big")[0]
     assert (config["capacity"], config["static"]) == ([300] * 6, 300)
     aware = ["drafter.shortlist=in_context", "drafter.schedule=position_aware", "run.name=aware"]

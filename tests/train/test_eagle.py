@@ -338,7 +338,7 @@ def test_begin_with_another_drafter(recipe, run_main):
         (["drafter.captured_layers=[0, 2]"], "drafter.captured_layers=[0, 2]: the target has layers 0 to 1"),
         (["data.train.0.answers.new_tokens=8"], "answers.new_tokens must exceed the depth of simulated drafts + 1 = 8"),
         (["precision.compile=true"], "precision.compile: the positions that draft"),
-        (["drafter.draft_vocab_size=301"], "field 'draft_vocab_size' is 301"),
+        (["drafter.draft_vocab_size=301"], "drafter.draft_vocab_size=301: the target has 300 tokens"),
     ],
 )
 def test_wrong_recipes_are_one_line(recipe, run_main, overrides, message):

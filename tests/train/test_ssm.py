@@ -290,12 +290,14 @@ def test_another_model_as_the_base(recipe, whole, run_main):
     ("drafter.layers=[7]", "drafter.layers=[7]: the target has layers 0 to 1"),
     ("drafter.layers=null", "name either 'base', a small causal LM, or 'layers' of the target"),
     ("boost.marc=train", "unknown key 'boost.marc'; nearest valid key: boost.mark"),
+    ("drafter.draft_vocab_size=99999", "drafter.draft_vocab_size=99999: the target has 300 tokens; set fewer, or null"),
     ("init_from=x", "SSMs begin from drafter.base or drafter.layers"),
     ("cache_hidden=disk", "an SSM does not read the target's hidden states"),
 ])  # fmt: skip
 def test_bad_recipes_are_one_line(recipe, run_main, override, message):
-    code, _, err = run_main(ssm.main, recipe, "run.name=bad", override)
+    code, out, err = run_main(ssm.main, recipe, "run.name=bad", override)
     assert code == 2 and message in err and err.count("\n") == 1
+    assert "prompts" not in out, "said before anything slow"
 
 
 def test_it_decodes_exactly(recipe, whole, run_main, tmp_path):
