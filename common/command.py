@@ -7,6 +7,7 @@ what is wrong, where, and what to do. The same exception raised inside a library
 """
 
 import argparse
+import difflib
 import errno
 import io
 import os
@@ -103,6 +104,39 @@ def _refuse_other_checkout() -> None:
             f"the script's (pip install --editable {checkout}), or run {library / script.relative_to(checkout)}",
             2,
         )
+
+
+# What users of other tools type, and what it is here.
+_HABITS = {
+    "--max-tokens": "--max-new-tokens",
+    "--num-speculative-tokens": "--tree FILE (python inference/calibrate.py finds the tree)",
+    "--speculative-model": "DRAFTER, without an option",
+    "--drafter": "DRAFTER, without an option",
+    "--model": "--target",
+}
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A command line whose errors are one line. An option that it does not have is answered with the nearest one."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        known = [name for action in self._actions for name in action.option_strings]
+        given = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--") and word != "--"]
+        unknown = [name for name in given if not any(option.startswith(name) for option in known)]
+        if unknown:
+            message = f"there is no option {unknown[0]}"
+            nearest = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
+            habit = _HABITS.get(unknown[0].replace("_", "-"), "")
+            if habit and (not habit.startswith("--") or habit.split()[0] in known):
+                message += f"; here it is {habit}"
+            elif nearest:
+                message += f"; nearest: {nearest[0]}"
+            elif any(action.dest == "overrides" for action in self._actions):
+                message += "; a recipe's fields are set as section.field=value"
+        _stop(f"{message} (--help lists all options)", 2)
 
 
 def before_imports(parser: argparse.ArgumentParser) -> None:
@@ -205,7 +239,7 @@ def recipe_parser(
         recipe, override: examples.
         tiny, resume, restart, dry_run: help of these flags; without ``tiny`` the command has none of them.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description)
     parser.add_argument("recipe", help=f"a YAML file, for example {recipe}")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help=f"for example {override}")
     if tiny is not None:

@@ -9,14 +9,13 @@ set `rare` (data/evaluation.py) asks for tasks of the same kind, with lines from
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.common.command import run_command
+from draftsmith.common.command import CommandLine, run_command
 from draftsmith.common.files import check_file, write_text
 from draftsmith.data.formats import Message
 from draftsmith.data.prompts import positive
@@ -99,7 +98,7 @@ def chats(count: int, seed: int) -> list[list[Message]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("--count", type=positive, default=1200, help="how many chats (default 1200)")
     parser.add_argument("--seed", type=int, default=0, help="another one gives other chats (default 0)")
     parser.add_argument("--out", required=True, type=Path, help="the JSONL file to write")

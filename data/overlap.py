@@ -17,7 +17,6 @@ Exit codes: 0 nothing is shared, or --clean left it out; 1 a passage is shared; 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -31,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.common.command import first_line, run_command
+from draftsmith.common.command import CommandLine, first_line, run_command
 from draftsmith.common.files import check_file, replacing, write_text
 from draftsmith.common.sections import LOCAL_FILES, Source
 from draftsmith.data import evaluation
@@ -255,7 +254,7 @@ def _check_rows(overlap: Overlap, files: Sequence[str], clean: Path | None, save
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help=f"rows ({', '.join(LOCAL_FILES)}), or .safetensors")
     parser.add_argument(
         "--against", nargs="+", choices=evaluation.NAMES, default=evaluation.NAMES, help="default: all of them"

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from draftsmith.common.command import run_command
+from draftsmith.common.command import CommandLine, run_command
 from draftsmith.common.files import check_file, write_text
 from draftsmith.data import evaluation, sources
 from draftsmith.models.tokenizer import load_tokenizer
@@ -162,7 +162,7 @@ def positive(text: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument(
         "source", nargs="+", help="'stdlib', 'package:NAME', or 'readmes': installed packages' descriptions; or one or "
         f"several evaluation sets: {', '.join(evaluation.NAMES)}",
@@ -173,7 +173,7 @@ def main() -> None:
         "--prompt-tokens", type=positive, help="tokens in each window (default 96); at most, of an evaluation prompt"
     )
     parser.add_argument("--tokenizer", help="the target: a folder or a Hub id; evaluation prompts can do without")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of prompts (%(default)s)")
     parser.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
     args = parser.parse_args()
     check_file("--out", args.out, ".jsonl")

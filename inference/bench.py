@@ -37,7 +37,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from draftsmith.common.command import available_cores, before_imports, run_command
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.options import check_counts, check_threads
 from draftsmith.models.options import DECODERS, choose_device, decoder_option, dtype_option
 
@@ -64,7 +64,7 @@ TURN = 5  # steps in a row before the next tree has its turn
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", nargs="+", metavar="NAME", help=f"some of: {', '.join(SHAPES)}; random weights")
     what.add_argument("--target", metavar="FOLDER", help="a stored model instead")

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import available_cores, before_imports, run_command
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.options import check_counts, check_threads
 from draftsmith.models.options import choose_device, dtype_option
 
@@ -25,7 +25,7 @@ OURS, PLAIN, ASSISTED, GENERATE = "draft_model", "plain", "assisted", "generate"
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("--target", required=True, metavar="FOLDER", help="a folder or a Hub id")
     parser.add_argument("--draft", required=True, metavar="FOLDER", help="a smaller model with the same tokenizer")
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         "--expansion", type=int, nargs="+", default=[1, 1, 1, 1], metavar="K",
         help="children of each node, by depth (default: a chain of four)",
     )  # fmt: skip
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="rounds over all prompts (default 1)")
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="end timing after so long (16 prompts are timed in any case)"

@@ -41,7 +41,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import available_cores, before_imports, run_command
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.options import check_counts, check_threads, short_name
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
@@ -52,7 +52,7 @@ RESAMPLES = 1000  # of the bootstrap over blocks of requests
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="as for decode.py; several are compared")
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
     parser.add_argument(

@@ -35,7 +35,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import available_cores, before_imports, run_command
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.options import check_counts, check_threads, short_name
 from draftsmith.models.options import choose_device, dtype_option
 
@@ -43,7 +43,7 @@ WHOLE = "whole LM head"
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="drafters of type dynaspec on the same drafter")
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
     parser.add_argument("--target", metavar="FOLDER", help="if it is not where the first folder's config says")

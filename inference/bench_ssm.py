@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import available_cores, before_imports, run_command
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.options import check_counts, check_threads, short_name
 from draftsmith.models.options import choose_device, dtype_option
 
@@ -47,7 +47,7 @@ PUBLISHED = (
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="drafters of type ssm for the same target")
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
     parser.add_argument("--target", metavar="FOLDER", help="if it is not where the first folder's config says")
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         help="expansion for --sampling, with a w for the width (default w 1 1 1)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="for --sampling")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts decoded at once (default 8)")
     parser.add_argument(
         "--seconds", type=float, metavar="S",

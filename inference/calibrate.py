@@ -36,12 +36,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import before_imports, run_command
+from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("drafter", help="a drafter folder, for example runs/demo, or another name that decode.py takes")
     parser.add_argument(
         "--nodes", type=int, help="nodes of the tree, root included; measured on this device if left out"

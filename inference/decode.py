@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import available_cores, run_command
+from draftsmith.common.command import CommandLine, available_cores, run_command
 from draftsmith.common.files import check_folder
 from draftsmith.inference.options import SAMPLING, check_counts, check_threads, short_name
 from draftsmith.inference.prompts import Prompt, encode_prompts, read_prompts
@@ -33,7 +33,7 @@ from draftsmith.models.options import DECODERS, target_arguments, target_options
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument(
         "drafters",
         nargs="+",

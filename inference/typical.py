@@ -20,23 +20,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import available_cores, before_imports, run_command
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
 EPSILONS = (0.01, 0.03, 0.06, 0.09, 0.13, 0.17, 0.21, 0.25)
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("drafter", metavar="DRAFTER", help="a drafter folder or Hub id")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl")
-    parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS), metavar="ε")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="held-out prompts")
+    parser.add_argument(
+        "--epsilons",
+        type=float,
+        nargs="+",
+        default=list(EPSILONS),
+        metavar="ε",
+        help="thresholds to compare: higher accepts less (%(default)s)",
+    )
     parser.add_argument("--temperature", type=float, default=0.7, help="the paper's: 0.7")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded at a time (%(default)s)")
     parser.add_argument("--repeat", type=int, default=1, help="rounds over all prompts; the median counts")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tree", default="auto", metavar="FILE|auto")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples (%(default)s)")
+    parser.add_argument(
+        "--tree", default="auto", metavar="FILE|auto", help="a tree file; auto: the drafter's own tree.json"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write typical.json and typical.png there")
     target_options(parser)
     return parser

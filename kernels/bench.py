@@ -40,7 +40,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import before_imports, run_command
+from draftsmith.common.command import CommandLine, before_imports, run_command
 
 KERNELS = ("attention", "commit", "verify", "head_topk", "shortlist", "few_rows", "fused")
 VOCABULARY, VOCABULARIES = 128256, (49152, 128256, 262144)  # the second of shortlists
@@ -51,7 +51,7 @@ HEADS = (128256, 32000)
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("kernels", nargs="*", metavar="KERNEL", help=f"some of: {', '.join(KERNELS)}; all if left out")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="rows (B)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="cached tokens (L)")
@@ -69,7 +69,12 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64], help="rows (M) of few_rows")
     parser.add_argument("--compiled", action="store_true", help="few_rows beside torch.compile (max-autotune) too")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float16", "float32"],
+        default="bfloat16",
+        help="of weights and activations (%(default)s)",
+    )
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     return parser
 

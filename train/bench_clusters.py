@@ -8,7 +8,6 @@ objective is the mean cosine similarity of a row with its cluster's direction. E
 memory is what its resident set grows by at most, beyond the head in bfloat16.
 """
 
-import argparse
 import multiprocessing
 import resource
 import shlex
@@ -17,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import available_cores, before_imports, make_console, run_command
+from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
 from draftsmith.common.files import check_file
 from draftsmith.inference.options import check_counts, check_threads
 
-PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER = CommandLine(__doc__)
 PARSER.add_argument(
     "--vocabulary",
     type=int,

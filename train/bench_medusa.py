@@ -14,7 +14,6 @@ engine), and on what the original target wrote (simulated). A target whose text 
 more predictable would gain in the first and lose in the second.
 """
 
-import argparse
 import json
 import shlex
 import shutil
@@ -23,16 +22,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import available_cores, before_imports, make_console, run_command
+from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
 from draftsmith.common.files import check_folder
 
-PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-PARSER.add_argument("--recipe", default="recipes/tiny-medusa2.yaml")
+PARSER = CommandLine(__doc__)
+PARSER.add_argument("--recipe", default="recipes/tiny-medusa2.yaml", help="which the runs follow (%(default)s)")
 PARSER.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="held-out prompts")
 PARSER.add_argument("--steps", type=int, default=400, help="head-training steps of each way")
-PARSER.add_argument("--max-new-tokens", type=int, default=128)
+PARSER.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
 PARSER.add_argument("--repeat", type=int, default=1, help="rounds over all prompts; the median counts")
-PARSER.add_argument("--out", type=Path, default=Path("runs/bench-medusa"), metavar="DIR")
+PARSER.add_argument(
+    "--out",
+    type=Path,
+    default=Path("runs/bench-medusa"),
+    metavar="DIR",
+    help="folder of the runs and figures (%(default)s)",
+)
 PARSER.add_argument("overrides", nargs="*", metavar="section.field=value", help="for every run")
 if __name__ == "__main__":
     before_imports(PARSER)

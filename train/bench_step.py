@@ -16,23 +16,30 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from draftsmith.common.command import available_cores, before_imports, make_console, run_command
+from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
 from draftsmith.common.files import check_file
 from draftsmith.models import options
 
 STAGES = ("medusa-1", "medusa-2")
-PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER = CommandLine(__doc__)
 PARSER.add_argument("--shape", default="llama2-7b", help="llama2-7b, llama3-8b, tiny-lm")
-PARSER.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+PARSER.add_argument(
+    "--stages", nargs="+", choices=STAGES, default=list(STAGES), help="of Medusa-2 that are timed (%(default)s)"
+)
 PARSER.add_argument("--sequences", type=int, default=4, help="of a step, at once")
 PARSER.add_argument("--tokens", type=int, default=2048, help="of a sequence")
-PARSER.add_argument("--heads", type=int, default=5)
-PARSER.add_argument("--projection", choices=["own", "shared"], default="own")
+PARSER.add_argument("--heads", type=int, default=5, help="Medusa heads (%(default)s)")
+PARSER.add_argument(
+    "--projection",
+    choices=["own", "shared"],
+    default="own",
+    help="own: an LM head each; shared: the target's (%(default)s)",
+)
 PARSER.add_argument("--gradient-checkpointing", action="store_true", help="of the second stage")
-PARSER.add_argument("--repeat", type=int, default=5)
+PARSER.add_argument("--repeat", type=int, default=5, help="timed steps (%(default)s)")
 options.dtype_option(PARSER, "of the target, which counts as stored in bfloat16 (what trains is float32)")
 PARSER.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
-PARSER.add_argument("--out", type=Path, metavar="FILE.json")
+PARSER.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
 if __name__ == "__main__":
     before_imports(PARSER)
 

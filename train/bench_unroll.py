@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from draftsmith.common.command import available_cores, before_imports, make_console, run_command
+from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
 from draftsmith.common.files import check_file
 from draftsmith.inference.options import check_counts, check_threads
 from draftsmith.models.options import choose_device
 
-PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER = CommandLine(__doc__)
 PARSER.add_argument("--shape", default="llama3-8b", help="llama2-7b, llama3-8b, smollm2-135m, tiny-lm")
 PARSER.add_argument("--sequences", type=int, default=1, help="of a step, at once (B)")
 PARSER.add_argument("--tokens", type=int, default=2048, help="of a sequence (T)")
@@ -37,7 +37,7 @@ PARSER.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32
 PARSER.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
 PARSER.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
 PARSER.add_argument("--repeat", type=int, default=10, help="rounds; an interval needs five")
-PARSER.add_argument("--out", type=Path, metavar="FILE.json")
+PARSER.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
 if __name__ == "__main__":
     before_imports(PARSER)
 

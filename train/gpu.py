@@ -48,7 +48,7 @@ LINKS = ROOT / ".types"  # holds draftsmith/ with a link for each room
 if __name__ == "__main__":
     sys.path.insert(0, str(LINKS))
 
-from draftsmith.common.command import available_cores, run_command
+from draftsmith.common.command import CommandLine, available_cores, run_command
 from draftsmith.common.files import check_folder, json_object, locked, read_text, replacing, write_json, write_text
 from draftsmith.train.gpu_closure import fingerprint, installed_in, needs_of, say_packages, words_of
 from draftsmith.train.gpu_judges import Finding, model_folder
@@ -96,7 +96,7 @@ class Result:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(__doc__)
     names = [part.name for part in PARTS]
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"some of: {', '.join(names)}")

@@ -5,13 +5,12 @@
 A recipe names its schema in its second line: ``# yaml-language-server: $schema=schema/medusa.json``.
 """
 
-import argparse
 import importlib
 import re
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import run_command
+from draftsmith.common.command import CommandLine, run_command
 from draftsmith.common.files import write_json
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "schema"
@@ -37,8 +36,8 @@ def schemas() -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR")
+    parser = CommandLine(__doc__)
+    parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="the folder to write (%(default)s)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for name, schema in schemas().items():

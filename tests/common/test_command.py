@@ -1,5 +1,7 @@
 import errno
+import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.common.command import first_line, interruptible, run_command
+from draftsmith.common.command import CommandLine, first_line, interruptible, run_command
 from draftsmith.common.progress import ProgressBar
 from draftsmith.train import dry_run, loop, track
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def fail_with(error):
@@ -150,3 +154,46 @@ def test_names_are_printed_as_they_are(console, capsys, monkeypatch):
     plain, on_a_terminal, *bar = capsys.readouterr().out.splitlines()
     assert plain == said and on_a_terminal == said
     assert (console is not loop.console) or "tokenizing x[/b]" in "".join(bar)
+
+
+COMMANDS = sorted(
+    str(file.relative_to(ROOT))
+    for room in ("data", "models", "inference", "train", "kernels")
+    for file in (ROOT / room).glob("*.py")
+    if re.search(r"CommandLine\(|recipe_parser\(", file.read_text(encoding="utf-8"))
+)
+
+
+@pytest.mark.parametrize("file", COMMANDS)
+def test_every_option_is_explained(monkeypatch, file):
+    found = []
+
+    def parse(self, *_, **__):
+        found.append(self)
+        raise SystemExit
+
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(CommandLine, name, parse)
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"draftsmith.{file.removesuffix('.py').replace('/', '.')}").main()
+    silent = [action.option_strings or action.dest for action in found[0]._actions if not action.help]
+    assert not silent, f"without a help text: {silent}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--max-tokens", "5"], "there is no option --max-tokens; here it is --max-new-tokens"),
+        (["--drafter", "x"], "there is no option --drafter; here it is DRAFTER, without an option"),
+        (["--num_speculative_tokens=3"], "there is no option --num_speculative_tokens; here it is --tree FILE"),
+        (["--bathc-size", "2"], "there is no option --bathc-size; nearest: --batch-size"),
+        (["--xyz"], "there is no option --xyz (--help"),
+    ],
+)
+def test_options_of_other_tools(words, said):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "inference/decode.py"), "ngram", "--prompt", "a", *words],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"error: {said}")
