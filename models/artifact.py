@@ -187,6 +187,13 @@ def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
         raise FileNotFoundError(f"{folder}: no config.json here: {hint}")
     config = json_object(folder / "config.json", "drafter config")
     if "drafter_type" not in config:
+        file = folder / "provenance.json"  # of models/export.py
+        exported = json_object(file) if file.exists() else {}
+        if "max_logit_difference" in exported:
+            raise ValueError(
+                f"{folder}: exported for {exported.get('format')}, whose format is not read here; name the drafter "
+                f"that it was made from ({exported.get('drafter')})"
+            )
         raise ValueError(f"{folder}: this is a model, not a drafter; to decode with it alone: none --target {name}")
     _check_config(folder / "config.json", config)
     _check_parts(folder, config.get("parts", ()))

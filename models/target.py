@@ -335,7 +335,9 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     """
     stored, file = config_of(folder), folder / "config.json"
     if "drafter_type" in stored:
-        raise ValueError(f"{folder}: this is a drafter, not a target; pass it as DRAFTER")
+        described = stored.get("target")
+        its = described.get("name_or_path") if isinstance(described, dict) else None
+        raise ValueError(f"{folder}: this is a drafter, not a target" + (f"; its target is '{its}'" if its else ""))
     if not isinstance(stored.get("model_type"), str):
         raise ValueError(f"{file}: no model_type here, so its family is unknown; fetch it again")
     if "auto_map" in stored and not trust_remote_code and stored["model_type"] not in CONFIG_MAPPING:

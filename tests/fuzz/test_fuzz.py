@@ -66,13 +66,13 @@ def said(error: BaseException) -> str:
 
 
 def answered(code: int, err: str) -> bool:
-    """Whether a command did its work; if not, one line says why (behind the usage, if argparse says it)."""
+    """Whether a command did its work; if not, one line says why."""
     assert code in (0, 2), (code, err)
     if code == 0:
         return True
     last = err.removesuffix("\n").rpartition("\n")[2]
     assert re.match(r"(\S+: )?error: ", last), err
-    assert err.startswith("usage: ") or sum(line.startswith("error: ") for line in err.split("\n")) == 1, err
+    assert sum(line.startswith("error: ") for line in err.split("\n")) == 1, err
     return False
 
 

@@ -573,7 +573,7 @@ def test_bad_prompts(run_main, drafter, tmp_path):
         (["draft_model:/no/model", "--target", "models/tiny-lm"], "'/no/model': there is no such folder"),
         (["none"], "'none' names no target: pass --target"),
         (["MODEL"], "this is a model, not a drafter; to decode with it alone: none --target"),
-        (["none", "--target", "DRAFTER"], "this is a drafter, not a target; pass it as DRAFTER"),
+        (["none", "--target", "DRAFTER"], "this is a drafter, not a target; its target is"),
         (["DRAFTER", "DRAFTER"], "two of the drafters have the same name"),
         (["DRAFTER", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
         (["DRAFTER", "--batch-size", "-1"], "--batch-size -1: must be at least 1"),
@@ -696,7 +696,7 @@ def test_a_prompt_longer_than_the_context(drafter, prompts):
 
 def test_interrupted(drafter, prompts, tmp_path):
     report = tmp_path / "report.json"
-    report.write_text("from before")
+    report.write_text('{"drafter": "from before"}')
     process = subprocess.Popen(
         command(drafter, "--prompts", prompts, "--threads", 1, "--repeat", 100_000, "--report", tmp_path),
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -708,7 +708,7 @@ def test_interrupted(drafter, prompts, tmp_path):
     _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (2, "error: interrupted; files already written are whole\n")
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "report.json"}
-    assert report.read_text() == "from before"
+    assert report.read_text() == '{"drafter": "from before"}'
 
 
 # ---- modes

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from draftsmith.models import export
-from draftsmith.models.artifact import in_dtype, write_drafter
+from draftsmith.models.artifact import in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import difference
 from draftsmith.models.target import load_target
@@ -330,6 +330,8 @@ def test_only_an_earlier_export_is_replaced(drafter, tiny_lm, tmp_path, run_main
     for to, names in (("vllm", "midlayer."), ("speculators", "layers.0.")):
         assert run_main(export.main, own, "--to", to, "--out", out)[0] == 0
         assert f"{names}mlp.up_proj.weight" in load_file(out / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"exported for {to}, whose format is not read here; .* \({own.name}\)"):
+            read_drafter(str(out))
 
 
 @pytest.mark.parametrize(
