@@ -20,6 +20,7 @@ is L + depth(i).
 
 import math
 import time
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftsmith.common.command import first_line
 from draftsmith.kernels.backend import (
     constexpr,
     dense,
@@ -628,7 +630,7 @@ def _measure_tile(
     if stored in WIDE_TILES or _spent >= BUDGET:
         _wide[device, key] = stored if stored in WIDE_TILES else None
         return
-    began, seconds = time.perf_counter(), {}
+    began, seconds, why = time.perf_counter(), {}, "results differ"
     generator = torch.Generator(device).manual_seed(0)  # nobody else's random numbers change
     expected: Tensor | None = None
     for name in WIDE_TILES:
@@ -647,12 +649,14 @@ def _measure_tile(
                 seconds[name] = gpu_seconds([attend] * 8, device)
         except torch.AcceleratorError:  # the device's own errors are not passed over
             raise
-        except Exception:  # Triton's own errors have no common type: this tile does not compile or fit here
-            continue
+        except Exception as error:  # Triton's own errors have no common type: this tile does not compile or fit here
+            why = first_line(error)
     _spent += time.perf_counter() - began
     _wide[device, key] = min(seconds, key=lambda name: seconds[name]) if seconds else None
     if seconds:
         write_measured(FILE, {key: _wide[device, key]}, device)
+    else:
+        warnings.warn(f"no tile of attention could be timed for {key} ({why})", stacklevel=2)
 
 
 def attention_items(

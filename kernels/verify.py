@@ -458,7 +458,7 @@ def verify_logits(
         )  # fmt: skip
     rows, nodes, vocabulary = logits.shape
     max_draws = child.shape[2]
-    logits, bonus_uniform = dense(logits), dense(bonus_uniform)
+    logits = dense(logits)
     child, uniforms = (dense(child), dense(uniforms)) if max_draws else (child, uniforms)
     tokens, has_q = tokens.contiguous(), q is not None and max_draws > 0
     one_hot = (None, None) if has_q else (tokens, child)

@@ -92,6 +92,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """No test leaves the ones after it with the user's own cache."""
+    result = yield
+    assert os.environ.get("DRAFTSMITH_CACHE"), f"{item.nodeid} unsets DRAFTSMITH_CACHE"
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     """The marker ``fixed_seed``."""
     marker = pyfuncitem.get_closest_marker("fixed_seed")

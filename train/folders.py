@@ -12,9 +12,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import yaml
 from filelock import Timeout
 
+from draftsmith.common.command import first_line
 from draftsmith.common.files import json_object, locked, read_text, write_json
 from draftsmith.common.sections import Recipe, Stage
 from draftsmith.data.tokenized import read_template
@@ -177,6 +180,37 @@ def begin(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:
         _forget(folder)
         return False
     return bool(there)
+
+
+def check_unchanged(recipe: Recipe) -> None:
+    """Refuse to go on with another drafter, or on other data, than the run in the folder began with.
+
+    Raises:
+        ValueError: a field of these sections has changed.
+    """
+    file = recipe.run.folder / "recipe.yaml"
+    try:
+        began = yaml.safe_load(read_text(file, "recipe")) if file.exists() else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file}: damaged ({first_line(error)}); --restart begins anew") from None
+    before, now = ({} if began is None else _fields(began)), _fields(recipe.model_dump(mode="json"))
+    for name in sorted(before.keys() & now.keys()):
+        if name.startswith(("drafter.", "data.")) and before[name] != now[name]:
+            was, is_now = (yaml.safe_dump(each[name]).split("\n")[0] for each in (before, now))
+            raise ValueError(
+                f"{recipe.run.folder}: it began with {name}={was}, not {is_now}; set it back, or --restart"
+            )
+
+
+def _fields(section: Any, name: str = "") -> dict[str, Any]:
+    """Values by name: ``a.b`` for field b of section a, ``a.0`` for the first of a list."""
+    named = section.items() if isinstance(section, dict) else enumerate(section) if isinstance(section, list) else None
+    if named is None:
+        return {name: section}
+    fields = {name: len(section)} if isinstance(section, list) else {}
+    for key, value in named:
+        fields |= _fields(value, f"{name}.{key}" if name else str(key))
+    return fields
 
 
 def _forget(folder: Path) -> None:

@@ -315,6 +315,10 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
     with folders.held(folder, script.name, main_process):
         with accelerator.main_process_first():
             resume = folders.begin(folder, args.resume and not small, args.restart or small, main_process)
+            if resume:
+                folders.check_unchanged(recipe)
+            elif args.resume and main_process and not small:
+                console.print(f"{folder}: there is no checkpoint to go on from; the run begins")
             if small and main_process and isinstance(recipe, DrafterRecipe):
                 write_target(recipe.target)
         recipe = loop.with_precision(recipe, accelerator, resume)

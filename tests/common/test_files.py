@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import json
-import os
 import resource
 from contextlib import contextmanager
 
@@ -160,7 +159,7 @@ def test_a_byte_order_mark_is_no_content(tmp_path):
     assert parse_json(b'{"a": "\\ud83d\\ude00"}', "x") == {"a": "😀"}
 
 
-def test_a_full_disk_while_training(tmp_path, run_main, tiny_lm):
+def test_a_full_disk_while_training(tmp_path, run_main, tiny_lm, monkeypatch):
     """The real command: the line names the file, no temporary one is left, and the run goes on once there is room."""
     from draftsmith.train import medusa
 
@@ -178,17 +177,14 @@ def test_a_full_disk_while_training(tmp_path, run_main, tiny_lm):
     }
     recipe.write_text(json.dumps(content))
     sizes = (200, 3000, 60_000)  # too little for the recipe, for held-out rows or the cache, for a checkpoint
-    os.environ["DRAFTSMITH_CACHE"] = str(tmp_path / "cache")
-    try:
-        for size in sizes:
-            with limited(size):
-                code, _, err = run_main(medusa.main, recipe, "--resume")
-            assert code == 1 and err.count("\n") == 1, err
-            assert str(tmp_path) in err and "nothing more can be written" in err
-            assert not [path for path in tmp_path.rglob("*") if "tmp" in path.suffix or path.name.endswith(".new")]
-        assert run_main(medusa.main, recipe, "--resume")[0] == 0
-    finally:
-        del os.environ["DRAFTSMITH_CACHE"]
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    for size in sizes:
+        with limited(size):
+            code, _, err = run_main(medusa.main, recipe, "--resume")
+        assert code == 1 and err.count("\n") == 1, err
+        assert str(tmp_path) in err and "nothing more can be written" in err
+        assert not [path for path in tmp_path.rglob("*") if "tmp" in path.suffix or path.name.endswith(".new")]
+    assert run_main(medusa.main, recipe, "--resume")[0] == 0
 
 
 def test_locks(tmp_path, monkeypatch):

@@ -56,6 +56,7 @@ class World:
 @pytest.fixture(scope="module")
 def world(tiny_lm, tmp_path_factory, run_main):
     folder = tmp_path_factory.mktemp("interrupts")
+    before = os.environ["DRAFTSMITH_CACHE"]
     os.environ["DRAFTSMITH_CACHE"] = str(folder / "cache")
     run = {"name": "whole", "output_dir": str(folder / "runs"), "seed": 3}
     training = {
@@ -99,7 +100,7 @@ def world(tiny_lm, tmp_path_factory, run_main):
         code, world.text, err = run_main(main, *arguments)
         assert code == 0, err
     yield world
-    del os.environ["DRAFTSMITH_CACHE"]
+    os.environ["DRAFTSMITH_CACHE"] = before
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -202,18 +202,18 @@ def test_tiles():
 def test_wide_tiles_are_measured_once(monkeypatch):
     """Made-up times: the fastest tile of those that give the result, from the file in the next process."""
     module, cpu = tree_attention_module, torch.device("cpu")
-    names, timed = [*WIDE_TILES], []
+    names, timed, broken = [*WIDE_TILES], [], False
     monkeypatch.setattr(module, "_may_measure", lambda device: True)
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(module, "FILE", "attention-test.json")
-    attention = module.tree_attention_cached
 
     def chosen():
         return next(iter(module._wide.values()))
 
     def attend(q, *arguments):
-        out = attention(q, *arguments)
-        return out * 2 if chosen() == names[2] else out  # the fastest is wrong
+        if broken:
+            raise RuntimeError("out of resources\nand more")
+        return q * 2 if chosen() == names[2] else q  # the fastest is wrong
 
     def seconds(calls, device):
         timed.append(chosen())
@@ -232,3 +232,6 @@ def test_wide_tiles_are_measured_once(monkeypatch):
     for other in (module._tile(1, 16, *shape[2:], torch.bfloat16, cpu), module._tile(*shape, torch.float32, cpu)):
         assert other["BLOCK_M"] < 128, "narrow trees and float32 are not measured"
     assert module._tile(*shape, torch.bfloat16, cpu, capped=True)["BLOCK_N"] == 32
+    broken = True
+    with pytest.warns(UserWarning, match=r"no tile of attention could be timed for .* \(out of resources\)"):
+        attention_items(8, *shape[1:], 2048, torch.bfloat16, cpu)

@@ -318,7 +318,7 @@ def test_sources_count_by_weight_in_the_draft_vocabulary(make_target, tmp_path):
 
 
 def test_a_draft_vocabulary_from_the_answers_to_the_artifact(recipe, run_main, monkeypatch):
-    """The most frequent tokens of the training answers; a resumed run keeps its own even if the rows are others now,
+    """The most frequent tokens of the training answers; a resumed run keeps its own, and other rows are refused,
     and a drafter that begins from another takes that one's."""
     options = [recipe, "drafter.projection=shared", "stages.0.steps=4", "checkpoint.every=2", "evaluate.every=2"]
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -334,7 +334,10 @@ def test_a_draft_vocabulary_from_the_answers_to_the_artifact(recipe, run_main, m
         code, _, err = run_main(medusa.main, *resume, f"drafter.draft_vocab_size={size}")
         said = f"it began with drafter.draft_vocab_size=40, not {size}; set it back, or --restart"
         assert (code, err) == (2, f"error: {folder}: {said}\n")
-    code, out, err = run_main(medusa.main, *resume, "drafter.draft_vocab_size=40", other)
+    code, _, err = run_main(medusa.main, *resume, "drafter.draft_vocab_size=40", other)
+    said = "it began with data.train.0.answers.prompts=16, not 3; set it back, or --restart"
+    assert (code, err) == (2, f"error: {folder}: {said}\n")
+    code, out, err = run_main(medusa.main, *resume, "drafter.draft_vocab_size=40")
     assert code == 0, err
     assert "draft vocabulary: 40 of 300 tokens cover " in out
     weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
