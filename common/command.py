@@ -126,7 +126,7 @@ class CommandLine(argparse.ArgumentParser):
         known = [name for action in self._actions for name in action.option_strings]
         given = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--") and word != "--"]
         unknown = [name for name in given if not any(option.startswith(name) for option in known)]
-        if unknown:
+        if unknown and message.startswith(("unrecognized", "the following arguments", "one of the arguments")):
             message = f"there is no option {unknown[0]}"
             nearest = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
             habit = _HABITS.get(unknown[0].replace("_", "-"), "")
