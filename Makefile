@@ -93,8 +93,8 @@ test: install
 	@echo 'The tests, but for the slow ones, the whole runs and those of the benchmarks, in two processes of one thread each:'
 	@$(PY) -m pytest -q -m 'not slow and not measurement and not whole_runs' -n 2 --dist loadfile --no-loadscope-reorder --durations 5
 
-# Whole runs: shipped recipes and examples, several processes, killed commands, random input. The measurements. Those that need SmolLM2 and the
-# evaluation prompts, which make test skips where make models has not been run.
+# Whole runs: shipped recipes and examples, several processes, killed commands, random input. The measurements. Those that
+# need SmolLM2 and the evaluation prompts, which make test skips where make models has not been run.
 test-more: install models
 	@$(PY) -m pytest -q -m '(measurement or whole_runs or needs_models) and not slow' -n 2 --dist loadfile --no-loadscope-reorder
 
