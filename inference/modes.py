@@ -73,7 +73,7 @@ class Verifier:
             none = root[..., None][..., :0]
             *_, token, finite = kernels.verify_logits(
                 penalised(logits[:, None], s, seen), s.temperature, s.top_k, s.top_p, s.min_p, root, none, none, none,
-                None, none, uniform, 0, uses=s.uses[:3],
+                None, uniform[:, None, None][..., :0], uniform, 0, uses=s.uses[:3],
             )  # fmt: skip
         if self.seen is not None:
             self.seen[rows] = self.seen[rows].scatter(1, token[:, None], 1)

@@ -194,10 +194,10 @@ def _vector_kernel(
     tl.store(place, value.to(out.dtype.element_ty), mask=n < outputs)
 
 
-@jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows", "added"])
 def _few_rows_kernel(
-    x, matrix, out, norm, bias, rows, inputs, outputs, per_part, eps, factor, x_row, matrix_row, out_part, out_row,
-    ADD: constexpr, ACT: constexpr, GELU: constexpr, PDL: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+    x, matrix, out, norm, bias, rows, added, inputs, outputs, per_part, eps, factor, x_row, matrix_row, out_part,
+    out_row, ACT: constexpr, GELU: constexpr, PDL: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
     BLOCK_K: constexpr,
 ):  # fmt: skip
     """One program per block of outputs and part, for all rows. ``matrix``: row n has the weights of output n."""
@@ -231,9 +231,9 @@ def _few_rows_kernel(
         total = activated(gate, GELU) * up
         n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     place = out + part.to(tl.int64) * out_part + m.to(tl.int64)[None, :] * out_row + n[:, None]
+    held = (n < outputs)[:, None] & (m < added)[None, :]  # rows of which out holds what is added to: all or none
+    total = tl.load(place, mask=held, other=0.0).to(tl.float32) + factor * total
     inside = (n < outputs)[:, None] & (m < rows)[None, :]
-    if ADD:
-        total = tl.load(place, mask=inside, other=0.0).to(tl.float32) + factor * total
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -276,20 +276,21 @@ def few_rows_product(
     grid = (-(-outputs * (2 if act else 1) // form.outputs), form.parts)
     weight, eps = norm or (None, 0.0)
     per_part, pdl = part_length(inputs, form), bool(os.environ.get(PDL)) and not INTERPRETING
-    options = {"ADD": add, "ACT": bool(act), "GELU": act == "gelu_tanh", "PDL": pdl, "num_warps": form.num_warps}
+    options = {"ACT": bool(act), "GELU": act == "gelu_tanh", "PDL": pdl, "num_warps": form.num_warps}
     if pdl:
         options["launch_pdl"] = True
     with torch.cuda.device_of(x):
         if form.kernel == "vector":
             _vector_kernel[grid](
                 x, matrix, out, weight, bias, inputs, outputs, per_part, eps, factor, matrix.stride(1), out.stride(0),
-                BLOCK_N=form.outputs, BLOCK_K=form.inputs, STAGES=form.num_stages, **options,
+                ADD=add, BLOCK_N=form.outputs, BLOCK_K=form.inputs, STAGES=form.num_stages, **options,
             )  # fmt: skip
         else:
             _few_rows_kernel[grid](
-                x, matrix, out, weight, bias, rows, inputs, outputs, per_part, eps, factor, x.stride(0),
-                matrix.stride(1), out.stride(0), out.stride(1), BLOCK_M=next_power(rows, 16), BLOCK_N=form.outputs,
-                BLOCK_K=form.inputs, num_stages=form.num_stages, **options,
+                x, matrix, out, weight, bias, rows, rows if add else 0, inputs, outputs, per_part, eps,
+                factor if add else 1.0, x.stride(0), matrix.stride(1), out.stride(0), out.stride(1),
+                BLOCK_M=next_power(rows, 16), BLOCK_N=form.outputs, BLOCK_K=form.inputs, num_stages=form.num_stages,
+                **options,
             )  # fmt: skip
     return out
 

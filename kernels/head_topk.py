@@ -184,11 +184,11 @@ def merge_topk(
 
 
 def topk_tile(rows: int, dtype: torch.dtype) -> dict[str, int]:
-    """The projection's block sizes, warps and stages; M is small, so reading the weight takes most of the time."""
-    block_m = min(next_power(rows, 16), 64)
+    """The projection's block sizes, warps and stages; M is small, so reading the weight takes most of the time, and two
+    numbers of rows are enough: each more is another kernel to compile."""
     exact = dtype == torch.float32  # products without tensor cores
     return {
-        "BLOCK_M": min(block_m, 32) if exact else block_m,
+        "BLOCK_M": 32 if exact or rows <= 32 else 64,
         "BLOCK_V": 64 if exact else 128,
         "BLOCK_K": 32 if exact else 64,
         "num_warps": 4,

@@ -562,7 +562,8 @@ def attention_tile(
     block_m, block_n, stages = _TILES[dtype.itemsize, max(block_d, 128)]
     if block_m == 128 and pairs * -(-rows // 128) < PROGRAMS * multiprocessors:
         block_m = 64
-    block_m = min(block_m, next_power(rows, 16))
+    if rows <= 64:  # 17 to 32 rows share the kernel of 64: reading K and V takes the time, and compiling seconds
+        block_m = min(block_m, 16 if rows <= 16 else 64)
     if capped:
         block_n = min(block_n, 32)
     return {

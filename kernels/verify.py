@@ -292,6 +292,7 @@ def _rejected_draws(
     do_not_specialize=[
         "length_out",
         "node_out",
+        "uniforms",
         "N",
         "K",
         "R",
@@ -411,7 +412,8 @@ def widened(q: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
 
 def verify_tile(max_draws: int, vocabulary: int, with_q: bool) -> dict[str, int]:
     """The kernels' block sizes for at most ``max_draws`` draws of a node (K)."""
-    block_k = next_power(max_draws)
+    # One-hot draws cost little; a step, a prompt and a step of another tree then share a kernel.
+    block_k = next_power(max_draws) if with_q else next_power(max_draws, 16)
     # With q, the comparison of x with all draws is a tile of 4096 elements at most, which registers hold.
     most = max(64, min(1024, 4096 // block_k)) if with_q else 1024
     return {"BLOCK_K": block_k, "BLOCK_V": min(next_power(vocabulary), most), "num_warps": 8}
@@ -480,6 +482,8 @@ def verify_logits(
             entries = entries_of(ids, vocabulary)
             shared = zip(ids.shape, entries.stride(), strict=True)
             entry_strides = [0 if size == 1 else stride for size, stride in shared]
+    else:
+        kind = q_row = child  # never read
     strides = (*logits.stride()[:2], *child.stride()[:2], *entry_strides[:2])
     part = max(tile["BLOCK_V"], next_power(-(-vocabulary // PARTS)))
     parts = -(-vocabulary // part)

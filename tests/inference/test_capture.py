@@ -55,7 +55,7 @@ def test_no_collection():
         assert gc.isenabled()
         Cycle()
         _ = [[] for _ in range(10)]
-        assert len(freed) > 50
+        assert len(freed) >= 50  # the latest object may be collected later
         gc.disable()
         with no_collection():
             pass
