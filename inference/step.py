@@ -170,7 +170,8 @@ class Step:
     @property
     def execution(self) -> str:
         """How steps run: CUDA graph or eager, compiled or not, the decoder, and why it is not the lean one."""
-        graph = f"{self.eager or 'cuda graph'}{', compiled' if self.compiled else ''}"
+        compiled = f", not compiled ({self.runner.not_compiled})" if self.runner.not_compiled else ", compiled"
+        graph = f"{self.eager or 'cuda graph'}{compiled if self.compiled else ''}"
         lean = self.runner.lean
         if lean is not None:
             fused = "" if not self.kernels or not lean.not_fused else f" (layers not fused: {lean.not_fused})"

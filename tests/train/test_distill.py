@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from draws import fixed_seed
 from transformers import AutoModelForCausalLM
 
 from draftsmith.common.sections import Data, Source
@@ -48,7 +49,8 @@ def caches(tmp_path, monkeypatch):
 
 def make_seeds(path, count):
     """Chats of one to three turns of the user, the second of every fifth behind a word of the system."""
-    chance = random.Random(1)
+    with fixed_seed("prompts after some of which self-talk is cut, and not after others"):
+        chance = random.Random(1)
     rows = []
     for number in range(count):
         chat = [{"role": "system", "content": "Be brief."}] if number % 5 == 0 else []

@@ -330,6 +330,7 @@ def measured(monkeypatch, capsys):
     return measure
 
 
+@pytest.mark.fixed_seed("budgets that keep different shares of τ")
 def test_the_fastest_that_keeps_enough(measured):
     """Among faster ones that keep less, and slower ones that keep more."""
     _, lines, _ = measured(lambda config: config.clusters[0])

@@ -46,6 +46,7 @@ def test_linear_cross_entropy_is_cross_entropy(chunk, frozen, compiled):
     labels = torch.randint(VOCAB, (2, 12))
     labels[0, :8] = -100  # whole chunks of 3 and 4 without a label
     labels[1, 5] = -100
+    labels[1, 7] = head(hidden[1, 7]).argmax()  # at least one hit
 
     def run(loss_of):
         x = hidden.clone().requires_grad_()

@@ -18,6 +18,7 @@ def exact_act(gate, act):
     return 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
 
 
+@pytest.mark.fixed_seed("a single output has to be far from zero, beside its bound")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("parts", [1, 3])
