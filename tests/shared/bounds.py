@@ -85,7 +85,8 @@ def assert_within(found: Tensor, exact: Tensor, bound: Tensor | float, slack: fl
     bound = slack * torch.as_tensor(bound, dtype=torch.float64).cpu().expand_as(exact)
     if exact.any():
         assert float((exact.abs() > 4 * bound)[exact != 0].double().mean()) > 0.5, "the bound would let zeros pass"
-    worst = ((found - exact).abs() / bound.clamp(min=1e-300)).nan_to_num(nan=torch.inf)
+    off = torch.where(found == exact, 0.0, (found - exact).abs())  # equal infinities too
+    worst = (off / bound.clamp(min=1e-300)).nan_to_num(nan=torch.inf)
     at = int(worst.argmax()) if worst.numel() else 0
     assert worst.numel() == 0 or float(worst.max()) <= 1, (
         f"{float(found.flatten()[at])} instead of {float(exact.flatten()[at])} ± {float(bound.flatten()[at])}"

@@ -29,6 +29,12 @@ class fixed_seed:
         fixed_seed.entered -= 1
 
 
+def occurs(seen: object) -> None:
+    """What a test's draws have to bring about, or it would test nothing: asserted of the seeds as they stand, which
+    were chosen for it; other draws may have missed it."""
+    assert seen or SEED
+
+
 def near_tie(what: str) -> NoReturn:
     """The draws have a near-tie, which rounding may decide: the test needs others."""
     if SEED:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from draws import SEED
+from draws import SEED, occurs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
@@ -217,7 +217,6 @@ def test_autocast_changes_nothing():
     assert inside.objective == outside.objective and inside.assignment.equal(outside.assignment)
 
 
-@pytest.mark.fixed_seed("a draw in which the largest cluster reaches its limit")
 @pytest.mark.parametrize("rows, num_clusters, balanced, most", [
     (90, 6, 1.0, 15), (90, 7, 1.0, 13), (90, 7, 1.5, 19), (90, 90 - 2, 1.0, 2), (90, 4, 3.9, 87)
 ])  # fmt: skip
@@ -227,7 +226,7 @@ def test_limit_on_sizes(device, rows, num_clusters, balanced, most):
     free = spherical_kmeans(weight, num_clusters)
     found = spherical_kmeans(weight, num_clusters, balanced=balanced)
     assert found.sizes.max() <= most
-    assert found.sizes.max() == most or free.sizes.max() <= most
+    occurs(found.sizes.max() == most or free.sizes.max() <= most)
     assert (np.diff(found.objective) >= 0).all()
 
 

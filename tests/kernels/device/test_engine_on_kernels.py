@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from draws import occurs
 
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
@@ -45,7 +46,6 @@ def drafter_of(target, kind, ids=None):
     return MedusaDrafter(heads, TREE, target)
 
 
-@pytest.mark.fixed_seed("heads that draft some of the text")
 @pytest.mark.parametrize(("family", "ids"), [("llama", None), ("mistral", torch.arange(0, 61, 2)), ("gemma2", None)])
 def test_greedy(make_target, teach, device, family, ids):
     target = make_target(family)
@@ -61,7 +61,7 @@ def test_greedy(make_target, teach, device, family, ids):
         results = decoder.serve(requests, 2)
         assert step in (None, decoder._step) and decoder._step is not None and len(decoder._step._graphs) == cuda
         assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)]
-        assert any(count > 1 for result in results for count in result.accepted)
+        occurs(any(count > 1 for result in results for count in result.accepted))
     assert decoder.execution == f"{'cuda graph' if cuda else 'eager'}, lean decoder"
 
 
@@ -81,7 +81,7 @@ def test_sampled_texts_are_those_of_plain_pytorch(make_target, device, monkeypat
         patch.setattr("draftsmith.kernels.verify.why_not_triton", lambda tensor: "left out")
         plain = SpeculativeDecoder(target, drafter_of(target, "own")).serve(requests, 3, mode="sample")
     assert [r.tokens for r in ours] == [r.tokens for r in plain]
-    assert any(count > 1 for result in ours for count in result.accepted), "paths are committed"
+    occurs(any(count > 1 for result in ours for count in result.accepted))  # paths are committed
 
 
 @pytest.mark.parametrize(("mode", "tree"), [("sample", (2, 1)), ("greedy", DynamicShape(2, 2, 5))])
@@ -111,4 +111,4 @@ def test_eagle_drafts_as_with_plain_pytorch(make_target, device, monkeypatch, mo
         expected = plain.serve(requests, 2, mode=mode)
     for results in ours:
         assert [(r.tokens, r.accepted) for r in results] == [(r.tokens, r.accepted) for r in expected]
-    assert any(count > 1 for result in expected for count in result.accepted), "tokens are drafted"
+    occurs(any(count > 1 for result in expected for count in result.accepted))  # tokens are drafted

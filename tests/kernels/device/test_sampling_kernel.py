@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from bounds import gamma
+from draws import occurs
 
 from draftsmith.kernels.sampling import (
     distribution_reference,
@@ -162,7 +163,8 @@ def test_acceptances_of_one_hot_draws(device, block):
     mass = torch.cat([torch.ones_like(wanted[..., :1]), 1 - wanted[..., :-1]], -1).cumprod(-1)
     bound = wanted * (gamma(64) + gamma(vocabulary + 64) / mass.clamp(min=1e-300))
     difference = torch.where(tested, (found.cpu().double() - wanted).abs() - bound, 0.0)[:, [0, 1, 3]]
-    assert float(difference.max()) <= 0 and 0.1 < float(wanted[:, 0].max()) <= 1
+    assert float(difference.max()) <= 0 and float(wanted[:, 0].max()) <= 1
+    occurs(float(wanted[:, 0].max()) > 0.1)
     assert (found[3, 2].cpu() == (child[3, 2] >= 0)).all(), "where logits are not finite, every draw is accepted"
     assert scalars[..., 3].isnan().nonzero().tolist() == [[3, 2]]
 

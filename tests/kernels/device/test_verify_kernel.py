@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import occurs
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from draftsmith.inference.modes import Verifier
@@ -194,7 +195,7 @@ def test_replay(device, seed, rows, nodes, most, size, num_q, kinds, block):
     """Draws of every kind; vocabularies below, at and above a block's size."""
     differed, lengths = compare(device, random.Random(seed), rows, nodes, most, size, num_q, kinds, block)
     assert differed <= 1 and len(lengths) == rows
-    assert set(range(3 if rows == 20 else 2)) <= set(lengths)
+    occurs(set(range(3 if rows == 20 else 2)) <= set(lengths))
 
 
 @seeds
@@ -208,7 +209,7 @@ def test_replay_of_reduced_vocabularies(device, seed, rows, nodes, most, size, r
     ids = random_ids(rng, rows, num_q, size, reduced, shared)
     differed, lengths = compare(device, rng, rows, nodes, most, size, num_q, kinds, block, ids=ids)
     assert differed <= 1 and len(lengths) == rows
-    assert rows < 10 or len(set(lengths)) > 1
+    occurs(rows < 10 or len(set(lengths)) > 1)
 
 
 @seeds
@@ -231,7 +232,8 @@ def test_replay_of_padded_vocabularies(device, seed, rows, nodes, most, size, nu
         values = [float(wide[row, source, token]) if token in kept else 0.0 for token in range(size)]
         assert widened(reduced, ids, size)[row, source].tolist() == values
     differed, lengths = compare(device, rng, rows, nodes, most, size, num_q, kinds, block, ids=ids)
-    assert differed <= 1 and (rows < 10 or len(set(lengths)) > 1)
+    assert differed <= 1
+    occurs(rows < 10 or len(set(lengths)) > 1)
 
 
 def test_a_draw_outside_the_reduced_vocabulary(device):
@@ -264,7 +266,7 @@ def test_replay_of_one_hot_draws(device, seed, rows, nodes, most, size, block, l
     """Draws that are all one-hot, two draws of a node often the same token."""
     differed, lengths = compare(device, random.Random(seed), rows, nodes, most, size, 0, [ONE_HOT], block)
     assert differed <= 1 and len(lengths) == rows
-    assert set(range(longest + 1)) <= set(lengths)
+    occurs(set(range(longest + 1)) <= set(lengths))
 
 
 @seeds
@@ -280,11 +282,12 @@ def test_replay_with_parameters(device, seed, rows, nodes, most, size, num_q, ki
     """Rows of temperature 0 beside others, top-k, top-p and min-p; in float16 most of the logits tie."""
     rng = random.Random(seed + size)
     parameters = random_parameters(rng, rows, size)
-    assert rows < 20 or len(set(zip(*(part.tolist() for part in parameters[:4]), strict=True))) > 15
+    occurs(rows < 20 or len(set(zip(*(part.tolist() for part in parameters[:4]), strict=True))) > 15)
     differed, lengths = compare(
         device, rng, rows, nodes, most, size, num_q, kinds, block, parameters=parameters, dtype=dtype
     )
-    assert differed <= 1 and (rows < 20 or len(set(lengths)) > 1)
+    assert differed <= 1
+    occurs(rows < 20 or len(set(lengths)) > 1)
 
 
 @pytest.mark.parametrize("last", [0.0, 1 - 2**-24])
@@ -353,7 +356,8 @@ def test_logits_that_are_not_finite(device, num_q):
     met = (ours[0] == bad[:, None]) & (torch.arange(depth + 1) <= ours[1][:, None])
     for mine, other in zip(ours[:3], theirs[:3], strict=True):
         assert torch.equal(mine, other)
-    assert torch.equal(ours[4], ~met.any(1)) and torch.equal(theirs[4], ours[4]) and 2 < int(ours[4].sum()) < rows - 2
+    assert torch.equal(ours[4], ~met.any(1)) and torch.equal(theirs[4], ours[4])
+    occurs(2 < int(ours[4].sum()) < rows - 2)
     assert int(ours[3].min()) >= 0 and int(ours[3].max()) < size
     assert torch.equal(ours[3][ours[4]], theirs[3][ours[4]])
 
