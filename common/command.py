@@ -139,20 +139,38 @@ class CommandLine(argparse.ArgumentParser):
         _stop(f"{message} (--help lists all options)", 2)
 
 
-def before_imports(parser: argparse.ArgumentParser) -> None:
-    """Answer ``--help`` and wrong usage before a script's slow imports, and Ctrl-C during these in one line. ``main``
-    parses the command line again."""
+def before_imports(
+    parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace], object] | None = None
+) -> None:
+    """Answer ``--help``, wrong usage and what ``check`` raises before a script's slow imports, and Ctrl-C during these
+    in one line. ``main`` parses the command line again."""
     _escape_unencodable()
     _refuse_other_checkout()
-    parser.parse_intermixed_args()
-
-    def exit_at_once(signum: int, frame: FrameType | None) -> None:
-        # No exception: an extension module's import may turn it into another one, or ignore it.
-        os.write(2, b"error: interrupted; nothing was written yet\n")
-        os._exit(2)
-
+    args = parser.parse_intermixed_args()
+    try:
+        if check is not None:
+            check(args)
+    except (OSError, ValueError) as error:
+        _stop(_describe_os_error(error, False) if isinstance(error, OSError) else str(error), 2)
     if _handles_interrupts():
-        signal.signal(signal.SIGINT, exit_at_once)
+        signal.signal(signal.SIGINT, _exit_at_once)
+
+
+def _exit_at_once(signum: int, frame: FrameType | None) -> None:
+    # No exception: an extension module's import may turn it into another one, or ignore it.
+    os.write(2, b"error: interrupted; nothing was written yet\n")
+    os._exit(2)
+
+
+@contextmanager
+def slow_imports() -> Iterator[None]:
+    """Imports inside a command's ``main``, which Ctrl-C ends in one line."""
+    before = signal.signal(signal.SIGINT, _exit_at_once) if _handles_interrupts() else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoReturn:
@@ -246,6 +264,17 @@ def recipe_parser(
         for flag, what in {"--resume": resume, "--restart": restart, "--tiny": tiny, "--dry-run": dry_run}.items():
             parser.add_argument(flag, action="store_true", help=what)
     return parser
+
+
+def check_recipe(args: argparse.Namespace) -> None:
+    """For :func:`before_imports`: that the recipe can be read. Its fields are checked once its sections are known.
+
+    Raises:
+        FileNotFoundError, ValueError: one line.
+    """
+    from draftsmith.common.recipe import read_content
+
+    read_content(args.recipe, args.overrides)
 
 
 def make_console(width: int | None = None) -> "Console":

@@ -209,14 +209,8 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str, overrid
     return f"{where}: '{field}': {message}{shown}{tail}" if path else f"{where}: {message}{tail}"
 
 
-def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[str] = ()) -> S:
-    """Read ``path`` as a ``recipe``; ``overrides`` are ``section.field=value`` (the value is YAML; ``a.0.b`` reaches
-    into lists).
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: one line with file, field and the nearest valid key.
-    """
+def read_content(path: str | Path, overrides: typing.Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+    """The text of a recipe, and its values with the overrides, as :func:`read_recipe` takes them, but unchecked."""
     path = Path(path)
     if os.path.lexists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise ValueError(f"{path}: not a file (a device, or a link that leads nowhere); a recipe is needed")
@@ -236,6 +230,18 @@ def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[st
         )
     for override in overrides:
         _override(content, override, str(path))
+    return text, content
+
+
+def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[str] = ()) -> S:
+    """Read ``path`` as a ``recipe``; ``overrides`` are ``section.field=value`` (the value is YAML; ``a.0.b`` reaches
+    into lists).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: one line with file, field and the nearest valid key.
+    """
+    text, content = read_content(path, overrides)
     try:
         return recipe.model_validate(content)
     except ValidationError as error:

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.inference.options import check_counts, check_names, has_folder, parts_of
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
 
@@ -66,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    before_imports(parser())
+    before_imports(parser(), lambda args: check_names([args.drafter], args.target))
 
 from filelock import Timeout
 from safetensors.torch import load_file
@@ -78,10 +79,9 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.answers import answer
 from draftsmith.inference.costs import step_costs
 from draftsmith.inference.drafters.dynamic import DynamicShape
-from draftsmith.inference.drafters.load import Calibration, family_of, has_folder, read_named
+from draftsmith.inference.drafters.load import Calibration, family_of, read_named
 from draftsmith.inference.drafters.protocol import Drafter
 from draftsmith.inference.engine import Request, SpeculativeDecoder
-from draftsmith.inference.options import check_counts, parts_of
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.race import TIMED_PROMPTS, Costs, race
 from draftsmith.inference.ranks import best_trees, head_facts, simulate_ensemble

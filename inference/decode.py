@@ -24,9 +24,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import CommandLine, available_cores, run_command
+from draftsmith.common.command import CommandLine, available_cores, run_command, slow_imports
 from draftsmith.common.files import check_folder
-from draftsmith.inference.options import SAMPLING, check_counts, check_threads, short_name
+from draftsmith.inference.options import SAMPLING, check_counts, check_names, check_threads, short_name
 from draftsmith.inference.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.inference.terminal import console
 from draftsmith.models.options import DECODERS, target_arguments, target_options
@@ -149,6 +149,7 @@ def check(args: argparse.Namespace) -> None:
     if args.raw and args.prompts:
         raise ValueError('--raw is for --prompt and --interactive; of --prompts, lines of {"prompt": …} are raw text')
     check_folder("--report", args.report, {"report.json": "drafter"})
+    check_names(args.drafters, args.target)
 
 
 def main() -> None:
@@ -161,13 +162,14 @@ def main() -> None:
         except UnicodeEncodeError:
             raise ValueError("--prompt: not UTF-8 text") from None
 
-    import torch
+    with slow_imports():
+        import torch
 
-    from draftsmith.inference import report as reporting
-    from draftsmith.inference import timing
-    from draftsmith.inference.drafters.load import load_drafter
-    from draftsmith.inference.engine import SpeculativeDecoder
-    from draftsmith.inference.interactive import interact, print_legend, stream, stream_prompts
+        from draftsmith.inference import report as reporting
+        from draftsmith.inference import timing
+        from draftsmith.inference.drafters.load import load_drafter
+        from draftsmith.inference.engine import SpeculativeDecoder
+        from draftsmith.inference.interactive import interact, print_legend, stream, stream_prompts
 
     timing.sampling_of(args)  # checks the ranges
     options = target_arguments(args)

@@ -26,7 +26,14 @@ from draftsmith import __version__
 from draftsmith.common.command import first_line
 from draftsmith.common.files import json_object, replacing_folder, write_json, write_text
 from draftsmith.common.files import read_json as read_json
-from draftsmith.models.stored import check_safetensors, fingerprint, local_folder, resolve_folder, save_tensors
+from draftsmith.models.stored import (
+    check_safetensors,
+    drafter_config,
+    fingerprint,
+    local_folder,
+    resolve_folder,
+    save_tensors,
+)
 from draftsmith.models.target import Target
 
 
@@ -182,19 +189,7 @@ def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
         ValueError: a file is damaged, or the folder holds something else.
     """
     folder = resolve_folder(name)
-    if not (folder / "config.json").exists():
-        hint = "training has not finished; go on with --resume" if (folder / "checkpoints").exists() else "no drafter"
-        raise FileNotFoundError(f"{folder}: no config.json here: {hint}")
-    config = json_object(folder / "config.json", "drafter config")
-    if "drafter_type" not in config:
-        file = folder / "provenance.json"  # of models/export.py
-        exported = json_object(file) if file.exists() else {}
-        if "max_logit_difference" in exported:
-            raise ValueError(
-                f"{folder}: exported for {exported.get('format')}, whose format is not read here; name the drafter "
-                f"that it was made from ({exported.get('drafter')})"
-            )
-        raise ValueError(f"{folder}: this is a model, not a drafter; to decode with it alone: none --target {name}")
+    config = drafter_config(folder, name)
     _check_config(folder / "config.json", config)
     _check_parts(folder, config.get("parts", ()))
     if not (folder / "model.safetensors").exists():

@@ -20,6 +20,7 @@ import argparse
 from pathlib import Path
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.models.stored import check_drafter_name
 
 FORMATS = ("sglang", "vllm", "speculators")
 
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    before_imports(parser())
+    before_imports(parser(), lambda args: check_drafter_name(args.drafter))
 
 import json
 import shlex

@@ -74,6 +74,64 @@ def gguf_file(name: str) -> Path | None:
     return next((file for file in (Path(name), _ROOT / name) if file.is_file()), None)
 
 
+def known_folder(name: str) -> Path | None:
+    """:func:`local_folder`; None for a GGUF file and for what may be a Hub id.
+
+    Raises:
+        FileNotFoundError: it can be none of these.
+        ValueError: a folder with several GGUF files.
+    """
+    if gguf_file(name) is not None:
+        return None
+    folder = local_folder(name)
+    if name.rstrip("/") == FETCHED and not (folder and (folder / "config.json").exists()):  # empty after a failed fetch
+        raise FileNotFoundError(f"'{name}': not here yet; run: make models (93 MB)")
+    if folder is not None:
+        return folder
+    if os.path.lexists(name):
+        kind = "a file" if Path(name).is_file() else "a symbolic link that leads to no folder"
+        raise FileNotFoundError(f"'{name}': this is {kind}; a model's or drafter's folder, or a .gguf file, is needed")
+    if name.endswith(".gguf"):
+        raise FileNotFoundError(f"'{name}': there is no such file")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "-")):
+        raise FileNotFoundError(f"'{name}': there is no such folder, and a Hub id would be USER/NAME")
+    return None
+
+
+def drafter_config(folder: Path, name: str) -> dict[str, Any]:
+    """The config.json of a drafter's folder, which the user calls ``name``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, or the folder holds something else.
+    """
+    if not (folder / "config.json").exists():
+        hint = "training has not finished; go on with --resume" if (folder / "checkpoints").exists() else "no drafter"
+        raise FileNotFoundError(f"{folder}: no config.json here: {hint}")
+    config = json_object(folder / "config.json", "drafter config")
+    if "drafter_type" not in config:
+        file = folder / "provenance.json"  # of models/export.py
+        exported = json_object(file) if file.exists() else {}
+        if "max_logit_difference" in exported:
+            raise ValueError(
+                f"{folder}: exported for {exported.get('format')}, whose format is not read here; name the drafter "
+                f"that it was made from ({exported.get('drafter')})"
+            )
+        raise ValueError(f"{folder}: this is a model, not a drafter; to decode with it alone: none --target {name}")
+    return config
+
+
+def check_drafter_name(name: str) -> None:
+    """What can be said of a drafter's folder before torch is imported.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`known_folder` and :func:`drafter_config`.
+    """
+    folder = known_folder(name)
+    if folder is not None:
+        drafter_config(folder, name)
+
+
 def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """:func:`local_folder`, the converted copy of a :func:`gguf_file`, or the download of a Hub id (the last two are
     announced by a line on stderr if there is anything to do).
@@ -91,18 +149,9 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
         from draftsmith.models import from_gguf  # it needs this module
 
         return from_gguf.with_safetensors(file)
-    folder = local_folder(name)
-    if name.rstrip("/") == FETCHED and not (folder and (folder / "config.json").exists()):  # empty after a failed fetch
-        raise FileNotFoundError(f"'{name}': not here yet; run: make models (93 MB)")
+    folder = known_folder(name)
     if folder is not None:
         return folder
-    if os.path.lexists(name):
-        kind = "a file" if Path(name).is_file() else "a symbolic link that leads to no folder"
-        raise FileNotFoundError(f"'{name}': this is {kind}; a model's or drafter's folder, or a .gguf file, is needed")
-    if name.endswith(".gguf"):
-        raise FileNotFoundError(f"'{name}': there is no such file")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "-")):
-        raise FileNotFoundError(f"'{name}': there is no such folder, and a Hub id would be USER/NAME")
     folder = _download(name, revision, ignore_patterns=[*_NEVER, "*.bin", *([] if weights else ["*.safetensors"])])
     if weights and not any(folder.glob("*.safetensors")):
         folder = _download(name, revision, ": its pickled weights, there are no others", allow_patterns=_PICKLED)

@@ -21,7 +21,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.common.command import available_cores, before_imports, recipe_parser, run_command
+from draftsmith.common.command import available_cores, before_imports, check_recipe, recipe_parser, run_command
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-distill.yaml", "self_talk=1", "a few answers of a small random target",
@@ -29,7 +29,7 @@ PARSER = recipe_parser(
     dry_run="show what would be sent; send and write nothing",
 )  # fmt: skip
 if __name__ == "__main__":
-    before_imports(PARSER)
+    before_imports(PARSER, check_recipe)
 
 import torch
 

@@ -17,13 +17,13 @@ import copy
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from draftsmith.common.command import before_imports, recipe_parser, run_command
+from draftsmith.common.command import before_imports, check_recipe, recipe_parser, run_command
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-eagle3.yaml", "drafter.unroll=5", "two steps of each stage on a small random target"
 )
 if __name__ == "__main__":
-    before_imports(PARSER)
+    before_imports(PARSER, check_recipe)
 
 import torch
 from pydantic import Field, model_validator

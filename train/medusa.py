@@ -14,14 +14,14 @@ import copy
 from functools import partial
 from typing import Any, Literal
 
-from draftsmith.common.command import before_imports, recipe_parser, run_command
+from draftsmith.common.command import before_imports, check_recipe, recipe_parser, run_command
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-medusa.yaml", "stages.0.optim.lr=1e-3",
     "two steps of each stage on a small random target and bundled samples",
 )  # fmt: skip
 if __name__ == "__main__":
-    before_imports(PARSER)
+    before_imports(PARSER, check_recipe)
 
 import torch
 from pydantic import Field, model_validator

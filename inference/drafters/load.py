@@ -26,8 +26,6 @@ That a drafter belongs to the target (fingerprint, width, vocabulary, adapter, c
 
 import difflib
 import importlib
-import os
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +42,7 @@ from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.protocol import Drafter
-from draftsmith.inference.options import parts_of
+from draftsmith.inference.options import DRAFT_MODEL, check_name, draft_model_of, has_folder, ngram_lengths, parts_of
 from draftsmith.inference.tree import Topology, chosen_at_load
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import read_drafter
@@ -58,8 +56,6 @@ FAMILIES = {  # drafter_type → module
     "ssm": "draftsmith.inference.drafters.ssm",
 }
 MERGED_NODES = 40  # at most, in a merged tree, the root included
-CHAIN = (1,) * 8  # the expansion of a draft model, if none is given
-NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
 
 
 @dataclass(frozen=True)
@@ -103,11 +99,6 @@ class Calibration:
     decoding: Callable[[Target, Topology | DynamicShape, StepCosts | None], Drafter] | None = None
 
 
-def has_folder(part: str) -> bool:
-    """Whether one of :func:`parts_of` is a drafter folder or Hub id."""
-    return part not in ("none", NGRAM) and not part.startswith((f"{NGRAM}:", DRAFT_MODEL))
-
-
 def family_of(folder: Path, config: dict[str, Any]) -> ModuleType:
     """The module of a drafter's family.
 
@@ -124,15 +115,9 @@ def family_of(folder: Path, config: dict[str, Any]) -> ModuleType:
 
 
 def read_named(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """:func:`read_drafter`, with a hint where a name without a folder is misspelt."""
-    try:
-        return read_drafter(name)
-    except FileNotFoundError as error:
-        kind = name.partition(":")[0]
-        matches = difflib.get_close_matches(kind, ("none", NGRAM, f"{DRAFT_MODEL}PATH"), n=1)
-        if not matches or "/" in kind or os.path.lexists(name):
-            raise
-        raise FileNotFoundError(f"{error}; did you mean {matches[0]}?") from None
+    """:func:`read_drafter`, after :func:`check_name`."""
+    check_name(name)
+    return read_drafter(name)
 
 
 def load_drafter(
@@ -235,18 +220,12 @@ def report_fields(name: str) -> dict[str, Any]:
 
 
 def _ngram(name: str) -> Part:
-    given = re.fullmatch(r"ngram(?::(\d+)-(\d+))?", name)
-    if given is None:
-        raise ValueError(f"'{name}': for matches of 2 to 10 tokens write ngram:2-10")
-    lengths = {} if given[1] is None else {"min_match": int(given[1]), "max_match": int(given[2])}
+    lengths = ngram_lengths(name)
     return Part(lambda target, costs, options: NgramDrafter(target, costs=costs, **lengths), uses_costs=True)
 
 
 def _draft_model(name: str) -> Part:
-    path, _, expansion = name.removeprefix(DRAFT_MODEL).partition("@")
-    if not path or (expansion and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", expansion)):
-        raise ValueError(f"'{name}': write draft_model:PATH, or draft_model:PATH@2,2,1 for its children by depth")
-    children = [int(k) for k in expansion.split(",")] if expansion else CHAIN
+    path, children = draft_model_of(name)
 
     def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
         # On one device and unquantised, however the target is loaded: it is small and runs several times per step.

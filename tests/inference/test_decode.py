@@ -552,7 +552,7 @@ def test_bad_prompts(run_main, drafter, tmp_path):
     one_line(run_main(decode.main, drafter, "--prompts", path, "--threads", 1), f"{path}: ")
     path.unlink()
     path.write_text('{"prompt": "a"}\n{"prompt": null}\n')
-    one_line(run_main(decode.main, "/nowhere", "--prompts", path), f"{path}:2: it has nothing; needed is")
+    one_line(run_main(decode.main, "nobody/nothing", "--prompts", path), f"{path}:2: it has nothing; needed is")
 
 
 @pytest.mark.parametrize(
@@ -593,12 +593,12 @@ def test_bad_prompts(run_main, drafter, tmp_path):
         (["DRAFTER", "ngram", "--live"], "--prompt, --interactive and --live take one DRAFTER"),
         (["DRAFTER", "--raw"], "--raw is for --prompt and --interactive"),
         (["DRAFTER", "--device", "cudda"], "device 'cudda'"),
-        (["none", "--target", "/nowhere/at/all", "--device", "meta"], "device 'meta'"),
+        (["none", "--target", "nobody/nothing", "--device", "meta"], "device 'meta'"),
         (
-            ["DRAFTER", "--target", "/nowhere/at/all", "--tree", "DEEP"],
+            ["DRAFTER", "--target", "nobody/nothing", "--tree", "DEEP"],
             "the tree is 4 deep, but there are 3 draft heads",
         ),
-        (["DRAFTER", "--target", "/nowhere", "--tree", "FILE"], "file: "),
+        (["DRAFTER", "--target", "nobody/nothing", "--tree", "FILE"], "file: "),
         (["DRAFTER", "--mode", "sample", "--seed", "-1"], "seed -1: "),
         (["DRAFTER", "--mode", "sample", "--temperature", "nan"], "temperature nan: "),
         (["DRAFTER", "--mode", "sample", "--temperature", "-1"], "temperature -1.0: "),

@@ -85,7 +85,7 @@ def test_a_family_without_a_tree(run_main, written, family, monkeypatch):
     code, out, err = run_main(decode.main, folder, "--prompts", prompts, "--max-new-tokens", 9, "--check-lossless")
     assert code == 0, err
     for name in (folder, "ngram", "none", f"{folder}+ngram"):
-        result = run_main(decode.main, name, "--prompt", "a", "--target", "/nowhere", "--tree", "my.json")
+        result = run_main(decode.main, name, "--prompt", "a", "--target", "nobody/nothing", "--tree", "my.json")
         message = f"error: --tree my.json: '{name}' has no tree of its own that another could replace; leave it out\n"
         assert result == (2, "", message)
 
@@ -102,7 +102,7 @@ def test_a_family_without_a_tree(run_main, written, family, monkeypatch):
     ],
 )
 def test_misspelt_names(run_main, given, said):
-    code, _, err = run_main(decode.main, given, "--prompt", "a", "--target", "/nowhere")
+    code, _, err = run_main(decode.main, given, "--prompt", "a", "--target", "nobody/nothing")
     assert code == 2 and said in err and err.count("\n") == 1
     assert ("did you mean" in err) == ("did you mean" in said)
 
@@ -117,7 +117,7 @@ def test_unknown_types(run_main, written, family):
             known = "dynaspec, eagle, medusa, ssm, toy"
             message = f"{folder}: drafter_type '{kind}' is not known to this version; known: {known}{hint}"
             for main, options in ((decode.main, ["--prompt", "a"]), (calibrate.main, [])):
-                assert run_main(main, folder, *options, "--target", "/nowhere") == (2, "", f"error: {message}\n")
+                assert run_main(main, folder, *options, "--target", "nobody/nothing") == (2, "", f"error: {message}\n")
     finally:
         (folder / "config.json").write_text(json.dumps(config))
 
