@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftsmith.inference.options import check_counts, check_threads
 from draftsmith.models.artifact import device_name, versions, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import Choice, choose_autocast, describe, say
@@ -166,6 +167,11 @@ def alone(args: argparse.Namespace, ours: bool) -> dict[str, Any]:
 def main() -> None:
     args = PARSER.parse_intermixed_args()
     check_file("--out", args.out)
+    counts = ("heads", "vocab", "width", "layers", "rows", "length", "repeat")
+    check_counts(**{name: getattr(args, name) for name in counts})
+    check_threads(args.threads)
+    if args.width % 64:
+        raise ValueError(f"--width {args.width}: must be a multiple of 64")
     chosen = choose_autocast("none" if args.dtype == "float32" else args.dtype, "cpu")
     for line in describe("cpu", Choice("float32", ""), chosen):
         say(line)

@@ -150,12 +150,12 @@ def main() -> None:
     if args.steps < 2:
         raise ValueError(f"--steps {args.steps}: at least 2, one for each stage")
     read_prompts(args.prompts)
-    check_folder("--out", args.out)
-    torch.set_num_threads(available_cores())
-    rows: dict[str, dict[str, Any]] = {}
     recipe = read_recipe(args.recipe, MedusaRecipe, args.overrides)
     if [stage.joint is None for stage in recipe.stages] != [True, False]:
         raise ValueError(f"{args.recipe}: two stages are needed, the second one joint, as in recipes/tiny-medusa2.yaml")
+    check_folder("--out", args.out)
+    torch.set_num_threads(available_cores())
+    rows: dict[str, dict[str, Any]] = {}
     for name, own in ways(args.steps, recipe).items():
         folder = train(args.recipe, args.out, name, args.steps, [*args.overrides, *own])
         rows[name] = measure(folder, args.prompts, args.max_new_tokens, args.repeat)

@@ -1,0 +1,155 @@
+"""Every command, given what it cannot use: one line on stderr that names the input, exit code 2, in seconds, and not a
+file written, neither in the folder where it runs nor in the project's own. test_table.py has inputs one by one."""
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 20  # seconds that an answer may take
+TRAINING = {
+    "train.medusa": "tiny-medusa", "train.eagle": "tiny-eagle3", "train.ssm": "tiny-ssm", "train.lm": "tiny-lm",
+    "train.dynaspec": "tiny-dynaspec", "train.distill": "tiny-distill",
+}  # fmt: skip
+# What no recipe may say, and what the answer has to name.
+OVERRIDES = [
+    ("x=1", "unknown key 'x'"), ("run.nam=x", "unknown key 'run.nam'"), ("run.name=..", "'run.name'"),
+    ("run.name=", "'run.name'"), ("run.name=/etc", "'run.name'"), ("run.seed=-1", "'run.seed'"),
+    ("run.seed=one", "'run.seed'"), ("run.seed=.nan", "'run.seed'"), ("run=3", "'run'"), ("=3", "is no override"),
+    ("run.name", "is no override"), ("run..name=x", "is no override"), ("run.output_dir=/dev/null", "/dev/null"),
+    ("run.seed=[", "run.seed=["), ("run.seed=!!int 3", "tags"), ("run.name.x=1", "is a value, not a section"),
+]  # fmt: skip
+RECIPES = [
+    ("nowhere.yaml", "nowhere.yaml: there is no such recipe"), (".", "this is a folder"),
+    ("README.md", "README.md"), ("notes.yaml", "a recipe is a mapping"), ("", ""),
+]  # fmt: skip
+# Commands without a recipe: options that make them complete, and options with values that they cannot use.
+NUMBERS = ("-1", "0", "nan", "many")
+OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
+    "inference.decode": (["none", "--target", "TARGET", "--prompt", "a"], {
+        "--max-new-tokens": NUMBERS, "--batch-size": NUMBERS, "--repeat": NUMBERS, "--seconds": NUMBERS,
+        "--threads": NUMBERS, "--dtype": ("float8",), "--quantize": ("2bit",), "--device-map": ("tape",),
+        "--tree": ("nowhere.json",), "--report": ("", ".", "README.md", "README.md/x"), "--prompts": ("nowhere.jsonl",),
+        "--temperature": ("-1", "nan", "hot"), "--top-p": ("0", "2", "nan"), "--min-p": ("-1", "2", "nan"),
+        "--top-k": ("-1", "x"), "--repetition-penalty": ("0", "-1", "nan"), "--epsilon": ("0.1",), "--target": ("",),
+        "--baseline": ("vllm",), "--decoder": ("fat",), "--show": ("-1", "x"), "--max-tokens": ("5",),
+        "--num-speculative-tokens": ("5",), "--drafter": ("x",),
+    }),
+    "inference.calibrate": (["none", "--target", "TARGET"], {
+        "--nodes": NUMBERS, "--seconds": NUMBERS, "--max-new-tokens": NUMBERS, "--prompts": ("nowhere.jsonl", "."),
+        "--dtype": ("float8",),
+    }),
+    "inference.typical": (["ngram", "--target", "TARGET", "--prompts", "prompts.jsonl"], {
+        "--epsilons": ("-1", "nan", "x"), "--prompts": ("nowhere.jsonl",),
+    }),
+    "inference.bench": (["--target", "TARGET"], {
+        "--nodes": NUMBERS, "--contexts": NUMBERS, "--batches": NUMBERS, "--threads": NUMBERS, "--shape": ("gpt9",),
+    }),
+    "inference.bench_serving": (["none", "--target", "TARGET", "--prompts", "prompts.jsonl"], {
+        "--batches": NUMBERS, "--loads": ("-1", "0", "nan"), "--requests": NUMBERS, "--seconds": NUMBERS,
+        "--rounds": NUMBERS, "--prompts": ("nowhere.jsonl",),
+    }),
+    "inference.bench_assisted": (["--target", "TARGET", "--draft", "TARGET", "--prompts", "prompts.jsonl"], {
+        "--expansion": NUMBERS, "--max-new-tokens": NUMBERS, "--repeat": NUMBERS, "--threads": NUMBERS,
+        "--target": ("nowhere",), "--draft": ("nowhere",), "--out": (".",),
+    }),
+    "inference.bench_ssm": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
+        "--nodes": NUMBERS, "--expansion": NUMBERS, "--prompts": ("nowhere.jsonl",),
+    }),
+    "inference.bench_shortlist": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
+        "--nodes": NUMBERS, "--depths": NUMBERS, "--prompts": ("nowhere.jsonl",),
+    }),
+    "models.export": (["nowhere/at/all", "--to", "vllm", "--out", "served"], {"--to": ("ollama",), "--out": ("",)}),
+    "data.prompts": (["stdlib", "--tokenizer", "TARGET", "--out", "new.jsonl"], {
+        "--count": NUMBERS, "--prompt-tokens": NUMBERS, "--tokenizer": ("nowhere",), "--out": (".", "README.md"),
+        "--split": ("half",),
+    }),
+    "train.bench_unroll": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--steps": NUMBERS, "--threads": NUMBERS}),
+    "train.bench_step": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--heads": NUMBERS, "--repeat": NUMBERS}),
+    "train.bench_clusters": ([], {"--clusters": NUMBERS, "--hidden": NUMBERS, "--iterations": NUMBERS}),
+    "train.bench": ([], {"--heads": NUMBERS, "--vocab": NUMBERS, "--rows": NUMBERS, "--width": ("65", "0"),
+                         "--repeat": NUMBERS, "--length": NUMBERS, "--layers": NUMBERS, "--threads": NUMBERS}),
+    "train.bench_medusa": (["--prompts", "prompts.jsonl"], {"--steps": NUMBERS, "--recipe": ("nowhere.yaml",)}),
+    "kernels.bench": ([], {"--nodes": ("nan", "many"), "--batches": ("nan", "many"), "--contexts": ("nan", "many")}),
+    "train.gpu": ([], {"--bundle": ("99", "x"), "--only": ("x",), "--minutes": ("-1", "nan", "x")}),
+}  # fmt: skip
+
+CASES = [
+    *((name, [f"{ROOT}/recipes/{recipe}.yaml", given], said) for name, recipe in TRAINING.items()
+      for given, said in OVERRIDES),
+    *((name, [given], said) for name in TRAINING for given, said in RECIPES),
+    *((name, [*complete, option, value], f"{option} {value}") for name, (complete, options) in OTHERS.items()
+      for option, values in options.items() for value in values),
+    *((name, [*complete, "--nonsense"], "there is no option --nonsense") for name, (complete, _) in OTHERS.items()),
+]  # fmt: skip
+
+
+def names(line: str, said: str) -> bool:
+    """Whether an answer says what it has to: this, or of an option with a value the option or the value."""
+    option, _, value = said.partition(" ")
+    if not said.startswith("--"):
+        return said in line
+    return option in line or option[2:].replace("-", "_") in line or (value or "''") in line
+
+
+def tracked() -> dict[str, tuple[int, int]]:
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    return {name: (os.stat(ROOT / name).st_size, os.stat(ROOT / name).st_mtime_ns) for name in names if name}
+
+
+def files(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def project():
+    """The project's own files are as they were, after all of these."""
+    before = tracked()
+    yield
+    assert tracked() == before
+
+
+@pytest.mark.parametrize("name, given, said", CASES, ids=[f"{name}-{' '.join(given)}" for name, given, _ in CASES])
+def test_one_line_and_nothing_written(project, tiny_lm, tmp_path, monkeypatch, run_main, name, given, said):
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "README.md").write_text("mine\n")
+    (here / "notes.yaml").write_text("- a list\n")
+    (here / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.chdir(here)
+    before, began = files(tmp_path), time.monotonic()
+    main = importlib.import_module(f"draftsmith.{name}").main
+    code, out, err = run_main(main, *(str(tiny_lm) if word == "TARGET" else word for word in given))
+    assert code == 2 and time.monotonic() - began < LONGEST, (out, err)
+    *above, last = err.splitlines()
+    assert last.startswith("error: ") and names(last, said), err
+    assert all(line.startswith("precision: ") for line in above), err
+    assert files(tmp_path) == before
+
+
+def test_no_case_is_there_twice():
+    assert len({(name, *given) for name, given, _ in CASES}) == len(CASES) > 300
+
+
+QUICK = [
+    ("inference/decode.py", "nowhere", "--prompt", "a"), ("inference/decode.py", "ngram", "--prompt", "a"),
+    ("inference/decode.py", "ngram", "--target", "nowhere", "--prompt", "a"), ("inference/calibrate.py", "nowhere"),
+    ("models/export.py", "nowhere", "--to", "vllm", "--out", "x"), ("train/medusa.py", "nowhere.yaml"),
+    ("train/eagle.py", "recipes/tiny-eagle3.yaml", "run.name"), ("train/ssm.py", "README.md"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", QUICK, ids=[" ".join(command) for command in QUICK])
+def test_answered_before_torch_is_imported(command):
+    code = (
+        "import runpy, sys; sys.argv = sys.argv[1:]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stdout == "False\n", done
