@@ -263,6 +263,9 @@ def recipe_parser(
     if tiny is not None:
         for flag, what in {"--resume": resume, "--restart": restart, "--tiny": tiny, "--dry-run": dry_run}.items():
             parser.add_argument(flag, action="store_true", help=what)
+        parser.add_argument(
+            "--verbose", action="store_true", help="with --dry-run: the whole recipe, with its defaults"
+        )
     return parser
 
 

@@ -1,7 +1,8 @@
-"""``--dry-run``: what a recipe would do, before it does it: the resolved recipe, sizes, memory, time per step. Then the
-same recipe's tiny form runs through the real command and is decoded, so that nothing fails for the first time after a
-day."""
+"""``--dry-run``: what a recipe would do, before it does it: sizes, memory, time per step, with ``--verbose`` all
+fields. Then the same recipe's tiny form runs through the real command, is decoded and deleted, so that nothing fails
+for the first time after a day."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,16 +42,27 @@ class TargetShape:
 
 
 def target_shape(target: Target, adapted: Sequence[str] = ()) -> TargetShape:
-    """The sizes of a recipe's target; ``adapted``: names of layers that get an adapter.
+    """The sizes of a recipe's target, or where it is not here and ``model_type`` is set, those that transformers' own
+    config of that family has by default, with a line about it; ``adapted``: names of layers that get an adapter.
 
     Raises:
         ValueError: its config cannot be read.
     """
+    remote = target.trust_remote_code
     try:
-        folder = resolve_folder(target.name, target.revision, weights=False)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=target.trust_remote_code)
+        try:
+            folder = resolve_folder(target.name, target.revision, weights=False)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
+        except FileNotFoundError as error:
+            if target.model_type is None:
+                raise
+            config = AutoConfig.for_model(target.model_type)
+            console.print(
+                f"{first_line(error)}: the sizes are those of transformers' default {target.model_type} "
+                f"({config.num_hidden_layers} layers, hidden size {config.hidden_size})"
+            )
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=target.trust_remote_code)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
     except Exception as error:  # transformers and the Hub's client raise a dozen unrelated types
         reason = first_line(error, 160)
         raise ValueError(f"target '{target.name}': its config cannot be read ({reason})") from None
@@ -107,15 +119,24 @@ class Plan:
         return self.positions * (2.0 * frozen + 6.0 * self.trained * self.unrolled)
 
 
-def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator) -> None:
-    """Print the resolved recipe and the table of its stages, for each process."""
+def delete(folder: Path, above: Sequence[Path]) -> None:
+    """Delete a run's folder, and those ``above`` it that are empty then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for one in above:
+        if one.is_dir() and not any(one.iterdir()):
+            one.rmdir()
+
+
+def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, verbose: bool = False) -> None:
+    """Print the table of a recipe's stages, for each process; with ``verbose`` the resolved recipe before it."""
     stages, problem = list[Plan](), ""
     try:
         recipe = with_precision(recipe, accelerator)
         stages = plans(recipe)
     except (OSError, ValueError) as error:
         problem = f"no sizes: {error}"
-    console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    if verbose:
+        console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
     if problem:
         console.print(problem)
         return

@@ -495,6 +495,8 @@ def train(run: Run[LmRecipe]) -> None:
         licences={source.source: sources.licence(source.source) for source in recipe.data.train},
     )  # fmt: skip
     write_model(folder, model, tokenizer, facts)
+    if run.dry:
+        return
     loop.console.print(f"done: {folder} (validation loss {loss:.3f}); try: python inference/decode.py none "
                        f"--target {folder} --prompt 'def read('")  # fmt: skip
 

@@ -47,6 +47,7 @@ class Run(Generic[R]):
     kind: the script's name.
     resume: there is a checkpoint to go on from.
     small: it is the tiny form of a recipe.
+    dry: it is of --dry-run, and its folder is deleted in the end.
     """
 
     recipe: R
@@ -55,6 +56,7 @@ class Run(Generic[R]):
     resume: bool
     command: str
     small: bool = False
+    dry: bool = False
     held_out: Batch = field(default_factory=dict)
     data_sha256: list[str] = field(default_factory=list)
     data_labels: list[int | None] = field(default_factory=list)
@@ -275,6 +277,8 @@ class Run(Generic[R]):
         if recipe.export.push_to_hub:
             console.print(f"uploading to {recipe.export.push_to_hub} …")
             push(folder, recipe.export.push_to_hub, recipe.export.private)
+        if self.dry:
+            return
         tau = f", simulated τ {facts['simulated_tau']:.2f}" if "simulated_tau" in facts else ""
         console.print(f"done: {folder}{tau}; next: python inference/calibrate.py {folder}")
 
@@ -308,11 +312,15 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
     _check_strategy(recipe)
     if args.dry_run:
         if main_process:
-            dry_run.show(recipe, script.plans, accelerator)
+            dry_run.show(recipe, script.plans, accelerator, args.verbose)
         recipe = tiny(recipe, "dry-run", accelerator.num_processes)
     folders.check(recipe, recipe.stages)
     folder = recipe.run.folder
-    with folders.held(folder, script.name, main_process):
+    above = [one for one in folder.parents if not one.exists()]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(folders.held(folder, script.name, main_process))
+        if args.dry_run and main_process:
+            stack.callback(dry_run.delete, folder, above)
         with accelerator.main_process_first():
             resume = folders.begin(folder, args.resume and not small, args.restart or small, main_process)
             if resume:
@@ -322,14 +330,14 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
             if small and main_process and isinstance(recipe, DrafterRecipe):
                 write_target(recipe.target)
         recipe = loop.with_precision(recipe, accelerator, resume)
-        run = Run(recipe, script.name, accelerator, resume, command, small)
+        run = Run(recipe, script.name, accelerator, resume, command, small, args.dry_run)
         try:
             script.train(run)
         finally:
             if run.job.trackers:
                 run.job.trackers.close()
         if args.dry_run and main_process:
-            console.print(f"the tiny form of this recipe is in {folder}: {dry_run.decode_a_little(folder)}")
+            console.print(f"the tiny form of this recipe trained, {dry_run.decode_a_little(folder)}; it is deleted")
 
 
 def _check_strategy(recipe: R) -> None:  # type: ignore[misc]

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_medusa(run_main, tmp_path):
     code, out, err = run_main(
-        medusa.main, ROOT / "recipes/tiny-medusa.yaml", "--dry-run", f"run.output_dir={tmp_path}",
+        medusa.main, ROOT / "recipes/tiny-medusa.yaml", "--dry-run", "--verbose", f"run.output_dir={tmp_path}/new/runs",
         "drafter.projection=own", "stages.0.optim.lr=0.004",
     )  # fmt: skip
     assert code == 0, err
@@ -32,29 +32,40 @@ def test_medusa(run_main, tmp_path):
     width, vocab_size = target["hidden_size"], target["vocab_size"]
     trained = 4 * (2 * (width * width + width) + width * vocab_size)
     assert f"{trained / 1e6:,.1f} M" in out
-    assert "identical to plain decoding" in out
-    assert not (tmp_path / "demo").exists()
-    folder = tmp_path / "demo-dry-run"
-    assert read_json(folder / "config.json")["num_draft_heads"] == 4
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [2, 2]
+    assert "identical to plain decoding" in out and "next: " not in out and not list(tmp_path.iterdir())
+
+
+def test_what_is_not_its_own_is_left_alone(run_main, tmp_path):
+    mine = tmp_path / "demo-dry-run/mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    options = ("--dry-run", f"run.output_dir={tmp_path}")
+    code, out, err = run_main(medusa.main, ROOT / "recipes/tiny-medusa.yaml", *options)
+    assert code == 2 and "holds other things" in err and mine.read_text() == "mine"
+    assert "gradient_checkpointing" not in out, "the whole recipe only with --verbose"
 
 
 @pytest.mark.parametrize("main, name, target", [
     (medusa.main, "vicuna7b", "lmsys/vicuna-7b-v1.5"), (ssm.main, "llama7b-68m-ssm", "huggyllama/llama-7b"),
 ])  # fmt: skip
 def test_a_target_that_is_not_here(run_main, tmp_path, main, name, target):
-    """Offline and never downloaded: no sizes, and a line about it; the tiny form runs."""
+    """Offline and never downloaded: the sizes of its family's default, which both of these have; the tiny form runs."""
     code, out, err = run_main(main, ROOT / f"recipes/{name}.yaml", "--dry-run", f"run.output_dir={tmp_path}")
     assert code == 0, err
-    assert f"no sizes: target '{target}': its config cannot be read" in out
-    assert "the tiny form of this recipe is in" in out and "identical to plain decoding" in out
+    assert f"'{target}': no such folder here" in out and "transformers' default llama (32 layers, hidden size" in out
+    assert (
+        (main is ssm.main or "6,738.4 M" in out)
+        and "the tiny form of this recipe trained" in out
+        and "identical to plain" in out
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_target_that_is_not_here_on_another_device(capsys):
     """Where ``target.dtype: auto`` reads the target's config, too; the recipe is printed all the same."""
     device = SimpleNamespace(device=torch.device("mps"), num_processes=1, is_main_process=True)
     recipe = read_recipe(ROOT / "recipes/vicuna7b.yaml", medusa.MedusaRecipe, ["target.dtype=auto"])
-    dry_run.show(recipe, medusa.plans, device)
+    dry_run.show(recipe, medusa.plans, device, verbose=True)
     out = capsys.readouterr().out
     assert "name: lmsys/vicuna-7b-v1.5" in out and "no sizes: " in out
 
