@@ -411,7 +411,7 @@ def main() -> None:
     random.Random(0).shuffle(rows)
     if data:  # the longest answer first: where the first one takes all the time, there are positions to count on
         rows.insert(0, rows.pop(max(range(len(rows)), key=lambda at: int(data["supervised"][rows[at]].sum()))))
-    console.print(f"calibrating: at most {args.seconds:.0f} s", markup=False)
+    console.print(f"calibrating: at most {args.seconds:.0f} s from here on", markup=False)
     began = time.monotonic()
     parts: list[dict[str, Tensor]] = []
     share = 1.0 if args.at_load else RANKING

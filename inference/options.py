@@ -93,9 +93,9 @@ def check_name(part: str) -> None:
     """
     if part.startswith(DRAFT_MODEL):
         known_folder(draft_model_of(part)[0])
-    elif not has_folder(part):
-        part == "none" or ngram_lengths(part)
-    else:
+    elif part.startswith(NGRAM) and not has_folder(part):
+        ngram_lengths(part)
+    elif has_folder(part):
         try:
             check_drafter_name(part)
         except FileNotFoundError as error:

@@ -41,7 +41,7 @@ from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab, places
-from draftsmith.train import draft_vocabulary, sharded
+from draftsmith.train import draft_vocabulary, loop, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.loop import Batch
 from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, linear_soft_cross_entropy, shifted_labels
@@ -295,6 +295,8 @@ def train(run: Run[EagleRecipe]) -> None:
         if kept is None:
             eagle.draft_from(ids, target)
     inputs = run.with_hidden(target, rows, module.captures)
+    if d.unroll > 1 and run.main:
+        loop.console.print(f"the loss is a sum over {d.unroll} unrolled steps")
     for stage in recipe.stages:
         run.fit(stage, module, inputs, partial(evaluate, run, held_out=run.held_out), "simulated_tau")
     with run.evaluating(module):

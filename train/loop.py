@@ -33,6 +33,7 @@ from draftsmith.train.track import Trackers
 
 Batch = dict[str, Tensor]
 console = make_console()
+FIGURES = 8  # of a printed line, at most; metrics.jsonl has them all
 LOG_EVERY = 10  # steps between two lines of metrics.jsonl
 
 
@@ -273,7 +274,8 @@ def fit(
             job.best = sign * metrics[metric]
         if accelerator.is_main_process:
             job.record({"step": job.step, "stage": name, **metrics, "best": better})
-            shown = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
+            few = [k for k in metrics if len(metrics) <= FIGURES or "top5" not in k][:FIGURES]
+            shown = ", ".join(f"{k} {metrics[k]:.3f}" for k in few) + (", …" if len(few) < len(metrics) else "")
             console.print(f"  step {job.step}: {shown}{' (best so far)' if better else ''}")
             if better:
                 checkpoint.write_tensors(job.checkpoints / "best" / name, checkpoint.trainable_state(original))

@@ -490,7 +490,7 @@ def test_it_ends_in_time_and_says_so(run_main, heads_folder, monkeypatch):
     known = json.loads((folder / "tree.json").read_text())["calibration"]
     assert 13 <= known["positions"] <= 13 * 24
     assert 3 <= sum(known["seconds"].values()) < 20
-    assert "calibrating: at most 3 s" in err and "calibrating (s) 2/3" in err and "s left" in err
+    assert "calibrating: at most 3 s from here on" in err and "calibrating (s) 2/3" in err and "s left" in err
     assert f"calibrated on {known['positions']} positions" in out
     result = run_main(calibrate.main, folder, "--seconds", 0)
     assert result == (2, "", "error: --seconds 0: must be above 0\n")

@@ -165,6 +165,7 @@ def merged_to_a_set(tree: TokenTree) -> TokenTree:
     return replace(tree, draws=replace(draws, child=draws.child.masked_fill(_again(draws.child), -1)))
 
 
+@pytest.mark.fixed_seed("4,000 texts reject it in most draws, not in all")
 @pytest.mark.parametrize("name", ["one confident, two not", "i.i.d. draws"])
 def test_draws_merged_to_a_set_are_rejected(make_target, name):
     """The suite rejects the wrong variants: equal tokens of two SSMs, or equal i.i.d. draws of one, as one draw."""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from draws import occurs
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -103,7 +104,7 @@ def test_prompts_are_marked_by_what_the_model_really_continues(make_target, m):
         of_rows = next_token_ranks(model, tokens, supervised, batch_size=batch_size)
         assert matched_answers(of_rows, supervised, m).tolist() == matched
     if m < 8:
-        assert 0 < sum(matched) < len(matched)  # both happen
+        occurs(0 < sum(matched) < len(matched))
 
 
 def test_segments_are_marked_by_the_model_after_the_true_tokens(make_target):
