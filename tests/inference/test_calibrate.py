@@ -423,7 +423,7 @@ def test_errors_before_the_target_is_loaded(run_main, heads_folder, tmp_path):
         (["--nodes", 4097], "--nodes 4097: must be at most 4096"),
         ([], f"{folder}: holds no held-out rows"),
     ):
-        code, _, err = run_main(calibrate.main, folder, "--target", "/nowhere", *options)
+        code, _, err = run_main(calibrate.main, folder, "--target", "nobody/nothing", *options)
         assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
@@ -458,11 +458,11 @@ def test_calibrate_on_held_out_rows(run_main, heads_folder, monkeypatch):
         assert code == 0, err
         (folder / "tree.json").unlink()
     save_file({"tokens": tokens, "supervised": torch.zeros(3, 256, dtype=torch.bool)}, stored)
-    result = run_main(calibrate.main, folder, "--target", "/nowhere")
+    result = run_main(calibrate.main, folder, "--target", "nobody/nothing")
     message = f"error: {folder}: no held-out row has an answer; pass --prompts FILE.jsonl to calibrate on\n"
     assert result == (2, "", message)
     save_file({"tokens": tokens}, stored)
-    _, _, err = run_main(calibrate.main, folder, "--target", "/nowhere")
+    _, _, err = run_main(calibrate.main, folder, "--target", "nobody/nothing")
     assert err.startswith(f"error: {stored}: not the held-out rows of a run; pass --prompts")
 
 
@@ -509,10 +509,10 @@ def test_heads_too_weak_for_a_tree(run_main, heads_folder, monkeypatch):
 def test_a_run_that_another_command_writes_is_refused(run_main, heads_folder):
     folder, prompts = heads_folder
     with FileLock(folder / ".lock"):
-        result = run_main(calibrate.main, folder, "--prompts", prompts, "--target", "/nowhere")
+        result = run_main(calibrate.main, folder, "--prompts", prompts, "--target", "nobody/nothing")
         message = f"error: {folder}: another command is working in this run; wait until it has ended\n"
         assert result == (2, "", message)
-    code, _, err = run_main(calibrate.main, folder, "--prompts", prompts, "--target", "/nowhere")
+    code, _, err = run_main(calibrate.main, folder, "--prompts", prompts, "--target", "nobody/nothing")
     assert (code, "/nowhere" in err) == (2, True), "the lock is free again, and was not kept"
     with FileLock(folder / ".lock", timeout=0):
         pass

@@ -101,5 +101,5 @@ def test_families_without_a_lean_decoder(run_main, drafter, prompts, target, tmp
 @pytest.mark.parametrize(("option", "value"), [("--quantize", "8bit"), ("--device-map", "disk")])
 def test_conflicting_options_fail_before_loading(run_main, option, value):
     message = f"error: --decoder lean cannot run with {option} {value}; leave out one of the two\n"
-    given = ["none", "--target", "/nowhere", "--prompt", "x", "--decoder", "lean", option, value]
+    given = ["none", "--target", "nobody/nothing", "--prompt", "x", "--decoder", "lean", option, value]
     assert run_main(decode.main, *given) == (2, "", message)

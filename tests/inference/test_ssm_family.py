@@ -90,7 +90,7 @@ def test_calibrated(run_main, stored, prompts, target, text, ids, monkeypatch):
     monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
     early = run_main(decode.main, stored, "--prompts", prompts)
     assert early == (2, "", f"error: {stored}: has no tree.json yet; run: python inference/calibrate.py {stored}\n")
-    refused = run_main(calibrate.main, stored, "--prompts", prompts, "--at-load", "--target", "/nowhere")
+    refused = run_main(calibrate.main, stored, "--prompts", prompts, "--at-load", "--target", "nobody/nothing")
     message = f"--at-load is for draft heads; the nodes of '{stored}' follow from its trees: leave it out"
     assert refused == (2, "", f"error: {message}\n")
     options = ("--prompts", prompts, "--max-new-tokens", 32, *OPTIONS)
@@ -277,7 +277,7 @@ def test_damaged_configs(run_main, ensemble, field, value, said):
     config = json.loads((ensemble / "config.json").read_text())
     write_json(ensemble / "config.json", config | {field: value})
     for main, options in ((decode.main, ["--prompt", "a"]), (calibrate.main, [])):
-        code, _, err = run_main(main, ensemble, *options, "--target", "/nowhere")
+        code, _, err = run_main(main, ensemble, *options, "--target", "nobody/nothing")
         assert code == 2 and err.startswith(f"error: {ensemble}/") and err.count("\n") == 1
         assert err.endswith(f"{said}\n"), err
 
@@ -294,7 +294,7 @@ def test_damaged_configs(run_main, ensemble, field, value, said):
 )
 def test_damaged_trees(run_main, ensemble, tree, said):
     write_json(ensemble / "tree.json", tree)
-    code, _, err = run_main(decode.main, ensemble, "--prompt", "a", "--target", "/nowhere")
+    code, _, err = run_main(decode.main, ensemble, "--prompt", "a", "--target", "nobody/nothing")
     assert code == 2 and err.startswith(f"error: {ensemble / 'tree.json'}: {said}") and err.count("\n") == 1
 
 
