@@ -269,17 +269,6 @@ def recipe_parser(
     return parser
 
 
-def check_recipe(args: argparse.Namespace) -> None:
-    """For :func:`before_imports`: that the recipe can be read. Its fields are checked once its sections are known.
-
-    Raises:
-        FileNotFoundError, ValueError: one line.
-    """
-    from draftsmith.common.recipe import read_content
-
-    read_content(args.recipe, args.overrides)
-
-
 def make_console(width: int | None = None) -> "Console":
     """A console on stdout that prints text as it is: no markup, no emoji, no highlighted numbers, no line wrapped.
 

@@ -4,6 +4,7 @@ Unknown keys, wrong types and impossible combinations raise a one-line ``ValueEr
 valid key.
 """
 
+import argparse
 import copy
 import difflib
 import os
@@ -251,6 +252,15 @@ def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[st
         if command and command[1] == room and command[2] != script:  # other rooms' commands read all recipes
             message += f" (this recipe is for {command[1]}/{command[2]}.py)"
         raise ValueError(message) from None
+
+
+def check_recipe(args: argparse.Namespace) -> None:
+    """For ``before_imports``: that the recipe can be read. Its fields are checked once its sections are known.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`read_recipe`.
+    """
+    read_content(args.recipe, args.overrides)
 
 
 def _script_of(recipe: type[S]) -> tuple[str, ...]:
