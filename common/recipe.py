@@ -1,24 +1,21 @@
-"""Read recipes: YAML into strict typed objects. No other file reads YAML.
+"""Read recipes: YAML into strict typed objects.
 
 Unknown keys, wrong types and impossible combinations raise a one-line ``ValueError`` with file, field and the nearest
 valid key.
 """
 
-import argparse
-import copy
 import difflib
-import os
 import re
 import sys
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from draftsmith.common.files import read_text, write_text
+from draftsmith.common.content import FLOAT, read_content, short
+from draftsmith.common.files import write_text
 
 
 class Section(BaseModel):
@@ -29,121 +26,6 @@ class Section(BaseModel):
 
 
 S = TypeVar("S", bound=Section)
-
-_INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,39})")
-_FLOAT = re.compile(
-    r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?\Z|[-+]?\.inf\Z|\.nan\Z", re.IGNORECASE
-)
-_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
-_BYTES = 1_000_000  # of a file
-_VALUES = 10_000  # in one recipe; an alias counts as all values of its anchor
-
-
-def _scalar(text: str) -> Any:
-    """The value of an unquoted YAML scalar: null, true or false, a decimal number, else text.
-
-    These are YAML 1.2's words and numbers. In YAML 1.1, ``no`` is false, ``017`` is 15, ``1:30`` is 90, ``2024-01-01``
-    is a date and ``2e-3`` is text.
-    """
-    if text in _WORDS or text in ("Null", "NULL", "True", "TRUE", "False", "FALSE"):
-        return _WORDS[text.lower()]
-    if _INT.fullmatch(text):
-        return int(text)
-    if _FLOAT.match(text):
-        return float(text.replace(".", "")) if "n" in text.lower() else float(text)
-    return text
-
-
-def _document(text: str) -> Any:
-    """The single YAML document in ``text``, as plain values. An alias is a copy of its anchor's value, so that an
-    override changes only one of them.
-
-    Raises:
-        yaml.YAMLError: it is no YAML, or uses what recipes do not allow: tags, merge keys, keys that are no text, a key
-            given twice, a second document, too many values.
-    """
-    events: Iterator[Any] = yaml.parse(text, yaml.SafeLoader)
-    anchors: dict[str, tuple[Any, int]] = {}  # the value, and the number of values in it
-    count = 0
-
-    def wrong(event: Any, problem: str) -> yaml.MarkedYAMLError:
-        return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-
-    def text_of(event: yaml.ScalarEvent) -> str:
-        if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in event.value):
-            raise wrong(event, "text cannot hold a null character or half of a surrogate pair")
-        return event.value
-
-    def key_of(event: Any) -> str:
-        if not isinstance(event, yaml.ScalarEvent) or event.tag:
-            raise wrong(event, "a key is a word; a list, mapping, alias or tag cannot be one")
-        if event.value == "<<" and event.style is None:
-            raise wrong(event, "merge keys (<<) are not supported; write the keys out, or set them by overrides")
-        return text_of(event)
-
-    def value_of(event: Any) -> Any:
-        nonlocal count
-        before = count
-        count += anchors.get(event.anchor, (None, 0))[1] if isinstance(event, yaml.AliasEvent) else 1
-        if count > _VALUES:
-            raise wrong(event, f"more than {_VALUES:,} values; no recipe is so long")
-        if isinstance(event, yaml.AliasEvent):
-            if event.anchor not in anchors:
-                raise wrong(event, f"there is no anchor &{event.anchor} before this alias")
-            return copy.deepcopy(anchors[event.anchor][0])
-        if event.tag:
-            raise wrong(
-                event, f"tags ({event.tag.replace('tag:yaml.org,2002:', '!!')}) are not supported; leave it out"
-            )
-        value: Any
-        if isinstance(event, yaml.ScalarEvent):
-            value = _scalar(text_of(event)) if event.implicit[0] else text_of(event)
-        elif isinstance(event, yaml.SequenceStartEvent):
-            value = []
-            while not isinstance(entry := next(events), yaml.SequenceEndEvent):
-                value.append(value_of(entry))
-        else:
-            value = {}
-            while not isinstance(entry := next(events), yaml.MappingEndEvent):
-                if (key := key_of(entry)) in value:
-                    raise wrong(entry, f"key {key!r} is given twice")
-                value[key] = value_of(next(events))
-        if event.anchor:
-            anchors[event.anchor] = value, count - before
-        return value
-
-    document = None
-    next(events)  # the stream begins
-    if isinstance(next(events), yaml.DocumentStartEvent):
-        document = value_of(next(events))
-        next(events)  # the document ends
-        if not isinstance(event := next(events), yaml.StreamEndEvent):
-            raise wrong(event, "a second document begins here; a recipe is one")
-    return document
-
-
-def _yaml(text: str, where: str, *, lines: bool = False) -> Any:
-    """The value of YAML text; ``lines``: whether errors name the line."""
-    try:
-        return _document(text)
-    except yaml.YAMLError as error:
-        problem, line = getattr(error, "problem", None) or str(error).splitlines()[0], None
-        if mark := getattr(error, "problem_mark", None):
-            line = mark.line + 1
-        elif isinstance(error, yaml.reader.ReaderError):  # a character that YAML does not allow
-            line = text.count("\n", 0, int(error.position)) + 1
-    except RecursionError:
-        problem, line = "nested too deeply", None
-    except (ValueError, OverflowError):  # PyYAML hands the number of an escape such as "\UFFFFFFFF" to chr()
-        problem, line = "an escape in quotes stands for no character", None
-    place = f":{line}" if lines and line else ""
-    raise ValueError(f"{where}{place}: not valid YAML: {_short(problem)}")
-
-
-def _short(text: str, length: int = 100) -> str:
-    """At most ``length`` characters of a text, on one line."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:length])
-    return shown if len(text) <= length else f"{shown}…"
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
@@ -193,45 +75,21 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str, overrid
     for override in overrides:  # name only those that set this field
         key = override.partition("=")[0] + "."
         if key.startswith(f"{field}.") or f"{field}.".startswith(key):
-            where += f" with {_short(override)}"
+            where += f" with {short(override)}"
     more = len(error.errors()) - 1
     tail = f" (and {more} more)" if more else ""
     got = first["input"]
-    shown = f", got {_short(repr(got))}" if isinstance(got, (str, int, float, bool, type(None))) else ""
+    shown = f", got {short(repr(got))}" if isinstance(got, (str, int, float, bool, type(None))) else ""
     if first["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{_short(field)}'{_nearest(model, path)}{tail}"
+        return f"{where}: unknown key '{short(field)}'{_nearest(model, path)}{tail}"
     if first["type"] == "missing":
         return f"{where}: '{field}' is missing; add it{tail}"
     if first["type"] in ("model_type", "dict_type"):
         kind = shown or f", got a {type(got).__name__}"
         return f"{where}: '{field}': this is a section; write its fields below it{kind}{tail}"
     message = first["msg"].removeprefix("Value error, ")
-    message = _short(message[0].lower() + message[1:], 400)
+    message = short(message[0].lower() + message[1:], 400)
     return f"{where}: '{field}': {message}{shown}{tail}" if path else f"{where}: {message}{tail}"
-
-
-def read_content(path: str | Path, overrides: typing.Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
-    """The text of a recipe, and its values with the overrides, as :func:`read_recipe` takes them, but unchecked."""
-    path = Path(path)
-    if os.path.lexists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise ValueError(f"{path}: not a file (a device, or a link that leads nowhere); a recipe is needed")
-    if not os.path.lexists(path):
-        recipes = sorted(p.stem for p in path.parent.glob("*.yaml")) if os.path.isdir(path.parent) else []
-        matches = difflib.get_close_matches(path.stem[:100], recipes, n=1)
-        hint = f"; did you mean {path.parent / (matches[0] + '.yaml')}?" if matches else ""
-        raise FileNotFoundError(f"{path}: there is no such recipe{hint}")
-    if os.path.isfile(path) and (size := os.path.getsize(path)) > _BYTES:
-        raise ValueError(f"{path}: {size:,} bytes; no recipe is so long")
-    text = read_text(path, "recipe")
-    content = _yaml(text, str(path), lines=True)
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{path}: a recipe is a mapping of sections (run, data, optim, …), got "
-            f"{'nothing' if content is None else type(content).__name__}"
-        )
-    for override in overrides:
-        _override(content, override, str(path))
-    return text, content
 
 
 def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[str] = ()) -> S:
@@ -254,15 +112,6 @@ def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[st
         raise ValueError(message) from None
 
 
-def check_recipe(args: argparse.Namespace) -> None:
-    """For ``before_imports``: that the recipe can be read. Its fields are checked once its sections are known.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`read_recipe`.
-    """
-    read_content(args.recipe, args.overrides)
-
-
 def _script_of(recipe: type[S]) -> tuple[str, ...]:
     """Folders and name of the file that defines a recipe class."""
     if recipe.__module__ == "__main__":
@@ -270,38 +119,14 @@ def _script_of(recipe: type[S]) -> tuple[str, ...]:
     return ("", *recipe.__module__.split("."))
 
 
-def _override(content: dict[str, Any], override: str, path: str) -> None:
-    """Set the field that ``section.field=value`` names."""
-    key, equals, value = override.partition("=")
-    parts = key.split(".")
-    if not equals or not all(parts) or len(parts) > 32:
-        raise ValueError(
-            f"'{_short(override)}' is no override; write section.field=value, for example stages.0.optim.lr=1e-3"
-        )
-    where, key = f"{path} with {_short(override)}", _short(key)
-    node: Any = content
-    for part, last in zip(parts, [False] * (len(parts) - 1) + [True], strict=True):
-        at: Any = part
-        if isinstance(node, list):
-            if not re.fullmatch("[0-9]{1,5}", part) or int(part) >= len(node):
-                raise ValueError(f"{where}: '{key}': the list has {len(node)} entries, counted from 0")
-            at = int(part)
-        if last:
-            node[at] = _yaml(value, where)
-            return
-        node = node[at] if isinstance(node, list) else node.setdefault(part, {})
-        if not isinstance(node, (dict, list)):
-            raise ValueError(f"{where}: '{key}': '{_short(part)}' is a value, not a section")
-
-
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes text which :func:`_scalar` would read as a number and YAML 1.1 would not."""
+    """Dumper that quotes text which :func:`scalar` would read as a number and YAML 1.1 would not."""
 
 
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
 
 
 def write_recipe(recipe: Section, path: Path, command: str) -> None:
     """Write the resolved recipe, whole or not at all, after a comment with the command that ran it."""
     text = yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    write_text(path, f"# {_short(command, len(command))}\n{text}")
+    write_text(path, f"# {short(command, len(command))}\n{text}")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.common.command import available_cores, before_imports, recipe_parser, run_command
-from draftsmith.common.recipe import check_recipe
+from draftsmith.common.content import check_recipe
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-distill.yaml", "self_talk=1", "a few answers of a small random target",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.recipe import check_recipe
+from draftsmith.common.content import check_recipe
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-dynaspec.yaml", "drafter.num_clusters=64", "two steps on a small random target"

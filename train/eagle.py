@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.recipe import check_recipe
+from draftsmith.common.content import check_recipe
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-eagle3.yaml", "drafter.unroll=5", "two steps of each stage on a small random target"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, cast
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.recipe import check_recipe
+from draftsmith.common.content import check_recipe
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-lm.yaml", "stages.0.steps=20", "two steps of every stage with a far smaller model"

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.recipe import check_recipe
+from draftsmith.common.content import check_recipe
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-medusa.yaml", "stages.0.optim.lr=1e-3",

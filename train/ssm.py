@@ -16,7 +16,7 @@ import copy
 from typing import Any, ClassVar, Literal
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.recipe import check_recipe
+from draftsmith.common.content import check_recipe
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-ssm.yaml", "boost.mark=train", "two steps of each stage on a small random target"
