@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 from sklearn.cluster import kmeans_plusplus
 from torch import Tensor
 from torch.nn import functional as F
@@ -230,6 +228,9 @@ def report(clusters: Clusters, weight: Tensor, tokenizer: Any, folder: Path) -> 
 
 def _plot(content: dict[str, Any], path: Path) -> None:
     """A histogram of the sizes, and the cohesion of each cluster over its size."""
+    from matplotlib.figure import Figure  # its import writes into the user's cache folder
+    from matplotlib.ticker import LogLocator
+
     sizes, median = content["clusters"]["sizes"], content["sizes"]["median"]
     bins = np.geomspace(min(sizes) / 1.6, max(sizes) * 1.6, 33).tolist()
     figure = Figure(figsize=(10, 3.8), layout="constrained")

@@ -18,7 +18,7 @@ import yaml
 from filelock import Timeout
 
 from draftsmith.common.command import first_line
-from draftsmith.common.files import json_object, locked, read_text, write_json
+from draftsmith.common.files import check_folder, json_object, locked, read_text, write_json
 from draftsmith.common.sections import Recipe, Stage
 from draftsmith.data.tokenized import read_template
 from draftsmith.models.artifact import part_folders
@@ -43,14 +43,15 @@ def held(folder: Path, kind: str, main: bool = True) -> Iterator[None]:
         main: this is the process that changes the folder; the others look at nothing.
 
     Raises:
-        ValueError: it holds something else than a run of this kind, or another command works in it.
-        OSError: it cannot be read or written.
+        ValueError: it holds something else than a run of this kind, nothing can be written there, or another command
+            works in it.
+        OSError: it cannot be read.
     """
     if not main:
         yield
         return
     _check(folder, kind)
-    folder.mkdir(parents=True, exist_ok=True)
+    check_folder("the run's folder", folder)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(locked(folder / _LOCK, wait=False))
