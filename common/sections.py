@@ -1,8 +1,9 @@
 """Sections that recipes share; a script adds its own by subclassing :class:`TrainingRecipe` and :class:`Stage`."""
 
+import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -286,25 +287,58 @@ StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
 class Stage(Section):
     """One call of the training loop."""
 
-    tiny: ClassVar[dict[str, Any]] = {"steps": TINY_STEPS, "batch": {"sequences": 4, "accumulate": 1}}
+    tiny: ClassVar[dict[str, Any]] = {
+        "steps": TINY_STEPS, "epochs": None, "batch": {"sequences": 4, "accumulate": 1},
+    }  # fmt: skip
 
     name: StageName = "train"
     optim: Optim
     batch: Batch
-    steps: Positive
+    steps: Positive | None = Field(default=None, description="how many; or give epochs")
+    epochs: Factor | None = Field(
+        default=None,
+        description="instead of steps: passes over the training rows, of all sources together; the number of steps is "
+        "printed once the rows are read, and stands in the run's recipe.yaml",
+    )
+
+    @property
+    def num_steps(self) -> int:
+        """Its steps, once epochs have become steps."""
+        assert self.steps is not None, "with_rows comes first"
+        return self.steps
 
     @property
     def samples(self) -> int:
         """Number of sequences of all its steps."""
-        return self.steps * self.batch.sequences
+        return self.num_steps * self.batch.sequences
+
+    def with_rows(self, rows: int) -> Self:
+        """The stage with steps in place of epochs, which are passes over so many rows.
+
+        Raises:
+            ValueError: these are too many.
+        """
+        if self.epochs is None:
+            return self
+        steps = math.ceil(self.epochs * rows / self.batch.sequences)
+        self._check_samples(steps, f"epochs={self.epochs:g} of {rows:,} rows", "epochs")
+        return self.model_copy(update={"steps": steps, "epochs": None})
+
+    def _check_samples(self, steps: int, what: str, field: str) -> None:
+        if steps * self.batch.sequences > SAMPLES:
+            raise ValueError(
+                f"{what} × batch.sequences={self.batch.sequences} are more than the {SAMPLES:,} sequences that a stage "
+                f"may have; lower {field}"
+            )
 
     @model_validator(mode="after")
-    def _schedulable(self) -> "Stage":
-        if self.samples > SAMPLES:
-            raise ValueError(
-                f"steps={self.steps} × batch.sequences={self.batch.sequences} are more than the {SAMPLES:,} sequences "
-                "that a stage may have; lower steps"
-            )
+    def _schedulable(self) -> Self:
+        if self.steps is None and self.epochs is None:
+            raise ValueError("it has neither steps nor epochs; add one of them")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"it has steps={self.steps} and epochs={self.epochs:g}; set one of them to null")
+        if self.steps is not None:
+            self._check_samples(self.steps, f"steps={self.steps}", "steps")
         return self
 
 
@@ -361,6 +395,13 @@ class DrafterRecipe(TrainingRecipe):
     def _rows_end(self) -> "DrafterRecipe":
         if self.cache_hidden != "none" and any(source.streaming for source in self.data.train):
             raise ValueError("cache_hidden keeps every row's hidden states, and a streamed source has no end; drop one")
+        streamed = [source.source for source in self.data.train if source.streaming]
+        for place, stage in enumerate(self.stages):
+            if streamed and stage.epochs is not None:
+                raise ValueError(
+                    f"stages.{place}.epochs={stage.epochs:g}: source {streamed[0]!r} is streamed, and its number of "
+                    "rows unknown; give steps instead"
+                )
         return self
 
 

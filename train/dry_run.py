@@ -83,12 +83,13 @@ class Plan:
     trained: int
     frozen_bytes: float  # per parameter
     optim: Optim
-    steps: int
+    steps: int | None
     positions: int
     projected: int = 0
     passes: int = 1  # through what is frozen: forward, the teacher's, backward to the adapters
     copied: int = 0
     unrolled: int = 1
+    epochs: float | None = None  # in place of steps, whose number the rows will say
 
     @classmethod
     def of(
@@ -104,7 +105,7 @@ class Plan:
         positions = stage.batch.sequences * recipe.data.max_length
         frozen, steps = shape.parameters, stage.steps
         sizes = positions, projected, passes, copied, unrolled
-        return cls(stage.name, frozen, trained, held, stage.optim, steps, *sizes)
+        return cls(stage.name, frozen, trained, held, stage.optim, steps, *sizes, epochs=stage.epochs)
 
     @property
     def memory(self) -> float:
@@ -148,7 +149,7 @@ def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, 
         seconds = plan.operations / rate / processes
         table.add_row(
             plan.name, f"{plan.frozen / 1e6:,.1f} M", f"{plan.trained / 1e6:,.1f} M", f"{plan.memory / 1e9:,.1f} GB",
-            f"{plan.positions:,}", f"{seconds:,.2f} s", f"{seconds * plan.steps / 3600:,.1f} h",
+            f"{plan.positions:,}", f"{seconds:,.2f} s", _duration(plan, seconds),
         )  # fmt: skip
     console.print(table)
     console.print(
@@ -156,6 +157,13 @@ def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, 
         f"{rate / 1e12:,.2f} TFLOP/s that a matrix product reaches on this device ({device}); no step is faster."
         + (f" {processes} processes share the work; the memory is each one's." if processes > 1 else "")
     )
+    if any(plan.steps is None for plan in stages):
+        console.print("How many steps an epoch has is known once the rows are read; training prints it then.")
+
+
+def _duration(plan: Plan, seconds: float) -> str:
+    """What a stage of steps of so many seconds takes."""
+    return f"{plan.epochs:g} epochs" if plan.steps is None else f"{seconds * plan.steps / 3600:,.1f} h"
 
 
 def decode_a_little(folder: Path) -> str:

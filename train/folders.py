@@ -16,10 +16,11 @@ from typing import Any
 
 import yaml
 from filelock import Timeout
+from huggingface_hub import constants, get_token
 
 from draftsmith.common.command import first_line
 from draftsmith.common.files import check_folder, json_object, locked, read_text, write_json
-from draftsmith.common.sections import Recipe, Stage
+from draftsmith.common.sections import DrafterRecipe, Recipe, Stage
 from draftsmith.data.tokenized import read_template
 from draftsmith.models.artifact import part_folders
 from draftsmith.train import checkpoint, sharded
@@ -111,7 +112,8 @@ def _kind(folder: Path) -> str | None:
 
 
 def check(recipe: Recipe, stages: Sequence[Stage]) -> None:
-    """Check that what a recipe names exists: data files, chat template, packages. No data is read.
+    """Check that what a recipe names exists: data files, chat template, packages, a login for its upload. No data is
+    read.
 
     Raises:
         FileNotFoundError, ValueError: something is missing, or the template is no template.
@@ -130,6 +132,11 @@ def check(recipe: Recipe, stages: Sequence[Stage]) -> None:
     for package, field in wanted.items():
         if field and importlib.util.find_spec(package) is None:
             raise ValueError(f"{field} needs another package: pip install {package}")
+    repository = recipe.export.push_to_hub if isinstance(recipe, DrafterRecipe) else None
+    if repository and (constants.HF_HUB_OFFLINE or get_token() is None):
+        what = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "nobody is logged in to the Hub here"
+        do = "unset it" if constants.HF_HUB_OFFLINE else "run hf auth login"
+        raise ValueError(f"export.push_to_hub={repository}: {what}; {do}, or leave the upload out")
 
 
 def check_room(folder: Path, parameters: int, recipe: Recipe, stage: Stage) -> None:
@@ -142,7 +149,9 @@ def check_room(folder: Path, parameters: int, recipe: Recipe, stage: Stage) -> N
         ValueError: they cannot.
     """
     moments = 2 if stage.optim.eight_bit else 8  # bytes of a parameter, at most
-    saved = min(recipe.checkpoint.keep + 1, -(-stage.steps // recipe.checkpoint.every))  # the oldest goes last
+    saved = recipe.checkpoint.keep + 1  # the oldest goes last
+    if stage.steps is not None:  # epochs are not counted yet
+        saved = min(saved, -(-stage.steps // recipe.checkpoint.every))
     wanted = parameters * (4 + moments) * saved
     there = sum(file.stat().st_size for file in folder.glob("checkpoints/step-*/*"))  # they are replaced
     free = shutil.disk_usage(folder).free

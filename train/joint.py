@@ -22,7 +22,8 @@ from draftsmith.train.losses import in_chunks, shifted_labels
 
 
 class Lora(Section):
-    """The adapters that train with the drafter (the published defaults)."""
+    """The adapters that train with the drafter. r, alpha and dropout are the published ones; the published recipe has
+    one on ``lm_head`` too, which is not possible where the heads share it."""
 
     r: int = Field(default=32, gt=0, le=4096)
     alpha: Factor = 16

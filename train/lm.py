@@ -492,7 +492,7 @@ def train(run: Run[LmRecipe]) -> None:
     run.data_sha256 = [rows_of(source)[1] for source in recipe.data.train]
     facts = run.facts(
         parameters=parameters, init_from=recipe.init_from, validation_loss=round(loss, 4),
-        trained_tokens=sum(s.samples * s.max_length for s in recipe.stages),  # on top of init_from's
+        trained_tokens=sum(s.samples * s.max_length for s in run.recipe.stages),  # on top of init_from's
         licences={source.source: sources.licence(source.source) for source in recipe.data.train},
     )  # fmt: skip
     write_model(folder, model, tokenizer, facts)
@@ -505,7 +505,10 @@ def train(run: Run[LmRecipe]) -> None:
 def plans(recipe: LmRecipe) -> list[Plan]:
     """What each stage costs: all weights train."""
     parameters = parameters_of(recipe.model)
-    return [Plan(s.name, 0, parameters, 0.0, s.optim, s.steps, s.batch.sequences * s.max_length) for s in recipe.stages]
+    return [
+        Plan(s.name, 0, parameters, 0.0, s.optim, s.steps, s.batch.sequences * s.max_length, epochs=s.epochs)
+        for s in recipe.stages
+    ]
 
 
 SCRIPT = Script("lm", LmRecipe, train, plans)

@@ -156,7 +156,7 @@ def learning_rate(stage: Stage, step: int) -> float:
     o = stage.optim
     if step < o.warmup_steps:
         return o.lr * (step + 1) / o.warmup_steps
-    done = (step - o.warmup_steps) / max(1, stage.steps - o.warmup_steps)
+    done = (step - o.warmup_steps) / max(1, stage.num_steps - o.warmup_steps)
     if o.schedule == "constant":
         return o.lr
     decay = 1 - done if o.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
@@ -221,13 +221,14 @@ def fit(
                 f"{last}: it was trained for another target (fingerprint {str(state['target'])[:12]}…, not "
                 f"{job.target[:12]}…); set target back, or --restart"
             )
-        if state["stage"] not in job.stages or (state["stage"] == name and state["step"] > first + stage.steps):
+        if state["stage"] not in job.stages or (state["stage"] == name and state["step"] > first + stage.num_steps):
             raise ValueError(
                 f"{last}: it is at step {state['step'] - first} of stage '{state['stage']}', which the recipe (stages "
-                f"{', '.join(job.stages)}; '{name}' has {stage.steps} steps) does not reach; raise steps, or --restart"
+                f"{', '.join(job.stages)}; '{name}' has {stage.num_steps} steps) does not reach; raise steps, or "
+                "--restart"
             )
         if state["stage"] != name:
-            job.step = first + stage.steps  # the run was already past this stage
+            job.step = first + stage.num_steps  # the run was already past this stage
             return
         if state.get("stage_step", state["step"] - first) != state["step"] - first:
             raise ValueError(
@@ -239,7 +240,7 @@ def fit(
         start = job.step - first
         if accelerator.is_main_process:
             _forget_after(job.folder / "metrics.jsonl", job.step)
-            console.print(f"resuming {name} at step {start} of {stage.steps}")
+            console.print(f"resuming {name} at step {start} of {stage.num_steps}")
     per_step, processes = stage.batch.sequences, accelerator.num_processes
     micro = micro_batch(stage, name, processes)
     original: Any = module
@@ -284,9 +285,9 @@ def fit(
     tokens = 0
     since, note = time.monotonic(), ""
     original.train()
-    bar = ProgressBar(name, stage.steps, console, start=start, disable=not accelerator.is_main_process)
+    bar = ProgressBar(name, stage.num_steps, console, start=start, disable=not accelerator.is_main_process)
     with bar, interruptible() as stop_requested:
-        for step in range(start, stage.steps):
+        for step in range(start, stage.num_steps):
             rate = learning_rate(stage, step)
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_factor", 1.0)
@@ -326,7 +327,7 @@ def fit(
             for key, value in totals.items():
                 sums[key] = sums.get(key, 0) + value  # on the device: read only when a line is logged
             now = time.monotonic()
-            if job.step % LOG_EVERY == 0 or step == stage.steps - 1:
+            if job.step % LOG_EVERY == 0 or step == stage.num_steps - 1:
                 ran = job.step % LOG_EVERY or LOG_EVERY
                 ran = min(ran, step + 1 - start)
                 reduced = {k: accelerator.reduce(v.float(), "sum") for k, v in sums.items()}
@@ -338,7 +339,7 @@ def fit(
                 note = f"loss {means['loss']:.3f}  {speed:,.0f} tokens/s"
                 sums, tokens, since = {}, 0, now
             bar(step + 1, note)
-            ends = step == stage.steps - 1
+            ends = step == stage.num_steps - 1
             if ends or (step + 1) % job.evaluation.every == 0:
                 evaluate_now()
                 since = time.monotonic()

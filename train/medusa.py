@@ -85,8 +85,11 @@ class MedusaRecipe(DrafterRecipe):
             )
         if self.precision.gradient_checkpointing and not joint:
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
-        if joint and self.target.quantize != "none":
-            raise ValueError(f"target.quantize={self.target.quantize}: joint training changes the weights; use none")
+        if joint and joint.loss == "kl" and self.target.quantize != "none":
+            raise ValueError(
+                f"target.quantize={self.target.quantize}: joint.loss=kl compares with the target as it was, which has "
+                "to be unquantised (arXiv 2401.10774 §2.3.2); use none, or joint.loss=ce"
+            )
         if joint and "lm_head" in joint.lora.modules and self.drafter.projection == "shared":
             raise ValueError(
                 "joint.lora.modules: lm_head is shared by all heads; drop it, or set drafter.projection=own"
@@ -156,7 +159,7 @@ class Medusa2(Medusa1):
     def __init__(self, target: Target, heads: MedusaHeads, stage: MedusaStage) -> None:
         super().__init__(target, heads)
         assert stage.joint is not None
-        self.joint, self.steps = stage.joint, stage.steps
+        self.joint, self.steps = stage.joint, stage.num_steps
         self.lr_factors = {"heads.": self.joint.heads_lr}
 
     def train(self, mode: bool = True) -> "Medusa2":
@@ -257,6 +260,7 @@ def train(run: Run[MedusaRecipe]) -> None:
         if stage.joint:
             add_adapters(target, stage.joint, recipe.run.seed + 1, recipe.precision.gradient_checkpointing)
             inputs = inputs if stage.joint.loss == "kl" else rows
+            stage = run.with_steps(stage, inputs)  # λ0 rises over them
             module = Medusa2(target, heads, stage)
         best_on = "guarded_tau" if stage.joint else "simulated_tau"
         run.fit(stage, module, inputs, partial(evaluate, run, held_out=run.held_out), best_on)

@@ -8,10 +8,10 @@ import argparse
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -38,6 +38,7 @@ from draftsmith.train.track import Trackers
 DECODED_TOKENS = 64  # of each prompt of evaluate.decode
 
 Evaluate = Callable[[nn.Module], dict[str, float]]
+S = TypeVar("S", bound=Stage)
 
 
 @dataclass
@@ -195,6 +196,25 @@ class Run(Generic[R]):
 
     # ---- training
 
+    def with_steps(self, stage: S, rows: Sequence[Batches]) -> S:
+        """The stage with its epochs, if it has any, as steps; so is it in the run's recipe from then on.
+
+        Raises:
+            ValueError: the number of rows is unknown, or too large.
+        """
+        if stage.epochs is None:
+            return stage
+        if not all(isinstance(part, Sized) for part in rows):
+            raise ValueError(f"stage '{stage.name}': its rows are not counted before training; give steps, not epochs")
+        count = sum(len(part) for part in rows if isinstance(part, Sized))
+        counted, place = stage.with_rows(count), self.job.stages.index(stage.name)
+        if self.recipe.stages[place].epochs is not None:
+            stages = [counted if at == place else other for at, other in enumerate(self.recipe.stages)]
+            self.recipe = self.recipe.model_copy(update={"stages": stages})
+            self.save_recipe()
+            console.print(f"{stage.name}: {stage.epochs:g} epochs of {count:,} rows are {counted.steps:,} steps")
+        return counted
+
     def fit(
         self, stage: Stage, module: nn.Module, rows: Sequence[Batches], evaluate: Evaluate, best_on: str, *,
         weights: Sequence[float] | None = None, beside: Mapping[str, Tensor] | None = None, take_best: bool = True,
@@ -207,6 +227,7 @@ class Run(Generic[R]):
             beside: tensors whose rows are added to the batches, in turn.
             take_best: False: the module keeps its last weights.
         """
+        stage = self.with_steps(stage, rows)
         recipe = self.recipe
         if self.main and not self.job.trackers:
             self.job.trackers = Trackers(recipe.track, self.folder, recipe.model_dump(mode="json"))
@@ -245,7 +266,7 @@ class Run(Generic[R]):
         """What provenance.json records of the training."""
         recipe = self.recipe
         return provenance(
-            command=self.command, steps=sum(stage.steps for stage in recipe.stages), data_sha256=self.data_sha256,
+            command=self.command, steps=sum(stage.steps or 0 for stage in recipe.stages), data_sha256=self.data_sha256,
             autocast=recipe.precision.autocast, **more,
         )  # fmt: skip
 

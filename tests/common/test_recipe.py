@@ -205,6 +205,11 @@ WRONG = {
         "'stages.0': steps=100000000 × batch.sequences=2 are more than the 100,000,000 sequences that a stage may have",
     "stages=[{steps: 1000000000000000000, batch: {sequences: 1}, optim: {lr: 1}}]":
         "'stages.0.steps': input should be less than or equal to 1000000000, got 1000000000000000000",
+    "stages=[{batch: {sequences: 2}, optim: {lr: 1}}]": "'stages.0': it has neither steps nor epochs; add one of them",
+    "stages=[{steps: 3, epochs: 2, batch: {sequences: 2}, optim: {lr: 1}}]":
+        "'stages.0': it has steps=3 and epochs=2; set one of them to null",
+    "stages=[{epochs: 0, batch: {sequences: 2}, optim: {lr: 1}}]":
+        "'stages.0.epochs': input should be greater than or equal to 0.000001, got 0",
     "precision.threads=0": "'precision.threads': input should be greater than 0",
     "precision.threads=100000": "'precision.threads': input should be less than or equal to 1024, got 100000",
     "checkpoint.keep=-1": "'checkpoint.keep': input should be greater than 0, got -1",
@@ -310,6 +315,24 @@ def test_only_the_override_at_fault_is_named(read):
         read("run.seed=3", "optim.lr=-1.0", "steps=3")
     with pytest.raises(ValueError, match=r"toy\.yaml: 'optim\.clip': "):
         read("steps=3", replace=("lr: 2e-3", "lr: 2e-3, clip: -1.0"))
+
+
+@pytest.mark.parametrize("epochs, rows, steps", [(2, 100, 25), (1, 101, 13), (0.5, 8, 1), (0.001, 8, 1)])
+def test_epochs_become_steps(epochs, rows, steps):
+    """So many that each pass is whole."""
+    content = {"batch": {"sequences": 8}, "optim": {"lr": 1.0}}
+    stage = Stage.model_validate({**content, "epochs": epochs}).with_rows(rows)
+    assert (stage.steps, stage.epochs, stage.samples) == (steps, None, 8 * steps)
+    assert Stage.model_validate(stage.model_dump()) == stage, "it can be read again"
+    assert Stage.model_validate({**content, "steps": 7}).with_rows(rows).steps == 7
+
+
+def test_epochs_of_too_many_rows():
+    stage = Stage.model_validate({"batch": {"sequences": 8}, "optim": {"lr": 1.0}, "epochs": 1000})
+    with pytest.raises(
+        ValueError, match="epochs=1000 of 100,001 rows .* are more than the 100,000,000 .*; lower epochs"
+    ):
+        stage.with_rows(100_001)
 
 
 def test_a_key_of_a_list_is_suggested_as_an_override(read):

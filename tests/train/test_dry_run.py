@@ -53,6 +53,9 @@ def test_a_target_that_is_not_here(run_main, tmp_path, main, name, target):
     code, out, err = run_main(main, ROOT / f"recipes/{name}.yaml", "--dry-run", f"run.output_dir={tmp_path}")
     assert code == 0, err
     assert f"'{target}': no such folder here" in out and "transformers' default llama (32 layers, hidden size" in out
+    assert (out.count("2 epochs") == 2 and "an epoch has is known once the rows are read" in out) == (
+        name == "vicuna7b"
+    )
     assert (
         (main is ssm.main or "6,738.4 M" in out)
         and "the tiny form of this recipe trained" in out

@@ -591,6 +591,13 @@ def test_a_run_goes_on_with_its_own_target_only(recipe, run_main, other):
     assert (recipe.parent / "its-own/model.safetensors").read_bytes() == before
 
 
+def test_epochs_need_rows_that_are_counted(recipe, run_main, chats):
+    streamed = [f"data.train=[{{source: {chats}, streaming: true}}]", "stages.0.steps=null", "stages.0.epochs=2"]
+    code, _, err = run_main(medusa.main, recipe, "run.name=endless", *streamed)
+    assert code == 2 and err.count("\n") == 1
+    assert f"stages.0.epochs=2: source '{chats}' is streamed, and its number of rows unknown; give steps" in err
+
+
 def test_begin_with_heads_of_another_target(recipe, whole, run_main, tiny_lm, other):
     options = [recipe, "run.name=other", f"init_from={whole}", "stages.0.steps=1", f"target.name={other}"]
     code, _, err = run_main(medusa.main, *options)

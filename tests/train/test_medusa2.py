@@ -11,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
+from transformers import AutoTokenizer
 
 from draftsmith.data import packing
 from draftsmith.inference import calibrate, decode
@@ -344,6 +345,30 @@ def test_a_killed_run_goes_on_bit_for_bit(recipe, whole, run_main, monkeypatch, 
     assert metrics(folder, "kl") == metrics(whole, "kl")
 
 
+def test_epochs_are_steps_once_the_rows_are_read(recipe, whole, run_main, monkeypatch):
+    """Five passes over 16 rows, 8 a step: the same run, also when it goes on after a kill in the second stage."""
+    epochs = [f"stages.{stage}.{field}" for stage in (0, 1) for field in ("steps=null", "epochs=5")]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        count, calls = medusa.Medusa1.count, itertools.count()
+
+        def counted(self, batch):
+            if next(calls) == 2 * 18:
+                raise Killed
+            return count(self, batch)
+
+        patch.setattr(medusa.Medusa1, "count", counted)
+        run_main(medusa.main, recipe, "run.name=epochs", *epochs)
+    code, out, err = run_main(medusa.main, recipe, "run.name=epochs", *epochs, "--resume")
+    assert code == 0, err
+    folder = recipe.parent / "epochs"
+    assert "medusa-2: 5 epochs of 16 rows are 10 steps" in out and "resuming medusa-2 at step 5 of 10" in out
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors", "checkpoints/step-20/model.safetensors"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
+    stages = yaml.safe_load((folder / "recipe.yaml").read_text())["stages"]
+    assert [(stage["steps"], stage["epochs"]) for stage in stages] == [(10, None)] * 2
+    assert json.loads((folder / "provenance.json").read_text())["steps"] == 20
+
+
 def test_a_run_killed_before_its_stage_was_saved(recipe, run_main, monkeypatch):
     """The second stage begins again, with the heads that the first ended with, whatever was evaluated since."""
     rarely = ["evaluate.every=3", "checkpoint.every=10", "export.merged=false"]
@@ -484,7 +509,10 @@ def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
             ["stages.1.joint.lora.modules=[q_proj, c_attn]"],
             "lora.modules: target '{}' has no linear layer 'c_attn'; it has: ",
         ),
-        (["target.quantize=8bit"], "target.quantize=8bit: joint training changes the weights; use none"),
+        (
+            ["target.quantize=8bit"],
+            "target.quantize=8bit: joint.loss=kl compares with the target as it was, which has to be unquantised",
+        ),
         (
             ["stages.1.joint.head_wieght=1"],
             "unknown key 'stages.1.joint.head_wieght'; nearest valid key: stages.1.joint.head_",
@@ -510,6 +538,40 @@ def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
 def test_bad_input_is_one_line(recipe, tiny_lm, run_main, overrides, message):
     code, _, err = run_main(medusa.main, recipe, "run.name=bad", "stages.0.steps=1", *overrides, "--restart")
     assert code == 2 and err.count("\n") == 1 and message.format(tiny_lm) in err
+
+
+def test_a_quantized_target_trains_to_the_labels(recipe, whole, run_main):
+    """QLoRA: the adapters train beside weights that stay quantised, and are merged into those that are not."""
+    options = ["run.name=quantized", "target.quantize=8bit", "stages.1.joint.loss=ce", "stages.1.joint.max_kl=100"]
+    code, _, err = run_main(medusa.main, recipe, *options)
+    assert code == 0, err
+    folder = recipe.parent / "quantized"
+    assert metrics(folder, "kl")[20] > 0 and metrics(folder, "lm_loss")[20] < 10
+    trained = load_file(folder / "adapter/adapter_model.safetensors")
+    assert all(bool(weight.any()) for name, weight in trained.items() if "lora_B" in name)
+    assert run_main(calibrate.main, folder, "--nodes", 4, "--device", "cpu")[0] == 0
+    code, _, err = run_main(decode.main, folder, "--prompt", "import os", "--max-new-tokens", 4, "--check-lossless")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_adapters_on_quantized_layers(make_target, tmp_path, tiny_lm, bits):
+    """They get a gradient, and the quantised weights none; the rest of the loss is as beside other weights."""
+    made = make_target("llama", hidden_size=64, intermediate_size=128, vocab_size=4096).model
+    made.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_lm).save_pretrained(tmp_path)
+    module = make_module(load_target(str(tmp_path), quantize=bits), loss="ce")
+    kinds = {type(m).__name__ for m in module.model.modules() if getattr(m, "lora_A", None)}
+    assert kinds == {"Linear4bit" if bits == "4bit" else "Linear8bitLt"}  # peft's
+    batch = make_batch(4096)
+    loss, metrics = module(batch, module.count(batch), 0)
+    wanted, _ = definition(module.target, batch, "ce")
+    assert float(metrics["lm_loss"]) == pytest.approx(wanted, rel=1e-3)
+    loss.backward()
+    for name, parameter in module.named_parameters():
+        gets = "lora_" in name or name.startswith("heads.")
+        assert parameter.requires_grad == gets, name
+        assert not gets or bool(parameter.grad.any()), name
 
 
 def test_another_adapter_is_another_target(recipe, whole, run_main, tmp_path):
