@@ -26,6 +26,8 @@ class Hub:
 
     gated: repositories (``models/USER/NAME``) → the tokens of those who accepted the licence.
     refuse: answer every upload with 403.
+    failing: step of an upload (``create``, ``preupload``, ``commit``) → the status that answers it; 0: the connection
+        is closed without an answer.
     requests: (method, ``models/USER/NAME/FILE``) of every file asked for by somebody who may have it, in order.
     created: the content of every request for a new repository.
     unknown: requests that this server has no answer to; a test should find none.
@@ -35,6 +37,7 @@ class Hub:
         self.folder = folder
         self.gated: dict[str, set[str]] = {}
         self.refuse = False
+        self.failing: dict[str, int] = {}
         self.requests: list[tuple[str, str]] = []
         self.created: list[dict[str, Any]] = []
         self.unknown: list[str] = []
@@ -224,10 +227,16 @@ class _Handler(BaseHTTPRequestHandler):
             return self.deny(401, "InvalidToken", "Invalid username or password.")
         if self.hub.refuse:
             return self.answer(403, {"error": "You do not have the rights to create a model here"})
+        step = "create" if path == "/api/repos/create" else path.removesuffix("/main").rpartition("/")[2]
+        if (status := self.hub.failing.get(step)) is not None:
+            self.close_connection = True
+            return self.answer(status, {"error": "Internal Error - We're working hard to fix this"}) if status else None
         if path == "/api/repos/create":
             asked = json.loads(content)
             self.hub.created.append(asked)
             name = f"{asked.get('organization') or USER}/{asked['name']}"
+            if not name.startswith(f"{USER}/"):
+                return self.deny_namespace(name)
             folder = self.hub.folder / f"{asked.get('type') or 'model'}s" / name
             if folder.exists():
                 return self.answer(
@@ -237,11 +246,17 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(200, {"url": f"{self.hub.endpoint}/{name}", "name": name, "id": name})
         if found := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/(preupload|commit)/main", path):
             kind, name, what = found.groups()
+            if not name.startswith(f"{USER}/"):
+                return self.deny_namespace(name)
             if repository := self.repository(kind, name):
                 getattr(self, what)(repository, name, content)
             return None
         self.hub.unknown.append(f"{self.command} {path}")
         return self.deny(404, "EntryNotFound", f"{path}: this miniature has no such page")
+
+    def deny_namespace(self, name: str) -> None:
+        said = f'You don\'t have the rights to create a model under the namespace "{name.partition("/")[0]}"'
+        self.answer(403, {"error": said}, {"X-Error-Message": said})
 
     def paths_info(self, kind: str, name: str, revision: str, paths: list[str]) -> None:
         repository = self.repository(kind, name)
