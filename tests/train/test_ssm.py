@@ -24,7 +24,8 @@ from draftsmith.inference import decode
 from draftsmith.inference.ranks import matched_answers, next_token_ranks
 from draftsmith.models.ssm import model_of_layers
 from draftsmith.models.target import Target
-from draftsmith.train import boosting, ssm
+from draftsmith.train import boosting, draft_vocabulary, ssm
+from draftsmith.train import samples as answering
 from draftsmith.train.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -346,6 +347,52 @@ def test_a_killed_run_gives_the_same_ensemble(recipe, whole, run_main, monkeypat
     code, _, err = run_main(ssm.main, *options, "--resume", "boost.min_prompts=2")
     assert code == 0, err
     assert weights_of(recipe.parent / "killed") == weights_of(whole)
+
+
+# What runs when Ctrl-C comes: its place, its name, which call of it, and the line where it is not the usual one.
+CTRL_C = {
+    "answers are written": (answering, "answer", 1, ""),
+    "answers of the second source": (answering, "answer", 2, ""),
+    "the draft vocabulary is chosen": (draft_vocabulary, "choose", 1, ""),
+    "the first round begins": (ssm, "rows_of_round", 1, ""),
+    "the first round trains": (ssm.Ssm, "count", 5, "stopped at step 5"),
+    "between two rounds": (ssm, "rows_of_round", 2, ""),
+    "prompts are marked": (boosting, "greedy_ranks", 1, ""),
+    "prompts are marked by the second SSM": (boosting, "greedy_ranks", 3, ""),
+    "the marks are written": (boosting.checkpoint, "write_tensors", 2, ""),  # into marks/
+    "a later round trains": (ssm.Ssm, "count", 8, "stopped at step 8"),
+    "the ensemble is evaluated": (ssm, "simulate_ensemble", 6, "stopped at step 9"),
+    "the second SSM is exported": (ssm, "write_model", 2, ""),
+    "the ensemble is exported": (Run, "export", 1, ""),
+}
+
+
+@pytest.mark.whole_runs
+@pytest.mark.parametrize("moment", CTRL_C)
+def test_ctrl_c_at_any_moment(recipe, whole, run_main, monkeypatch, moment):
+    """One line, exit code 2, no half file; --resume gives the uninterrupted ensemble."""
+    (place, name, which, said), folder = CTRL_C[moment], recipe.parent / moment.replace(" ", "-")
+    options, calls, before = [recipe, f"run.name={folder.name}"], itertools.count(1), getattr(place, name)
+
+    def interrupted(*arguments, **named):
+        counted = name != "write_tensors" or "marks" in arguments[0].parts
+        if counted and next(calls) == which:
+            os.kill(os.getpid(), signal.SIGINT)
+        return before(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, interrupted)
+        code, _, err = run_main(ssm.main, *options)
+    assert next(calls) > which, "it came to this"
+    lines = [line for line in err.splitlines() if not line.startswith("precision: ")]
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ")
+    assert (said or "interrupted; files already written are whole") in lines[0]
+    assert not [path for path in folder.rglob("*") if ".tmp" in path.name]
+    answers = {path: path.stat().st_mtime_ns for path in folder.glob("answers/*/model.safetensors")}
+    code, _, err = run_main(ssm.main, *options, "--resume")
+    assert code == 0, err
+    assert weights_of(folder) == weights_of(whole)
+    assert answers == {path: path.stat().st_mtime_ns for path in answers}, "written answers are not written again"
 
 
 @pytest.mark.slow
