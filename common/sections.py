@@ -35,6 +35,7 @@ def _repository(text: str) -> str:
 
 
 HubId = Annotated[str, AfterValidator(_repository)]
+Licence = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$")]
 
 
 class Run(Section):
@@ -272,6 +273,10 @@ class Export(Section):
     private: bool = True
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of the drafter's and the adapter's stored weights; bfloat16 halves the files"
+    )
+    licence: Licence | None = Field(
+        default=None,
+        description="of the drafter, in its model card, for example apache-2.0; the target's if left out and known",
     )
     merged: bool = Field(
         default=False,

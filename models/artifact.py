@@ -27,11 +27,11 @@ from draftsmith import __version__
 from draftsmith.common.command import first_line
 from draftsmith.common.files import json_object, replacing_folder, write_json, write_text
 from draftsmith.common.files import read_json as read_json
+from draftsmith.models.card import MEASURED, measured, named
 from draftsmith.models.stored import (
     check_safetensors,
     drafter_config,
     fingerprint,
-    local_folder,
     resolve_folder,
     save_tensors,
 )
@@ -135,14 +135,17 @@ def write_drafter(
     (folder / TEMPLATE).unlink(missing_ok=True)
     if template:
         write_text(folder / TEMPLATE, template)
-    write_text(folder / "README.md", _card(folder.resolve().name, drafter_type, shape, target, facts))
+    write_text(folder / "README.md", _card(folder, drafter_type, shape, target, facts))
 
 
-def _card(name: str, drafter_type: str, shape: Mapping[str, Any], target: Target, facts: Mapping[str, Any]) -> str:
-    """The model card: the drafter, its target, how to run it and how it was trained."""
-    rows = "\n".join(f"| {key} | {value} |" for key, value in {**shape, **facts}.items() if not isinstance(value, dict))
-    is_local = local_folder(target.name) or target.name.endswith(".gguf")
-    base = "" if is_local else f"base_model: {target.name}\n"  # the Hub accepts only ids here
+def _card(folder: Path, drafter_type: str, shape: Mapping[str, Any], target: Target, facts: Mapping[str, Any]) -> str:
+    """The model card: the drafter, its target, how to run it, what was measured and how it was trained."""
+    fields = {key: value for key, value in {**shape, **facts}.items() if not isinstance(value, dict)}
+    elsewhere = {"command", "licence", *MEASURED}
+    rows = "\n".join(f"| {key} | {value} |" for key, value in fields.items() if key not in elsewhere)
+    base = str(facts.get("target_fingerprint") or target.fingerprint)  # as it was, without an adapter
+    whose, licence = named(target.name, base, str(target.describe().get("model_type"))), facts.get("licence")
+    name = folder.resolve().name
     prompt = "def read_config(path):"
     if getattr(target.tokenizer, "chat_template", None):
         prompt = "Write a Python function that adds two numbers."
@@ -154,15 +157,12 @@ The adapter in `{target.adapter}/` is part of it: it was trained with the drafte
 loaded, so that the output is that of the target so changed.
 """
     )
-    return f"""---
-library_name: draftsmith
-{base}tags: [speculative-decoding, {drafter_type}]
----
-# {name}
+    return f"""{whose.front_matter(licence, drafter_type)}
+# {name}: a drafter of type {drafter_type} for {whose.name}
 
-A drafter of type `{drafter_type}` for `{target.name}`, trained with draftsmith. It proposes tokens that the target
+A drafter for speculative decoding with `{whose.name}`, trained with draftsmith. It proposes tokens that the target
 verifies: the output is the target's own greedy output, in fewer steps. It works with this target alone (fingerprint
-`{target.fingerprint[:16]}…`).
+`{target.fingerprint[:16]}…`).{whose.about}
 {adapted}
 draftsmith is installed from a checkout of its repository, by `pip install .` there (or `make install`, into `.venv`).
 Then, in this folder:
@@ -172,8 +172,16 @@ python -m draftsmith.inference.decode . --prompt "{prompt}"
 python -m draftsmith.inference.decode . --prompts FILE.jsonl --baseline all --check-lossless --report .
 ```
 
-Elsewhere, write this folder's path in place of the `.`, or `USER/NAME` if it is on the Hub. Give the target by
-`--target` if it is not found as `{target.name}`.
+Elsewhere, write this folder's path in place of the `.`, or `USER/NAME` if it is on the Hub. If the target is
+not found, give it by `--target {whose.argument}`.
+
+{whose.licensed(licence)}
+
+## Measured
+
+{measured(folder, facts)}
+
+## Training
 
 | field | value |
 |---|---|

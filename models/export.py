@@ -61,10 +61,11 @@ from transformers import AutoConfig
 from draftsmith.common.command import first_line
 from draftsmith.common.files import check_folder, check_own, json_object, replacing_folder, write_json, write_text
 from draftsmith.models.artifact import check_target, provenance, push, read_drafter
+from draftsmith.models.card import measured, named
 from draftsmith.models.eagle import Eagle, EagleConfig
 from draftsmith.models.exported import difference
 from draftsmith.models.precision import DTYPES
-from draftsmith.models.stored import local_folder, resolve_folder, safetensors_header, save_tensors, stored_dtype
+from draftsmith.models.stored import resolve_folder, safetensors_header, save_tensors, stored_dtype
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.vocabulary import head_rows
 
@@ -116,7 +117,7 @@ class Source:
     """What is exported.
 
     eagle: in float32. weights: as stored. target_config: of ``transformers``. target: None where its weights are not
-    needed.
+    needed. folder: the drafter's. fingerprint: of its target.
     """
 
     eagle: Eagle
@@ -124,6 +125,8 @@ class Source:
     target_name: str
     target_config: Any
     target: Target | None
+    folder: Path
+    fingerprint: str
 
     @property
     def dtype(self) -> torch.dtype:
@@ -346,6 +349,7 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
         raise ValueError(f"{folder}: a drafter of type {kind} is not exported to {to}: {instead}")
     eagle = Eagle.from_artifact(config, weights, str(folder))
     c, trained_for = eagle.config, str(config["target"]["name_or_path"])
+    fingerprint = str(config["target"].get("fingerprint") or "")
     try:
         check_form(c, to)
     except ValueError as error:
@@ -370,7 +374,7 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
                 f"{folder}: this drafter was trained for target '{trained_for}', not for '{name}': hidden_size "
                 f"{c.hidden_size} ≠ {width}"
             )
-        return Source(eagle, weights, name, target_config, None)
+        return Source(eagle, weights, name, target_config, None, folder, fingerprint)
     dtype = stored_dtype(stored)
     target = load_target(
         name, revision=revision, dtype=dtype if dtype in DTYPES else "float32", trust_remote_code=trust_remote_code
@@ -378,7 +382,7 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
     check_target(folder, config, target)
     if c.version == 3 and c.projection == "shared" and getattr(target.lm_head, "bias", None) is not None:
         raise ValueError(f"{folder}: the LM head of target '{name}' has a bias, for which {to} has no place")
-    return Source(eagle, weights, name, target.model.config, target)
+    return Source(eagle, weights, name, target.model.config, target, folder, fingerprint)
 
 
 def export(
@@ -399,9 +403,8 @@ def export(
         ValueError: what was written is not what the format needs, or its logits differ.
         OSError: the disk is full, or it cannot be written.
     """
-    served_target = served_target or source.target_name
     if to == "speculators":
-        tensors, config, contract = _speculators(source, served_target, speculative_tokens)
+        tensors, config, contract = _speculators(source, served_target or source.target_name, speculative_tokens)
     else:
         tensors, config, contract = (_eagle1 if source.eagle.config.version == 1 else _eagle3)(source)
     with replacing_folder(out) as temporary:
@@ -410,29 +413,31 @@ def export(
         contract.check(temporary)
         apart = difference(temporary, source.eagle, source.target)
         write_json(temporary / "provenance.json", provenance(format=to, max_logit_difference=apart, **(facts or {})))
-        card = _card(out.resolve().name, source.eagle.config, to, served_target, speculative_tokens)
+        card = _card(source, out.resolve().name, to, served_target, speculative_tokens)
         write_text(temporary / "README.md", card)
     return apart
 
 
-def _card(name: str, c: EagleConfig, to: str, target: str, tokens: int) -> str:
+def _card(source: Source, name: str, to: str, served_target: str | None, tokens: int) -> str:
     """The model card, with the commands that serve the drafter."""
-    base = "" if local_folder(target) or target.endswith(".gguf") else f"base_model: {target}\n"
-    method = "eagle3" if c.version == 3 else "eagle"
-    positions = f"{c.max_position_embeddings:,}"
+    c, trained = source.eagle.config, source.folder / "provenance.json"
+    whose = named(source.target_name, source.fingerprint, source.target_config.model_type, served_target)
+    licence = json_object(trained).get("licence") if trained.exists() else None
+    method, server = ("eagle3", "vLLM and SGLang") if c.version == 3 else ("eagle", "vLLM")
+    server = "vLLM and the package speculators" if to == "speculators" else server
     options = json.dumps({"method": method, "model": "DRAFTER", "num_speculative_tokens": tokens})
-    commands = "vllm serve DRAFTER" if to == "speculators" else f"vllm serve {target} --speculative-config '{options}'"
-    if to != "speculators" and c.version == 3:
+    commands = f"vllm serve {whose.argument} --speculative-config '{options}'"
+    if to == "speculators":
+        commands = "vllm serve DRAFTER"
+    elif c.version == 3:
         commands += f"""
-python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\
+python -m sglang.launch_server --model-path {whose.argument} --speculative-algorithm EAGLE3 \\
     --speculative-draft-model-path DRAFTER --speculative-num-steps {tokens} --speculative-eagle-topk 1 \\
     --speculative-num-draft-tokens {tokens + 1}"""
-    return f"""---
-{base}tags: [speculative-decoding, {method}]
----
-# {name}
+    return f"""{whose.front_matter(licence, method)}
+# {name}: an EAGLE-{c.version} drafter for {whose.name}, for {server}
 
-An EAGLE-{c.version} drafter for `{target}`, trained and exported by draftsmith. It is made for {positions} positions.
+Trained and exported by draftsmith, for `{whose.name}` alone and {c.max_position_embeddings:,} positions.{whose.about}
 With this folder's path or Hub id in place of DRAFTER:
 
 ```bash
@@ -440,6 +445,14 @@ With this folder's path or Hub id in place of DRAFTER:
 ```
 
 Logits computed from these files were compared with the drafter's own; `provenance.json` has the largest difference.
+
+{whose.licensed(licence)}
+
+## Measured
+
+By draftsmith, before the export; its engine verifies trees, servers verify chains. No server has run this folder.
+
+{measured(source.folder)}
 """
 
 

@@ -15,6 +15,7 @@ import torch
 
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import check_target, part_folders, read_drafter, write_drafter
+from draftsmith.models.card import named
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.stored import fingerprint, save_tensors
 from draftsmith.models.target import load_target
@@ -340,12 +341,49 @@ def test_the_cards_first_command_runs_where_the_card_is(tiny_lm, tmp_path, monke
     (folder / "tree.json").write_text('{"paths": [[0], [0, 0]]}')
     card = (folder / "README.md").read_text()
     commands = re.search(r"```bash\n(.*?)```", card, re.DOTALL)[1].splitlines()
-    assert len(commands) == 2 and "\n# named\n" in card and "| steps | 3 |" in card
+    assert len(commands) == 2 and "\n# named: a drafter of type medusa for TARGET\n" in card and "| steps | 3 |" in card
     assert "base_model:" not in card, "the Hub takes names of its own only"
+    assert (
+        str(tiny_lm) not in card
+        and "TARGET is the folder or Hub id of that target, a model of the family llama" in card
+    )
     words = shlex.split(commands[0])
     assert words[:4] == ["python", "-m", "draftsmith.inference.decode", "."]
     done = subprocess.run([sys.executable, *words[1:], "--max-new-tokens", "5"], cwd=folder, capture_output=True)
     assert done.returncode == 0 and done.stdout, done.stderr.decode()
+
+
+def test_the_card_of_a_target_that_is_known(drafter, tmp_path):
+    """By its Hub id, or by the fingerprint of what `make models` fetches."""
+    folder, heads = drafter
+    card = (folder / "README.md").read_text()
+    assert "base_model: some/target\n" in card and "# x: a drafter of type medusa for some/target\n" in card
+    assert "license:" not in card and "No licence was stated" in card and "Nothing has been measured yet." in card
+    smollm2 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+    facts = {"target_fingerprint": smollm2, "simulated_tau": 2.5, "device": "A CPU", "dtype": "float32", "command": "x"}
+    target = stand_in(name="models/smollm2")
+    write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, facts)
+    card = (folder / "README.md").read_text()
+    assert "models/smollm2" not in card and "| command" not in card
+    assert "by `--target TARGET`" in card and "the weights on the Hub are others" in card
+    assert "license: apache-2.0\nbase_model: HuggingFaceTB/SmolLM2-135M-Instruct\n" in card
+    assert "Licence: apache-2.0, which is the target's." in card and "| 2.5 | float32, A CPU |" in card
+    write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, facts | {"licence": "mit"})
+    assert "license: mit\n" in (folder / "README.md").read_text()
+
+
+def test_a_licence_is_what_the_targets_card_states(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / "cached" / file))
+    for place, text, licence in (
+        (tmp_path / "mine", "---\nlanguage: en\nlicense: llama3\n---\n# Mine\nlicense: other\n", "llama3"),
+        (tmp_path / "cached", "---\nlicense: apache-2.0\n---\n", "apache-2.0"),
+        (tmp_path / "none", "# Mine\n---\nlicense: mit\n---\n", None),
+        (tmp_path / "list", "---\nlicense: [mit, x]\n---\n", None),
+        (tmp_path / "damaged", "---\n{\n---\n", None),
+    ):
+        place.mkdir()
+        (place / "README.md").write_text(text)
+        assert named("org/model" if place.name == "cached" else str(place), "", "llama").licence == licence
 
 
 def test_a_drafter_brings_the_template_it_was_trained_with(tiny_lm, tmp_path):

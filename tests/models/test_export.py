@@ -278,9 +278,40 @@ def test_the_command(drafter, tmp_path, run_main):
     assert {f.name for f in out.iterdir()} == {"config.json", "model.safetensors", "provenance.json", "README.md"}
     assert json.loads((out / "provenance.json").read_text())["max_logit_difference"] < 1e-4
     card = (out / "README.md").read_text()
-    assert "base_model: org/target" in card and "vllm serve org/target" in card
+    assert "base_model: org/target" in card and "vllm serve org/target" in card and TARGET not in card
+    assert "# served: an EAGLE-3 drafter for org/target, for vLLM and SGLang" in card
+    assert (
+        "license" not in card and "the target's is not known here" in card and "Nothing has been measured yet" in card
+    )
     assert '"method": "eagle3", "model": "DRAFTER", "num_speculative_tokens": 5' in card
     assert "--speculative-num-draft-tokens 6" in card
+
+
+@pytest.mark.parametrize("to, served", [("vllm", None), ("sglang", "../some/where"), ("vllm", TARGET)])
+def test_a_card_names_no_path(drafter, tmp_path, run_main, to, served):
+    """A folder on this machine means nothing elsewhere: a placeholder stands for it, with a sentence."""
+    folder, out = drafter("own"), tmp_path / "out"
+    (folder / "provenance.json").write_text(json.dumps({
+        "simulated_tau": 2.3456, "dtype": "float32", "autocast": "bfloat16", "device": "A CPU", "licence": "mit",
+    }))  # fmt: skip
+    calibration = {"expected_mean_accepted_length": 1.8678, "device": "A GPU", "dtype": "bfloat16"}
+    (folder / "tree.json").write_text(json.dumps({"paths": [[0], [0, 0]], "calibration": calibration}))
+    report = {"mean_accepted_length": 2.5, "speedup": 1.25, "mode": "greedy", "prompts": 7, "device": "C", "dtype": "d"}
+    (folder / "report.json").write_text(json.dumps(report))
+    options = ["--served-target", served] if served else []
+    assert run_main(export.main, folder, "--to", to, "--out", out, *options)[0] == 0
+    card = (out / "README.md").read_text()
+    assert "base_model" not in card and TARGET not in card and "../some" not in card and str(folder) not in card
+    assert "vllm serve TARGET --spec" in card and "--model-path TARGET " in card
+    assert card.count("TARGET is the folder or Hub id of that target, a model of the family llama with the finger") == 1
+    assert "license: mit\n" in card and "Licence: mit." in card
+    assert (
+        "| simulated τ on held-out rows, by the tree that chose the weights | 2.346 | float32, autocast bfloat16, A C"
+        in card
+    )
+    assert "| nodes of the tree beside the root | 2 | bfloat16, A GPU |" in card
+    assert "| τ that calibration expects of the tree | 1.868 | bfloat16, A GPU |" in card
+    assert "| τ of decoding | 2.5 | greedy, 7 prompts; d, C |" in card
 
 
 @pytest.mark.parametrize(

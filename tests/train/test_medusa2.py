@@ -311,7 +311,7 @@ def test_both_stages_run(whole, tiny_lm):
     stored = load_file(whole / "adapter/adapter_model.safetensors")
     assert len(stored) == 2 * 14 and sum("lora" in name for name in best) == 28
     card = (whole / "README.md").read_text()
-    assert "| kl |" in card and "The adapter in `adapter/` is part of it" in card
+    assert "| KL divergence of the trained target " in card and "The adapter in `adapter/` is part of it" in card
 
 
 def test_the_teacher_of_kept_hidden_states(recipe, whole, run_main, monkeypatch):

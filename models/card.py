@@ -1,0 +1,172 @@
+"""What model cards say: a target by a name that means something elsewhere, its licence, and what was measured.
+
+Nothing here is made up: a Hub id is one that somebody named or that is known for the target's fingerprint, a licence
+one that the recipe or the target's own card states, and a measurement one that a file of the drafter's folder holds.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftsmith.common.files import json_object
+from draftsmith.models.stored import FETCHED, local_folder
+
+PLACEHOLDER = "TARGET"
+# What models/fetch.py fetches: the fingerprint of a GGUF file is its SHA-256.
+_FETCHED = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_FETCHED_IS = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
+MEASURED = {  # fields of provenance.json
+    "simulated_tau": "simulated τ on held-out rows, by the tree that chose the weights",
+    "whole_simulated_tau": "the same with the whole vocabulary",
+    "kl": "KL divergence of the trained target from the original one, nats per token",
+    "original_perplexity": "perplexity of the original target on held-out rows",
+    "perplexity": "perplexity of the trained target",
+}
+
+
+@dataclass(frozen=True)
+class Named:
+    """A target as a card shows it.
+
+    name: its Hub id, or what a server calls it, or :data:`PLACEHOLDER`.
+    argument: what stands for it in commands; the name, or the placeholder.
+    hub_id, licence: None where they are not known.
+    about: a space and a sentence on what the placeholder stands for; empty if there is none.
+    """
+
+    name: str
+    argument: str
+    hub_id: str | None
+    licence: str | None
+    about: str = ""
+
+    def front_matter(self, licence: str | None, tags: str) -> str:
+        """The card's metadata, which the Hub reads.
+
+        Args:
+            licence: of the drafter; the target's if None, none if that is unknown too.
+        """
+        fields = {"license": licence or self.licence, "base_model": self.hub_id}
+        lines = [f"{name}: {value}" for name, value in fields.items() if value]
+        return "\n".join(["---", "library_name: draftsmith", *lines, f"tags: [speculative-decoding, {tags}]", "---"])
+
+    def licensed(self, licence: str | None) -> str:
+        """The paragraph on the licence."""
+        if licence:
+            return f"Licence: {licence}."
+        if self.licence:
+            return f"Licence: {self.licence}, which is the target's."
+        return "No licence was stated in the recipe, and the target's is not known here."
+
+
+def named(name: str, fingerprint: str, model_type: str, served: str | None = None) -> Named:
+    """How a card names a target.
+
+    Args:
+        name: by which it was loaded: a folder, a GGUF file or a Hub id.
+        fingerprint: as stored, without an adapter.
+        served: what a server loads it by, if that was said.
+    """
+    hub_id, licence = next((each for each in (served, name) if each and is_hub_id(each)), None), _stated_licence(name)
+    shown = served if served and not _is_path(served) else hub_id
+    if fingerprint == _FETCHED:
+        known, licence = _FETCHED_IS
+        about = f" {PLACEHOLDER} is the file with its 4-bit weights, dequantised when it is loaded, that draftsmith's "
+        about += "`make models` fetches (`models/fetch.py`); the weights on the Hub are others."
+        return Named(shown or known, shown or PLACEHOLDER, hub_id or known, licence, "" if shown else about)
+    if shown:
+        return Named(shown, shown, hub_id, licence)
+    about = f" {PLACEHOLDER} is the folder or Hub id of that target, a model of the family {model_type}"
+    about += f" with the fingerprint `{fingerprint[:16]}…`." if fingerprint else "."
+    return Named(PLACEHOLDER, PLACEHOLDER, None, licence, about)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name can only be a Hub id: USER/NAME, and nothing on this machine."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name)) and not _is_path(name)
+
+
+def _is_path(name: str) -> bool:
+    path = name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
+    return path or name.rstrip("/") == FETCHED or local_folder(name) is not None
+
+
+def _stated_licence(name: str) -> str | None:
+    """The licence in the metadata of a target's card, in its folder or in the Hub's cache; nothing is downloaded."""
+    folder = local_folder(name)
+    card = folder / "README.md" if folder else None
+    if folder is None and is_hub_id(name):
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "README.md")
+        card = Path(cached) if isinstance(cached, str) else None
+    try:
+        text = card.read_text(encoding="utf-8") if card else ""
+        begin, _, rest = text.partition("---\n")
+        fields = yaml.safe_load(rest.partition("\n---")[0]) if not begin.strip() else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    licence = fields.get("license") if isinstance(fields, dict) else None
+    return licence if isinstance(licence, str) and re.fullmatch(r"[\w.+-]+", licence) else None
+
+
+def measured(folder: Path, facts: Mapping[str, Any] | None = None) -> str:
+    """A table of what was measured, from the files of a drafter's folder; a sentence if there is nothing.
+
+    Args:
+        facts: content of provenance.json, if it is not the folder's.
+    """
+    facts = _content(folder / "provenance.json") if facts is None else facts
+    rows = [(what, facts[name], _where(facts)) for name, what in MEASURED.items() if _is_number(facts.get(name))]
+    tree = _content(folder / "tree.json")
+    counts = [len(paths) for paths in (tree.get("parts") or [tree.get("paths") or []])]
+    found = tree.get("calibration")
+    calibration = found if isinstance(found, dict) else {}
+    if any(counts):
+        chosen = ", of which some are chosen at load" if tree.get("at_load") else ""
+        rows.append(("nodes of the tree beside the root" + chosen, " + ".join(map(str, counts)), _where(calibration)))
+    for name, what in (
+        ("expected_mean_accepted_length", "τ that calibration expects of the tree"),
+        ("chain_mean_accepted_length", "τ that it expects of a chain"),
+    ):
+        if _is_number(calibration.get(name)):
+            rows.append((what, calibration[name], _where(calibration)))
+    by_nodes = calibration.get("mean_accepted_length_by_nodes")
+    if isinstance(by_nodes, dict):
+        shown = ", ".join(f"{nodes}: {tau:.2f}" for nodes, tau in by_nodes.items() if _is_number(tau))
+        rows.append(("τ that calibration expects, by nodes", shown, _where(calibration)))
+    report = _content(folder / "report.json")
+    decoded = f"{report.get('mode')}, {report.get('prompts')} prompts; {_where(report)}"
+    for name, what in (
+        ("mean_accepted_length", "τ of decoding"),
+        ("tokens_per_second", "tokens per second"),
+        ("speedup", "speed, as a multiple of plain decoding by the same engine"),
+    ):
+        if _is_number(report.get(name)):
+            rows.append((what, report[name], decoded))
+    if not rows:
+        return "Nothing has been measured yet."
+    shown = [f"| {what} | {f'{v:.4g}' if _is_number(v) else v} | {where} |" for what, v, where in rows]
+    return "\n".join(["| what | value | by |", "|---|---|---|", *shown])
+
+
+def _where(facts: Mapping[str, Any]) -> str:
+    """Dtype and device of a measurement, as far as they are recorded."""
+    autocast = f"autocast {facts['autocast']}" if facts.get("autocast") not in (None, "none") else None
+    found = [f"{facts['dtype']}" if facts.get("dtype") else None, autocast, facts.get("device")]
+    return ", ".join(str(each) for each in found if each) or "–"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _content(file: Path) -> dict[str, Any]:
+    try:
+        return json_object(file)
+    except (OSError, ValueError):
+        return {}
