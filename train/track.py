@@ -1,5 +1,6 @@
 """Experiment trackers beside ``metrics.jsonl``: Weights & Biases and TensorBoard. Neither can stop a run."""
 
+import inspect
 import os
 import re
 import threading
@@ -47,6 +48,9 @@ class Trackers:
         settings = wandb.Settings(init_timeout=WAIT, silent=True, console="off", x_disable_stats=True)
         offline = track.offline or os.environ.get("WANDB_MODE") == "offline"
         try:
+            if not offline and not _logged_in():  # init would ask, and wait for an answer
+                console.print(f"  no login to wandb; writing offline, send it later: wandb login, wandb sync {folder}")
+                offline = True
             self.run = wandb.init(**given, mode="offline" if offline else "online", settings=settings)
         except Exception as error:  # wandb and its transport raise a dozen unrelated types
             console.print(
@@ -86,6 +90,13 @@ class Trackers:
         ending.join(WAIT)
         if ending.is_alive():
             console.print(f"  wandb did not take the last lines within {WAIT:.0f} s; send them with: wandb sync")
+
+
+def _logged_in() -> bool:
+    """Whether there is a login to wandb, or its version cannot say so without asking."""
+    import wandb
+
+    return "prompt" not in inspect.signature(wandb.login).parameters or wandb.login(prompt=False, verify=False)
 
 
 def _reason(error: Exception) -> str:

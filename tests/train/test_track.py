@@ -71,6 +71,25 @@ def test_a_network_that_hangs_is_cut_off(tmp_path, monkeypatch, capsys):
     assert taken, "it did try"
 
 
+def test_wandb_without_a_login(tmp_path, monkeypatch, capsys):
+    """Nobody is asked for one: the run goes on, offline."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *_: asked.append(1) or "3")
+    wandb.teardown()
+    trackers = track.Trackers(Track(wandb=True), tmp_path, {})
+    trackers.log(LINES[0])
+    trackers.close()
+    wandb.teardown()
+    assert "no login to wandb; writing offline" in capsys.readouterr().out and not asked
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
 def test_what_is_missing_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match="pip install tensorboard"):
