@@ -143,7 +143,7 @@ def before_imports(
     parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace], object] | None = None
 ) -> None:
     """Answer ``--help``, wrong usage and what ``check`` raises before a script's slow imports, and Ctrl-C during these
-    in one line. ``main`` parses the command line again."""
+    in one line; a terminal is told that they begin. ``main`` parses the command line again."""
     _escape_unencodable()
     _refuse_other_checkout()
     args = parser.parse_intermixed_args()
@@ -154,6 +154,14 @@ def before_imports(
         _stop(_describe_os_error(error, False) if isinstance(error, OSError) else str(error), 2)
     if _handles_interrupts():
         signal.signal(signal.SIGINT, _exit_at_once)
+    _say_loading()
+
+
+def _say_loading() -> None:
+    """On a terminal, of several processes the first: a line before imports that take seconds."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if first and sys.stderr is not None and sys.stderr.isatty():
+        print("loading …", file=sys.stderr, flush=True)
 
 
 def _exit_at_once(signum: int, frame: FrameType | None) -> None:
@@ -164,8 +172,9 @@ def _exit_at_once(signum: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def slow_imports() -> Iterator[None]:
-    """Imports inside a command's ``main``, which Ctrl-C ends in one line."""
+    """Imports inside a command's ``main``, which Ctrl-C ends in one line; a terminal is told that they begin."""
     before = signal.signal(signal.SIGINT, _exit_at_once) if _handles_interrupts() else None
+    _say_loading()
     try:
         yield
     finally:

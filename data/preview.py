@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import ConfigDict
 
-from draftsmith.common.command import make_console, recipe_parser, run_command
+from draftsmith.common.command import make_console, recipe_parser, run_command, slow_imports
 from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Recipe, Target
 from draftsmith.data.prompts import positive
+from draftsmith.models.stored import known_folder
 from draftsmith.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:  # take seconds to import, and --help needs none of it
@@ -89,9 +90,11 @@ def main() -> None:
     if t is None and not args.tokenizer:
         raise ValueError(f"{args.recipe} has no target whose tokenizer could be used; pass --tokenizer FOLDER")
 
-    import numpy as np
+    known_folder(args.tokenizer or t.name)  # said before the imports
+    with slow_imports():
+        import numpy as np
 
-    from draftsmith.data.tokenized import tokenized
+        from draftsmith.data.tokenized import tokenized
 
     if args.tokenizer or t is None:
         tokenizer = load_tokenizer(args.tokenizer)

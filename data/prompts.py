@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from draftsmith.common.command import CommandLine, run_command
+from draftsmith.common.command import CommandLine, run_command, slow_imports
 from draftsmith.common.files import check_file, write_text
 from draftsmith.data import evaluation, sources
+from draftsmith.models.stored import known_folder
 from draftsmith.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and --help needs none of it
@@ -161,6 +162,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    known_folder(name)  # said before the import
+    with slow_imports():
+        import transformers  # noqa: F401
+    return load_tokenizer(name)
+
+
 def main() -> None:
     parser = CommandLine(__doc__)
     parser.add_argument(
@@ -185,7 +193,7 @@ def main() -> None:
             )
         if (args.tokenizer is None) != (args.prompt_tokens is None):
             parser.error("--tokenizer and --prompt-tokens limit evaluation prompts together; give both or neither")
-        tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+        tokenizer = _tokenizer(args.tokenizer) if args.tokenizer else None
         sets = [evaluation_prompts(name, args.count, args.seed, tokenizer, args.prompt_tokens or 0) for name in names]
         write(args.out, [prompt for chosen in sets for prompt in chosen])
         print(f"{args.out}: {args.count} prompts {'each ' if len(names) > 1 else ''}of {', '.join(names)}")
@@ -199,7 +207,7 @@ def main() -> None:
     if args.tokenizer is None:
         parser.error(f"--tokenizer is needed to cut windows of '{source}'; give the target")
     length = args.prompt_tokens or 96
-    cut = prompts(source, args.split or "test", args.count, length, load_tokenizer(args.tokenizer), args.seed)
+    cut = prompts(source, args.split or "test", args.count, length, _tokenizer(args.tokenizer), args.seed)
     write(args.out, cut)
     print(f"{args.out}: {len(cut)} prompts of {length} tokens from {len({p.source for p in cut})} modules")
 

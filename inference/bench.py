@@ -40,6 +40,7 @@ from typing import Any, Literal, cast
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.options import check_counts, check_threads
 from draftsmith.models.options import DECODERS, choose_device, decoder_option, dtype_option
+from draftsmith.models.stored import known_folder, local_folder
 
 Projection = Literal["own", "shared"]
 _LLAMA: dict[str, Any] = {
@@ -89,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    before_imports(parser())
+    before_imports(parser(), lambda args: args.target and known_folder(args.target))
 
 import psutil
 import torch
@@ -112,7 +113,6 @@ from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
-from draftsmith.models.stored import local_folder
 from draftsmith.models.target import Target, load_target
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
-from draftsmith.inference.options import check_counts, check_threads
+from draftsmith.inference.options import check_counts, check_prompts, check_threads
 from draftsmith.models.options import choose_device, dtype_option
+from draftsmith.models.stored import known_folder
 
 OURS, PLAIN, ASSISTED, GENERATE = "draft_model", "plain", "assisted", "generate"
 
@@ -46,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    before_imports(parser())
+    before_imports(
+        parser(), lambda args: (known_folder(args.target), known_folder(args.draft), check_prompts(args.prompts))
+    )
 
 import torch
 from rich.table import Table

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
-from draftsmith.inference.options import check_counts, check_threads, short_name
+from draftsmith.inference.options import check_counts, check_names, check_prompts, check_threads, short_name
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
 PLAIN = "none"
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    before_imports(parser())
+    before_imports(parser(), lambda args: (check_names(args.drafters, args.target), check_prompts(args.prompts)))
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
-from draftsmith.inference.options import check_counts, check_threads, short_name
+from draftsmith.inference.options import check_counts, check_names, check_prompts, check_threads, short_name
 from draftsmith.models.options import choose_device, dtype_option
 
 DRAWS = ("without_replacement", "iid", "naive")
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    before_imports(parser())
+    before_imports(parser(), lambda args: (check_names(args.folders, args.target), check_prompts(args.prompts)))
 
 import torch
 from rich.table import Table

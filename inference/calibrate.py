@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.options import check_counts, check_names, has_folder, parts_of
+from draftsmith.inference.options import check_counts, check_names, check_prompts, has_folder, parts_of
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
 
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    before_imports(parser(), lambda args: check_names([args.drafter], args.target))
+    before_imports(parser(), lambda args: (check_names([args.drafter], args.target), check_prompts(args.prompts)))
 
 from filelock import Timeout
 from safetensors.torch import load_file

@@ -122,6 +122,19 @@ def check_names(names: Sequence[str], target: str | None = None) -> None:
         raise ValueError(f"{what}: pass --target")
 
 
+def check_prompts(path: Path | None) -> None:
+    """Read prompts before torch is imported, so that what is wrong with them is said at once. None and pipes, which can
+    be read only once, are left to the command.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, or a line of it is no prompt.
+    """
+    if path is not None and (path.is_file() or path.is_dir() or not os.path.lexists(path)):
+        from draftsmith.inference.prompts import read_prompts  # --help needs none of it
+
+        read_prompts(path)
+
+
 def short_name(name: str) -> str:
     """A drafter's name without the path to it, for its report's folder and in tables."""
     return "+".join(Path(part).name for part in parts_of(name))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
+from draftsmith.inference.options import check_counts, check_names, check_prompts
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
 EPSILONS = (0.01, 0.03, 0.06, 0.09, 0.13, 0.17, 0.21, 0.25)
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    before_imports(parser())
+    before_imports(parser(), lambda args: (check_names([args.drafter], args.target), check_prompts(args.prompts)))
 
 import torch
 from rich.table import Table
@@ -63,7 +64,6 @@ from draftsmith.inference import report as reporting
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.modes import Mode
-from draftsmith.inference.options import check_counts
 from draftsmith.inference.prompts import encode_prompts, read_prompts
 from draftsmith.inference.sampling import MIN_TEMPERATURE, Sampling
 from draftsmith.inference.terminal import console, make_console

@@ -25,11 +25,12 @@ def load_tokenizer(
         FileNotFoundError: there is no such folder or repository, or no tokenizer in it.
         ValueError: the tokenizer is damaged, or needs its own code.
     """
-    from transformers import AutoTokenizer
-
     folder = name if isinstance(name, Path) else resolve_folder(name, revision, weights=False)
     if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES) and not trust_remote_code:
         raise FileNotFoundError(f"{folder}: no tokenizer here (tokenizer.json, tokenizer.model, vocab.json, …)")
+
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         ids = tokenizer("word", add_special_tokens=False)["input_ids"]

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
+from draftsmith.common.content import check_recipe
 from draftsmith.common.files import check_folder
+from draftsmith.inference.options import check_prompts
 
 PARSER = CommandLine(__doc__)
 PARSER.add_argument("--recipe", default="recipes/tiny-medusa2.yaml", help="which the runs follow (%(default)s)")
@@ -40,7 +42,7 @@ PARSER.add_argument(
 )
 PARSER.add_argument("overrides", nargs="*", metavar="section.field=value", help="for every run")
 if __name__ == "__main__":
-    before_imports(PARSER)
+    before_imports(PARSER, lambda args: (check_prompts(args.prompts), check_recipe(args)))
 
 import torch
 from rich.table import Table

@@ -3,6 +3,7 @@ file written, neither in the folder where it runs nor in the project's own. test
 
 import importlib
 import os
+import pty
 import subprocess
 import sys
 import time
@@ -141,6 +142,19 @@ QUICK = [
     ("inference/decode.py", "ngram", "--target", "nowhere", "--prompt", "a"), ("inference/calibrate.py", "nowhere"),
     ("models/export.py", "nowhere", "--to", "vllm", "--out", "x"), ("train/medusa.py", "nowhere.yaml"),
     ("train/eagle.py", "recipes/tiny-eagle3.yaml", "run.name"), ("train/ssm.py", "README.md"),
+    *(tuple(f"inference/{name}".split()) for name in (
+        "calibrate.py ngram --target models/tiny-lm --prompts nowhere.jsonl", "typical.py nowhere --prompts README.md",
+        "typical.py ngram --target models/tiny-lm --prompts README.md", "bench.py --target nowhere",
+        "bench_serving.py none nowhere --target models/tiny-lm --prompts README.md",
+        "bench_serving.py none --target models/tiny-lm --prompts nowhere.jsonl",
+        "bench_assisted.py --target nowhere --draft models/tiny-lm --prompts README.md",
+        "bench_assisted.py --target models/tiny-lm --draft models/tiny-lm --prompts .",
+        "bench_ssm.py nowhere --prompts README.md", "bench_ssm.py a/b --prompts nowhere.jsonl",
+        "bench_shortlist.py nowhere --prompts README.md", "bench_shortlist.py a/b --prompts nowhere.jsonl",
+    )),
+    ("train/bench_medusa.py", "--prompts", "nowhere.jsonl"),
+    ("data/prompts.py", "stdlib", "--tokenizer", "nowhere", "--out", "/tmp/new.jsonl"),
+    ("data/preview.py", "nowhere.yaml"), ("data/preview.py", "recipes/tiny-medusa.yaml", "--tokenizer", "nowhere"),
 ]  # fmt: skip
 
 
@@ -153,3 +167,27 @@ def test_answered_before_torch_is_imported(command):
     )
     done = subprocess.run([sys.executable, "-c", code, *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stdout == "False\n", done
+
+
+SLOW = [
+    ("inference/decode.py", "a/b", "--prompt", "a"), ("inference/calibrate.py", "a/b"),
+    ("models/export.py", "a/b", "--to", "vllm", "--out", "/dev/null/x"), ("train/lm.py", "recipes/tiny-lm.yaml"),
+    ("data/prompts.py", "stdlib", "--tokenizer", "models/tiny-lm", "--out", "/tmp/new.jsonl"),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says which libraries a process has loaded")
+@pytest.mark.parametrize("command", SLOW, ids=[command[0] for command in SLOW])
+def test_a_terminal_is_told_before_imports_that_take_seconds(command):
+    """Off a terminal nothing is said: stderr is then for warnings and the error."""
+    terminal, other = pty.openpty()
+    running = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=other, stderr=other)
+    os.close(other)
+    try:
+        assert os.read(terminal, 100).decode().strip() == "loading …"
+        maps = Path(f"/proc/{running.pid}/maps").read_text()
+        assert "libtorch_python" not in maps and "tokenizers" not in maps
+    finally:
+        running.kill()
+        running.wait()
+        os.close(terminal)
