@@ -151,6 +151,8 @@ class LmRecipe(TrainingRecipe):
     def _finite(self) -> "LmRecipe":
         if self.export.push_to_hub:
             raise ValueError("export.push_to_hub uploads drafters; upload a model with: hf upload USER/NAME FOLDER")
+        if self.export.licence:
+            raise ValueError("export.licence is for the model card of a drafter, which a model has not; leave it out")
         if self.export.dtype != "float32":
             raise ValueError("export.dtype is for drafters; a model's dtype is that of its training: leave it out")
         for source in self.data.train:

@@ -288,11 +288,8 @@ class Run(Generic[R]):
             return
         t = recipe.target
         own = {"target_fingerprint": self.job.target, "dtype": t.dtype, "init_from": recipe.init_from}
-        own |= {
-            "licence": recipe.export.licence,
-            "data_labels": self.data_labels,
-            **facts,
-        }  # tokens that training predicts, by source
+        own |= {"licence": recipe.export.licence}
+        own |= {"data_labels": self.data_labels, **facts}  # tokens that training predicts, by source
         template = read_template(recipe.data.template)
         stored = in_dtype(weights, recipe.export.dtype)
         write_drafter(folder, self.kind, shape, stored, target, self.facts(**own), template, parts)
