@@ -7,6 +7,7 @@ import copy
 import difflib
 import os
 import re
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith.common.files import read_text
+from draftsmith.common.files import json_object, read_text
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,39})")
 FLOAT = re.compile(
@@ -22,6 +23,8 @@ FLOAT = re.compile(
 )
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _BYTES = 1_000_000  # of a file
+_SCHEMAS = Path(__file__).parents[1] / "recipes" / "schema"
+_SECTIONS = Path(__file__).with_name("sections.py")
 _VALUES = 10_000  # in one recipe; an alias counts as all values of its anchor
 
 
@@ -156,15 +159,6 @@ def read_content(path: str | Path, overrides: typing.Sequence[str] = ()) -> tupl
     return text, content
 
 
-def check_recipe(args: argparse.Namespace) -> None:
-    """For ``before_imports``: that the recipe can be read. Its fields are checked once its sections are known.
-
-    Raises:
-        FileNotFoundError, ValueError: one line each.
-    """
-    read_content(args.recipe, args.overrides)
-
-
 def _override(content: dict[str, Any], override: str, path: str) -> None:
     """Set the field that ``section.field=value`` names."""
     key, equals, value = override.partition("=")
@@ -187,3 +181,110 @@ def _override(content: dict[str, Any], override: str, path: str) -> None:
         node = node[at] if isinstance(node, list) else node.setdefault(part, {})
         if not isinstance(node, (dict, list)):
             raise ValueError(f"{where}: '{key}': '{short(part)}' is a value, not a section")
+
+
+# ---- keys that a recipe's schema does not have
+
+Schema = typing.Mapping[str, typing.Any]  # JSON Schema as pydantic writes it, of a recipe or of a field
+
+
+def _inner(field: Schema, schema: Schema) -> list[Schema]:
+    """The sections inside a field, such as a list of stages, or a section or null."""
+    if "$ref" in field:
+        section = schema["$defs"][field["$ref"].rpartition("/")[2]]
+        return [section] if "properties" in section else []
+    parts = [*field.get("anyOf", ()), *field.get("oneOf", ()), *([field["items"]] if "items" in field else [])]
+    return [section for part in parts for section in _inner(part, schema)]
+
+
+def _keys(section: Schema, schema: Schema, prefix: str = "") -> list[str]:
+    """All dotted keys below a section; a list's are those of its first entry, as in an override."""
+    keys: list[str] = []
+    for name, field in section.get("properties", {}).items():
+        keys.append(prefix + name)
+        entry = "0." if field.get("type") == "array" else ""
+        for inner in _inner(field, schema):
+            keys += _keys(inner, schema, f"{prefix}{name}.{entry}")
+    return keys
+
+
+def _nearest(schema: Schema, path: typing.Sequence[str | int]) -> str:
+    """«; nearest valid key: …» for a key that does not exist: among its siblings first, then everywhere."""
+    section: Schema | None = schema
+    for part in path[:-1]:
+        if isinstance(part, int) or section is None:
+            continue
+        sections = _inner(section.get("properties", {}).get(part, {}), schema)
+        section = sections[0] if sections else None
+    siblings = list(section.get("properties", {})) if section else []
+    last = str(path[-1])[:100]
+    keys = _keys(schema, schema)
+    everywhere = {key.rsplit(".", 1)[-1]: key for key in reversed(keys)}  # the first key of a name is kept
+    matches = difflib.get_close_matches(last, siblings, n=1)
+    if matches and last not in everywhere:  # a key in another place is meant rather than one of a similar name here
+        return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), matches[0]])
+    matches = difflib.get_close_matches(last, everywhere, n=1)
+    if matches:
+        return f"; nearest valid key: {everywhere[matches[0]]}"
+    return f"; valid keys here: {', '.join(siblings)}" if siblings else ""
+
+
+def place(where: str, field: str, overrides: typing.Sequence[str]) -> str:
+    """Where a field's value comes from: the file, with those overrides that set the field."""
+    for override in overrides:
+        key = override.partition("=")[0] + "."
+        if key.startswith(f"{field}.") or f"{field}.".startswith(key):
+            where += f" with {short(override)}"
+    return where
+
+
+def unknown(where: str, path: typing.Sequence[str | int], schema: Schema) -> str:
+    """The message about a key that is in no schema."""
+    return f"{where}: unknown key '{short('.'.join(map(str, path)))}'{_nearest(schema, path)}"
+
+
+def meant_for(text: str, room: str, script: str) -> str:
+    """« (this recipe is for …)» where a recipe's first line names another script than the one that reads it."""
+    command = re.match(r"# .*\b(\w+)/(\w+)\.py ", text)
+    if not command or command[1] != room or command[2] == script:  # other rooms' commands read all recipes
+        return ""
+    return f" (this recipe is for {command[1]}/{command[2]}.py)"
+
+
+def _first_unknown(content: typing.Any, section: Schema, schema: Schema) -> tuple[str | int, ...]:
+    """The path to the first key that a section does not have; empty if there is none."""
+    if isinstance(content, dict) and "properties" in section:
+        for name, value in content.items():
+            if name not in section["properties"]:
+                return () if section.get("additionalProperties", True) else (name,)
+            sections = _inner(section["properties"][name], schema)
+            entries = list(enumerate(value)) if isinstance(value, list) else [(None, value)]
+            for number, entry in entries if len(sections) == 1 else ():
+                if inner := _first_unknown(entry, sections[0], schema):
+                    return (name, *([] if number is None else [number]), *inner)
+    return ()
+
+
+def check_recipe(args: argparse.Namespace) -> None:
+    """For ``before_imports``: that the recipe can be read, and that its keys exist, as far as the schema beside the
+    recipes says; what it holds is checked once the script's sections are known.
+
+    Raises:
+        FileNotFoundError, ValueError: one line each.
+    """
+    text, content = read_content(args.recipe, args.overrides)
+    script = Path(sys.argv[0])
+    try:
+        schema = json_object(_SCHEMAS / f"{script.stem}.json")
+    except OSError:
+        return  # a script without a recipe of its own, or installed without the recipes
+    if any(name not in content for name in schema.get("required", ())):
+        return  # that is said first
+    if path := _first_unknown(content, schema, schema):
+        new = re.compile(rf"^    {re.escape(str(path[-1]))}: ", re.MULTILINE)
+        if any(new.search(read_text(code)) for code in (script, _SECTIONS)) and not any(
+            key.rpartition(".")[2] == path[-1] for key in _keys(schema, schema)
+        ):
+            return  # a field that somebody adds, whose schema is not written yet
+        where = place(str(args.recipe), ".".join(map(str, path)), args.overrides)
+        raise ValueError(unknown(where, path, schema) + meant_for(text, script.resolve().parent.name, script.stem))

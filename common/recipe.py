@@ -4,8 +4,6 @@ Unknown keys, wrong types and impossible combinations raise a one-line ``ValueEr
 valid key.
 """
 
-import difflib
-import re
 import sys
 import typing
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from draftsmith.common.content import FLOAT, read_content, short
+from draftsmith.common.content import FLOAT, meant_for, place, read_content, short, unknown
 from draftsmith.common.files import write_text
 
 
@@ -28,60 +26,18 @@ class Section(BaseModel):
 S = TypeVar("S", bound=Section)
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes inside an annotation such as ``list[Stage]`` or ``Answers | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for a in typing.get_args(annotation) for section in _sections(a)]
-
-
-def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """All dotted keys below a section; a list's are those of its first entry, as in an override."""
-    keys: list[str] = []
-    for name, field in model.model_fields.items():
-        keys.append(prefix + name)
-        entry = "0." if typing.get_origin(field.annotation) is list else ""
-        for section in _sections(field.annotation):
-            keys += _keys(section, f"{prefix}{name}.{entry}")
-    return keys
-
-
-def _nearest(model: type[BaseModel], path: tuple[str | int, ...]) -> str:
-    """«; nearest valid key: …» for a key that does not exist: among its siblings first, then everywhere."""
-    section: type[BaseModel] | None = model
-    for part in path[:-1]:
-        if isinstance(part, int) or section is None:
-            continue
-        field = section.model_fields.get(part)
-        sections = _sections(field.annotation) if field else []
-        section = sections[0] if sections else None
-    siblings = list(section.model_fields) if section else []
-    last = str(path[-1])[:100]
-    everywhere = {key.rsplit(".", 1)[-1]: key for key in reversed(_keys(model))}  # the first key of a name is kept
-    matches = difflib.get_close_matches(last, siblings, n=1)
-    if matches and last not in everywhere:  # a key in another place is meant rather than one of a similar name here
-        return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), matches[0]])
-    matches = difflib.get_close_matches(last, everywhere, n=1)
-    if matches:
-        return f"; nearest valid key: {everywhere[matches[0]]}"
-    return f"; valid keys here: {', '.join(siblings)}" if siblings else ""
-
-
 def _explain(error: ValidationError, model: type[BaseModel], where: str, overrides: typing.Sequence[str]) -> str:
     """The first of pydantic's errors as one line."""
     first = error.errors()[0]
     path = tuple(p for p in first["loc"] if not (isinstance(p, str) and p.startswith("function-")))
     field = ".".join(map(str, path)) or "recipe"
-    for override in overrides:  # name only those that set this field
-        key = override.partition("=")[0] + "."
-        if key.startswith(f"{field}.") or f"{field}.".startswith(key):
-            where += f" with {short(override)}"
+    where = place(where, field, overrides)
     more = len(error.errors()) - 1
     tail = f" (and {more} more)" if more else ""
     got = first["input"]
     shown = f", got {short(repr(got))}" if isinstance(got, (str, int, float, bool, type(None))) else ""
     if first["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{short(field)}'{_nearest(model, path)}{tail}"
+        return f"{unknown(where, path, model.model_json_schema())}{tail}"
     if first["type"] == "missing":
         return f"{where}: '{field}' is missing; add it{tail}"
     if first["type"] in ("model_type", "dict_type"):
@@ -105,10 +61,8 @@ def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[st
         return recipe.model_validate(content)
     except ValidationError as error:
         message = _explain(error, recipe, str(path), overrides)
-        command = re.match(r"# .*\b(\w+)/(\w+)\.py ", text)  # a recipe's first line
         *_, room, script = _script_of(recipe)
-        if command and command[1] == room and command[2] != script:  # other rooms' commands read all recipes
-            message += f" (this recipe is for {command[1]}/{command[2]}.py)"
+        message += meant_for(text, room, script)
         raise ValueError(message) from None
 
 

@@ -1,9 +1,12 @@
 import importlib
 import itertools
+import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from draftsmith.common.content import check_recipe
 from draftsmith.common.recipe import read_recipe, write_recipe
 from draftsmith.common.sections import Batch, Optim, Recipe, Stage
 
@@ -492,3 +495,38 @@ def test_a_recipe_from_before_there_were_stages(run_main, tmp_path):
     code, _, err = run_main(medusa.main, old)
     assert code == 2 and err.startswith(f"error: {old}: steps, batch and optim belong to an entry of the list 'stages'")
     assert err.count("\n") == 1
+
+
+WRONG = ["run.nam=x", "data.train.0.wieght=1", "data.seeds.0.limti=1", "stages.0.optim.lrr=1", "optim.lr=1", "zzz=1"]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_key_is_refused_before_imports_as_it_is_after_them(name, monkeypatch):
+    """By the schema, with the same words; and nothing else is."""
+    script, recipe = SHIPPED[name]
+    known = getattr(importlib.import_module(f"draftsmith.{script.removesuffix('.py').replace('/', '.')}"), recipe)
+    path, said = ROOT / "recipes" / name, []
+    monkeypatch.setattr(sys, "argv", [str(ROOT / script)])
+    check_recipe(Namespace(recipe=path, overrides=[]))
+    wrong = WRONG
+    if recipe == "DistillRecipe":  # what other recipes' sections have may be new in its schema: said after the imports
+        wrong = [each for each in WRONG if "train" not in each and "optim" not in each]
+    for override in wrong:
+        with pytest.raises(ValueError, match="unknown key") as late:
+            read_recipe(path, known, [override])
+        with pytest.raises(ValueError) as early:
+            check_recipe(Namespace(recipe=path, overrides=[override]))
+        assert str(early.value) == str(late.value)
+        said.append(str(early.value))
+    assert len(set(said)) == len(wrong) >= 3
+
+
+def test_a_new_field_is_not_refused_before_its_schema_is_written(tmp_path, monkeypatch):
+    """By a script whose schema lacks it; what the script does not have either is still refused."""
+    (tmp_path / "train").mkdir()
+    script = tmp_path / "train/medusa.py"
+    script.write_text("class Medusa(Section):\n    brand_new: int = 3\n")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    check_recipe(Namespace(recipe=ROOT / "recipes/tiny-medusa.yaml", overrides=["drafter.brand_new=1"]))
+    with pytest.raises(ValueError, match="unknown key 'drafter.newer'"):
+        check_recipe(Namespace(recipe=ROOT / "recipes/tiny-medusa.yaml", overrides=["drafter.newer=1"]))

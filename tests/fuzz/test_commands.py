@@ -142,6 +142,10 @@ QUICK = [
     ("inference/decode.py", "ngram", "--target", "nowhere", "--prompt", "a"), ("inference/calibrate.py", "nowhere"),
     ("models/export.py", "nowhere", "--to", "vllm", "--out", "x"), ("train/medusa.py", "nowhere.yaml"),
     ("train/eagle.py", "recipes/tiny-eagle3.yaml", "run.name"), ("train/ssm.py", "README.md"),
+    *((f"train/{script.partition('.')[2]}.py", f"recipes/{recipe}.yaml", "run.nam=x")
+      for script, recipe in TRAINING.items()),
+    ("train/medusa.py", "recipes/tiny-medusa.yaml", "stages.0.optim.learning_rate=1"),
+    ("train/bench_medusa.py", "--prompts", "LICENSE"),
     *(tuple(f"inference/{name}".split()) for name in (
         "calibrate.py ngram --target models/tiny-lm --prompts nowhere.jsonl", "typical.py nowhere --prompts README.md",
         "typical.py ngram --target models/tiny-lm --prompts README.md", "bench.py --target nowhere",
