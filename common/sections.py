@@ -23,7 +23,7 @@ SAMPLES = 100_000_000  # sequences of a stage, at most: their order is kept in m
 TINY_STEPS, TINY_LENGTH = 2, 96  # of --tiny: steps of a stage, tokens of a row
 
 
-def _repository(text: str) -> str:
+def check_repository(text: str) -> str:
     """Check a Hub id (USER/NAME) by the Hub's rules."""
     parts = text.split("/")
     part = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
@@ -34,7 +34,7 @@ def _repository(text: str) -> str:
     return text
 
 
-HubId = Annotated[str, AfterValidator(_repository)]
+HubId = Annotated[str, AfterValidator(check_repository)]
 Licence = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$")]
 
 
@@ -135,7 +135,7 @@ class Source(Section):
             return self
         if not self.is_file:
             try:
-                _repository(self.source)
+                check_repository(self.source)
             except ValueError:
                 raise ValueError(
                     f"source {self.source!r} is neither 'stdlib', 'package:NAME', a file ({', '.join(LOCAL_FILES)}) "

@@ -20,6 +20,7 @@ import argparse
 from pathlib import Path
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.common.files import check_own
 from draftsmith.models.stored import check_drafter_name
 
 FORMATS = ("sglang", "vllm", "speculators")
@@ -44,8 +45,44 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_output(out: Path) -> None:
+    """Check the folder to write, which is a new one, an empty one, or one that this command wrote before.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    check_own("--out", out, {"provenance.json": "max_logit_difference"})
+    if out.is_dir() and any(out.iterdir()) and not (out / "provenance.json").exists():
+        there = sorted(path.name for path in out.iterdir())
+        more = ", …" if len(there) > 3 else ""
+        raise ValueError(f"--out {out}: it holds other things ({', '.join(there[:3])}{more}); name another folder")
+
+
+def check(args: argparse.Namespace) -> None:
+    """What can be known to be wrong before torch is imported.
+
+    Raises:
+        FileNotFoundError, ValueError: one line.
+    """
+    check_drafter_name(args.drafter)
+    check_output(args.out)
+    if args.speculative_tokens < 1:
+        raise ValueError(f"--speculative-tokens {args.speculative_tokens}: it has to be above 0")
+    if args.served_target == "":
+        raise ValueError("--served-target: the name is empty; leave it out for the target's own")
+    if args.private and args.push_to_hub is None:
+        raise ValueError("--private is for --push-to-hub; leave it out")
+    if args.push_to_hub is not None:
+        from draftsmith.common.sections import check_repository  # pydantic
+
+        try:
+            check_repository(args.push_to_hub)
+        except ValueError as error:
+            raise ValueError(f"--push-to-hub '{args.push_to_hub}': {error}") from None
+
+
 if __name__ == "__main__":
-    before_imports(parser(), lambda args: check_drafter_name(args.drafter))
+    before_imports(parser(), check)
 
 import json
 import shlex
@@ -59,7 +96,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftsmith.common.command import first_line
-from draftsmith.common.files import check_folder, check_own, json_object, replacing_folder, write_json, write_text
+from draftsmith.common.files import check_folder, json_object, replacing_folder, write_json, write_text
 from draftsmith.models.artifact import check_target, provenance, push, read_drafter
 from draftsmith.models.card import measured, named
 from draftsmith.models.eagle import Eagle, EagleConfig
@@ -456,28 +493,9 @@ By draftsmith, before the export; its engine verifies trees, servers verify chai
 """
 
 
-def check_output(out: Path) -> None:
-    """Check the folder to write, which is a new one, an empty one, or one that this command wrote before.
-
-    Raises:
-        ValueError: it holds something else.
-    """
-    check_own("--out", out, {"provenance.json": "max_logit_difference"})
-    if out.is_dir() and any(out.iterdir()) and not (out / "provenance.json").exists():
-        there = sorted(path.name for path in out.iterdir())
-        more = ", …" if len(there) > 3 else ""
-        raise ValueError(f"--out {out}: it holds other things ({', '.join(there[:3])}{more}); name another folder")
-
-
 def main() -> None:
     args = parser().parse_args()
-    if args.speculative_tokens < 1:
-        raise ValueError(f"--speculative-tokens {args.speculative_tokens}: it has to be above 0")
-    if args.served_target == "":
-        raise ValueError("--served-target: the name is empty; leave it out for the target's own")
-    if args.private and not args.push_to_hub:
-        raise ValueError("--private is for --push-to-hub; leave it out")
-    check_output(args.out)
+    check(args)
     source = open_source(args.drafter, args.to, args.target, args.trust_remote_code)
     positions = source.eagle.config.max_position_embeddings
     if args.speculative_tokens >= positions:

@@ -232,6 +232,10 @@ def _forget(folder: Path) -> None:
                 f"{folder / name}: a link; --restart deletes nothing outside of the run's folder. Remove the link, or "
                 "set run.name"
             )
+        if (folder / name).is_dir() and not os.access(
+            folder / name, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
+        ):
+            raise ValueError(f"{folder / name}: cannot be emptied (no right to write there); nothing was deleted")
     for name in _FILES:
         (folder / name).unlink(missing_ok=True)
     checkpoint.clear(folder / "checkpoints")

@@ -144,6 +144,17 @@ def test_a_run_that_cannot_be_written(places, run_main, script, files, options):
     assert tree(places) == before
 
 
+def test_a_run_of_which_a_part_cannot_be_deleted(places, run_main):
+    """--restart begins with nothing deleted, not with a drafter that is gone."""
+    folder = make_run(places / "runs/x", "medusa")
+    before = tree(places)
+    with read_only(folder / "checkpoints"):
+        recipe = [ROOT / "recipes/tiny-medusa.yaml", f"run.output_dir={places / 'runs'}", "run.name=x"]
+        done = run_main(main_of("medusa"), *recipe, "--restart")
+    one_line(done, str(folder / "checkpoints"), "cannot be emptied")
+    assert tree(places) == before
+
+
 @pytest.mark.parametrize("script", TRAINING)
 def test_a_run_where_nothing_can_be_made(places, run_main, script):
     before = tree(places)

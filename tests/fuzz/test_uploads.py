@@ -190,7 +190,7 @@ def test_the_command_that_the_line_advises_is_one(hub, drafter, run_main, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "repository", ["a/b/c", "../x", "a b/c", "somebody/a..b", "somebody/x.git", "somebody/" + "x" * 97]
+    "repository", ["a/b/c", "../x", "a b/c", "somebody/a..b", "somebody/x.git", "somebody/" + "x" * 97, ""]
 )
 def test_names_that_no_repository_has(hub, drafter, run_main, tmp_path, tiny_lm, repository):
     """Of a recipe: tests/common/test_recipe.py."""
@@ -199,4 +199,4 @@ def test_names_that_no_repository_has(hub, drafter, run_main, tmp_path, tiny_lm,
     code, _, err = run_main(export.main, *words)
     lines = [line for line in err.splitlines() if not line.startswith("precision: ")]
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and repository in lines[0], err
-    assert not hub.created and ((out / "config.json").exists() or not out.exists())
+    assert not hub.created and not out.exists()
