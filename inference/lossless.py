@@ -34,7 +34,7 @@ from draftsmith.inference.sampling import Sampling, Settings, sampling_distribut
 from draftsmith.inference.step import PREFILL_CHUNK, on_device, static_by_default
 from draftsmith.inference.tree import StaticTree, chain
 from draftsmith.kernels.linear import not_measuring
-from draftsmith.models.target import Target
+from draftsmith.models.target import Target, cache_argument
 
 WIDE = 16  # tokens of the engine's wider forward pass
 
@@ -147,11 +147,11 @@ def check_sample(
 
 def _plain_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """Logits ``[len(tokens), V]`` of plain decoding forced along ``tokens``, one token per forward pass."""
-    cache = DynamicCache()
+    cache, argument = DynamicCache(), cache_argument(target.decoder)
     step = torch.tensor([list(prompt)], device=target.device)
     rows: list[Tensor] = []
     for token in tokens:
-        hidden = target.decoder(input_ids=step, past_key_values=cache, use_cache=True).last_hidden_state
+        hidden = target.decoder(input_ids=step, use_cache=True, **{argument: cache}).last_hidden_state
         rows.append(target.logits(hidden[0, -1]))
         step = torch.tensor([[token]], device=target.device)
     return torch.stack(rows)

@@ -29,7 +29,7 @@ from draftsmith.kernels.tree_attention import (
 )
 from draftsmith.models.lean import Buffers, FusedBuffers, LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
-from draftsmith.models.target import Target
+from draftsmith.models.target import Target, cache_argument
 
 ATTENTION = "draftsmith_tree"
 # On a GPU: block sizes of products and loops are tuned; CUDA graphs are the engine's own.
@@ -101,6 +101,7 @@ class Runner:
         self, target: Target, cache: KVCache, static: bool = False, compiled: bool = False, lean: bool | None = None
     ) -> None:
         self.target, self.cache, self.static = target, cache, static
+        self._cache_argument = cache_argument(target.decoder)
         self.lean_or_reason = find_lean(target, lean)
         self.lean = self.lean_or_reason if isinstance(self.lean_or_reason, LeanDecoder) else None
         self.modules: Callable[..., Any] = target.decoder if self.lean is None else self.lean.forward
@@ -252,10 +253,11 @@ class Runner:
                 tokens, positions, slots, self.cache.views(), self.tables, biases=biases, tree_keys=tree_keys,
                 captures=captures, buffers=buffers,
             )  # fmt: skip
-        options: dict[str, Any] = {"output_hidden_states": True} if captures else {}
+        options: dict[str, Any] = {self._cache_argument: self.cache}
+        if captures:
+            options["output_hidden_states"] = True
         out = decoder(
-            input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, biases=biases,
-            tree_keys=tree_keys, **options,
+            input_ids=tokens, position_ids=positions, use_cache=True, biases=biases, tree_keys=tree_keys, **options,
         )  # fmt: skip
         captured = [out.hidden_states[number].to(tokens.device) for number in captures]
         return out.last_hidden_state.to(tokens.device), captured

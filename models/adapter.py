@@ -53,7 +53,7 @@ def add_lora(target: Target, r: int, alpha: float, dropout: float, modules: Sequ
         ValueError: the target has no linear layer of one of the names.
     """
     with _quietly():
-        from peft import LoraConfig  # seconds to import, and only joint training needs it
+        from peft import LoraConfig, inject_adapter_in_model  # seconds to import, and only joint training needs it
         from peft.tuners.tuners_utils import cast_adapter_dtype
 
     names = {name.rpartition(".")[2] for name, module in target.model.named_modules() if isinstance(module, nn.Linear)}
@@ -63,10 +63,10 @@ def add_lora(target: Target, r: int, alpha: float, dropout: float, modules: Sequ
         raise ValueError(f"lora.modules: target '{target.name}' has no linear layer '{unknown[0]}'; it has: {known}")
     if "lm_head" in modules:
         untie(target)
+    lora = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(modules))  # type: ignore[arg-type]
+    # Not by transformers' add_adapter: its release 5.24 wants a peft that was not yet published.
     with _quietly():
-        target.model.add_adapter(
-            LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(modules))  # type: ignore[arg-type]
-        )
+        inject_adapter_in_model(lora, target.model)
     # They train in float32 whatever the target's dtype: bfloat16 would round AdamW's small updates away.
     cast_adapter_dtype(target.model, "default")
     target.lm_head = cast(nn.Module, target.model.get_output_embeddings())  # wrapped, if it has an adapter

@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens, d hidden width, F features per token, V vocabu
 
 import atexit
 import importlib.util
+import inspect
 import math
 import shutil
 import tempfile
@@ -274,7 +275,7 @@ class Target:
         try:
             with not_measuring():
                 logits = self.logits(self.hidden(tokens))
-            expected = self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+            expected = self.model(input_ids=tokens, use_cache=True, **{cache_argument(self.model): cache}).logits
         except (RuntimeError, IndexError) as error:
             if _out_of_memory(error):
                 raise
@@ -300,6 +301,11 @@ class Target:
             raise ValueError(
                 f"{self._named()}: its logits are not its LM head's output on its last hidden state; {_UNSUPPORTED}"
             )
+
+
+def cache_argument(module: nn.Module) -> str:
+    """The name of a model's or decoder's argument for the K/V cache: transformers 5.24 renamed it, and warns."""
+    return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
 def _out_of_memory(error: BaseException) -> bool:

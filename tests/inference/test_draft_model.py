@@ -33,7 +33,7 @@ from draftsmith.inference.engine import Request, SpeculativeDecoder
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.tree import Topology
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.target import Target, cache_argument, load_target
 
 # Unequal depths, a leaf before a node with a child in the first level, and a rank that is left out.
 SPARSE = Topology(((0,), (0, 0), (0, 0, 0), (0, 2), (1,), (2,), (2, 0), (2, 0, 0)))
@@ -87,7 +87,8 @@ class Checked(DraftModelDrafter):
         ids = torch.tensor([self.texts[row][:count]], device=self.model.device)
         at = torch.arange(count, device=ids.device).clamp(max=self.model.context - 1)[None]
         with self.model.attention("eager" if self.model.config.model_type == "gemma2" else "sdpa"):
-            self.model.decoder(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True)
+            argument = cache_argument(self.model.decoder)
+            self.model.decoder(input_ids=ids, position_ids=at, use_cache=True, **{argument: cache})
         for own, fresh in zip(self.cache.layers, cache.layers, strict=True):
             for mine, right in ((own.keys, fresh.keys), (own.values, fresh.values)):
                 torch.testing.assert_close(mine[row, :, :count], right[0], atol=1e-4, rtol=1e-3)

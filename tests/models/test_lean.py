@@ -20,7 +20,7 @@ from draftsmith.kernels.tree_attention import TreeKeys, ancestor_mask, causal_bi
 from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.target import Target, cache_argument, load_target
 
 ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -234,10 +234,14 @@ def other_arguments(target):
     """A model's own code that hands on only what it knows."""
     before = target.decoder.forward
 
-    def forward(input_ids, position_ids=None, past_key_values=None, use_cache=None, biases=None, tree_keys=None):
+    name = cache_argument(target.decoder)
+
+    def forward(
+        input_ids, position_ids=None, cache=None, past_key_values=None, use_cache=None, biases=None, tree_keys=None
+    ):
         return before(
-            input_ids, position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache, biases=biases,
-            tree_keys=tree_keys,
+            input_ids, position_ids=position_ids, use_cache=use_cache, biases=biases, tree_keys=tree_keys,
+            **{name: cache or past_key_values},
         )  # fmt: skip
 
     target.decoder.forward = forward
