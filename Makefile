@@ -131,26 +131,26 @@ kernel-report: install
 	@test -d $(UNPACKED) || { $(PY) -m pip download -q --no-deps --dest .venv/wheels triton==$(OLDEST_TRITON); \
 	    $(PY) -m zipfile -e .venv/wheels/triton-$(OLDEST_TRITON)-*.whl $(UNPACKED); \
 	    chmod +x $(UNPACKED)/triton/backends/nvidia/bin/*; }
-	time $(PY) -W ignore kernels/resources.py --triton $(UNPACKED)
+	time $(PY) -W ignore benchmarks/kernel_resources.py --triton $(UNPACKED)
 
 # Training against a straightforward loop; then decoding against named peers in the same run: our engine without a
 # drafter, transformers.generate, transformers prompt-lookup.
 bench: shipped install models
-	time $(PY) train/bench.py --out runs/bench/train.json
-	time $(PY) inference/bench.py --shape tiny-lm --device cpu --contexts 128 --nodes 1 4 12 16 --out runs/bench/step.json
+	time $(PY) benchmarks/medusa_step.py --out runs/bench/train.json
+	time $(PY) benchmarks/step_times.py --shape tiny-lm --device cpu --contexts 128 --nodes 1 4 12 16 --out runs/bench/step.json
 	$(PY) data/prompts.py human-eval writing questions chat --count 20 --out runs/bench/prompts.jsonl
 	time $(PY) inference/decode.py $(DRAFTER) ngram $(DRAFTER)+ngram --prompts runs/bench/prompts.jsonl --max-new-tokens 128 --baseline all --check-lossless --report runs/bench
 
 # Medusa-1, direct joint training, two stages, self-distilled: the same prompts, equally many steps of the heads.
 bench-medusa: install
 	$(PY) data/prompts.py stdlib --split test --count 200 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/bench-medusa/prompts.jsonl
-	time $(PY) train/bench_medusa.py --prompts runs/bench-medusa/prompts.jsonl --out runs/bench-medusa
+	time $(PY) benchmarks/medusa_stages.py --prompts runs/bench-medusa/prompts.jsonl --out runs/bench-medusa
 
 # No `make install` needed: any Python with torch and transformers will do, make gpu PY=python3. Parts that have a
-# result are not run again; python train/gpu.py --help tells more. BUNDLE: parts for nine minutes of a bare machine, by
+# result are not run again; python benchmarks/gpu/run.py --help tells more. BUNDLE: parts for nine minutes of a bare machine, by
 # number. OUT: a folder for the table and the archive of all results, where only that folder comes back.
 MINUTES ?= 25
-GPU := $(if $(wildcard $(PY)),$(PY),$(PYTHON)) train/gpu.py
+GPU := $(if $(wildcard $(PY)),$(PY),$(PYTHON)) benchmarks/gpu/run.py
 
 gpu:
 	$(GPU) $(if $(BUNDLE),--bundle $(BUNDLE)) --minutes $(MINUTES) $(if $(OUT),--out $(OUT))

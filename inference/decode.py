@@ -26,9 +26,10 @@ from typing import Any
 
 from draftsmith.common.command import CommandLine, available_cores, run_command, slow_imports
 from draftsmith.common.files import check_folder
-from draftsmith.inference.options import SAMPLING, check_counts, check_names, check_threads, short_name
-from draftsmith.inference.prompts import Prompt, encode_prompts, read_prompts
-from draftsmith.inference.terminal import console
+from draftsmith.inference.commands.options import SAMPLING, check_counts, check_threads
+from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts
+from draftsmith.inference.commands.terminal import console
+from draftsmith.inference.drafters.names import check_names, short_name
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
 
@@ -165,11 +166,11 @@ def main() -> None:
     with slow_imports():
         import torch
 
-        from draftsmith.inference import report as reporting
-        from draftsmith.inference import timing
+        from draftsmith.inference.commands.interactive import interact, print_legend, stream, stream_prompts
         from draftsmith.inference.drafters.load import load_drafter
-        from draftsmith.inference.engine import SpeculativeDecoder
-        from draftsmith.inference.interactive import interact, print_legend, stream, stream_prompts
+        from draftsmith.inference.engine.engine import SpeculativeDecoder
+        from draftsmith.inference.evaluation import report as reporting
+        from draftsmith.inference.evaluation import timing
 
     timing.sampling_of(args)  # checks the ranges
     options = target_arguments(args)

@@ -11,7 +11,7 @@ single row.
 
 On a GPU the product of up to 64 rows with a weight ``[N, K]``, transposed, is measured beside the forms of
 :mod:`draftsmith.kernels.few_rows`, each first compared with the exact product: a form that is wrong, or fails, is never
-chosen. Only steps are measured, and smaller trees before larger ones (``inference/step.py``): each row count takes
+chosen. Only steps are measured, and smaller trees before larger ones (inference/engine/step.py): each row count takes
 seconds, and their sum is limited. Shapes that first occur elsewhere (:func:`not_measuring`), or while a CUDA graph is
 captured, use PyTorch's product. What is fastest depends on who adds up a form's parts, :func:`product` or the caller
 (:func:`partial_product`), so these are measured separately.

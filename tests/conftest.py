@@ -21,11 +21,13 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "shared"))  # draws.py, bounds.py
+sys.path.insert(0, str(Path(__file__).parent / "shared"))  # draws.py, bounds.py, lossless_suite.py
 sys.path.insert(0, str(Path(__file__).parent / "hub"))  # server.py, the miniature Hub
 sys.path.insert(0, str(Path(__file__).parent / "family"))  # toy_family.py
 
 from draws import SEED, fixed_seed, near_tie, shift_seeds
+
+pytest.register_assert_rewrite("lossless_suite")
 
 # A job in the background has it ignored, and so would the commands that tests start in order to interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -169,12 +169,12 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     """
     from dataclasses import replace
 
+    from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
     from draftsmith.inference.drafters.load import load_drafter, read_named
     from draftsmith.inference.drafters.medusa import MedusaDrafter
-    from draftsmith.inference.engine import Generation, SpeculativeDecoder
-    from draftsmith.inference.lossless import check_greedy
-    from draftsmith.inference.prompts import encode_prompts, read_prompts
-    from draftsmith.inference.tree import read_tree
+    from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+    from draftsmith.inference.evaluation.lossless import check_greedy
+    from draftsmith.inference.verify.tree import read_tree
     from draftsmith.models.medusa import MedusaHeads
 
     torch.set_num_threads(args.threads)

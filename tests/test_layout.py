@@ -18,7 +18,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("common", "kernels", "models", "data", "inference", "train")
+ROOMS = ("common", "kernels", "models", "data", "inference", "train")  # in the wheel
+ALL = (*ROOMS, "benchmarks", "tools")
 # common ← kernels ← models ← data ← inference ← train
 MAY_IMPORT = {
     "common": {"common"},
@@ -27,7 +28,10 @@ MAY_IMPORT = {
     "data": {"common", "models", "data"},
     "inference": {"common", "kernels", "models", "data", "inference"},
     "train": set(ROOMS),
+    "benchmarks": {*ROOMS, "benchmarks"},
+    "tools": {*ROOMS, "tools"},
 }
+INSIDE = ("verify", "engine", "drafters", "commands", "evaluation")  # of inference/: each imports those before it
 # Libraries this project or its dependencies import, installed here or not.
 LIBRARIES = set("accelerate bitsandbytes datasets deepspeed evaluate kernels numpy peft safetensors sklearn tokenizers "
                 "torch transformers triton wandb".split())  # fmt: skip
@@ -51,7 +55,7 @@ def imports(path: Path) -> set[str]:
     return {".".join(name.split(".")[:3]) for name in ours if name.count(".") >= 2}
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", ALL)
 def test_import_directions(room):
     assert modules(room)
     for path in modules(room):
@@ -59,7 +63,16 @@ def test_import_directions(room):
             assert name.split(".")[1] in MAY_IMPORT[room], f"{path.relative_to(ROOT)} must not import {name}"
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("folder", INSIDE)
+def test_import_directions_inside_inference(folder):
+    later = INSIDE[INSIDE.index(folder) + 1 :]
+    assert modules(f"inference/{folder}")
+    for path in modules(f"inference/{folder}"):
+        found = re.findall(rf"(?:from|import) (draftsmith\.inference\.(?:{'|'.join(later)})\b\S*)", path.read_text())
+        assert not (later and found), f"{path.relative_to(ROOT)} must not import {found}"
+
+
+@pytest.mark.parametrize("room", ALL)
 def test_scripts_import_ours_by_full_name(room):
     """`import loop` works in `accelerate launch train/x.py` and nowhere else."""
     for path in modules(room):
@@ -73,7 +86,7 @@ def test_scripts_import_ours_by_full_name(room):
 RENAMING = {"common/files.py", "train/checkpoint.py"}  # the second: whole folders, synced
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", ALL)
 def test_files_are_replaced_by_one_helper(room):
     """`common/files.py` writes a temporary file and renames it; everybody else calls it."""
     for path in modules(room):
@@ -86,10 +99,10 @@ def test_files_are_replaced_by_one_helper(room):
                 assert not renames, f"{path.relative_to(ROOT)}:{node.lineno}: use draftsmith.common.files.replacing"
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", ALL)
 def test_no_name_hides_a_library(room):
     """A command's folder is first on sys.path: train/datasets.py would be what `import datasets` finds."""
-    outside = [p for p in sys.path if p and Path(p).resolve() not in {ROOT, *(ROOT / r for r in ROOMS)}]
+    outside = [p for p in sys.path if p and Path(p).resolve() not in {ROOT, *(ROOT / r for r in ALL)}]
     for path in [*(ROOT / room).glob("*.py"), *(p for p in (ROOT / room).iterdir() if p.is_dir())]:
         name = path.stem
         if name == "__pycache__" or not name.isidentifier():
@@ -99,12 +112,12 @@ def test_no_name_hides_a_library(room):
 
 
 def test_no_init_files():
-    found = [p for folder in (*ROOMS, "recipes", "tests") for p in (ROOT / folder).rglob("__init__.py")]
+    found = [p for folder in (*ALL, "recipes", "tests") for p in (ROOT / folder).rglob("__init__.py")]
     assert not found
 
 
 def test_type_checkers_see_every_room():
-    for room in ROOMS:
+    for room in ALL:
         assert (ROOT / ".types/draftsmith" / room).resolve() == ROOT / room
 
 
@@ -121,7 +134,7 @@ def declared(requirements: list[str]) -> set[str]:
     return {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
 
 
-@pytest.mark.parametrize("folder", [*ROOMS, "tests"])
+@pytest.mark.parametrize("folder", [*ALL, "tests"])
 def test_every_imported_library_is_declared(folder):
     """What another package brings along today may be gone with its next version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

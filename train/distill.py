@@ -62,10 +62,10 @@ from draftsmith.data.seeds import (
 from draftsmith.data.shards import Shards, open_shards
 from draftsmith.data.tokenized import read_template
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.engine import Generation, Request, SpeculativeDecoder
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.text import answer_text
-from draftsmith.inference.turns import serve_conversations
+from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
+from draftsmith.inference.engine.text import answer_text
+from draftsmith.inference.engine.turns import serve_conversations
+from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.models.artifact import provenance, write_json
 from draftsmith.models.options import choose_device
 from draftsmith.models.precision import DTYPES, describe

@@ -17,7 +17,7 @@ from draftsmith.common.command import first_line, make_console
 from draftsmith.common.files import json_object
 from draftsmith.common.sections import DrafterRecipe, Optim, R, Stage, Target
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.precision import matmul_rate
 from draftsmith.models.stored import resolve_folder
 from draftsmith.train import sharded

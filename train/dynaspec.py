@@ -37,9 +37,9 @@ from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe, Name, Positive, Share, Source
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.dynaspec import PART
-from draftsmith.inference.ranks import best_tree, simulate
-from draftsmith.inference.rollouts import BEST, Drafts, Recorded, kept, record
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.drafters.ranks import best_tree, simulate
+from draftsmith.inference.drafters.rollouts import BEST, Drafts, Recorded, kept, record
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.shortlist import DEPTHS, Kind, Schedule, ShortlistConfig, ShortlistHead, budget
 from draftsmith.models.target import Target
 from draftsmith.train import sharded

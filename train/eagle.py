@@ -36,8 +36,8 @@ from draftsmith.common.files import json_object
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe, Layers, Positive
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.ranks import best_tree, eagle_ranks, simulate
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.drafters.ranks import best_tree, eagle_ranks, simulate
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target

@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 from filelock import Timeout
-from huggingface_hub import constants, get_token
 
 from draftsmith.common.command import first_line
 from draftsmith.common.files import check_folder, json_object, locked, read_text, write_json
@@ -133,7 +132,11 @@ def check(recipe: Recipe, stages: Sequence[Stage]) -> None:
         if field and importlib.util.find_spec(package) is None:
             raise ValueError(f"{field} needs another package: pip install {package}")
     repository = recipe.export.push_to_hub if isinstance(recipe, DrafterRecipe) else None
-    if repository and (constants.HF_HUB_OFFLINE or get_token() is None):
+    if not repository:
+        return
+    from huggingface_hub import constants, get_token  # a run that pushes nothing does without
+
+    if constants.HF_HUB_OFFLINE or get_token() is None:
         what = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "nobody is logged in to the Hub here"
         do = "unset it" if constants.HF_HUB_OFFLINE else "run hf auth login"
         raise ValueError(f"export.push_to_hub={repository}: {what}; {do}, or leave the upload out")

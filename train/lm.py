@@ -49,7 +49,7 @@ from draftsmith.data.formats import Completion, read_sample
 from draftsmith.data.prompts import prompts
 from draftsmith.data.rows import Skipped, usable
 from draftsmith.data.rows import rows as rows_of
-from draftsmith.inference.answers import answer
+from draftsmith.inference.engine.answers import answer
 from draftsmith.models.artifact import write_model
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.stored import resolve_folder
@@ -227,7 +227,7 @@ def repeated(tokens: Tensor, supervised: Tensor, n: int) -> Tensor:
     """Positions that complete an n-gram for the second time.
 
     Args:
-        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.answers.answer` returns them.
+        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
 
     Returns:
         ``[S, T]`` bool, True at the last token of each n-gram that the same continuation already held.

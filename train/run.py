@@ -22,9 +22,9 @@ from draftsmith.common.recipe import read_recipe, write_recipe
 from draftsmith.common.sections import DrafterRecipe, R, Stage
 from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import read_template
-from draftsmith.inference.drafters.protocol import Drafter
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import check_target, in_dtype, provenance, push, read_drafter, write_drafter
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target

@@ -17,7 +17,7 @@ from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.data.prompts import prompts
 from draftsmith.data.streaming import StreamedRows
 from draftsmith.data.tokenized import tokenized
-from draftsmith.inference.answers import answer
+from draftsmith.inference.engine.answers import answer
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.loop import Batch, console

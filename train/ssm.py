@@ -35,7 +35,7 @@ from draftsmith.common.sections import DrafterRecipe, Layers, Name, Positive
 from draftsmith.common.sections import Target as TargetSection
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
-from draftsmith.inference.ranks import (
+from draftsmith.inference.drafters.ranks import (
     best_tree,
     chained_ranks,
     coverage,
@@ -44,7 +44,7 @@ from draftsmith.inference.ranks import (
     overlap,
     simulate_ensemble,
 )
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import in_dtype, write_model
 from draftsmith.models.ssm import model_of_layers, part_name, size_of_layers
 from draftsmith.models.stored import resolve_folder

@@ -21,15 +21,15 @@ from copy import copy
 import torch
 from torch import Tensor, nn
 
-from draftsmith.inference.cache import KVCache
-from draftsmith.inference.costs import StepCosts
 from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, best_by_head, chain_passes
-from draftsmith.inference.drafters.protocol import Drafter, State
+from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
-from draftsmith.inference.rollouts import Drafts, Rollout
-from draftsmith.inference.runner import Runner
-from draftsmith.inference.tree import TokenTree, Topology
-from draftsmith.inference.verify import Verdict
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.costs import StepCosts
+from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.engine.runner import Runner
+from draftsmith.inference.verify.tree import TokenTree, Topology
+from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import Plans
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target

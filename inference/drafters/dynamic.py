@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.common.files import parse_json, read_text
-from draftsmith.inference.costs import STANDARD_COSTS, StepCosts, best_node_counts
 from draftsmith.inference.drafters.levels import STANDARD_PASS, pays
-from draftsmith.inference.drafters.protocol import State
-from draftsmith.inference.tree import MAX_NODES, TokenTree
+from draftsmith.inference.engine.costs import STANDARD_COSTS, StepCosts, best_node_counts
+from draftsmith.inference.engine.protocol import State
+from draftsmith.inference.verify.tree import MAX_NODES, TokenTree
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class DynamicShape:
 
 def read_dynamic(path: Path) -> DynamicShape | None:
     """The dynamic tree of a tree's file, ``{"dynamic": {"top_k": 10, "depth": 6, "nodes": 60}}``; None if it has none,
-    or is no JSON object (:func:`draftsmith.inference.tree.read_tree` then says why).
+    or is no JSON object (:func:`draftsmith.inference.verify.tree.read_tree` then says why).
 
     Raises:
         FileNotFoundError, ValueError: the file is missing, or its key ``dynamic`` holds something else.

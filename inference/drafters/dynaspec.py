@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.common.files import json_object
 from draftsmith.inference.drafters.load import Calibration, Part, family_of
-from draftsmith.inference.rollouts import BEST, Drafts, kept, record
+from draftsmith.inference.drafters.rollouts import BEST, Drafts, kept, record
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target

@@ -23,17 +23,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from draftsmith.inference.cache import KVCache
-from draftsmith.inference.costs import StepCosts, draft_time
 from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, best_by_head, chain_passes, step_time
 from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.protocol import Drafter, State
+from draftsmith.inference.drafters.ranks import accuracy, eagle_ranks
+from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
-from draftsmith.inference.ranks import accuracy, eagle_ranks
-from draftsmith.inference.rollouts import Drafts, Rollout
-from draftsmith.inference.tree import TokenTree, Topology, read_tree
-from draftsmith.inference.verify import Verdict
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.costs import StepCosts, draft_time
+from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
+from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.pair_input import pair_input

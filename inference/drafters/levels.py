@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.inference.costs import STANDARD_COSTS, StepCosts
-from draftsmith.inference.drafters.protocol import State
-from draftsmith.inference.sampling import sampling_distribution
-from draftsmith.inference.tree import MAX_NODES, Draws, Ranks, StaticTree, TokenTree, Topology, bitsets
+from draftsmith.inference.engine.costs import STANDARD_COSTS, StepCosts
+from draftsmith.inference.engine.protocol import State
+from draftsmith.inference.verify.sampling import sampling_distribution
+from draftsmith.inference.verify.tree import MAX_NODES, Draws, Ranks, StaticTree, TokenTree, Topology, bitsets
 from draftsmith.kernels.head_topk import MAX_COUNT, best_tokens, head_topk, tokens_at
 from draftsmith.kernels.linear import kernel_weight
 from draftsmith.kernels.sampling import philox_uniforms
@@ -146,7 +146,7 @@ class Levels:
             and by standard costs, so that a seed gives the same text in any batch and on any machine.
 
     Attributes:
-        random: as :class:`~draftsmith.inference.drafters.protocol.Drafter` has it.
+        random: as :class:`~draftsmith.inference.engine.protocol.Drafter` has it.
         deepest_run: number of the deepest level run for the last tree; the root's is 0.
 
     Raises:

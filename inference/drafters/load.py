@@ -18,8 +18,8 @@ config.json and imported when the first of them is loaded. It has up to three pl
     Fields that its drafters add to report.json; may be left out.
 
 A family whose LM head may be cut to shortlists has one more, ``open_drafts(folder, config, weights, target) → Drafts``
-(:mod:`draftsmith.inference.rollouts`), which train/dynaspec.py records; its ``open_drafter`` and ``calibration`` then
-take ``shortlist``, a :class:`~draftsmith.models.shortlist.ShortlistHead` or None.
+(:mod:`draftsmith.inference.drafters.rollouts`), which train/dynaspec.py records; its ``open_drafter`` and
+``calibration`` then take ``shortlist``, a :class:`~draftsmith.models.shortlist.ShortlistHead` or None.
 
 That a drafter belongs to the target (fingerprint, width, vocabulary, adapter, chat template) is checked for all.
 """
@@ -36,14 +36,21 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.common.files import json_object
-from draftsmith.inference.costs import StepCosts, step_costs
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.names import (
+    DRAFT_MODEL,
+    check_name,
+    draft_model_of,
+    has_folder,
+    ngram_lengths,
+    parts_of,
+)
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.drafters.protocol import Drafter
-from draftsmith.inference.options import DRAFT_MODEL, check_name, draft_model_of, has_folder, ngram_lengths, parts_of
-from draftsmith.inference.tree import Topology, chosen_at_load
+from draftsmith.inference.engine.costs import StepCosts, step_costs
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.verify.tree import Topology, chosen_at_load
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.stored import resolve_folder
@@ -79,11 +86,11 @@ class Calibration:
     max_depth: K, the depth of the deepest tree that the drafter can propose.
     ranks: (target, tokens ``[S, T]``, supervised ``[S, T]``) → ``[S, T, K]`` int64, of an ensemble ``[S, T, n, K]``: at
         each depth, the rank that the drafter gives to the true token after the true tokens before it.
-        :func:`draftsmith.inference.ranks.draft_labels` and ``label_ranks`` help. For a drafter that proposes a single
-        chain the rank is 0 or ``MAX_RANK``.
+        :func:`draftsmith.inference.drafters.ranks.draft_labels` and ``label_ranks`` help. For a drafter that proposes a
+        single chain the rank is 0 or ``MAX_RANK``.
     build: (target, a topology for each drafter) → the drafter with these trees.
     facts: ranks ``[S, T, n, K]`` of all of the text → what tree.json records of them in ``calibration``; left out,
-        :func:`draftsmith.inference.ranks.head_facts`.
+        :func:`draftsmith.inference.drafters.ranks.head_facts`.
     step_time: (target, step costs) → a function of the trees: the time of a step and its drafting, in plain steps of
         the target. For drafters whose every level takes a forward pass, so that less deep trees may be faster; left
         out, drafting takes the same time whatever the tree.
@@ -136,7 +143,7 @@ def load_drafter(
         target_name: folder or Hub id of the target; if left out, what the drafter's config says.
         tree: a file, or ``auto``: the drafter's own.
         all_nodes: every step has all nodes of the tree, also where fewer are faster.
-        lean: as :class:`draftsmith.inference.engine.SpeculativeDecoder` takes it; step costs are measured accordingly.
+        lean: as ``SpeculativeDecoder`` takes it; step costs are measured accordingly.
         options: of :func:`load_target`.
 
     Returns:

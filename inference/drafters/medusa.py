@@ -17,15 +17,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.inference.cache import KVCache
-from draftsmith.inference.costs import STANDARD_COSTS, StepCosts, draft_time
 from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.protocol import Drafter, DraftEstimate, State
+from draftsmith.inference.drafters.ranks import head_ranks
+from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
-from draftsmith.inference.ranks import head_ranks
-from draftsmith.inference.rollouts import Drafts, Rollout
-from draftsmith.inference.tree import StaticTree, TokenTree, Topology, calibrated_rates, read_candidates, read_tree
-from draftsmith.inference.verify import Verdict
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.costs import STANDARD_COSTS, StepCosts, draft_time
+from draftsmith.inference.engine.protocol import Drafter, DraftEstimate, State
+from draftsmith.inference.verify.tree import (
+    StaticTree,
+    TokenTree,
+    Topology,
+    calibrated_rates,
+    read_candidates,
+    read_tree,
+)
+from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.head_topk import MAX_COUNT, head_topk, tokens_at
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from draftsmith.inference.host_tree import HostTree, best_nodes
-from draftsmith.inference.tree import TokenTree
+from draftsmith.inference.drafters.host_tree import HostTree, best_nodes
+from draftsmith.inference.verify.tree import TokenTree
 
 
 def merge_on_host(

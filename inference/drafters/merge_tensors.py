@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftsmith.inference.costs import best_node_counts
-from draftsmith.inference.drafters.protocol import Drafter
-from draftsmith.inference.tree import Draws, TokenTree, one_hot_draws
+from draftsmith.inference.engine.costs import best_node_counts
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.verify.tree import Draws, TokenTree, one_hot_draws
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.kernels.verify import widened
 from draftsmith.models.target import Target

@@ -23,14 +23,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache import KVCache
-from draftsmith.inference.costs import STANDARD_COSTS, StepCosts
+from draftsmith.inference.drafters.host_tree import HostTreeBuilder, best_nodes
 from draftsmith.inference.drafters.merge_host import merge_on_host
 from draftsmith.inference.drafters.merge_tensors import TensorMerge
-from draftsmith.inference.drafters.protocol import Drafter, State
-from draftsmith.inference.host_tree import HostTreeBuilder, best_nodes
-from draftsmith.inference.tree import StaticTree, TokenTree
-from draftsmith.inference.verify import Verdict
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.costs import STANDARD_COSTS, StepCosts
+from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.verify.tree import StaticTree, TokenTree
+from draftsmith.inference.verify.verify import Verdict
 from draftsmith.models.target import Target
 
 MERGE_SECONDS = 3e-4  # time of merging and of the drafters' bookkeeping on a CPU

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftsmith.inference.cache import KVCache
-from draftsmith.inference.costs import STANDARD_COSTS, StepCosts
-from draftsmith.inference.drafters.protocol import Drafter, State
-from draftsmith.inference.host_tree import HostTree, HostTreeBuilder, best_nodes
-from draftsmith.inference.tree import StaticTree, TokenTree
-from draftsmith.inference.verify import Verdict
+from draftsmith.inference.drafters.host_tree import HostTree, HostTreeBuilder, best_nodes
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.costs import STANDARD_COSTS, StepCosts
+from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.verify.tree import StaticTree, TokenTree
+from draftsmith.inference.verify.verify import Verdict
 from draftsmith.models.target import Target
 
 # Acceptance probability of a drafted token, given that those before it in the continuation are accepted. It depends on

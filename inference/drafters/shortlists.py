@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.drafters.merged import ONE_STREAM
-from draftsmith.inference.tree import TokenTree
-from draftsmith.inference.verify import Verdict
+from draftsmith.inference.verify.tree import TokenTree
+from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.shortlist_linear import shortlist_logits
 from draftsmith.models.shortlist import ShortlistHead, head_rows_of
@@ -60,7 +60,7 @@ class Shortlists:
         self.inputs: tuple[Tensor, ...] = ()  # that the router may still read on its stream
 
     def allocate(self, rows: int, static: bool) -> None:
-        """For steps of B rows; ``static`` as :meth:`~draftsmith.inference.drafters.protocol.Drafter.allocate`."""
+        """For steps of B rows; ``static`` as :meth:`~draftsmith.inference.engine.protocol.Drafter.allocate`."""
         device = self.weight.device
         self.static, self.stream = static, None
         if self.shortlist.router is not None and static and device.type == "cuda" and not os.environ.get(ONE_STREAM):

@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.costs import StepCosts, draft_time
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary, drafts
 from draftsmith.inference.drafters.levels import step_time
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.protocol import Drafter, PlainDrafter
-from draftsmith.inference.ranks import (
+from draftsmith.inference.drafters.ranks import (
     accuracy,
     best_trees,
     chained_ranks,
@@ -31,9 +29,11 @@ from draftsmith.inference.ranks import (
     overlap,
     simulate_ensemble,
 )
-from draftsmith.inference.rollouts import Drafts
-from draftsmith.inference.runner import engine_attention
-from draftsmith.inference.tree import Topology, read_trees
+from draftsmith.inference.drafters.rollouts import Drafts
+from draftsmith.inference.engine.costs import StepCosts, draft_time
+from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
+from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.verify.tree import Topology, read_trees
 from draftsmith.models.shortlist import ShortlistHead
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.vocabulary import check_draft_vocab

@@ -158,8 +158,8 @@ def test_names_are_printed_as_they_are(console, capsys, monkeypatch):
 
 COMMANDS = sorted(
     str(file.relative_to(ROOT))
-    for room in ("data", "models", "inference", "train", "kernels")
-    for file in (ROOT / room).glob("*.py")
+    for room in ("data", "models", "inference", "train", "benchmarks", "tools")
+    for file in (ROOT / room).rglob("*.py")
     if re.search(r"CommandLine\(|recipe_parser\(", file.read_text(encoding="utf-8"))
 )
 

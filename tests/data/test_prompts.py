@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.data import prompts as prompts_command
 from draftsmith.data import sources
 from draftsmith.data.prompts import Prompt, prompts, write
-from draftsmith.inference.prompts import read_prompts
+from draftsmith.inference.commands.prompts import read_prompts
 from draftsmith.models.tokenizer import load_tokenizer
 
 

@@ -130,6 +130,6 @@ def test_its_options_are_the_shared_ones(recipe, whole, run_main, tmp_path):
 
 
 def test_no_shared_file_names_it():
-    rooms = ("common", "data", "inference", "kernels", "models", "train", "recipes")
+    rooms = ("common", "data", "inference", "kernels", "models", "train", "benchmarks", "recipes")
     files = [path for room in rooms for path in (ROOT / room).rglob("*.py")] + [*(ROOT / "recipes").rglob("*")]
     assert not [path for path in files if path.is_file() and "toy_family" in path.read_text("utf-8")]

@@ -145,7 +145,7 @@ QUICK = [
     *((f"train/{script.partition('.')[2]}.py", f"recipes/{recipe}.yaml", "run.nam=x")
       for script, recipe in TRAINING.items()),
     ("train/medusa.py", "recipes/tiny-medusa.yaml", "stages.0.optim.learning_rate=1"),
-    ("train/bench_medusa.py", "--prompts", "LICENSE"),
+    ("benchmarks/medusa_stages.py", "--prompts", "LICENSE"),
     *(tuple(f"inference/{name}".split()) for name in (
         "calibrate.py ngram --target models/tiny-lm --prompts nowhere.jsonl", "typical.py nowhere --prompts README.md",
         "typical.py ngram --target models/tiny-lm --prompts README.md", "bench.py --target nowhere",
@@ -156,7 +156,7 @@ QUICK = [
         "bench_ssm.py nowhere --prompts README.md", "bench_ssm.py a/b --prompts nowhere.jsonl",
         "bench_shortlist.py nowhere --prompts README.md", "bench_shortlist.py a/b --prompts nowhere.jsonl",
     )),
-    ("train/bench_medusa.py", "--prompts", "nowhere.jsonl"),
+    ("benchmarks/medusa_stages.py", "--prompts", "nowhere.jsonl"),
     ("data/prompts.py", "stdlib", "--tokenizer", "nowhere", "--out", "/tmp/new.jsonl"),
     ("data/preview.py", "nowhere.yaml"), ("data/preview.py", "recipes/tiny-medusa.yaml", "--tokenizer", "nowhere"),
 ]  # fmt: skip

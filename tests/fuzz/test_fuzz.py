@@ -26,16 +26,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from draftsmith.benchmarks import step_times as bench
+from draftsmith.benchmarks import typical
 from draftsmith.common.recipe import read_recipe, write_recipe
 from draftsmith.common.sections import Data, Source
 from draftsmith.data import preview
 from draftsmith.data import prompts as cutting
 from draftsmith.data.tokenized import tokenized
-from draftsmith.inference import bench, calibrate, decode, typical
+from draftsmith.inference import calibrate, decode
+from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.prompts import encode_prompts, read_prompts
-from draftsmith.inference.tree import read_tree
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.verify.tree import read_tree
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target

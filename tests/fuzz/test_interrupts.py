@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from draftsmith.inference import calibrate, decode
-from draftsmith.inference.tree import read_tree
+from draftsmith.inference.verify.tree import read_tree
 from draftsmith.train import distill, medusa, ssm
 
 pytestmark = pytest.mark.whole_runs

@@ -24,9 +24,11 @@ import pytest
 import torch
 import yaml
 
+from draftsmith.benchmarks import step_times as bench
+from draftsmith.benchmarks import typical
 from draftsmith.data import preview
 from draftsmith.data import prompts as cutting
-from draftsmith.inference import bench, calibrate, decode, typical
+from draftsmith.inference import calibrate, decode
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target

@@ -1,24 +1,19 @@
 """A scripted drafter, which drafts each row's true continuation with a mistake at a chosen depth; common fixtures."""
 
 import random
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference.drafters.protocol import Drafter, State
-from draftsmith.inference.tree import TokenTree, bitsets
-from draftsmith.inference.verify import Verdict
+from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.verify.tree import TokenTree, bitsets
+from draftsmith.inference.verify.verify import Verdict
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
-
-sys.path.insert(0, str(Path(__file__).parent))  # lossless_suite.py
-pytest.register_assert_rewrite("lossless_suite")
 
 VOCAB = 61
 

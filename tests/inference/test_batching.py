@@ -10,12 +10,12 @@ import torch._dynamo.utils
 from lossless_suite import CaptureSimulation, simulate_capture
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.protocol import Drafter
-from draftsmith.inference.engine import Request, SpeculativeDecoder
-from draftsmith.inference.runner import ATTENTION
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.step import Step
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.engine.runner import ATTENTION
+from draftsmith.inference.engine.step import Step
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftsmith.inference.cache import KVCache
+from draftsmith.inference.engine.cache import KVCache
 
 CPU = torch.device("cpu")
 SHAPES = [(2, 4), (1, 6), (2, 4)]  # two layers of one shape around one of another

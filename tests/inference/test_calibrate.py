@@ -15,18 +15,19 @@ from safetensors.torch import save_file
 
 from draftsmith.common import progress
 from draftsmith.common.files import write_json
-from draftsmith.inference import calibrate, costs, decode
-from draftsmith.inference import race as racing
-from draftsmith.inference.answers import answer
+from draftsmith.inference import calibrate, decode
 from draftsmith.inference.calibrate import Choice, batches, pick, trees_by_size
-from draftsmith.inference.costs import step_costs
 from draftsmith.inference.drafters import load, medusa
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.race import Costs, race
-from draftsmith.inference.ranks import MAX_RANK, best_tree, head_ranks, path_counts, simulate
-from draftsmith.inference.tree import Topology, chain, read_candidates
+from draftsmith.inference.drafters.ranks import MAX_RANK, best_tree, head_ranks, path_counts, simulate
+from draftsmith.inference.engine import costs
+from draftsmith.inference.engine.answers import answer
+from draftsmith.inference.engine.costs import step_costs
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.evaluation import race as racing
+from draftsmith.inference.evaluation.race import Costs, race
+from draftsmith.inference.verify.tree import Topology, chain, read_candidates
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
@@ -520,7 +521,13 @@ def test_a_run_that_another_command_writes_is_refused(run_main, heads_folder):
 
 @pytest.mark.parametrize(
     "script",
-    ["inference/decode.py", "inference/calibrate.py", "inference/typical.py", "inference/bench.py", "kernels/bench.py"],
+    [
+        "inference/decode.py",
+        "inference/calibrate.py",
+        "benchmarks/typical.py",
+        "benchmarks/step_times.py",
+        "benchmarks/kernel_times.py",
+    ],
 )
 def test_help_imports_nothing_heavy(script):
     """It would take seconds. What is imported is counted, not timed."""

@@ -6,12 +6,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from draftsmith.inference import costs
-from draftsmith.inference.costs import StepCosts, draft_time, step_costs
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.step import Step, static_by_default
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.engine import costs
+from draftsmith.inference.engine.costs import StepCosts, draft_time, step_costs
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.step import Step, static_by_default
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.measured import read_measured
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target

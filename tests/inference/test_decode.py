@@ -24,12 +24,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.stats import t as t_distribution
 
-from draftsmith.inference import calibrate, decode, interactive, options, timing
+from draftsmith.inference import calibrate, decode
+from draftsmith.inference.commands import interactive, options
+from draftsmith.inference.commands.prompts import Prompt
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.engine import Generation, SpeculativeDecoder
-from draftsmith.inference.options import short_name
-from draftsmith.inference.prompts import Prompt
-from draftsmith.inference.text import decode_text
+from draftsmith.inference.drafters.names import short_name
+from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.engine.text import decode_text
+from draftsmith.inference.evaluation import timing
 from draftsmith.models.artifact import write_json
 from draftsmith.models.target import load_target
 

@@ -5,8 +5,10 @@ import json
 import pytest
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from draftsmith.inference import bench, calibrate, decode, typical
-from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.benchmarks import step_times as bench
+from draftsmith.benchmarks import typical
+from draftsmith.inference import calibrate, decode
+from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.options import DECODERS
 
 LEAN = "eager, lean decoder"

@@ -24,14 +24,14 @@ from scipy import stats
 from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from draftsmith.inference.costs import STANDARD_COSTS, StepCosts
 from draftsmith.inference.drafters import levels
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
 from draftsmith.inference.drafters.levels import draw_children
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.engine import Request, SpeculativeDecoder
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.engine.costs import STANDARD_COSTS, StepCosts
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT
 from draftsmith.models.target import Target, cache_argument, load_target
 

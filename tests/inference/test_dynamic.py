@@ -10,14 +10,14 @@ import torch
 
 from draftsmith.inference import calibrate
 from draftsmith.inference.calibrate import COMPARED_TOKENS, SHAPES, Compared
-from draftsmith.inference.costs import StepCosts
 from draftsmith.inference.drafters import eagle
 from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.protocol import State
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.sampling import Sampling, Settings
-from draftsmith.inference.tree import chain, one_hot_draws
+from draftsmith.inference.engine.costs import StepCosts
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.protocol import State
+from draftsmith.inference.verify.sampling import Sampling, Settings
+from draftsmith.inference.verify.tree import chain, one_hot_draws
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle

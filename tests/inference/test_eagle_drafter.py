@@ -18,15 +18,15 @@ from lossless_suite import (
     check_warm_up,
 )
 
-from draftsmith.inference import engine, step
-from draftsmith.inference.costs import StepCosts
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.engine import Request, SpeculativeDecoder
-from draftsmith.inference.modes import Mode
-from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.engine import engine, step
+from draftsmith.inference.engine.costs import StepCosts
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.verify import Mode
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.target import Target
 

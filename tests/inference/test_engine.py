@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.inference import step as stepping
-from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.engine import step as stepping
+from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.target import Target
 
 NONE = frozenset()

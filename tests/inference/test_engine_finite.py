@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine import Request, SpeculativeDecoder
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 

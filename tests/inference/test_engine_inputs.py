@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.inference.drafters.protocol import PlainDrafter
-from draftsmith.inference.engine import Request, SpeculativeDecoder
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.step import Step
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.protocol import PlainDrafter
+from draftsmith.inference.engine.step import Step
+from draftsmith.inference.verify.sampling import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from draws import near_tie
 
-from draftsmith.inference.drafters.protocol import Drafter
-from draftsmith.inference.engine import Request, SpeculativeDecoder
-from draftsmith.inference.runner import COMPILE_OPTIONS
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.tree import StaticTree, Topology
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.engine.runner import COMPILE_OPTIONS
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.tree import StaticTree, Topology
 
 NONE = frozenset()
 PROMPTS = [[7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12]]

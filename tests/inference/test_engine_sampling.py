@@ -5,13 +5,13 @@ import pytest
 import torch
 from lossless_suite import joint_distribution, p_value
 
-from draftsmith.inference import modes
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.lossless import check_sample
-from draftsmith.inference.sampling import Sampling, Settings
-from draftsmith.inference.tree import Topology
-from draftsmith.inference.verify import Verdict
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.evaluation.lossless import check_sample
+from draftsmith.inference.verify import verify as modes
+from draftsmith.inference.verify.sampling import Sampling, Settings
+from draftsmith.inference.verify.tree import Topology
+from draftsmith.inference.verify.verify import Verdict
 from draftsmith.models.medusa import MedusaHeads
 
 VOCAB, PROMPT, ALPHA = 5, [3, 1, 4, 1], 1e-6

@@ -8,13 +8,14 @@ import pytest
 import torch
 import toy_family
 
-from draftsmith.inference import calibrate, costs, decode
-from draftsmith.inference.answers import answer
+from draftsmith.inference import calibrate, decode
+from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.load import FAMILIES, load_drafter
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.prompts import encode_prompts, read_prompts
-from draftsmith.inference.ranks import simulate
-from draftsmith.inference.tree import read_tree
+from draftsmith.inference.drafters.ranks import simulate
+from draftsmith.inference.engine import costs
+from draftsmith.inference.engine.answers import answer
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.verify.tree import read_tree
 from draftsmith.models.artifact import read_drafter, write_drafter
 
 PROMPTS = ["import os", "def read(path):", "The software is provided", "copyright notice"]

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from draftsmith.inference import decode, timing
-from draftsmith.inference.engine import Generation
-from draftsmith.inference.report import SPEEDUPS
+from draftsmith.inference import decode
+from draftsmith.inference.engine.engine import Generation
+from draftsmith.inference.evaluation import timing
+from draftsmith.inference.evaluation.report import SPEEDUPS
 
 
 def test_groups_hold_one_kind_and_mix_in_proportion():

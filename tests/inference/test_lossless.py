@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from draftsmith.inference import lossless
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.lossless import check_greedy
-from draftsmith.inference.runner import Runner
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.runner import Runner
+from draftsmith.inference.evaluation import lossless
+from draftsmith.inference.evaluation.lossless import check_greedy
 from draftsmith.models.target import Target
 
 PROMPTS = [[5, 7, 11], [3, 1, 4, 1, 5, 9]]

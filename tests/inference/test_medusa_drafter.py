@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.protocol import State
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.ranks import MAX_RANK, head_ranks
-from draftsmith.inference.tree import Topology, chain
+from draftsmith.inference.drafters.ranks import MAX_RANK, head_ranks
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.protocol import State
+from draftsmith.inference.verify.tree import Topology, chain
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.medusa import MedusaHeads
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from draftsmith.inference.cache import KVCache
-from draftsmith.inference.costs import StepCosts, best_node_counts
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.protocol import Drafter, DraftEstimate, State
-from draftsmith.inference.sampling import Sampling, Settings
-from draftsmith.inference.tree import Draws, TokenTree, bitsets
-from draftsmith.inference.verify import Verdict, verify_sample
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.costs import StepCosts, best_node_counts
+from draftsmith.inference.engine.protocol import Drafter, DraftEstimate, State
+from draftsmith.inference.verify.sampling import Sampling, Settings
+from draftsmith.inference.verify.tree import Draws, TokenTree, bitsets
+from draftsmith.inference.verify.verify import Verdict, verify_sample
 from draftsmith.kernels.sampling import philox_uniforms
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT
 

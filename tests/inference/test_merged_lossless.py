@@ -8,15 +8,15 @@ import pytest
 import torch
 from lossless_suite import check_greedy, check_sampling, check_seeds, check_static, check_warm_up
 
-from draftsmith.inference.costs import StepCosts
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.merged import ONE_STREAM, MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.runner import engine_attention
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.step import Step, on_device
-from draftsmith.inference.tree import TokenTree, Topology
+from draftsmith.inference.engine.costs import StepCosts
+from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.engine.step import Step, on_device
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from draws import SEED
 
-from draftsmith.inference.cache import KVCache
-from draftsmith.inference.costs import StepCosts
 from draftsmith.inference.drafters.ngram import CLASS_STARTS, PRIOR, PRIOR_COUNT, NgramDrafter
-from draftsmith.inference.drafters.protocol import State
-from draftsmith.inference.verify import Verdict
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.costs import StepCosts
+from draftsmith.inference.engine.protocol import State
+from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import ancestor_mask
 
 CAPACITY = 160

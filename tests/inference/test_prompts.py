@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from draftsmith.inference.prompts import Prompt, encode_prompts, read_prompts
+from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts
 
 USER = {"role": "user", "content": "Hello"}
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from lossless_suite import check_drafter, check_greedy, check_sampling, check_seeds, check_warm_up
 
-from draftsmith.inference.drafters.protocol import Drafter
-from draftsmith.inference.tree import Draws, StaticTree, TokenTree
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.verify.tree import Draws, StaticTree, TokenTree
 from draftsmith.kernels.sampling import philox_uniforms
 from draftsmith.kernels.verify import WITHOUT_REPLACEMENT, draw
 

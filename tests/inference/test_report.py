@@ -4,9 +4,9 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from draftsmith.inference import report
-from draftsmith.inference.engine import Generation
-from draftsmith.inference.text import decode_text
+from draftsmith.inference.engine.engine import Generation
+from draftsmith.inference.engine.text import decode_text
+from draftsmith.inference.evaluation import report
 
 
 def test_first_repeat():

@@ -42,10 +42,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftsmith.inference import verify
-from draftsmith.inference.sampling import Sampling, Settings, sampling_distribution
-from draftsmith.inference.tree import Draws, StaticTree, TokenTree, Topology
-from draftsmith.inference.verify import Verdict, verify_typical
+from draftsmith.inference.verify import verify
+from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
+from draftsmith.inference.verify.tree import Draws, StaticTree, TokenTree, Topology
+from draftsmith.inference.verify.verify import Verdict, verify_typical
 from draftsmith.kernels.sampling import philox_uniforms
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, acceptances_reference, draw, verify_logits

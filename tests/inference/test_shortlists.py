@@ -26,10 +26,10 @@ from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter, drafts
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.rollouts import record
 from draftsmith.inference.drafters.shortlists import Shortlists
-from draftsmith.inference.engine import Request, SpeculativeDecoder
-from draftsmith.inference.rollouts import record
-from draftsmith.inference.sampling import sampling_distribution
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.verify.sampling import sampling_distribution
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
 from draftsmith.models.target import Target

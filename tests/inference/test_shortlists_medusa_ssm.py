@@ -21,16 +21,16 @@ from lossless_suite import (
 )
 
 from draftsmith.common.files import write_json
-from draftsmith.inference.answers import answer
 from draftsmith.inference.drafters import draft_model, dynaspec, medusa, ssm
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.load import load_drafter, report_fields
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.ranks import chained_ranks, head_ranks, next_token_ranks
-from draftsmith.inference.rollouts import Drafts, kept, record
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.drafters.ranks import chained_ranks, head_ranks, next_token_ranks
+from draftsmith.inference.drafters.rollouts import Drafts, kept, record
+from draftsmith.inference.engine.answers import answer
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget

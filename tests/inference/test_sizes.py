@@ -9,11 +9,11 @@ import torch
 
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter, open_drafter
-from draftsmith.inference.engine import Request, SpeculativeDecoder
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.sizes import TIMINGS, TRIAL, TreeSizes
-from draftsmith.inference.step import why_no_graph
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.sizes import TIMINGS, TRIAL, TreeSizes
+from draftsmith.inference.engine.step import why_no_graph
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.medusa import MedusaHeads
 
 PATHS = ((0,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 1), (0, 1, 0), (1,), (1, 0), (1, 1), (2,), (2, 0))

@@ -11,17 +11,17 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate, decode
-from draftsmith.inference.answers import answer
 from draftsmith.inference.calibrate import nodes_of, trees_by_size
-from draftsmith.inference.costs import StepCosts
+from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters import load, ssm
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.prompts import encode_prompts, read_prompts
-from draftsmith.inference.ranks import MAX_RANK, best_trees, simulate_ensemble
-from draftsmith.inference.tree import Topology, read_trees
+from draftsmith.inference.drafters.ranks import MAX_RANK, best_trees, simulate_ensemble
+from draftsmith.inference.engine.answers import answer
+from draftsmith.inference.engine.costs import StepCosts
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.verify.tree import Topology, read_trees
 from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import most_frequent

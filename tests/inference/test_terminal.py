@@ -14,14 +14,14 @@ from threading import Thread
 import pytest
 
 from draftsmith.common import progress
-from draftsmith.inference import terminal
-from draftsmith.inference.terminal import write_text
-from draftsmith.inference.text import visible
+from draftsmith.inference.commands import terminal
+from draftsmith.inference.commands.terminal import write_text
+from draftsmith.inference.engine.text import visible
 
 CHARACTERS = [chr(code) for code in [*range(0xA0), 0xE9, 0x3C4, 0x2028, 0x200F, 0xFFFD, 0x65E5, 0x1F642]]
 WRITER = """
 import json, sys
-from draftsmith.inference.terminal import console, end_text, write_text
+from draftsmith.inference.commands.terminal import console, end_text, write_text
 from draftsmith.common.command import run_command
 
 def main():

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from draftsmith.inference.text import TextStream, decode_text, visible
+from draftsmith.inference.engine.text import TextStream, decode_text, visible
 
 PIECES = ["▁", "▁▁", "▁hello", "a", "b", "é", "日", "▁world", "x", "\ufffd", "\x1b[", "\t", "\n", "\r"]
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.inference.tree import StaticTree, Topology, bitsets, chain, read_tree
+from draftsmith.inference.verify.tree import StaticTree, Topology, bitsets, chain, read_tree
 from draftsmith.kernels.tree_attention import ancestor_mask
 
 PATHS = [[1], [0], [0, 0], [1, 0], [0, 2], [0, 0, 1], [0, 0, 0]]

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from draftsmith.inference.cache import KVCache
-from draftsmith.inference.runner import ATTENTION, Runner
-from draftsmith.inference.tree import bitsets
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.runner import ATTENTION, Runner
+from draftsmith.inference.verify.tree import bitsets
 from draftsmith.kernels.tree_attention import ancestor_mask, causal_bias, tree_bias
 
 

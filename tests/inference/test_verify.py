@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.inference.sampling import Sampling, Settings, sampling_distribution
-from draftsmith.inference.tree import StaticTree, TokenTree, Topology, bitsets
-from draftsmith.inference.verify import verify_greedy, verify_sample, verify_typical
+from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
+from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, bitsets
+from draftsmith.inference.verify.verify import verify_greedy, verify_sample, verify_typical
 from draftsmith.kernels.tree_attention import ancestor_mask
 
 VOCAB = 3

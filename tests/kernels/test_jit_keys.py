@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from draftsmith.benchmarks.intercept import PROCESSORS, intercepted
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.runner import engine_attention
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.step import PREFILL_CHUNK, Step, capacity_for
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.engine.step import PREFILL_CHUNK, Step, capacity_for
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.backend import INTERPRETING, triton
 from draftsmith.kernels.few_rows import MAX_ROWS, candidates
-from draftsmith.kernels.intercept import PROCESSORS, intercepted
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.lean_from import lean_decoder

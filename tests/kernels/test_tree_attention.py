@@ -6,7 +6,7 @@ import pytest
 import torch
 from bounds import assert_within, attention_bound
 
-from draftsmith.inference.tree import bitsets
+from draftsmith.inference.verify.tree import bitsets
 from draftsmith.kernels import tree_attention as tree_attention_module
 from draftsmith.kernels.tree_attention import (
     TILE,

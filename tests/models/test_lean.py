@@ -10,11 +10,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.inference.cache import KVCache
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.runner import ATTENTION, Runner
-from draftsmith.inference.tree import Topology, bitsets
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.runner import ATTENTION, Runner
+from draftsmith.inference.verify.tree import Topology, bitsets
 from draftsmith.kernels import linear as linears
 from draftsmith.kernels.tree_attention import TreeKeys, ancestor_mask, causal_bias, tree_bias
 from draftsmith.models.lean import LeanDecoder

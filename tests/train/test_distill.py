@@ -25,8 +25,8 @@ from draftsmith.data.rows import UnusableRow
 from draftsmith.data.seeds import Conversation, RequestFailed, Seed, read_seed, read_seeds
 from draftsmith.data.shards import Shards
 from draftsmith.data.tokenized import tokenized
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.text import answer_text
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.text import answer_text
 from draftsmith.models.adapter import add_lora, write_adapter
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads

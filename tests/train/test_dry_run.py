@@ -14,7 +14,8 @@ from transformers import LlamaConfig
 from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Optim
 from draftsmith.models.artifact import read_json
-from draftsmith.train import dry_run, lm, medusa, schema, ssm
+from draftsmith.tools import schema
+from draftsmith.train import dry_run, lm, medusa, ssm
 from draftsmith.train.loop import micro_batch
 from draftsmith.train.tiny import tiny
 
@@ -145,7 +146,7 @@ def test_the_plan_of_a_draft_vocabulary():
 @pytest.mark.parametrize("name", sorted(schema.recipe_classes()))
 def test_schemas_are_in_step(name):
     assert read_json(ROOT / f"recipes/schema/{name}.json") == json.loads(json.dumps(schema.schemas()[name])), (
-        "run python train/schema.py"
+        "run python tools/schema.py"
     )
 
 

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from draftsmith.inference.drafters.eagle import drafts as eagle_drafts
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.ranks import MAX_RANK, best_tree, simulate
-from draftsmith.inference.rollouts import Recorded, kept, record
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.drafters.ranks import MAX_RANK, best_tree, simulate
+from draftsmith.inference.drafters.rollouts import Recorded, kept, record
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads

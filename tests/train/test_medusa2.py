@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from draftsmith.data import packing
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.adapter import add_lora, merge_adapter, switched_off, untie, write_adapter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target

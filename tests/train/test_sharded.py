@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from draftsmith.common.recipe import read_recipe
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.engine import SpeculativeDecoder
+from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.artifact import write_json
 from draftsmith.models.target import load_target
 from draftsmith.train import medusa, sharded

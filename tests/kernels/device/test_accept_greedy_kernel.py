@@ -1,12 +1,12 @@
-"""Greedy acceptance in one launch against inference/verify.py, and what a step commits against the step's formula."""
+"""Greedy acceptance in one launch against its definition, and what a step commits against the step's formula."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from draftsmith.inference.tree import StaticTree, TokenTree, bitsets
-from draftsmith.inference.verify import verify_greedy
+from draftsmith.inference.verify.tree import StaticTree, TokenTree, bitsets
+from draftsmith.inference.verify.verify import verify_greedy
 from draftsmith.kernels.accept_greedy import accept_greedy, accept_greedy_reference, advance, advance_reference
 from draftsmith.kernels.tree_attention import ancestor_mask
 

@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from draftsmith.inference.cache import KVCache
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.runner import Runner
-from draftsmith.inference.tree import StaticTree
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.runner import Runner
+from draftsmith.inference.verify.tree import StaticTree
 from draftsmith.kernels.few_rows import candidates
 from draftsmith.models import lean
 from draftsmith.models.lean import FusedBuffers, LeanDecoder

@@ -13,9 +13,9 @@ from triton.runtime.jit import JITFunction
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine import SpeculativeDecoder
-from draftsmith.inference.runner import engine_attention
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.few_rows import candidates
 from draftsmith.models import lean
 from draftsmith.models.eagle import Eagle

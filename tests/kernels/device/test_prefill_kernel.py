@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.inference import runner as runner_module
-from draftsmith.inference.cache import KVCache
-from draftsmith.inference.runner import Runner, engine_attention
+from draftsmith.inference.engine import runner as runner_module
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.runner import Runner, engine_attention
 from draftsmith.kernels import tree_attention as kernel_module
 from draftsmith.models.target import Target
 

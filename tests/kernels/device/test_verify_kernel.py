@@ -10,9 +10,9 @@ import torch
 from draws import occurs
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from draftsmith.inference.modes import Verifier
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.tree import StaticTree, Topology
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.tree import StaticTree, Topology
+from draftsmith.inference.verify.verify import Verifier
 from draftsmith.kernels import sampling as sampling_kernels
 from draftsmith.kernels import verify as verify_kernels
 from draftsmith.kernels.sampling import distribution_reference

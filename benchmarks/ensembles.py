@@ -1,0 +1,552 @@
+"""Compare ensembles of small speculative models (SSMs) for one target: which proposes the better tree of N nodes?
+
+    python benchmarks/ensembles.py runs/boosted runs/single runs/seeds runs/larger --prompts P.jsonl --out F.json
+    python benchmarks/ensembles.py runs/boosted runs/single --prompts P.jsonl --nodes 8 16 24 --expansion 4 2 2 1 1
+    python benchmarks/ensembles.py runs/boosted --prompts P.jsonl --sampling 1.0 --pattern 1 1 w 1 1 1 1 1
+
+The target first answers the prompts greedily. On these answers, held-out text by kind:
+
+SSMs      parameters; the share of positions where an SSM's chain of most likely tokens is right up to depth 1, 2, …;
+          coverage@s: the share of answers whose first M tokens one of the first s SSMs would have written; overlap: of
+          the answers that either of two SSMs covers, the share that both do.
+τ         committed tokens of a step (bonus token included), decoded by the engine. Each SSM drafts the expansion, the
+          trees are merged (equal paths become one node), and the N likeliest nodes by the SSMs' own probabilities are
+          verified, the root included, whatever a step costs. Differences are to the first folder, on the same prompts.
+sampling  with --sampling T, the first folder's first SSM alone, by the width w of --pattern: τ of multi-step
+          speculative sampling (drawn without replacement, or i.i.d.), of naive sampling and of greedy decoding.
+chains    c: time of an SSM's pass over a plain step, measured here; the speed-up that a chain of γ tokens should have,
+          from the acceptance by depth and measured steps; the c at which it would be 1.
+
+Intervals are 95 % bootstrap intervals over prompts. Greedy outputs are compared with the target's own; exit code 1 if
+one differs by more than rounding (inference/evaluation/lossless.py).
+
+Shape letters: S answers, T tokens, n SSMs, K depths.
+"""
+
+import argparse
+import itertools
+import operator
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
+from draftsmith.inference.commands.early import check_prompts
+from draftsmith.inference.commands.options import check_counts, check_threads
+from draftsmith.inference.drafters.names import check_names, short_name
+from draftsmith.models.options import choose_device, dtype_option
+
+DRAWS = ("without_replacement", "iid", "naive")
+PUBLISHED = (
+    "Published for other models (SpecInfer, arXiv 2305.09781): multi-step over naive sampling 1.26–1.28 × at width 5; "
+    "greedy τ 2.2–2.95 at width 1, 3.1–3.9 at width 5."
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandLine(__doc__)
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="drafters of type ssm for the same target")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
+    parser.add_argument("--target", metavar="FOLDER", help="if it is not where the first folder's config says")
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", default=[8, 16, 24], metavar="N", help="of the merged tree, root included"
+    )
+    parser.add_argument(
+        "--expansion", type=int, nargs="+", default=[4, 2, 2, 1, 1], metavar="K",
+        help="children of each node that an SSM drafts, by depth (default 4 2 2 1 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--match", type=int, metavar="M", help="tokens for coverage (default: what the first folder was marked by)"
+    )
+    parser.add_argument("--depth", type=int, default=8, metavar="K", help="of chains (default 8)")
+    parser.add_argument("--sampling", type=float, metavar="T", help="also compare ways of sampling at temperature T")
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="W", help="for --sampling")
+    parser.add_argument(
+        "--pattern", nargs="+", default=["w", "1", "1", "1"], metavar="K",
+        help="expansion for --sampling, with a w for the width (default w 1 1 1)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="for --sampling")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens of an answer, at most (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts decoded at once (default 8)")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S",
+        help="end decoding with drafters after so long, twice that with --sampling (16 groups of prompts are decoded "
+        "in any case)",
+    )  # fmt: skip
+    dtype_option(parser, "of target and SSMs")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
+    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
+    return parser
+
+
+if __name__ == "__main__":
+    before_imports(parser(), lambda args: (check_names(args.folders, args.target), check_prompts(args.prompts)))
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from draftsmith.common.files import check_file, write_json
+from draftsmith.common.progress import ProgressBar
+from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
+from draftsmith.inference.commands.terminal import console, make_console
+from draftsmith.inference.drafters.load import read_named
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ranks import chained_ranks, coverage, matched_answers, overlap
+from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensemble
+from draftsmith.inference.engine.answers import answer
+from draftsmith.inference.engine.costs import StepCosts, step_costs
+from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.evaluation.lossless import check_greedy
+from draftsmith.inference.evaluation.report import OTHER
+from draftsmith.inference.evaluation.timing import (
+    Method,
+    accepted_interval,
+    bootstrap_interval,
+    run_rounds,
+    with_own_seeds,
+)
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.models.adapter import target_of
+from draftsmith.models.artifact import device_name, versions
+from draftsmith.models.precision import say
+from draftsmith.models.target import Target, load_target
+
+Outputs = dict[int, Generation]  # prompt number → result
+
+
+def load_ensembles(
+    folders: Sequence[str], target_name: str | None, **options: Any
+) -> tuple[Target, dict[str, Ensemble]]:
+    """Load the target and the ensembles, by the folders as they are given.
+
+    Args:
+        target_name: a folder or a Hub id; if None, what the first folder's config says.
+        options: of :func:`load_target`.
+
+    Raises:
+        FileNotFoundError, ValueError: a folder is missing, damaged, no drafter of type ssm, or for another target.
+    """
+    stored = {name: read_named(name) for name in folders}
+    for folder, config, weights in stored.values():
+        if config["drafter_type"] != "ssm":
+            raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}'; give folders that train/ssm.py wrote")
+        check_config(folder, config, weights)
+    known = stored[folders[0]][1]["target"]["name_or_path"]
+    target = load_target(target_name or known, say=say, **options)
+    for folder, config, _ in stored.values():
+        target = target_of(folder, config, target)
+    return target, {name: load_ensemble(*each, target) for name, each in stored.items()}
+
+
+# ---- shares and their intervals
+
+
+def interval_of(columns: Tensor, statistic: Any = lambda total: total[0] / total[1]) -> list[float] | None:
+    """95 % interval of a statistic of the sums of ``columns [C, S]`` over the prompts; None if there is none."""
+    found = bootstrap_interval(columns.double(), statistic)
+    return None if found is None or not torch.tensor(found).isfinite().all() else [round(bound, 4) for bound in found]
+
+
+def share(counts: Tensor, of: Tensor) -> dict[str, Any]:
+    """Σ counts / Σ of, both ``[S]`` by prompt, with its interval; None where nothing was counted."""
+    total = float(of.sum())
+    value = round(float(counts.sum()) / total, 4) if total else None
+    return {"share": value, "interval": interval_of(torch.stack((counts, of))) if total else None}
+
+
+def chain_shares(ranks: Tensor) -> list[dict[str, Any]]:
+    """By depth k, the share of positions where all first k ranks are 0; ``ranks``: ``[S, T, K]`` as
+    :func:`chained_ranks` returns them. A position counts if it has a label at depth k."""
+    right = (ranks == 0).cumprod(-1).sum(1)  # [S, K]
+    return [share(right[:, k], (ranks[..., k] >= 0).sum(1)) for k in range(ranks.shape[-1])]
+
+
+def accepted_columns(outputs: Sequence[Outputs]) -> Tensor:
+    """``[2 · len(outputs), P]``: committed tokens and number of steps, by prompt with a step."""
+    rows = [[[sum(result.accepted), len(result.accepted)] for _, result in sorted(each.items())] for each in outputs]
+    columns = torch.tensor(rows, dtype=torch.float64).permute(0, 2, 1).flatten(0, 1)
+    return columns[:, (columns[1::2] > 0).all(0)]
+
+
+def tau_fields(outputs: Outputs) -> dict[str, Any]:
+    """τ over all steps of the answers, and its interval; None without a step."""
+    steps = [length for result in outputs.values() for length in result.accepted]
+    tau = round(sum(steps) / len(steps), 4) if steps else None
+    return {"tau": tau, "tau_interval": accepted_interval(list(outputs.values()))}
+
+
+# ---- the parts of the comparison
+
+
+@torch.inference_mode()
+def measure_text(ensemble: Ensemble, tokens: Tensor, supervised: Tensor, match: int, depth: int) -> dict[str, Any]:
+    """Parameters, acceptance by depth, coverage and overlap of an ensemble's SSMs.
+
+    Args:
+        tokens, supervised: ``[S, T]``, one answer in each row.
+        match: first tokens of an answer that have to be right.
+        depth: K.
+    """
+    following = ensemble.next_ranks(tokens, supervised)  # [n, S, T]
+    ssms: dict[str, Any] = {}
+    for (name, model), ranks in zip(ensemble.models.items(), following, strict=True):
+        shares = chain_shares(chained_ranks(ranks, tokens, supervised, depth))
+        ssms[name] = parameters(model) | {"acceptance_by_depth": shares}
+    matched = matched_answers(following, supervised, match)  # [n, S]
+    ones = torch.ones(matched.shape[1])
+    either = lambda total: torch.where(total[1] > 0, total[0] / total[1], 1.0)  # noqa: E731
+    return {
+        "ssms": ssms,
+        "coverage": coverage(matched),
+        "coverage_interval": [
+            interval_of(torch.stack((matched[: s + 1].any(0), ones))) for s in range(len(matched))
+        ],
+        "overlap": overlap(matched),
+        "overlap_interval": [
+            [interval_of(torch.stack((one & other, one | other)), either) for other in matched] for one in matched
+        ],
+    }  # fmt: skip
+
+
+def parameters(model: Target) -> dict[str, int]:
+    """Parameters of an SSM, in all and without input embedding and LM head; tied weights count once."""
+    tables = [model.model.get_input_embeddings(), model.lm_head]
+    outside = {id(weight) for table in tables if isinstance(table, nn.Module) for weight in table.parameters()}
+    sizes = [(id(weight), weight.numel()) for weight in model.model.parameters()]
+    return {
+        "parameters": sum(size for _, size in sizes),
+        "parameters_without_embeddings": sum(size for key, size in sizes if key not in outside),
+    }
+
+
+def compare_budgets(
+    target: Target, ensembles: dict[str, Ensemble], args: argparse.Namespace, prompts: Sequence[list[int]],
+    expected: Sequence[list[int]], kinds: Sequence[str],
+) -> tuple[dict[str, dict[str, Any]], int]:  # fmt: skip
+    """τ of each ensemble at each number of nodes, by the engine.
+
+    Args:
+        expected: the target's own greedy tokens after each prompt.
+
+    Returns:
+        By folder the figures of each number of nodes; the number of tokens that differ from the target's by more than
+        rounding.
+    """
+    methods: dict[str, Method] = {}
+    for nodes in args.nodes:
+        for name, ensemble in ensembles.items():
+            drafters = {part: ensemble.drafter(part, target, args.expansion) for part in ensemble.models}
+            methods[f"{name} @ {nodes}"] = greedy_method(target, MergedDrafter(drafters, target, nodes), args)
+    timed = run_rounds(methods, prompts, 1, [prompts[0][:8]], args.batch_size, args.seconds, kinds=kinds)
+    rows: dict[str, dict[str, Any]] = {name: {} for name in ensembles}
+    mismatches = 0
+    for nodes in args.nodes:
+        first: Outputs = timed[f"{args.folders[0]} @ {nodes}"].outputs
+        for name in ensembles:
+            outputs: Outputs = timed[f"{name} @ {nodes}"].outputs
+            row = rows[name][str(nodes)] = tau_fields(outputs) | differing(target, prompts, outputs, expected)
+            mismatches += row["mismatches"]
+            steps = sum(len(result.accepted) for result in outputs.values())
+            drafted = sum(result.drafted for result in outputs.values())
+            row["mean_nodes"] = round(1 + drafted / steps, 3) if steps else None
+            accepted = [result.accepted_from for result in outputs.values() if result.accepted_from]
+            row["accepted_from"] = [sum(each) for each in zip(*accepted, strict=True)]
+            row["kinds"] = {
+                kind: tau_fields({number: result for number, result in outputs.items() if kinds[number] == kind})
+                for kind in dict.fromkeys(kinds)
+            }
+            if first is not outputs:
+                row |= difference_fields(outputs, first)
+    return rows, mismatches
+
+
+def greedy_method(target: Target, drafter: Drafter, args: argparse.Namespace) -> Method:
+    decoder = SpeculativeDecoder(target, drafter)
+    return lambda group: decoder.generate(group, args.max_new_tokens, batch_size=args.batch_size)
+
+
+def differing(
+    target: Target, prompts: Sequence[list[int]], outputs: Outputs, expected: Sequence[list[int]]
+) -> dict[str, int]:
+    """How many outputs differ from the target's own, and how many of their tokens by more than rounding."""
+    numbers = [number for number, result in outputs.items() if result.tokens != expected[number]]
+    check = check_greedy(
+        target, [prompts[n] for n in numbers], [outputs[n].tokens for n in numbers], [expected[n] for n in numbers]
+    )
+    return {"texts": len(outputs), "different": len(numbers), "mismatches": check.mismatches}
+
+
+def difference_fields(outputs: Outputs, base: Outputs) -> dict[str, Any]:
+    """τ less another one's on the same prompts, with its interval."""
+    columns = accepted_columns([outputs, base])
+
+    def difference(total: Tensor) -> Tensor:
+        return total[0] / total[1] - total[2] / total[3]
+
+    if not columns.shape[1]:
+        return {"difference": None, "difference_interval": None}
+    return {
+        "difference": round(float(difference(columns.sum(-1))), 4),
+        "difference_interval": interval_of(columns, difference),
+    }
+
+
+def compare_sampling(
+    target: Target, ensemble: Ensemble, args: argparse.Namespace, prompts: Sequence[list[int]],
+    expected: Sequence[list[int]], kinds: Sequence[str],
+) -> tuple[dict[str, Any], int]:  # fmt: skip
+    """Multi-step and naive sampling, and greedy decoding, with the first SSM of the first folder's ensemble by the
+    width of its tree.
+
+    Returns:
+        The figures; the number of greedy tokens that differ from the target's by more than rounding.
+    """
+    ssm = next(iter(ensemble.models))
+    methods: dict[str, Method] = {}
+    for width in args.widths:
+        expansion = [width if children == "w" else int(children) for children in args.pattern]
+        methods[f"greedy {width}"] = greedy_method(target, ensemble.drafter(ssm, target, expansion), args)
+        for draws in DRAWS:
+            drafter = ensemble.drafter(ssm, target, expansion, draws=draws)
+            methods[f"{draws} {width}"] = sampling_method(target, drafter, args)
+    timed = run_rounds(methods, prompts, 1, [prompts[0][:8]], args.batch_size, args.seconds, kinds=kinds)
+    widths: dict[str, Any] = {}
+    mismatches = 0
+    for width in args.widths:
+        outputs: dict[str, Outputs] = {name: timed[f"{name} {width}"].outputs for name in ("greedy", *DRAWS)}
+        row: dict[str, Any] = {name: tau_fields(each) for name, each in outputs.items()}
+        row["greedy"] |= differing(target, prompts, outputs["greedy"], expected)
+        mismatches += row["greedy"]["mismatches"]
+        for draws in DRAWS:
+            columns = accepted_columns([outputs[draws]])
+            row[draws]["accepted"] = share(columns[0] - columns[1], columns[1])
+        for draws in DRAWS[:-1]:
+            row[draws] |= ratio_fields(accepted_columns([outputs[draws], outputs["naive"]]))
+        widths[str(width)] = row
+    return {
+        "ssm": f"{args.folders[0]}/{ssm}", "temperature": args.sampling, "pattern": args.pattern, "seed": args.seed,
+        "widths": widths, "published": PUBLISHED,
+    }, mismatches  # fmt: skip
+
+
+def sampling_method(target: Target, drafter: Drafter, args: argparse.Namespace) -> Method:
+    decoder = SpeculativeDecoder(target, drafter)
+    sampling = Sampling(temperature=args.sampling, seed=args.seed)
+    return lambda group: decoder.generate(
+        group, args.max_new_tokens, mode="sample", sampling=with_own_seeds(sampling, group), batch_size=args.batch_size
+    )
+
+
+def ratio_fields(columns: Tensor) -> dict[str, Any]:
+    """Ratios of τ and of accepted drafted tokens per step, with intervals; ``columns``: ``[4, P]`` as
+    :func:`accepted_columns` returns them for the two."""
+
+    def of_tau(total: Tensor) -> Tensor:
+        return (total[0] / total[1]) / (total[2] / total[3])
+
+    def of_accepted(total: Tensor) -> Tensor:
+        return (total[0] / total[1] - 1) / (total[2] / total[3] - 1)
+
+    fields: dict[str, Any] = {}
+    for name, ratio in (("tau_over_naive", of_tau), ("accepted_over_naive", of_accepted)):
+        value = ratio(columns.sum(-1))
+        fields[name] = round(float(value), 4) if value.isfinite() else None
+        fields[f"{name}_interval"] = interval_of(columns, ratio) if value.isfinite() else None
+    return fields
+
+
+def chain_forecast(shares: Sequence[dict[str, Any]], cost: float, costs: StepCosts) -> list[dict[str, Any]]:
+    """What chains of γ = 1, 2, … tokens should give: expected tokens of a step E = 1 + Σ_{k ≤ γ} a_k, where a_k is the
+    share of positions where the first k are right; expected speed-up E / (γ c + t), where t is the measured time of a
+    step with γ + 1 nodes in plain steps; the c at which it is 1, and the same for t = 1. No c is below 0."""
+    rows: list[dict[str, Any]] = []
+    expected = 1.0
+    for gamma, each in enumerate(shares, 1):
+        if each["share"] is None:
+            break
+        expected += each["share"]
+        step = costs.relative(gamma + 1)
+        rows.append({
+            "gamma": gamma, "tokens": round(expected, 4), "step": round(step, 4),
+            "speedup": round(expected / (gamma * cost + step), 4),
+            "break_even": round(max(0.0, expected - step) / gamma, 4),
+            "break_even_if_a_step_costs_1": round((expected - 1) / gamma, 4),
+        })  # fmt: skip
+    return rows
+
+
+# ---- tables
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _with(value: float | None, interval: Sequence[float] | None, sign: str = "") -> str:
+    if value is None:
+        return "–"
+    return f"{value:{sign}.2f}" + (f" ({interval[0]:{sign}.2f} to {interval[1]:{sign}.2f})" if interval else "")
+
+
+def print_tables(found: dict[str, Any]) -> None:
+    out = make_console(stderr=False)
+    folders, nodes = found["folders"], found["nodes"]
+    depths = [k for k in (1, 2, 4, 8) if k <= found["depth"]]
+    table = _table("SSM", "parameters", "no embeddings", *(f"right to depth {k}" for k in depths))
+    for name, folder in folders.items():
+        for ssm, row in folder["ssms"].items():
+            shares = [row["acceptance_by_depth"][k - 1] for k in depths]
+            sizes = (f"{row[field]:,}" for field in ("parameters", "parameters_without_embeddings"))
+            table.add_row(f"{short_name(name)}/{ssm}", *sizes, *(_with(s["share"], s["interval"]) for s in shares))
+    out.print(table)
+
+    most = max(len(folder["coverage"]) for folder in folders.values())
+    table = _table("folder", *(f"coverage@{s}" for s in range(1, most + 1)), "overlap")
+    for name, folder in folders.items():
+        covered = [_with(*pair) for pair in zip(folder["coverage"], folder["coverage_interval"], strict=True)]
+        pairs = [
+            f"{i + 1}&{j + 1} {_with(value, folder['overlap_interval'][i][j])}"
+            for i, row in enumerate(folder["overlap"])
+            for j, value in enumerate(row)
+            if i < j
+        ]
+        table.add_row(short_name(name), *covered, *["–"] * (most - len(covered)), ", ".join(pairs) or "–")
+    out.print(f"\nFirst {found['match']} tokens of {found['prompts']} answers", markup=False)
+    out.print(table)
+
+    kinds = list(found["kinds"]) if len(found["kinds"]) > 1 else []
+    table = _table("folder", "nodes", "τ", *(f"τ {kind}" for kind in kinds), "τ less the first's", "identical")
+    for count in nodes:
+        for name, folder in folders.items():
+            row = folder["tau"][str(count)]
+            cells = [_with(each["tau"], each["tau_interval"]) for each in (row, *map(row["kinds"].get, kinds))]
+            difference = _with(row.get("difference"), row.get("difference_interval"), "+")
+            identical = f"{row['texts'] - row['different']}/{row['texts']}"
+            table.add_row(short_name(name), f"{row['mean_nodes'] or count:g}", *cells, difference, identical)
+    out.print(f"\nExpansion {found['expansion']} of each SSM, merged; nodes: mean of a step", markup=False)
+    out.print(table)
+    if sampling := found["sampling"]:
+        _print_sampling(out, sampling)
+
+    table = _table("SSM", "c", "γ", "tokens", "speed-up", "1 at c =", "if a step of γ + 1 nodes costs 1: c =")
+    for name, folder in folders.items():
+        for ssm, row in folder["ssms"].items():
+            for each in row["chains"]:
+                if each["gamma"] in depths:
+                    fields = ("tokens", "speedup", "break_even", "break_even_if_a_step_costs_1")
+                    cells = [f"{each[field]:.2f}" for field in fields]
+                    table.add_row(f"{short_name(name)}/{ssm}", f"{row['cost']:.3f}", str(each["gamma"]), *cells)
+    out.print("\nChains of γ tokens by one SSM, expected", markup=False)
+    out.print(table)
+
+
+def _print_sampling(out: Any, sampling: dict[str, Any]) -> None:
+    columns = [f"{name.replace('_', ' ')} τ" for name in ("greedy", *DRAWS)]
+    ratios = [f"{name.replace('_', ' ')} / naive" for name in DRAWS[:-1]]
+    table = _table("width", *columns, *ratios, *(f"{ratio}, accepted" for ratio in ratios))
+    for width, row in sampling["widths"].items():
+        cells = [_with(row[name]["tau"], row[name]["tau_interval"]) for name in ("greedy", *DRAWS)]
+        for field in ("tau_over_naive", "accepted_over_naive"):
+            cells += [_with(row[name][field], row[name][f"{field}_interval"]) for name in DRAWS[:-1]]
+        table.add_row(width, *cells)
+    expansion = " ".join(sampling["pattern"])
+    where = f"{sampling['ssm']} alone, expansion {expansion}, temperature {sampling['temperature']:g}"
+    out.print(f"\n{where}", markup=False)
+    out.print(table)
+    out.print(sampling["published"], markup=False)
+
+
+# ---- the command
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check the command line.
+
+    Raises:
+        FileNotFoundError, ValueError: a value is out of its range, or the same folder is given twice.
+    """
+    check_counts(depth=args.depth, match=args.match, batch_size=args.batch_size)
+    check_threads(args.threads)
+    for option in ("nodes", "expansion", "widths"):
+        for value in getattr(args, option):
+            check_counts(**{option: value})
+    if args.max_new_tokens < 2:
+        raise ValueError(f"--max-new-tokens {args.max_new_tokens}: must be at least 2; the first token needs no draft")
+    if args.seconds is not None and not args.seconds > 0:
+        raise ValueError(f"--seconds {args.seconds:g}: must be above 0")
+    drafted = 1 + sum(itertools.accumulate(args.expansion, operator.mul))
+    if max(args.nodes) > drafted:
+        raise ValueError(
+            f"--nodes {max(args.nodes)}: one SSM drafts a tree of {drafted} nodes by --expansion "
+            f"{' '.join(map(str, args.expansion))}; give a wider or deeper expansion"
+        )
+    written = " ".join(args.pattern)
+    if args.pattern.count("w") != 1 or not re.fullmatch(r"(w|[1-9]\d*)( (w|[1-9]\d*))*", written, re.ASCII):
+        raise ValueError(f"--pattern {written}: write numbers from 1 on and one w; for example w 1 1 1")
+    if args.sampling is not None and Sampling(temperature=args.sampling, seed=args.seed).greedy:
+        raise ValueError(f"--sampling {args.sampling:g}: must be above 0; greedy decoding is compared in any case")
+    for option in ("folders", "nodes", "widths"):
+        values = getattr(args, option)
+        again = [value for place, value in enumerate(values) if value in values[:place]]
+        if again:
+            prefix = "" if option == "folders" else f"--{option} "
+            raise ValueError(f"{prefix}{' '.join(map(str, values))}: {again[0]} is given twice; leave one out")
+    check_file("--out", args.out)
+
+
+def main() -> None:
+    args = parser().parse_intermixed_args()
+    check(args)
+    given = read_prompts(args.prompts)
+    torch.set_num_threads(args.threads)
+    options: dict[str, Any] = {"dtype": args.dtype, "device": choose_device(args.device)}
+    target, ensembles = load_ensembles(args.folders, args.target, **options)
+    prompts = encode_prompts(given, target)
+    kinds = [prompt.kind or OTHER for prompt in given]
+    first = ensembles[args.folders[0]]
+    match = args.match or first.mark_tokens
+    with ProgressBar("answers of the target", len(prompts), console, transient=True) as advance:
+        answers = answer(target, prompts, args.max_new_tokens, args.batch_size, on_done=advance)
+    tokens, supervised = answers["tokens"], answers["supervised"]
+    expected = [row[mask].tolist() for row, mask in zip(tokens, supervised, strict=True)]
+
+    folders = {
+        name: measure_text(ensemble, tokens, supervised, match, args.depth) for name, ensemble in ensembles.items()
+    }
+    by_nodes, mismatches = compare_budgets(target, ensembles, args, prompts, expected, kinds)
+    sampling = None
+    if args.sampling is not None:
+        sampling, more = compare_sampling(target, first, args, prompts, expected, kinds)
+        mismatches += more
+    costs = step_costs(target)
+    for name, ensemble in ensembles.items():
+        folders[name]["tau"] = by_nodes[name]
+        for ssm, row in folders[name]["ssms"].items():
+            row["cost"] = round(ensemble.pass_time(ssm, target, costs), 4)
+            row["chains"] = chain_forecast(row["acceptance_by_depth"], row["cost"], costs)
+    found = {
+        "target": target.describe(), "prompts": len(prompts), "kinds": {kind: kinds.count(kind) for kind in kinds},
+        "max_new_tokens": args.max_new_tokens, "match": match, "depth": args.depth, "nodes": args.nodes,
+        "expansion": args.expansion, "folders": folders, "sampling": sampling, "threads": args.threads,
+        "dtype": str(target.dtype).removeprefix("torch."), "device": device_name(target.device),
+        "versions": versions(), "command": "python benchmarks/ensembles.py " + shlex.join(sys.argv[1:]),
+    }  # fmt: skip
+    print_tables(found)
+    if args.out:
+        write_json(args.out, found)
+        console.print(f"wrote {args.out}", markup=False, soft_wrap=True)
+    if mismatches:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_command(main)

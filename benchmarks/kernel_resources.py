@@ -1,0 +1,290 @@
+"""What kernels need of a GPU of 132 multiprocessors (sm_90), found without one: their launches are intercepted.
+
+    python benchmarks/kernel_resources.py [--triton FOLDER]    table of registers, memory and instructions, with checks
+
+FOLDER is an unpacked wheel of another version of Triton, which compiles the kernels, too, in a process of its own.
+ptxas, cuobjdump and nvdisasm are inside each wheel.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from draftsmith.benchmarks.intercept import PROCESSORS, Launch, intercepted
+from draftsmith.kernels import (
+    accept_greedy,
+    add_norm,
+    commit,
+    few_rows,
+    gated,
+    head_topk,
+    pair_input,
+    res_block,
+    rotate_write,
+    sampling,
+    tree_attention,
+    verify,
+)
+from draftsmith.kernels.backend import triton
+
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on sm_90; a multiprocessor has one kilobyte more
+# A kernel's tile whose side of so many rows is the left one of tl.dot. Warp groups multiply 64 rows or more (HGMMA).
+LEFT = {"_tree_attention_kernel": "BLOCK_M", "_few_rows_kernel": "BLOCK_N", "_block_topk_kernel": "BLOCK_M",
+        "_res_block_kernel": "BLOCK_M"}  # fmt: skip
+IN_PLACE = ("_commit_kernel", "_advance_kernel")  # an element is moved by one thread, so nothing is shared
+
+
+class Resources(NamedTuple):
+    """Of one program of a compiled kernel: registers and bytes of stack of a thread, bytes of shared memory, threads;
+    programs that a multiprocessor's registers allow, and that fit on it; instructions: products of warp groups and of
+    warps, accesses to the stack, barriers, loads; percent of the loaded bytes that loads of 16 bytes bring."""
+
+    registers: int
+    stack: int
+    shared: int
+    threads: int
+    by_registers: int
+    programs: int
+    hgmma: int
+    hmma: int
+    spills: int
+    barriers: int
+    loads: int
+    wide: int
+
+
+def resources(done: Any) -> Resources:
+    """Those of Triton's compiled kernel, by the tools of its wheel."""
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(done.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([tools / tool[0], *tool[1:], file.name], capture_output=True, text=True, check=True).stdout
+            for tool in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )
+    used = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", usage)}
+    shared, threads = done.metadata.shared, 32 * done.metadata.num_warps
+    by_registers = min(2048, 65536 // (-(-used["REG"] // 8) * 8)) // threads
+    fit = min(32, by_registers, (SHARED_MEMORY + 1024) // (shared + 1024))  # the system takes 1 KB for each
+
+    widths = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+    loads = re.findall(r"\b(?:LDG|LDGSTS)\.E([.\w]*)", code)
+    sizes = [next((size for width, size in widths.items() if width in load.split(".")), 4) for load in loads]
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, code))
+
+    wide = 100 * sum(size for size in sizes if size == 16) // (sum(sizes) or 1)
+    return Resources(
+        used["REG"], used["STACK"], shared, threads, by_registers, fit, count(r"\bHGMMA\."), count(r"\bHMMA\."),
+        count(r"\b(?:STL|LDL)\b"), count(r"\bBAR\."), len(loads), wide,
+    )  # fmt: skip
+
+
+def complaints(launch: Launch, found: Resources, main: bool) -> list[str]:
+    """What is wrong with a launch; ``main``: of a step of the usual models in 16 bits."""
+    _, signature, constants, _ = launch.pack()
+    names = launch.kernel.arg_names
+    left = constants.get((names.index(LEFT[launch.name]),), 0) if launch.name in LEFT else 0
+    short = any(kind in ("*bf16", "*fp16") for kind in signature.values())
+    wrong = [] if found.stack == found.spills == 0 else ["registers spill to the stack"]
+    if found.shared > SHARED_MEMORY:
+        wrong.append("too much shared memory")
+    if main and found.by_registers < 2:
+        wrong.append("its registers leave no second program on a multiprocessor")
+    if short and left >= 64 and not found.hgmma:
+        wrong.append("no products of warp groups")
+    if launch.name == "_vector_kernel":
+        folds = (names.index("norm"),) not in constants or constants[(names.index("ADD"),)]
+        least = 80 if folds else 90  # of a norm and of the residual a thread loads a few elements
+        if found.wide < least:
+            wrong.append(f"loads of 16 bytes bring less than {least} % of the bytes")
+    if launch.name in IN_PLACE and (found.shared or found.barriers):
+        wrong.append("it shares memory, and works in place")
+    return wrong
+
+
+empty = partial(torch.empty, device="meta")
+BF16, INT = torch.bfloat16, torch.int64
+
+
+def _attention(
+    queries: int, kv_heads: int, rows: int = 1, width: int = 128, heads: int = 32, dtype: torch.dtype = BF16,
+    window: int = 0, softcap: float | None = None, last_merges: bool = False,
+) -> None:  # fmt: skip
+    q = empty(rows, queries, heads, width, dtype=dtype).transpose(1, 2)
+    cache = empty(2, rows, kv_heads, 2048, width, dtype=dtype)
+    lengths, depth = empty(rows, dtype=INT), empty(rows, queries, dtype=torch.int32)
+    ancestors = empty(rows, queries, -(-queries // 64), dtype=INT)
+    tree_attention.tree_attention_cached(
+        q, cache[0], cache[1], lengths, ancestors, queries, 0.1, depth, depth, window, softcap, last_merges=last_merges
+    )
+
+
+def _products(rows: int) -> None:
+    x, matrix = empty(rows, 4096, dtype=BF16), empty(4096, 4096, dtype=BF16).t()
+    for form in {
+        one._replace(parts=0): one for one in few_rows.candidates(rows, 4096, 4096, BF16, PROCESSORS)
+    }.values():
+        parts = few_rows.few_rows_product(x, matrix, form)
+    few_rows.sum_parts(parts, empty(rows, 4096, dtype=BF16), None)
+
+
+def _folded(rows: int) -> None:
+    """Products of an 8B model's layer that do what stands around them."""
+    x, weight = empty(rows, 4096, dtype=BF16), empty(4096, dtype=BF16)
+    gate_up, down = empty(28672, 4096, dtype=BF16).t(), empty(4096, 14336, dtype=BF16).t()
+    tiles = {one._replace(parts=1) for one in few_rows.candidates(rows, 4096, 28672, BF16, PROCESSORS)}
+    for form in sorted(tiles):
+        if rows > 1 or form.kernel == "vector":
+            mlp = few_rows.few_rows_product(x, gate_up, form, norm=(weight, 1e-6), act="silu")[0]
+    few_rows.few_rows_product(mlp, down, form, x[None], add=True)
+
+
+def _level(nodes: int) -> None:
+    """Around the layer of EAGLE-3, with a draft vocabulary; and the target's greedy choice."""
+    tokens, depth, lengths = empty(1, nodes, dtype=INT), empty(1, nodes, dtype=torch.int32), empty(1, dtype=INT)
+    hidden, weight = empty(1, nodes, 4096, dtype=BF16), empty(4096, dtype=BF16)
+    embedding = empty(128256, 4096, dtype=BF16)
+    norms = weight, weight, 1e-6
+    pair_input.pair_input(tokens, embedding, hidden, None, norms, lengths, depth, 1, 2047)
+    ids = empty(32000, dtype=INT)
+    head_topk.head_topk(hidden[0], embedding[:32000], 10, log_q=True, tokens=ids)
+    head_topk.head_argmax(hidden, embedding)
+
+
+def _layer(nodes: int, parts: int) -> None:
+    """What stands between the products of an 8B model's layer."""
+    dtype = torch.float if parts > 1 else BF16
+    x, y, weight = empty(nodes, 4096, dtype=BF16), empty(parts, nodes, 4096, dtype=dtype), empty(4096, dtype=BF16)
+    add_norm.add_norm(x, y, weight, 1e-6, x)
+    gated.gated(empty(parts, nodes, 28672, dtype=dtype), empty(nodes, 14336, dtype=BF16), "silu")
+    cache, numbers = empty(2, 1, 8, 2048, 128, dtype=BF16).permute(1, 3, 0, 2, 4), empty(1, nodes, dtype=INT)
+    qkv, table, q = (
+        empty(parts, nodes, 6144, dtype=dtype),
+        empty(2048, 256, dtype=BF16),
+        empty(1, nodes, 32, 128, dtype=BF16),
+    )
+    rotate_write.rotate_write(qkv, table, numbers, numbers, cache, q)
+
+
+def _heads(rows: int, heads: int = 3) -> None:
+    """Medusa's."""
+    block, bias = empty(heads, 4096, 4096, dtype=BF16), empty(heads, 1, 4096, dtype=BF16)
+    with torch.no_grad():
+        res_block.res_block(empty(rows, 4096, dtype=BF16).expand(heads, -1, -1), block, bias)
+    head_topk.head_topk(empty(heads * rows, 4096, dtype=BF16), empty(32000, 4096, dtype=BF16), 10)
+
+
+def _acceptance(nodes: int) -> None:
+    numbers, small = empty(1, nodes, dtype=INT), empty(1, nodes, dtype=torch.int32)
+    of_row, flag = empty(1, dtype=INT), empty(1, nodes, dtype=torch.bool)
+    parts = numbers, empty(1, nodes, dtype=BF16), numbers, small, small, numbers[..., None]
+    accept_greedy.accept_greedy(*parts, flag, flag[:, 0].clone(), numbers.new_empty(1, 8), 5)
+    features = empty(1, nodes, 4096, dtype=BF16)
+    accept_greedy.advance(of_row, of_row, features[:, 0], features, of_row, of_row, of_row, flag[:, 0].clone())
+    commit.commit(empty(32, 2, 1, 8, 2048, 128, dtype=BF16), of_row, empty(1, 6, dtype=INT), of_row)
+
+
+def _verification(draws: int, with_q: bool = False, uses: tuple[bool, bool, bool] = (False, False, False)) -> None:
+    logits, child = empty(1, 64, 128256, dtype=BF16), empty(1, 64, draws, dtype=INT)
+    q, uniforms, of_row = empty(1, 64, 128256) if with_q else None, empty(1, 64, draws), empty(1)
+    top_k, tokens, kind = empty(1, dtype=INT), empty(1, 64, dtype=INT), empty(child.shape, dtype=torch.int8)
+    verify.verify_logits(
+        logits, of_row, top_k, of_row, of_row, tokens, child, kind, child, q, uniforms, of_row, 5, uses=uses
+    )
+    sampling.philox_uniforms(top_k, top_k, 641)
+
+
+ALL = True, True, True
+# Main paths, and others; 7B has 32 key/value heads, 8B has 8.
+MAIN: dict[str, Callable[[], None]] = {
+    "attention 7B, 1 node": partial(_attention, 1, 32),
+    "attention 8B, 1 node": partial(_attention, 1, 8),
+    "attention 7B, 64 nodes": partial(_attention, 64, 32),
+    "attention 8B, 64 nodes": partial(_attention, 64, 8),
+    "products, 1 row": partial(_products, 1),
+    "products, 16 rows": partial(_products, 16),
+    "products, 32 rows": partial(_products, 32),
+    "products, 64 rows": partial(_products, 64),
+    "folded products, 1 row": partial(_folded, 1),
+    "folded products, 64 rows": partial(_folded, 64),
+    "level, 1 node": partial(_level, 1),
+    "level, 10 nodes": partial(_level, 10),
+    "layer, 1 node": partial(_layer, 1, 4),
+    "layer, 64 nodes": partial(_layer, 64, 1),
+    "Medusa, 1 row": partial(_heads, 1),
+    "Medusa, 64 rows": partial(_heads, 64),
+    "acceptance": partial(_acceptance, 64),
+    "verification": partial(_verification, 10),
+}
+OTHERS: dict[str, Callable[[], None]] = {
+    "attention 8B, 64 nodes, 20 rows": partial(_attention, 64, 8, 20),
+    "verification, top-k and top-p": partial(_verification, 10, False, ALL),
+    "verification with q": partial(_verification, 4, True, ALL),
+    "attention 8B, 1 node, merging": partial(_attention, 1, 8, last_merges=True),
+    "attention, window, cap": partial(_attention, 64, 8, window=512, softcap=30.0),
+    "attention, D = 256": partial(_attention, 64, 8, width=256, heads=16),
+    "attention, D = 256, window, cap": partial(_attention, 64, 8, width=256, heads=16, window=512, softcap=30.0),
+    "attention, float32, 16 nodes": partial(_attention, 16, 8, dtype=torch.float32),
+}
+
+
+def report(cases: dict[str, bool]) -> list[tuple[str, Launch, Resources, list[str]]]:
+    """Compile the launches of these entries of ``MAIN`` (True) and ``OTHERS`` (False): each of them once, with what is
+    wrong with it."""
+    rows: list[tuple[str, Launch, Resources, list[str]]] = []
+    known: set[str] = set()
+    for case, main in cases.items():
+        launches: list[Launch] = []
+        with intercepted(launches.append):
+            (MAIN if main else OTHERS)[case]()
+        for launch in launches:
+            if launch.key not in known:
+                found = resources(launch.compiled())
+                rows.append((case, launch, found, complaints(launch, found, main)))
+                known.add(launch.key)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--triton", type=Path, metavar="FOLDER", help="an unpacked wheel of another version")
+    args = parser.parse_args()
+    if triton is None:
+        parser.error("triton is not installed; pip install triton")
+    other = None
+    if args.triton is not None:
+        if not (args.triton / "triton").is_dir():
+            parser.error(
+                f"--triton {args.triton}: there is no folder triton in it; give the folder of an unpacked wheel"
+            )
+        path = os.pathsep.join([str(args.triton.resolve()), os.environ.get("PYTHONPATH", "")])
+        other = subprocess.Popen([sys.executable, __file__], env={**os.environ, "PYTHONPATH": path})
+    rows = report({**dict.fromkeys(MAIN, True), **dict.fromkeys(OTHERS, False)})
+    lines = [f"Triton {triton.__version__}, sm_90, {PROCESSORS} multiprocessors"]
+    fields = " ".join(name.rjust(max(6, len(name))) for name in Resources._fields)
+    lines.append(f"{'launch':32}{'kernel':16}{'grid':>11} {fields}")
+    for case, launch, found, wrong in rows:
+        numbers = zip(Resources._fields, found, strict=True)
+        columns = " ".join(f"{number:{max(6, len(name))}}" for name, number in numbers)
+        lines.append(
+            f"{case:32}{launch.name[1:-7]:16}{'x'.join(map(str, launch.grid)):>11} {columns} {'; '.join(wrong)}"
+        )
+    failed = sum(bool(wrong) for *_, wrong in rows)
+    print(*lines, f"{len(rows)} kernels, {failed} of them not as they should be", sep="\n", flush=True)
+    return int(bool(failed or (other and other.wait())))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,797 @@
+"""Measure the kernels on a GPU, each beside what PyTorch offers for the same result.
+
+    python benchmarks/kernel_times.py                                           # every kernel, the whole grid of shapes
+    python benchmarks/kernel_times.py attention --batches 1 8 --contexts 4096   # one kernel, some shapes
+    python benchmarks/kernel_times.py shortlist --batches 1 --hidden 576        # measured on a CPU too
+    python benchmarks/kernel_times.py --out kernels.json                        # as JSON too
+
+    attention   beside SDPA with an additive mask, flex_attention, and FlashInfer where it is installed (batch 1);
+                rows of one length or ragged, a prompt's chunk, and the plan that a forward pass makes once
+    commit      beside gather + scatter
+    verify      beside the same phases in plain PyTorch: drafts one-hot, also with top-k and top-p, or drawn without
+                replacement
+    head_topk   beside F.linear + topk
+    shortlist   a fifth of an LM head's rows beside the full head: logits, best tokens, and the choice of the rows
+    few_rows    products of few rows with the matrices of Llama-3-8B and Llama-2-7B, in the fastest form, beside
+                torch.mm, and with --compiled torch.compile's (a minute for each shape); "parts": not added up, as for
+                the kernel that follows in a model
+    fused       what stands around the products of Llama-3-8B beside the same in separate operations: add_norm,
+                rotate_write and gated, of a product's output or of four parts of it (S); res_block, accept_greedy and
+                advance
+
+Calls are captured in CUDA graphs, over as many copies of the data as do not fit in the L2 cache together: a model's
+layers do not find their own data there either. A row gives the median time of one call, its 20 % and 80 % quantiles,
+and the ratio of the lower bound of this device to the median: the bytes that have to move at the measured copy
+bandwidth, or the products at the measured matrix rate, whichever takes longer. Each result is first compared with the
+plain one's. Slow calls are repeated less often, so that one row takes a few seconds at most after compiling.
+
+Under TRITON_INTERPRET=1 without a GPU the same runs on the CPU: the results are compared, the times mean nothing.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import platform
+import timeit
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.common.command import CommandLine, before_imports, run_command
+
+KERNELS = ("attention", "commit", "verify", "head_topk", "shortlist", "few_rows", "fused")
+VOCABULARY, VOCABULARIES = 128256, (49152, 128256, 262144)  # the second of shortlists
+# Inputs and outputs over d: q, k and v; output; gate and up; down. The first four are Llama-3-8B's, the others
+# Llama-2-7B's, whose output is the same; then the LM heads of both.
+PRODUCTS = ((1, 1.5), (1, 1), (1, 7), (3.5, 1), (1, 3), (1, 5.375), (2.6875, 1))
+HEADS = (128256, 32000)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandLine(__doc__)
+    parser.add_argument("kernels", nargs="*", metavar="KERNEL", help=f"some of: {', '.join(KERNELS)}; all if left out")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="rows (B)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="cached tokens (L)")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 128], help="nodes of the tree (N)")
+    parser.add_argument("--heads", type=int, default=32, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads")
+    parser.add_argument("--width", type=int, default=128, help="head width (D)")
+    parser.add_argument("--layers", type=int, default=32, help="layers that a commit moves")
+    parser.add_argument("--hidden", type=int, default=4096, help="hidden width (d)")
+    parser.add_argument("--level", type=int, nargs="+", default=[1, 8], help="nodes of a text (n) for shortlist")
+    parser.add_argument(
+        "--vocabulary", type=int, nargs="+",
+        help=f"V; {VOCABULARY} if left out, for shortlist {' '.join(map(str, VOCABULARIES))}, for few_rows "
+        f"{' '.join(map(str, HEADS))}",
+    )  # fmt: skip
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64], help="rows (M) of few_rows")
+    parser.add_argument("--compiled", action="store_true", help="few_rows beside torch.compile (max-autotune) too")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float16", "float32"],
+        default="bfloat16",
+        help="of weights and activations (%(default)s)",
+    )
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    before_imports(parser())
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftsmith.common.files import check_file, write_json
+from draftsmith.kernels import linear
+from draftsmith.kernels.accept_greedy import accept_greedy, accept_greedy_reference, advance, advance_reference
+from draftsmith.kernels.add_norm import add_norm, add_norm_reference
+from draftsmith.kernels.backend import INTERPRETING, multiprocessors, triton, why_not_triton
+from draftsmith.kernels.commit import commit
+from draftsmith.kernels.few_rows import MAX_ROWS, candidates
+from draftsmith.kernels.gated import gated, gated_reference
+from draftsmith.kernels.head_topk import head_topk
+from draftsmith.kernels.measured import no_collection
+from draftsmith.kernels.res_block import MAX_ROWS as MAX_POSITIONS
+from draftsmith.kernels.res_block import res_block, res_block_reference
+from draftsmith.kernels.roofline import Device, Work
+from draftsmith.kernels.rotate_write import rotate_write, rotate_write_reference
+from draftsmith.kernels.shortlist_linear import (
+    pack_shortlist,
+    shortlist_logits,
+    shortlist_logits_reference,
+    shortlist_topk,
+)
+from draftsmith.kernels.tree_attention import (
+    ancestor_mask,
+    attention_items,
+    causal_ancestors,
+    causal_bias,
+    tree_attention,
+    tree_attention_cached,
+    tree_bias,
+    tree_work,
+)
+from draftsmith.kernels.verify import ONE_HOT, WITHOUT_REPLACEMENT, verify_logits, verify_logits_reference
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+COLD_BYTES = 256 << 20  # of data that a graph reads in turn, beyond any L2 cache
+CHUNK = 512  # prompt tokens of a forward pass, as the engine runs them
+LIMIT = 2.0 if torch.cuda.is_available() else 0.1  # seconds of timing for one row, after compiling
+
+
+@dataclass
+class Row:
+    """One implementation of one operation. Times in microseconds.
+
+    moved, operations: bytes and multiply-adds · 2 that one call needs at least.
+    of_bound: the lower bound of the time over the median.
+    difference: largest absolute difference from the plain result; for verify the share of rows that differ.
+    """
+
+    kernel: str
+    way: str
+    shape: dict[str, int]
+    median_us: float
+    low_us: float
+    high_us: float
+    moved: float
+    operations: float
+    of_bound: float
+    difference: float
+
+
+def seconds(calls: Sequence[Callable[[], Any]], repeats: int = 30, limit: float = LIMIT) -> tuple[float, float, float]:
+    """Median, 20 % and 80 % quantile of the seconds of one call. On a GPU all calls are captured in one CUDA graph.
+
+    Args:
+        calls: run one after the other.
+        repeats: of all calls; fewer, at least three, where they would take longer than ``limit`` seconds.
+    """
+    take, once = (_capture if torch.cuda.is_available() else _run)(calls, repeats, limit)
+    times = [take() for _ in range(max(4, min(repeats + 3, int(limit / once))))]
+    ordered = torch.tensor(times[min(3, len(times) - 3) :], dtype=torch.float64)  # the first ones warm up
+    median, low, high = (ordered / len(calls)).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist()
+    return median, low, high
+
+
+def _run(calls: Sequence[Callable[[], Any]], repeats: int, limit: float) -> tuple[Callable[[], float], float]:
+    """On the CPU: a function that runs all calls and returns their seconds, and how long it takes."""
+
+    def take() -> float:
+        began = timeit.default_timer()
+        for call in calls:
+            call()
+        return timeit.default_timer() - began
+
+    return take, take()
+
+
+def _capture(calls: Sequence[Callable[[], Any]], repeats: int, limit: float) -> tuple[Callable[[], float], float]:
+    """On a GPU: a function that replays a graph of the calls and returns the seconds of all calls, and how long it
+    takes."""
+
+    def elapsed(run: Callable[[], None]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def run_all() -> None:
+        for call in calls:
+            call()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compile and warm up outside the capture
+        run_all()
+        once = elapsed(run_all)
+    torch.cuda.current_stream().wait_stream(stream)
+    rounds = max(1, min(10 // len(calls), int(limit / once / (repeats + 3))))
+    graph = torch.cuda.CUDAGraph()
+    with no_collection(), torch.cuda.graph(graph):
+        for _ in range(rounds):
+            run_all()
+    return lambda: elapsed(graph.replay) / rounds, once * rounds
+
+
+def measure_device(dtype: torch.dtype, device: str = "cuda") -> Device:
+    """Copy bandwidth over 1 GiB and the rate of a product of 8192 × 8192 matrices (on a CPU far smaller ones), each in
+    about :data:`LIMIT` seconds at most."""
+    size, width = (1 << 30, 8192) if device == "cuda" else (1 << 24, 256)
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = seconds([lambda: target.copy_(source)])[0]
+    a, b = torch.randn(2, width, width, device=device, dtype=dtype)
+    return Device(2 * source.numel() / copy, 2 * width**3 / seconds([lambda: a @ b])[0])
+
+
+class Table:
+    """Measure, print and keep rows."""
+
+    def __init__(self, device: Device, name: str, args: argparse.Namespace) -> None:
+        self.device, self.name, self.args, self.rows = device, name, args, list[Row]()
+        self.done = self.planned = 0  # shapes
+
+    def run(self, benches: Sequence[tuple[Callable[..., None], Sequence[int]]]) -> None:
+        """Measure all shapes: functions of this file and their last arguments. What does not fit is left out."""
+        self.planned = len(benches)
+        for bench, sizes in benches:
+            try:
+                bench(self.args, self, *sizes)
+                self.done += 1
+            except torch.cuda.OutOfMemoryError:
+                print(f"{bench.__name__}{sizes}: does not fit into this GPU's memory, left out", flush=True)
+            self.write()
+
+    def write(self) -> None:
+        """After each row, so that a command that is killed keeps what it measured."""
+        if self.args.out:
+            versions = {"torch": torch.__version__, "python": platform.python_version()}
+            versions |= {} if triton is None else {"triton": triton.__version__}
+            facts = {"device": self.name, **asdict(self.device), "dtype": self.args.dtype, "versions": versions}
+            facts |= {"shapes": {"done": self.done, "planned": self.planned}}
+            write_json(self.args.out, facts | {"rows": [asdict(row) for row in self.rows]})
+
+    def add(
+        self, kernel: str, way: str, shape: dict[str, int], calls: Sequence[Callable[[], Any]], moved: float,
+        operations: float, difference: float,
+    ) -> None:  # fmt: skip
+        """Time the calls; the other arguments are fields of :class:`Row`."""
+        median, low, high = seconds(calls)
+        bound = self.device.bound(Work(moved, operations))[1]
+        row = Row(
+            kernel, way, shape, median * 1e6, low * 1e6, high * 1e6, moved, operations, bound / median, difference
+        )  # fmt: skip
+        self.rows.append(row)
+        self.write()
+        sizes = " ".join(f"{name}={size}" for name, size in shape.items())
+        print(
+            f"{kernel:10} {way:16} {sizes:34} {row.median_us:10.1f} {row.low_us:10.1f} {row.high_us:10.1f} "
+            f"{row.of_bound:9.1%} {row.difference:11.1e}",
+            flush=True,
+        )
+
+
+def copies(bytes_each: int, device: str) -> int:
+    """How many copies of the data exceed a GPU's L2 cache."""
+    return max(1, min(64, -(-COLD_BYTES // bytes_each))) if device == "cuda" else 1
+
+
+def random_tree(nodes: int) -> tuple[Tensor, Tensor]:
+    """A tree as calibration makes them, a few levels deep: ancestors ``[1, N, W]``, depth ``[1, N]``."""
+    generator = torch.Generator().manual_seed(nodes)
+    mask, depth = torch.eye(nodes, dtype=torch.bool), torch.zeros(nodes, dtype=torch.int32)
+    for node in range(1, nodes):
+        above = int(torch.randint(node, (), generator=generator))
+        mask[node] |= mask[above]
+        depth[node] = depth[above] + 1
+    words = F.pad(mask, (0, -nodes % 64)).view(nodes, -1, 64).long()
+    return (words << torch.arange(64)).sum(-1)[None], depth[None]
+
+
+def bench_attention(args: argparse.Namespace, table: Table, batch: int, context: int, nodes: int, ragged: int) -> None:
+    """Trees behind ``context`` cached tokens each; ragged: only the first row has as many, the others a sixteenth."""
+    dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
+    slots, scale = context + nodes, width**-0.5
+    cached = [context] + [context // 16 if ragged else context] * (batch - 1)
+    caches = [
+        torch.randn(2, batch, kv_heads, slots, width, device=args.device, dtype=dtype)
+        for _ in range(copies(2 * batch * kv_heads * slots * width * dtype.itemsize, args.device))
+    ]
+    q = torch.randn(batch, nodes, heads, width, device=args.device, dtype=dtype).transpose(1, 2)
+    ancestors, depth = (part.to(args.device).expand(batch, *part.shape[1:]) for part in random_tree(nodes))
+    lengths = torch.tensor(cached, device=args.device)
+    mask = ancestor_mask(ancestors, nodes)
+    bias = tree_bias(lengths, mask, depth, slots, 0, dtype)
+    # As in a model, whose layers share the plan of a forward pass.
+    items = attention_items(batch, nodes, heads, kv_heads, width, slots, dtype, lengths.device)
+    work = tree_work(lengths, nodes, items)
+    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "SDPA": lambda k, v: tree_attention(q, k, v, bias, scale),
+        "triton": lambda k, v: tree_attention_cached(q, k, v, lengths, ancestors, nodes, scale, work=work),
+    }
+    if nodes * heads <= 16 * kv_heads:  # whether LAST_MERGES should be on
+        ways["triton, last program merges"] = lambda k, v: tree_attention_cached(
+            q, k, v, lengths, ancestors, nodes, scale, work=work, last_merges=True
+        )
+    if args.device == "cuda":
+        ways["flex_attention"] = flex_attention_way(q, mask, lengths, slots, scale)
+    if batch == 1 and importlib.util.find_spec("flashinfer"):
+        flashinfer: Any = importlib.import_module("flashinfer")
+        seen = bias[0, 0] == 0
+        ways["flashinfer"] = lambda k, v: (
+            flashinfer.single_prefill_with_kv_cache(
+                q[0].transpose(0, 1).contiguous(), k[0].transpose(0, 1), v[0].transpose(0, 1),
+                custom_mask=seen, sm_scale=scale,
+            ).transpose(0, 1)[None]
+        )  # fmt: skip
+    expected = ways["SDPA"](*caches[0])
+    shape = {"B": batch, "L": context, "N": nodes}
+    keys = sum(cached) + batch * nodes
+    moved = (2.0 * kv_heads * keys * width + 2 * q.numel()) * dtype.itemsize
+    for name, way in ways.items():
+        difference = float((way(*caches[0]) - expected).abs().max())
+        calls = [lambda k=k, v=v, way=way: way(k, v) for k, v in caches]
+        name = f"{name}, ragged" if ragged else name
+        table.add("attention", name, shape, calls, moved, 4.0 * heads * nodes * keys * width, difference)
+    if args.device == "cuda":
+        shape = {"B": batch, "T": nodes}
+        plan = [lambda: tree_work(lengths, nodes, items)]
+        table.add("attention", "plan, ragged" if ragged else "plan", shape, plan, 12.0 * items, 0.0, 0.0)
+
+
+def bench_prefill(args: argparse.Namespace, table: Table, batch: int, context: int) -> None:
+    """A chunk of a prompt behind ``context`` cached tokens; prints the memory that each way takes at its peak."""
+    dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
+    chunk = min(CHUNK, context)
+    slots, scale, device = context + chunk, width**-0.5, torch.device(args.device)
+    k, v = torch.randn(2, batch, kv_heads, slots, width, device=device, dtype=dtype)
+    q = torch.randn(batch, chunk, heads, width, device=device, dtype=dtype).transpose(1, 2)
+    bias = causal_bias(context, chunk, 0, dtype, device)
+    ancestors = causal_ancestors(chunk, device).expand(batch, -1, -1)
+    lengths = torch.full((batch,), context, device=device)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "triton, chunk": lambda: tree_attention_cached(q, k, v, lengths, ancestors, chunk, scale),
+        "SDPA, chunk": lambda: tree_attention(q, k, v, bias, scale),  # the second, since it may not fit into memory
+    }
+    expected = ways["triton, chunk"]()
+    pairs = chunk * context + chunk * (chunk + 1) // 2  # of a query and a key that it sees
+    moved = (2.0 * k.numel() + 2 * q.numel()) * dtype.itemsize
+    for name, way in ways.items():
+        before = 0
+        if args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        difference = float((way() - expected).abs().max())
+        if args.device == "cuda":
+            print(f"{name}: {(torch.cuda.max_memory_allocated() - before) / 2**20:.1f} MiB at its peak", flush=True)
+        shape = {"B": batch, "L": context, "T": chunk}
+        table.add("attention", name, shape, [way], moved, 4.0 * batch * heads * pairs * width, difference)
+
+
+def flex_attention_way(
+    q: Tensor, mask: Tensor, lengths: Tensor, slots: int, scale: float
+) -> Callable[[Tensor, Tensor], Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    nodes = mask.shape[1]
+
+    def seen(b: Tensor, h: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        node = slot - lengths[b]
+        return (node < 0) | (mask[b, query, node.clamp(0, nodes - 1)] & (node < nodes))
+
+    blocks = create_block_mask(seen, q.shape[0], None, nodes, slots, device=q.device)
+    compiled = torch.compile(flex_attention)
+    return lambda k, v: compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True)
+
+
+def bench_commit(args: argparse.Namespace, table: Table, batch: int, nodes: int) -> None:
+    dtype, depth, context = DTYPES[args.dtype], 5, 256
+    storage = torch.randn(
+        args.layers, 2, batch, args.kv_heads, context + nodes, args.width, device=args.device, dtype=dtype
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(nodes)
+    drafted = [torch.randperm(nodes - 1, generator=generator)[:depth].sort().values + 1 for _ in range(batch)]
+    path = F.pad(torch.stack(drafted), (1, 0)).to(args.device)
+    lengths, length = torch.full((batch,), context, device=args.device), torch.full((batch,), depth, device=args.device)
+
+    def gather_scatter(storage: Tensor) -> None:
+        numbers = torch.arange(depth + 1, device=args.device)
+        shape = (*storage.shape[:4], depth + 1, storage.shape[5])
+        source = (lengths[:, None] + path)[None, None, :, None, :, None].expand(shape)
+        target = (lengths[:, None] + numbers)[None, None, :, None, :, None].expand(shape)
+        storage.scatter_(4, target, storage.gather(4, source))
+
+    results: list[Tensor] = []
+    ways = {"gather + scatter": gather_scatter, "triton": lambda s: commit(s, lengths, path, length)}
+    for name, way in ways.items():
+        moved = storage.clone()
+        way(moved)
+        results.append(moved[..., : context + depth + 1, :].clone())  # timing moves them again
+        difference = float((results[-1] - results[0]).abs().max())
+        size = 2 * depth * storage[..., 0, :].numel() * dtype.itemsize
+        call = lambda way=way, moved=moved: way(moved)  # noqa: E731
+        table.add("commit", name, {"layers": args.layers, "B": batch, "N": nodes}, [call], size, 0, difference)
+
+
+def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int, vocabulary: int) -> None:
+    draws, dtype = 4, DTYPES[args.dtype]
+    logits = torch.randn(batch, nodes, vocabulary, device=args.device).mul(3).to(dtype)
+    p = logits.float().softmax(-1)
+    tokens = p.flatten(0, 1).multinomial(1).view(batch, nodes)
+    numbers = (
+        torch.arange(nodes * draws, device=args.device).view(nodes, draws) + 1
+    )  # node i's draws lead to 4i + 1 … 4i + 4
+    child = torch.where(numbers < nodes, numbers, -1).expand(batch, -1, -1)
+    q_row = torch.arange(nodes, device=args.device)[:, None].expand(nodes, draws).expand(batch, -1, -1)
+    uniforms, last = torch.rand(batch, nodes, draws, device=args.device), torch.rand(batch, device=args.device)
+    temperature = torch.full((batch,), 0.8, device=args.device)
+    top_k, top_p = torch.full((batch,), 50, device=args.device), torch.full((batch,), 0.9, device=args.device)
+    drawn_q = torch.randn_like(p).mul(3).add(p.log()).softmax(-1)
+    for name, kind, q, uses in (
+        ("one-hot", ONE_HOT, None, (False, False, False)),
+        ("one-hot, top-k and top-p", ONE_HOT, None, (False, True, False)),
+        ("drawn", WITHOUT_REPLACEMENT, drawn_q, (False, False, False)),
+    ):  # fmt: skip
+        shape = {"B": batch, "N": nodes, "V": vocabulary}
+        kinds = torch.full_like(child, kind, dtype=torch.int8)
+        arguments = (
+            logits, temperature, top_k, top_p, top_p, tokens, child, kinds, q_row, q, uniforms, last, 4, None, uses,
+        )  # fmt: skip
+        expected = verify_logits_reference(*arguments)
+        inner = min(nodes, -(-(nodes - 1) // draws))  # nodes that have draws
+        # All logits once, those of the node where the walk stops again; q of the nodes that have draws.
+        size = batch * vocabulary * (dtype.itemsize * (nodes + 1.0) + (0 if q is None else 4.0 * inner))
+        for way, function in (("plain PyTorch", verify_logits_reference), ("triton", verify_logits)):
+            results = function(*arguments)
+            # Rows that come out otherwise: a uniform within rounding of a border.
+            differs = torch.stack(
+                [(a == b).view(batch, -1).all(1) for a, b in zip(results, expected, strict=True)]
+            ).all(0)
+            call = lambda function=function, arguments=arguments: function(*arguments)  # noqa: E731
+            table.add("verify", f"{way}, {name}", shape, [call], size, 0, float((~differs).float().mean()))
+
+
+def bench_head_topk(args: argparse.Namespace, table: Table, batch: int, vocabulary: int) -> None:
+    dtype, rows, count = DTYPES[args.dtype], 5 * batch, 10  # five heads
+    features = torch.randn(rows, args.hidden, device=args.device, dtype=dtype)
+    size = vocabulary * args.hidden * dtype.itemsize
+    weights = [
+        torch.randn(vocabulary, args.hidden, device=args.device, dtype=dtype) * args.hidden**-0.5
+        for _ in range(copies(size, args.device))
+    ]
+    exact = F.linear(features.float(), weights[0].float()).topk(count).values
+    for name, way in (
+        ("F.linear + topk", lambda w: F.linear(features, w).float().topk(count)),
+        ("triton", lambda w: head_topk(features, w, count)),
+    ):
+        difference = float((way(weights[0])[0] - exact).abs().max())
+        calls = [lambda w=w, way=way: way(w) for w in weights]
+        shape = {"M": rows, "d": args.hidden, "V": vocabulary}
+        table.add("head_topk", name, shape, calls, size, 2.0 * rows * args.hidden * vocabulary, difference)
+
+
+def bench_shortlist(args: argparse.Namespace, table: Table, batch: int, nodes: int, vocabulary: int) -> None:
+    """Other clusters at every call: on a CPU, a fifth of the rows may fit into the cache."""
+    dtype, width, count, capacity = DTYPES[args.dtype], args.hidden, 10, vocabulary // 5
+    clusters = min(256, vocabulary // 8)
+    generator = torch.Generator().manual_seed(vocabulary)
+    cuts = torch.randperm(vocabulary - 1, generator=generator)[: clusters - 1].sort().values + 1
+    starts = F.pad(F.pad(cuts, (1, 0)), (0, 1), value=vocabulary).to(args.device)
+    ids = torch.randperm(vocabulary, generator=generator).to(args.device)
+    scores = list(torch.rand(10, batch, clusters, generator=generator).to(args.device))
+    lists = [pack_shortlist(one, starts, clusters, capacity) for one in scores]
+    features = torch.randn(batch, nodes, width, device=args.device, dtype=dtype)
+    size = vocabulary * width * dtype.itemsize
+    heads = [
+        nn.Linear(width, vocabulary, bias=False, device=args.device, dtype=dtype).requires_grad_(False)
+        for _ in range(copies(size, args.device))
+    ]
+
+    def full(head: nn.Linear) -> Tensor:
+        return linear.apply_linear(head, features).float()
+
+    def full_topk(head: nn.Linear) -> Tensor:
+        if why_not_triton(features):
+            return full(head).topk(count).values
+        return head_topk(features.flatten(0, 1), head.weight, count)[0].view(batch, nodes, count)
+
+    def logits(head: nn.Linear, rows: Tensor) -> Tensor:
+        return shortlist_logits(features, head.weight, rows)
+
+    def topk(head: nn.Linear, rows: Tensor) -> Tensor:
+        return shortlist_topk(features, head.weight, rows, ids, count)[0]
+
+    shape = {"B": batch, "n": nodes, "d": width, "V": vocabulary, "C": capacity}
+    rows, head = lists[0].rows, heads[0]
+    known = (rows[:1] >= 0)[:, None].expand(1, nodes, -1)
+    exact = shortlist_logits_reference(features[:1], head.weight, rows[:1])  # of one text: gathers in float32
+
+    def compare(found: Tensor) -> float:
+        return float((found - exact)[known].abs().max())
+
+    def compare_best(found: Tensor, best: Tensor) -> float:
+        return float(torch.where(found[:1] == best, 0, found[:1] - best).abs().max())  # −inf where there are fewer
+
+    of_rows = full(head)[:1].gather(2, rows[:1].clamp(min=0)[:, None].expand_as(exact))
+    counts = torch.stack([one.count.sum() for one in lists])  # some rows fewer than fit: clusters are taken whole
+    moved = float(counts.double().mean()) * width * dtype.itemsize
+    per_byte = 2.0 * nodes / dtype.itemsize  # multiply-adds · 2
+    pairs = [(heads[number % len(heads)], one.rows) for number, one in enumerate(lists)]
+    for way, calls, difference, bytes_moved, operations in (
+        ("full head", [lambda h=h: full(h) for h in heads], compare(of_rows), size, size * per_byte * batch),
+        ("shortlist", [lambda h=h, r=r: logits(h, r) for h, r in pairs], compare(logits(head, rows)[:1]), moved,
+         moved * per_byte),
+        ("full head, topk", [lambda h=h: full_topk(h) for h in heads],
+         compare_best(full_topk(head), full(head)[:1].topk(count).values), size, size * per_byte * batch),
+        ("shortlist, topk", [lambda h=h, r=r: topk(h, r) for h, r in pairs],
+         compare_best(topk(head, rows), exact.topk(count).values), moved, moved * per_byte),
+        ("choice of rows", [lambda s=s: pack_shortlist(s, starts, clusters, capacity) for s in scores],
+         float((pack_shortlist(scores[0].cpu(), starts.cpu(), clusters, capacity).rows != rows.cpu()).float().mean()),
+         8.0 * rows.numel(), 0.0),
+    ):  # fmt: skip
+        table.add("shortlist", way, shape, calls, bytes_moved, operations, difference)
+
+
+def bench_few_rows(args: argparse.Namespace, table: Table, rows: int, inputs: int, outputs: int) -> None:
+    dtype = DTYPES[args.dtype]
+    size = inputs * outputs * dtype.itemsize
+    x = torch.randn(rows, inputs, device=args.device, dtype=dtype)
+    matrices = [
+        torch.randn(outputs, inputs, device=args.device, dtype=dtype).mul_(inputs**-0.5).t()
+        for _ in range(copies(size, args.device))
+    ]
+    out = x.new_empty(rows, outputs)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {"torch.mm": lambda w: torch.mm(x, w, out=out)}
+    form, parts_form = few_rows_forms(rows, matrices[0])
+    parts = linear.partial_buffer(parts_form, rows, matrices[0])
+    ways[form] = lambda w: linear.product(form, x, w, None, out)
+    ways[f"parts: {parts_form}"] = lambda w: linear.partial_product(parts_form, x, w, parts)
+    if args.compiled and args.device == "cuda":
+        compiled = torch.compile(torch.mm, mode="max-autotune-no-cudagraphs", dynamic=False)
+        ways["torch.compile"] = lambda w: compiled(x, w)
+    exact = x.float() @ matrices[0].float()
+    shape, moved = {"M": rows, "K": inputs, "N": outputs}, size + float(x.nbytes + out.nbytes)
+    for way, function in ways.items():
+        found = function(matrices[0]).float()
+        difference = float(((found.sum(0) if found.dim() == 3 else found) - exact).abs().max())
+        calls = [lambda w=w, function=function: function(w) for w in matrices]
+        table.add("few_rows", way, shape, calls, moved, 2.0 * rows * inputs * outputs, difference)
+
+
+def few_rows_forms(rows: int, matrix: Tensor) -> tuple[str, str]:
+    """The fastest forms of the product and of its parts; under the interpreter, where times mean nothing, the last of
+    the candidates."""
+    if matrix.is_cuda:
+        return linear.choose(rows, matrix), linear.choose(rows, matrix, partial=True)
+    inputs, outputs = matrix.shape
+    forms = candidates(rows, inputs, outputs, matrix.dtype, multiprocessors(matrix.device))
+    return forms[0].name, forms[-1].name
+
+
+def partial_sums(args: argparse.Namespace, rows: int, outputs: int, parts: int) -> list[Tensor]:
+    """Outputs of products ``[S, M, outputs]``: one part in the model's dtype, or several in float32 (split-K)."""
+    dtype = DTYPES[args.dtype] if parts == 1 else torch.float32
+    count = copies(parts * rows * outputs * dtype.itemsize, args.device)
+    return list(torch.randn(count, parts, rows, outputs, device=args.device, dtype=dtype).mul_(parts**-0.5))
+
+
+def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """In separate operations, if there is more than one part: ``[S, M, outputs]`` → ``[M, outputs]``."""
+    return parts[0] if len(parts) == 1 else parts.sum(0).to(dtype)
+
+
+def add_fused(
+    table: Table, name: str, shape: dict[str, int], plain: Callable[..., Sequence[Tensor]],
+    fused: Callable[..., Sequence[Tensor]], data: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], moved: float,
+    operations: float = 0.0,
+) -> None:  # fmt: skip
+    """Both ways over all ``data``, the arguments of calls, some of which are written to; ``expected`` of the first."""
+    first = [part.clone() for part in data[0]]  # timing changes them
+    for way, function in (("plain PyTorch", plain), ("triton", fused)):
+        found = function(*(part.clone() for part in first))
+        pairs = zip(found, expected, strict=True)
+        difference = float(torch.stack([(a.float() - b.float()).abs().max() for a, b in pairs]).max())  # NaN if one is
+        calls = [lambda one=one, function=function: function(*one) for one in data]
+        table.add("fused", f"{way}, {name}", shape, calls, moved, operations, difference)
+
+
+def bench_add_norm(args: argparse.Namespace, table: Table, batch: int, nodes: int, parts: int) -> None:
+    dtype, rows, width, eps = DTYPES[args.dtype], batch * nodes, args.hidden, 1e-5
+    weight = torch.rand(width, device=args.device, dtype=dtype) + 0.5
+    data = [
+        (torch.randn_like(y[0], dtype=dtype), y, torch.full_like(y[0], torch.nan, dtype=dtype))
+        for y in partial_sums(args, rows, width, parts)
+    ]
+
+    def plain(x: Tensor, y: Tensor, out: Tensor) -> Sequence[Tensor]:
+        x.add_(add_up(y, dtype))
+        return x, F.rms_norm(x, weight.shape, weight, eps)
+
+    def fused(x: Tensor, y: Tensor, out: Tensor) -> Sequence[Tensor]:
+        add_norm(x, y, weight, eps, out)
+        return x, out
+
+    x, y, out = data[0]
+    expected = x.clone(), out.clone()
+    add_norm_reference(expected[0], y, weight, eps, expected[1])
+    moved = y.nbytes + 2.0 * x.nbytes + out.nbytes + weight.nbytes
+    add_fused(table, "add_norm", {"S": parts, "M": rows, "d": width}, plain, fused, data, expected, moved)
+
+
+def bench_rotate_write(args: argparse.Namespace, table: Table, batch: int, nodes: int, parts: int) -> None:
+    dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
+    rows, all_heads, context = batch * nodes, heads + 2 * kv_heads, 256
+    numbers, depth = torch.arange(context + nodes, device=args.device), random_tree(nodes)[1].to(args.device)
+    slots, positions = numbers[context:].expand(batch, -1), (context + depth.long()).expand(batch, -1)
+    angle = numbers[:, None] * 5e5 ** -torch.linspace(0, 1, width // 2 + 1, device=args.device)[:-1]
+    cos, sin = angle.cos(), angle.sin()
+    angles = torch.cat([cos, cos, -sin, sin], 1).to(dtype)  # [P, 2 · D]
+    data = [
+        (
+            qkv, qkv.new_zeros(batch, context + nodes, 2, kv_heads, width, dtype=dtype),
+            qkv.new_full((batch, nodes, heads, width), torch.nan, dtype=dtype),
+        )
+        for qkv in partial_sums(args, rows, all_heads * width, parts)
+    ]  # fmt: skip
+    # Once per forward pass, for all layers.
+    own_cos, own_sin = F.embedding(positions, angles).view(batch, nodes, 2, 1, width).unbind(2)
+    numbers_of_rows = torch.arange(batch, device=args.device)[:, None]
+
+    def plain(qkv: Tensor, cache: Tensor, q_out: Tensor) -> Sequence[Tensor]:
+        """As ``run_layer`` of models/lean.py."""
+        each = add_up(qkv, dtype).view(batch, nodes, all_heads, width)
+        qk = each[:, :, : heads + kv_heads]
+        other = qk.roll(width // 2, -1)
+        qk.mul_(own_cos).addcmul_(other, own_sin)
+        cache.index_put_((numbers_of_rows, slots), each[:, :, heads:].view(batch, nodes, 2, kv_heads, width))
+        return each[:, :, :heads], cache
+
+    def fused(qkv: Tensor, cache: Tensor, q_out: Tensor) -> Sequence[Tensor]:
+        rotate_write(qkv, angles, positions, slots, cache, q_out)
+        return q_out, cache
+
+    qkv, cache, q_out = data[0]
+    expected = q_out.clone(), cache.clone()
+    rotate_write_reference(qkv, angles, positions, slots, expected[1], expected[0])
+    moved = qkv.nbytes + float(rows * all_heads * width * dtype.itemsize)
+    add_fused(table, "rotate_write", {"S": parts, "B": batch, "N": nodes}, plain, fused, data, expected, moved)
+
+
+def bench_gated(args: argparse.Namespace, table: Table, batch: int, nodes: int, parts: int) -> None:
+    dtype, rows, width = DTYPES[args.dtype], batch * nodes, int(3.5 * args.hidden)
+    data = [
+        (both, both.new_full((rows, width), torch.nan, dtype=dtype))
+        for both in partial_sums(args, rows, 2 * width, parts)
+    ]
+
+    def plain(both: Tensor, out: Tensor) -> Sequence[Tensor]:
+        gate, up = add_up(both, dtype).chunk(2, -1)
+        return (F.silu(gate).mul_(up),)
+
+    def fused(both: Tensor, out: Tensor) -> Sequence[Tensor]:
+        gated(both, out, "silu")
+        return (out,)
+
+    both, out = data[0]
+    expected = out.clone()
+    gated_reference(both, expected, "silu")
+    moved = float(both.nbytes + out.nbytes)
+    add_fused(table, "gated", {"S": parts, "M": rows, "F": width}, plain, fused, data, (expected,), moved)
+
+
+def bench_res_block(args: argparse.Namespace, table: Table, batch: int) -> None:
+    """Of five heads, for one position of each text."""
+    dtype, heads, width = DTYPES[args.dtype], 5, args.hidden
+    x = torch.randn(batch, width, device=args.device, dtype=dtype).expand(heads, -1, -1)
+    bias = torch.randn(heads, 1, width, device=args.device, dtype=dtype)
+    weights = [
+        torch.randn(heads, width, width, device=args.device, dtype=dtype).mul_(width**-0.5)
+        for _ in range(copies(heads * width**2 * dtype.itemsize, args.device))
+    ]
+    expected = res_block_reference(x.float(), weights[0].float(), bias.float())
+    moved = weights[0].nbytes + bias.nbytes + (batch + heads * batch) * width * float(dtype.itemsize)
+    add_fused(
+        table, "res_block", {"K": heads, "P": batch, "d": width}, lambda *data: (res_block_reference(*data),),
+        lambda *data: (res_block(*data),), [(x, weight, bias) for weight in weights], (expected,), moved,
+        2.0 * heads * batch * width**2,
+    )  # fmt: skip
+
+
+def bench_acceptance(args: argparse.Namespace, table: Table, batch: int, nodes: int) -> None:
+    """Greedy acceptance and the state of the next step, all in the L2 cache: in a step, most of it was written just
+    before."""
+    ancestors, depth = (part.to(args.device).repeat(batch, *[1] * (part.dim() - 1)) for part in random_tree(nodes))
+    max_depth, number = int(depth.max()), torch.arange(nodes, device=args.device)
+    above = ancestor_mask(ancestors, nodes) & (depth[:, None] == depth[..., None] - 1)  # True at the parent alone
+    parent = torch.where(number > 0, above.int().argmax(-1), -1).int()
+    choice, tokens = torch.randint(2, (2, batch, nodes), device=args.device)  # about half of all nodes agree
+    best = torch.randn(batch, nodes, device=args.device, dtype=DTYPES[args.dtype])
+    valid, active = number.expand(batch, -1) >= 0, torch.arange(batch, device=args.device) % 3 != 1
+    committed = tokens.new_full((batch, max_depth + 2), -2)
+    data = (choice, best, tokens, parent, depth, ancestors, valid, active, committed)
+
+    def plain(*data: Tensor) -> Sequence[Tensor]:
+        return *accept_greedy_reference(*data, max_depth=max_depth), data[-1]
+
+    def fused(*data: Tensor) -> Sequence[Tensor]:
+        return *accept_greedy(*data, max_depth=max_depth), data[-1]
+
+    shape, expected = {"B": batch, "N": nodes}, plain(*(part.clone() for part in data))
+    moved = float(sum(part.nbytes for part in (*data, *expected[:-1])))
+    add_fused(table, "accept_greedy", shape, plain, fused, [data], expected, moved)
+
+    _, length, node, bonus, _, _ = expected
+    features = torch.randn(batch, nodes, args.hidden, device=args.device, dtype=best.dtype)
+    state = (torch.full_like(length, 256), torch.full_like(bonus, -1), torch.full_like(features[:, 0], torch.nan))
+    data = (*state, features, node, bonus, length, active)
+
+    def plain_advance(*data: Tensor) -> Sequence[Tensor]:
+        advance_reference(*data)
+        return data[:3]
+
+    def fused_advance(*data: Tensor) -> Sequence[Tensor]:
+        advance(*data)
+        return data[:3]
+
+    shape, expected = shape | {"F": args.hidden}, plain_advance(*(part.clone() for part in data))
+    moved = 2.0 * state[2].nbytes
+    add_fused(table, "advance", shape, plain_advance, fused_advance, [data], expected, moved)
+
+
+def main() -> None:
+    args = parser().parse_intermixed_args()
+    wanted = args.kernels or list(KERNELS)
+    if unknown := set(wanted) - set(KERNELS):
+        raise ValueError(f"{', '.join(sorted(unknown))}: no such kernel; there are {', '.join(KERNELS)}")
+    check_file("--out", args.out)
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if set(wanted) != {"shortlist"} or args.device == "cuda":
+        if triton is None:
+            raise ValueError("triton is not installed; it comes with a CUDA build of torch")
+        if args.device == "cpu" and not INTERPRETING:
+            raise ValueError("the kernels but shortlist are measured on a CUDA GPU, and there is none here")
+    least = 1 if set(wanted) == {"fused"} else 8  # a committed path has several nodes
+    if min(args.nodes) < least:
+        raise ValueError(f"--nodes {min(args.nodes)}: has to be at least {least}")
+    if args.vocabulary and min(args.vocabulary) < 50:
+        raise ValueError(f"--vocabulary {min(args.vocabulary)}: has to be at least 50")
+    if not 0 < min(args.rows) <= max(args.rows) <= MAX_ROWS:
+        raise ValueError(f"--rows {' '.join(map(str, args.rows))}: have to be from 1 to {MAX_ROWS}")
+    linear.BUDGET = linear.GPU_BUDGET = float("inf")  # the forms of products are measured for every shape
+
+    with torch.inference_mode():
+        name = "CPU, interpreted" if INTERPRETING else f"CPU, {torch.get_num_threads()} threads"
+        if args.device == "cuda":
+            name = torch.cuda.get_device_name()
+        table = Table(measure_device(DTYPES[args.dtype], args.device), name, args)
+        print(
+            f"{name}: copies {table.device.copy_bandwidth / 1e12:.3g} TB/s (read and written), multiplies "
+            f"{args.dtype} at {table.device.matmul_rate / 1e12:.3g} TFLOP/s\n"
+            f"{'kernel':10} {'way':16} {'shape':34} {'median µs':>10} {'20 %':>10} {'80 %':>10} {'of bound':>9} "
+            f"{'difference':>11}"
+        )
+        table.run(benches_of(wanted, args))
+
+
+def benches_of(wanted: Sequence[str], args: argparse.Namespace) -> list[tuple[Callable[..., None], Sequence[int]]]:
+    """What is measured, in this order: a function of this file and its last arguments."""
+    benches: list[tuple[Callable[..., None], Sequence[int]]] = []
+    vocabularies = args.vocabulary or [VOCABULARY]
+    for batch in args.batches:
+        if "attention" in wanted:
+            benches.append((bench_prefill, (batch, max(args.contexts))))
+        for nodes in args.nodes:
+            if "attention" in wanted:
+                for context in args.contexts:
+                    benches += [(bench_attention, (batch, context, nodes, ragged)) for ragged in range(min(batch, 2))]
+            if "commit" in wanted:
+                benches.append((bench_commit, (batch, nodes)))
+            if "verify" in wanted:
+                benches += [(bench_verify, (batch, nodes, vocabulary)) for vocabulary in vocabularies]
+            if "fused" in wanted:
+                fused = (bench_add_norm, bench_rotate_write, bench_gated)
+                benches += [(bench, (batch, nodes, parts)) for bench in fused for parts in (1, 4)]
+                benches.append((bench_acceptance, (batch, nodes)))
+        if "fused" in wanted and batch <= MAX_POSITIONS:  # with more, the kernel is not used
+            benches.append((bench_res_block, (batch,)))
+        if "head_topk" in wanted:
+            benches += [(bench_head_topk, (batch, vocabulary)) for vocabulary in vocabularies]
+        if "shortlist" in wanted:
+            sizes = itertools.product(args.vocabulary or VOCABULARIES, args.level)
+            benches += [(bench_shortlist, (batch, nodes, vocabulary)) for vocabulary, nodes in sizes]
+    if "few_rows" in wanted:
+        width = args.hidden
+        shapes = [(int(inputs * width), int(outputs * width)) for inputs, outputs in PRODUCTS]
+        shapes += [(width, vocabulary) for vocabulary in args.vocabulary or HEADS]
+        benches += [(bench_few_rows, (rows, *shape)) for rows in args.rows for shape in shapes]
+    return benches
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,191 @@
+"""Four ways to train Medusa heads, with equally many head-training steps: τ, speed-up, how far the target has moved.
+
+    python benchmarks/medusa_stages.py --prompts runs/bench-medusa/prompts.jsonl --out runs/bench-medusa
+    python benchmarks/medusa_stages.py --prompts runs/demo/prompts.jsonl --out runs/bench-medusa --steps 100  # rough
+
+    medusa-1         the target frozen
+    joint, direct    heads and target together from the start, cross-entropy (arXiv 2401.10774 §2.2.2 says: it harms)
+    joint, 2 stages  the heads alone for half of the steps, then together, cross-entropy
+    self-distilled   the same, but KL keeps the target near its original distribution
+
+All train on the same answers of the target, by recipes/tiny-medusa2.yaml (--recipe for another). Finished runs are
+kept: the command resumes where it was stopped. τ is given twice: on what the trained target now writes (real, by the
+engine), and on what the original target wrote (simulated). A target whose text became
+more predictable would gain in the first and lose in the second.
+"""
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
+from draftsmith.common.content import check_recipe
+from draftsmith.common.files import check_folder
+from draftsmith.inference.commands.early import check_prompts
+
+PARSER = CommandLine(__doc__)
+PARSER.add_argument("--recipe", default="recipes/tiny-medusa2.yaml", help="which the runs follow (%(default)s)")
+PARSER.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="held-out prompts")
+PARSER.add_argument("--steps", type=int, default=400, help="head-training steps of each way")
+PARSER.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
+PARSER.add_argument("--repeat", type=int, default=1, help="rounds over all prompts; the median counts")
+PARSER.add_argument(
+    "--out",
+    type=Path,
+    default=Path("runs/bench-medusa"),
+    metavar="DIR",
+    help="folder of the runs and figures (%(default)s)",
+)
+PARSER.add_argument("overrides", nargs="*", metavar="section.field=value", help="for every run")
+if __name__ == "__main__":
+    before_imports(PARSER, lambda args: (check_prompts(args.prompts), check_recipe(args)))
+
+import torch
+from rich.table import Table
+from safetensors.torch import load_file
+
+from draftsmith.common.recipe import read_recipe
+from draftsmith.inference.commands.prompts import read_prompts
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.drafters.ranks import best_tree, head_ranks, simulate
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.evaluation import report as reporting
+from draftsmith.inference.evaluation.lossless import check_greedy
+from draftsmith.inference.evaluation.timing import Method, run_rounds
+from draftsmith.models.adapter import target_of
+from draftsmith.models.artifact import device_name, read_drafter, read_json, versions, write_json
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import load_target
+from draftsmith.train import folders
+from draftsmith.train.medusa import SIMULATED_NODES, MedusaRecipe
+
+console = make_console(None if sys.stdout.isatty() else 110)  # the table is wider than 80
+
+
+def ways(steps: int, recipe: MedusaRecipe) -> dict[str, list[str]]:
+    """The overrides of each way, by name; the heads train for ``steps`` steps in all of them.
+
+    Args:
+        recipe: has the two stages of Medusa-2.
+    """
+    heads, joint = (stage.model_dump(mode="json") for stage in recipe.stages)
+    # No KL limit applies then, so that the weights are chosen by τ alone, however far the target has moved.
+    loose = {
+        **joint,
+        "joint": {**joint["joint"], "loss": "ce", "head_weight": 0.2, "ramp": "constant", "max_kl": 100.0},
+    }
+
+    def stages(*entries: tuple[dict[str, Any], int]) -> str:
+        return "stages=" + json.dumps([{**entry, "steps": count} for entry, count in entries])
+
+    half = steps // 2
+    return {
+        "medusa-1": [stages((heads, steps)), "precision.gradient_checkpointing=false"],
+        "joint, direct": [stages((loose, steps))],
+        "joint, 2 stages": [stages((heads, half), (loose, steps - half))],
+        "self-distilled": [stages((heads, half), (joint, steps - half))],
+    }
+
+
+def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -> Path:
+    """Folder of a finished run; trains it, or resumes training, if need be."""
+    folder = out / f"{name.replace(', ', '-').replace(' ', '-')}-{steps}"
+    if (folder / "config.json").exists():
+        return folder
+    if not (folder / "answers").exists():  # the same for all, and made by the first
+        for other in sorted(out.glob("*/answers")):
+            folders.mark(folder, "medusa")
+            shutil.copytree(other, folder / "answers")
+            break
+    where = [f"run.name={folder.name}", f"run.output_dir={out}"]
+    command = [sys.executable, "train/medusa.py", recipe, *where, *overrides, "--resume"]
+    console.print(f"{name}: {shlex.join(command[1:])}", style="bold")
+    done = subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, check=False)
+    if done.returncode:
+        raise ValueError(f"training '{name}' failed (exit code {done.returncode}); fix it and run this again")
+    return folder
+
+
+def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> dict[str, Any]:
+    """τ, speed-up over plain decoding of the same target, losslessness, and drift of one finished run."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    _, config, weights = read_drafter(str(folder))
+    heads = MedusaHeads.from_artifact(config, weights, str(folder)).to(device)
+    target = target_of(folder, config, load_target(config["target"]["name_or_path"], device=device))
+    kept = load_file(folder / "held_out" / "model.safetensors")
+    ranks = head_ranks(target, heads, kept["tokens"], kept["supervised"])
+    tree = best_tree(ranks, SIMULATED_NODES)
+    write_json(folder / "tree.json", {"paths": [list(path) for path in tree.paths]})
+    drafted = SpeculativeDecoder(target, MedusaDrafter(heads, tree, target))
+    plain = SpeculativeDecoder(target)
+    texts = [prompt.encode(target) for prompt in read_prompts(prompts)]
+
+    def method(decoder: SpeculativeDecoder) -> Method:
+        return lambda some: decoder.generate(some, max_new_tokens, batch_size=1)
+
+    timed = run_rounds({"drafted": method(drafted), "plain": method(plain)}, texts, rounds, texts[:1])
+    results, plain_results = ([timed[name].outputs[n] for n in range(len(texts))] for name in ("drafted", "plain"))
+    checked = check_greedy(target, texts, [r.tokens for r in results], [r.tokens for r in plain_results])
+    counted = reporting.acceptance(results, tree.max_depth)
+    facts = read_json(folder / "provenance.json")
+    return {
+        "steps": facts["steps"],
+        "projection": heads.config.projection,
+        "mean_accepted_length": counted["mean_accepted_length"],
+        "mean_accepted_length_before_first_loop": counted["repetition"]["mean_accepted_length_before_first_loop"],
+        "simulated_on_the_originals_text": round(simulate(tree, ranks), 4),
+        "speedup": round(timed["drafted"].tokens_per_second / timed["plain"].tokens_per_second, 4),
+        "tokens_per_second": round(timed["drafted"].tokens_per_second, 2),
+        "repeated_4gram_rate": counted["repetition"]["repeated_4gram_rate"],
+        "kl": facts.get("kl", 0.0),
+        "perplexity_ratio": facts.get("perplexity_ratio", 1.0),
+        "lossless": checked.to_dict(),
+    }
+
+
+def main() -> None:
+    args = PARSER.parse_intermixed_args()
+    if args.steps < 2:
+        raise ValueError(f"--steps {args.steps}: at least 2, one for each stage")
+    read_prompts(args.prompts)
+    recipe = read_recipe(args.recipe, MedusaRecipe, args.overrides)
+    if [stage.joint is None for stage in recipe.stages] != [True, False]:
+        raise ValueError(f"{args.recipe}: two stages are needed, the second one joint, as in recipes/tiny-medusa2.yaml")
+    check_folder("--out", args.out)
+    torch.set_num_threads(available_cores())
+    rows: dict[str, dict[str, Any]] = {}
+    for name, own in ways(args.steps, recipe).items():
+        folder = train(args.recipe, args.out, name, args.steps, [*args.overrides, *own])
+        rows[name] = measure(folder, args.prompts, args.max_new_tokens, args.repeat)
+    device = device_name("cuda" if torch.cuda.is_available() else "cpu")
+    table = Table(title=f"{args.recipe} · {args.steps} steps of the heads · {device}", title_justify="left")
+    table.add_column("way", no_wrap=True)
+    what = [
+        "τ",
+        "τ before\nloops",
+        "τ on the\noriginal's text",
+        "× plain",
+        "KL per\ntoken",
+        "perplexity\nratio",
+        "exact",
+    ]
+    for column in what:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        table.add_row(
+            name, f"{row['mean_accepted_length']:.2f}", f"{row['mean_accepted_length_before_first_loop'] or 1:.2f}",
+            f"{row['simulated_on_the_originals_text']:.2f}", f"{row['speedup']:.2f}", f"{row['kl']:.4f}",
+            f"{row['perplexity_ratio']:.4f}", "yes" if not row["lossless"]["mismatches"] else "NO",
+        )  # fmt: skip
+    console.print(table)
+    command = "python benchmarks/medusa_stages.py " + shlex.join(sys.argv[1:])
+    write_json(args.out / "bench.json", {"ways": rows, "device": device, "versions": versions(), "command": command})
+    console.print(f"wrote {args.out / 'bench.json'}")
+
+
+if __name__ == "__main__":
+    run_command(main)

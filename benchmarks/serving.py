@@ -1,0 +1,753 @@
+"""Serving under load: requests arrive at random times; latency and tokens/s with speculation and without.
+
+    python benchmarks/serving.py ngram --target models/tiny-lm --prompts data/chats.jsonl --batches 1 8
+    python benchmarks/serving.py runs/demo ngram --prompts P.jsonl --batches 1 8 32 --out runs/serving.json
+    python benchmarks/serving.py runs/demo --prompts P.jsonl --loads 0.5 0.8 0.9 1.1 --rounds 4 --seconds 60
+    python benchmarks/serving.py none --target models/tiny-lm --prompts P.jsonl     # plain decoding alone
+
+DRAFTER is a name as decode.py takes it; plain decoding is measured in any case. For each number of rows in --batches:
+
+capacity  all requests are there at once: tokens/s with every row occupied, over plain decoding's, and τ, the mean
+          accepted length.
+loads     requests arrive by a Poisson process, at a share of the rate that plain decoding answers at its capacity. At
+          load 1 plain decoding is just busy all the time, whatever the machine. The clock is the real one: where
+          nothing has arrived and nothing is being decoded, the command sleeps.
+
+Of each load: latency (from a request's arrival to its last token), time to the first token, time per token after it,
+tokens/s, the mean number of occupied rows, and how many requests wait when the last one arrives. «The queue grew»:
+these are more than two, and more than a tenth of the measurement's requests. Percentiles are nearest-rank, so that p99
+of fewer than 100 requests is the slowest one.
+
+All methods get the same requests, which arrive at the same times; they take turns at each load. A request is one of the
+prompts, in random order, and a limit of new tokens, drawn from half of --max-new-tokens to all of it. Intervals of 95 %
+are bootstrap intervals over requests, each paired with the same request in plain decoding; those of latencies draw
+blocks of neighbouring requests, which wait for each other. Speculation «pays» at a load where the interval of its p90
+latency over plain decoding's lies below 1.
+
+Decoding is greedy. Every answer is compared with plain decoding of its prompt in a run of its own. Forward passes of
+other numbers of rows round differently, so that tokens of nearly equal logits may swap: what differs is checked as
+decode.py --check-lossless does it, and exit code 1 says that an answer differs by more than rounding.
+
+The engine reads a new prompt while the other rows wait, and a step computes all rows, occupied or not: both are in the
+figures.
+"""
+
+import argparse
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
+from draftsmith.inference.commands.early import check_prompts
+from draftsmith.inference.commands.options import check_counts, check_threads
+from draftsmith.inference.drafters.names import check_names, short_name
+from draftsmith.models.options import DECODERS, target_arguments, target_options
+
+PLAIN = "none"
+PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+MIN_REQUESTS = 5  # without which there is no interval
+RESAMPLES = 1000  # of the bootstrap over blocks of requests
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandLine(__doc__)
+    parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="as for decode.py; several are compared")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 8, 32], metavar="ROWS",
+        help="requests decoded at once, at most (default 1 8 32)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--loads", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0], metavar="L",
+        help="arrival rates, as shares of plain decoding's capacity (default 0.25 0.5 0.75 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help="of a measurement, at most (default: 4 for each row, 32 at least)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, metavar="S",
+        help="a measurement's requests arrive within so long (default 30); what then waits has as long again",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rounds", type=int, default=2, metavar="R",
+        help="measurements of each method at each load, with other requests and arrivals each time (default 2)",
+    )  # fmt: skip
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer, at most (default 64)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, limits and arrivals (default 0)")
+    target_options(parser)
+    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="write figures and all requests' times there, a plot beside it"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    before_imports(parser(), lambda args: (check_names(args.drafters, args.target), check_prompts(args.prompts)))
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from draftsmith.common.files import check_file, write_json
+from draftsmith.common.progress import ProgressBar
+from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
+from draftsmith.inference.commands.terminal import console, make_console
+from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
+from draftsmith.inference.evaluation.lossless import check_greedy
+from draftsmith.inference.evaluation.report import write_figure
+from draftsmith.inference.evaluation.timing import CHECK_ROWS, bootstrap_interval, format_duration
+from draftsmith.models.artifact import device_name, versions
+from draftsmith.models.target import Target
+
+# ---- requests and their times
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The requests of a round, in the order in which they arrive.
+
+    prompts: number of each one's prompt.
+    limits: new tokens, at most.
+    arrivals: seconds, of a Poisson process of one request per second.
+    """
+
+    prompts: list[int]
+    limits: list[int]
+    arrivals: list[float]
+
+    def at(self, rate: float, seconds: float) -> "Workload":
+        """The same process at another rate, for so many seconds; the first request comes at their end at the latest."""
+        arrivals = [arrival / rate for arrival in self.arrivals]
+        arrivals[0] = min(arrivals[0], seconds)
+        count = sum(arrival <= seconds for arrival in arrivals)
+        return Workload(self.prompts[:count], self.limits[:count], arrivals[:count])
+
+
+def draw_workload(num_prompts: int, count: int, max_new_tokens: int, seed: int) -> Workload:
+    """Requests with all prompts in random order, again and again, and limits drawn from half of ``max_new_tokens`` to
+    all of it."""
+    generator = torch.Generator().manual_seed(seed)
+    gaps = torch.empty(count, dtype=torch.float64).exponential_(1.0, generator=generator)
+    limits = torch.randint(-(-max_new_tokens // 2), max_new_tokens + 1, (count,), generator=generator)
+    orders = [torch.randperm(num_prompts, generator=generator) for _ in range(-(-count // num_prompts))]
+    return Workload(torch.cat(orders)[:count].tolist(), limits.tolist(), gaps.cumsum(0).tolist())
+
+
+class Waiting(Iterator[Request]):
+    """The requests that have arrived; it ends where none waits, and goes on with the next arrival.
+
+    Args:
+        arrivals: seconds.
+        clock: seconds since the beginning.
+        stop: after so many seconds no request is taken.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], arrivals: Sequence[float], clock: Callable[[], float], stop: float
+    ) -> None:
+        self.requests, self.arrivals, self.clock, self.stop = requests, arrivals, clock, stop
+        self.taken: list[float] = []  # when each request was taken
+
+    def __next__(self) -> Request:
+        number, now = len(self.taken), self.clock()
+        if number == len(self.requests) or now < self.arrivals[number] or now >= self.stop:
+            raise StopIteration
+        self.taken.append(now)
+        return self.requests[number]
+
+    def pause(self) -> float | None:
+        """Seconds until the next request arrives, at least 0; None if no more are taken."""
+        number, now = len(self.taken), self.clock()
+        if number == len(self.requests) or now >= self.stop:
+            return None
+        return max(0.0, self.arrivals[number] - now)
+
+
+@dataclass(frozen=True)
+class Served:
+    """One measurement: all times in seconds since its beginning.
+
+    taken, first, last: when a request got its row, its first and its last token; infinite if it was not taken.
+    answers: the results of the requests that were taken.
+    seconds: until the last token.
+    """
+
+    workload: Workload
+    taken: list[float]
+    first: list[float]
+    last: list[float]
+    answers: list[Generation]
+    seconds: float
+
+    @property
+    def waiting(self) -> int:
+        """Earlier requests that still wait when the last one arrives."""
+        return sum(taken > self.workload.arrivals[-1] for taken in self.taken[:-1])
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of each request; 0 if it was not taken."""
+        counts = [len(answer.tokens) for answer in self.answers]
+        return counts + [0] * (len(self.taken) - len(counts))
+
+
+def measure(
+    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], workload: Workload, rows: int, max_length: int,
+    stop: float, on_end: Callable[[int], None] | None = None,
+) -> Served:  # fmt: skip
+    """Answer requests as they arrive, by the real clock.
+
+    Args:
+        max_length: tokens of the longest prompt with its answer.
+        stop: after so many seconds no request is taken; those being decoded are finished.
+        on_end: called with the number of requests answered so far.
+    """
+    count = len(workload.arrivals)
+    requests = [
+        Request(prompts[number], limit) for number, limit in zip(workload.prompts, workload.limits, strict=True)
+    ]
+    first, last = [math.inf] * count, [math.inf] * count
+    answers: list[Generation] = []
+    began, ended = time.perf_counter(), 0
+
+    def clock() -> float:
+        return time.perf_counter() - began
+
+    waiting = Waiting(requests, workload.arrivals, clock, stop)
+    before = 0  # requests taken by earlier calls of serve, which numbers its own from 0
+
+    def add_tokens(number: int, new: list[int]) -> None:
+        last[before + number] = now = clock()
+        first[before + number] = min(first[before + number], now)
+
+    def end(number: int, result: Generation) -> None:
+        nonlocal ended
+        ended += 1
+        if on_end:
+            on_end(ended)
+
+    while (pause := waiting.pause()) is not None:
+        if pause:
+            time.sleep(pause)
+        before = len(waiting.taken)
+        # It returns when no text is being decoded and no request waits.
+        answers += decoder.serve(waiting, rows, max_length=max_length, on_tokens=add_tokens, on_end=end)
+    taken = waiting.taken + [math.inf] * (count - len(waiting.taken))
+    return Served(workload, taken, first, last, answers, max(last[: len(answers)]))
+
+
+# ---- figures
+
+
+def percentile(values: Tensor, share: float) -> Tensor:
+    """Nearest-rank percentile over the last dimension: the smallest value that is not below ``share`` of them; NaN of
+    no values."""
+    count = values.shape[-1]
+    if not count:
+        return torch.full(values.shape[:-1], math.nan, dtype=values.dtype)
+    return values.sort(-1).values[..., max(1, math.ceil(round(share * count, 9))) - 1]
+
+
+def percentile_ratio(values: Tensor, base: Tensor, share: float) -> tuple[float, tuple[float, float] | None]:
+    """Percentile of ``values [n]`` over that of ``base [n]``, of the same requests in the order of their arrival.
+
+    Returns:
+        The ratio, NaN where both are infinite; its 95 % interval from resampled blocks of ⌈√n⌉ neighbours (the last
+        and the first request are neighbours, too), None below :data:`MIN_REQUESTS`.
+    """
+    from scipy.stats import norm, t  # takes half a second to import
+
+    pair, count = torch.stack((values, base)).double(), len(values)
+    at_share = percentile(pair, share)
+    ratio = float(at_share[0] / at_share[1])
+    if count < MIN_REQUESTS:
+        return ratio, None
+    size = math.ceil(math.sqrt(count))
+    blocks = -(-count // size)
+    begins = torch.randint(count, (RESAMPLES, blocks, 1), generator=torch.Generator().manual_seed(0))
+    drawn = pair[:, ((begins + torch.arange(size)) % count).flatten(1)[:, :count]]
+    found = percentile(drawn, share)
+    ratios = (found[0] / found[1]).nan_to_num(nan=1.0, posinf=math.inf).sort().values  # ∞ / ∞: neither is better
+    # Expanded, since the plain percentiles are too narrow for few blocks (Hesterberg, arXiv 1411.5279).
+    tail = float(norm.cdf(math.sqrt(blocks / (blocks - 1)) * t.ppf(0.025, blocks - 1)))
+    edge = min(round(tail * RESAMPLES), RESAMPLES // 2 - 1)
+    return ratio, (float(ratios[edge]), float(ratios[-1 - edge]))
+
+
+def row_seconds(served: Served, rows: int) -> list[float]:
+    """For each request answered with all there at once, how long it kept a row: since the row's last text ended."""
+    ends = served.last[: len(served.answers)]
+    free = [0.0] * rows + sorted(ends)  # rows are taken in the order in which they become free
+    return [end - begin for end, begin in zip(ends, free, strict=False)]
+
+
+def capacity_columns(method: Sequence[Served], plain: Sequence[Served], rows: int) -> Tensor:
+    """``[4, n]``: tokens and row seconds of a method, tokens and row seconds of plain decoding, by request that both
+    have answered; one :class:`Served` of each round."""
+    columns: list[list[float]] = [[], [], [], []]
+    for mine, other in zip(method, plain, strict=True):
+        both = min(len(mine.answers), len(other.answers))
+        parts = (mine.tokens, row_seconds(mine, rows), other.tokens, row_seconds(other, rows))
+        for column, part in zip(columns, parts, strict=True):
+            column += part[:both]
+    return torch.tensor(columns, dtype=torch.float64)
+
+
+def speed_ratio(total: Tensor) -> Tensor:
+    return (total[0] / total[1]) / (total[2] / total[3])
+
+
+def rounded(value: float, digits: int = 4) -> float | None:
+    """None if it is not finite, which JSON lacks."""
+    return round(value, digits) if math.isfinite(value) else None
+
+
+def capacity_figures(method: Sequence[Served], plain: Sequence[Served], rows: int) -> dict[str, Any]:
+    """Figures of the measurements with all requests there at once; speeds of plain decoding are those of the requests
+    that both have answered."""
+    columns = capacity_columns(method, plain, rows)
+    total = columns.sum(-1)
+    interval = bootstrap_interval(columns, speed_ratio) if method is not plain else None
+    return {
+        "tokens_per_second": rounded(float(rows * total[0] / total[1]), 2),
+        "requests_per_second": rounded(float(rows * columns.shape[1] / total[1]), 6),
+        "over_plain": rounded(float(speed_ratio(total))),
+        "over_plain_interval": [round(bound, 4) for bound in interval] if interval else None,
+        **common_figures(method),
+    }
+
+
+def common_figures(rounds: Sequence[Served]) -> dict[str, Any]:
+    """What is counted at every load, and all times."""
+    lengths = [length for served in rounds for answer in served.answers for length in answer.accepted]
+    return {
+        "tau": round(sum(lengths) / len(lengths), 4) if lengths else None,
+        "requests": sum(len(served.taken) for served in rounds),
+        "answered": sum(len(served.answers) for served in rounds),
+        "tokens": sum(sum(served.tokens) for served in rounds),
+        "seconds": [round(served.seconds, 4) for served in rounds],
+        "times": [
+            {
+                "prompt": served.workload.prompts,
+                "limit": served.workload.limits,
+                "arrival": [round(arrival, 6) for arrival in served.workload.arrivals],
+                **{name: [rounded(value, 6) for value in getattr(served, name)] for name in ("taken", "first", "last")},
+                "tokens": served.tokens,
+            }
+            for served in rounds
+        ],
+    }
+
+
+def latencies(rounds: Sequence[Served]) -> Tensor:
+    """Seconds from arrival to the last token, of the requests of all rounds; infinite if not answered."""
+    return torch.tensor(
+        [last - arrival for served in rounds
+         for last, arrival in zip(served.last, served.workload.arrivals, strict=True)], dtype=torch.float64,
+    )  # fmt: skip
+
+
+def load_figures(method: Sequence[Served], plain: Sequence[Served]) -> dict[str, Any]:
+    """Figures of the measurements at a load; ``verdict``: whether speculation is faster, slower or even by its p90
+    latency, None for plain decoding."""
+    first = [f - arrival for served in method
+             for f, arrival in zip(served.first, served.workload.arrivals, strict=True)]  # fmt: skip
+    per_token = [(last - f) / (tokens - 1) for served in method
+                 for last, f, tokens in zip(served.last, served.first, served.tokens, strict=True)
+                 if tokens > 1]  # fmt: skip
+    seconds = sum(served.seconds for served in method)
+    occupied = sum(last - taken for served in method
+                   for last, taken in zip(served.last, served.taken, strict=True) if taken < math.inf)  # fmt: skip
+    waiting, count = [served.waiting for served in method], sum(len(served.taken) for served in method)
+    times = {"latency": latencies(method), "first_token": torch.tensor(first), "per_token": torch.tensor(per_token)}
+    figures: dict[str, Any] = {
+        name: {each: rounded(float(percentile(values.double(), share)), 6) for each, share in PERCENTILES.items()}
+        for name, values in times.items()
+    }
+    interval = None
+    for each in () if method is plain else ("p50", "p90"):
+        ratio, interval = percentile_ratio(times["latency"], latencies(plain), PERCENTILES[each])
+        figures[f"latency_{each}_over_plain"] = rounded(ratio)
+        figures[f"latency_{each}_over_plain_interval"] = interval and [rounded(bound) for bound in interval]
+    return figures | {
+        "tokens_per_second": rounded(sum(sum(served.tokens) for served in method) / seconds, 2),
+        "rows": rounded(occupied / seconds),
+        "waiting": waiting,
+        "grew": queue_grew(waiting, count),
+        "verdict": None if method is plain else verdict_of(interval),  # by p90, the last
+        **common_figures(method),
+    }
+
+
+def queue_grew(waiting: Sequence[int], count: int) -> bool:
+    """Whether, when the last request arrived, more than two were waiting on average, and more than a tenth.
+
+    Args:
+        waiting: how many, by round; ``count``: requests of all rounds.
+    """
+    return sum(waiting) > max(2 * len(waiting), 0.1 * count)
+
+
+def verdict_of(interval: tuple[float, float] | None) -> str:
+    """``faster``, ``slower`` or ``even`` (the interval holds 1, or there is none), by a ratio of latencies."""
+    if interval is None or interval[0] <= 1 <= interval[1]:
+        return "even"
+    return "faster" if interval[1] < 1 else "slower"
+
+
+def sentence(name: str, rows: int, verdicts: Mapping[float, str], capacity: Mapping[str, Any]) -> str:
+    """Where speculation pays.
+
+    Args:
+        verdicts: of :func:`verdict_of`, by load in rising order.
+        capacity: of :func:`capacity_figures`.
+    """
+
+    def at(verdict: str) -> list[str]:
+        return [f"{load:g}" for load, each in verdicts.items() if each == verdict]
+
+    faster, loads = at("faster"), [f"{load:g}" for load in verdicts]
+    if not faster:
+        pays = "pays at no load measured"
+    elif faster == loads:
+        pays = f"pays at every load measured, up to {loads[-1]}"
+    elif faster == loads[: len(faster)]:
+        pays = f"pays up to a load of {faster[-1]}"
+    else:
+        pays = f"pays at a load of {', '.join(faster)}"
+    details = ["p90 latency"]
+    details += [f"no clear difference at {', '.join(at('even'))}"] if at("even") else []
+    details += [f"slower at {', '.join(at('slower'))}"] if at("slower") else []
+    return (
+        f"batch {rows}: speculation with {short_name(name)} {pays} ({'; '.join(details)}), and its capacity is "
+        f"{with_interval(capacity['over_plain'], capacity['over_plain_interval'])} × plain decoding's"
+    )
+
+
+# ---- tables and plot
+
+
+def with_interval(value: float | None, interval: Sequence[float | None] | None) -> str:
+    if value is None:
+        return "–"
+    bounds = ["∞" if bound is None else f"{bound:.2f}" for bound in interval or ()]
+    return f"{value:.2f}" + (f" ({bounds[0]}–{bounds[1]})" if bounds else "")
+
+
+def _times(figures: Mapping[str, float | None], names: Sequence[str], scale: float = 1.0, digits: int = 2) -> str:
+    return " / ".join("–" if (value := figures[name]) is None else f"{value * scale:.{digits}f}" for name in names)
+
+
+def _name(drafter: str) -> str:
+    return "plain" if drafter == PLAIN else short_name(drafter)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    return table
+
+
+def print_tables(found: Mapping[str, Any]) -> None:
+    """Capacity and loads of each batch size, and its sentences."""
+    out = make_console(stderr=False)
+    for batch in found["batches"]:
+        out.print(f"\nbatch {batch['rows']}: all requests at once", style="bold", markup=False)
+        table = _table("method", "tokens/s", "× plain", "τ", "requests")
+        for name, row in batch["capacity"].items():
+            ratio = "1" if name == PLAIN else with_interval(row["over_plain"], row["over_plain_interval"])
+            tau = f"{row['tau']:.2f}" if row["tau"] else "–"
+            table.add_row(_name(name), f"{row['tokens_per_second']:.1f}", ratio, tau, str(row["answered"]))
+        out.print(table)
+        out.print(f"\nbatch {batch['rows']}: Poisson arrivals", style="bold", markup=False)
+        table = _table(
+            "load", "requests/s", "method", "latency, s\np50 / p90 / p99", "p90\n× plain", "first token, s\np50 / p99",
+            "per token, ms\np50 / p99", "tokens/s", "rows", "waiting\nat the end",
+        )  # fmt: skip
+        for part in batch["loads"]:
+            for name, row in part["methods"].items():
+                ratio = "1"
+                if name != PLAIN:
+                    ratio = with_interval(row["latency_p90_over_plain"], row["latency_p90_over_plain_interval"])
+                waiting = f"{sum(row['waiting'])} of {row['requests']}"
+                left = row["requests"] - row["answered"]
+                table.add_row(
+                    *((f"{part['load']:g}", f"{part['requests_per_second']:.2f}") if name == PLAIN else ("", "")),
+                    _name(name), _times(row["latency"], ("p50", "p90", "p99")), ratio,
+                    _times(row["first_token"], ("p50", "p99")), _times(row["per_token"], ("p50", "p99"), 1e3, 1),
+                    f"{row['tokens_per_second']:.1f}", f"{row['rows']:.2f}",
+                    waiting + (": the queue grew" if row["grew"] else "") + (f", {left} not answered" if left else ""),
+                )  # fmt: skip
+        out.print(table)
+    out.print()
+    for line in (line for batch in found["batches"] for line in batch["sentences"]):
+        out.print(line, markup=False, soft_wrap=True)
+    for name, row in found["texts"].items():
+        same = row["different"] == 0
+        verdict = "identical to plain decoding" if same else (
+            f"{row['different']} differ from plain decoding: {row['near_ties']} near-ties, "
+            f"{row['mismatches']} mismatches")  # fmt: skip
+        out.print(f"{_name(name)}: {row['answers']} answers, {verdict}", markup=False, soft_wrap=True)
+
+
+def plot(found: Mapping[str, Any], path: Path) -> None:
+    """Plot p50 and p99 latency over the arrival rate, a panel for each batch size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib import ticker
+
+    batches = found["batches"]
+    figure, panels = plt.subplots(
+        1, len(batches), figsize=(2 + 4 * len(batches), 4.2), layout="constrained", squeeze=False, sharey=True
+    )
+    colours = plt.get_cmap("tab10")
+    for axes, batch in zip(panels[0], batches, strict=True):
+        rates = [part["requests_per_second"] for part in batch["loads"]]
+        for number, name in enumerate(batch["capacity"]):
+            colour = "#5a6270" if name == PLAIN else colours((number - 1) % 10)
+            rows = [part["methods"][name] for part in batch["loads"]]
+            for each, line in (("p50", "-"), ("p99", "--")):
+                heights = [math.nan if row["latency"][each] is None else row["latency"][each] for row in rows]
+                axes.plot(rates, heights, line, color=colour, linewidth=1.6)
+                for rate, height, row in zip(rates, heights, rows, strict=True):
+                    fill = "white" if row["grew"] else colour
+                    axes.plot([rate], [height], "o", color=colour, markerfacecolor=fill, markersize=5)
+        axes.axvline(batch["capacity"][PLAIN]["requests_per_second"], color="#8d95a3", linewidth=1, linestyle=":")
+        if any(row["latency"]["p50"] for part in batch["loads"] for row in part["methods"].values()):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
+        axes.set_xlim(left=0)
+        axes.set_title(f"batch {batch['rows']}")
+        axes.set_xlabel("requests per second")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("latency, s")
+    last = panels[0][-1]
+    for number, name in enumerate(batches[0]["capacity"]):
+        last.plot([], [], "-o", color="#5a6270" if name == PLAIN else colours((number - 1) % 10), label=_name(name))
+    last.plot([], [], "-", color="#30343c", label="p50")
+    last.plot([], [], "--", color="#30343c", label="p99")
+    last.plot([], [], "o", color="#30343c", markerfacecolor="white", label="the queue grew")
+    last.plot([], [], ":", color="#8d95a3", label="plain decoding's\ncapacity")
+    last.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+    write_figure(figure, path)
+
+
+# ---- the command
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check the command line.
+
+    Raises:
+        ValueError: a value is out of its range or given twice, or --out cannot be written.
+    """
+    check_counts(max_new_tokens=args.max_new_tokens, rounds=args.rounds, requests=args.requests)
+    check_threads(args.threads)
+    for rows in args.batches:
+        check_counts(batches=rows)
+    for load in args.loads:
+        if not 0 < load < math.inf:
+            raise ValueError(f"--loads {load:g}: must be above 0, a share of plain decoding's capacity")
+    if not 0 < args.seconds < math.inf:
+        raise ValueError(f"--seconds {args.seconds:g}: must be above 0")
+    if args.max_new_tokens < 2:
+        raise ValueError(f"--max-new-tokens {args.max_new_tokens}: must be at least 2; the first token needs no draft")
+    if not 0 <= args.seed < 1 << 62:
+        raise ValueError(f"--seed {args.seed}: must be from 0 to 2⁶² − 1")
+    for option, values in (("--batches ", args.batches), ("--loads ", args.loads), ("", args.drafters)):
+        names = [short_name(value) if not option else f"{value:g}" for value in values]
+        again = [name for place, name in enumerate(names) if name in names[:place]]
+        if again:
+            raise ValueError(f"{option}{' '.join(names)}: {again[0]} is given twice; leave one out")
+    check_file("--out", args.out)
+
+
+def load_decoders(args: argparse.Namespace) -> tuple[Target, dict[str, SpeculativeDecoder]]:
+    """The target and a decoder for each method, plain decoding first.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`load_drafter`; drafters belong to different targets.
+    """
+    lean, options = DECODERS[args.decoder], target_arguments(args)
+    names = [name for name in args.drafters if name != PLAIN]
+    target: Target | None = None
+    drafters: dict[str, Any] = {PLAIN: None}
+    for name in names or [PLAIN]:
+        before = target
+        target, drafters[name] = load_drafter(name, target, target_name=args.target, lean=lean, **options)
+        if before is not None and target.fingerprint != before.fingerprint:
+            raise ValueError(f"'{name}': its adapter changes the target of the drafters before it; name it first")
+    assert target is not None
+    return target, {name: SpeculativeDecoder(target, drafter, lean=lean) for name, drafter in drafters.items()}
+
+
+Rounds = dict[str, list[Served]]  # method → its measurements, one of each round
+
+
+def measure_batch(
+    decoders: Mapping[str, SpeculativeDecoder], prompts: Sequence[Sequence[int]], rows: int,
+    args: argparse.Namespace, on_done: Callable[[float, str], None],
+) -> tuple[Rounds, dict[float, Rounds]]:  # fmt: skip
+    """All measurements with a number of rows: with all requests there at once, and by load.
+
+    Args:
+        on_done: called with the number of measurements done so far (parts of one, too), and what is being measured.
+    """
+    max_length = min(max(map(len, prompts)) + args.max_new_tokens, decoders[PLAIN].target.context)
+    count = args.requests or max(32, 4 * rows)
+    workloads = [
+        draw_workload(len(prompts), count, args.max_new_tokens, args.seed + number) for number in range(args.rounds)
+    ]
+    longest = sorted(prompts, key=len)[-rows:]
+    for decoder in decoders.values():  # first calls allocate, tune and capture, with these rows and this capacity
+        for some in (longest, longest[:1]):
+            decoder.serve([Request(p, min(8, args.max_new_tokens)) for p in some], rows, max_length=max_length)
+    order, done = list(decoders), 0
+
+    def take_turns(load: float | None, rate: float) -> Rounds:
+        nonlocal order, done
+        found: Rounds = {name: [] for name in decoders}
+        for workload in workloads:
+            if load is None:
+                part, stop = Workload(workload.prompts, workload.limits, [0.0] * count), args.seconds
+            else:
+                part, stop = workload.at(rate, args.seconds), 2 * args.seconds
+            for name in order:
+                note = f"batch {rows}, {'capacity' if load is None else f'load {load:g}'}, {_name(name)}"
+                size = len(part.arrivals)
+                served = measure(
+                    decoders[name], prompts, part, rows, max_length, stop,
+                    lambda ended, before=done, note=note, size=size: on_done(before + ended / size, note),
+                )  # fmt: skip
+                found[name].append(served)
+                done += 1
+            order = [*order[1:], order[0]]
+        return found
+
+    capacity = take_turns(None, math.inf)
+    rate = capacity_figures(capacity[PLAIN], capacity[PLAIN], rows)["requests_per_second"]
+    return capacity, {load: take_turns(load, load * rate) for load in sorted(args.loads)}
+
+
+def batch_figures(rows: int, capacity: Rounds, loads: Mapping[float, Rounds]) -> dict[str, Any]:
+    figures = {name: capacity_figures(served, capacity[PLAIN], rows) for name, served in capacity.items()}
+    rate = figures[PLAIN]["requests_per_second"]
+    parts = [
+        {
+            "load": load,
+            "requests_per_second": rounded(load * rate, 6),
+            "methods": {name: load_figures(served, methods[PLAIN]) for name, served in methods.items()},
+        }
+        for load, methods in loads.items()
+    ]
+    sentences = [
+        sentence(name, rows, {part["load"]: part["methods"][name]["verdict"] for part in parts}, figures[name])
+        for name in capacity
+        if name != PLAIN
+    ]
+    return {"rows": rows, "capacity": figures, "loads": parts, "sentences": sentences}
+
+
+def check_texts(
+    decoder: SpeculativeDecoder, prompts: Sequence[list[int]], max_new_tokens: int, measured: Mapping[str, list[Served]]
+) -> dict[str, dict[str, int]]:
+    """Compare all answers with plain decoding of their prompts.
+
+    Args:
+        decoder: plain.
+
+    Returns:
+        For each method, how many answers there are and how many differ; tokens that differ by rounding and by more.
+    """
+    used = sorted({number for all_ in measured.values() for served in all_ for number in served.workload.prompts})
+    with ProgressBar("plain decoding, to compare", len(used), console, transient=True) as advance:
+        done = 0
+
+        def end(number: int, result: Generation) -> None:
+            nonlocal done
+            done += 1
+            advance(done)
+
+        texts = decoder.generate([prompts[n] for n in used], max_new_tokens, batch_size=CHECK_ROWS, on_end=end)
+    expected = {number: text.tokens for number, text in zip(used, texts, strict=True)}
+    rows: dict[str, dict[str, int]] = {}
+    for name, all_ in measured.items():
+        answers = different = 0
+        wrong: dict[tuple[int, int, tuple[int, ...]], None] = {}  # each text is checked once
+        for served in all_:
+            for number, limit, answer in zip(
+                served.workload.prompts, served.workload.limits, served.answers, strict=False
+            ):
+                answers += 1
+                if answer.tokens != expected[number][:limit]:
+                    different += 1
+                    wrong[number, limit, tuple(answer.tokens)] = None
+        found = check_greedy(
+            decoder.target, [prompts[number] for number, _, _ in wrong], [tokens for _, _, tokens in wrong],
+            [expected[number][:limit] for number, limit, _ in wrong],
+        )  # fmt: skip
+        rows[name] = {
+            "answers": answers, "different": different, "near_ties": found.near_ties, "mismatches": found.mismatches,
+        }  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    args = parser().parse_intermixed_args()
+    check(args)
+    given = read_prompts(args.prompts)
+    torch.set_num_threads(args.threads)
+    target, decoders = load_decoders(args)
+    prompts = encode_prompts(given, target)
+    each = len(decoders) * args.rounds * (1 + len(args.loads))
+    total = each * len(args.batches)
+    most = (each - len(decoders) * args.rounds / 2) * len(args.batches) * 2 * args.seconds
+    console.print(f"{total} measurements, at most about {format_duration(most)} in all", markup=False)
+    batches: list[dict[str, Any]] = []
+    measured: dict[str, list[Served]] = {name: [] for name in decoders}
+    found: dict[str, Any] = {
+        "target": target.describe(), "drafters": list(decoders), "prompts": len(prompts),
+        "max_new_tokens": args.max_new_tokens, "seed": args.seed, "rounds": args.rounds, "seconds": args.seconds,
+        "execution": {}, "planned": len(args.batches), "batches": batches, "texts": {}, "threads": args.threads,
+        "dtype": str(target.dtype).removeprefix("torch."), "device": device_name(target.device), "versions": versions(),
+        "command": "python benchmarks/serving.py " + shlex.join(sys.argv[1:]),
+    }  # fmt: skip
+    with ProgressBar("serving", total, console, transient=True) as advance:
+        for number, rows in enumerate(args.batches):
+            capacity, loads = measure_batch(
+                decoders, prompts, rows, args, lambda done, note, before=number * each: advance(before + done, note)
+            )
+            batches.append(batch_figures(rows, capacity, loads))
+            found["execution"] = {name: decoder.execution for name, decoder in decoders.items()}
+            if args.out:  # so that a command that is killed keeps what it measured
+                write_json(args.out, found)
+            for rounds in (capacity, *loads.values()):
+                for name, served in rounds.items():
+                    measured[name] += served
+    found["texts"] = check_texts(decoders[PLAIN], prompts, args.max_new_tokens, measured)
+    print_tables(found)
+    if args.out:
+        picture = args.out.with_suffix(".png")
+        write_json(args.out, found)
+        plot(found, picture)
+        console.print(f"wrote {args.out} and {picture}", markup=False, soft_wrap=True)
+    if any(row["mismatches"] for row in found["texts"].values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,601 @@
+"""Compare shortlists of one drafter's LM head, by kind of text: what each keeps of the whole head, and at what cost.
+
+    python benchmarks/shortlist_heads.py runs/dynaspec runs/fr_spec --prompts P.jsonl --report runs/lists
+    python benchmarks/shortlist_heads.py runs/dynaspec --prompts P.jsonl --nodes 24 --depths 6 --max-new-tokens 128
+
+The folders are those of train/dynaspec.py, with one and the same base drafter. The target first answers the prompts
+greedily; on these answers the drafter drafts from every position at once, after the true tokens. For each kind of text:
+
+τ         committed tokens of a step (bonus token included), simulated with one fixed tree of N nodes: the best one for
+          the whole head's ranks over all texts. Beside it, its ratio to the whole head's.
+one draw  expected acceptance Σ min(p, q) of one draw at temperature 1; p: the target over its whole vocabulary; q: the
+          drafter over its list. At depth 0, and the mean over the depths.
+recall    by depth, how many of the whole head's likeliest token (@1), and of its ten likeliest (@10), are in the list.
+tokens    in the list: the mean over the depths.
+labels    share of the answers' own tokens that are in the list of the node before them: the mean over the depths.
+head      time of router, choice and logits of all depths for one text, each depth with as many nodes as the tree goes
+          on from (at least one; always one with Medusa heads, which draft from the root alone). The operations are
+          launched one by one, and the router runs before the logits. The methods take turns; medians over the rounds.
+          Beside it, its ratio to the whole head's.
+
+The simulation gives each node the list that it would choose for itself. The engine has one list for all nodes of a
+level, made from the highest of their scores, so that its τ may differ: inference/decode.py measures that one.
+
+Intervals are 95 % bootstrap intervals over prompts; ratios are of the same prompts.
+
+Shape letters: S prompts, T tokens, K depths, P nodes, V vocabulary of the target, D of the drafter, C places of a list,
+n nodes of a level, e width of embeddings, d of hidden states.
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
+from draftsmith.inference.commands.early import check_prompts
+from draftsmith.inference.commands.options import check_counts, check_threads
+from draftsmith.inference.drafters.names import check_names, short_name
+from draftsmith.models.options import choose_device, dtype_option
+
+WHOLE = "whole LM head"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandLine(__doc__)
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="drafters of type dynaspec on the same drafter")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
+    parser.add_argument("--target", metavar="FOLDER", help="if it is not where the first folder's config says")
+    parser.add_argument("--max-new-tokens", type=int, default=48, help="of an answer (default 48)")
+    parser.add_argument("--nodes", type=int, default=16, metavar="N", help="of the tree, root included (default 16)")
+    parser.add_argument("--depths", type=int, default=5, metavar="K", help="at which lists are compared (default 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts and nodes that are timed (default 0)")
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts answered at once (default 8)")
+    dtype_option(parser, "of target and drafter")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
+    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="write the figures to DIR/shortlists.json and plot them beside it"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    before_imports(parser(), lambda args: (check_names(args.folders, args.target), check_prompts(args.prompts)))
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from rich.table import Table
+from safetensors.torch import load_file
+from torch import Tensor
+
+from draftsmith.benchmarks.ensembles import interval_of
+from draftsmith.common.files import check_folder, write_json
+from draftsmith.common.progress import ProgressBar
+from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
+from draftsmith.inference.commands.terminal import console, make_console
+from draftsmith.inference.drafters.dynaspec import PART, read_parts
+from draftsmith.inference.drafters.levels import Layout
+from draftsmith.inference.drafters.load import read_named
+from draftsmith.inference.drafters.ranks import MAX_RANK, best_tree, draft_labels, ensemble_depths, simulate_depths
+from draftsmith.inference.drafters.rollouts import Drafts, first_places
+from draftsmith.inference.drafters.shortlists import Shortlists, check_router
+from draftsmith.inference.engine.answers import answer
+from draftsmith.inference.evaluation.report import OTHER, write_figure
+from draftsmith.inference.verify.tree import Topology
+from draftsmith.kernels.linear import apply_linear
+from draftsmith.models.adapter import target_of
+from draftsmith.models.artifact import device_name, versions
+from draftsmith.models.precision import say
+from draftsmith.models.shortlist import DEPTHS, ShortlistHead
+from draftsmith.models.target import Target, load_target
+
+TEXTS = 4  # that the drafter reads at once
+ENTRIES = 1 << 23  # of a matrix of nodes by vocabulary that are in memory at once
+TIMED, ROUNDS = 8, 5  # prompts of each kind whose head time is measured, at most; rounds over each
+STATISTICS = ("acceptance", "top1", "top10", "tokens", "labels")  # of a node
+FACTS = ("draftsmith_version", "target")  # of a config, not the drafter's shape
+
+Heads = Mapping[str, ShortlistHead | None]  # method → its shortlists; None: the whole LM head
+
+
+def stored_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors in a drafter's folder and in its parts, by part and name."""
+    found = dict[str, Tensor]()
+    for file in sorted(folder.rglob("*.safetensors")):
+        found |= {str(file.parent.relative_to(folder) / name): weight for name, weight in load_file(file).items()}
+    return found
+
+
+def load_shortlists(
+    folders: Sequence[str], target_name: str | None, **options: Any
+) -> tuple[Target, Drafts, dict[str, ShortlistHead | None], str]:
+    """Load the target, the one base drafter and all shortlists.
+
+    Args:
+        target_name: a folder or a Hub id; if None, what the first folder's config says.
+        options: of :func:`load_target`.
+
+    Returns:
+        The target; the drafter; the methods: the whole LM head and the folders, in their order; the drafter's type.
+
+    Raises:
+        FileNotFoundError, ValueError: a folder is missing, damaged, no drafter of type dynaspec, for another target, or
+            on another base drafter than the first.
+    """
+    stored = {name: read_named(name) for name in folders}
+    for folder, config, _ in stored.values():
+        if config["drafter_type"] != "dynaspec":
+            raise ValueError(
+                f"{folder}: drafter_type '{config['drafter_type']}'; give folders that train/dynaspec.py wrote"
+            )
+    heads: dict[str, ShortlistHead | None] = {WHOLE: None}
+    heads[folders[0]], family, base = read_parts(*stored[folders[0]])
+    weights = stored_weights(base[0]) if len(folders) > 1 else {}
+    for name in folders[1:]:
+        heads[name], _, (folder, config, _) = read_parts(*stored[name])
+        fields = [field for field in {**base[1], **config} if field not in FACTS]
+        different = [f"field '{field}'" for field in fields if base[1].get(field) != config.get(field)]
+        others = stored_weights(folder)
+        for key in {**weights, **others}:
+            first, other = weights.get(key), others.get(key)
+            if first is None or other is None or first.dtype != other.dtype or not torch.equal(first, other):
+                different.append(f"weight '{key}'")
+        if different:
+            raise ValueError(
+                f"{folder}: {different[0]} is not that of {base[0]}; give folders whose '{PART}' is the same drafter"
+            )
+    known = stored[folders[0]][1]["target"]["name_or_path"]
+    target = load_target(target_name or known, say=say, **options)
+    for folder, config, _ in stored.values():
+        target = target_of(folder, config, target)
+    drafts = family.open_drafts(*base, target)
+    outputs = len(drafts.weight)
+    for name, head in heads.items():
+        if head is None:
+            continue
+        if head.config.outputs != outputs:
+            raise ValueError(f"{name}: orders {head.config.outputs} rows, and the drafter's LM head has {outputs}")
+        try:
+            check_router(head, drafts.embedding_size, drafts.feature_size)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return target, drafts, heads, base[1]["drafter_type"]
+
+
+@torch.inference_mode()
+def deepest(drafts: Drafts) -> int:
+    """How many depths a drafter has recorded drafts of."""
+    return sum(1 for _ in drafts.run(torch.tensor([[1, 1, 1]]), torch.tensor([[False, True, True]])))
+
+
+# ---- lists and what they keep
+
+
+def list_of(head: ShortlistHead, depth: int, embeddings: Tensor, hidden: Tensor, seen: Tensor, always: int) -> Tensor:
+    """The list that each node would have for itself, as the engine makes it for a level of this node alone.
+
+    Args:
+        embeddings, hidden: ``[P, e]`` and ``[P, d]``, what a router reads.
+        seen: ``[P, D]`` bool, the tokens of the text up to the root.
+        always: the place of token 0, which pads the engine's prompts and is in every in-context list; D if none.
+
+    Returns:
+        ``[P, C]`` int64 places in the drafter's vocabulary, in the list's order; −1 in padding, which comes last.
+    """
+    capacity, config = head.config.tokens(depth), head.config
+    if config.shortlist == "in_context":
+        held = seen[:, head.order] | (head.order == always)
+        held[:, : config.static] = True
+        place = held.long().cumsum(1)  # from 1
+        place = torch.where(held & (place <= capacity), place - 1, capacity)
+        lists = head.order.new_full((len(held), capacity + 1), -1)
+        return lists.scatter_(1, place, head.order.expand_as(place))[:, :capacity]
+    chosen = head.choose(embeddings, hidden, depth)
+    if chosen is None:
+        return head.order[:capacity].expand(len(hidden), -1)
+    return torch.where(chosen.rows < 0, -1, head.order[chosen.rows.clamp(min=0)])
+
+
+def keep(
+    lists: Iterable[Tensor | None], logits: Tensor, p: Tensor, label: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """What lists keep of the whole LM head, by node.
+
+    Args:
+        lists: of each method ``[P, C]`` as :func:`list_of` returns them; None: the whole vocabulary.
+        logits: ``[P, D]`` float32 of the whole LM head.
+        p: ``[P, D]``, the target's probabilities of these tokens.
+        label: ``[P]`` int64 place of the true token; D if the drafter's vocabulary does not have it.
+
+    Yields:
+        For each method ``[5, P]`` float64, :data:`STATISTICS`: Σ min(p, q); the shares of the likeliest token and of
+        the ten likeliest that are in the list; its tokens; whether the label is in it. And ``[P]`` int64: the label's
+        rank in the list, of equal logits by the place in the vocabulary; at most :data:`MAX_RANK`, which also stands
+        for a label that is not in it.
+    """
+    outputs = logits.shape[1]
+    known, place = label < outputs, label.clamp(max=outputs - 1)[:, None]
+    own = logits.gather(1, place)
+    ahead = (logits > own) | ((logits == own) & (torch.arange(outputs, device=logits.device) < place))
+    best = logits.topk(min(10, outputs), -1).indices
+    for each in lists:
+        if each is None:
+            each = torch.arange(outputs, device=logits.device).expand_as(logits)
+        padding, at = each < 0, each.clamp(min=0)
+        q = logits.gather(1, at).masked_fill(padding, -torch.inf).softmax(-1)
+        acceptance = torch.minimum(p.gather(1, at), q).sum(-1)
+        taken = torch.zeros(len(logits), outputs + 1, dtype=torch.bool, device=logits.device)
+        taken = taken.scatter_(1, each.masked_fill(padding, outputs), value=True)[:, :-1]
+        inside, top = known & taken.gather(1, place)[:, 0], taken.gather(1, best).double()
+        rank = torch.where(inside, (ahead & taken).sum(1).clamp(max=MAX_RANK), MAX_RANK)
+        found = (acceptance, top[:, 0], top.mean(1), (~padding).sum(1), inside)
+        yield torch.stack([part.double() for part in found]), rank
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the methods keep, by prompt.
+
+    nodes: ``[S, K]`` float64, nodes that have a label.
+    sums: method → ``[5, S, K]`` float64, :data:`STATISTICS` summed over these nodes.
+    ranks: method → ``[S, T, K]`` int64 as :func:`draftsmith.inference.drafters.ranks.head_ranks`.
+    """
+
+    nodes: Tensor
+    sums: dict[str, Tensor]
+    ranks: dict[str, Tensor]
+
+
+@torch.inference_mode()
+def measure_lists(
+    target: Target, drafts: Drafts, heads: Heads, tokens: Tensor, supervised: Tensor, depths: int,
+    on_done: Callable[[int], None] | None = None,
+) -> Found:  # fmt: skip
+    """Apply all methods to the drafts of each position of the answers.
+
+    Args:
+        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
+        depths: K.
+        on_done: called with the number of texts done so far.
+    """
+    device, outputs, vocabulary = target.device, len(drafts.weight), target.vocab_size
+    ids = torch.arange(outputs, device=device) if drafts.ids is None else drafts.ids.to(device)
+    places = torch.full((vocabulary,), outputs, device=device)
+    places = places.scatter(0, ids, torch.arange(outputs, device=device))  # in the drafter's vocabulary
+    always = int(places[0])
+    heads = {name: None if head is None else head.to(device) for name, head in heads.items()}
+    labels = draft_labels(tokens, supervised, depths)
+    sums = {name: torch.zeros(len(STATISTICS), len(tokens), depths, dtype=torch.float64) for name in heads}
+    ranks = {name: torch.full_like(labels, -1) for name in heads}
+    for start in range(0, len(tokens), TEXTS):
+        part = slice(start, start + TEXTS)
+        length = max(2, int((supervised[part].any(0)).nonzero().max()) + 1)
+        rows, marks = tokens[part, :length].long(), supervised[part, :length]
+        begins = torch.zeros_like(marks)
+        begins[:, :-1] = marks[:, 1:]
+        text, begin = begins.nonzero().unbind(1)  # [P] of the rollouts
+        hidden = target.hidden(rows.to(device))
+        first = first_places(rows.to(device), vocabulary)[:, ids]  # [S, D]
+        for k, rollout in enumerate(islice(drafts.run(rows, marks), depths)):
+            label = labels[start + text, begin, k]
+            for at in (label >= 0).nonzero()[:, 0].split(max(1, ENTRIES // vocabulary)):
+                row, place, here = text[at], begin[at], at.to(device)
+                # The root is at begin + 1, and the node at begin + 1 + k.
+                p = target.logits(hidden[row.to(device), place.to(device) + 1 + k]).float().softmax(-1)[:, ids]
+                logits, known = drafts.logits(rollout.out[here]), places[label[at].to(device)]
+                embeddings, above = drafts.embed(rollout.tokens[here]).float(), rollout.hidden[here].float()
+                seen = first[row.to(device)] <= place.to(device)[:, None] + 1
+                lists = (
+                    None if head is None else list_of(head, k, embeddings, above, seen, always)
+                    for head in heads.values()
+                )
+                for name, (found, rank) in zip(heads, keep(lists, logits, p, known), strict=True):
+                    sums[name][:, :, k].index_add_(1, start + row, found.cpu())
+                    ranks[name][start + row, place, k] = rank.cpu()
+        if on_done:
+            on_done(min(start + TEXTS, len(tokens)))
+    return Found((labels >= 0).sum(1).double(), sums, ranks)
+
+
+# ---- head time
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What is timed of one text.
+
+    text: ``[1, T]`` int64, up to the root.
+    levels: by depth embeddings ``[1, n, e]``, hidden states that a router reads ``[1, n, d]``, what the LM head reads
+        ``[1, n, d]``.
+    """
+
+    text: Tensor
+    levels: list[tuple[Tensor, Tensor, Tensor]]
+
+
+@torch.inference_mode()
+def draw_nodes(
+    target: Target, drafts: Drafts, tokens: Tensor, supervised: Tensor, widths: Sequence[int],
+    generator: torch.Generator,
+) -> Drawn | None:  # fmt: skip
+    """Nodes of a text ``[1, T]``, at positions drawn from those that have a label at every depth; None if none has."""
+    length = int(supervised[0].nonzero().max()) + 1
+    tokens, supervised = tokens[:, :length].long(), supervised[:, :length]
+    labels = draft_labels(tokens, supervised, len(widths))
+    begin = supervised[0, 1:].nonzero()[:, 0]
+    whole = (labels[0, begin] >= 0).all(-1).nonzero()[:, 0]
+    if not len(whole):
+        return None
+    at = whole[torch.randint(len(whole), (max(widths),), generator=generator)].to(target.device)
+    levels = list[tuple[Tensor, Tensor, Tensor]]()
+    for count, rollout in zip(widths, drafts.run(tokens, supervised), strict=False):
+        some = at[:count]
+        levels.append((drafts.embed(rollout.tokens[some])[None], rollout.hidden[some][None], rollout.out[some][None]))
+    return Drawn(tokens[:, : int(begin[at[0].cpu()]) + 2].to(target.device), levels)
+
+
+def time_heads(target: Target, drafts: Drafts, heads: Heads, drawn: Sequence[Drawn]) -> Tensor:
+    """Seconds of router, choice and logits of all depths: ``[methods, texts]``, medians over :data:`ROUNDS` rounds in
+    which the methods take turns."""
+    lists: list[Shortlists | None] = []
+    for head in heads.values():
+        of_head: Shortlists | None = None
+        if head is not None:
+            own = copy.deepcopy(head)  # decoding takes the router in the target's dtype
+            of_head = Shortlists(own, drafts.head, drafts.ids, target.vocab_size, drafts.after_head)
+            of_head.allocate(1, static=False)
+        lists.append(of_head)
+
+    def run(of_head: Shortlists | None, levels: list[tuple[Tensor, Tensor, Tensor]]) -> float:
+        began = time.perf_counter()
+        for depth, (embeddings, hidden, read) in enumerate(levels):
+            if of_head is not None:
+                of_head.choose(embeddings, hidden, depth)
+                of_head.logits(read)
+            else:
+                logits = apply_linear(drafts.head, read)
+                _ = logits if drafts.after_head is None else drafts.after_head(logits)
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+        return time.perf_counter() - began
+
+    seconds = torch.zeros(len(lists), len(drawn), dtype=torch.float64)
+    order = list(range(len(lists)))
+    with torch.inference_mode():
+        for number, each in enumerate(drawn):
+            for of_head in lists:
+                if of_head is not None:
+                    of_head.begin(slice(0, 1))
+                    of_head.read(each.text)
+                run(of_head, each.levels)  # the first call allocates and tunes
+            rounds = [list[float]() for _ in lists]
+            for _ in range(ROUNDS):
+                for place in order:
+                    rounds[place].append(run(lists[place], each.levels))
+                order = [*order[1:], order[0]]
+            seconds[:, number] = torch.tensor([statistics.median(times) for times in rounds], dtype=torch.float64)
+    return seconds
+
+
+# ---- figures
+
+
+def steps_of(tree: Topology, ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """Committed tokens and steps of each prompt's simulation, ``[S]`` float64; ``ranks``: ``[S, T, K]``. Each text has
+    one answer, of which every token from the first draft's on is committed once."""
+    begins, accepted = ranks[..., 0] >= 0, ensemble_depths((tree,), ranks[:, :, None])
+    tokens = begins.sum(1).double()
+    tau = [simulate_depths(accepted[n : n + 1], begins[n : n + 1]) for n in range(len(ranks))]
+    return tokens, (tokens / torch.tensor(tau, dtype=torch.float64).clamp(min=1)).round()
+
+
+def rounded(value: Tensor) -> float | None:
+    """To four decimals; None for NaN, the share of nothing."""
+    return None if value.isnan() else round(float(value), 4)
+
+
+def ratio(value: Tensor, base: Tensor) -> dict[str, Any]:
+    """Σ value / Σ base, both ``[S]``, with its interval."""
+    columns = torch.stack((value, base))
+    return {"value": rounded(columns[0].sum() / columns[1].sum()), "interval": interval_of(columns)}
+
+
+def depth_mean(sums: Tensor, nodes: Tensor) -> dict[str, Any]:
+    """The mean over the depths of Σ sums / Σ nodes, both ``[S, K]``, with its interval; a depth without nodes is left
+    out."""
+    columns, depths = torch.cat((sums, nodes), 1).t(), nodes.shape[1]
+
+    def mean(total: Tensor) -> Tensor:
+        return (total[:depths] / total[depths:]).nanmean(0)
+
+    return {"value": rounded(mean(columns.sum(-1))), "interval": interval_of(columns, mean)}
+
+
+def figures(found: Found, tree: Topology, seconds: Tensor, timed: Sequence[int], numbers: Sequence[int]) -> Any:
+    """The methods' figures on the prompts with some numbers.
+
+    Args:
+        seconds: ``[methods, texts]`` of :func:`time_heads`; ``timed``: numbers of these prompts.
+    """
+    nodes, rows = found.nodes[numbers], dict[str, Any]()
+    some = [place for place, number in enumerate(timed) if number in set(numbers)]
+    _, whole_steps = steps_of(tree, found.ranks[WHOLE][numbers])
+    for name, times in zip(found.sums, seconds[:, some], strict=True):
+        sums = dict(zip(STATISTICS, found.sums[name][:, numbers], strict=True))
+        tokens, steps = steps_of(tree, found.ranks[name][numbers])
+        by_depth = {field: each.sum(0) / nodes.sum(0) for field, each in sums.items()}
+        rows[name] = {
+            "tau": ratio(tokens, steps), "tau_over_whole": ratio(whole_steps, steps),
+            "acceptance_at_depth_0": ratio(sums["acceptance"][:, 0], nodes[:, 0]),
+            **{field: depth_mean(each, nodes) for field, each in sums.items()},
+            "by_depth": {field: [rounded(value) for value in values] for field, values in by_depth.items()},
+            "head_seconds": round(float(times.mean()), 7) if some else None,
+            "head_over_whole": ratio(times, seconds[0, some]) if some else None,
+        }  # fmt: skip
+    return {"prompts": len(numbers), "positions": int(nodes[:, 0].sum()), "methods": rows}
+
+
+def _cell(fields: dict[str, Any] | None, digits: int = 2) -> str:
+    """A figure, its interval below it."""
+    if fields is None or fields["value"] is None:
+        return "–"
+    bounds = fields["interval"]
+    return f"{fields['value']:.{digits}f}" + (f"\n{bounds[0]:.{digits}f}–{bounds[1]:.{digits}f}" if bounds else "")
+
+
+def _percent(values: Sequence[float | None]) -> str:
+    return " ".join("–" if value is None else f"{100 * value:.0f}" for value in values)
+
+
+def print_table(title: str, found: dict[str, Any]) -> None:
+    """The methods by rows."""
+    out = make_console(stderr=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    columns = (
+        "list", "τ", "τ / whole", "one draw,\ndepth 0", "mean over\ndepths", "recall, %, by depth:\n@1, below it @10",
+        "tokens", "labels", "head, ms", "head /\nwhole",
+    )  # fmt: skip
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for name, row in found["methods"].items():
+        recall = [_percent(row["by_depth"][field]) for field in ("top1", "top10")]
+        tokens, labels = row["tokens"]["value"], row["labels"]["value"]
+        table.add_row(
+            WHOLE if name == WHOLE else short_name(name), _cell(row["tau"]),
+            _cell(row["tau_over_whole"], 3) if name != WHOLE else "1", _cell(row["acceptance_at_depth_0"], 3),
+            _cell(row["acceptance"], 3), "\n".join(recall) if name != WHOLE else "",
+            "–" if tokens is None else f"{tokens:,.0f}", "–" if labels is None else f"{labels:.3f}",
+            f"{row['head_seconds'] * 1e3:.2f}" if row["head_seconds"] else "–",
+            _cell(row["head_over_whole"]) if name != WHOLE else "1",
+        )  # fmt: skip
+    count = found["prompts"]
+    what = f"\n{title}: {count} prompt{'s' * (count != 1)}, {found['positions']:,} positions"
+    out.print(what, markup=False)
+    out.print(table)
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Plot τ / τ of the whole LM head over the mean number of tokens, a point for each folder and kind of text."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    markers, colours = "osD^vP*Xhd<>", plt.get_cmap("tab20")
+    parts = found["kinds"] or {"all": found["all"]}
+    for number, (kind, part) in enumerate(parts.items()):
+        marker = markers[number % len(markers)]
+        axes.plot([], [], marker, color="#5a6270", label=kind)
+        for place, name in enumerate(found["folders"]):
+            row = part["methods"][name]
+            size, kept = row["tokens"]["value"], row["tau_over_whole"]
+            if size is None or kept["value"] is None:
+                continue
+            low, high = kept["interval"] or (kept["value"], kept["value"])
+            reach = [[max(0, kept["value"] - low)], [max(0, high - kept["value"])]]
+            axes.errorbar(size, kept["value"], reach, fmt=marker, color=colours(place % 20), capsize=2, alpha=0.85)
+    for place, name in enumerate(found["folders"]):
+        axes.plot([], [], "-", color=colours(place % 20), linewidth=3, label=short_name(name))
+    axes.axhline(1, color="#8d95a3", linewidth=1)
+    axes.set_xlabel(f"mean tokens in the list, of {found['outputs']:,}")
+    axes.set_ylabel("simulated τ / whole LM head's, 95 % interval")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+    write_figure(figure, path)
+
+
+# ---- the command
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check the command line.
+
+    Raises:
+        ValueError: a value is out of its range, or the same folder is given twice.
+    """
+    check_counts(depths=args.depths, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size)
+    check_threads(args.threads)
+    if args.nodes < 2:
+        raise ValueError(f"--nodes {args.nodes}: must be at least 2, the root and a draft")
+    if args.depths > DEPTHS:
+        raise ValueError(f"--depths {args.depths}: must be at most {DEPTHS}; deeper nodes have the last one's list")
+    if args.max_new_tokens <= args.depths:
+        raise ValueError(f"--max-new-tokens {args.max_new_tokens}: must be above --depths {args.depths}, or no answer "
+                         "is as long as the drafts are deep")  # fmt: skip
+    again = [name for place, name in enumerate(args.folders) if name in args.folders[:place]]
+    if again:
+        raise ValueError(f"{' '.join(args.folders)}: {again[0]} is given twice; leave one out")
+    check_folder("--report", args.report)
+
+
+def main() -> None:
+    args = parser().parse_intermixed_args()
+    check(args)
+    given = read_prompts(args.prompts)
+    torch.set_num_threads(args.threads)
+    options: dict[str, Any] = {"dtype": args.dtype, "device": choose_device(args.device)}
+    target, drafts, heads, drafter_type = load_shortlists(args.folders, args.target, **options)
+    if args.depths > (most := deepest(drafts)):
+        raise ValueError(f"--depths {args.depths}: this drafter drafts {most} tokens deep; give at most {most}")
+    prompts = encode_prompts(given, target)
+    kinds = [prompt.kind or OTHER for prompt in given]
+    with ProgressBar("answers of the target", len(prompts), console, transient=True) as advance:
+        answers = answer(target, prompts, args.max_new_tokens, args.batch_size, on_done=advance)
+    tokens, supervised = answers["tokens"], answers["supervised"]
+    with ProgressBar("drafts of the answers", len(prompts), console, transient=True) as advance:
+        found = measure_lists(target, drafts, heads, tokens, supervised, args.depths, advance)
+    tree = best_tree(found.ranks[WHOLE], args.nodes)
+    tree = tree if tree.paths else Topology(((0,),))
+
+    by_kind = {kind: [n for n, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
+    runs = Layout(tree).runs
+    widths = [max(1, runs[depth]) if depth < len(runs) else 1 for depth in range(args.depths)]
+    if drafter_type == "medusa":
+        widths = [1] * args.depths
+    generator = torch.Generator().manual_seed(args.seed)
+    drawn = dict[int, Drawn]()  # by prompt
+    for numbers in by_kind.values():
+        for place in torch.randperm(len(numbers), generator=generator)[:TIMED].tolist():
+            row = slice(numbers[place], numbers[place] + 1)
+            nodes = draw_nodes(target, drafts, tokens[row], supervised[row], widths, generator)
+            if nodes is not None:
+                drawn[numbers[place]] = nodes
+    console.print(f"timing {', '.join(heads)}: {len(drawn)} prompts, {ROUNDS} rounds", markup=False)
+    seconds = time_heads(target, drafts, heads, list(drawn.values()))
+
+    def figures_of(numbers: Sequence[int]) -> Any:
+        return figures(found, tree, seconds, list(drawn), numbers)
+
+    report = {
+        "target": target.describe(), "folders": args.folders, "drafter_type": drafter_type,
+        "outputs": len(drafts.weight), "prompts": len(prompts),
+        "max_new_tokens": args.max_new_tokens, "nodes": args.nodes, "depths": args.depths, "seed": args.seed,
+        "tree": [list(path) for path in tree.paths], "timed_nodes": widths, "timed_prompts": len(drawn),
+        "all": figures_of(range(len(prompts))),
+        "kinds": {kind: figures_of(numbers) for kind, numbers in by_kind.items()} if len(by_kind) > 1 else {},
+        "threads": args.threads, "dtype": str(target.dtype).removeprefix("torch."),
+        "device": device_name(target.device), "versions": versions(),
+        "command": "python benchmarks/shortlist_heads.py " + shlex.join(sys.argv[1:]),
+    }  # fmt: skip
+    for kind, part in report["kinds"].items():
+        print_table(kind, part)
+    print_table("all texts", report["all"])
+    if args.report:
+        write_json(args.report / "shortlists.json", report)
+        plot(report, args.report / "shortlists.png")
+        written = f"wrote {args.report / 'shortlists.json'} and {args.report / 'shortlists.png'}"
+        console.print(written, markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_command(main)

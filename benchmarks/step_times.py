@@ -1,0 +1,579 @@
+"""Measure what a decoding step costs for the shape of a target, with trees of several sizes.
+
+    python benchmarks/step_times.py --shape tiny-lm --device cpu --contexts 128 --nodes 1 4 12 16 --threads 1
+    python benchmarks/step_times.py --shape llama3-8b --batches 1 8 --contexts 1024 16384 --nodes 1 4 16 64
+    python benchmarks/step_times.py --shape llama2-7b --projection shared own --compile --out runs/bench/step.json
+    python benchmarks/step_times.py --target models/tiny-lm --nodes 1 16
+    python benchmarks/step_times.py --shape llama3-8b --nodes 64 --graphs --profile runs/bench/kernels.txt
+
+The weights of a shape are random, the drafter is a set of random Medusa heads, and the cache holds random numbers:
+nothing is downloaded or prefilled. The state is restored before each timed step, so that all see the same context.
+
+steps    the median time of a whole step as the engine launches it (on a GPU in a CUDA graph), its 20 % and 80 %
+         quantiles, and its ratio to the plain step (one node), which is always measured. «of bound»: the lower bound of
+         this device over the median: reading the weights of the target, its LM head (heads that share it read it
+         again), the draft heads and the prefix's K/V once at the measured copy bandwidth, or the products at the rate
+         of a large one, whichever takes longer.
+phases   medians of instrumented steps. On a GPU these are eager and include the host's time to launch kernels.
+         «outside»: the share outside the target's forward pass and LM head (CPU). Random heads are never right, so a
+         commit that moves nodes is timed separately: «moving».
+
+Shape letters: B rows, L cached tokens of each, N nodes, A depth of the deepest node + 1, d hidden width.
+"""
+
+import argparse
+import functools
+import gc
+import heapq
+import importlib.util
+import itertools
+import shlex
+import sys
+import timeit
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
+from draftsmith.inference.commands.options import check_counts, check_threads
+from draftsmith.models.options import DECODERS, choose_device, decoder_option, dtype_option
+from draftsmith.models.stored import known_folder, local_folder
+
+Projection = Literal["own", "shared"]
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any] | None] = {
+    "llama2-7b": {**_LLAMA, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
+    "llama3-8b": {
+        **_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+    "smollm2-135m": {
+        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
+    },
+    "tiny-lm": None,  # what the bundled model's own config says
+}  # fmt: skip
+ACCURACY = 0.55  # probability p that a head's best token is right in the trees of :func:`grow_tree`
+MAX_RANK = 10  # ranks per head, as many as calibration looks at
+PHASES = ("draft", "verify", "accept", "commit", "other")
+TURN = 5  # steps in a row before the next tree has its turn
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandLine(__doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--shape", nargs="+", metavar="NAME", help=f"some of: {', '.join(SHAPES)}; random weights")
+    what.add_argument("--target", metavar="FOLDER", help="a stored model instead")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 16, 64], help="of the tree, root included (N)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1], help="rows (B)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024], help="cached tokens of each row (L)")
+    parser.add_argument("--projection", nargs="+", choices=["shared", "own"], default=["shared"], help="of the heads")
+    parser.add_argument("--heads", type=int, default=5, help="draft heads; no tree is deeper (default 5)")
+    parser.add_argument("--repeat", type=int, default=50, help="timed steps (default 50)")
+    dtype_option(parser, "of the weights (those of a --shape count as stored in bfloat16)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
+    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
+    parser.add_argument("--compile", action="store_true", help="the target's forward pass by torch.compile")
+    decoder_option(parser)
+    parser.add_argument("--graphs", action="store_true", help="fail unless every step was replayed from a CUDA graph")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE.txt",
+        help="write the kernels of one step of each tree (a graph replay on a GPU, else an eager step), by time",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there, and a plot beside it")
+    return parser
+
+
+if __name__ == "__main__":
+    before_imports(parser(), lambda args: args.target and known_folder(args.target))
+
+import psutil
+import torch
+from rich.table import Table
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from draftsmith.benchmarks import kernel_times as kernel_bench
+from draftsmith.common.files import check_file, write_json, write_text
+from draftsmith.inference.commands.terminal import console, make_console
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine.protocol import PlainDrafter
+from draftsmith.inference.engine.runner import ATTENTION
+from draftsmith.inference.engine.step import Clock, Step, capacity_for
+from draftsmith.inference.evaluation.report import write_figure
+from draftsmith.inference.verify.tree import MAX_NODES, Ranks, StaticTree, Topology
+from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
+from draftsmith.models.artifact import device_name, versions
+from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
+from draftsmith.models.target import Target, load_target
+
+
+def release() -> None:
+    """Free memory that is no longer in use."""
+    gc.collect()  # a cache and its layers refer to each other
+    torch.cuda.empty_cache()  # does nothing without a GPU
+
+
+def check_fits(needed: int, device: torch.device) -> None:
+    """Check that ``needed`` bytes of the device's memory are free.
+
+    Raises:
+        MemoryError: fewer are.
+    """
+    cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    if needed > free:
+        raise MemoryError(f"needs {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free")
+
+
+def random_target(name: str, positions: int, dtype: torch.dtype, device: torch.device) -> Target:
+    """A target of a shape of :data:`SHAPES` with random weights, made on the device, for so many positions."""
+    shape = SHAPES[name]
+    bundled = local_folder("models/tiny-lm")
+    assert shape is not None or bundled is not None, "the bundled model is missing"
+    config = LlamaConfig(**shape) if shape else LlamaConfig.from_pretrained(str(bundled))
+    config.max_position_embeddings = positions
+    with torch.device("meta"):
+        size = AutoModelForCausalLM.from_config(config).num_parameters()
+    check_fits(size * dtype.itemsize, device)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return Target(model, None, name, "")
+
+
+def random_heads(target: Target, count: int, projection: Projection) -> MedusaHeads:
+    """Medusa heads of one layer with random weights in the target's dtype."""
+    own = target.vocab_size if projection == "own" else 0
+    check_fits(count * target.hidden_size * (target.hidden_size + own) * target.dtype.itemsize, target.device)
+    with target.device:
+        config = MedusaConfig(count, 1, projection, target.hidden_size, target.vocab_size)
+        heads = MedusaHeads(config, target.dtype).requires_grad_(False)
+    for weight in heads.parameters():
+        weight.normal_(std=0.02)
+    return heads
+
+
+def grow_tree(nodes: int, heads: int) -> Topology:
+    """The best tree of ``nodes`` nodes, root included, if each head's token of rank r is right with probability
+    p · (1 − p)^r, p = :data:`ACCURACY`, independently of the others: much like the trees that calibration finds.
+
+    Raises:
+        ValueError: there are fewer paths.
+    """
+    paths: list[Ranks] = []
+    waiting: list[tuple[float, Ranks]] = [(-ACCURACY, (0,))]  # (minus the probability, path); a parent comes first
+    while len(paths) < nodes - 1:
+        if not waiting:
+            raise ValueError(
+                f"--nodes {nodes}: {heads} heads give trees of at most {len(paths) + 1} nodes; raise --heads"
+            )
+        negative, path = heapq.heappop(waiting)
+        paths.append(path)
+        if len(path) < heads:
+            heapq.heappush(waiting, (negative * ACCURACY, (*path, 0)))
+        if path[-1] + 1 < MAX_RANK:
+            heapq.heappush(waiting, (negative * (1 - ACCURACY), (*path[:-1], path[-1] + 1)))
+    return Topology(tuple(paths))
+
+
+def works_of_step(
+    target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int
+) -> list[Work]:
+    """The least work of a dense target's step: its products, its attention, and the draft heads.
+
+    Every weight is read once, but embedding tables, which are not read, and the LM head that draft heads share: they
+    wait for the target's best tokens, so that they read it again. The target's matrices are multiplied with every node,
+    those of the heads with one hidden state per row; nodes attend to the prefix and their ancestors. Launches: the
+    kernels of a greedy step without drafting.
+    """
+    tables = {id(module.weight) for module in target.decoder.modules() if isinstance(module, nn.Embedding)}
+    weights = [w for w in target.decoder.parameters() if id(w) not in tables] + list(target.lm_head.parameters())
+    products = sum(w.numel() for w in weights if w.dim() > 1) * batch * topology.num_nodes
+    # If some layers have a sliding window, all are counted with it: a lower bound.
+    seen = min(context, getattr(target.config, "sliding_window", None) or context)
+    keys = topology.num_nodes * seen + sum(depth + 1 for depth in topology.depths)
+    cached = sum(2 * batch * seen * kv_heads * width for kv_heads, width in target.kv_shapes)
+    scores = sum(2 * batch * keys * target.config.num_attention_heads * width for _, width in target.kv_shapes)
+    (per_layer, around), size = STEP_LAUNCHES, target.dtype.itemsize
+    launches = per_layer * len(target.kv_shapes) + around
+    works = [Work(size * sum(w.numel() for w in weights), 2 * products, launches), Work(size * cached, 2 * scores)]
+    used = topology.max_depth  # further heads are not run
+    if heads is not None and used:
+        head = target.vocab_size * target.hidden_size
+        blocks, read = heads.weight[:, :used].numel(), head * (1 if heads.projection is None else used)
+        read += blocks + heads.bias[:, :used].numel()
+        works.append(Work(size * read, 2 * batch * (blocks + used * head)))
+    return works
+
+
+def required_work(
+    target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int
+) -> tuple[int, int]:
+    """The bytes that a step reads at least, and its multiply-adds · 2: the sums of :func:`works_of_step`."""
+    works = works_of_step(target, heads, topology, batch, context)
+    return int(sum(work.moved for work in works)), int(sum(work.operations for work in works))
+
+
+def measure_device(device: torch.device, dtype: torch.dtype, bytes_read: int) -> Device:
+    """Measured limits of the device. A CPU copies as many bytes as a step reads, since some stay in its caches."""
+    if device.type == "cuda":
+        return kernel_bench.measure_device(dtype)
+    source = torch.ones(min(max(bytes_read // 2, 1 << 16), 1 << 28), dtype=torch.uint8)
+    into = torch.empty_like(source)
+    copy = min(timeit.repeat(lambda: into.copy_(source), number=1, repeat=8))
+    return Device(2 * source.numel() / copy, matmul_rate(device, dtype))
+
+
+def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 20 % and 80 % quantile."""
+    at = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+    median, low, high = torch.tensor(times, dtype=torch.float64).quantile(at).tolist()
+    return median, low, high
+
+
+class Case:
+    """A step that is repeated from the same state: ``batch`` rows of ``context`` cached tokens each.
+
+    steps, replays: number of steps launched so far, and of those that were replayed from a CUDA graph.
+
+    Raises:
+        MemoryError: the cache does not fit.
+    """
+
+    def __init__(
+        self, target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int, compiled: bool,
+        lean: bool | None = None,
+    ) -> None:  # fmt: skip
+        self.heads, self.topology, self.batch, self.context = heads, topology, batch, context
+        self.device = target.device
+        drafter = PlainDrafter(self.device) if heads is None else MedusaDrafter(heads, topology, target)
+        capacity = capacity_for(context, drafter)
+        slot = sum(2 * kv_heads * width for kv_heads, width in target.kv_shapes) * target.dtype.itemsize
+        check_fits(batch * capacity * slot, self.device)
+        static = self.device.type == "cuda" and not target.spread
+        self.step = step = Step(target, drafter, "greedy", batch, capacity, static=static, compiled=compiled, lean=lean)
+        for layer in cast(list[CacheLayerMixin], step.cache.layers):
+            for part in (layer.keys, layer.values):
+                assert part is not None
+                part.normal_()
+        self.root = torch.randint(target.vocab_size, (batch,), device=self.device)
+        self.feature = torch.randn_like(step.state.feature)  # [B, d]
+        step.active.fill_(True)
+        self.steps = self.replays = 0
+
+    def reset(self) -> None:
+        """Restore the state before the first step; a step changes the cache only behind the context."""
+        self.step.cache.lengths.fill_(self.context)
+        self.step.state.root.copy_(self.root)
+        self.step.state.feature.copy_(self.feature)
+
+    def launch(self) -> Callable[[], list[list[int]]]:
+        """Launch a step and count it; returns what ``Step.launch`` returns."""
+        read = self.step.launch()
+        self.steps += 1
+        self.replays += not self.step.eager  # a capture that fails says so there, then or at any later step
+        return read
+
+    def check_graphs(self) -> None:
+        """Raises:
+        ValueError: a step was not replayed from a CUDA graph.
+        """
+        if self.replays < self.steps:
+            raise ValueError(
+                f"--graphs: {self.replays} of {self.steps} steps with {self.topology.num_nodes} nodes were replayed "
+                f"from a CUDA graph ({self.step.execution}); leave out --graphs to measure them anyway"
+            )
+
+    def take(self, count: int) -> list[float]:
+        """Seconds of each of ``count`` steps. On a GPU the host launches ahead, as the engine does."""
+        if self.device.type != "cuda":
+            return timeit.repeat(lambda: self.launch()(), self.reset, number=1, repeat=count)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for start, end in events:
+            self.reset()
+            start.record()
+            self.launch()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(end) / 1e3 for start, end in events]
+
+    def phases(self, count: int) -> dict[str, float]:
+        """The median seconds of each phase."""
+        steps: list[dict[str, float]] = []
+        for _ in range(count + 1):
+            self.reset()
+            clock = Clock(dict.fromkeys(PHASES, 0.0), self.device)
+            self.step.launch(clock)()
+            clock.lap("other")
+            steps.append(clock.seconds)
+        return {phase: quantiles([each[phase] for each in steps[1:]])[0] for phase in PHASES}
+
+    def profile(self) -> tuple[int, float, str]:
+        """The profile of one step.
+
+        Returns:
+            Kernels and copies launched (on a CPU: operations), their seconds in all, and a table of them by time.
+
+        Raises:
+            ValueError: the profiler has seen no kernels.
+        """
+        cuda = self.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        for _ in range(2):  # the first one includes the profiler's own start
+            self.reset()
+            with profile(activities=activities) as profiler:
+                self.launch()()
+                if cuda:
+                    torch.cuda.synchronize(self.device)
+        key = f"self_{'device' if cuda else 'cpu'}_time_total"
+        averages = profiler.key_averages()
+        used = [each for each in averages if not cuda or each.device_type.name == "CUDA"]
+        if not used:
+            raise ValueError(
+                "--profile: the profiler has seen no kernels; this process may not be allowed to trace them"
+            )
+        table = averages.table(sort_by=key, row_limit=60, max_name_column_width=90)
+        return sum(each.count for each in used), sum(getattr(each, key) for each in used) / 1e6, table
+
+    def moving_commit(self, count: int) -> tuple[int, float | None]:
+        """The largest number of nodes that committing a path of this tree moves, and its median seconds."""
+        paths = StaticTree(self.topology.parents, self.device).paths
+        moves = (paths != torch.arange(paths.shape[1], device=self.device)).sum(-1).tolist()
+        node = moves.index(max(moves))
+        if not moves[node]:  # a chain stays where it is
+            return 0, None
+        path = paths[node].repeat(self.batch, 1)  # [B, A]
+        length = torch.full((self.batch,), self.topology.depths[node], device=self.device)
+        self.reset()
+        call = functools.partial(self.step.cache.commit, path, length)
+        if self.device.type == "cuda":
+            return moves[node], kernel_bench.seconds([call])[0]
+        return moves[node], quantiles(timeit.repeat(call, number=1, repeat=count))[0]
+
+
+def take_turns(cases: Sequence[Case], repeat: int) -> list[list[float]]:
+    """Seconds of ``repeat`` steps of each case, a few of each in turn, so that other load affects all of them alike."""
+    times: list[list[float]] = [[] for _ in cases]
+    for case in cases:
+        case.take(3)  # compiles, captures and allocates
+    turn = TURN if len(cases) > 1 else repeat
+    for done in range(0, repeat, turn):
+        for case, seconds in zip(cases, times, strict=True):
+            seconds += case.take(min(turn, repeat - done))
+    return times
+
+
+def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -> dict[str, Any]:
+    """The measurements of a case as a row of the JSON file; all times in seconds."""
+    median, low, high = quantiles(times)
+    works = works_of_step(target, case.heads, case.topology, case.batch, case.context)
+    moved_bytes, flops = sum(work.moved for work in works), sum(work.operations for work in works)
+    by_bytes, by_flops = moved_bytes / best.copy_bandwidth, flops / best.matmul_rate
+    bound, phases = max(by_bytes, by_flops), case.phases(len(times))
+    moved, commit = case.moving_commit(len(times))
+    # The phases of a GPU's eager steps are not those of a CUDA graph.
+    outside = 1 - phases["verify"] / sum(phases.values()) if case.device.type == "cpu" else None
+    return {
+        "shape": target.name,
+        "projection": None if case.heads is None else case.heads.config.projection,
+        "batch": case.batch, "context": case.context, "nodes": case.topology.num_nodes,
+        "depth": case.topology.max_depth, "execution": case.step.execution,
+        "steps": case.steps, "graph_replays": case.replays,
+        "median": median, "low": low, "high": high, "ratio": None,
+        "work": [asdict(work) for work in works],
+        "bytes": moved_bytes, "flops": flops, "bound": bound, "bound_by": "bytes" if by_bytes > by_flops else "flops",
+        "of_bound": bound / median, "bytes_per_second": moved_bytes / median, "flops_per_second": flops / median,
+        "seconds": phases, "outside_target": outside, "moving_commit": {"nodes": moved, "seconds": commit},
+    }  # fmt: skip
+
+
+def bench_target(
+    target: Target, best: Device, args: argparse.Namespace, tables: list[str], keep: Callable[[list[Any]], None]
+) -> list[dict[str, Any]]:
+    """The rows of every combination on a target; one that does not fit into memory is left out with one line.
+
+    Args:
+        tables: profiles written so far; those of this target are appended.
+        keep: is given all rows whenever there are new ones, so that a command that is killed keeps what it measured.
+    """
+    heads = functools.cache(lambda projection: projection and random_heads(target, args.heads, projection))
+    trees = [(None, 1), *((p, n) for p in args.projection for n in sorted(set(args.nodes)) if n > 1)]
+    # One by one on a GPU, whose memory is limited and whose times vary little, and with --compile.
+    groups = [[tree] for tree in trees] if target.device.type == "cuda" or args.compile else [trees]
+
+    def measure(group: Sequence[tuple[Projection | None, int]], batch: int, context: int) -> list[dict[str, Any]]:
+        cases = [
+            Case(target, heads(p), grow_tree(n, args.heads), batch, context, args.compile, DECODERS[args.decoder])
+            for p, n in group
+        ]
+        times = take_turns(cases, args.repeat)
+        for case in cases if args.graphs else ():
+            case.check_graphs()
+        rows = [make_row(target, case, seconds, best) for case, seconds in zip(cases, times, strict=True)]
+        for case, row in zip(cases, rows, strict=True):
+            if args.profile:
+                kernels, seconds, table = case.profile()
+                row["profile"] = {"kernels": kernels, "seconds": seconds}
+                what = "graph replay" if case.replays == case.steps else "eager step"
+                title = f"{target.name}, {case.step.execution}, batch {batch}, context {context}, {row['nodes']} nodes"
+                tables.append(f"{title}: one {what}, {kernels} kernels, {seconds * 1e3:.3f} ms in them\n\n{table}\n")
+                write_text(args.profile, "\n".join(tables))
+        return rows
+
+    rows: list[dict[str, Any]] = []
+    for batch, context in itertools.product(args.batches, args.contexts):
+        measured: list[dict[str, Any]] = []
+        for group in groups:
+            what = f"{target.name}, batch {batch}, context {context}, {' '.join(str(n) for _, n in group)} nodes"
+            release()
+            try:
+                with console.status(f"measuring {what}"):
+                    measured += measure(group, batch, context)
+                console.print(f"  measured {what}", markup=False, soft_wrap=True)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                left_out(what, error)
+            if args.compile:
+                torch.compiler.reset()  # it gives up after a few shapes
+            plain = next((row["median"] for row in measured if row["nodes"] == 1), None)
+            measured = [{**row, "ratio": row["median"] / plain if plain else None} for row in measured]
+            keep(rows + measured)
+        rows += measured
+    return rows
+
+
+def left_out(what: str, error: Exception) -> None:
+    console.print(f"left out: {what}: {str(error).splitlines()[0]}", markup=False, soft_wrap=True)
+
+
+def print_tables(rows: Sequence[dict[str, Any]]) -> None:
+    """Steps, then phases; times in milliseconds."""
+    ms = lambda seconds: "–" if seconds is None else f"{seconds * 1e3:.2f}"  # noqa: E731
+    share = lambda part: "–" if part is None else f"{part:.0%}"  # noqa: E731
+    columns = {
+        "steps": ["ms", "20–80 %", "× plain", "of bound", "GB/s", "GFLOP/s"],
+        "phases": [*PHASES, "outside", "moving"],
+    }
+    output = make_console(stderr=False)
+    for name, more in columns.items():
+        title = f"{rows[0]['shape']}: {name}, ms"
+        table = Table(box=None, padding=(0, 1, 0, 0))
+        for column in ("heads", "B", "L", "N", *more):
+            table.add_column(column, justify="right", no_wrap=True)
+        for r in rows:
+            cells = [ms(r["median"]), f"{ms(r['low'])}–{ms(r['high'])}", f"{r['ratio']:.2f}" if r["ratio"] else "–"]
+            cells += [share(r["of_bound"]), *(f"{r[f'{each}_per_second'] / 1e9:,.1f}" for each in ("bytes", "flops"))]
+            if name == "phases":
+                cells = [ms(r["seconds"][phase]) for phase in PHASES]
+                cells += [share(r["outside_target"]), ms(r["moving_commit"]["seconds"])]
+            table.add_row(r["projection"] or "–", *(str(r[key]) for key in ("batch", "context", "nodes")), *cells)
+        output.print(title, style="italic", markup=False)
+        output.print(table)
+
+
+def plot(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Plot by size of the tree: a step's time over the plain step's, and the device's bound over the step's time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    trees = [row for row in rows if row["projection"]] or rows
+    for key in dict.fromkeys((r["shape"], r["batch"], r["context"], r["projection"]) for r in trees):
+        points = [r for r in rows if (r["shape"], r["batch"], r["context"]) == key[:3]]
+        points = [r for r in points if r["projection"] in (None, key[3])]
+        for axis, value in zip(axes, ("ratio", "of_bound"), strict=True):
+            label = "{}, batch {}, context {}, {}".format(*key)
+            axis.plot([r["nodes"] for r in points], [r[value] for r in points], marker="o", label=label)
+    for axis, name in zip(axes, ("time of a step over the plain step's", "of bound"), strict=True):
+        axis.set(xlabel="nodes of the tree", title=name, ylim=(0, None))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(fontsize=8)
+    fig.suptitle(title, fontsize=10)
+    write_figure(fig, path)
+
+
+def main() -> None:
+    args = parser().parse_intermixed_args()
+    for option in ("nodes", "batches", "contexts"):
+        for given in getattr(args, option):
+            check_counts(**{option: given})
+    check_counts(heads=args.heads, repeat=args.repeat)
+    check_threads(args.threads)
+    if max(args.nodes) > MAX_NODES:
+        raise ValueError(f"--nodes {max(args.nodes)}: must be at most {MAX_NODES}")
+    for unknown in [name for name in args.shape or [] if name not in SHAPES]:
+        raise ValueError(f"--shape {unknown}: unknown; use {', '.join(SHAPES)}")
+    device = torch.device(choose_device(args.device))
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device}: unknown; use cpu, cuda or cuda:N")
+    # Impossible trees are refused before anything is loaded.
+    positions = max(args.contexts) + max(grow_tree(nodes, args.heads).max_depth for nodes in args.nodes) + 1
+    check_file("--out", args.out)
+    check_file("--profile", args.profile, ".txt")
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    name = args.dtype
+    if args.shape:
+        chosen = choose_dtype(args.dtype, device, lambda: "bfloat16")
+        name = chosen.value
+        for line in describe(device, chosen):
+            say(line)
+    facts: dict[str, Any] = {"dtype": name, "draft_heads": args.heads, "repeat": args.repeat, "compiled": args.compile}
+    facts |= {"device": device_name(device), "limits": {}, "rows": []}
+    facts |= {"versions": versions(), "command": "python benchmarks/step_times.py " + shlex.join(sys.argv[1:])}
+    trees = 1 + len(args.projection) * len(set(args.nodes) - {1})
+    facts["planned"] = len(args.shape or [args.target]) * len(args.batches) * len(args.contexts) * trees  # rows
+    tables: list[str] = []
+    for shape in args.shape or [args.target]:
+        release()
+        try:
+            if args.shape:
+                target = random_target(shape, positions, getattr(torch, name), device)
+            else:
+                target = load_target(shape, dtype=name, device=str(device), say=say)
+                facts["dtype"] = name = str(target.dtype).removeprefix("torch.")
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            left_out(shape, error)
+            continue
+        if positions > target.context:
+            raise ValueError(
+                f"--contexts {max(args.contexts)}: with the tree this exceeds the target's context of "
+                f"{target.context}; lower it"
+            )
+        with torch.inference_mode(), target.attention(ATTENTION), torch.cuda.device_of(target.lm_head.weight):
+            bytes_read = required_work(target, None, Topology(()), 1, min(args.contexts))[0]
+            best = measure_device(device, getattr(torch, name), bytes_read)
+            facts["limits"][target.name], before = asdict(best), facts["rows"]
+
+            def keep(rows: list[Any], before: list[Any] = before) -> None:
+                facts["rows"] = before + rows
+                if args.out:
+                    write_json(args.out, facts)
+
+            rows = bench_target(target, best, args, tables, keep)
+        del target  # its memory is the next one's
+        if rows:
+            rates = f"copies {best.copy_bandwidth / 1e9:,.1f} GB/s, multiplies {best.matmul_rate / 1e9:,.1f} GFLOP/s"
+            executions = ", ".join(sorted({row["execution"] for row in rows}))
+            console.print(f"{facts['device']}, {name}: {rates}; steps: {executions}", markup=False, soft_wrap=True)
+            print_tables(rows)
+    if not facts["rows"]:
+        raise ValueError("nothing fits into memory; take smaller --batches, --contexts or another --dtype")
+    if args.out:
+        write_json(args.out, facts)  # with the dtype of a stored target
+        if importlib.util.find_spec("matplotlib") is None:
+            console.print(f"wrote {args.out}; no plot: matplotlib is not installed", markup=False, soft_wrap=True)
+            return
+        plot(facts["rows"], f"{facts['device']}, {name}", args.out.with_suffix(".png"))
+        console.print(f"wrote {args.out} and {args.out.with_suffix('.png')}", markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,170 @@
+"""Time a training step for the shape of a target: Medusa-1 (heads alone) and Medusa-2's second stage (with LoRA).
+
+    python benchmarks/train_step.py --shape llama2-7b --dtype bfloat16 --tokens 2048 --out runs/bench/train_step.json
+    python benchmarks/train_step.py --shape tiny-lm --sequences 2 --tokens 256 --stages medusa-1
+
+Random weights and random tokens, all of them labels: nothing is downloaded. A step is forward, backward, clipping and
+AdamW. The share of the matrix rate counts the products that the method needs (passes through the target's matrices,
+its LM head, the heads), without those that gradient checkpointing repeats; the rate is measured on a large product.
+"""
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
+from draftsmith.common.files import check_file
+from draftsmith.models import options
+
+STAGES = ("medusa-1", "medusa-2")
+PARSER = CommandLine(__doc__)
+PARSER.add_argument("--shape", default="llama2-7b", help="llama2-7b, llama3-8b, tiny-lm")
+PARSER.add_argument(
+    "--stages", nargs="+", choices=STAGES, default=list(STAGES), help="of Medusa-2 that are timed (%(default)s)"
+)
+PARSER.add_argument("--sequences", type=int, default=4, help="of a step, at once")
+PARSER.add_argument("--tokens", type=int, default=2048, help="of a sequence")
+PARSER.add_argument("--heads", type=int, default=5, help="Medusa heads (%(default)s)")
+PARSER.add_argument(
+    "--projection",
+    choices=["own", "shared"],
+    default="own",
+    help="own: an LM head each; shared: the target's (%(default)s)",
+)
+PARSER.add_argument("--gradient-checkpointing", action="store_true", help="of the second stage")
+PARSER.add_argument("--repeat", type=int, default=5, help="timed steps (%(default)s)")
+options.dtype_option(PARSER, "of the target, which counts as stored in bfloat16 (what trains is float32)")
+PARSER.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
+PARSER.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
+if __name__ == "__main__":
+    before_imports(PARSER)
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from draftsmith.benchmarks.kernel_times import DTYPES
+from draftsmith.benchmarks.step_times import SHAPES, random_target
+from draftsmith.common.sections import Batch, Optim
+from draftsmith.models.artifact import device_name, versions, write_json
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
+from draftsmith.models.target import Target
+from draftsmith.train.joint import Joint, add_adapters
+from draftsmith.train.medusa import Medusa1, Medusa2, MedusaStage
+from draftsmith.train.optim import make_optimizer
+
+console = make_console()
+
+
+def operations(target: Target, module: Medusa1, positions: int) -> float:
+    """Multiply-adds · 2 of a step, counted by passes: frozen matrices forward only (Medusa-1), or forward
+    twice, for the teacher of the KL, and backward to their inputs (Medusa-2); trained ones forward and backward."""
+    joint = isinstance(module, Medusa2)
+    head = cast(nn.Linear, target.lm_head).weight.numel()
+    inside = sum(p.numel() for p in target.decoder.parameters() if p.ndim == 2 and not p.requires_grad)
+    inside -= cast(nn.Embedding, target.model.get_input_embeddings()).weight.numel()
+    heads = module.heads
+    blocks = heads.weight.numel()
+    projections = heads.config.num_draft_heads * head
+    lora = sum(p.numel() for name, p in target.model.named_parameters() if "lora_" in name)
+    used = 2.0 * (3 if joint else 1) * inside + 2.0 * (3 if joint else 0) * head + 6.0 * (blocks + lora)
+    used += (6.0 if heads.projection is not None else 4.0) * projections  # a shared one gets no gradient
+    return used * positions
+
+
+def measure(target: Target, stage: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Median seconds of a step, tokens/s, peak memory and share of the matrix rate."""
+    torch.manual_seed(0)
+    heads = MedusaHeads.for_target(target, args.heads, 1, args.projection).to(target.device)
+    optim = Optim(lr=1e-4, warmup_steps=0)
+    joint = MedusaStage(optim=optim, batch=Batch(sequences=args.sequences), steps=100, joint=Joint())
+    if stage == "medusa-2":
+        add_adapters(target, Joint(), 0, args.gradient_checkpointing)
+        module: Medusa1 = Medusa2(target, heads, joint)
+    else:
+        module = Medusa1(target, heads)
+    module.train()
+    optimizer = make_optimizer(module, optim)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    shape = (args.sequences, args.tokens)
+    tokens = torch.randint(target.vocab_size, shape, device=target.device)
+    batch = {"tokens": tokens, "supervised": torch.ones(shape, dtype=torch.bool, device=target.device)}
+    cuda = target.device.type == "cuda"
+    seconds: list[float] = []
+    for turn in range(args.repeat + 2):  # two to warm up
+        if turn == 2 and cuda:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
+            loss, _ = module(batch, module.count(batch), 50)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    median = statistics.median(seconds[2:])
+    positions = args.sequences * args.tokens
+    rate = matmul_rate(target.device, target.dtype)
+    return {
+        "stage": stage,
+        "seconds": round(median, 5),
+        "all_seconds": [round(s, 5) for s in seconds[2:]],
+        "tokens_per_second": round(positions / median, 1),
+        "hours_per_70M_tokens": round(70e6 / (positions / median) / 3600, 3),
+        "operations": operations(target, module, positions),
+        "matmul_rate": rate,
+        "of_matmul_rate": round(operations(target, module, positions) / median / rate, 4),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "trained_parameters": sum(p.numel() for p in trained),
+    }
+
+
+def main() -> None:
+    args = PARSER.parse_intermixed_args()
+    for option in ("sequences", "tokens", "heads", "repeat"):
+        if getattr(args, option) < 1:
+            raise ValueError(f"--{option} {getattr(args, option)}: must be at least 1")
+    check_file("--out", args.out)
+    torch.set_num_threads(available_cores())
+    if args.shape not in SHAPES:
+        raise ValueError(f"--shape {args.shape}: no such shape; there are {', '.join(SHAPES)}")
+    device = torch.device(options.choose_device(args.device))
+    chosen = choose_dtype(args.dtype, device, lambda: "bfloat16")
+    for line in describe(device, chosen):
+        say(line)
+    args.dtype = chosen.value  # what the report says
+    results: list[dict[str, Any]] = []
+    shape = {name: value for name, value in vars(args).items() if name != "out"}
+    facts = {"shape": shape, "results": results, "device": device_name(device), "versions": versions()}
+    facts["command"] = "python benchmarks/train_step.py " + shlex.join(sys.argv[1:])
+    for stage in args.stages:  # each on a target of its own: the second one puts adapters on it
+        try:
+            target = random_target(args.shape, args.tokens, DTYPES[args.dtype], device)
+        except MemoryError as error:
+            raise ValueError(f"{args.shape}: {error}; take a smaller --shape or --dtype bfloat16") from None
+        results.append(measure(target, stage, args))
+        del target
+        if args.out:  # after each stage, so that a command that is killed keeps what it measured
+            write_json(args.out, facts)
+    title = f"{args.shape}, {args.dtype}, {args.sequences} × {args.tokens} tokens · {device_name(device)}"
+    table = Table("stage", "s/step", "tokens/s", "h per 70 M", "of the matrix rate", "peak memory", title=title)
+    for r in results:
+        memory = f"{r['peak_memory_bytes'] / 1e9:.1f} GB" if r["peak_memory_bytes"] else "–"
+        table.add_row(
+            r["stage"], f"{r['seconds']:.3f}", f"{r['tokens_per_second']:,.0f}", f"{r['hours_per_70M_tokens']:.2f}",
+            f"{r['of_matmul_rate']:.0%}", memory,
+        )  # fmt: skip
+    console.print(table)
+    if args.out:
+        console.print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,218 @@
+"""What typical acceptance gains, and what it costs in quality: a sweep of its threshold ε (arXiv 2401.10774 §2.3.1).
+
+    python benchmarks/typical.py runs/demo --prompts runs/demo/prompts.jsonl
+    python benchmarks/typical.py runs/demo --prompts P.jsonl --temperature 0.7 --epsilons 0.01 0.09 0.25 --out DIR
+
+Typical acceptance is lossy; greedy decoding and exact sampling with the same drafter, listed beside each ε, are not.
+Quality is measured by the target: nats per token, −log p of each token under the target's distribution at the given
+temperature. Exact sampling gives the value of the target's own texts. A method with a higher value has lost quality;
+one with a much lower value writes more repetitive texts, as greedy decoding does (see the repeated 4-grams).
+"""
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
+from draftsmith.inference.commands.early import check_prompts
+from draftsmith.inference.commands.options import check_counts
+from draftsmith.inference.drafters.names import check_names
+from draftsmith.models.options import DECODERS, target_arguments, target_options
+
+EPSILONS = (0.01, 0.03, 0.06, 0.09, 0.13, 0.17, 0.21, 0.25)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandLine(__doc__)
+    parser.add_argument("drafter", metavar="DRAFTER", help="a drafter folder or Hub id")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="held-out prompts")
+    parser.add_argument(
+        "--epsilons",
+        type=float,
+        nargs="+",
+        default=list(EPSILONS),
+        metavar="ε",
+        help="thresholds to compare: higher accepts less (%(default)s)",
+    )
+    parser.add_argument("--temperature", type=float, default=0.7, help="the paper's: 0.7")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded at a time (%(default)s)")
+    parser.add_argument("--repeat", type=int, default=1, help="rounds over all prompts; the median counts")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples (%(default)s)")
+    parser.add_argument(
+        "--tree", default="auto", metavar="FILE|auto", help="a tree file; auto: the drafter's own tree.json"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write typical.json and typical.png there")
+    target_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    before_imports(parser(), lambda args: (check_names([args.drafter], args.target), check_prompts(args.prompts)))
+
+import torch
+from rich.table import Table
+
+from draftsmith.common.files import check_folder, write_json
+from draftsmith.common.progress import ProgressBar
+from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
+from draftsmith.inference.commands.terminal import console, make_console
+from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.evaluation import report as reporting
+from draftsmith.inference.evaluation.timing import with_own_seeds
+from draftsmith.inference.verify.sampling import MIN_TEMPERATURE, Sampling
+from draftsmith.inference.verify.verify import Mode
+from draftsmith.models.artifact import device_name, versions
+from draftsmith.models.target import Target
+
+
+@torch.inference_mode()
+def nats_per_token(
+    target: Target, prompts: Sequence[Sequence[int]], results: Sequence[Generation], temperature: float
+) -> float:
+    """−log p of the new tokens under the target's distribution at a temperature, averaged over all of them."""
+    total = count = 0.0
+    for prompt, result in zip(prompts, results, strict=True):
+        ids = torch.tensor([[*prompt, *result.tokens]], device=target.device)
+        logits = target.logits(target.hidden(ids[:, :-1])[0, len(prompt) - 1 :]).float() / temperature
+        log_p = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
+        total, count = total - float(log_p.sum()), count + len(result.tokens)
+    return total / count
+
+
+def sweep(
+    decoder: SpeculativeDecoder, prompts: list[list[int]], temperature: float, epsilons: Sequence[float],
+    max_new_tokens: int, batch_size: int, rounds: int, seed: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Decode all prompts by every method, ``rounds`` times in turn.
+
+    Returns:
+        For each method its ε, tokens/s (median of the rounds), τ, nats per token and rate of repeated 4-grams.
+    """
+    target, drafter, lean = decoder.target, decoder.drafter, decoder.lean
+    greedy, sampled = (SpeculativeDecoder(target, drafter, lean=lean) for _ in range(2))  # a decoder for each mode
+    methods: list[tuple[str, SpeculativeDecoder, Mode, Sampling]] = [
+        ("plain sampling", SpeculativeDecoder(target, lean=lean), "sample", Sampling(temperature, seed=seed)),
+        ("greedy", greedy, "greedy", Sampling(temperature, seed=seed)),
+        ("sampling", sampled, "sample", Sampling(temperature, seed=seed)),
+        *((f"typical ε = {e:g}", decoder, "typical", Sampling(temperature, epsilon=e, seed=seed)) for e in epsilons),
+    ]  # type: ignore[list-item]
+    seconds: dict[str, list[float]] = {name: [] for name, *_ in methods}
+    results: dict[str, list[Generation]] = {}
+    longest = sorted(prompts, key=len)[-batch_size:]
+    for _, engine, mode, _ in methods[:4]:  # first calls allocate; on a GPU they compile and capture
+        engine.generate(longest, max_new_tokens, mode=mode, sampling=Sampling(temperature), batch_size=batch_size)
+    done = 0
+    with ProgressBar("decoding", rounds * len(methods), console, transient=True) as advance:
+        for _ in range(rounds):
+            for name, engine, mode, sampling in methods:
+                seeded = with_own_seeds(sampling, prompts)
+                began = time.perf_counter()
+                results[name] = engine.generate(
+                    prompts, max_new_tokens, mode=mode, sampling=seeded, batch_size=batch_size
+                )
+                seconds[name].append(time.perf_counter() - began)
+                done += 1
+                advance(done)
+    rows: list[dict[str, Any]] = []
+    for name, engine, mode, sampling in methods:
+        counted = reporting.acceptance(results[name], engine.drafter.max_depth)
+        rows.append(
+            {
+                "name": name,
+                "mode": mode,
+                "lossy": mode == "typical",
+                "epsilon": sampling.epsilon if mode == "typical" else None,
+                "tokens_per_second": round(counted["new_tokens"] / statistics.median(seconds[name]), 2),
+                "mean_accepted_length": counted["mean_accepted_length"],
+                "nats_per_token": round(nats_per_token(engine.target, prompts, results[name], temperature), 4),
+                "repeated_4gram_rate": counted["repetition"]["repeated_4gram_rate"],
+                "new_tokens": counted["new_tokens"],
+            }
+        )
+    for row in rows:
+        row["speedup"] = round(row["tokens_per_second"] / rows[0]["tokens_per_second"], 4)
+    return rows
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Plot τ against nats per token, one point for each method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    typical = [row for row in rows if row["lossy"]]
+    axes.plot(
+        [row["nats_per_token"] for row in typical], [row["mean_accepted_length"] for row in typical], "o-",
+        color="tab:orange", label="typical acceptance (lossy), by ε",
+    )  # fmt: skip
+    for row in typical:
+        axes.annotate(f"{row['epsilon']:g}", (row["nats_per_token"], row["mean_accepted_length"]), (4, 4),
+                      textcoords="offset points", fontsize=8)  # fmt: skip
+    for name, marker, colour in (("greedy", "s", "tab:green"), ("sampling", "D", "tab:blue")):
+        row = next(row for row in rows if row["name"] == name)
+        axes.plot([row["nats_per_token"]], [row["mean_accepted_length"]], marker, color=colour, label=f"{name} (exact)")
+    axes.set_xlabel("nats per token of the text, by the target's own distribution")
+    axes.set_ylabel("mean accepted length τ")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    reporting.write_figure(figure, path)
+
+
+def main() -> None:
+    args = parser().parse_intermixed_args()
+    if Sampling(args.temperature).greedy:
+        raise ValueError(
+            f"--temperature {args.temperature}: must be at least {MIN_TEMPERATURE:g}; below, every mode is greedy"
+        )
+    check_counts(max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, repeat=args.repeat)
+    for epsilon in args.epsilons:
+        Sampling(args.temperature, epsilon=epsilon, seed=args.seed)
+    if len(set(args.epsilons)) < len(args.epsilons):
+        raise ValueError("--epsilons: one of them is given twice")
+    if args.drafter == "none":
+        raise ValueError("'none' drafts nothing; give a drafter")
+    check_folder("--out", args.out)
+    torch.set_num_threads(available_cores())
+    given = read_prompts(args.prompts)
+    target, drafter = load_drafter(args.drafter, target_name=args.target, tree=args.tree, **target_arguments(args))
+    decoder = SpeculativeDecoder(target, drafter, lean=DECODERS[args.decoder])
+    prompts = encode_prompts(given, target)
+    rows = sweep(
+        decoder, prompts, args.temperature, args.epsilons, args.max_new_tokens, args.batch_size, args.repeat, args.seed
+    )
+    output = make_console(stderr=False)
+    title = f"{target.name} · {args.drafter} · temperature {args.temperature:g}"
+    output.print(title, style="italic", markup=False)
+    table = Table()
+    table.add_column("method", no_wrap=True)
+    for column in ("tokens/s", "× plain", "τ", "nats/token", "repeated\n4-grams"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["name"] + (" (lossy)" if row["lossy"] else ""), f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup']:.2f}", f"{row['mean_accepted_length'] or 1:.2f}", f"{row['nats_per_token']:.3f}",
+            f"{row['repeated_4gram_rate']:.0%}",
+        )  # fmt: skip
+    output.print(table)
+    if args.out:
+        facts = {"drafter": args.drafter, "target": target.name, "temperature": args.temperature, "methods": rows}
+        facts |= {"prompts": len(prompts), "device": device_name(target.device), "execution": decoder.execution}
+        facts["versions"] = versions()
+        write_json(
+            args.out / "typical.json", facts | {"command": "python benchmarks/typical.py " + shlex.join(sys.argv[1:])}
+        )  # fmt: skip
+        plot(rows, args.out / "typical.png")
+        console.print(f"wrote {args.out / 'typical.json'} and {args.out / 'typical.png'}", markup=False)
+
+
+if __name__ == "__main__":
+    run_command(main)

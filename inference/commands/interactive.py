@@ -1,0 +1,230 @@
+"""Answers streamed to stdout as they are decoded, and --interactive: a conversation, or texts that are continued."""
+
+import contextlib
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from draftsmith.data.chat import encode_prompt
+from draftsmith.data.formats import Message
+from draftsmith.inference.commands.prompts import Prompt
+from draftsmith.inference.commands.terminal import console, end_text, legend, separate_text, shows_colours, write_text
+from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.engine.text import TextStream, answer_text, visible
+
+Options = Callable[[list[int]], dict[str, Any]]  # prompt → the arguments of SpeculativeDecoder.generate beside it
+WARM_UP = 8  # tokens of the prompt and of the answer that are decoded before a timed answer
+SHOWN_LINES = 8  # of a prompt, above its answer
+_HELP = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+_HELP_RAW = "/exit or Ctrl-D leaves, Ctrl-C stops a text"
+
+
+class _StoppedError(Exception):
+    """The user has pressed Ctrl-C during an answer."""
+
+
+@contextlib.contextmanager
+def _first_interrupt() -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C only makes the yielded function return True; a second one interrupts at once."""
+    pressed = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def stream(
+    decoder: SpeculativeDecoder, prompt: list[int], options: dict[str, Any], stopped: Callable[[], bool] | None = None
+) -> tuple[Generation, float]:
+    """Decode one prompt; write its text to stdout as it comes and a line of statistics to stderr.
+
+    Args:
+        options: of ``SpeculativeDecoder.generate``.
+        stopped: asked after each step; the answer ends there once it returns True.
+
+    Returns:
+        The result, and the seconds it took.
+    """
+    text, result, written = TextStream(decoder.target.tokenizer), Generation(), ""
+
+    def write(piece: str, drafted: int) -> None:
+        nonlocal written
+        write_text(piece, drafted=drafted)
+        written = piece or written
+
+    shown = 0
+
+    def show(_: int, so_far: Generation) -> None:
+        nonlocal result, shown
+        result = so_far
+        for token, drafted_by in zip(result.tokens[shown:], result.drafted_by[shown:], strict=True):
+            write(text.add([token]), drafted_by)
+        shown = len(result.tokens)
+        if stopped and stopped():
+            raise _StoppedError
+
+    began = time.perf_counter()
+    try:
+        decoder.generate([prompt], on_step=show, **options)
+    except _StoppedError:
+        result.finish_reason = "Ctrl-C"
+    seconds = time.perf_counter() - began
+    write(text.end(), 0)
+    end_text(written)
+    console.print(f"{statistics_of([result], seconds)}, ended by {result.finish_reason}", style="dim", markup=False)
+    return result, seconds
+
+
+def statistics_of(results: Sequence[Generation], seconds: float) -> str:
+    """Tokens, speed and mean accepted length of answers, in one line."""
+    tokens = sum(len(result.tokens) for result in results)
+    accepted = [length for result in results for length in result.accepted]
+    tau = sum(accepted) / len(accepted) if accepted else 1.0
+    return f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s, {len(accepted)} steps, τ {tau:.2f}"
+
+
+def stream_prompts(
+    decoder: SpeculativeDecoder, name: str, given: Sequence[Prompt], prompts: Sequence[list[int]], options: Options
+) -> None:
+    """Stream the answers to prompts one after the other, each below its prompt, then what they took together.
+
+    Args:
+        name: of the drafter.
+        prompts: token ids of ``given``.
+    """
+    short = prompts[0][:WARM_UP]
+    decoder.generate([short], **{**options(short), "max_new_tokens": WARM_UP})  # the first call allocates and tunes
+    print_legend(decoder, name)
+    results: list[Generation] = []
+    total = 0.0
+    for number, (asked, prompt) in enumerate(zip(given, prompts, strict=True)):
+        if number:
+            separate_text()
+        content = asked.content if isinstance(asked.content, str) else asked.content[-1]["content"]
+        lines = visible(content).splitlines()[-SHOWN_LINES:]
+        said = "\n".join(f"> {line}" for line in lines)
+        console.print(f"\n{said}", style="bold", markup=False)
+        result, seconds = stream(decoder, prompt, options(prompt))
+        results.append(result)
+        total += seconds
+    if len(results) > 1:
+        console.print(f"\n{len(results)} answers: {statistics_of(results, total)}", style="bold", markup=False)
+
+
+def print_legend(decoder: SpeculativeDecoder, name: str) -> None:
+    """Say what the colours mean, where there are any."""
+    if shows_colours() and decoder.drafter.max_depth:
+        console.print(legend(name, decoder.drafter.sources))
+
+
+def read_line() -> str | None:
+    """A line from stdin without its end; None at the end of the input.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        with contextlib.suppress(ImportError):  # not every Python is built with it
+            import readline  # noqa: F401  # arrow keys and the history of lines, in input()
+
+        try:
+            line = input("> ")
+        except EOFError:
+            console.print()
+            return None
+    else:
+        if sys.stdin.isatty():
+            console.print("> ", end="")
+        source = getattr(sys.stdin, "buffer", sys.stdin)
+        given = source.readline()
+        if not given:
+            return None
+        line = given.decode("utf-8", "surrogateescape") if isinstance(given, bytes) else given
+    line = line.rstrip("\r\n")
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        raise ValueError("this line was not sent: it is not UTF-8 text") from None
+    return line
+
+
+def interact(decoder: SpeculativeDecoder, name: str, options: Options, *, raw: bool) -> None:
+    """Answer lines from stdin until ``/exit``, the end of the input, or Ctrl-C between answers.
+
+    With a chat template they are the user's messages of a conversation, which is rendered and prefilled anew each turn;
+    without one, or with ``raw``, each line is a text of its own that the target continues.
+
+    Args:
+        name: of the drafter.
+    """
+    target = decoder.target
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
+    is_chat = bool(tokenizer.chat_template) and not raw
+    chat: list[Message] = []
+    if is_chat:
+        start = f"A conversation with {target.name}; /help lists the commands"
+    else:
+        why = "--raw" if raw else "the target has no chat template"
+        start = f"Each line is continued by itself ({why}); {_HELP_RAW}"
+    console.print(start, style="dim", markup=False)
+    print_legend(decoder, name)
+    answers = 0
+    while True:
+        try:
+            try:
+                line = read_line()
+            except KeyboardInterrupt:
+                console.print()
+                return
+            if line is None or line == "/exit":
+                return
+            if line == "/help":
+                console.print(_HELP if is_chat else _HELP_RAW, markup=False)
+                continue
+            if line == "/reset" and is_chat:
+                chat = []
+                console.print("a new conversation begins", markup=False)
+                continue
+            if not line:
+                continue
+            command = re.match(r"/[A-Za-z-]+(?=\s|$)", line)
+            if is_chat and command:
+                raise ValueError(
+                    f"this line was not sent: {command[0]} is no command ({_HELP}); with a space before it, it would be"
+                )
+            messages: list[Message] = [*chat, {"role": "user", "content": line}]
+            prompt = encode_prompt(messages if is_chat else line, tokenizer)
+            if len(prompt) >= target.context:
+                what = f"{'with it the conversation' if chat else 'it'} has {len(prompt)} tokens"
+                advice = "/reset begins a new conversation" if chat else "shorten it"
+                raise ValueError(
+                    f"this line was not sent: {what}, and the target's context of {target.context} has to hold the "
+                    f"answer, too; {advice}"
+                )
+            if not prompt:
+                raise ValueError("this line has no token; type another one")
+        except ValueError as error:
+            console.print(str(error), markup=False, soft_wrap=True)
+            continue
+        if answers:
+            separate_text()
+        answers += 1
+        with _first_interrupt() as stopped:
+            result, _ = stream(decoder, prompt, options(prompt), stopped)
+        if is_chat:
+            chat = [*messages, {"role": "assistant", "content": answer_text(target, result.tokens)}]

@@ -1,0 +1,32 @@
+"""Checks of a command line. Light to import."""
+
+import os
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "epsilon")  # --mode sample, typical
+LARGEST = (1 << 31) - 1
+
+
+def check_counts(**counts: int | None) -> None:
+    """Check counts of a command line, by the name of their option; None is not checked.
+
+    Raises:
+        ValueError: one is below 1 or above 2³¹ − 1.
+    """
+    for name, count in counts.items():
+        option = f"--{name.replace('_', '-')}"
+        if count is not None and count < 1:
+            raise ValueError(f"{option} {count}: must be at least 1")
+        if count is not None and count > LARGEST:
+            raise ValueError(f"{option} {count}: must be at most {LARGEST}")
+
+
+def check_threads(threads: int | None) -> None:
+    """Check a number of CPU threads.
+
+    Raises:
+        ValueError: it is below 1, or above both 256 and the machine's cores.
+    """
+    check_counts(threads=threads)
+    limit = max(256, os.cpu_count() or 1)
+    if threads is not None and threads > limit:
+        raise ValueError(f"--threads {threads}: must be at most {limit}")

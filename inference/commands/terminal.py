@@ -1,0 +1,88 @@
+"""Output of the decoding commands: texts to stdout, byte for byte; everything else to stderr.
+
+Off a terminal nothing is wrapped or coloured.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from draftsmith.inference.engine.text import visible
+
+_WIDE = 10_000  # columns: nothing is wrapped
+# Colours of drafted text, by the number of its source: name and escape code.
+COLOURS = (("green", 32), ("cyan", 36), ("magenta", 35), ("yellow", 33))
+
+
+def make_console(*, stderr: bool) -> Console:
+    """A console without highlighted numbers and emoji, and without line wrapping off a terminal."""
+    console = Console(stderr=stderr, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    return console
+
+
+console = make_console(stderr=True)
+
+
+def shows_colours() -> bool:
+    """Whether stdout is a terminal on which :func:`write_text` colours drafted text."""
+    out = sys.stdout
+    return out is not None and out.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def legend(drafter: str, sources: Sequence[str]) -> str:
+    """What the colours of :func:`write_text` mean, in rich's markup.
+
+    Args:
+        drafter: its name, for one without sources.
+        sources: of a drafter that names them, in order.
+    """
+    names = [Path(name).name for name in sources or [drafter]]
+    said = [f"[{COLOURS[n % len(COLOURS)][0]}]drafted by {escape(name)}[/]" for n, name in enumerate(names)]
+    return f"{', '.join(said)}, the rest is the target's own"
+
+
+def write_text(text: str, *, drafted: int = 0) -> None:
+    """Write a piece of a decoded text to stdout, in UTF-8. On a terminal its encoding is used, control characters are
+    made visible, and drafted text has the colour of its source.
+
+    Args:
+        drafted: bits of the sources that proposed the text, of which the lowest one gives the colour; 0: not drafted.
+    """
+    out = sys.stdout
+    if out is None or not text:  # stdout was closed
+        return
+    if out.isatty():
+        text = visible(text)
+        if drafted and shows_colours():
+            lowest = (drafted & -drafted).bit_length() - 1
+            text = f"\x1b[{COLOURS[lowest % len(COLOURS)][1]}m{text}\x1b[0m"
+        out.write(text)
+    elif hasattr(out, "buffer"):
+        out.flush()
+        out.buffer.write(text.encode("utf-8", "replace"))
+    else:  # a stream of text, in a test
+        out.write(text)
+    out.flush()
+
+
+def separate_text() -> None:
+    """Write a line feed between two texts; on a terminal :func:`end_text` has done so."""
+    if sys.stdout is not None and not sys.stdout.isatty():
+        write_text("\n")
+
+
+def end_text(text: str) -> None:
+    """End the line of a whole text: on the terminal, else on stderr, which may go to the same file; stdout gets the
+    text alone."""
+    if sys.stdout is None or text.endswith("\n"):
+        return
+    stream = sys.stdout if sys.stdout.isatty() else sys.stderr
+    if stream is not None:
+        stream.write("\n")
+        stream.flush()

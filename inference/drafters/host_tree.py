@@ -1,0 +1,136 @@
+"""Token trees as Python lists, for eager steps on a CPU, where looping over a tree's few nodes is faster than tensor
+operations.
+
+Shape letters: B rows, N nodes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.verify.tree import StaticTree, TokenTree
+
+MAX_SHAPES = 256  # tree shapes kept
+
+
+@dataclass
+class HostTree:
+    """The tree of one row; node 0 is the root, parents come before their children.
+
+    tokens, parents: of each node; the root's parent is −1.
+    sources: a bit for each source that proposed the node; 0 at the root.
+    acceptance: estimated acceptance probability of the node, no more than its parent's.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    sources: list[int]
+    acceptance: list[float]
+
+    def subtree(self, nodes: Sequence[int]) -> "HostTree":
+        """The tree of these nodes, in this order, parents before their children."""
+        number = {-1: -1} | {node: place for place, node in enumerate(nodes)}
+        parents = [number[self.parents[node]] for node in nodes]
+        acceptance = [self.acceptance[node] for node in nodes]
+        tokens, sources = ([part[node] for node in nodes] for part in (self.tokens, self.sources))
+        return HostTree(tokens, parents, sources, acceptance)
+
+
+def best_nodes(
+    acceptances: Sequence[Sequence[float]], times: Sequence[float], counted: Sequence[bool] | None
+) -> list[list[int]]:
+    """Nodes of each row's tree to keep, in ascending order: the likeliest ones, as many as maximise expected tokens /
+    time.
+
+    Args:
+        acceptances: acceptance probabilities of each row's nodes.
+        times: of a step with 1, 2, … nodes; no more nodes are kept.
+        counted: choose one number of nodes for all rows, from the expected tokens of the rows that are True; None:
+            each row's own number, which does not depend on the others.
+    """
+    # Sorting is stable, and a parent is at least as likely as its child: it comes first.
+    orders = [sorted(range(len(row)), key=lambda node, row=row: -row[node])[: len(times)] for row in acceptances]
+    ranked = [[row[node] for node in order] for row, order in zip(acceptances, orders, strict=True)]
+    if counted is None:
+        counts = [_best_count([row], times) for row in ranked]
+    else:
+        rows = [row for row, counts_in in zip(ranked, counted, strict=True) if counts_in]
+        counts = [_best_count(rows, times)] * len(orders)
+    return [sorted(order[:count]) for order, count in zip(orders, counts, strict=True)]
+
+
+def _best_count(ranked: Sequence[Sequence[float]], times: Sequence[float]) -> int:
+    expected, best, count = 0.0, 0.0, 1
+    for number, time in enumerate(times[: max(map(len, ranked), default=0)]):
+        expected += sum(row[number] for row in ranked if number < len(row))
+        if expected / time > best:
+            best, count = expected / time, number + 1
+    return count
+
+
+class HostTreeBuilder:
+    """Builds token trees from rows' host trees; keeps what depends only on the shape of a row's tree.
+
+    Args:
+        max_depth: of any tree the engine verifies.
+    """
+
+    def __init__(self, device: torch.device, max_depth: int) -> None:
+        self.device, self.max_depth = device, max_depth
+        self.shapes: dict[tuple[int, ...], _Shape] = {}
+
+    def build(self, trees: Sequence[HostTree]) -> TokenTree:
+        """``[B, N]``; smaller rows are padded with children of the root that are not valid."""
+        if len(trees) > 1:
+            return self._padded(trees, max(len(tree.tokens) for tree in trees))
+        (tree,) = trees
+        tokens, sources = torch.tensor([[tree.tokens], [tree.sources]], device=self.device)
+        acceptance = torch.tensor([tree.acceptance], device=self.device)
+        return self._shape(tree.parents).tree.fill(tokens, sources, acceptance)
+
+    def _shape(self, parents: Sequence[int]) -> "_Shape":
+        key = tuple(parents)
+        if key not in self.shapes:
+            if len(self.shapes) >= MAX_SHAPES:
+                self.shapes.clear()
+            tree = StaticTree(parents, self.device, self.max_depth)
+            self.shapes[key] = _Shape(tree, tree.depth[0].tolist(), tree.ancestors[0].tolist())
+        return self.shapes[key]
+
+    def _padded(self, trees: Sequence[HostTree], nodes: int) -> TokenTree:
+        words = -(-nodes // 64)
+        tokens, parents, depths, bits, acceptance, sources, valid = [], [], [], [], [], [], []
+        for tree in trees:
+            shape, padding = self._shape(tree.parents), nodes - len(tree.tokens)
+            tokens.append(tree.tokens + [0] * padding)
+            parents.append(tree.parents + [0] * padding)
+            depths.append(shape.depth + [1] * padding)
+            acceptance.append(tree.acceptance + [0.0] * padding)
+            sources.append(tree.sources + [0] * padding)
+            valid.append([True] * len(tree.tokens) + [False] * padding)
+            zeros = [0] * (words - len(shape.ancestors[0]))
+            bits.append([row + zeros for row in shape.ancestors] + [[1] + [0] * (words - 1)] * padding)
+
+        def tensor(values: Sequence[Sequence[float]] | Sequence[Sequence[Sequence[int]]], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
+        return TokenTree(
+            tensor(tokens, torch.int64), tensor(parents, torch.int32), tensor(depths, torch.int32),
+            tensor(bits, torch.int64), tensor(valid, torch.bool), source=tensor(sources, torch.int64),
+            acceptance=tensor(acceptance, torch.float32),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The shape of one row's tree: filled directly for one row, padded and stacked for several.
+
+    depth: of each node.
+    ancestors: of each node, the words of its bitset.
+    """
+
+    tree: StaticTree
+    depth: list[int]
+    ancestors: list[list[int]]

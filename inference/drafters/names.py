@@ -1,0 +1,99 @@
+"""Drafters by name: a folder, a Hub id, ``ngram``, ``draft_model:PATH``, several joined by ``+``. Light to import."""
+
+import difflib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftsmith.models.stored import check_drafter_name, known_folder
+
+NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
+CHAIN = (1,) * 8  # the expansion of a draft model, if none is given
+
+
+def parts_of(name: str) -> list[str]:
+    """The drafters that a name joins by ``+``; the name of an existing folder is one, even if it has a ``+``.
+
+    Raises:
+        ValueError: an empty part, the same part twice, or ``none`` among several.
+    """
+    parts = [name] if Path(name).exists() else name.split("+")
+    if not all(parts):
+        raise ValueError(f"'{name}': a drafter is missing beside '+'; for example runs/demo+ngram")
+    if len(parts) > 1 and "none" in parts:
+        raise ValueError(f"'{name}': 'none' proposes nothing; leave it out")
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"'{name}': the same drafter twice; leave one out")
+    return parts
+
+
+def has_folder(part: str) -> bool:
+    """Whether one of :func:`parts_of` is a drafter folder or Hub id."""
+    return part not in ("none", NGRAM) and not part.startswith((f"{NGRAM}:", DRAFT_MODEL))
+
+
+def ngram_lengths(name: str) -> dict[str, int]:
+    """The lengths of matches that ``ngram`` or ``ngram:SHORTEST-LONGEST`` names, as arguments of ``NgramDrafter``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    given = re.fullmatch(r"ngram(?::(\d+)-(\d+))?", name)
+    if given is None:
+        raise ValueError(f"'{name}': for matches of 2 to 10 tokens write ngram:2-10")
+    return {} if given[1] is None else {"min_match": int(given[1]), "max_match": int(given[2])}
+
+
+def draft_model_of(name: str) -> tuple[str, Sequence[int]]:
+    """Path and expansion of ``draft_model:PATH`` or ``draft_model:PATH@2,2,1``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    path, _, expansion = name.removeprefix(DRAFT_MODEL).partition("@")
+    if not path or (expansion and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", expansion)):
+        raise ValueError(f"'{name}': write draft_model:PATH, or draft_model:PATH@2,2,1 for its children by depth")
+    return path, [int(k) for k in expansion.split(",")] if expansion else CHAIN
+
+
+def check_name(part: str) -> None:
+    """What can be said of one of :func:`parts_of` before torch is imported.
+
+    Raises:
+        FileNotFoundError, ValueError: it names no drafter; with a hint where it is misspelt.
+    """
+    if part.startswith(DRAFT_MODEL):
+        known_folder(draft_model_of(part)[0])
+    elif part.startswith(NGRAM) and not has_folder(part):
+        ngram_lengths(part)
+    elif has_folder(part):
+        try:
+            check_drafter_name(part)
+        except FileNotFoundError as error:
+            kind = part.partition(":")[0]
+            matches = difflib.get_close_matches(kind, ("none", NGRAM, f"{DRAFT_MODEL}PATH"), n=1)
+            if not matches or "/" in kind or os.path.lexists(part):
+                raise
+            raise FileNotFoundError(f"{error}; did you mean {matches[0]}?") from None
+
+
+def check_names(names: Sequence[str], target: str | None = None) -> None:
+    """:func:`check_name` of all parts of drafters, and that the target may exist.
+
+    Raises:
+        FileNotFoundError, ValueError: as there; nothing names a target.
+    """
+    parts = [part for name in names for part in parts_of(name)]
+    for part in parts:
+        check_name(part)
+    if target is not None:
+        known_folder(target)
+    elif not any(map(has_folder, parts)):
+        what = "'none' names no target" if parts == ["none"] else f"'{names[0]}' has no target of its own"
+        raise ValueError(f"{what}: pass --target")
+
+
+def short_name(name: str) -> str:
+    """A drafter's name without the path to it, for its report's folder and in tables."""
+    return "+".join(Path(part).name for part in parts_of(name))

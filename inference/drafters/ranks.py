@@ -1,0 +1,381 @@
+"""Trees of ranks, and what held-out text says of them: which tree of N nodes is best, and its mean accepted length τ.
+
+A drafter with a fixed tree fills it by ranks: path (r_1, r_2, …) stands for its r_1-th best token at depth 1, then its
+r_2-th best at depth 2, …. All that is needed of a text is the rank that the drafter gives, at each depth, to the true
+token after the true ones before it: ``ranks [S, T, K]``.
+
+A path's probability is the share of positions where all its ranks are the true ones: joint counts, no independence
+assumed (Medusa, arXiv 2401.10774 §2.3.3, assumes it). A child never outnumbers its parent, so the N most frequent
+paths *are* the best tree of N nodes.
+
+An ensemble of drafters has a tree for each of them: ``ranks [S, T, n, K]``. The n trees are merged, so a step accepts
+as many tokens as the tree that reaches deepest.
+
+Shape letters: S sequences, T tokens, K depths (draft heads), P positions, n drafters of an ensemble.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.verify.tree import Ranks, Topology
+from draftsmith.models.eagle import Eagle, marked_places
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import head_rows
+
+MAX_RANK = 10  # ranks per depth that a tree may use
+CANDIDATES = 24  # paths that a merge may choose from
+LOGITS = 512  # positions whose logits are in memory at once
+
+
+def draft_labels(tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
+    """The token that a draft of each depth has to be in order to be right.
+
+    A step begins at position t if token t + 1, its root, is an answer's; its draft of depth k then has to be x_{t+k+1}.
+
+    Args:
+        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
+        depth: K.
+
+    Returns:
+        ``[S, T, K]`` int64; −1 where no step begins or where the same answer has no such token.
+    """
+    length = tokens.shape[1]
+    labels = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
+    reached = supervised[:, 1:].clone()  # every token up to the label is the same answer's
+    for k in range(min(depth, length - 2)):
+        reached = reached[:, : length - k - 2] & supervised[:, k + 2 :]
+        labels[:, : length - k - 2, k] = torch.where(reached, tokens[:, k + 2 :].long(), -1)
+    return labels
+
+
+def label_ranks(best: Tensor, labels: Tensor) -> Tensor:
+    """The place of each label among a drafter's best tokens.
+
+    Args:
+        best: ``[…, R]`` int64 token ids, the most likely first, R ≤ :data:`MAX_RANK`.
+        labels: ``[…]`` int64, −1 where there is none.
+
+    Returns:
+        ``[…]`` int64: the rank, :data:`MAX_RANK` if the label is not among them, −1 where there is no label.
+    """
+    match = best == labels[..., None]
+    ranks = torch.where(match.any(-1), match.int().argmax(-1), MAX_RANK)
+    return torch.where(labels >= 0, ranks, -1)
+
+
+@torch.inference_mode()
+def head_ranks(
+    target: Target,
+    heads: MedusaHeads,
+    tokens: Tensor,
+    supervised: Tensor,
+    batch_size: int = 16,
+    on_done: Callable[[int], None] | None = None,
+) -> Tensor:
+    """The rank that each Medusa head gave to the true token.
+
+    Args:
+        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
+        on_done: called with the number of sequences done so far.
+
+    Returns:
+        ``[S, T, K]`` int64: at position t, head k's rank of x_{t+k+1}; ``MAX_RANK`` if it is not among the best (nor
+        among the draft vocabulary), −1 where there is no such label or where position t + 1 is no answer's token (no
+        step begins there).
+    """
+    sequences, num_heads = len(tokens), heads.config.num_draft_heads
+    ranks = torch.full((*tokens.shape, num_heads), -1, dtype=torch.int64)
+    top, draft_head = min(MAX_RANK, heads.config.outputs), heads.draft_head(target.lm_head)
+    for start in range(0, sequences, batch_size):
+        part = slice(start, start + batch_size)
+        begins = torch.zeros_like(supervised[part])
+        begins[:, :-1] = supervised[part, 1:]
+        hidden = target.hidden(tokens[part].long().to(target.device))[begins.to(target.device)]  # [P, d]
+        features = heads.features(hidden.to(heads.weight.dtype))
+        labels = draft_labels(tokens[part], supervised[part], num_heads)
+        for k in range(num_heads):
+            logits = (heads.head_logits(k, chunk, draft_head) for chunk in features[k].split(LOGITS))
+            best = torch.cat([heads.tokens(chunk.topk(top, -1).indices).cpu() for chunk in logits])  # [P, top]
+            ranks[part, :, k][begins] = label_ranks(best, labels[..., k][begins])
+        if on_done:
+            on_done(min(start + batch_size, sequences))
+    return ranks
+
+
+@torch.inference_mode()
+def eagle_ranks(
+    target: Target, eagle: Eagle, tokens: Tensor, supervised: Tensor, depth: int, batch_size: int = 16,
+    on_done: Callable[[int], None] | None = None,
+) -> Tensor:  # fmt: skip
+    """The rank that an EAGLE drafter gives to the true token at each depth, after the true ones before it, which it has
+    drafted itself: the target's features end at the position where the step begins.
+
+    Args:
+        tokens, supervised, on_done: as :func:`head_ranks` takes them.
+        depth: K.
+
+    Returns:
+        ``[S, T, K]`` int64 as :func:`head_ranks`.
+    """
+    ranks = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
+    top, draft_head, embed = min(MAX_RANK, eagle.config.outputs), eagle.draft_head(target.lm_head), target.embeddings
+    dtypes = eagle.fc.weight.dtype, next(draft_head.parameters()).dtype
+    for start in range(0, len(tokens), batch_size):
+        part = slice(start, start + batch_size)
+        rows = tokens[part].to(target.device)
+        begins = torch.zeros_like(supervised[part])
+        begins[:, :-1] = supervised[part, 1:]
+        places = marked_places(begins)  # [B, P]
+        begun = begins.gather(1, places)
+        labels = draft_labels(tokens[part], supervised[part], depth)
+        features = target.features(rows.long(), eagle.config.captured_layers).to(dtypes[0])
+        for k, out in enumerate(eagle.unroll(features, embed, rows, depth, chosen=places.to(rows.device))):
+            chunks = out[begun.to(out.device)].to(dtypes[1]).split(LOGITS)
+            best = [eagle.tokens(draft_head(chunk).topk(top, -1).indices.to(out.device)).cpu() for chunk in chunks]
+            ranks[part, :, k][begins] = label_ranks(torch.cat(best), labels[..., k][begins])
+        if on_done:
+            on_done(min(start + batch_size, len(tokens)))
+    return ranks
+
+
+@torch.inference_mode()
+def next_token_ranks(
+    model: Target, tokens: Tensor, supervised: Tensor, draft_vocab: Tensor | None = None, batch_size: int = 16
+) -> Tensor:
+    """The rank that a causal LM gives to each token of the answers, after the true ones before it.
+
+    Args:
+        model: of the target's vocabulary.
+        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
+        draft_vocab: ``[D]`` int64, ascending: the tokens that it drafts; all if None.
+
+    Returns:
+        ``[S, T]`` int64: the rank of token t; ``MAX_RANK`` if it is not among the best (nor among the draft
+        vocabulary), −1 where the token is no answer's, and at t = 0.
+    """
+    ranks = torch.full(tokens.shape, -1, dtype=torch.int64)
+    # A scale or cap of the logits does not change their order.
+    head = model.logits if draft_vocab is None else head_rows(model.lm_head, draft_vocab.to(model.device))
+    for start in range(0, len(tokens), batch_size):
+        part = slice(start, start + batch_size)
+        rows = tokens[part].long()
+        labelled = supervised[part, 1:].cpu()
+        hidden = model.hidden(rows.to(model.device))[:, :-1][labelled.to(model.device)]  # [P, d]
+        best: list[Tensor] = []
+        for chunk in hidden.split(LOGITS):
+            logits = head(chunk)
+            top = logits.topk(min(MAX_RANK, logits.shape[-1]), -1).indices
+            best.append((top if draft_vocab is None else draft_vocab.to(top.device)[top]).cpu())
+        if best:
+            ranks[part, 1:][labelled] = label_ranks(torch.cat(best), rows[:, 1:].cpu()[labelled])
+    return ranks
+
+
+def chained_ranks(next_ranks: Tensor, tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
+    """What a model that drafts token by token gives at each depth, from :func:`next_token_ranks`.
+
+    Args:
+        next_ranks, tokens, supervised: ``[S, T]``.
+        depth: K.
+
+    Returns:
+        ``[S, T, K]`` int64 as :func:`head_ranks`: at position t and depth k, the rank of token t + k + 1.
+    """
+    labels = draft_labels(tokens, supervised, depth)
+    ranks = torch.full_like(labels, -1)
+    for k in range(min(depth, tokens.shape[1] - 2)):
+        ranks[:, : -k - 2, k] = next_ranks[:, k + 2 :]
+    return torch.where(labels >= 0, ranks, -1)
+
+
+def path_counts(ranks: Tensor) -> tuple[Counter[tuple[int, ...]], int]:
+    """How often each rank path was right as a whole, and the number of positions that have a label at every depth."""
+    full = ranks[(ranks >= 0).all(-1)]
+    counts: Counter[tuple[int, ...]] = Counter()
+    for row in full.tolist():
+        for depth, rank in enumerate(row):
+            if rank >= MAX_RANK:
+                break
+            counts[tuple(row[: depth + 1])] += 1
+    return counts, len(full)
+
+
+def best_tree(ranks: Tensor, nodes: int) -> Topology:
+    """The tree of at most ``nodes`` nodes (root included) with the highest expected accepted length.
+
+    Raises:
+        ValueError: there is no position to count on.
+    """
+    counts, positions = path_counts(ranks)
+    if not positions:
+        raise ValueError("no calibration position: every answer is shorter than the drafts are deep")
+    # Ties go to the shorter path, so that no child comes without its parent.
+    order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+    return Topology(tuple(order[: nodes - 1]))
+
+
+def candidates(ranks: Tensor) -> list[dict[str, Any]]:
+    """The most frequent paths and their frequencies: a merge with other drafters chooses its nodes from them."""
+    counts, positions = path_counts(ranks)
+    paths = best_tree(ranks, CANDIDATES + 1).paths
+    return [{"path": list(path), "rate": round(counts[path] / positions, 4)} for path in paths]
+
+
+def accuracy(ranks: Tensor) -> list[list[float]]:
+    """By depth and rank, the share of labels that had this rank: ``[K][MAX_RANK]``."""
+    return [
+        [round(float((ranks[..., k] == r).sum() / (ranks[..., k] >= 0).sum()), 4) for r in range(MAX_RANK)]
+        for k in range(ranks.shape[-1])
+    ]
+
+
+def head_facts(ranks: Tensor) -> dict[str, Any]:
+    """What tree.json records of draft heads: the candidates of a merge and the heads' accuracy. ``[S, T, 1, K]``."""
+    ranks = ranks[:, :, 0]
+    return {"candidates": candidates(ranks), "accuracy_by_head_and_rank": accuracy(ranks)}
+
+
+def simulate(topology: Topology, ranks: Tensor) -> float:
+    """Mean accepted length τ (bonus token included) of a tree, by walking the sequences step by step: exact for greedy
+    decoding, since the sequences are the target's own.
+
+    Args:
+        ranks: ``[S, T, K]`` as :func:`head_ranks` returns them.
+    """
+    return simulate_ensemble((topology,), ranks[:, :, None])
+
+
+# ---- ensembles
+
+
+def best_trees(ranks: Tensor, nodes: int) -> tuple[Topology, ...]:
+    """The trees of an ensemble's drafters, of together at most ``nodes`` nodes (the one root included), chosen one node
+    after the other: the node that most positions accept which none of the trees reaches so deep yet.
+
+    The nodes of different trees that hold equal tokens become one when the trees are merged; which these are is not
+    known from ranks, so all are counted.
+
+    Args:
+        ranks: ``[S, T, n, K]``.
+
+    Raises:
+        ValueError: there is no position to count on.
+    """
+    full = ranks[(ranks >= 0).flatten(2).all(-1)].transpose(0, 1)  # [n, P, K]
+    if not full.shape[1]:
+        raise ValueError("no calibration position: every answer is shorter than the drafts are deep")
+    reached = torch.zeros(full.shape[1], dtype=torch.int64)
+    trees: list[list[tuple[int, ...]]] = [[] for _ in full]
+    right: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # (drafter, path) → positions where it is right
+    queue: list[tuple[int, int, int, tuple[int, ...]]] = []  # (−gain, depth, drafter, path): a heap
+
+    def gain(drafter: int, path: tuple[int, ...]) -> int:
+        return int((reached[right[drafter, path]] < len(path)).sum())
+
+    def add_children(drafter: int, path: tuple[int, ...], positions: Tensor) -> None:
+        if len(path) == full.shape[2]:
+            return
+        of_next = full[drafter, positions, len(path)]
+        for rank in range(MAX_RANK):
+            child = (*path, rank)
+            right[drafter, child] = positions[of_next == rank]
+            if len(right[drafter, child]):
+                heapq.heappush(queue, (-gain(drafter, child), len(child), drafter, child))
+
+    for drafter in range(len(full)):
+        add_children(drafter, (), torch.arange(full.shape[1]))
+    chosen = 1
+    while queue and chosen < nodes:
+        known, depth, drafter, path = heapq.heappop(queue)
+        now = gain(drafter, path)  # gains only fall
+        if -known != now:
+            heapq.heappush(queue, (-now, depth, drafter, path))
+            continue
+        trees[drafter].append(path)
+        chosen += 1
+        positions = right[drafter, path]
+        reached[positions] = reached[positions].clamp(min=depth)
+        add_children(drafter, path, positions)
+    return tuple(Topology(tuple(paths)) for paths in trees)
+
+
+def simulate_ensemble(trees: Sequence[Topology], ranks: Tensor) -> float:
+    """τ of an ensemble's merged trees, as :func:`simulate`; ``ranks``: ``[S, T, n, K]``."""
+    return simulate_depths(ensemble_depths(trees, ranks), ranks[:, :, 0, 0] >= 0)
+
+
+def ensemble_depths(trees: Sequence[Topology], ranks: Tensor) -> Tensor:
+    """How many drafted tokens a step that begins at each position would accept: ``[S, T, n, K]`` → ``[S, T]`` int64."""
+    accepted = torch.zeros(ranks.shape[:2], dtype=torch.int64)
+    for number, tree in enumerate(trees):
+        # By path, where its ranks are the true ones.
+        right: dict[Ranks, Tensor] = {(): torch.ones_like(accepted, dtype=torch.bool)}
+        for path in tree.paths:  # parents first
+            right[path] = right[path[:-1]] & (ranks[:, :, number, len(path) - 1] == path[-1])
+            accepted = torch.where(right[path], accepted.clamp(min=len(path)), accepted)
+    return accepted
+
+
+def simulate_depths(accepted: Tensor, begins: Tensor) -> float:
+    """τ of steps that accept ``accepted [S, T]`` drafted tokens where they begin; ``begins [S, T]``: where one can."""
+    tokens = steps = 0
+    for row, can in zip(accepted.tolist(), begins.tolist(), strict=True):
+        places = [t for t, at in enumerate(can) if at]
+        if not places:
+            continue
+        t, end = places[0], places[-1]
+        while t <= end:
+            if not can[t]:  # between two answers, or an answer's last token
+                t += 1
+                continue
+            tokens += min(row[t], end - t) + 1  # a bonus token behind the text's end is not committed
+            steps, t = steps + 1, t + row[t] + 1
+    return tokens / steps if steps else 0.0
+
+
+def matched_answers(next_ranks: Tensor, supervised: Tensor, count: int) -> Tensor:
+    """Which answers a model reproduces: those whose first ``count`` tokens (all of a shorter one) are its own greedy
+    choices (SpecInfer, arXiv 2305.09781 §3; its greedy continuation is the answer's beginning then).
+
+    Args:
+        next_ranks: ``[…, S, T]`` of :func:`next_token_ranks`.
+        supervised: ``[S, T]`` bool.
+
+    Returns:
+        ``[…, A]`` bool, of the A answers in order of their rows; an answer is a run of supervised tokens.
+    """
+    marks = supervised.clone()
+    marks[:, 0] = False  # no model predicts a text's first token
+    before = torch.zeros_like(marks)
+    before[:, 1:] = marks[:, :-1]
+    starts = (marks & ~before).nonzero()
+    matched = torch.ones(*next_ranks.shape[:-2], len(starts), dtype=torch.bool)
+    inside = torch.ones(len(starts), dtype=torch.bool)
+    for shift in range(count):
+        place = (starts[:, 1] + shift).clamp(max=marks.shape[1] - 1)
+        inside = inside & marks[starts[:, 0], place] & (starts[:, 1] + shift < marks.shape[1])
+        right = next_ranks[..., starts[:, 0], place] == 0
+        matched &= right | ~inside
+    return matched
+
+
+def coverage(matched: Tensor) -> list[float]:
+    """coverage@s: the share of answers that any of the first s drafters reproduces; ``[n, A]`` bool → n numbers."""
+    return [round(float(matched[: s + 1].any(0).float().mean()), 4) for s in range(len(matched))]
+
+
+def overlap(matched: Tensor) -> list[list[float]]:
+    """Of the answers that either of two drafters reproduces, the share that both do: ``[n, A]`` bool → n × n; 1 where
+    neither reproduces any."""
+    both = (matched[:, None] & matched[None]).sum(-1)
+    either = (matched[:, None] | matched[None]).sum(-1)
+    return [
+        [round(float(b) / float(e), 4) if e else 1.0 for b, e in zip(*rows, strict=True)]
+        for rows in zip(both, either, strict=True)
+    ]

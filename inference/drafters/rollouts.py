@@ -1,0 +1,192 @@
+"""Teacher-forced drafts of all positions of a text at once: what a drafter's layer and LM head read at each depth,
+after the true tokens before it, which it has drafted itself. Routers train on them, and shortlists are evaluated on
+them.
+
+Shape letters: B batch, T tokens, P positions where a step begins, K depths, R best tokens, S tokens that the drafter
+chooses from, e width of embeddings, d of hidden states.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.inference.drafters.ranks import LOGITS, MAX_RANK, draft_labels
+from draftsmith.models.shortlist import ShortlistHead, head_rows_of
+
+BEST = 24  # tokens of the whole LM head that are recorded, where nothing else is said
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One depth of drafts.
+
+    tokens: ``[P]`` int64 of the nodes: the root's at depth 0, then the true tokens after it.
+    hidden: ``[P, d]``, the hidden state that a router reads.
+    out: ``[P, d]``, what the LM head reads.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """A drafter as shortlists are made for it.
+
+    run: (tokens ``[B, T]``, supervised ``[B, T]``, as ``engine.answers.answer`` returns them) → one
+        :class:`Rollout` for each depth, of the P positions t whose next token is an answer's, row by row.
+    embed: of the tokens that a router reads.
+    head: its LM head, ``[…, d] → […, S]``.
+    ids: ``[S]`` int64, the target's tokens of its rows; the first S if None.
+    embedding_size, feature_size: e and d.
+    after_head: the scale or cap of its logits, if there is one.
+    """
+
+    run: Callable[[Tensor, Tensor], Iterator[Rollout]]
+    embed: nn.Module
+    head: nn.Module
+    ids: Tensor | None
+    embedding_size: int
+    feature_size: int
+    after_head: Callable[[Tensor], Tensor] | None
+
+    def logits(self, out: Tensor) -> Tensor:
+        """``[…, d]`` → ``[…, S]`` float32."""
+        logits = self.head(out)
+        return (logits if self.after_head is None else self.after_head(logits)).float()
+
+    @property
+    def weight(self) -> Tensor:
+        """:func:`head_rows_of` its LM head, ``[S, d]``."""
+        return head_rows_of(self.head)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a drafter's whole LM head says at every depth of every position; tokens are places in its vocabulary.
+
+    begins: ``[B, T]`` bool, the positions, P in all.
+    tokens: ``[P, K]`` int64, of the nodes, ids of the target.
+    hidden: ``[P, K, d]``, as a router reads them.
+    best: ``[P, K, R]`` int64, the R likeliest tokens; log_q: their log probabilities, float32.
+    label: ``[P, K]`` int64, the target's token; S if the drafter's vocabulary does not have it; −1 where there is none.
+    seen: ``[P, K, R]`` bool, whether a token of ``best`` is in the text up to the root.
+    """
+
+    begins: Tensor
+    tokens: Tensor
+    hidden: Tensor
+    best: Tensor
+    log_q: Tensor
+    label: Tensor
+    seen: Tensor
+    outputs: int  # S
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name; with ``outputs`` the arguments that make it again."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "outputs"}
+
+
+def first_places(tokens: Tensor, vocabulary: int) -> Tensor:
+    """Where each token of the vocabulary occurs first in each text, T where it does not: ``[S, T]`` → ``[S, V]``."""
+    texts, length = tokens.shape
+    first = torch.full((texts, vocabulary), length, device=tokens.device)
+    order = torch.arange(length, device=tokens.device).expand(texts, -1)
+    return first.scatter_reduce_(1, tokens, order, "amin")
+
+
+@torch.no_grad()
+def record(
+    drafts: Drafts, tokens: Tensor, supervised: Tensor, best: int, dtype: torch.dtype = torch.float32,
+    batch_size: int = 4, on_done: Callable[[int], None] | None = None,
+) -> Recorded:  # fmt: skip
+    """Record a drafter on texts, on the CPU.
+
+    Args:
+        tokens, supervised: ``[B, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
+        best: R, at most S.
+        dtype: of the hidden states that are kept.
+        on_done: called with the number of sequences done so far.
+    """
+    begins = torch.zeros_like(supervised)
+    begins[:, :-1] = supervised[:, 1:]
+    parts, outputs = list[list[Tensor]](), len(drafts.weight)
+    best = min(best, outputs)
+    for start in range(0, len(tokens), batch_size):
+        part = slice(start, start + batch_size)
+        found, where = list[tuple[Tensor, ...]](), begins[part]
+        for rollout in drafts.run(tokens[part], supervised[part]):
+            chunks = [drafts.logits(out).log_softmax(-1).topk(best, -1) for out in rollout.out.split(LOGITS)]
+            log_q, top = (torch.cat([chunk[i] for chunk in chunks]).cpu() for i in (0, 1))
+            found.append((rollout.tokens.cpu(), rollout.hidden.cpu().to(dtype), top, log_q))
+        nodes, hidden, top, log_q = (torch.stack(each, 1) for each in zip(*found, strict=True))
+        label = draft_labels(tokens[part], supervised[part], nodes.shape[1])[where]
+        ids = torch.arange(outputs) if drafts.ids is None else drafts.ids.cpu()
+        size = int(max(ids.max(), tokens.max())) + 1
+        place = torch.full((size,), outputs).scatter(0, ids, torch.arange(outputs))
+        first = first_places(tokens[part].long(), size)
+        row, root = where.nonzero().unbind(1)
+        seen = first[row[:, None, None], ids[top]] <= (root + 1)[:, None, None]
+        label = torch.where(label < 0, -1, place[label.clamp(min=0)])
+        parts.append([nodes, hidden, top, log_q, label, seen])
+        if on_done:
+            on_done(min(start + batch_size, len(tokens)))
+    nodes, hidden, top, log_q, label, seen = (torch.cat(each) for each in zip(*parts, strict=True))
+    return Recorded(begins, nodes, hidden, top, log_q, label, seen, outputs)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What shortlists keep of a whole LM head.
+
+    ranks: ``[B, T, K]`` int64 as :func:`~draftsmith.inference.drafters.ranks.head_ranks`; a label not among the R
+        recorded tokens counts as missed.
+    tokens: by depth, the mean number of tokens; of ``in_context``, the most that there may be.
+    top1, top10: by depth, the share of the whole head's likeliest token, and of its ten likeliest, that are inside.
+    dropped: by depth, the share of the wanted clusters' tokens that do not fit.
+    """
+
+    ranks: Tensor
+    tokens: list[float]
+    top1: list[float]
+    top10: list[float]
+    dropped: list[float]
+
+
+@torch.no_grad()
+def kept(recorded: Recorded, embed: nn.Module, shortlist: ShortlistHead | None, chunk: int = 512) -> Kept:
+    """Apply shortlists to what was recorded, each node having its own; None: the whole head."""
+    device = next(embed.parameters()).device
+    columns = list[Tensor]()
+    sums = torch.zeros(5, recorded.label.shape[1], dtype=torch.float64)
+    for k, label in enumerate(recorded.label.unbind(1)):
+        nodes = (label >= 0).nonzero()[:, 0]  # where a step begins and the answer has a token for this depth
+        best, label = recorded.best[nodes, k], label[nodes]
+        inside = torch.ones_like(best, dtype=torch.bool)
+        for part in torch.arange(len(nodes)).split(chunk) if shortlist is not None else ():
+            assert shortlist is not None
+            at = nodes[part]
+            embeddings = embed(recorded.tokens[at, k].to(device)).float()
+            chosen = shortlist.choose(embeddings, recorded.hidden[at, k].to(device).float(), k)
+            seen = recorded.seen[at, k].to(device)
+            inside[part] = shortlist.contains(best[part].to(device), chosen, k, seen).cpu()
+            if chosen is not None:
+                sums[:2, k] += torch.stack((chosen.count.sum(), chosen.dropped.sum())).cpu()
+        if shortlist is None or shortlist.router is None:
+            sums[0, k] = len(nodes) * (recorded.outputs if shortlist is None else shortlist.config.tokens(k))
+        sums[2, k], sums[3, k] = inside[:, 0].sum(), inside[:, :10].double().mean(1).sum()
+        hit = (best == label[:, None]) & inside
+        rank = inside.long().cumsum(1).gather(1, hit.byte().argmax(1, keepdim=True))[:, 0] - 1
+        column = torch.full_like(recorded.label[:, k], -1)
+        column[nodes] = torch.where(hit.any(1), rank.clamp(max=MAX_RANK), MAX_RANK)
+        columns.append(column)
+        sums[4, k] = len(nodes)
+    ranks = torch.full((*recorded.begins.shape, len(columns)), -1, dtype=torch.int64)
+    ranks[recorded.begins] = torch.stack(columns, 1)
+    tokens, dropped, top1, top10, count = sums.clamp(min=1e-9)
+    shares = tokens / count, top1 / count, top10 / count, dropped / (tokens + dropped)
+    size, first, ten, left_out = ([round(float(x), 4) for x in share] for share in shares)
+    return Kept(ranks, size, first, ten, left_out)

@@ -1,0 +1,161 @@
+"""The drafter protocol: what the engine calls on a drafter, and the state that a drafter reads.
+
+Shape letters: B rows of the batch, b rows that begin, T prompt tokens, N nodes, d hidden width, F features per token.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.verify.sampling import Settings
+from draftsmith.inference.verify.tree import StaticTree, TokenTree
+from draftsmith.inference.verify.verify import Verdict
+from draftsmith.kernels.tree_attention import Plans
+from draftsmith.models.target import Target
+
+
+@dataclass
+class State:
+    """Device buffers per row that a drafter reads.
+
+    root: ``[B]`` int64, the last committed token, whose K/V is not cached yet.
+    length: ``[B]`` int64, cached tokens.
+    feature: ``[B, F]``, the target's last hidden state that predicted the root, then the inputs of the captured layers.
+    active: ``[B]`` bool, False in rows without a text; their trees are ignored.
+    settings: sampling parameters by row, for a drafter that draws at random; None if drafts must be deterministic.
+    step: ``[B]`` int64, number of steps of each row's text so far; with the seed it selects the random numbers.
+    stream: number of the drafter's random stream, at least 1 (the verifier's is 0).
+    nodes: of the tree to propose in this step, a key of the drafter's ``tree_sizes()``; 0 for all nodes.
+    weighs: whether the tree's ``acceptance`` is read, as a merge does; else a drafter may leave it out.
+    plans: of the attention kernel for this step, whose forward passes have prefixes of at most ``length``.
+    """
+
+    root: Tensor
+    length: Tensor
+    feature: Tensor
+    active: Tensor
+    settings: Settings | None
+    step: Tensor
+    stream: int = 1
+    nodes: int = 0
+    weighs: bool = True
+    plans: Plans | None = None
+
+
+@dataclass(frozen=True)
+class DraftEstimate:
+    """Expected cost and gain of a drafter whose trees always have the same shape.
+
+    time: of drafting, in plain steps of the target.
+    nodes: of its tree, root included.
+    tokens: that a step with this tree alone is expected to commit.
+    """
+
+    time: float
+    nodes: int
+    tokens: float
+
+
+class Drafter(Protocol):
+    """A proposer of token trees. Only ``propose`` is required; the other methods are for drafters with state.
+
+    A drafter with caches or buffers belongs to one decoder at a time.
+
+    num_nodes, max_depth, branching: upper bounds of its trees' nodes (root included), depth, and draws per node.
+    static: ``propose`` and ``absorb`` can run with fixed shapes and without host synchronisation (if ``allocate`` asks
+        for it), so that a CUDA graph can capture them.
+    captures: layers of the target whose input it also reads; F = d · (1 + number of layers).
+    models: other causal LMs that it runs; the engine installs its attention in them.
+    random: in sampling mode its nodes are drawn at random, and its trees carry ``draws`` with distributions.
+    estimate: expected cost and gain, if known before drafting; a merge runs it only where that raises the
+        expected speed.
+    sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``.
+    one_size: steps do not choose among ``tree_sizes()``: all have all nodes.
+    """
+
+    num_nodes: int
+    max_depth: int
+    branching: int
+    static: bool
+    captures: Sequence[int] = ()
+    models: Sequence[Target] = ()
+    sources: Sequence[str] = ()
+    random: bool = False
+    estimate: DraftEstimate | None = None
+    one_size: bool = False
+
+    def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
+        """Allocate caches and buffers for the rows and capacity of the target's cache; its ``lengths`` may be shared.
+
+        Called before the first text, and again when the engine's own buffers change.
+
+        Args:
+            max_depth: of any tree the engine verifies; in a merge another drafter's may be deeper. Any
+                ``StaticTree`` that it fills has to be made for this depth.
+            static: as described for the class.
+        """
+
+    def proposed_nodes(self, sampled: bool) -> int:
+        """Nodes of its trees, root included, in sampling mode (``sampled``) or the others: at most, or as many as it
+        has chosen by step costs."""
+        return self.num_nodes
+
+    def tree_sizes(self) -> Mapping[int, Sequence[float]]:
+        """Node counts, ascending, of the trees among which a static step may choose by ``state.nodes``; with the sums
+        of their nodes' estimated acceptance probabilities by depth. Called after ``allocate``; empty: all nodes."""
+        return {}
+
+    def buffers(self) -> Sequence[Tensor]:
+        """Tensors that a step changes and the next one reads, except K/V beyond a row's length.
+
+        Restoring them undoes the steps that warm up a graph capture.
+        """
+        return ()
+
+    def begin(self, rows: slice) -> None:
+        """Start new texts in these rows; ``prefill`` follows with their prompts."""
+
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+        """Read a chunk of the prompts that begin in ``rows``.
+
+        Shorter prompts are padded; each row's true length is known at the first ``propose``.
+
+        Args:
+            features: ``[b, T, F]``, of the tokens.
+            tokens: ``[b, T]`` int64.
+            start: position of the first token.
+        """
+
+    def propose(self, state: State) -> TokenTree: ...
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether :meth:`absorb` does anything; a merge leaves it out otherwise."""
+        return type(self).absorb is not Drafter.absorb
+
+    def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
+        """Update the drafter's state after verification; ``state`` is still that of ``propose``.
+
+        Args:
+            verdict: what was accepted; if ``own_path`` is given, ``tree`` also holds other drafters' nodes.
+            features: ``[B, N, F]``, of the tree's nodes.
+        """
+
+    def end(self, row: int) -> None:
+        """End the text in this row; steps continue there with an empty prefix until another text begins."""
+
+
+class PlainDrafter(Drafter):
+    """Proposes the root alone: plain decoding, the baseline of every speed-up."""
+
+    num_nodes, max_depth, branching, static = 1, 0, 0, True
+
+    def __init__(self, device: torch.device) -> None:
+        self.tree = StaticTree([-1], device)
+
+    def propose(self, state: State) -> TokenTree:
+        return self.tree.fill(state.root[:, None])

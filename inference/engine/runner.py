@@ -1,0 +1,268 @@
+"""Forward passes of a causal LM on a preallocated cache: prompts in chunks, and token trees after each row's prefix.
+
+Shape letters: B rows, b rows that begin, T prompt tokens or tree keys, N nodes, Q query nodes, W 64-bit words, d hidden
+width, F features per token.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.tree_attention import (
+    Plans,
+    TreeKeys,
+    Work,
+    ancestor_mask,
+    attend_tree,
+    attention_items,
+    causal_ancestors,
+    causal_bias,
+    tree_attention,
+    tree_bias,
+    tree_bias_one_row,
+)
+from draftsmith.models.lean import Buffers, FusedBuffers, LeanDecoder
+from draftsmith.models.lean_from import lean_decoder
+from draftsmith.models.target import Target, cache_argument
+
+ATTENTION = "draftsmith_tree"
+# On a GPU: block sizes of products and loops are tuned; CUDA graphs are the engine's own.
+COMPILE_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    softcap: float | None = None, biases: Mapping[int, Tensor | None] | None = None,
+    tree_keys: TreeKeys | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention that ``transformers`` calls in every layer; ``biases`` or ``tree_keys`` come from :class:`Runner`."""
+    if kwargs.get("s_aux") is not None:
+        raise ValueError("this target's attention has learned sinks (GPT-OSS), which the engine does not support yet")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window or 0
+    if tree_keys is not None:
+        out = attend_tree(query, key, value, tree_keys, scale, window, softcap)
+    else:
+        assert biases is not None, "the engine's attention needs the engine's mask"
+        out = tree_attention(query, key, value, biases[window], scale, softcap)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)  # else transformers builds padding masks
+
+
+@contextmanager
+def engine_attention(models: Sequence[Target]) -> Iterator[None]:
+    """Context in which these models' own modules use the engine's attention."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(model.attention(ATTENTION))
+        yield
+
+
+def find_lean(target: Target, lean: bool | None) -> LeanDecoder | str:
+    """The target's lean decoder, or the reason why the model's own modules run instead.
+
+    Args:
+        lean: False asks for the model's own modules, True for the lean decoder, None for lean where there is one.
+
+    Raises:
+        ValueError: the lean decoder is asked for (True), and there is none.
+    """
+    decoder = "as requested" if lean is False else lean_decoder(target)
+    if lean and isinstance(decoder, str):
+        raise ValueError(f"target '{target.name}' has no lean decoder: {decoder}; use --decoder auto (lean=None)")
+    return decoder
+
+
+class Runner:
+    """A causal LM on a cache: forward passes of prompt chunks and of tree nodes. Logits are the model's own method.
+
+    Args:
+        target: the model: the target, or a causal LM that drafts.
+        static: forward passes of trees attend to the whole cache, without host synchronisation.
+        compiled: run forward passes that have the same shape at every step by ``torch.compile``; the first of each
+            shape is compared with the modules' own, which run where it differs by more than rounding.
+        lean: run the lean decoder (True), the model's own modules (False), or lean where there is one (None).
+
+    Raises:
+        ValueError: the lean decoder is asked for, and there is none.
+    """
+
+    def __init__(
+        self, target: Target, cache: KVCache, static: bool = False, compiled: bool = False, lean: bool | None = None
+    ) -> None:
+        self.target, self.cache, self.static = target, cache, static
+        self._cache_argument = cache_argument(target.decoder)
+        self.lean_or_reason = find_lean(target, lean)
+        self.lean = self.lean_or_reason if isinstance(self.lean_or_reason, LeanDecoder) else None
+        self.modules: Callable[..., Any] = target.decoder if self.lean is None else self.lean.forward
+        options = COMPILE_OPTIONS if target.device.type == "cuda" else None
+        self.compiled = torch.compile(self.modules, dynamic=False, options=options) if compiled else self.modules
+        self.not_compiled = ""  # why compiled steps were given up
+        self._compared: set[torch.Size] = set()  # shapes of tokens whose compiled pass was compared with the modules'
+        self.tables = {} if self.lean is None else self.lean.tables(cache.capacity)
+        self.buffers: dict[tuple[int, int, bool], Sequence[Buffers | FusedBuffers]] = {}  # of steps, by shape
+        self.last_position = target.context - 1
+        # The attention kernel, where Triton runs; its tiles do not fit wider heads.
+        self.kernel = why_not_triton(cache.lengths) is None and max(width for _, width in target.kv_shapes) <= 256
+        self.numbers = torch.arange(cache.capacity, device=target.device)
+        config = target.config
+        layers = getattr(config, "layer_types", None) or []
+        sliding = getattr(config, "sliding_window", None) or 0
+        # Every window that some layer may use; 0 is full attention.
+        self.windows = {0, sliding} if sliding or "sliding_attention" in layers else {0}
+        if self.lean is not None:
+            self.windows = {layer.window for layer in self.lean.layers}
+        heads = getattr(config, "num_attention_heads", None)
+        self.num_heads = heads if isinstance(heads, int) else target.kv_shapes[0][0]  # of the first layer
+        self._chain = torch.empty(1, 0, 0, dtype=torch.int64, device=target.device)  # bitsets of the longest chunk
+        self._fixed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # masks, and biases of one row, by (Q, T)
+
+    def forward_chunk(self, tokens: Tensor, start: int, captures: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+        """Run a chunk ``[b, T]`` of prompts from position ``start`` on, in the rows of the cache's window.
+
+        Returns:
+            As :meth:`forward`.
+        """
+        rows, count = tokens.shape
+        target, seen = self.target, start + count
+        slots = self.numbers[None, start:seen]
+        biases: Mapping[int, Tensor | None] | None = None
+        tree_keys: TreeKeys | None = None
+        if self.kernel:  # a chain behind ``start`` tokens: no scores and no mask are kept in memory
+            if self._chain.shape[1] < count:
+                self._chain = causal_ancestors(count, target.device)
+            ancestors = self._chain[:, :count, : -(-count // 64)].expand(rows, -1, -1)
+            depth = self.numbers[None, :count].int().expand(rows, -1)
+            lengths = torch.full((rows,), start, device=target.device)
+            tree_keys = TreeKeys(lengths, ancestors, depth, depth, self._work(Plans(lengths), count, count, seen))
+        else:
+            biases = {w: causal_bias(start, count, w, target.dtype, target.device) for w in self.windows}
+        positions = slots.clamp(max=self.last_position).expand(rows, -1)
+        return self.forward(tokens, positions, slots, seen, biases=biases, tree_keys=tree_keys, captures=captures)
+
+    def forward_nodes(
+        self, tokens: Tensor, lengths: Tensor, ancestors: Tensor, depth: Tensor, *, first: int = 0,
+        key_depth: Tensor | None = None, mask: Tensor | None = None, fixed: bool = False, sees_all: bool = False,
+        captures: Sequence[int] = (), plans: Plans | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """Run nodes ``first``, ``first + 1``, … of a tree after each row's prefix; earlier nodes have been run.
+
+        Args:
+            tokens: ``[B, Q]`` int64.
+            lengths: ``[B]`` int64, tokens of each row's prefix; node i is in slot length + i.
+            ancestors: ``[B, Q, W]`` int64 bitsets over the first T = ``first`` + Q nodes.
+            depth: ``[B, Q]`` int32.
+            key_depth: ``[B, T]`` int32, depth of these T nodes; may be left out if ``first`` is 0.
+            mask: ``[B, Q, T]`` bool, ``ancestors`` unpacked, if already computed.
+            fixed: ``mask`` is the same, never changing tensor at every call with this Q and T.
+            sees_all: every query sees all T nodes (one node; the end of a chain).
+            captures: as :meth:`forward`.
+            plans: of the step; made for this pass alone if left out.
+
+        Returns:
+            As :meth:`forward`.
+        """
+        cache, count = self.cache, tokens.shape[1]
+        total = first + count
+        seen = cache.capacity if self.kernel or self.static else int(lengths.max()) + total
+        biases: Mapping[int, Tensor | None] | None = None
+        tree_keys: TreeKeys | None = None
+        if self.kernel:
+            work = self._work(plans or Plans(lengths), count, total, seen)
+            tree_keys = TreeKeys(lengths, ancestors, depth, depth if key_depth is None else key_depth, work)
+        elif sees_all and not self.static and cache.rows == 1 and self.windows == {0}:
+            biases = {0: None}
+        else:
+            mask = ancestor_mask(ancestors, total) if mask is None else mask
+            biases = {w: self._bias(lengths, mask, depth, key_depth, seen, w, fixed) for w in self.windows}
+        positions = (lengths[:, None] + depth).clamp(max=self.last_position)
+        slots = lengths[:, None] + self.numbers[first:total]
+        return self.forward(
+            tokens, positions, slots, seen, biases=biases, tree_keys=tree_keys, step=True, captures=captures
+        )
+
+    def _work(self, plans: Plans, queries: int, num_tree_keys: int, seen: int) -> dict[int, Work]:
+        """The kernel's items for each window, planned for the shape of the first layer; none if no row is split."""
+        (kv_heads, width), (rows, device) = self.target.kv_shapes[0], (len(plans.lengths), plans.lengths.device)
+        items = attention_items(rows, queries, self.num_heads, kv_heads, width, seen, self.target.dtype, device)
+        by_window = {window: plans.work(num_tree_keys, items, window) for window in self.windows}
+        return {window: work for window, work in by_window.items() if work is not None}
+
+    def _bias(
+        self, lengths: Tensor, mask: Tensor, depth: Tensor, key_depth: Tensor | None, seen: int, window: int,
+        fixed: bool,
+    ) -> Tensor:  # fmt: skip
+        dtype, capacity = self.target.dtype, self.cache.capacity
+        if self.static or self.cache.rows > 1 or window:
+            return tree_bias(lengths, mask, depth, seen, window, dtype, key_depth)
+        if not fixed:
+            return tree_bias_one_row(mask, seen, dtype)
+        shape = (mask.shape[1], mask.shape[2])
+        if shape not in self._fixed or self._fixed[shape][0] is not mask:
+            self._fixed[shape] = mask, tree_bias_one_row(mask, capacity, dtype)
+        return self._fixed[shape][1][..., capacity - seen :]
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: int, *,
+        biases: Mapping[int, Tensor | None] | None = None, tree_keys: TreeKeys | None = None, step: bool = False,
+        captures: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """Run ``tokens [B, N]`` at ``positions``, write their K/V into ``slots``, attend to the first ``seen`` slots.
+
+        Args:
+            biases: additive mask ``[B or 1, 1, N, seen]`` for each of ``windows``; None where every slot is visible.
+            tree_keys: arguments of the Triton kernel, in place of ``biases``.
+            step: shapes repeat from step to step: reuse buffers, or run compiled if the runner was made for it.
+            captures: numbers of layers.
+
+        Returns:
+            Hidden states ``[B, N, d]`` after the final norm, and the input of each captured layer.
+        """
+        self.cache.slots, self.cache.seen = slots, seen
+        if step and tokens.shape not in self._compared and self.compiled is not self.modules:
+            self._compared.add(tokens.shape)
+            again: dict[str, Any] = {"biases": biases, "tree_keys": tree_keys, "step": step, "captures": captures}
+            compiled = self.forward(tokens, positions, slots, seen, **again)[0].clone()
+            before, self.compiled = self.compiled, self.modules
+            result = self.forward(tokens, positions, slots, seen, **again)  # writes the same slots again
+            moved = torch.where(result[0].isfinite(), compiled - result[0], 0).float().norm()  # padding may see nothing
+            error = float(moved / result[0].float().nan_to_num().norm())
+            if error <= (1e-4 if result[0].dtype == torch.float32 else 0.05):
+                self.compiled = before
+            else:
+                self.not_compiled = f"torch.compile's result differs by {error:.1e}"
+            return result
+        decoder = self.compiled if step else self.modules
+        if self.lean is not None:
+            shape, buffers = (tokens.shape[0], tokens.shape[1], tree_keys is None), None
+            if step and decoder is self.modules:
+                buffers = self.buffers.get(shape)
+                if buffers is None:
+                    buffers = self.buffers[shape] = self.lean.buffers(*shape, step=True)
+            return decoder(
+                tokens, positions, slots, self.cache.views(), self.tables, biases=biases, tree_keys=tree_keys,
+                captures=captures, buffers=buffers,
+            )  # fmt: skip
+        options: dict[str, Any] = {self._cache_argument: self.cache}
+        if captures:
+            options["output_hidden_states"] = True
+        out = decoder(
+            input_ids=tokens, position_ids=positions, use_cache=True, biases=biases, tree_keys=tree_keys, **options,
+        )  # fmt: skip
+        captured = [out.hidden_states[number].to(tokens.device) for number in captures]
+        return out.last_hidden_state.to(tokens.device), captured
+
+
+def joined_features(hidden: Tensor, captured: Sequence[Tensor]) -> Tensor:
+    """Features ``[B, N, F]`` from the result of :meth:`Runner.forward`."""
+    return torch.cat((hidden, *captured), -1) if captured else hidden

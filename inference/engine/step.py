@@ -1,0 +1,414 @@
+"""One step of a batch, on buffers that are allocated once: draft → target's forward pass → verify → commit.
+
+    step:  tree    = drafter.propose(state)               # root + drafted nodes
+           hidden  = target(tree after the cached prefix) # one forward pass of N tokens
+           verdict = verify(tree, logits(hidden))         # longest path that the target accepts, and a bonus token
+           cache.commit(verdict.path)                     # keep the K/V of that path
+
+A *static* step has the same shapes every time, or those of one of a few tree sizes, and never synchronises with the
+host: it attends to the whole cache, masked by each row's length on the device. On a GPU it is captured in a CUDA graph,
+one for each size, and the host launches the next step before it reads what the last one committed. Other steps attend
+only to the slots in use.
+
+Shape letters: B rows, T prompt tokens, N nodes, D depth of the deepest node, d hidden width, V vocabulary.
+"""
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.engine.runner import Runner, joined_features
+from draftsmith.inference.engine.sizes import TreeSizes
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.tree import TokenTree
+from draftsmith.inference.verify.verify import MODES, Mode, Verdict, Verifier
+from draftsmith.kernels.accept_greedy import accept_greedy, advance
+from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.head_topk import head_argmax
+from draftsmith.kernels.linear import kernel_weight, not_measuring
+from draftsmith.kernels.measured import no_collection
+from draftsmith.kernels.tree_attention import Plans, ancestor_mask
+from draftsmith.models.target import Target
+
+PREFILL_CHUNK = 512
+WRITE_LOGITS = "DRAFTSMITH_WRITE_LOGITS"  # environment variable, for benchmarks: if it is set, greedy steps do, too
+PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
+
+# In the first lines of errors of steps that a CUDA graph cannot hold; any other error may come from the device.
+_NOT_CAPTURED = ("synchronizing CUDA operation", "captur")
+
+ReadCommitted = Callable[[], list[list[int]]]
+
+# The step that a drafter's caches and buffers were last allocated for.
+_STEP_OF: MutableMapping[Drafter, "weakref.ref[Step]"] = WeakIdKeyDictionary()
+
+
+class Clock:
+    """Stopwatch of phases: adds the time since the last lap to a phase; on a GPU it waits for the device first."""
+
+    def __init__(self, seconds: dict[str, float], device: torch.device) -> None:
+        self.seconds, self.device, self.since = seconds, device, time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.seconds[phase] += now - self.since
+        self.since = now
+
+
+def capacity_for(max_length: int, drafter: Drafter) -> int:
+    """Cache slots for texts of up to ``max_length`` tokens, answers included: an ended row runs for one more step."""
+    return max_length + drafter.num_nodes + 2 * (drafter.max_depth + 1)
+
+
+def static_by_default(target: Target) -> bool:
+    """Whether steps have fixed shapes where nothing else is asked for: on a GPU that holds the whole target."""
+    return target.device.type == "cuda" and not target.spread
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which a GPU is the current device, for graphs, streams and kernels."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def why_no_graph(error: RuntimeError) -> str | None:
+    """The reason why a step that failed in warm-up or capture cannot be captured; None for an error of another kind,
+    such as a device error, which must not be passed over."""
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, torch.OutOfMemoryError) or not any(part in lines[0] for part in _NOT_CAPTURED):
+        return None
+    return lines[0]
+
+
+@contextmanager
+def refuse_synchronisation() -> Iterator[None]:
+    """Context in which an operation on a GPU that waits for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Step:
+    """State of a batch of B rows on the device, and the step that advances all of them.
+
+    Args:
+        capacity: slots of the cache, see :func:`capacity_for`.
+        static: use the same shapes at every step (of a tree size), and on a GPU a CUDA graph.
+        compiled: run the target's forward pass of a step by ``torch.compile``.
+        lean: see :class:`Runner`.
+
+    Raises:
+        ValueError: the mode is none of ``MODES``, or the lean decoder is asked for and there is none.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter, mode: Mode, rows: int, capacity: int, *, static: bool = False,
+        compiled: bool = False, lean: bool | None = None,
+    ) -> None:  # fmt: skip
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r}: must be one of {', '.join(MODES)}")
+        device = target.device
+        self.target, self.drafter, self.mode = target, drafter, mode
+        self.rows, self.capacity, self.static, self.compiled = rows, capacity, static, compiled
+        self.cache = KVCache(target, rows, capacity)
+        self.runner = Runner(target, self.cache, static, compiled, lean)
+        self.captures = tuple(drafter.captures)
+        width = target.hidden_size * (1 + len(self.captures))
+        feature = torch.zeros(rows, width, dtype=target.dtype, device=device)
+        self.active = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.verifier = Verifier(mode, rows, target, drafter.branching)
+        root = torch.zeros(rows, dtype=torch.int64, device=device)
+        settings = self.verifier.settings if mode == "sample" else None
+        self.state = State(root, self.cache.lengths, feature, self.active, settings, self.verifier.step, weighs=False)
+        # By row: the number of tokens the step commits (−1: the target's logits are not finite), D drafted tokens (the
+        # accepted path first), the bonus token. If the drafter names its sources, also: the source bits of each of the
+        # D tokens, the number of drafted nodes, and how many of them each source proposed.
+        self.num_sources = len(drafter.sources)
+        columns = drafter.max_depth + 2 + (drafter.max_depth + 1 + self.num_sources if self.num_sources else 0)
+        self.committed = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+        self.counts_and_tokens = self.committed[:, : drafter.max_depth + 2]
+        self.tokens, self.by_source = self.counts_and_tokens[:, 1:], self.committed[:, drafter.max_depth + 2 :]
+        self.kernels = why_not_triton(self.committed) is None
+        self.source_bits = torch.arange(self.num_sources, device=device)
+        drafter.allocate(self.cache, drafter.max_depth, static)
+        _STEP_OF[drafter] = weakref.ref(self)
+        self.row_numbers = torch.arange(rows, device=device)
+        self.depths = torch.arange(drafter.max_depth + 1, device=device)
+        graph = static and device.type == "cuda" and drafter.static
+        self.eager = "" if graph else "eager"  # for `execution`; empty if steps run in a CUDA graph
+        self.nodes = 0  # of the trees of the step last launched
+        # By the verifier's key and the size of the tree, with the number of its nodes. Graphs share their memory: one
+        # is replayed at a time, and what is read afterwards is not part of it.
+        self._graphs: dict[tuple[tuple[bool, ...], int], tuple[torch.cuda.CUDAGraph, int]] = {}
+        self._graph_memory: Any = None
+        # A sampled text depends on the trees' sizes through its random numbers, one of typical acceptance directly:
+        # they have one size, so that a seed gives one text. Compiled steps, too: each size would be compiled.
+        choose = static and mode == "greedy" and not compiled and not drafter.one_size
+        by_size = drafter.tree_sizes() if choose else {}
+        self.sizes = TreeSizes(by_size) if len(by_size) > 1 else None
+        if device.type == "cuda":
+            self._host = [torch.empty(self.committed.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+
+    @property
+    def owns_drafter(self) -> bool:
+        """Whether the drafter's caches and buffers are still this step's: another decoder may have taken it over."""
+        return _STEP_OF[self.drafter]() is self
+
+    @property
+    def execution(self) -> str:
+        """How steps run: CUDA graph or eager, compiled or not, the decoder, and why it is not the lean one."""
+        compiled = f", not compiled ({self.runner.not_compiled})" if self.runner.not_compiled else ", compiled"
+        graph = f"{self.eager or 'cuda graph'}{compiled if self.compiled else ''}"
+        lean = self.runner.lean
+        if lean is not None:
+            fused = "" if not self.kernels or not lean.not_fused else f" (layers not fused: {lean.not_fused})"
+            return f"{graph}, lean decoder{fused}"
+        return f"{graph}, transformers decoder ({self.runner.lean_or_reason})"
+
+    @not_measuring()
+    def begin(
+        self, rows: slice, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], clock: Clock | None = None
+    ) -> list[int]:
+        """Prefill new texts into neighbouring rows, in chunks, padded on the right; later steps overwrite the padding.
+
+        Returns:
+            Each row's first token; −1 where the target's logits are not finite.
+        """
+        device, cache = self.target.device, self.cache
+        self.verifier.begin(rows, prompts, samplings)
+        self.drafter.begin(rows)
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        longest = max(map(len, prompts))
+        padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
+        feature = self.state.feature[rows]
+        cache.window = None if len(prompts) == self.rows else rows
+        for start in range(0, longest, PREFILL_CHUNK):
+            tokens = padded[:, start : start + PREFILL_CHUNK]
+            count = tokens.shape[1]
+            features = joined_features(*self.runner.forward_chunk(tokens, start, self.captures))
+            self.drafter.prefill(features, tokens, start, rows)
+            last = lengths - 1 - start  # of each prompt, within this chunk
+            at_last = last.clamp(0, count - 1)[:, None, None].expand(-1, 1, features.shape[2])
+            ends_here = (last >= 0) & (last < count)
+            feature.copy_(torch.where(ends_here[:, None], features.gather(1, at_last).squeeze(1), feature))
+        cache.window = None
+        cache.lengths[rows] = lengths
+        logits = self.target.logits(feature[:, : self.target.hidden_size])
+        self.state.root[rows] = self.verifier.first_tokens(logits, rows)
+        self.active[rows] = True
+        first = self.state.root[rows].tolist()
+        if clock:
+            clock.lap("prefill")
+        return first
+
+    def reset(self) -> None:
+        """Empty all rows."""
+        self.active.zero_()
+        self.cache.lengths.zero_()
+        self.verifier.reset()
+
+    def end(self, row: int) -> None:
+        """End the text in this row; steps continue there with an empty prefix until another text begins."""
+        self.active[row] = False
+        self.cache.lengths[row] = 0
+        self.drafter.end(row)
+
+    def run(self, clock: Clock | None = None) -> None:
+        """Advance all rows by one step, and write what it commits to ``committed``."""
+        cache, state = self.cache, self.state
+        state.plans = Plans(cache.lengths)
+        tree = self.drafter.propose(state)
+        if clock:
+            clock.lap("draft")
+        count = self.nodes = tree.tokens.shape[1]
+        assert tree.static is None or tree.static.paths.shape[1] == len(self.depths), "made for another max_depth"
+        mask = tree.mask
+        if mask is None and not (self.kernels and self.mode == "greedy"):  # the kernels take bitsets
+            mask = ancestor_mask(tree.ancestors, count)
+        hidden, captured = self.runner.forward_nodes(
+            tree.tokens, cache.lengths, tree.ancestors, tree.depth, mask=mask, fixed=tree.static is not None,
+            sees_all=count == 1, captures=self.captures, plans=state.plans,
+        )  # fmt: skip
+        likeliest = self._likeliest(hidden) if self.kernels and self.mode == "greedy" else None
+        logits = self.target.logits(hidden) if likeliest is None else None
+        if clock:
+            clock.lap("verify")
+        verdict = self._verify(tree, mask, logits, likeliest)
+        if clock:
+            clock.lap("accept")
+        # A path of nodes 0, 1, 2, … is already in place.
+        if self.drafter.max_depth and (self.static or bool((verdict.path != self.depths).any())):
+            cache.commit(verdict.path, verdict.length)
+        features = joined_features(hidden, captured)
+        self.drafter.absorb(state, verdict, tree, features)
+        if self.kernels:
+            advance(
+                cache.lengths, state.root, state.feature, features, verdict.node, verdict.bonus, verdict.length,
+                self.active,
+            )  # fmt: skip
+        else:
+            cache.lengths += (verdict.length + 1) * self.active
+            state.root.copy_(verdict.bonus)
+            state.feature.copy_(features[self.row_numbers, verdict.node])
+        if clock:
+            clock.lap("commit")
+
+    def _likeliest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's highest logit after each node and its token ``[B, N]``, without the logits where a kernel knows
+        the LM head."""
+        changes = self.target.changes_logits or os.environ.get(WRITE_LOGITS)
+        weight = None if changes else kernel_weight(self.target.lm_head, hidden)
+        return self.target.logits(hidden).max(-1) if weight is None else head_argmax(hidden, weight)
+
+    def _verify(
+        self, tree: TokenTree, mask: Tensor | None, logits: Tensor | None, likeliest: tuple[Tensor, Tensor] | None
+    ) -> Verdict:
+        """The verdict on a tree, from the logits or from :meth:`_likeliest`; what the step commits is written to
+        ``committed``."""
+        depth, count = self.drafter.max_depth, tree.tokens.shape[1]
+        if likeliest is not None:
+            best, choice = likeliest
+            parts = tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid
+            verdict = Verdict(*accept_greedy(choice, best, *parts, self.active, self.committed, depth))
+        else:
+            assert mask is not None and logits is not None
+            verdict = self.verifier.verify(tree, mask, logits, depth)
+            number = torch.where(verdict.finite, (verdict.length + 1) * self.active, -1)
+            tokens = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
+            torch.cat([number[:, None], tokens, verdict.bonus[:, None]], 1, out=self.counts_and_tokens)
+            self.verifier.mark_seen(self.tokens, verdict.length)
+        if self.num_sources:
+            assert tree.source is not None
+            by_node = tree.source[..., None] >> self.source_bits & 1  # [B, N, sources]
+            drafted_by = tree.source.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
+            parts = [drafted_by, (tree.source != 0).sum(1, keepdim=True), by_node.sum(1)]
+            torch.cat(parts, 1, out=self.by_source)
+        return verdict
+
+    def launch(self, clock: Clock | None = None) -> ReadCommitted:
+        """Run a step without waiting for it.
+
+        Returns:
+            Function that waits for the step and returns the rows of ``committed``; call it before the next
+            but one launch.
+        """
+        # Instrumented steps, and eager ones on a GPU, are not timed: they have all nodes (0).
+        cuda, sizes = self.target.device.type == "cuda", None if clock else self.sizes
+        if cuda and self.eager:
+            sizes = None
+        size = self.state.nodes = 0 if sizes is None else sizes.choose()
+        began = time.perf_counter()
+        events: list[torch.cuda.Event] = []
+        if clock:
+            self.run(clock)
+        else:
+            events = self.advance()
+        if not cuda:
+            committed = self.committed.tolist()
+            if sizes is not None:
+                sizes.timed(size, time.perf_counter() - began)
+                sizes.committed(size, [row[0] for row in committed])
+            return lambda: committed
+        self._host.reverse()
+        host, done = self._host[0], torch.cuda.Event()
+        host.copy_(self.committed, non_blocking=True)
+        done.record(torch.cuda.current_stream(self.target.device))
+
+        def read() -> list[list[int]]:
+            done.synchronize()
+            committed = host.tolist()
+            if sizes is not None and events:
+                sizes.timed(size, events[0].elapsed_time(events[1]) / 1e3)
+                sizes.committed(size, [row[0] for row in committed])
+            return committed
+
+        return read
+
+    def buffers(self) -> list[Tensor]:
+        """Tensors that a step changes and the next one reads, except K/V beyond a row's length; the lengths first."""
+        tensors = [self.cache.lengths, self.state.root, self.state.feature, self.verifier.step, self.committed]
+        seen = [] if self.verifier.seen is None else [self.verifier.seen]
+        return [*tensors, *seen, *self.drafter.buffers()]
+
+    def advance(self) -> list[torch.cuda.Event]:
+        """Run a step, or replay its graph, which is captured first where there is none; the events before and after a
+        graph, if the step may have another size."""
+        key = self.verifier.graph_key, self.state.nodes
+        if self.eager or (key not in self._graphs and not self._capture()):
+            self.run()
+            return []
+        graph, self.nodes = self._graphs[key]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 if self.sizes else 0)]
+        for event in events[:1]:
+            event.record()
+        graph.replay()
+        for event in events[1:]:
+            event.record()
+        return events
+
+    def warm_up(self) -> None:
+        """Run three steps on the present state, so that later ones neither compile nor measure anything. Before the
+        first graph also a step of each size, the smallest first, since products are measured in the order of their
+        first use. The lengths stay, other ``buffers()`` change."""
+        lengths, size = self.cache.lengths.clone(), self.state.nodes
+        others = [] if self.sizes is None or self._graphs else [*self.sizes.by_depth]
+        for nodes in (*others, size, size, size):
+            self.state.nodes = nodes
+            self.run()
+            self.cache.lengths.copy_(lengths)  # rows must not outgrow the cache
+
+    def _capture(self) -> bool:
+        """Capture a step in a CUDA graph; warm-up steps run on the present state, which is restored afterwards.
+
+        Returns:
+            False if a graph cannot hold the step; ``execution`` then says why.
+
+        Raises:
+            RuntimeError: any other error, of the device too.
+        """
+        buffers = self.buffers()
+        kept = [buffer.clone() for buffer in buffers]
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(current)
+        captured = True
+        try:
+            with torch.cuda.stream(stream):
+                self.warm_up()
+                # A target that synchronises with the host (some mixtures of experts) fails here: a capture that fails
+                # half-way would leave the process in a bad state.
+                with refuse_synchronisation():
+                    self.run()
+                self.cache.lengths.copy_(kept[0])
+                if self._graph_memory is None:
+                    self._graph_memory = torch.cuda.graph_pool_handle()
+                memory = self._graph_memory
+                with (
+                    no_collection(),
+                    torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"),
+                ):
+                    self.run()
+        except RuntimeError as error:
+            reason = why_no_graph(error)
+            if reason is None:
+                raise
+            self.eager, captured = f"eager: {reason}", False
+        current.wait_stream(stream)
+        for buffer, before in zip(buffers, kept, strict=True):
+            buffer.copy_(before)
+        torch.cuda.synchronize()  # an error of the device shows here, not in a later step
+        if captured:
+            self._graphs[self.verifier.graph_key, self.state.nodes] = graph, self.nodes
+        return captured

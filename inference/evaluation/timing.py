@@ -1,0 +1,492 @@
+"""Methods of decoding, timed in turn: our engine with and without drafters, and ``transformers.generate``."""
+
+import argparse
+import itertools
+import math
+import random
+import resource
+import shlex
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from draftsmith.common.progress import ProgressBar
+from draftsmith.inference.commands.options import SAMPLING
+from draftsmith.inference.commands.terminal import console
+from draftsmith.inference.drafters.load import report_fields
+from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.evaluation import report as reporting
+from draftsmith.inference.evaluation.lossless import check_greedy, check_sample
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.models.artifact import device_name, versions
+from draftsmith.models.options import DECODERS
+from draftsmith.models.target import Target
+
+PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
+GROUPS = 32  # minimum number of groups of prompts, if there are as many batches
+MIN_GROUPS = 16  # timed in any case, over all rounds, before timing may end early
+NARROW = 0.03  # half-width of an interval, relative to its ratio, at which timing ends
+MIN_PAIRS, RESAMPLES = 5, 4000  # of the bootstrap: groups without which there is no interval; resamples
+CHECK_ROWS = 8  # minimum batch size of plain decoding that is not timed
+INSTRUMENTED = 4  # prompts of the run that times the phases of a step
+
+
+@dataclass
+class Timed:
+    """Outputs and times of one method. All methods are timed on the same groups of prompts, in the same order.
+
+    Args:
+        outputs: prompt number → the method's output, of the last round with this prompt.
+        tokens: new tokens of each group, in the last round with it.
+        seconds, cpu_seconds: of each group, one per round.
+        groups: prompt numbers of each group.
+    """
+
+    outputs: dict[int, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[list[float]] = field(default_factory=list)
+    cpu_seconds: list[list[float]] = field(default_factory=list)
+    groups: list[Sequence[int]] = field(default_factory=list)
+
+    def run(self, method: "Method", prompts: Sequence[list[int]], group: Sequence[int], place: int) -> None:
+        """Time the method on a group of prompts, the ``place``-th one; places come in order within a round."""
+        began, cpu = time.perf_counter(), time.process_time()
+        outputs = method([prompts[number] for number in group])
+        elapsed, cpu_elapsed = time.perf_counter() - began, time.process_time() - cpu
+        if place == len(self.tokens):
+            self.tokens.append(0)
+            self.seconds.append([])
+            self.cpu_seconds.append([])
+            self.groups.append(group)
+        self.outputs.update(zip(group, outputs, strict=True))
+        self.tokens[place] = sum(len(tokens_of(output)) for output in outputs)
+        self.seconds[place].append(elapsed)
+        self.cpu_seconds[place].append(cpu_elapsed)
+
+    def part(self, numbers: Collection[int]) -> "Timed":
+        """The outputs and times of some of the prompts: of those groups that hold no others."""
+        places = [place for place, group in enumerate(self.groups) if set(group) <= set(numbers)]
+        groups = [self.groups[place] for place in places]
+        return Timed(
+            {number: self.outputs[number] for group in groups for number in group},
+            [self.tokens[place] for place in places], [self.seconds[place] for place in places],
+            [self.cpu_seconds[place] for place in places], groups,
+        )  # fmt: skip
+
+    @property
+    def typical_seconds(self) -> list[float]:
+        """Seconds of each group, the median over the rounds."""
+        return [statistics.median(rounds) for rounds in self.seconds]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.tokens) / sum(self.typical_seconds)
+
+    def by_round(self, seconds: Sequence[Sequence[float]]) -> list[float]:
+        """Seconds of each round over its groups; the last round may have been cut short."""
+        rounds = max(map(len, seconds))
+        return [round(sum(group[r] for group in seconds if r < len(group)), 3) for r in range(rounds)]
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "seconds": self.by_round(self.seconds),
+            "cpu_seconds": self.by_round(self.cpu_seconds),
+        }
+
+
+def tokens_of(output: Any) -> list[int]:
+    """The new tokens of a method's output for one prompt."""
+    return output.tokens if isinstance(output, Generation) else output
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Ratio of two methods' tokens/s over all groups together, and its 95 % interval (None below :data:`MIN_PAIRS`
+    groups)."""
+
+    ratio: float
+    interval: tuple[float, float] | None
+
+    @property
+    def narrow(self) -> bool:
+        """Whether half the interval's width is at most :data:`NARROW` of the ratio."""
+        return self.interval is not None and self.interval[1] - self.interval[0] <= 2 * NARROW * self.ratio
+
+
+def speedup(method: Timed, base: Timed) -> Speedup:
+    """Speed-up of a method over another one that was timed on the same groups.
+
+    The interval is a bootstrap over groups. A resampled group brings the times of both methods, which share its prompts
+    and the load of the machine at that time. More rounds make a group's times more precise and add no groups: the
+    interval says how much the ratio varies with the prompts. Its percentiles are those of the expanded interval
+    (Hesterberg, arXiv 1411.5279), since the plain ones are too narrow for few groups.
+    """
+    columns = torch.tensor(
+        [method.tokens, method.typical_seconds, base.tokens, base.typical_seconds], dtype=torch.float64
+    )
+    return Speedup(float(_ratio(columns.sum(-1))), bootstrap_interval(columns, _ratio))
+
+
+def bootstrap_interval(
+    columns: torch.Tensor, statistic: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[float, float] | None:  # fmt: skip
+    """95 % interval of a statistic ``[C, …] → […]`` of the sums of ``columns [C, G]`` over G groups, see
+    :func:`speedup`; None below :data:`MIN_PAIRS` groups."""
+    from scipy.stats import norm, t  # takes half a second to import
+
+    groups = columns.shape[1]
+    if groups < MIN_PAIRS:
+        return None
+    drawn = torch.randint(groups, (RESAMPLES, groups), generator=torch.Generator().manual_seed(0))
+    tail = norm.cdf(math.sqrt(groups / (groups - 1)) * t.ppf(0.025, groups - 1))
+    bounds = torch.tensor([tail, 1 - tail], dtype=torch.float64)
+    low, high = torch.quantile(statistic(columns[:, drawn].sum(-1)), bounds).tolist()
+    return low, high
+
+
+def accepted_interval(results: Sequence[Generation]) -> list[float] | None:
+    """95 % interval of τ over all steps of some answers, by a bootstrap over the answers, as :func:`speedup`'s."""
+    sums = [(sum(result.accepted), len(result.accepted)) for result in results if result.accepted]
+    columns = torch.tensor(sums, dtype=torch.float64).view(-1, 2).t()
+    interval = bootstrap_interval(columns, lambda total: total[0] / total[1])
+    return [round(bound, 4) for bound in interval] if interval else None
+
+
+def speedup_fields(name: str, measured: Speedup | None) -> dict[str, Any]:
+    """A speed-up as the two fields of a report, ``name`` and ``name_interval``."""
+    if measured is None:
+        return {name: None, f"{name}_interval": None}
+    return {
+        name: round(measured.ratio, 4),
+        f"{name}_interval": [round(bound, 4) for bound in measured.interval] if measured.interval else None,
+    }
+
+
+def _ratio(sums: torch.Tensor) -> torch.Tensor:
+    """``[4, …]`` tokens and seconds of a method, tokens and seconds of the base → ratio of their tokens/s."""
+    return (sums[0] / sums[1]) / (sums[2] / sums[3])
+
+
+Method = Callable[[list[list[int]]], Sequence[Any]]  # prompts → the tokens, or the Generation, of each
+
+
+def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1, **options: Any) -> Method:
+    """``transformers.generate`` on the same weights, greedy, with its own attention; trimmed as ours is.
+
+    Args:
+        options: of ``generate``. Of the target's own generation config only the stop ids are used, as by our engine,
+            not its penalties and temperature.
+    """
+
+    def run(prompts: list[list[int]]) -> list[list[int]]:
+        starts = range(0, len(prompts), batch_size)
+        return [row for start in starts for row in run_batch(prompts[start : start + batch_size])]
+
+    def run_batch(prompts: list[list[int]]) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        limit = min(max_new_tokens, target.context - min(map(len, prompts)))
+        pad = min(target.stop_ids, default=0)
+        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=target.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)
+        stops = sorted(target.stop_ids) or None
+        model: Any = target.model  # its type stubs make generate a tensor
+        config = model.generation_config
+        target.model.generation_config = GenerationConfig()  # one that is passed to generate inherits from the model's
+        try:
+            with torch.inference_mode():
+                out = model.generate(
+                    ids, attention_mask=mask, max_new_tokens=limit, eos_token_id=stops, pad_token_id=pad,
+                    **{"do_sample": False, **options},
+                )  # fmt: skip
+        finally:
+            target.model.generation_config = config
+        outputs: list[list[int]] = []
+        for prompt, row in zip(prompts, out[:, longest:].tolist(), strict=True):
+            row = row[: target.context - len(prompt)]
+            end = next((i + 1 for i, token in enumerate(row) if token in target.stop_ids), len(row))
+            outputs.append(row[:end])
+        return outputs
+
+    return run
+
+
+def group_prompts(kinds: Sequence[str], batch_size: int) -> list[list[int]]:
+    """Numbers of the prompts of each timed group, in the order of timing.
+
+    A group holds ``batch_size`` prompts of one kind, or a multiple of it where that leaves :data:`GROUPS` groups of the
+    kind. The groups of a kind are in random order (fixed seed), and the kinds are mixed in proportion to their numbers
+    of groups, so that the groups timed before an early end are typical.
+    """
+    placed: list[tuple[float, list[int]]] = []  # (share of its kind's groups before it, group)
+    for kind in dict.fromkeys(kinds):
+        numbers = [number for number, each in enumerate(kinds) if each == kind]
+        size = batch_size * max(1, len(numbers) // (GROUPS * batch_size))
+        groups = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        random.Random(0).shuffle(groups)
+        placed += [((place + 0.5) / len(groups), group) for place, group in enumerate(groups)]
+    return [group for _, group in sorted(placed, key=lambda pair: pair[0])]
+
+
+def run_rounds(
+    methods: dict[str, Method], prompts: Sequence[list[int]], rounds: int, warm_up: list[list[int]],
+    batch_size: int = 1, seconds: float | None = None, settled: Callable[[dict[str, Timed]], bool] | None = None,
+    kinds: Sequence[str] | None = None,
+) -> dict[str, Timed]:  # fmt: skip
+    """Time every method on groups of prompts, ``rounds`` times over all of them.
+
+    The methods take turns on each group, in rotating order, so that other load on the machine affects all of them
+    alike. The groups are those of :func:`group_prompts`.
+
+    Args:
+        kinds: the kind of text of each prompt; a group then holds prompts of one kind.
+        warm_up: prompts that each method decodes first, untimed.
+        seconds: time limit, checked between groups after the first :data:`MIN_GROUPS`.
+        settled: called after each group from :data:`MIN_GROUPS` on; True ends timing.
+    """
+    for method in methods.values():
+        method(warm_up)  # first calls allocate and tune
+    timed = {name: Timed() for name in methods}
+    groups = group_prompts(kinds or [""] * len(prompts), batch_size)
+    order = list(methods)
+    total, since = rounds * len(groups), time.perf_counter()
+    console.print(f"decoding {len(prompts)} prompts by {', '.join(methods)}; rounds: {rounds}", markup=False)
+    with ProgressBar("decoding", total, console, transient=True) as advance:
+        for done, (_, place) in enumerate(itertools.product(range(rounds), range(len(groups))), 1):
+            for name in order:
+                timed[name].run(methods[name], prompts, groups[place], place)
+            order = [*order[1:], order[0]]
+            advance(done)
+            elapsed = time.perf_counter() - since
+            if done == 1:
+                expected = (
+                    elapsed * total if seconds is None else min(max(seconds, elapsed * MIN_GROUPS), elapsed * total)
+                )
+                console.print(f"  about {format_duration(expected)} here, judged from the first prompt", markup=False)
+            if done >= MIN_GROUPS and ((seconds and elapsed >= seconds) or (settled and settled(timed))):
+                break
+    return timed
+
+
+def format_duration(seconds: float) -> str:
+    """An estimated duration: whole seconds, or minutes with one decimal from 100 s on."""
+    return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """The sampling parameters of a command line.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+    return Sampling(**{name: value for name in SAMPLING if (value := getattr(args, name)) is not None})
+
+
+def with_own_seeds(sampling: Sampling, prompts: Sequence[Sequence[int]]) -> list[Sampling]:
+    """The sampling parameters of each prompt, with a seed made of the given one and the prompt itself, whatever the
+    other prompts are."""
+    seeds = [(sampling.seed + zlib.crc32(str(list(prompt)).encode())) % (1 << 62) for prompt in prompts]
+    return [replace(sampling, seed=seed) for seed in seeds]
+
+
+def engine_options(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Mode and sampling parameters of a command line as arguments of ``SpeculativeDecoder.generate``."""
+    if args.mode == "greedy":
+        return {}
+    return {"mode": args.mode, "sampling": with_own_seeds(sampling_of(args), prompts)}
+
+
+def generate_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The same as arguments of ``transformers.generate``."""
+    if args.mode != "sample":
+        return {}
+    s = sampling_of(args)
+    if s.greedy:
+        return {"repetition_penalty": s.repetition_penalty}
+    options = {"do_sample": True, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
+    return {**options, "min_p": s.min_p or None, "repetition_penalty": s.repetition_penalty}
+
+
+def evaluate(
+    names: Sequence[str], target: Target, drafters: Sequence[Drafter | None], prompts: list[list[int]],
+    args: argparse.Namespace, kinds: Sequence[str | None] = (),
+) -> tuple[list[dict[str, Any]], list[list[Generation]]]:  # fmt: skip
+    """Decode all prompts with each drafter and the baselines.
+
+    Args:
+        kinds: the kind of text of each prompt, if it has one. Where there are several kinds, the reports have the field
+            ``kinds``, the figures of each; prompts without a kind are those of kind ``other``.
+
+    Returns:
+        For each drafter its report, with the fields of report.json, and its results.
+    """
+    options: dict[str, Any] = {"compiled": args.compile, "lean": DECODERS[args.decoder]}
+    decoders = [SpeculativeDecoder(target, drafter, **options) for drafter in drafters]
+    wanted = {"none": [], "engine": ["engine"], "transformers": ["transformers"]}.get(args.baseline)
+    if wanted is None:
+        wanted = ["engine", "transformers", "prompt_lookup"]
+    methods: dict[str, Method] = {}
+
+    def engine_method(decoder: SpeculativeDecoder, batch_size: int = args.batch_size) -> Method:
+        limit = args.max_new_tokens
+        return lambda group: decoder.generate(group, limit, batch_size=batch_size, **engine_options(args, group))
+
+    for name, decoder in zip(names, decoders, strict=True):
+        methods[name] = engine_method(decoder)
+    if "engine" in wanted:
+        methods["engine"] = engine_method(SpeculativeDecoder(target, **options))
+    if "transformers" in wanted:
+        methods["transformers"] = transformers_method(
+            target, args.max_new_tokens, args.batch_size, **generate_options(args)
+        )
+    if "prompt_lookup" in wanted and args.batch_size == 1:
+        methods["prompt_lookup"] = transformers_method(
+            target, args.max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **generate_options(args)
+        )
+    compared = [name for name in wanted if name in methods]
+    sampled = args.mode == "sample"
+    if target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(target.device)
+    # A capture or compilation is made for the batch size and cache length of the timed runs.
+    warm_up = [prompts[0][:8]]
+    if target.device.type == "cuda" or args.compile:
+        warm_up = sorted(prompts, key=len)[-args.batch_size :]
+
+    def settled(timed: dict[str, Timed]) -> bool:
+        pairs = itertools.product(names, compared)
+        return bool(compared) and all(speedup(timed[name], timed[base]).narrow for name, base in pairs)
+
+    by_kind: dict[str, list[int]] = {}  # kind → prompt numbers
+    for number, kind in enumerate(kinds):
+        by_kind.setdefault(kind or reporting.OTHER, []).append(number)
+    if len(by_kind) < 2:
+        by_kind = {}
+    named = [kind or reporting.OTHER for kind in kinds] if by_kind else None
+    timed = run_rounds(methods, prompts, args.repeat, warm_up, args.batch_size, args.seconds, settled, named)
+    baselines = {name: timed[name].summary() for name in compared}
+    if "engine" in compared and "transformers" in compared:
+        plain_over_theirs = speedup(timed["engine"], timed["transformers"])
+        baselines["engine"] |= speedup_fields("speedup_vs_transformers", plain_over_theirs)
+    if target.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(target.device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    # τ and the check are over all prompts, those that were not timed included.
+    timed_prompts = sorted(timed[names[0]].outputs)
+    untimed = sorted({*range(len(prompts))} - {*timed_prompts})
+    reference = {**timed["engine"].outputs} if "engine" in timed else {}
+    without_reference = (
+        [n for n in range(len(prompts)) if n not in reference] if args.check_lossless and not sampled else []
+    )
+    if untimed or without_reference:
+        per_prompt = max(sum(timed[name].typical_seconds) for name in methods) / len(timed_prompts)
+        duration = per_prompt * (len(untimed) * len(names) + len(without_reference))
+        console.print(
+            f"decoding {len(untimed)} prompts that were not timed, and {len(without_reference)} without the drafter "
+            f"to compare: at most about {format_duration(duration)} here", markup=False,
+        )  # fmt: skip
+    for name in names if untimed else ():
+        timed[name].outputs.update(zip(untimed, methods[name]([prompts[n] for n in untimed]), strict=True))
+    plain = engine_method(SpeculativeDecoder(target, **options), max(args.batch_size, CHECK_ROWS))
+    reference.update(zip(without_reference, plain([prompts[n] for n in without_reference]), strict=True))
+
+    reports: list[dict[str, Any]] = []
+    outputs: list[list[Generation]] = []
+    for name, decoder in zip(names, decoders, strict=True):
+        results: list[Generation] = [timed[name].outputs[n] for n in range(len(prompts))]
+        outputs.append(results)
+        # The phases of a step are timed in a separate run, since reading clocks between them costs time.
+        execution, instrumented = decoder.execution, prompts[: max(INSTRUMENTED, args.batch_size)]
+        decoder.generate(
+            instrumented, args.max_new_tokens, batch_size=args.batch_size, instrument=True,
+            **engine_options(args, instrumented),
+        )  # fmt: skip
+        lossless = None
+        if args.check_lossless:
+            console.print(f"checking {name} against plain decoding …", markup=False)
+            with ProgressBar("checking", len(prompts), console, transient=True) as advance:
+                if sampled:
+                    lossless = check_sample(decoder, prompts, sampling_of(args), on_prompt=advance)
+                else:
+                    plain_texts = [reference[n].tokens for n in range(len(prompts))]
+                    lossless = check_greedy(target, prompts, [r.tokens for r in results], plain_texts, advance)
+        bases = {base: timed[base] for base in compared}
+        nodes = decoder.drafter.proposed_nodes(sampled)
+        figures = _figures(results, decoder.drafter, timed[name], bases)
+        accepted = [length for n in timed_prompts for length in results[n].accepted]
+        reports.append(
+            {
+                "drafter": name,
+                "target": target.name,
+                "device": device_name(target.device),
+                "dtype": str(target.dtype).removeprefix("torch."),
+                "mode": args.mode,
+                **({"lossy": True} if args.mode == "typical" else {}),
+                **({} if args.mode == "greedy" else {"sampling": asdict(sampling_of(args))}),
+                "prompts": len(prompts),
+                "max_new_tokens": args.max_new_tokens,
+                "batch_size": args.batch_size,
+                "tree_nodes": nodes,
+                "execution": execution,
+                **figures,
+                **timed[name].summary(),
+                "seconds": {k: round(v, 4) for k, v in decoder.seconds.items()},
+                "round_seconds": timed[name].by_round(timed[name].seconds),
+                "baselines": baselines,
+                "overhead": (
+                    round(sum(accepted) / len(accepted) / speedup(timed[name], timed["engine"]).ratio, 4)
+                    if accepted and "engine" in compared
+                    else None
+                ),
+                "kinds": {
+                    kind: _figures_of_kind(numbers, results, decoder.drafter, timed[name], bases)
+                    for kind, numbers in by_kind.items()
+                },
+                "peak_memory_bytes": peak,
+                "lossless": lossless.to_dict() | {"passed": lossless.passed} if lossless else None,
+                **report_fields(name),
+                "versions": versions(),
+                "command": "python inference/decode.py " + shlex.join(sys.argv[1:]),
+            }
+        )
+    return reports, outputs
+
+
+def _figures(
+    results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]
+) -> dict[str, Any]:  # fmt: skip
+    """The report's fields about acceptance and speed, of all prompts or of one kind's."""
+    speedups = {base: speedup(timed, other) for base, other in bases.items() if timed.tokens}
+    figures: dict[str, Any] = reporting.acceptance(results, drafter.max_depth, drafter.sources)
+    figures["mean_accepted_length_interval"] = accepted_interval(results)
+    figures |= {"timed_prompts": sum(map(len, timed.groups)), "pairs": len(timed.tokens)}
+    for base, name in reporting.SPEEDUPS.items():
+        figures |= speedup_fields(name, speedups.get(base))
+    return figures
+
+
+def _figures_of_kind(
+    numbers: Sequence[int], results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]
+) -> dict[str, Any]:  # fmt: skip
+    """The fields of a kind of text within the report: those of the prompts with these numbers."""
+
+    def speed(method: Timed) -> float | None:
+        return round(method.tokens_per_second, 2) if method.tokens else None
+
+    part = timed.part(numbers)
+    parts = {base: other.part(numbers) for base, other in bases.items()}
+    return {
+        "prompts": len(numbers),
+        "tokens_per_second": speed(part),
+        "baselines": {base: {"tokens_per_second": speed(other)} for base, other in parts.items()},
+        **_figures([results[number] for number in numbers], drafter, part, parts),
+    }

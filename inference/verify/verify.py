@@ -1,0 +1,257 @@
+"""Verification: the path of a token tree that the target accepts, and the bonus token after it.
+
+    greedy    a child is accepted iff it is the target's argmax
+    sample    the rule of ALGORITHMS §2: committed tokens have the distribution of plain sampling
+    typical   Medusa's criterion (arXiv 2401.10774 §2.3.1): lossy, and reported as such
+
+Where Triton runs, sampling works on the logits themselves, and the target's distribution is never written to memory;
+a repetition penalty still writes the penalised logits. Elsewhere, and in typical mode, p is a tensor ``[B, N, V]``.
+
+Shape letters: B batch, b rows that begin, N nodes, K draws of a node, D depth of the deepest node, A = D + 1,
+V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.verify.sampling import Sampling, Settings, penalised, sampling_distribution
+from draftsmith.inference.verify.tree import Draws, TokenTree, one_hot_draws
+from draftsmith.kernels import verify as kernels
+from draftsmith.kernels.sampling import philox_uniforms
+from draftsmith.models.target import Target
+
+Mode = Literal["greedy", "sample", "typical"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of verifying a tree, on the device.
+
+    path: ``[B, A]`` int64 node numbers by depth, the root (0) first; entry d beyond the accepted length is d.
+    length: ``[B]`` int64 number of accepted drafted tokens, the root excluded.
+    node: ``[B]`` int64 the last accepted node.
+    bonus: ``[B]`` int64 the target's token after it: the next root.
+    finite: ``[B]`` bool, False if the target's logits at a node of the path are NaN or +∞, or all −∞; nothing may be
+        committed then.
+    own_path: ``[B, A]`` int64, for a drafter whose tree was merged with others: the numbers of ``path`` in its own
+        tree, −1 where it did not propose the node; None if the tree is its own.
+    """
+
+    path: Tensor
+    length: Tensor
+    node: Tensor
+    bonus: Tensor
+    finite: Tensor
+    own_path: Tensor | None = None
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values.abs() < torch.inf  # half as many operations as isfinite
+
+
+def _finite_on_path(values: Tensor, path: Tensor, length: Tensor) -> Tensor:
+    """``[B]`` bool, whether the values ``[B, N]`` of all nodes on the accepted path are finite."""
+    nodes = values.shape[1]
+    on_path = values.gather(1, path if path.shape[1] <= nodes else path.clamp(max=nodes - 1))  # [B, A]
+    beyond = torch.arange(path.shape[1], device=path.device) > length[:, None]
+    return (_finite(on_path) | beyond).all(-1)
+
+
+def verify_greedy(tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int) -> Verdict:
+    """Accept a node iff it is the argmax at its parent and its parent is accepted (ALGORITHMS §2, mode greedy).
+
+    Args:
+        tree: the drafted tree.
+        mask: ``[B, N, N]`` bool, row i True at the ancestors of i and at i.
+        logits: ``[B, N, V]`` the target's, for the token after each node.
+        max_depth: of any tree (A − 1).
+    """
+    best, choice = logits.max(-1)  # [B, N]; best is NaN where a logit is
+    if max_depth == 0:  # plain decoding: the root alone
+        zero = torch.zeros_like(choice[:, 0])
+        return Verdict(zero[:, None], zero, zero, choice[:, 0], _finite(best[:, 0]))
+    if tree.static is not None:  # every node is valid, and its ancestors are known
+        wrong = tree.tokens != choice.gather(1, tree.static.parent_index.expand_as(choice))
+        rejected = (tree.static.drafted_path & wrong[:, None, :]).any(-1)
+        length, node = tree.static.depth_index.masked_fill(rejected, -1).max(-1)
+        return _verdict(tree, mask, node, length, choice, best, max_depth)
+    agrees = tree.tokens == choice.gather(1, tree.parent.clamp(min=0).long())
+    agrees = agrees & tree.valid
+    agrees[:, 0].fill_(True)
+    accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)  # padding may have no bits at all
+    depth = tree.depth.long()
+    length, node = torch.where(accepted, depth, -1).max(-1)
+    return _verdict(tree, mask, node, length, choice, best, max_depth)
+
+
+def _verdict(
+    tree: TokenTree, mask: Tensor, node: Tensor, length: Tensor, choice: Tensor, values: Tensor, max_depth: int
+) -> Verdict:
+    """The verdict for the deepest accepted node.
+
+    Args:
+        choice: ``[B, N]`` int64, the bonus token after each node.
+        values: ``[B, N]``, finite where the target's logits are.
+    """
+    bonus = choice.gather(1, node[:, None]).squeeze(1)
+    if tree.static is not None:
+        path = tree.static.paths[node]
+        return Verdict(path, length, node, bonus, _finite_on_path(values, path, length))
+    on_path = mask.gather(1, node[:, None, None].expand(-1, 1, mask.shape[2])).squeeze(1)  # [B, N]
+    rows, nodes = on_path.shape
+    numbers = torch.arange(max(nodes, max_depth + 2), device=node.device)
+    path = numbers[: max_depth + 2].repeat(rows, 1)  # the last column collects the nodes off the path
+    path.scatter_(1, torch.where(on_path, tree.depth.long(), max_depth + 1), numbers[:nodes].expand(rows, -1))
+    path = path[:, :-1]
+    return Verdict(path, length, node, bonus, _finite_on_path(values, path, length))
+
+
+def verify_sample(
+    tree: TokenTree, logits: Tensor, settings: Settings, uniforms: Tensor, bonus_uniform: Tensor, max_depth: int,
+    draws: Draws | None = None,
+) -> Verdict:  # fmt: skip
+    """Test each node's draws in order against the target's distribution p; draw the bonus token from the residual.
+
+        r ← p;  for each draw (x, q):  accept x iff u < r[x] / q[x],  else  r ← norm((r − q)+);  bonus ~ r
+
+    Committed tokens have the distribution of plain sampling if each draw comes from its q (ALGORITHMS §2).
+
+    Args:
+        tree: the drafted tree.
+        logits: ``[B, N, V]`` of any float dtype, for the token after each node; penalised already if a repetition
+            penalty is in use. The kernels compute p from them where they need it.
+        settings: the sampling parameters but the penalty.
+        uniforms: ``[B, N, K]`` float32 in [0, 1), fresh.
+        bonus_uniform: ``[B]`` float32 in [0, 1), fresh.
+        max_depth: of any tree (A − 1).
+        draws: the tree's own if left out; one-hot draws, at most K of a node, if it has none.
+    """
+    draws = draws or tree.draws or one_hot_draws(tree.parent, tree.valid, uniforms.shape[2])
+    s = settings
+    return Verdict(
+        *kernels.verify_logits(
+            logits, s.temperature, s.top_k, s.top_p, s.min_p, tree.tokens, draws.child, draws.kind, draws.q_row,
+            draws.q, uniforms, bonus_uniform, max_depth, draws.ids, s.uses[:3],
+        )
+    )  # fmt: skip
+
+
+def verify_typical(
+    tree: TokenTree, mask: Tensor, p: Tensor, max_depth: int, epsilon: Tensor | float, delta: Tensor | float
+) -> Verdict:
+    """Accept a node iff ``p(x) > min(ε, δ·exp(−H(p)))`` at its parent, H in nats, and its parent is accepted.
+
+    The longest accepted path wins, ties by Σ log p; the bonus token is the argmax (arXiv 2401.10774 §2.3.1). **Lossy.**
+
+    Args:
+        mask: ``[B, N, N]`` bool, row i True at the ancestors of i and at i.
+        p: ``[B, N, V]`` float32, the target's distribution after each node; all NaN where its logits are not finite.
+        epsilon, delta: ``[B, 1]``, or one number for all rows.
+    """
+    choice = p.argmax(-1)
+    entropy = -torch.where(p > 0, p * p.clamp(min=1e-30).log(), 0.0).sum(-1)
+    bound = torch.minimum(delta * (-entropy).exp(), torch.as_tensor(epsilon, dtype=p.dtype, device=p.device))
+    parent = tree.parent.clamp(min=0).long()
+    p_parent = p.gather(1, parent[..., None].expand(-1, -1, p.shape[-1]))
+    p_node = p_parent.gather(-1, tree.tokens[..., None])[..., 0]  # [B, N], p(x) of each node
+    agrees = (p_node > bound.gather(1, parent)) & tree.valid
+    agrees[:, 0].fill_(True)
+    p_node = torch.where(torch.arange(p_node.shape[1], device=p_node.device) == 0, 1.0, p_node)
+    accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)
+    score = (mask * p_node.clamp(min=1e-30).log()[:, None, :]).sum(-1)  # Σ log p along each path, at least −70 per node
+    depth = tree.depth.long()
+    node = torch.where(accepted, depth.double() * 1e4 + score.double(), -torch.inf).argmax(-1)
+    length = depth.gather(1, node[:, None])[:, 0]
+    return _verdict(tree, mask, node, length, choice, p[..., 0], max_depth)
+
+
+class Verifier:
+    """Verifier of one mode, with the sampling parameters, step count and seen tokens of each row's text."""
+
+    def __init__(self, mode: Mode, rows: int, target: Target, branching: int) -> None:
+        self.mode, self.target, self.branching = mode, target, branching
+        self.settings = Settings([Sampling()] * rows, target.device)
+        self.step = torch.zeros(rows, dtype=torch.int64, device=target.device)
+        self.seen: Tensor | None = None  # [B, V] uint8, the tokens of each text, from the first repetition penalty on
+
+    def begin(self, rows: slice, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> None:
+        """Start new texts in these rows."""
+        if self.mode == "greedy":
+            return
+        self.step[rows] = 0
+        for row, sampling in enumerate(samplings, rows.start):
+            self.settings.set_row(row, sampling)
+        if self.settings.uses_penalty:
+            if self.seen is None:  # texts that began before have no penalty and do not need it
+                self.seen = torch.zeros(
+                    len(self.step), self.target.vocab_size, dtype=torch.uint8, device=self.target.device
+                )
+            self.seen[rows] = 0
+            for row, prompt in enumerate(prompts, rows.start):
+                self.seen[row, torch.tensor(list(prompt), device=self.target.device)] = 1
+
+    def reset(self) -> None:
+        """Clear the usage flags of the sampling parameters; no row holds a text."""
+        self.settings.clear_usage()
+
+    @property
+    def graph_key(self) -> tuple[bool, ...]:
+        """Everything in the verifier on which the operations of a step depend."""
+        return () if self.mode == "greedy" else self.settings.uses
+
+    def first_tokens(self, logits: Tensor, rows: slice) -> Tensor:
+        """Tokens ``[b]`` after the prompts, from ``logits [b, V]``; −1 where these are NaN or +∞, or all −∞."""
+        if self.mode == "greedy":
+            best, token = logits.max(-1)
+            return torch.where(best.isfinite(), token, -1)
+        seen = None if self.seen is None else self.seen[rows, None].bool()
+        settings = self.settings[rows]
+        uniform = philox_uniforms(settings.seed, self.step[rows], 1)[:, 0]
+        if self.mode == "typical":
+            p = sampling_distribution(logits[:, None], settings, seen)[:, 0]
+            token, finite = p.argmax(-1), ~p[:, 0].isnan()
+        else:  # the bonus tokens of trees of one node, without draws
+            s, root = settings, self.step[rows, None]  # in place of the tokens: not read
+            none = root[..., None][..., :0]
+            *_, token, finite = kernels.verify_logits(
+                penalised(logits[:, None], s, seen), s.temperature, s.top_k, s.top_p, s.min_p, root, none, none, none,
+                None, uniform[:, None, None][..., :0], uniform, 0, uses=s.uses[:3],
+            )  # fmt: skip
+        if self.seen is not None:
+            self.seen[rows] = self.seen[rows].scatter(1, token[:, None], 1)
+        return torch.where(finite, token, -1)
+
+    def verify(self, tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int) -> Verdict:
+        """The verdict on a tree, from ``logits [B, N, V]``."""
+        if self.mode == "greedy":
+            return verify_greedy(tree, mask, logits, max_depth)
+        seen = None
+        if self.seen is not None and self.settings.uses_penalty:  # tokens of the text, and of the path to each node
+            seen = self.seen[:, None].repeat(1, mask.shape[1], 1)
+            tokens = tree.tokens[:, None].expand(-1, mask.shape[1], -1)
+            seen.scatter_reduce_(2, tokens, mask.expand(len(seen), -1, -1).to(torch.uint8), "amax")
+            seen = seen.bool()
+        if self.mode == "typical":
+            p = sampling_distribution(logits, self.settings, seen)
+            epsilon, delta = self.settings.epsilon[:, None], self.settings.delta[:, None]
+            return verify_typical(tree, mask, p, max_depth, epsilon, delta)
+        rows, nodes = tree.tokens.shape
+        draws = tree.draws or one_hot_draws(tree.parent, tree.valid, min(self.branching, nodes - 1))
+        self.step += 1
+        # The uniforms of a node do not depend on the tree's size, which other rows of the batch may change by padding.
+        uniforms = philox_uniforms(self.settings.seed, self.step, 1 + nodes * self.branching)
+        by_node = uniforms[:, 1:].view(rows, nodes, self.branching)[..., : draws.child.shape[2]]
+        logits = penalised(logits, self.settings, seen)
+        return verify_sample(tree, logits, self.settings, by_node, uniforms[:, 0], max_depth, draws)
+
+    def mark_seen(self, tokens: Tensor, length: Tensor) -> None:
+        """Record a step's tokens ``[B, D + 1]``: D drafted, of which ``length [B]`` are accepted, and the bonus."""
+        if self.seen is not None and self.settings.uses_penalty:
+            place = torch.arange(tokens.shape[1], device=tokens.device)
+            committed = torch.where(place < length[:, None], tokens, tokens[:, -1:])
+            self.seen.scatter_(1, committed, 1)

@@ -1,0 +1,258 @@
+"""The comparison of ensembles by the real command, against counts of its own: an SSM that writes token by token, and
+trees built and walked node by node."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.benchmarks import ensembles as bench_ssm
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.models.artifact import write_drafter
+from draftsmith.models.target import load_target
+
+pytestmark = pytest.mark.measurement
+
+NEW, MATCH, DEPTH = 16, 3, 4
+EXPANSION = [4, 2, 2, 1]  # far more nodes than the merge keeps
+NOISE = {"pair": {"ssm-0": 0.03, "ssm-1": 0.04}, "one": {"ssm-0": 0.02}}
+KINDS = ("code", "writing")
+COMMON = ["--threads", 1, "--device", "cpu", "--max-new-tokens", NEW, "--depth", DEPTH, "--match", MATCH]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_lm):
+    return load_target(str(tiny_lm))
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_lm, target, tmp_path_factory):
+    """Drafters of type ssm, whose SSMs are copies of the target with perturbed weights: ``pair`` with two of them and a
+    draft vocabulary, and ``one``."""
+    root = tmp_path_factory.mktemp("runs")
+    torch.manual_seed(0)
+    for name, parts in NOISE.items():
+        for part, noise in parts.items():
+            shutil.copytree(tiny_lm, root / name / part)
+            file = root / name / part / "model.safetensors"
+            perturbed = {key: w + noise * w.std() * torch.randn_like(w) for key, w in load_file(file).items()}
+            save_file(perturbed, file, {"format": "pt"})
+        weights = {"draft_vocab": torch.arange(target.vocab_size)[torch.arange(target.vocab_size) % 7 > 0]}
+        weights = weights if name == "pair" else {}
+        shape = {
+            "num_ssms": len(parts), "vocab_size": target.vocab_size, "mark_tokens": 8,
+            "draft_vocab_size": len(weights["draft_vocab"]) if weights else None,
+            "coverage": [0.5] * len(parts), "overlap": [[1.0] * len(parts)] * len(parts),
+        }  # fmt: skip
+        write_drafter(root / name, "ssm", shape, weights, target, {}, parts=list(parts))
+    return root
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"prompt": f"licence {number} of the work", "kind": KINDS[number % 2]} for number in range(10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(run_main, folders, prompts):
+    more = ["--nodes", 4, 8, "--expansion", *EXPANSION, "--sampling", 1.0, "--widths", 1, 3, "--pattern", "w", 1]
+    out = folders / "out.json"
+    paths = [folders / name for name in NOISE]
+    code, printed, err = run_main(bench_ssm.main, *paths, "--prompts", prompts, *COMMON, *more, "--out", out)
+    assert code == 0, err
+    return json.loads(out.read_text()) | {"printed": printed}
+
+
+class Ssm:
+    """An SSM that knows only the text so far: no cache, none of our engine."""
+
+    def __init__(self, folder, part):
+        self.model = load_target(str(folder / part)).model
+        stored = folder / "model.safetensors"
+        self.ids = load_file(stored)["draft_vocab"] if stored.exists() else torch.arange(self.model.config.vocab_size)
+        self.known = {}
+
+    @torch.no_grad()
+    def best(self, texts, count):
+        """Its likeliest tokens after each of some texts of one length, with their probabilities."""
+        new = [text for text in texts if tuple(text) not in self.known]
+        if new:
+            logits = self.model(torch.tensor(new), use_cache=False).logits[:, -1, self.ids]
+            p, order = logits.softmax(-1).topk(10)
+            for text, tokens, each in zip(new, self.ids[order].tolist(), p.tolist(), strict=True):
+                self.known[tuple(text)] = list(zip(tokens, each, strict=True))
+        return [self.known[tuple(text)][:count] for text in texts]
+
+    def chain(self, text, count):
+        for _ in range(count):
+            text = [*text, self.best([text], 1)[0][0][0]]
+        return text[len(text) - count :] if count else []
+
+
+@pytest.fixture(scope="module")
+def ssms(folders):
+    return {name: [Ssm(folders / name, part) for part in parts] for name, parts in NOISE.items()}
+
+
+@pytest.fixture(scope="module")
+def texts(target, prompts, teach):
+    """(prompt, answer) as the target writes it token by token, up to a stop id."""
+    rows = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
+    starts = [target.tokenizer(row)["input_ids"] for row in rows]
+    answers = []
+    for answer in teach(target, starts, NEW):
+        end = next((n + 1 for n, token in enumerate(answer) if token in target.stop_ids), NEW)
+        answers.append(answer[:end])
+    assert any(len(set(answer)) > 3 for answer in answers)
+    return list(zip(starts, answers, strict=True))
+
+
+def steps_of(ssms, text, expansion, nodes):
+    """Committed tokens of each step, with the likeliest ``nodes`` of the SSMs' trees, the root included."""
+    prompt, answer = text
+    done, steps = 1, []  # the first token is the prefill's
+    while done < len(answer):
+        rejected = {}  # path → probability that no SSM's draft of it is accepted
+        for ssm in ssms:
+            level = [((), 1.0)]
+            for children in expansion:
+                texts = [[*prompt, *answer[:done], *path] for path, _ in level]
+                level = [
+                    ((*path, token), p * q)
+                    for (path, p), found in zip(level, ssm.best(texts, children), strict=True)
+                    for token, q in found
+                ]
+                for path, p in level:
+                    rejected[path] = rejected.get(path, 1.0) * (1 - p)
+        kept = sorted(rejected, key=lambda path: (rejected[path], len(path)))[: nodes - 1]
+        deep = max((len(path) for path in kept if list(path) == answer[done : done + len(path)]), default=0)
+        steps.append(min(deep + 1, len(answer) - done))
+        done += steps[-1]
+    return steps
+
+
+@pytest.mark.parametrize("name", NOISE)
+@pytest.mark.parametrize("nodes", [4, 8])
+def test_accepted_length(found, folders, ssms, texts, name, nodes):
+    """τ, in all and by kind, is that of trees walked by hand."""
+    row = found["folders"][str(folders / name)]["tau"][str(nodes)]
+    steps = [steps_of(ssms[name], text, EXPANSION, nodes) for text in texts]
+
+    def tau(some):
+        return sum(map(sum, some)) / sum(map(len, some))
+
+    assert 1.2 < row["tau"] < 1 + len(EXPANSION)
+    assert row["tau"] == pytest.approx(tau(steps), abs=1e-3)
+    low, high = row["tau_interval"]
+    assert low < row["tau"] < high
+    for number, kind in enumerate(KINDS):
+        assert row["kinds"][kind]["tau"] == pytest.approx(tau(steps[number::2]), abs=1e-3)
+    assert row["mean_nodes"] == nodes and (row["texts"], row["different"]) == (len(texts), 0)
+    assert len(row["accepted_from"]) == len(ssms[name]) and min(row["accepted_from"]) > 0
+    if name == "one":
+        first = found["folders"][str(folders / "pair")]["tau"][str(nodes)]
+        assert row["difference"] == pytest.approx(row["tau"] - first["tau"], abs=2e-4)
+        low, high = row["difference_interval"]
+        assert low <= row["difference"] <= high and high - low < 2
+    else:
+        assert "difference" not in row
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_coverage_and_chains(found, folders, ssms, texts, name):
+    """Coverage, overlap and acceptance by depth are those of SSMs that write token by token."""
+    folder = found["folders"][str(folders / name)]
+    matched = [{n for n, (prompt, answer) in enumerate(texts)
+                if ssm.chain(prompt, MATCH)[: len(answer)] == answer[:MATCH]} for ssm in ssms[name]]  # fmt: skip
+    expected = [len(set().union(*matched[: s + 1])) / len(texts) for s in range(len(matched))]
+    assert folder["coverage"] == pytest.approx(expected, abs=1e-4)
+    assert 0 < expected[0] < 1 and len(folder["coverage_interval"]) == len(expected)
+    for i, one in enumerate(matched):
+        for j, other in enumerate(matched):
+            of = len(one & other) / len(one | other) if one | other else 1
+            assert folder["overlap"][i][j] == pytest.approx(of, abs=1e-4)
+    for ssm, row in zip(ssms[name], folder["ssms"].values(), strict=True):
+        for k in range(1, DEPTH + 1):
+            right = [ssm.chain([*prompt, *answer[:root]], k) == answer[root : root + k]
+                     for prompt, answer in texts for root in range(1, len(answer) - k + 1)]  # fmt: skip
+            of_depth = row["acceptance_by_depth"][k - 1]
+            assert of_depth["share"] == pytest.approx(sum(right) / len(right), abs=1e-4)
+            assert of_depth["interval"][0] <= of_depth["share"] <= of_depth["interval"][1]
+
+
+def test_sampling(found, ssms, texts):
+    rows = found["sampling"]["widths"]
+    assert list(rows) == ["1", "3"] and found["sampling"]["ssm"].endswith("pair/ssm-0")
+    for width, row in rows.items():
+        steps = [length for text in texts for length in steps_of(ssms["pair"][:1], text, [int(width), 1], 99)]
+        assert row["greedy"]["tau"] == pytest.approx(sum(steps) / len(steps), abs=1e-3)
+        for draws in bench_ssm.DRAWS:
+            assert row[draws]["accepted"]["share"] == pytest.approx(row[draws]["tau"] - 1, abs=1e-3)
+        for draws in ("without_replacement", "iid"):
+            ratio = row[draws]["tau"] / row["naive"]["tau"]
+            assert row[draws]["tau_over_naive"] == pytest.approx(ratio, abs=1e-3)
+            low, high = row[draws]["tau_over_naive_interval"]
+            assert low <= ratio <= high
+    assert len({row["without_replacement"]["tau"] for row in rows.values()}) == 2, "the width has an effect"
+
+
+def test_break_even(found):
+    """The forecast of a chain, from the acceptance by depth and the costs in the file."""
+    for folder in found["folders"].values():
+        for row in folder["ssms"].values():
+            assert row["cost"] > 0 and row["parameters"] > row["parameters_without_embeddings"] > 0
+            for gamma, each in enumerate(row["chains"], 1):
+                tokens = 1 + sum(depth["share"] for depth in row["acceptance_by_depth"][:gamma])
+                assert each["tokens"] == pytest.approx(tokens, abs=1e-3)
+                assert each["speedup"] == pytest.approx(tokens / (gamma * row["cost"] + each["step"]), abs=1e-3)
+                at_break_even = tokens / (gamma * each["break_even"] + each["step"])
+                assert at_break_even == pytest.approx(1, abs=1e-3) or (each["break_even"] == 0 and at_break_even < 1)
+
+
+def test_printed(found, target):
+    assert "pair/ssm-1" in found["printed"] and "coverage@2" in found["printed"] and "10/10" in found["printed"]
+    assert "1.26–1.28" in found["printed"] and "τ writing" in found["printed"]
+    assert found["command"].startswith("python benchmarks/ensembles.py ") and found["versions"]["torch"]
+    assert found["kinds"] == dict.fromkeys(KINDS, 5) and found["target"]["fingerprint"] == target.fingerprint
+
+
+def test_another_text_is_an_error(run_main, folders, prompts, monkeypatch):
+    """A decoder that changes a token ends the command with 1."""
+
+    class Wrong(SpeculativeDecoder):
+        def generate(self, *arguments, **options):
+            results = super().generate(*arguments, **options)
+            results[0].tokens[3] = (results[0].tokens[3] + 1) % 200
+            return results
+
+    monkeypatch.setattr(bench_ssm, "SpeculativeDecoder", Wrong)
+    code, out, err = run_main(
+        bench_ssm.main, folders / "one", "--prompts", prompts, *COMMON, "--nodes", 2, "--expansion", 1
+    )
+    assert code == 1 and "8/10" in out and "Traceback" not in err, out
+
+
+def test_wrong_options(run_main, folders, prompts, tmp_path):
+    write = {"draftsmith_version": "0", "drafter_type": "medusa", "target": {"name_or_path": "x"}}
+    other = tmp_path / "heads"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(write))
+    save_file({"w": torch.zeros(1)}, other / "model.safetensors")
+    for more, message in (
+        (["--nodes", 0], "--nodes 0: must be at least 1"),
+        (["--nodes", 9, "--expansion", 2, 2], "drafts a tree of 7 nodes by --expansion 2 2"),
+        (["--nodes", 8, 8], "--nodes 8 8: 8 is given twice"),
+        (["--pattern", 1, 1], "--pattern 1 1: write numbers from 1 on and one w"),
+        (["--sampling", 0], "--sampling 0: must be above 0"),
+        (["--max-new-tokens", 1], "--max-new-tokens 1: must be at least 2"),
+        (["--out", tmp_path / "x.txt"], "name a .json file"),
+        ([folders / "one"], "is given twice"),
+        ([other], "drafter_type 'medusa'; give folders that train/ssm.py wrote"),
+    ):
+        code, _, err = run_main(bench_ssm.main, folders / "one", *more, "--prompts", prompts, "--threads", 1)
+        assert code == 2 and message in err and err.strip().count("\n") <= 2, err

@@ -1,0 +1,129 @@
+"""The timing of benchmarks/kernel_times.py: bounded however slow a call is."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from draftsmith.benchmarks import kernel_times as bench
+from draftsmith.kernels import linear
+
+pytestmark = pytest.mark.measurement
+
+
+def slow(seconds):
+    """A call that takes so long, on the device where there is one."""
+    if torch.cuda.is_available():
+        cycles = int(seconds * 1.5e9)  # about as long
+        return lambda: torch.cuda._sleep(cycles)
+    return lambda: time.sleep(seconds)
+
+
+@pytest.mark.parametrize(("calls", "most"), [(1, 1.0), (4, 2.5)])
+def test_slow_calls_are_repeated_less_often(calls, most):
+    began = time.perf_counter()
+    median, low, high = bench.seconds([slow(0.05)] * calls, limit=0.3)
+    assert time.perf_counter() - began < most, "thirty repeats of ten rounds would take many seconds"
+    assert 0.02 < low <= median <= high < 0.2, "the time of one call"
+
+
+def test_quick_calls_are_repeated_as_asked():
+    done = []
+    x = torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
+    bench.seconds([lambda: done.append(x.add_(1))], repeats=20, limit=60.0)
+    if not torch.cuda.is_available():  # a graph calls its function only while it is captured
+        assert len(done) == 1 + 20 + 3
+
+
+def test_what_the_device_can_do():
+    began = time.perf_counter()
+    best = bench.measure_device(torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
+    assert time.perf_counter() - began < 30
+    assert 1e6 < best.copy_bandwidth < 1e14 and 1e6 < best.matmul_rate < 1e16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shortlists_beside_the_full_head(run_main, tmp_path, monkeypatch, dtype):
+    """Measured on a CPU too; each way's result is compared with the definition's."""
+    monkeypatch.setattr(linear, "BUDGET", linear.BUDGET)  # the command lifts it
+    monkeypatch.setattr(bench, "LIMIT", 0.01)
+    pack, counts = bench.pack_shortlist, []
+
+    def counted(*arguments):
+        found = pack(*arguments)
+        counts.append(int(found.count.sum()))
+        return found
+
+    monkeypatch.setattr(bench, "pack_shortlist", counted)
+    file = tmp_path / "kernels.json"
+    code, out, err = run_main(
+        bench.main, "shortlist", "--batches", 2, "--level", 3, "--hidden", 32, "--vocabulary", 500, 60,
+        "--dtype", dtype, "--out", file,
+    )  # fmt: skip
+    assert code == 0, err
+    report = json.loads(file.read_text())
+    rows = report["rows"]
+    ways = ("full head", "shortlist", "full head, topk", "shortlist, topk", "choice of rows")
+    assert [row["way"] for row in rows] == [*ways] * 2
+    assert {row["kernel"] for row in rows} == {"shortlist"} and len(out.splitlines()) == 2 + len(rows)
+    assert {(row["shape"]["V"], row["shape"]["C"]) for row in rows} == {(500, 100), (60, 12)}
+    assert max(row["difference"] for row in rows) < (1e-5 if dtype == "float32" else 0.05)
+    assert all(0 < row["low_us"] <= row["median_us"] <= row["high_us"] for row in rows)
+    full, short = rows[0]["moved"], rows[1]["moved"]
+    assert full == 500 * 32 * (4 if dtype == "float32" else 2) and 0.2 * full < short <= 0.4 * full, "two texts"
+    assert len(set(counts[:10])) > 1 and short / full == pytest.approx(sum(counts[:10]) / 10 / 500), "ten lists"
+    bound = max(short / report["copy_bandwidth"], rows[1]["operations"] / report["matmul_rate"])
+    assert rows[1]["of_bound"] == pytest.approx(bound / rows[1]["median_us"] * 1e6)
+
+
+def test_products_of_few_rows_beside_mm(monkeypatch, tmp_path):
+    """Of their definition, where there is no GPU."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    monkeypatch.setattr(bench, "LIMIT", 0.01)
+    args = bench.parser().parse_args(["few_rows", "--dtype", "float32"])
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    table = bench.Table(bench.Device(1e9, 1e12), "here", args)
+    with torch.inference_mode():
+        bench.bench_few_rows(args, table, 4, 1500, 60)
+    assert len(table.rows) == 3 and table.rows[0].way == "torch.mm" and table.rows[2].way.startswith("parts: ")
+    assert all(row.moved == 4 * (4 * 1500 + 1500 * 60 + 4 * 60) for row in table.rows)
+    assert all(row.shape == {"M": 4, "K": 1500, "N": 60} and row.difference < 1e-4 for row in table.rows)
+    assert table.rows[0].operations == 2 * 4 * 1500 * 60
+
+
+def test_a_killed_command_keeps_its_rows(monkeypatch, tmp_path):
+    """Whatever was measured before it was killed, also within a shape."""
+    monkeypatch.setattr(bench, "LIMIT", 0.01)
+    file, seen = tmp_path / "rows.json", []
+    args = bench.parser().parse_args(["attention", "--out", str(file), "--contexts", "8", "9", "--batches", "1", "2"])
+    planned = bench.benches_of(["attention", "commit"], args)
+    assert len(planned) == 2 * (1 + 3 * (2 + 1)) + 3 * 2, (
+        "batches (a chunk, nodes (contexts, a commit)), and ragged rows"
+    )
+
+    def shape(args, table, number):
+        for way in ("one", "two"):
+            table.add("k", way, {"n": number}, [lambda: None], 1.0, 1.0, 0.0)
+            seen.append(json.loads(file.read_text()))
+
+    bench.Table(bench.Device(1e9, 1e12), "here", args).run([(shape, (1,)), (shape, (2,))])
+    assert [len(report["rows"]) for report in seen] == [1, 2, 3, 4]
+    assert [report["shapes"]["done"] for report in seen] == [0, 0, 1, 1]
+    assert json.loads(file.read_text())["shapes"] == {"done": 2, "planned": 2}
+    assert seen[-1]["copy_bandwidth"] == 1e9 and seen[-1]["matmul_rate"] == 1e12
+
+
+@pytest.mark.parametrize("rows", [0, 65])
+def test_too_many_rows(run_main, monkeypatch, rows):
+    monkeypatch.setattr(bench, "INTERPRETING", True)
+    monkeypatch.setattr(bench, "triton", bench)
+    code, _, err = run_main(bench.main, "few_rows", "--rows", 1, rows)
+    assert code and "have to be from 1 to 64" in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they can be measured")
+@pytest.mark.skipif(bench.INTERPRETING, reason="they can be compared")
+def test_the_other_kernels_need_a_gpu(run_main):
+    code, _, err = run_main(bench.main, "shortlist", "commit")
+    assert code and ("triton is not installed" in err or "measured on a CUDA GPU, and there is none" in err), err

@@ -1,0 +1,58 @@
+"""The sweep of typical acceptance: quality by the target's own distribution, and the command."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from draftsmith.benchmarks import typical
+from draftsmith.inference.engine.engine import Generation
+
+
+def test_nats_per_token(target):
+    """Token by token, through the model alone."""
+    prompts, results = [[5, 9, 30], [7]], [Generation([4, 60]), Generation([8, 8, 21])]
+    expected = []
+    for prompt, result in zip(prompts, results, strict=True):
+        for at, token in enumerate(result.tokens):
+            logits = target.model(torch.tensor([[*prompt, *result.tokens[:at]]])).logits[0, -1] / 0.7
+            expected.append(-math.log(float(logits.softmax(-1)[token])))
+    found = typical.nats_per_token(target, prompts, results, 0.7)
+    assert found == pytest.approx(sum(expected) / 5, rel=1e-4)
+
+
+def test_the_command(run_main, drafter, tmp_path, monkeypatch):
+    monkeypatch.setattr(typical, "available_cores", lambda: 1)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
+    code, out, err = run_main(
+        typical.main, drafter, "--prompts", prompts, "--epsilons", 0.001, 0.9, "--temperature", 1.5,
+        "--max-new-tokens", 30, "--batch-size", 2, "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert code == 0 and "(lossy)" in out and f"wrote {tmp_path / 'out' / 'typical.json'}" in err
+    found = json.loads((tmp_path / "out" / "typical.json").read_text())
+    by_name = {row["name"]: row for row in found["methods"]}
+    assert list(by_name) == ["plain sampling", "greedy", "sampling", "typical ε = 0.001", "typical ε = 0.9"]
+    assert [row["lossy"] for row in found["methods"]] == [False, False, False, True, True]
+    low, high = by_name["typical ε = 0.001"], by_name["typical ε = 0.9"]
+    assert low["mean_accepted_length"] > high["mean_accepted_length"] >= 1, "a lower threshold accepts more"
+    assert by_name["greedy"]["nats_per_token"] <= high["nats_per_token"] + 1e-4 < by_name["sampling"]["nats_per_token"]
+    assert by_name["plain sampling"]["speedup"] == 1
+    assert (tmp_path / "out" / "typical.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--temperature", 0], "--temperature 0.0: must be at least 1e-10; below, every mode is greedy"),
+     (["--epsilons", 2], "epsilon 2.0: must be above 0 and at most 1"),
+     (["--temperature", "nan"], "temperature nan: must be at least 0"),
+     (["--repeat", 0], "--repeat 0: must be at least 1"),
+     (["--repeat", 10**12], "--repeat 1000000000000: must be at most 2147483647"),
+     (["--epsilons", 0.1, 0.2, 0.1], "--epsilons: one of them is given twice"),
+     (["--seed", -1], "seed -1: "),
+     (["--out", "/dev/null/x"], "--out /dev/null/x: cannot write here (Not a directory); choose another folder")],
+)  # fmt: skip
+def test_bad_input(run_main, options, message):
+    code, _, err = run_main(typical.main, "x", "--prompts", "p.jsonl", *options)
+    assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1

@@ -1,0 +1,83 @@
+"""The cost of training-time test: dense attention is the same operation, the command, and what it refuses to time."""
+
+import json
+import statistics
+
+import pytest
+import torch
+
+from draftsmith.benchmarks import unroll as bench_unroll
+from draftsmith.models import eagle as models
+from draftsmith.models.eagle import unrolled_attention
+
+pytestmark = pytest.mark.measurement
+
+TOY = ("--shape", "tiny-lm", "--sequences", 2, "--tokens", 12, "--threads", 1, "--device", "cpu")
+
+
+def test_dense_attention_is_the_same_operation():
+    """Grouped queries, samples that do not see each other, no later step and two of them."""
+    torch.manual_seed(0)
+    draw = lambda heads: torch.randn(2, heads, 7, 4, dtype=torch.float64)  # noqa: E731
+    q, first, later = draw(6), (draw(3), draw(3)), [(draw(3), draw(3)), (draw(3), draw(3))]
+    sample = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0] * 7])
+    mask = (sample[:, :, None] == sample[:, None]) & torch.ones(7, 7, dtype=torch.bool).tril()
+    for count in (0, 2):
+        found = bench_unroll.dense_attention(q, first, later[:count], mask)
+        torch.testing.assert_close(found, unrolled_attention(q, first, later[:count], mask), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_command(run_main, tmp_path, dtype):
+    out = tmp_path / "unroll.json"
+    code, text, err = run_main(
+        bench_unroll.main, *TOY, "--dtype", dtype, "--steps", 1, 3, "--repeat", 5, "--out", out
+    )  # fmt: skip
+    assert code == 0 and not err and "draftsmith, s" in text and f"tiny-lm, {dtype}, 2 × 12 tokens" in text
+    found = json.loads(out.read_text())
+    assert found["shape"]["tokens"] == 12 and found["versions"]["torch"] and "1 threads" in found["device"]
+    assert found["command"].startswith("python benchmarks/unroll.py --shape tiny-lm")
+    assert [r["steps"] for r in found["results"]] == [1, 3]
+    for r in found["results"]:
+        ours, dense = (r["all_seconds"][form] for form in ("draftsmith", "dense"))
+        assert len(ours) == len(dense) == 5 and min(ours + dense) > 0
+        assert r["seconds"] == {"draftsmith": statistics.median(ours), "dense": statistics.median(dense)}
+        assert r["ratio"] == pytest.approx(sum(ours) / sum(dense), abs=1e-3)
+        assert r["ratio_interval"][0] <= r["ratio"] <= r["ratio_interval"][1]
+        assert r["peak_memory_bytes"] == {"draftsmith": None, "dense": None}, "a CPU's is not known"
+        assert max(r["errors"].values()) < (1e-5 if dtype == "float32" else 0.05)
+
+
+def without_last_key(q, first, later, mask):
+    return unrolled_attention(q, first, later[:-1], mask)
+
+
+def without_gradient_of_keys(q, first, later, mask):
+    return unrolled_attention(q, (first[0].detach(), first[1].detach()), later, mask)
+
+
+def nothing(q, first, later, mask):
+    return unrolled_attention(q, first, later, mask) * 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("broken", [without_last_key, without_gradient_of_keys, nothing])
+def test_a_wrong_form_is_not_timed(run_main, tmp_path, monkeypatch, broken, dtype):
+    monkeypatch.setattr(models, "unrolled_attention", broken)
+    out = tmp_path / "unroll.json"
+    code, text, err = run_main(bench_unroll.main, *TOY, "--dtype", dtype, "--steps", 3, "--repeat", 1, "--out", out)
+    assert code == 2 and not text and not out.exists() and err.count("\n") == 1
+    what = "gradient of " if broken is without_gradient_of_keys else "output "
+    assert err.startswith(f"error: 3 steps, {what}") and "with dense attention by" in err
+
+
+def test_bad_input(run_main, tmp_path):
+    for more, message in (
+        (("--steps", 2, 0), "--steps 0: must be at least 1"),
+        (("--tokens", 0), "--tokens 0: must be at least 1"),
+        (("--shape", "x"), "--shape x: no such shape; there are llama2-7b, llama3-8b, smollm2-135m, tiny-lm"),
+        (("--out", tmp_path / "none.txt" / "x.json"), None),
+    ):
+        (tmp_path / "none.txt").touch()
+        code, _, err = run_main(bench_unroll.main, *TOY, *more)
+        assert code == 2 and (err == f"error: {message}\n" if message else "cannot write here" in err), err

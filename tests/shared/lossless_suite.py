@@ -1,0 +1,520 @@
+"""Checks that every drafter has to pass, in one call:
+
+    from lossless_suite import check_drafter
+
+    def test_lossless(make_target):
+        check_drafter(make_target, lambda target: MyDrafter(target, depth=4))
+
+The function makes a fresh drafter for a target (a random Llama of two layers, see :func:`phrases` and :func:`soft`); a
+drafter with a model of its own can derive one from the target (a copy with perturbed weights). Each check is also a
+function of its own: :func:`check_greedy`, :func:`check_sampling`, :func:`check_seeds`, :func:`check_warm_up`,
+:func:`check_static`. The first two return counts, so that a test can check more: for example that every accepted
+length occurred.
+
+``own``: whether a row's drafts depend only on that row's text. If not (trees limited by the costs of the whole batch),
+a request may take other steps in a batch than alone, and only its greedy tokens and its distribution are fixed.
+"""
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from draws import near_tie
+from scipy import stats
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftsmith.inference.engine import engine
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.engine.step import Step
+from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
+from draftsmith.inference.verify.tree import TokenTree
+from draftsmith.inference.verify.verify import Mode
+from draftsmith.models.target import Target
+
+MakeDrafter = Callable[[Target], Drafter]
+ALPHA = 1e-6
+NONE: frozenset[int] = frozenset()
+CONTEXT = 96
+STARTS = [[7, 3, 19, 44, 5, 3, 28], [9], [58, 1, 30, 12], [44, 2, 6], [12, 9, 1], [33, 5, 20, 8, 51], [21, 6, 17]]
+OWN = [24, 30, 20, 9, 28, 16, 24]  # tokens of its own text that are part of each prompt, to draft from
+LIMITS = [28, 3, 0, 40, 1, 33, 17]
+SMALL, SMALL_PROMPT, NEW = 5, [3, 1, 4, 1, 3, 1, 0, 4, 1], 4
+SAMPLINGS = {"plain": Sampling(), "cut": Sampling(temperature=0.8, top_k=4, repetition_penalty=1.3)}
+
+
+def phrases(make_target: Callable[..., Target]) -> Target:
+    """A target whose greedy text repeats phrases with different continuations; vocabulary 61, context 96."""
+    target = make_target("llama", max_position_embeddings=CONTEXT)
+    with torch.no_grad():
+        for name, weight in target.model.named_parameters():
+            if "o_proj" in name:
+                weight.mul_(0.02)  # weaker dependence on the context
+    return target
+
+
+def soft(make_target: Callable[..., Target]) -> Target:
+    """A target with a vocabulary of 5 and distributions of high entropy."""
+    target = make_target("llama", vocab_size=SMALL)
+    with torch.no_grad():
+        target.lm_head.weight.mul_(0.25)
+    return target
+
+
+def check_drafter(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> None:
+    """All of the checks."""
+    check_static(make_target, make)
+    check_warm_up(make_target, make)
+    check_greedy(make_target, make, own=own)
+    if own:
+        check_seeds(make_target, make)
+    check_sampling(make_target, make, "plain", static=True)
+    check_sampling(make_target, make, "cut", static=False)
+
+
+def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> Counter[int]:
+    """Greedy decoding equals plain decoding: each request alone, all in one static row, and in a batch of 3 rows that
+    are refilled, eager and static; with limits, stop ids inside a path, and the end of the context.
+
+    Returns:
+        Number of steps by committed tokens, of the requests alone.
+    """
+    target = phrases(make_target)
+    requests, truth = _greedy_requests(target)
+    alone = [SpeculativeDecoder(target, make(target)).serve([request], 1)[0] for request in requests]
+    stopped_inside = 0
+    for number, (request, result) in enumerate(zip(list(requests), alone, strict=True)):
+        stop = _inside_a_path(result)
+        if stop:
+            requests.append(Request(request.prompt, request.max_new_tokens, stop_ids=frozenset([result.tokens[stop]])))
+            truth.append(truth[number][: stop + 1])
+            stopped_inside += 1
+    alone += [SpeculativeDecoder(target, make(target)).serve([request], 1)[0] for request in requests[len(alone) :]]
+    lengths = Counter(length for result in alone for length in result.accepted)
+    deepest = make(target).max_depth
+    assert lengths[deepest + 1], f"no step accepted a path of the full depth {deepest}: {lengths}"
+    assert lengths[1], f"every step accepted something: {lengths}"
+    assert stopped_inside, "no text could be stopped inside a path"
+    _compare("alone", alone, [Generation(tokens) for tokens in truth], steps=False)
+    reasons = Counter(result.finish_reason for result in alone)
+    assert reasons["context"] and reasons["length"] and reasons["stop"] == stopped_inside, reasons
+    for static, rows in itertools.product((False, True), (1, 3)):
+        decoder = SpeculativeDecoder(target, make(target), static=static)
+        if (static, rows) == (False, 1):
+            continue  # alone, above
+        orders = [list(range(len(requests)))[::-1]]
+        if (static, rows) == (True, 3):  # again, on the same buffers
+            orders.append(orders[0][::-1])
+        for order in orders:
+            results = decoder.serve([requests[number] for number in order], rows)
+            where = f"{rows} rows, {'static' if static else 'eager'}, order {order}"
+            _compare(where, results, [alone[number] for number in order], steps=own)
+    return lengths
+
+
+def _greedy_requests(target: Target) -> tuple[list[Request], list[list[int]]]:
+    """Requests without stop ids, the last of which reaches the end of the context, and their plain decoding."""
+    plain = SpeculativeDecoder(target)
+    texts = [plain.generate([start], CONTEXT, stop_ids=NONE)[0].tokens for start in STARTS]
+    whole = [start + text for start, text in zip(STARTS, texts, strict=True)]
+    padded = torch.tensor([text[:CONTEXT] for text in whole], device=target.device)
+    best = target.logits(target.hidden(padded)).topk(2).values
+    if float((best[..., 0] - best[..., 1]).amin()) <= 1e-4:
+        near_tie("target")
+    prompts = [text[: len(start) + own] for text, start, own in zip(whole, STARTS, OWN, strict=True)]
+    limits = LIMITS[:]
+    prompts.append(whole[1][: CONTEXT - 12])
+    limits.append(1000)
+    requests = [Request(prompt, limit, stop_ids=NONE) for prompt, limit in zip(prompts, limits, strict=True)]
+    return requests, [plain.serve([request], 1)[0].tokens for request in requests]
+
+
+def _inside_a_path(result: Generation) -> int:
+    """Position of a token that is new in the text and not the last one of its step; 0 if there is none."""
+    ends = set(itertools.accumulate(result.accepted, initial=0))  # the prefill's token is at position 0
+    for place, token in enumerate(result.tokens):
+        if place not in ends and token not in result.tokens[:place]:
+            return place
+    return 0
+
+
+def _compare(where: str, results: Sequence[Generation], expected: Sequence[Generation], *, steps: bool) -> None:
+    for number, (result, reference) in enumerate(zip(results, expected, strict=True)):
+        both = f"{result.tokens} instead of {reference.tokens}"
+        assert result.tokens == reference.tokens, f"{where}: text {number}: {both}"
+        if steps:
+            both = f"{result.accepted} instead of {reference.accepted}"
+            assert result.accepted == reference.accepted, f"{where}: text {number}: the steps committed {both}"
+            assert result.finish_reason == reference.finish_reason
+
+
+def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:
+    """A request's seed determines its text and its steps: alone with a fresh drafter, and in batches of 1 and 3 rows
+    that are refilled, eager and static."""
+    target = soft(make_target)
+    each = [
+        Sampling(seed=9, temperature=0.8), Sampling(seed=4, top_k=3), Sampling(seed=9), Sampling(temperature=0),
+        Sampling(seed=3, top_p=0.8), Sampling(seed=7, temperature=1.3), Sampling(seed=1 << 40), Sampling(seed=2),
+    ]  # fmt: skip
+    requests = [
+        Request((SMALL_PROMPT * 3)[number : 2 * number + 2], 6 + 7 * number % 25, sampling, NONE)
+        for number, sampling in enumerate(each)
+    ]
+    alone = [SpeculativeDecoder(target, make(target)).serve([one], 1, mode="sample")[0] for one in requests]
+    assert max(length for result in alone for length in result.accepted) > 1, "no draft was accepted"
+    for static, rows in itertools.product((False, True), (1, 3)):
+        decoder = SpeculativeDecoder(target, make(target), static=static)
+        for order in ([6, 3, 7, 0, 5, 1, 4, 2], list(range(len(each))))[: 1 + (rows == 3)]:
+            results = decoder.serve([requests[number] for number in order], rows, mode="sample")
+            where = f"{rows} rows, {'static' if static else 'eager'}, order {order}"
+            _compare(where, results, [alone[number] for number in order], steps=True)
+
+
+@torch.no_grad()
+def check_sampling(
+    make_target: Callable[..., Target], make: MakeDrafter, name: str = "plain", *, static: bool = False,
+    count: int = 12_000, rows: int = 2000,
+) -> Counter[int]:  # fmt: skip
+    """4 new tokens, the last 3 of them from steps, have the target's own distribution: jointly, and each adjacent pair.
+
+    Returns:
+        Number of texts by steps.
+    """
+    target = soft(make_target)
+    outputs, steps = _sampled(target, make(target), SAMPLINGS[name], count, rows, static)
+    assert sum(steps.values()) - steps[1] > count / 2, f"most texts have less than two steps: {steps}"
+    assert steps[1] + steps[2] > count / 20, f"hardly any draft was accepted: {steps}"
+    probabilities = joint_distribution(target, SAMPLINGS[name])
+    assert probabilities.max() < 0.5, "the distribution is too concentrated to test"
+    p = p_value(outputs, probabilities)
+    assert p > ALPHA, f"{name}: the texts do not have the target's distribution: p = {p:.1e}"
+    return steps
+
+
+def _sampled(
+    target: Target, drafter: Drafter, sampling: Sampling, count: int, rows: int, static: bool
+) -> tuple[torch.Tensor, Counter[int]]:
+    decoder = SpeculativeDecoder(target, drafter, static=static)
+    results: list[Generation] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "CACHE_GRANULE", 32)  # short texts in thousands of rows
+        for first in range(0, count, rows):
+            each = [Sampling(**{**vars(sampling), "seed": seed}) for seed in range(first, first + rows)]
+            results += decoder.generate([SMALL_PROMPT] * rows, NEW, mode="sample", sampling=each, stop_ids=NONE)
+    return torch.tensor([r.tokens for r in results]), Counter(len(r.accepted) for r in results)
+
+
+def joint_distribution(
+    target: Target, sampling: Sampling, prompt: Sequence[int] = SMALL_PROMPT, new_tokens: int = NEW
+) -> np.ndarray:
+    """Probability of each continuation of a prompt, ``[5, 5, …]`` float64 with an axis for each new token, by plain
+    forward passes over all of them. The target's vocabulary has 5 tokens."""
+    continuations = list(itertools.product(range(SMALL), repeat=new_tokens))
+    texts = torch.tensor([[*prompt, *continuation] for continuation in continuations])
+    logits = target.logits(target.hidden(texts[:, :-1].to(target.device))).cpu()
+    probabilities = torch.ones(len(texts), dtype=torch.float64)
+    settings = Settings([sampling] * len(texts), torch.device("cpu"))
+    for here in range(len(prompt), texts.shape[1]):
+        seen = torch.zeros(len(texts), 1, SMALL, dtype=torch.bool)
+        seen[:, 0].scatter_(1, texts[:, :here], True)
+        p = sampling_distribution(logits[:, here - 1 : here], settings, seen)[:, 0].double()
+        probabilities *= p.gather(1, texts[:, here, None])[:, 0]
+    return (probabilities / probabilities.sum()).numpy().reshape([SMALL] * new_tokens)
+
+
+def p_value(outputs: torch.Tensor, probabilities: np.ndarray) -> float:
+    """The smallest p-value of the χ² tests of whole texts and of each adjacent pair of tokens; outcomes expected less
+    than five times are counted together.
+
+    Args:
+        outputs: ``[count, new tokens]`` int64.
+        probabilities: from :func:`joint_distribution`.
+    """
+    counts = np.zeros_like(probabilities)
+    np.add.at(counts, tuple(outputs.numpy().T), 1)
+    assert counts[probabilities == 0].sum() == 0, "a text of probability 0"
+    tests = [(counts, probabilities)]
+    for place in range(counts.ndim - 1):
+        others = tuple(axis for axis in range(counts.ndim) if axis not in (place, place + 1))
+        tests.append((counts.sum(others), probabilities.sum(others)))
+    smallest = 1.0
+    for observed, p in tests:
+        expected, observed = p.flatten() * len(outputs), observed.flatten()
+        rare = expected < 5
+        expected = np.append(expected[~rare], expected[rare].sum())
+        observed = np.append(observed[~rare], observed[rare].sum())
+        kept = expected > 0
+        scaled = expected[kept] * observed.sum() / expected.sum()
+        smallest = min(smallest, stats.chisquare(observed[kept], scaled).pvalue)
+    return smallest
+
+
+def check_warm_up(make_target: Callable[..., Target], make: MakeDrafter) -> None:
+    """Warm-up steps of a CUDA graph's capture, on any device: steps undone by restoring ``buffers()`` and the engine's
+    own buffers do not change later steps or texts."""
+    wide, small = phrases(make_target), soft(make_target)
+    for mode, target in (("greedy", wide), ("sample", small), ("sample", wide)):
+        expected = _steps(target, make(target), mode, warm_up=[])
+        for warm_up in ([0, 4], [1, 6], [0, 2, 3, 5, 8]):
+            steps = _steps(target, make(target), mode, warm_up=warm_up)
+            assert steps == expected, f"{mode}: steps undone before step {warm_up}: {steps} instead of {expected}"
+
+
+def _steps(target: Target, drafter: Drafter, mode: Mode, warm_up: Sequence[int]) -> list[list[list[int]]]:
+    """Committed tokens of ten static steps, by step and active row, the row's number first; a text ends and another
+    begins."""
+    vocabulary, committed = target.vocab_size, []
+    prompts = [[token % vocabulary for token in prompt * 2] for prompt in (STARTS[0], STARTS[5], STARTS[2])]
+    samplings = [Sampling(seed=5), Sampling(seed=6, temperature=0.7), Sampling(seed=7, repetition_penalty=1.2)]
+    capacity = max(map(len, prompts)) + 14 * (drafter.max_depth + 1) + drafter.num_nodes
+    step = Step(target, drafter, mode, 3, capacity, static=True)
+    with torch.inference_mode(), engine_attention([target, *drafter.models]):
+        step.reset()
+        step.begin(slice(0, 2), prompts[:2], samplings[:2])
+        active = [0, 1]
+        for number in range(10):
+            if number == 3:
+                step.begin(slice(2, 3), prompts[2:], samplings[2:])
+                active = [0, 1, 2]
+            if number == 6:  # an ended row runs on for a step
+                step.end(0)
+                active = [1, 2]
+            if number == 7:
+                step.begin(slice(0, 1), prompts[1:2], samplings[1:2])
+                active = [0, 1, 2]
+            if number in warm_up:
+                buffers = step.buffers()
+                kept = [buffer.clone() for buffer in buffers]
+                step.warm_up()
+                for buffer, before in zip(buffers, kept, strict=True):
+                    buffer.copy_(before)
+            step.run()
+            rows = step.committed.tolist()
+            committed.append([[n, *rows[n][1 : rows[n][0]], rows[n][drafter.max_depth + 1]] for n in active])
+    return committed
+
+
+class _HostReads(TorchFunctionMode):
+    """Refuses what reads a tensor on the host, or makes one there, before PyTorch's dispatcher sees it."""
+
+    READS = (
+        "tolist",
+        "numpy",
+        "item",
+        "cpu",
+        "__array__",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "from_numpy",
+    )
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        assert name not in self.READS and "cpu" not in args[1:], f"{name} in a static step"
+        if func in _device_constructors():  # a CPU's tensor if no device is given; data is copied to the device
+            copies = func in (torch.tensor, torch.asarray, torch.as_tensor) and not isinstance(args[0], torch.Tensor)
+            assert kwargs.get("device") is not None and not copies, f"{name} of the host's data in a static step"
+        return func(*args, **kwargs)
+
+
+class CaptureSimulation(TorchDispatchMode):
+    """Static steps as a CUDA graph would hold them, on any device.
+
+    An operation fails that a graph cannot hold: host reads, shapes that depend on data, constants of the host. Each
+    step is recorded (:meth:`step`); afterwards :meth:`check` says whether all did the same on the same memory. What a
+    step reads and has not written itself, by bytes, is from before it.
+
+    operations: of each step: names, shapes and numbers. reads: of each step, where memory from before was first read,
+    by storage. changed: storages from before a step that it wrote to.
+    """
+
+    REFUSED = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique",
+               "argwhere", "bincount", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "lift_fresh",
+               "lift_fresh_copy", "pin_memory")  # fmt: skip
+    OVERWRITES = ("copy_", "fill_", "zero_")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[list[object]] = []
+        self.reads: list[dict[int, str]] = []
+        self.changed: set[int] = set()
+        self.held: list[torch.Tensor] = []  # nothing is freed, so that no storage takes the place of another
+        self.fresh: set[int] = set()  # storages that the step has made
+        self.written: dict[int, torch.Tensor] = {}  # bytes of other storages that it has overwritten
+
+    def step(self, run: Callable[[], None]) -> None:
+        """Record a step."""
+        self.fresh, self.written = set(), {}
+        self.operations.append([])
+        self.reads.append({})
+        with _HostReads(), self:
+            run()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name, schema = kwargs or {}, func.overloadpacket.__name__, func._schema
+        refused = name in self.REFUSED or str(func).removeprefix("aten.") in self.REFUSED
+        refused |= torch.Tag.data_dependent_output in func.tags
+        assert not refused and (name != "where" or len(args) > 1), f"{name} in a static step, {_caller()}"
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        inputs = [(each, tensor) for each in schema.arguments for tensor in _tensors(given.get(each.name))]
+        if name.startswith("index"):
+            masks = [tensor for _, tensor in inputs if tensor.dtype in (torch.bool, torch.uint8)]
+            assert not any(mask is tensor for mask in masks for tensor in _tensors(given.get("indices"))), (
+                f"{name} by a mask in a static step, {_caller()}"
+            )
+        self.operations[-1].append((func, str(_plain(args)), str(_plain(kwargs))))
+        result = func(*args, **kwargs)
+        outputs = _tensors(result)
+        self.held += outputs
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+        known = {_storage(tensor) for _, tensor in inputs}
+        if not (is_view and known.issuperset(map(_storage, outputs))):  # a view reads nothing, unless it copies
+            self._note(name, inputs)
+        self.fresh |= {_storage(tensor) for tensor in outputs} - known
+        return result
+
+    def _note(self, name, inputs):
+        """Note what an operation that is no view has read and written."""
+        writes = [(each, tensor) for each, tensor in inputs if each.alias_info is not None and each.alias_info.is_write]
+        overwritten = [tensor for each, tensor in writes if each.is_out or name in self.OVERWRITES]
+        for _, tensor in inputs:
+            place = _storage(tensor)
+            if place in self.fresh or not tensor.numel() or any(tensor is each for each in overwritten):
+                continue
+            if place not in self.written or not _bytes(self.written[place], tensor).all():
+                self.reads[-1].setdefault(place, f"{name}, {_caller()}")
+        for _, tensor in writes:
+            if _storage(tensor) not in self.fresh:
+                self.changed.add(_storage(tensor))
+        for tensor in overwritten:
+            size = tensor.untyped_storage().nbytes()
+            whole = self.written.setdefault(_storage(tensor), torch.zeros(size, dtype=torch.bool))
+            _bytes(whole, tensor).fill_(True)
+
+    def check(self, named: Sequence[torch.Tensor]) -> None:
+        """All steps did the same on the same memory, and what crosses from one to the next is named."""
+        assert all(each == self.operations[0] for each in self.operations[1:]), "steps are not the same operations"
+        for before, after in itertools.pairwise(self.reads):
+            moved = [(before | after)[place] for place in before.keys() ^ after.keys()]
+            assert not moved, f"a step reads what another one has elsewhere: {moved}"
+        crossing = {place: where for place, where in self.reads[0].items() if place in self.changed}
+        for tensor in named:
+            crossing.pop(_storage(tensor), None)
+        assert not crossing, (
+            f"steps change what later ones read, and buffers() does not name it: {[*crossing.values()]}"
+        )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
+
+
+def _plain(value: object) -> object:
+    """An operation's arguments without addresses and values."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _bytes(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor among those of its storage."""
+    size, strides = tensor.element_size(), tensor.stride()
+    return whole.as_strided(
+        (*tensor.shape, size), (*(size * each for each in strides), 1), size * tensor.storage_offset()
+    )
+
+
+def _caller() -> str:
+    """The line that called an operation, outside of PyTorch."""
+    frame = sys._getframe(1)
+    while frame.f_back and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def caches(step: Step) -> list[torch.Tensor]:
+    """The K/V of the target and of drafters."""
+    drafters = [step.drafter, *getattr(step.drafter, "drafters", [])]
+    own = [each.cache for each in (step, *drafters) if isinstance(getattr(each, "cache", None), KVCache)]
+    return [
+        *itertools.chain(*(cache._storages for cache in own)),
+        *(each.keys for each in drafters if hasattr(each, "keys")),
+    ]
+
+
+def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
+    """Trees stay within the drafter's bounds; static steps have one shape, and a CUDA graph can hold them."""
+    target = phrases(make_target)
+    modes: tuple[Mode, ...] = ("greedy", "sample")
+    for mode, static in itertools.product(modes, (False, True)):
+        drafter = make(target)
+        shapes, propose = set(), drafter.propose
+
+        def proposed(state, drafter=drafter, propose=propose, shapes=shapes, static=static):
+            tree = propose(state)
+            rows, nodes = tree.tokens.shape
+            assert nodes <= drafter.num_nodes and tree.depth.shape == tree.parent.shape == (rows, nodes)
+            shapes.add((nodes, None if tree.draws is None else tuple(tree.draws.child.shape)))
+            if not static:
+                _check_tree(tree, state.root, drafter)
+            return tree
+
+        drafter.propose = proposed
+        step = Step(target, drafter, mode, 2, 128, static=static)
+        with torch.inference_mode(), engine_attention([target, *drafter.models]):
+            step.reset()
+            step.begin(slice(0, 2), STARTS[:2], [Sampling(seed=1), Sampling(seed=2, top_k=9)])
+            if static and drafter.static:
+                simulate_capture(step)
+            else:
+                for _ in range(5):
+                    step.run()
+        assert not (static and drafter.static) or len(shapes) == 1, shapes
+
+
+def simulate_capture(step: Step) -> None:
+    """One step as it is, in which buffers may be made, and two as a graph would hold them."""
+    step.run()
+    simulation = CaptureSimulation()
+    for _ in range(2):
+        simulation.step(step.run)
+    simulation.check([*step.buffers(), *caches(step)])
+
+
+def _check_tree(tree: TokenTree, root: torch.Tensor, drafter: Drafter) -> None:
+    """The invariants of ``TokenTree``, node by node."""
+    assert torch.equal(tree.tokens[:, 0], root)
+    for row, (parents, depths, valid) in enumerate(
+        zip(tree.parent.tolist(), tree.depth.tolist(), tree.valid.tolist(), strict=True)
+    ):
+        assert parents[0] == -1 and depths[0] == 0 and valid[0]
+        children: dict[int, list[int]] = {}
+        for node in range(1, len(parents)):
+            if valid[node]:
+                assert 0 <= parents[node] < node and depths[node] == depths[parents[node]] + 1 <= drafter.max_depth
+                assert valid[parents[node]]
+                bits = tree.ancestors[row, node].tolist()
+                above = [other for other in range(node) if bits[other // 64] >> other % 64 & 1]
+                assert above and above[-1] == parents[node] and len(above) == depths[node]
+                children.setdefault(parents[node], []).append(int(tree.tokens[row, node]))
+        for tokens in children.values():
+            assert len(tokens) == len(set(tokens)) <= drafter.branching, "two nodes are the same path"
