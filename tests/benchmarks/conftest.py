@@ -1,0 +1,3 @@
+from tiny_drafter import drafter, target
+
+__all__ = ["drafter", "target"]
