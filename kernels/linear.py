@@ -123,6 +123,12 @@ def _few_rows(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Te
     return sum_parts(partial_product(form, x, matrix, parts), out, bias)
 
 
+def faster_by_inputs(weight: Tensor) -> bool:
+    """Whether products of a few rows read ``[N, K]`` faster in column-major layout than in nn.Linear's: in float32
+    on a CPU."""
+    return weight.is_cpu and weight.dtype == torch.float32 and bool(why_not_triton(weight))
+
+
 def splits_of(form: str) -> int:
     """S, the number of parts of :func:`partial_product` in this form; 1 but for few rows.
 
