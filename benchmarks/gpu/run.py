@@ -44,7 +44,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-LINKS = ROOT / ".types"  # holds draftsmith/ with a link for each room
+LINKS = ROOT / ".types"  # holds draftsmith/ with a link for each folder
 if __name__ == "__main__":
     sys.path.insert(0, str(LINKS))
 
