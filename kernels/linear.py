@@ -37,8 +37,8 @@ FILE = "linear.json"  # in the cache folder
 BUDGET = 1.0  # seconds of processor time per process for timing; shapes that occur later use F.linear
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)  # timed row counts; others use the form of the next larger one, or of the largest
 _SAMPLE = 1 << 21  # of a larger matrix only so many entries are timed
-_LAYERS = 32  # matrices of a shape that are timed in turn, at most;
-_POOL = 1 << 24  # entries of all of them, at most
+_LAYERS = 32  # at most so many matrices of a shape are timed in turn
+_POOL = 1 << 24  # at most so many entries in all of them
 _GAIN = 0.9  # another form is used if it takes less than this share of F.linear's time
 
 GPU_BUDGET = 20.0  # seconds per process for timing on GPUs, most of them for compiling
