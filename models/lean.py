@@ -25,7 +25,6 @@ from draftsmith.kernels.linear import add_product, choose, folding_form, partial
 from draftsmith.kernels.rotate_write import rotate_write
 from draftsmith.kernels.tree_attention import TreeKeys, attend_tree, tree_attention
 
-
 NO_KERNELS = "there are no kernels"  # why layers are not fused on a CPU
 
 
