@@ -151,9 +151,14 @@ def seconds(calls: Sequence[Callable[[], Any]], repeats: int = 30, limit: float 
         repeats: of all calls; fewer, at least three, where they would take longer than ``limit`` seconds.
     """
     take, once = (_capture if torch.cuda.is_available() else _run)(calls, repeats, limit)
-    times = [take() for _ in range(max(4, min(repeats + 3, int(limit / once))))]
-    ordered = torch.tensor(times[min(3, len(times) - 3) :], dtype=torch.float64)  # the first ones warm up
-    median, low, high = (ordered / len(calls)).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist()
+    times = [take() / len(calls) for _ in range(max(4, min(repeats + 3, int(limit / once))))]
+    return quantiles(times[min(3, len(times) - 3) :])  # the first ones warm up
+
+
+def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 20 % and 80 % quantile."""
+    at = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+    median, low, high = torch.tensor(times, dtype=torch.float64).quantile(at).tolist()
     return median, low, high
 
 

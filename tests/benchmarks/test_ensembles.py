@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.benchmarks import ensembles as bench_ssm
+from draftsmith.benchmarks import ensembles
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.target import load_target
@@ -63,7 +63,7 @@ def found(run_main, folders, prompts):
     more = ["--nodes", 4, 8, "--expansion", *EXPANSION, "--sampling", 1.0, "--widths", 1, 3, "--pattern", "w", 1]
     out = folders / "out.json"
     paths = [folders / name for name in NOISE]
-    code, printed, err = run_main(bench_ssm.main, *paths, "--prompts", prompts, *COMMON, *more, "--out", out)
+    code, printed, err = run_main(ensembles.main, *paths, "--prompts", prompts, *COMMON, *more, "--out", out)
     assert code == 0, err
     return json.loads(out.read_text()) | {"printed": printed}
 
@@ -191,7 +191,7 @@ def test_sampling(found, ssms, texts):
     for width, row in rows.items():
         steps = [length for text in texts for length in steps_of(ssms["pair"][:1], text, [int(width), 1], 99)]
         assert row["greedy"]["tau"] == pytest.approx(sum(steps) / len(steps), abs=1e-3)
-        for draws in bench_ssm.DRAWS:
+        for draws in ensembles.DRAWS:
             assert row[draws]["accepted"]["share"] == pytest.approx(row[draws]["tau"] - 1, abs=1e-3)
         for draws in ("without_replacement", "iid"):
             ratio = row[draws]["tau"] / row["naive"]["tau"]
@@ -230,9 +230,9 @@ def test_another_text_is_an_error(run_main, folders, prompts, monkeypatch):
             results[0].tokens[3] = (results[0].tokens[3] + 1) % 200
             return results
 
-    monkeypatch.setattr(bench_ssm, "SpeculativeDecoder", Wrong)
+    monkeypatch.setattr(ensembles, "SpeculativeDecoder", Wrong)
     code, out, err = run_main(
-        bench_ssm.main, folders / "one", "--prompts", prompts, *COMMON, "--nodes", 2, "--expansion", 1
+        ensembles.main, folders / "one", "--prompts", prompts, *COMMON, "--nodes", 2, "--expansion", 1
     )
     assert code == 1 and "8/10" in out and "Traceback" not in err, out
 
@@ -254,5 +254,5 @@ def test_wrong_options(run_main, folders, prompts, tmp_path):
         ([folders / "one"], "is given twice"),
         ([other], "drafter_type 'medusa'; give folders that train/ssm.py wrote"),
     ):
-        code, _, err = run_main(bench_ssm.main, folders / "one", *more, "--prompts", prompts, "--threads", 1)
+        code, _, err = run_main(ensembles.main, folders / "one", *more, "--prompts", prompts, "--threads", 1)
         assert code == 2 and message in err and err.strip().count("\n") <= 2, err

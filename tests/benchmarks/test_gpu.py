@@ -233,17 +233,9 @@ def test_a_killed_run_goes_on(tmp_path, how):
 # ---- packages and files behind a part
 
 WITHOUT_PYDANTIC = {
-    "products",
-    "profile",
-    "step",
-    "lean",
-    "kernels",
-    "kernel-bench",
-    "around",
-    "shortlist",
-    "compile",
+    "products", "profile", "step", "lean", "kernels", "kernel-bench", "around", "shortlist", "eagle-unroll", "compile",
     "switches",
-}
+}  # fmt: skip
 IMAGE = Path(__file__).with_name("gpu_image.txt")  # of a rented GPU, as `pip list` prints it
 CARRIED = "pydantic 2.14.3\npydantic-core 2.50.4\nannotated-types 0.8.0\ntyping-inspection 0.4.5\n"
 
@@ -254,7 +246,7 @@ def test_packages_of_each_part():
     needs = {one.name: needs_of(one) for one in PARTS}
     assert needs["kernel-bench"] == ["torch", "triton"]
     assert needs["eagle-unroll"] == [
-        "jinja2", "numpy", "psutil", "pydantic", "rich", "safetensors", "scipy", "torch", "transformers", "yaml",
+        "numpy", "psutil", "rich", "safetensors", "scipy", "torch", "transformers", "yaml",
     ]  # fmt: skip
     assert "hypothesis" in needs["kernels"] and "sklearn" in needs["dynaspec"] and "peft" in needs["train-step"]
     assert {name for names in needs.values() for name in names} == set(PACKAGES)
@@ -295,7 +287,7 @@ def test_what_an_import_is(tmp_path, monkeypatch):
 def test_which_parts_can_run(run_main, tmp_path):
     """All on the image, with five wheels that it lacks."""
     code, said, _ = run_main(gpu.main, "--packages", IMAGE)
-    assert code == 1 and "eagle-unroll: cannot run, missing: pydantic\n" in said
+    assert code == 1 and "serving: cannot run, missing: pydantic\n" in said
     assert said.endswith(f"\n{len(WITHOUT_PYDANTIC)} of {len(PARTS)} parts can run\n")
     (tmp_path / "list").write_text("Package Version\n------- -------\n" + IMAGE.read_text() + CARRIED)
     code, said, _ = run_main(gpu.main, "--packages", tmp_path / "list")

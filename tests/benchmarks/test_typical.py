@@ -49,7 +49,7 @@ def test_the_command(run_main, drafter, tmp_path, monkeypatch):
      (["--temperature", "nan"], "temperature nan: must be at least 0"),
      (["--repeat", 0], "--repeat 0: must be at least 1"),
      (["--repeat", 10**12], "--repeat 1000000000000: must be at most 2147483647"),
-     (["--epsilons", 0.1, 0.2, 0.1], "--epsilons: one of them is given twice"),
+     (["--epsilons", 0.1, 0.2, 0.1], "--epsilons 0.1 0.2 0.1: 0.1 is given twice; leave one out"),
      (["--seed", -1], "seed -1: "),
      (["--out", "/dev/null/x"], "--out /dev/null/x: cannot write here (Not a directory); choose another folder")],
 )  # fmt: skip
