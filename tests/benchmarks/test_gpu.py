@@ -18,6 +18,7 @@ import pytest
 
 from draftsmith.benchmarks.gpu import closure as gpu_closure
 from draftsmith.benchmarks.gpu import judges as gpu_judges
+from draftsmith.benchmarks.gpu import processes, results
 from draftsmith.benchmarks.gpu import run as gpu
 from draftsmith.benchmarks.gpu.closure import behind, fingerprint, installed_in, needs_of
 from draftsmith.benchmarks.gpu.judges import Finding
@@ -308,7 +309,9 @@ def test_results_depend_on_the_files_behind_them(monkeypatch):
     def changed_by(name):
         hash_of = gpu_closure.hash_of
         with monkeypatch.context() as patch:
-            patch.setattr(gpu_closure, "hash_of", lambda path: b"" if path == gpu.ROOT / name else hash_of(path))
+            patch.setattr(
+                gpu_closure, "hash_of", lambda path: b"" if path == gpu_closure.ROOT / name else hash_of(path)
+            )
             return changed()
 
     everything = set(before)
@@ -410,7 +413,7 @@ def test_the_archive(tmp_path):
             [sys.executable, "-c", TAKEN_ALONG, str(there)], capture_output=True, text=True, check=True
         ).stdout
     )
-    assert gpu.pack(work, out / "again.tar.gz").endswith("left out: one/large.json")
+    assert results.pack(work, out / "again.tar.gz").endswith("left out: one/large.json")
 
 
 TAKEN_ALONG = """
@@ -426,9 +429,9 @@ gpu.run_all((part,), Path(sys.argv[1]), rehearsal=False, minutes=1, again=False,
 def test_the_table_is_short(tmp_path):
     """Below 8 kB however much is said; all of it is in the results."""
     found = run(tmp_path, part("long", "pass", judge=lambda *_: Finding("µ" * 3000, True)))
-    table = gpu.table_of(found * 23)
+    table = results.table_of(found * 23)
     assert len(table.encode()) <= 8000 and table.count("\n|") == 2 + 22 + 1 and "µµµ" in table
-    assert len(gpu.table_of(found).encode()) > 1500
+    assert len(results.table_of(found).encode()) > 1500
     assert len(json.loads((tmp_path / "long" / "result.json").read_text())["value"]) == 3000
 
 
@@ -462,13 +465,13 @@ def test_every_command_can_be_typed(run_main, tmp_path):
     for one in PARTS:
         assert set(one.after) <= before
         before.add(one.name)
-        for command in (*gpu.commands_of(one, tmp_path, False), *gpu.commands_of(one, tmp_path, True)):
+        for command in (*processes.commands_of(one, tmp_path, False), *processes.commands_of(one, tmp_path, True)):
             assert not re.search(r"\{(out|target|drafter|ssms|eagle|dynaspec|parallel)\}", command)
             python, script, *words = gpu_closure.words_of(command)[1]
             assert python == "python"
             for word in (script, *words):
                 if word.startswith(("tests/", "recipes/")) or word.endswith(".py"):
-                    assert (gpu.ROOT / word).exists(), word
+                    assert (gpu_closure.ROOT / word).exists(), word
             if script not in ("-m", "-c", "data/prompts.py"):  # whose options the rehearsal gives in the same way
                 module = importlib.import_module("draftsmith." + script.removesuffix(".py").replace("/", "."))
                 options = getattr(module, "PARSER", None) or module.parser()
@@ -476,7 +479,7 @@ def test_every_command_can_be_typed(run_main, tmp_path):
                 kinds = {"train/lm.py": "LmRecipe", "train/medusa.py": "MedusaRecipe", "train/ssm.py": "SsmRecipe",
                          "train/eagle.py": "EagleRecipe", "train/dynaspec.py": "DynaspecRecipe"}  # fmt: skip
                 if script in kinds:
-                    read_recipe(gpu.ROOT / asked.recipe, getattr(module, kinds[script]), asked.overrides)
+                    read_recipe(gpu_closure.ROOT / asked.recipe, getattr(module, kinds[script]), asked.overrides)
     code, printed, _ = run_main(gpu.main, "--list", "--only", "step", "--work", tmp_path)
     assert code == 0 and "\nstep: every step within" in printed and "--graphs" in printed
 
@@ -488,7 +491,7 @@ def test_trees_of_eagle(tmp_path):
     (folder / "tree.json").write_text('{"paths": [[0], [0, 0]], "dynamic": {"top_k": 1, "depth": 2, "nodes": 2}}')
     (tmp_path / "eagle-decode").mkdir()
     (one,) = (one for one in PARTS if one.name == "eagle-decode")
-    (command,) = (each for each in gpu.commands_of(one, tmp_path, False) if each.startswith("python -c"))
+    (command,) = (each for each in processes.commands_of(one, tmp_path, False) if each.startswith("python -c"))
     subprocess.run([sys.executable, *gpu_closure.words_of(command)[1][1:]], check=True)
     assert json.loads((tmp_path / "eagle-decode" / "fixed.json").read_text()) == {"paths": [[0], [0, 0]]}
     assert read_dynamic(tmp_path / "eagle-decode" / "dynamic.json") == DynamicShape(4, 6, 32)
@@ -514,7 +517,7 @@ def test_without_installing(tmp_path):
         "import runpy, sys\n"
         "sys.meta_path = [f for f in sys.meta_path if '__editable__' not in repr(f)]\n"
         "sys.argv = ['gpu.py', '--list', '--only', 'kernels']\n"
-        f"runpy.run_path({str(gpu.ROOT / 'benchmarks/gpu/run.py')!r}, "
+        f"runpy.run_path({str(gpu_closure.ROOT / 'benchmarks/gpu/run.py')!r}, "
         "run_name='__main__')"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -522,10 +525,10 @@ def test_without_installing(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment, check=False
     )  # fmt: skip
     assert done.returncode == 0 and "\nkernels: " in done.stdout, done.stderr
-    there = gpu.environment(PARTS[0], tmp_path, False)
+    there = processes.environment(PARTS[0], tmp_path, False)
     asked = "import draftsmith.common.files as f, draftsmith.kernels.backend; print(f.__file__)"
     code = "import sys; sys.meta_path = [f for f in sys.meta_path if '__editable__' not in repr(f)]; " + asked
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=there, check=False
     )  # fmt: skip
-    assert Path(done.stdout.strip()).resolve() == gpu.ROOT / "common" / "files.py", done.stderr
+    assert Path(done.stdout.strip()).resolve() == gpu_closure.ROOT / "common" / "files.py", done.stderr

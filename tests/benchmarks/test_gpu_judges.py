@@ -193,7 +193,7 @@ def test_goals_of_eagle(tmp_path):
     run.parent.mkdir(parents=True)
     run.write_text('{"tokens_per_second": 9000, "loss": 1}\n{"simulated_tau": 2.5}\n')
     (run.parent / "tree.json").write_text('{"paths": [[0], [0, 0]]}')
-    found = judges.judge_eagle(tmp_path, False)
+    found = judges.judge_drafter("eagle", "simulated_tau")(tmp_path, False)
     assert found.met is None and found.value == "simulated τ 2.50, 9,000 tokens/s; calibrated tree of 3 nodes"
     write("fixed")
     assert judges.judge_eagle_decode(tmp_path, False).missing == "1 of 2 figures are missing"
