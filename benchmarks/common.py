@@ -2,10 +2,13 @@
 pictures and the file of figures."""
 
 import importlib.util
+import multiprocessing
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,6 +71,19 @@ def answers_of(
 
 
 # ---- timing and intervals
+
+
+def alone(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in a process of its own, whose peak memory is its own.
+
+    Raises:
+        ValueError: the process died.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise ValueError("the measuring process died, most likely for lack of memory; ask for less") from None
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,7 +8,6 @@ objective is the mean cosine similarity of a row with its cluster's direction. E
 memory is what its resident set grows by at most, beyond the head in bfloat16.
 """
 
-import multiprocessing
 import resource
 import time
 from typing import Any
@@ -34,7 +33,7 @@ from sklearn.cluster import KMeans, kmeans_plusplus
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.benchmarks.common import facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.common import alone, facts_of, print_table, table_of, write_report
 from draftsmith.train.clusters import SEEDING_ROWS, spherical_kmeans
 
 METHODS = ("draftsmith", "scikit-learn")
@@ -96,8 +95,7 @@ def main() -> None:
     for vocabulary in args.vocabulary:
         iterations = args.iterations
         for method in METHODS:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:  # memory of its own
-                found = pool.apply(run, (method, vocabulary, options, iterations))
+            found = alone(run, method, vocabulary, options, iterations)
             iterations = int(found["iterations"])
             results.append({"vocabulary": vocabulary, "method": method, **found})
             table.add_row(

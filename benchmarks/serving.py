@@ -191,6 +191,11 @@ class Served:
     seconds: float
 
     @property
+    def requests(self) -> list[tuple[float, float, float, float, int]]:
+        """When each one arrived, was taken, and had its first and last token; its tokens."""
+        return [*zip(self.workload.arrivals, self.taken, self.first, self.last, self.tokens, strict=True)]
+
+    @property
     def waiting(self) -> int:
         """Earlier requests that still wait when the last one arrives."""
         return sum(taken > self.workload.arrivals[-1] for taken in self.taken[:-1])
@@ -351,23 +356,18 @@ def common_figures(rounds: Sequence[Served]) -> dict[str, Any]:
 
 def latencies(rounds: Sequence[Served]) -> Tensor:
     """Seconds from arrival to the last token, of the requests of all rounds; infinite if not answered."""
-    return torch.tensor(
-        [last - arrival for served in rounds
-         for last, arrival in zip(served.last, served.workload.arrivals, strict=True)], dtype=torch.float64,
-    )  # fmt: skip
+    requests = (request for served in rounds for request in served.requests)
+    return torch.tensor([last - arrival for arrival, _, _, last, _ in requests], dtype=torch.float64)
 
 
 def load_figures(method: Sequence[Served], plain: Sequence[Served]) -> dict[str, Any]:
     """Figures of the measurements at a load; ``verdict``: whether speculation is faster, slower or even by its p90
     latency, None for plain decoding."""
-    first = [f - arrival for served in method
-             for f, arrival in zip(served.first, served.workload.arrivals, strict=True)]  # fmt: skip
-    per_token = [(last - f) / (tokens - 1) for served in method
-                 for last, f, tokens in zip(served.last, served.first, served.tokens, strict=True)
-                 if tokens > 1]  # fmt: skip
+    requests = [request for served in method for request in served.requests]
+    first = [f - arrival for arrival, _, f, _, _ in requests]
+    per_token = [(last - f) / (tokens - 1) for _, _, f, last, tokens in requests if tokens > 1]
+    occupied = sum(last - taken for _, taken, _, last, _ in requests if taken < math.inf)
     seconds = sum(served.seconds for served in method)
-    occupied = sum(last - taken for served in method
-                   for last, taken in zip(served.last, served.taken, strict=True) if taken < math.inf)  # fmt: skip
     waiting, count = [served.waiting for served in method], sum(len(served.taken) for served in method)
     times = {"latency": latencies(method), "first_token": torch.tensor(first), "per_token": torch.tensor(per_token)}
     figures: dict[str, Any] = {

@@ -27,10 +27,8 @@ def draft(tiny_lm, tmp_path_factory):
 
 
 @pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"licence {number} of the work"}) + "\n" for number in range(6)))
-    return path
+def prompts(write_prompts):
+    return write_prompts([f"licence {number} of the work" for number in range(6)])
 
 
 def test_the_command(run_main, tiny_lm, draft, prompts, tmp_path):

@@ -23,11 +23,6 @@ COMMON = ["--threads", 1, "--device", "cpu", "--max-new-tokens", NEW, "--depth",
 
 
 @pytest.fixture(scope="module")
-def target(tiny_lm):
-    return load_target(str(tiny_lm))
-
-
-@pytest.fixture(scope="module")
 def folders(tiny_lm, target, tmp_path_factory):
     """Drafters of type ssm, whose SSMs are copies of the target with perturbed weights: ``pair`` with two of them and a
     draft vocabulary, and ``one``."""
@@ -51,11 +46,8 @@ def folders(tiny_lm, target, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    rows = [{"prompt": f"licence {number} of the work", "kind": KINDS[number % 2]} for number in range(10)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def prompts(write_prompts):
+    return write_prompts([f"licence {number} of the work" for number in range(10)], *KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -100,16 +92,10 @@ def ssms(folders):
 
 
 @pytest.fixture(scope="module")
-def texts(target, prompts, teach):
-    """(prompt, answer) as the target writes it token by token, up to a stop id."""
-    rows = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
-    starts = [target.tokenizer(row)["input_ids"] for row in rows]
-    answers = []
-    for answer in teach(target, starts, NEW):
-        end = next((n + 1 for n, token in enumerate(answer) if token in target.stop_ids), NEW)
-        answers.append(answer[:end])
-    assert any(len(set(answer)) > 3 for answer in answers)
-    return list(zip(starts, answers, strict=True))
+def texts(written, prompts):
+    found = written(prompts, NEW)
+    assert any(len(set(answer)) > 3 for _, answer in found)
+    return found
 
 
 def steps_of(ssms, text, expansion, nodes):

@@ -34,10 +34,8 @@ COMMON = ["--threads", 1, "--device", "cpu", "--max-new-tokens", NEW]
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "the licence of " * n}) + "\n" for n in range(1, 6)))
-    return path
+def prompts(write_prompts):
+    return write_prompts(["the licence of " * n for n in range(1, 6)])
 
 
 @pytest.fixture(scope="module")

@@ -110,12 +110,8 @@ def folders(heads, target, base, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    rows = [{"prompt": f"licence {number} of the work " * (1 + number % 3), "kind": KINDS[number % 2]}
-            for number in range(12)]  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def prompts(write_prompts):
+    return write_prompts([f"licence {number} of the work " * (1 + number % 3) for number in range(12)], *KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +125,8 @@ def found(run_main, folders, heads, prompts):
 
 
 @pytest.fixture(scope="module")
-def texts(target, prompts, teach):
-    """(prompt, answer) as the target writes it token by token."""
-    starts = [target.tokenizer(json.loads(line)["prompt"])["input_ids"] for line in prompts.read_text().splitlines()]
-    answers = []
-    for answer in teach(target, starts, NEW):
-        end = next((n + 1 for n, token in enumerate(answer) if token in target.stop_ids), NEW)
-        answers.append(answer[:end])
-    return list(zip(starts, answers, strict=True))
+def texts(written, prompts):
+    return written(prompts, NEW)
 
 
 @pytest.fixture(scope="module")

@@ -50,13 +50,11 @@ def test_the_command(run_main, tmp_path):
     assert (code, err) == (2, "error: --tokens 0: must be at least 1\n")
 
 
-def test_results_that_could_not_be_written(run_main, tmp_path):
+def test_results_that_could_not_be_written(run_main, tmp_path, write_prompts):
     """The error comes before anything is measured."""
     file = tmp_path / "file"
     file.touch()
-    asked = tmp_path / "prompts.jsonl"
-    asked.write_text('{"prompt": "import os"}\n')
-    needed = {medusa_stages: ["--prompts", asked]}
+    needed = {medusa_stages: ["--prompts", write_prompts(["import os"])]}
     for script in (medusa_step, train_step, medusa_stages, kernel_times):
         code, _, err = run_main(script.main, *needed.get(script, []), "--out", file / "sub" / "x.json")
         assert code == 2 and err.startswith(f"error: --out {file}") and "cannot write here" in err

@@ -22,10 +22,9 @@ def test_nats_per_token(target):
     assert found == pytest.approx(sum(expected) / 5, rel=1e-4)
 
 
-def test_the_command(run_main, drafter, tmp_path, monkeypatch):
+def test_the_command(run_main, drafter, tmp_path, monkeypatch, write_prompts):
     monkeypatch.setattr(typical, "available_cores", lambda: 1)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
+    prompts = write_prompts(["import os", "def f(x):"])
     code, out, err = run_main(
         typical.main, drafter, "--prompts", prompts, "--epsilons", 0.001, 0.9, "--temperature", 1.5,
         "--max-new-tokens", 30, "--batch-size", 2, "--out", tmp_path / "out",
