@@ -385,40 +385,34 @@ def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -
     }  # fmt: skip
 
 
-def bench_target(
-    target: Target, best: Device, args: argparse.Namespace, tables: list[str], keep: Callable[[list[Any]], None]
+def measure_cases(
+    target: Target, cases: Sequence[Case], best: Device, args: argparse.Namespace, tables: list[str]
 ) -> list[dict[str, Any]]:
-    """The rows of every combination on a target; one that does not fit into memory is left out with one line.
+    """The rows of some cases, timed in turn; with ``--profile``, their profiles are appended to ``tables``."""
+    times = take_turns(cases, args.repeat)
+    for case in cases if args.graphs else ():
+        case.check_graphs()
+    rows = [make_row(target, case, seconds, best) for case, seconds in zip(cases, times, strict=True)]
+    for case, row in zip(cases, rows, strict=True) if args.profile else ():
+        kernels, seconds, table = case.profile()
+        row["profile"] = {"kernels": kernels, "seconds": seconds}
+        what = "graph replay" if case.replays == case.steps else "eager step"
+        where = f"batch {case.batch}, context {case.context}, {row['nodes']} nodes"
+        title = f"{target.name}, {case.step.execution}, {where}: one {what}, {kernels} kernels"
+        tables.append(f"{title}, {seconds * 1e3:.3f} ms in them\n\n{table}\n")
+        write_text(args.profile, "\n".join(tables))
+    return rows
 
-    Args:
-        tables: profiles written so far; those of this target are appended.
-        keep: is given all rows whenever there are new ones, so that a command that is killed keeps what it measured.
-    """
+
+def measure_target(
+    target: Target, best: Device, args: argparse.Namespace, facts: dict[str, Any], tables: list[str]
+) -> None:  # fmt: skip
+    """Append the rows of every combination on a target; one that does not fit into memory is left out with one line.
+    The file is written whenever there are new rows, so that a command that is killed keeps what it measured."""
     heads = functools.cache(lambda projection: projection and random_heads(target, args.heads, projection))
     trees = [(None, 1), *((p, n) for p in args.projection for n in sorted(set(args.nodes)) if n > 1)]
     # One by one on a GPU, whose memory is limited and whose times vary little, and with --compile.
     groups = [[tree] for tree in trees] if target.device.type == "cuda" or args.compile else [trees]
-
-    def measure(group: Sequence[tuple[Projection | None, int]], batch: int, context: int) -> list[dict[str, Any]]:
-        cases = [
-            Case(target, heads(p), grow_tree(n, args.heads), batch, context, args.compile, DECODERS[args.decoder])
-            for p, n in group
-        ]
-        times = take_turns(cases, args.repeat)
-        for case in cases if args.graphs else ():
-            case.check_graphs()
-        rows = [make_row(target, case, seconds, best) for case, seconds in zip(cases, times, strict=True)]
-        for case, row in zip(cases, rows, strict=True):
-            if args.profile:
-                kernels, seconds, table = case.profile()
-                row["profile"] = {"kernels": kernels, "seconds": seconds}
-                what = "graph replay" if case.replays == case.steps else "eager step"
-                title = f"{target.name}, {case.step.execution}, batch {batch}, context {context}, {row['nodes']} nodes"
-                tables.append(f"{title}: one {what}, {kernels} kernels, {seconds * 1e3:.3f} ms in them\n\n{table}\n")
-                write_text(args.profile, "\n".join(tables))
-        return rows
-
-    rows: list[dict[str, Any]] = []
     for batch, context in itertools.product(args.batches, args.contexts):
         measured: list[dict[str, Any]] = []
         for group in groups:
@@ -426,17 +420,25 @@ def bench_target(
             release()
             try:
                 with console.status(f"measuring {what}"):
-                    measured += measure(group, batch, context)
-                console.print(f"  measured {what}", markup=False, soft_wrap=True)
+                    options = batch, context, args.compile, DECODERS[args.decoder]
+                    rows = measure_cases(
+                        target, [Case(target, heads(p), grow_tree(n, args.heads), *options) for p, n in group], best,
+                        args, tables,
+                    )  # fmt: skip
             except (MemoryError, torch.OutOfMemoryError) as error:
                 left_out(what, error)
+                rows = []
+            else:
+                console.print(f"  measured {what}", markup=False, soft_wrap=True)
             if args.compile:
                 torch.compiler.reset()  # it gives up after a few shapes
+            measured += rows
+            facts["rows"] += rows
             plain = next((row["median"] for row in measured if row["nodes"] == 1), None)
-            measured = [{**row, "ratio": row["median"] / plain if plain else None} for row in measured]
-            keep(rows + measured)
-        rows += measured
-    return rows
+            for row in measured:
+                row["ratio"] = row["median"] / plain if plain else None
+            if args.out:
+                write_json(args.out, facts)
 
 
 def left_out(what: str, error: Exception) -> None:
@@ -525,16 +527,10 @@ def main() -> None:
         with torch.inference_mode(), target.attention(ATTENTION), torch.cuda.device_of(target.lm_head.weight):
             bytes_read = totals(works_of_step(target, None, Topology(()), 1, min(args.contexts)))[0]
             best = measure_device(device, getattr(torch, name), bytes_read)
-            facts["limits"][target.name], before = asdict(best), facts["rows"]
-
-            def keep(rows: list[Any], before: list[Any] = before) -> None:
-                facts["rows"] = before + rows
-                if args.out:
-                    write_json(args.out, facts)
-
-            rows = bench_target(target, best, args, tables, keep)
+            facts["limits"][target.name], before = asdict(best), len(facts["rows"])
+            measure_target(target, best, args, facts, tables)
         del target  # its memory is the next one's
-        if rows:
+        if rows := facts["rows"][before:]:
             rates = f"copies {best.copy_bandwidth / 1e9:,.1f} GB/s, multiplies {best.matmul_rate / 1e9:,.1f} GFLOP/s"
             executions = ", ".join(sorted({row["execution"] for row in rows}))
             console.print(f"{facts['device']}, {name}: {rates}; steps: {executions}", markup=False, soft_wrap=True)
