@@ -335,7 +335,7 @@ def evaluate(
     sampling, names = sampling or Sampling(), list(drafters)
     options: dict[str, Any] = {"compiled": compiled, "lean": lean}
     decoders = [SpeculativeDecoder(target, drafter, **options) for drafter in drafters.values()]
-    wanted = ["engine", "transformers", "prompt_lookup"] if baseline == "all" else [baseline]
+    wanted = {"none": [], "all": ["engine", "transformers", "prompt_lookup"]}.get(baseline, [baseline])
     methods: dict[str, Method] = {}
 
     def engine_method(decoder: SpeculativeDecoder, rows: int = batch_size) -> Method:
