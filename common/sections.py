@@ -38,7 +38,7 @@ HubId = Annotated[str, AfterValidator(check_repository)]
 Licence = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$")]
 
 
-class Run(Section):
+class RunSection(Section):
     name: Name = Field(description="the run's folder is output_dir/name")
     output_dir: Name = "runs"
     seed: Seed = 0
@@ -57,7 +57,7 @@ class Run(Section):
         return Path(self.output_dir) / self.name
 
 
-class Target(Section):
+class TargetSection(Section):
     name: Name = Field(description="a folder, a .gguf file or a folder that holds one, or a Hub id")
     revision: Name | None = None
     model_type: Name | None = Field(
@@ -350,7 +350,7 @@ class Stage(Section):
 class Recipe(Section):
     """The sections that every recipe shares."""
 
-    run: Run
+    run: RunSection
     data: Data
     precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
@@ -387,7 +387,7 @@ class DrafterRecipe(TrainingRecipe):
 
     tiny: ClassVar[dict[str, Any]] = {"init_from": None}
 
-    target: Target
+    target: TargetSection
     drafter: Section
     init_from: Name | None = Field(default=None, description="a drafter of the same target to begin from")
     cache_hidden: Literal["none", "memory", "disk"] = Field(

@@ -43,7 +43,17 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.common.files import json_object
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.recipe import Section, read_recipe, write_recipe
-from draftsmith.common.sections import Name, Positive, Run, Sequences, Share, Source, Target, Threads, Tokens
+from draftsmith.common.sections import (
+    Name,
+    Positive,
+    RunSection,
+    Sequences,
+    Share,
+    Source,
+    TargetSection,
+    Threads,
+    Tokens,
+)
 from draftsmith.data.chat import encode_prompt, encode_user_turn
 from draftsmith.data.endpoint import Server, check_server, in_threads
 from draftsmith.data.formats import Message
@@ -153,8 +163,8 @@ class Endpoint(Section):
 
 
 class DistillRecipe(Section):
-    run: Run
-    target: Target | None = Field(default=None, description="for backend engine")
+    run: RunSection
+    target: TargetSection | None = Field(default=None, description="for backend engine")
     data: Seeds
     backend: Literal["engine", "endpoint"] = "engine"
     engine: Engine = Engine()

@@ -166,7 +166,7 @@ def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
     """Recorded drafts of the training rows, kept in the run's folder."""
     recipe, folder = run.recipe, run.folder / "rollouts"
     outputs = len(drafts.weight)
-    asked = {"base": weights_hash(run.folder / PART), "target": run.job.target, "seed": recipe.run.seed}
+    asked = {"base": weights_hash(run.folder / PART), "target": run.fingerprint, "seed": recipe.run.seed}
     asked |= {"rows": run.data_sha256, "weights": [source.weight for source in recipe.data.train], "outputs": outputs}
     asked |= {"positions": recipe.drafter.positions, "autocast": recipe.precision.autocast}
     if stored := _stored(run, folder, asked):

@@ -31,8 +31,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, PreTrainedModel
 
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, Layers, Name, Positive
-from draftsmith.common.sections import Target as TargetSection
+from draftsmith.common.sections import DrafterRecipe, Layers, Name, Positive, TargetSection
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
 from draftsmith.inference.ranks import (
