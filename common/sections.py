@@ -19,6 +19,13 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 Name = Annotated[str, Field(min_length=1)]
+DraftVocabSize = Annotated[
+    Positive | None,
+    Field(
+        description="draft only the most frequent tokens of the training rows' answers, so many (each source counts by "
+        "its weight); null: all tokens",
+    ),
+]
 SAMPLES = 100_000_000  # sequences of a stage, at most: their order is kept in memory
 TINY_STEPS, TINY_LENGTH = 2, 96  # of --tiny: steps of a stage, tokens of a row
 
@@ -401,6 +408,11 @@ class DrafterRecipe(TrainingRecipe):
         if self.cache_hidden != "none" and any(source.streaming for source in self.data.train):
             raise ValueError("cache_hidden keeps every row's hidden states, and a streamed source has no end; drop one")
         streamed = [source.source for source in self.data.train if source.streaming]
+        if streamed and getattr(self.drafter, "draft_vocab_size", None):
+            raise ValueError(
+                "drafter.draft_vocab_size: its tokens are counted over all training rows, and a streamed source has no "
+                "end; drop one"
+            )
         for place, stage in enumerate(self.stages):
             if streamed and stage.epochs is not None:
                 raise ValueError(

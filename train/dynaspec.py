@@ -37,7 +37,7 @@ from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe, Name, Positive, Share, Source
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.dynaspec import PART
-from draftsmith.inference.ranks import best_tree, simulate
+from draftsmith.inference.ranks import selection_tree, simulate
 from draftsmith.inference.rollouts import BEST, Drafts, Recorded, kept, record
 from draftsmith.inference.tree import Topology
 from draftsmith.models.shortlist import DEPTHS, Kind, Schedule, ShortlistConfig, ShortlistHead, budget
@@ -58,7 +58,6 @@ from draftsmith.train.shortlists import (
     table_of,
 )
 
-SIMULATED_NODES = 16  # of the tree whose τ selects
 SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)  # of the clusters: values of k_max that are tried
 
 
@@ -223,8 +222,7 @@ def train(run: Run[DynaspecRecipe]) -> None:
     with run.evaluating(head):
         recorded = record(drafts, run.held_out["tokens"], run.held_out["supervised"], BEST, torch.bfloat16)
     whole = kept(recorded, drafts.embed, None).ranks
-    tree = best_tree(whole, SIMULATED_NODES)
-    tree = tree if tree.paths else Topology(((0,),))
+    tree = selection_tree(whole)
     if head.router is not None:
         module = RouterTraining(head, drafts.embed, d.labels).to(target.device)
         blocks = Blocks(rollouts(run, drafts, rows))

@@ -34,21 +34,20 @@ from transformers import AutoConfig
 
 from draftsmith.common.files import json_object
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, Layers, Positive
+from draftsmith.common.sections import DrafterRecipe, DraftVocabSize, Layers
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.ranks import best_tree, eagle_ranks, simulate
-from draftsmith.inference.tree import Topology
+from draftsmith.inference.ranks import eagle_ranks, selection_tree, simulate
 from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import check_draft_vocab, places
+from draftsmith.models.vocabulary import places
 from draftsmith.train import draft_vocabulary, loop, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.loop import Batch
 from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, linear_soft_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
 
-SIMULATED_NODES, DEPTH = 16, 7  # of the tree whose τ chooses the best checkpoint
+DEPTH = 7  # of the tree whose τ chooses the best checkpoint
 CE_WEIGHT = 0.1  # of EAGLE-1's cross-entropy beside its regression (arXiv 2401.15077 §3.2)
 
 
@@ -59,11 +58,7 @@ class Drafter(Section):
     projection: Literal["own", "shared"] = Field(
         default="own", description="an LM head of its own (EAGLE-3), or the target's (EAGLE-1)"
     )
-    draft_vocab_size: Positive | None = Field(
-        default=None,
-        description="draft only the most frequent tokens of the training rows' answers, so many (each source counts by "
-        "its weight); null: all tokens",
-    )
+    draft_vocab_size: DraftVocabSize = None
     captured_layers: list[int] | None = Field(
         default=None, min_length=1, description="EAGLE-3 reads the inputs of these layers of the target; null: those "
         "of init_from, else 2, n/2 and n − 3 of n layers",
@@ -109,11 +104,6 @@ class EagleRecipe(DrafterRecipe):
 
     @model_validator(mode="after")
     def _possible(self) -> "EagleRecipe":
-        if self.drafter.draft_vocab_size and any(source.streaming for source in self.data.train):
-            raise ValueError(
-                "drafter.draft_vocab_size: its tokens are counted over all training rows, and a streamed source has no "
-                "end; drop one"
-            )
         if self.precision.gradient_checkpointing:
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
         if self.precision.compile:
@@ -230,18 +220,12 @@ class EagleTraining(nn.Module):
         return loss, metrics
 
 
-def chosen_tree(ranks: Tensor) -> Topology:
-    """The best tree of :data:`SIMULATED_NODES` nodes; where no draft was right yet, the likeliest token alone."""
-    tree = best_tree(ranks, SIMULATED_NODES)
-    return tree if tree.paths else Topology(((0,),))
-
-
 def evaluate(run: Run[EagleRecipe], module: nn.Module, held_out: Batch) -> dict[str, float]:
     """Simulated τ, the accuracy of each step of drafting, and now and then the real τ."""
     assert isinstance(module, EagleTraining)
     target, eagle = module.target, module.eagle
     ranks = eagle_ranks(target, eagle, held_out["tokens"], held_out["supervised"], DEPTH)
-    labelled, tree = ranks >= 0, chosen_tree(ranks)
+    labelled, tree = ranks >= 0, selection_tree(ranks)
     metrics = {"simulated_tau": simulate(tree, ranks)}
     for k in range(DEPTH):
         right = ((ranks[..., k] == 0) & labelled[..., k]).sum() / labelled[..., k].sum()
@@ -281,20 +265,14 @@ def train(run: Run[EagleRecipe]) -> None:
     if sharded.spreads():
         raise ValueError("an EAGLE drafter reads the target's embeddings: launch without ZeRO-3 and FSDP")
     run.recipe = layers_of_init(run.recipe)
-    recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
+    recipe, d = run.recipe, run.recipe.drafter
     target = run.load_target()
-    size, begun = draft_vocabulary.begin(run, d.draft_vocab_size, target.vocab_size)
+    size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     eagle = Eagle.for_target(target, d.version, d.projection, size, d.captured_layers or (), **d.norms)
     run.start_weights(eagle, target)
-    if size and recipe.init_from and eagle.draft_vocab is not None:
-        check_draft_vocab(eagle.draft_vocab, size, target.vocab_size, f"init_from={recipe.init_from}")
     module = EagleTraining(target, eagle, recipe)
     rows = run.read_rows(target)
-    if size is not None:
-        kept = eagle.draft_vocab if begun is None and recipe.init_from else None  # start_weights read it
-        ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, begun if kept is None else kept)
-        if kept is None:
-            eagle.draft_from(ids, target)
+    facts = draft_vocabulary.give(run, eagle, target, rows)
     inputs = run.with_hidden(target, rows, module.captures)
     if d.unroll > 1 and run.main:
         loop.console.print(f"the loss is a sum over {d.unroll} unrolled steps")
@@ -302,7 +280,7 @@ def train(run: Run[EagleRecipe]) -> None:
         run.fit(stage, module, inputs, partial(evaluate, run, held_out=run.held_out), "simulated_tau")
     with run.evaluating(module):
         ranks = eagle_ranks(target, eagle, run.held_out["tokens"], run.held_out["supervised"], DEPTH)
-    tree = chosen_tree(ranks)
+    tree = selection_tree(ranks)
     facts["simulated_tau"] = simulate(tree, ranks)
     run.export(eagle.config.to_dict(), eagle.state_dict(), target, facts, tree)
 

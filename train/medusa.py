@@ -12,7 +12,7 @@ inference/decode.py. Shape letters: B batch, T tokens, d hidden width, V vocabul
 
 import copy
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
 from draftsmith.common.content import check_recipe
@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, Layers, Positive, Stage
+from draftsmith.common.sections import DrafterRecipe, DraftVocabSize, Layers, Stage
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.ranks import best_tree, head_ranks, simulate
+from draftsmith.inference.ranks import SIMULATED_NODES, best_tree, head_ranks, simulate
 from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import check_draft_vocab, places
+from draftsmith.models.vocabulary import places
 from draftsmith.train import draft_vocabulary
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.joint import Joint, add_adapters, cross_entropy, divergence, drift, export_target, guarded
@@ -44,7 +44,6 @@ from draftsmith.train.loop import Batch
 from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
 
-SIMULATED_NODES = 16  # size of the tree whose τ chooses the best checkpoint
 FACTS = ("simulated_tau", "kl", "perplexity", "original_perplexity", "perplexity_ratio")  # for provenance.json
 
 
@@ -52,11 +51,7 @@ class Heads(Section):
     num_draft_heads: Layers = 5
     num_layers: Layers = 1
     projection: Literal["own", "shared"] = "own"
-    draft_vocab_size: Positive | None = Field(
-        default=None,
-        description="draft only the most frequent tokens of the training rows' answers, so many (each source counts by "
-        "its weight); null: all tokens",
-    )
+    draft_vocab_size: DraftVocabSize = None
 
 
 class MedusaStage(Stage):
@@ -77,11 +72,6 @@ class MedusaRecipe(DrafterRecipe):
         if any(stage.joint for stage in self.stages[:-1]):
             raise ValueError(
                 "stages: a joint stage has to be the last one: the heads cannot train on a target that moved"
-            )
-        if self.drafter.draft_vocab_size and any(source.streaming for source in self.data.train):
-            raise ValueError(
-                "drafter.draft_vocab_size: its tokens are counted over all training rows, and a streamed source has no "
-                "end; drop one"
             )
         if self.precision.gradient_checkpointing and not joint:
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
@@ -239,20 +229,14 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
 
 def train(run: Run[MedusaRecipe]) -> None:
     """From the target to the exported drafter."""
-    recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
+    recipe, d = run.recipe, run.recipe.drafter
     target = run.load_target()
-    size, begun = draft_vocabulary.begin(run, d.draft_vocab_size, target.vocab_size)
+    size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection, size)
     run.start_weights(heads, target)
-    if size and recipe.init_from and heads.draft_vocab is not None:
-        check_draft_vocab(heads.draft_vocab, size, target.vocab_size, f"init_from={recipe.init_from}")
     module: Medusa1 = Medusa1(target, heads)
     rows = run.read_rows(target)
-    if size is not None:
-        kept = heads.draft_vocab if begun is None and recipe.init_from else None  # start_weights read it
-        ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, begun if kept is None else kept)
-        if kept is None:
-            heads.draft_from(ids, target)
+    facts = draft_vocabulary.give(run, heads, target, rows)
     # Of no use to a target that trains to the labels alone.
     used = any(not stage.joint or stage.joint.loss == "kl" for stage in recipe.stages if stage.name in run.remaining)
     inputs = run.with_hidden(target, rows) if used else rows

@@ -26,6 +26,7 @@ from draftsmith.inference.tree import Topology
 from draftsmith.models.artifact import check_target, in_dtype, provenance, push, read_drafter, write_drafter
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
+from draftsmith.models.vocabulary import check_draft_vocab
 from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
 from draftsmith.train.features import hidden_states
 from draftsmith.train.loop import Batch, Evaluate, RunState, console
@@ -107,6 +108,9 @@ class Run(RunState[R]):
                 weights.pop("draft_vocab", None)
             if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
                 raise ValueError(f"init_from={recipe.init_from}: its weights have another shape than the recipe's")
+            if "draft_vocab" in own:
+                where = f"init_from={recipe.init_from}"
+                check_draft_vocab(weights["draft_vocab"], len(own["draft_vocab"]), target.vocab_size, where)
             drafter.load_state_dict(weights)
         trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
         self.check_room(trained)

@@ -31,10 +31,11 @@ from torch.nn import functional as F
 from transformers import AutoConfig, PreTrainedModel
 
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, Layers, Name, Positive, TargetSection
+from draftsmith.common.sections import DrafterRecipe, DraftVocabSize, Layers, Name, TargetSection
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
 from draftsmith.inference.ranks import (
+    SIMULATED_NODES,
     best_tree,
     chained_ranks,
     coverage,
@@ -56,7 +57,7 @@ from draftsmith.train.loop import Batch, checkpoint_activations, console
 from draftsmith.train.losses import in_chunks, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
 
-SIMULATED_NODES, DEPTH = 16, 8  # of each SSM's tree; the τ of the trees, merged, chooses the best weights
+DEPTH = 8  # of each SSM's tree; the τ of the trees, merged, chooses the best weights
 
 
 class Ssms(Section):
@@ -70,11 +71,7 @@ class Ssms(Section):
         default=None, min_length=1, description="or an SSM is made of these layers of the target, with its embeddings "
         "and LM head, which stay as they are",
     )  # fmt: skip
-    draft_vocab_size: Positive | None = Field(
-        default=None,
-        description="draft only the most frequent tokens of the training rows' answers, so many (each source counts by "
-        "its weight); null: all tokens",
-    )
+    draft_vocab_size: DraftVocabSize = None
     loss: Literal["ce", "kl"] = Field(
         default="ce", description="ce: the answers' tokens; kl: the target's distribution at each of them, which runs "
         "the target in every step",
@@ -228,13 +225,13 @@ def train(run: Run[SsmRecipe]) -> None:
     """From the target and the base to the exported ensemble."""
     recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
     target = run.load_target()
-    size, begun = draft_vocabulary.begin(run, d.draft_vocab_size, target.vocab_size)
+    size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     base = make_base(run, target)
     run.check_room(sum(p.numel() for p in base.parameters()))
     rows = [part for part in run.read_rows(target) if isinstance(part, Rows)]
     ids = None
     if size is not None:
-        ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, begun)
+        ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, draft_vocabulary.begun(run))
         ids = ids.to(target.device)
     ssms, ranks, prompts = list[Target](), list[Tensor](), list[int]()
     for number, stage in enumerate(recipe.stages):
