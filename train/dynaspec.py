@@ -115,7 +115,7 @@ class RouterTraining(nn.Module):
 
     def __init__(self, head: ShortlistHead, embed: nn.Module, labels: str) -> None:
         super().__init__()
-        self.head, self.labels, self.frozen = head, labels, (embed,)
+        self.head, self.objective, self.frozen = head, labels, (embed,)
         self.output_layers = ("head.router.clusters",)  # not for Muon
         cluster = torch.empty(head.config.outputs + 1, dtype=torch.int64, device=head.order.device)
         cluster[head.order] = torch.repeat_interleave(
@@ -134,7 +134,7 @@ class RouterTraining(nn.Module):
         embeddings = self.frozen[0](batch["tokens"][known])
         scores = self.head.router(embeddings.float(), batch["hidden"][known].float(), depth).float()  # [P, M]
         label, best = batch["label"][known], batch["best"][known][:, :10]
-        if self.labels == "mass":
+        if self.objective == "mass":
             share = batch["log_q"][known][:, :10].float().softmax(-1)
             mass = torch.zeros_like(scores).scatter_add_(1, self.cluster[best], share)
             loss = -(mass * scores.log_softmax(-1)).sum() / counts[0]

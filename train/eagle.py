@@ -44,7 +44,7 @@ from draftsmith.models.vocabulary import places
 from draftsmith.train import draft_vocabulary, loop, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.loop import Batch
-from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, linear_soft_cross_entropy, shifted_labels
+from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, labels_of, linear_soft_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
 
 DEPTH = 7  # of the tree whose τ chooses the best checkpoint
@@ -133,7 +133,7 @@ class EagleTraining(nn.Module):
         self.model.eval()
         return self
 
-    def labelled(self, batch: Batch) -> Tensor:
+    def labels(self, batch: Batch) -> Tensor:
         """``[K, B, T]`` bool: step i of index t has a label, x_{t+i+2}, in the same sample."""
         tokens, supervised, segment = batch["tokens"], batch["supervised"], batch.get("segment")
         labels = [shifted_labels(tokens, supervised, step + 2, segment) for step in range(self.steps)]
@@ -141,7 +141,7 @@ class EagleTraining(nn.Module):
 
     def count(self, batch: Batch) -> Tensor:
         """Labels of each step."""
-        return self.labelled(batch).sum((1, 2))
+        return labels_of(self, batch).sum((1, 2))
 
     @torch.no_grad()
     def teach(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ class EagleTraining(nn.Module):
         if (features := batch.get("hidden")) is None:
             with torch.no_grad():  # padding follows every label, and attention is causal
                 features = self.target.features(batch["tokens"].long(), self.captures, batch.get("positions"))
-        eagle, labelled, loss, metrics = self.eagle, self.labelled(batch), torch.zeros((), device=features.device), {}
+        eagle, labelled, loss, metrics = self.eagle, labels_of(self, batch), torch.zeros((), device=features.device), {}
         taught = torch.zeros_like(labelled[0])  # where the target's distribution is needed
         for i, where in enumerate(labelled):
             taught[:, i + 1 :] |= where[:, : where.shape[1] - i - 1]

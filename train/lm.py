@@ -57,7 +57,7 @@ from draftsmith.models.target import Target, load_target
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import checkpoint, loop
 from draftsmith.train.dry_run import Plan
-from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
+from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
@@ -179,34 +179,35 @@ class LanguageModel(nn.Module):
                 MedusaConfig(lookahead.num_heads, 1, "shared", config.hidden_size, config.vocab_size)
             )
 
-    def _labels(self, tokens: Tensor) -> list[Tensor]:
-        """Of the next token over all rows, then of each head over the first rows."""
+    def few(self, tokens: Tensor) -> int:
+        """The number of rows on which the lookahead heads train, the first ones."""
+        return max(1, round(len(tokens) * self.lookahead.share)) if self.lookahead else 0
+
+    def labels(self, batch: loop.Batch) -> Tensor:
+        """``[1 + K, S, T]``: of the next token over all rows, then of each lookahead head over the first rows."""
+        tokens, heads = batch["tokens"], self.lookahead.num_heads if self.lookahead else 0
         everywhere = torch.ones_like(tokens, dtype=torch.bool)
-        labels = [shifted_labels(tokens, everywhere, 1)]
-        if self.lookahead:
-            few = max(1, round(len(tokens) * self.lookahead.share))
-            labels += [
-                shifted_labels(tokens[:few], everywhere[:few], k + 1) for k in range(1, self.lookahead.num_heads + 1)
-            ]
+        labels = torch.stack([shifted_labels(tokens, everywhere, k + 1) for k in range(heads + 1)])
+        labels[1:, self.few(tokens) :] = -100
         return labels
 
     def count(self, batch: loop.Batch) -> Tensor:
-        counts = [(labels != -100).sum() for labels in self._labels(batch["tokens"])]
-        return torch.stack([*counts, batch["again"].sum()] if "again" in batch else counts)
+        counts = (labels_of(self, batch) != -100).sum((1, 2))
+        return torch.cat([counts, batch["again"].sum()[None]]) if "again" in batch else counts
 
     def forward(self, batch: loop.Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = batch["tokens"].long()
         hidden = self.model.model(tokens, use_cache=False).last_hidden_state
-        labels = self._labels(tokens)
+        labels = labels_of(self, batch)
         lm_head = self.model.lm_head.weight
         total, hits = linear_cross_entropy(hidden, lm_head, labels[0])
         next_token = total / counts[0]
         loss, metrics = next_token, {"next_token_loss": next_token.detach(), "top1": hits / counts[0]}
         if self.heads is not None and self.lookahead and self.training:
-            few = len(labels[1])
+            few = self.few(tokens)
             features = self.heads.features(hidden[:few].flatten(0, 1))
             for k, feature in enumerate(features, 1):
-                total, hits = linear_cross_entropy(feature, lm_head, labels[k].flatten())
+                total, hits = linear_cross_entropy(feature, lm_head, labels[k, :few].flatten())
                 loss = loss + self.lookahead.weight * HEAD_DECAY**k * total / counts[k]
                 metrics[f"head{k}_top1"] = hits / counts[k]
         if "again" in batch:

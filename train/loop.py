@@ -3,7 +3,8 @@
 ``module(batch, counts, step) → (loss, metrics)`` is one ``nn.Module`` that owns what trains; ``step`` counts from 0 in
 each stage. ``module.count(batch)`` returns the number of labels of each term of the loss; the loop sums it over
 micro-batches and processes before the forward pass, so that each term is a mean over all valid tokens of the step,
-however they are split.
+however they are split. A module with a method ``labels(batch)`` finds its result in the batch of both as ``labels``,
+made once.
 """
 
 import json
@@ -268,6 +269,8 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
             mine = numbers[accelerator.process_index * micro * stage.batch.accumulate :]
             batches = [samples(mine[i * micro : (i + 1) * micro]) for i in range(stage.batch.accumulate)]
             batches = [{k: v.to(accelerator.device) for k, v in batch.items()} for batch in batches]
+            if labels := getattr(original, "labels", None):
+                batches = [{**batch, "labels": labels(batch)} for batch in batches]
             counts = torch.stack([original.count(b) for b in batches]).sum(0).float()
             # A signal does not reach all processes at the same moment; they have to stop at the same step.
             stop = counts.new_tensor([float(stop_requested())])

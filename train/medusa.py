@@ -7,7 +7,7 @@
     Medusa-2   then both train together: L_LM + λ0 · L_heads, the target by LoRA (a stage with a section ``joint``)
 
 The checkpoint with the highest simulated τ on held-out rows is exported. Then: inference/calibrate.py,
-inference/decode.py. Shape letters: B batch, T tokens, d hidden width, V vocabulary, S draft vocabulary.
+inference/decode.py. Shape letters: B batch, T tokens, K heads, d hidden width, V vocabulary, S draft vocabulary.
 """
 
 import copy
@@ -41,7 +41,7 @@ from draftsmith.train import draft_vocabulary
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.joint import Joint, add_adapters, cross_entropy, divergence, drift, export_target, guarded
 from draftsmith.train.loop import Batch
-from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
+from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
 
 FACTS = ("simulated_tau", "kl", "perplexity", "original_perplexity", "perplexity_ratio")  # for provenance.json
@@ -109,29 +109,28 @@ class Medusa1(nn.Module):
         self.model.eval()
         return self
 
-    def labels(self, batch: Batch) -> list[Tensor]:
-        """Per head ``[B, T]``: head k reads position t and predicts x_{t+k+1}. With a draft vocabulary a label is the
-        token's place in it, and a token outside is no label."""
+    def labels(self, batch: Batch) -> Tensor:
+        """Per head ``[K, B, T]``: head k reads position t and predicts x_{t+k+1}. With a draft vocabulary a label is
+        the token's place in it, and a token outside is no label."""
         tokens, supervised, segment = batch["tokens"], batch["supervised"], batch.get("segment")
         heads, ids = self.heads.config.num_draft_heads, self.heads.draft_vocab
-        labels = [shifted_labels(tokens, supervised, k + 1, segment) for k in range(1, heads + 1)]
-        return labels if ids is None else [places(each, ids, outside=-100) for each in labels]
+        labels = torch.stack([shifted_labels(tokens, supervised, k + 1, segment) for k in range(1, heads + 1)])
+        return labels if ids is None else places(labels, ids, outside=-100)
 
     def count(self, batch: Batch) -> Tensor:
         """Labels of each head."""
-        return torch.stack([(labels != -100).sum() for labels in self.labels(batch)])
+        return (labels_of(self, batch) != -100).sum((1, 2))
 
     def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """L_heads; ``hidden`` may be in the batch."""
         if (hidden := batch.get("hidden")) is None:
             with torch.no_grad():  # padding follows every label, and attention is causal
                 hidden = self.target.hidden(batch["tokens"].long(), batch.get("positions"))
-        return self.heads_loss(batch, hidden, counts)
+        return self.heads_loss(hidden, labels_of(self, batch), counts)
 
-    def heads_loss(self, batch: Batch, hidden: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def heads_loss(self, hidden: Tensor, labels: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Σ_k 0.8^k · CE(head_k(h_t), x_{t+k+1}) from hidden states ``[B, T, d]``; ``counts`` labels of each head."""
-        labels = self.labels(batch)
-        used = (torch.stack(labels) != -100).any(0)  # prompts and padding need no heads
+        used = (labels != -100).any(0)  # prompts and padding need no heads
         projections = self.heads.projections(self.target.lm_head)
         loss, metrics = hidden.new_zeros(()), {}
         for k, features in enumerate(self.heads.features(hidden[used].float()), 1):
@@ -162,19 +161,19 @@ class Medusa2(Medusa1):
                 dropout.train(mode)
         return self
 
-    def next_labels(self, batch: Batch) -> Tensor:
-        """``[B, T]``, the LM head's labels."""
-        return shifted_labels(batch["tokens"], batch["supervised"], 1, batch.get("segment"))
+    def labels(self, batch: Batch) -> Tensor:
+        """``[K + 1, B, T]``: of each head, then of the LM head."""
+        following = shifted_labels(batch["tokens"], batch["supervised"], 1, batch.get("segment"))
+        return torch.cat([super().labels(batch), following[None]])
 
     def count(self, batch: Batch) -> Tensor:
         """Labels of each head, of the LM head, and all positions."""
-        labels = self.next_labels(batch)
-        return torch.cat([super().count(batch), torch.stack([(labels != -100).sum(), torch.ones_like(labels).sum()])])
+        return torch.cat([super().count(batch), torch.ones_like(batch["tokens"], dtype=torch.int64).sum()[None]])
 
     def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """L_LM + λ0 · L_heads."""
         tokens, positions = batch["tokens"].long(), batch.get("positions")
-        labels = self.next_labels(batch)
+        *of_heads, labels = labels_of(self, batch)
         used, labelled, all_positions = labels != -100, counts[-2].clamp(min=1), counts[-1]
         hidden = self.target.hidden(tokens, positions)
         weight: float | Tensor = self.joint.weight(step, self.steps)
@@ -186,7 +185,7 @@ class Medusa2(Medusa1):
             weight = weight * all_positions / labelled  # 1 / (supervised share)
         else:
             lm_loss = cross_entropy(self.target, hidden[used], labels[used]) / labelled
-        heads_loss, metrics = self.heads_loss(batch, hidden, counts)
+        heads_loss, metrics = self.heads_loss(hidden, torch.stack(of_heads), counts)
         metrics |= {"lm_loss": lm_loss.detach(), "heads_loss": heads_loss.detach()}
         return lm_loss + weight * heads_loss, metrics
 

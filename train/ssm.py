@@ -54,7 +54,7 @@ from draftsmith.train import draft_vocabulary, sharded
 from draftsmith.train.boosting import Boost, rows_of_round
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.loop import Batch, checkpoint_activations, console
-from draftsmith.train.losses import in_chunks, linear_cross_entropy, shifted_labels
+from draftsmith.train.losses import in_chunks, labels_of, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
 
 DEPTH = 8  # of each SSM's tree; the τ of the trees, merged, chooses the best weights
@@ -130,7 +130,7 @@ class Ssm(nn.Module):
         return labels if self.draft_vocab is None else places(labels, self.draft_vocab, outside=-100)
 
     def count(self, batch: Batch) -> Tensor:
-        return (self.labels(batch) != -100).sum().view(1)
+        return (labels_of(self, batch) != -100).sum().view(1)
 
     def head(self, model: Target) -> tuple[Tensor, Tensor | None]:
         """The draft vocabulary's rows of a model's LM head: ``[S, d]``, and their bias ``[S]``."""
@@ -142,7 +142,7 @@ class Ssm(nn.Module):
 
     def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """CE of the next token, or KL(target ‖ SSM) over the draft vocabulary, in nats per label."""
-        tokens, positions, labels = batch["tokens"].long(), batch.get("positions"), self.labels(batch)
+        tokens, positions, labels = batch["tokens"].long(), batch.get("positions"), labels_of(self, batch)
         used, labelled = labels != -100, counts[0].clamp(min=1)
         hidden = self.ssm.hidden(tokens, positions)[used]
         if self.loss == "ce" and not self.ssm.changes_logits:
