@@ -14,7 +14,6 @@ inference/decode.py. Shape letters: S sequences, B positions of one, K depths, M
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -40,7 +39,7 @@ from draftsmith.inference.drafters.dynaspec import PART
 from draftsmith.inference.ranks import selection_tree, simulate
 from draftsmith.inference.rollouts import BEST, Drafts, Recorded, kept, record
 from draftsmith.inference.tree import Topology
-from draftsmith.models.shortlist import DEPTHS, Kind, Schedule, ShortlistConfig, ShortlistHead, budget
+from draftsmith.models.shortlist import DEPTHS, Kind, Schedule, ShortlistHead
 from draftsmith.models.target import Target
 from draftsmith.train import sharded
 from draftsmith.train.dry_run import Plan, target_shape
@@ -50,10 +49,9 @@ from draftsmith.train.shortlists import (
     BLOCK,
     Blocks,
     check_sizes,
-    cluster,
-    frequency,
     head_seconds,
     load_base,
+    make_head,
     rollouts,
     table_of,
 )
@@ -183,29 +181,6 @@ def select(
         console.print(f"none keeps drafter.keep={d.keep:g} of it; the one that keeps the most is taken", style="yellow")
     head.config = config.with_budget(best["k_max"], best["schedule"])
     return measured
-
-
-def make_head(run: Run[DynaspecRecipe], target: Target, drafts: Drafts, rows: Sequence[Rows]) -> ShortlistHead:
-    """The shortlists before training: an LM head in order, by cluster or by frequency."""
-    d, outputs = run.recipe.drafter, len(drafts.weight)
-    if d.shortlist == "dynaspec":
-        clusters = cluster(run, target, drafts)
-        config = ShortlistConfig(
-            "dynaspec", outputs, (1,), 0, (1,), d.num_clusters, d.router_width, drafts.embedding_size,
-            drafts.feature_size,
-        )  # fmt: skip
-        # While the router trains, it is measured by a quarter of the vocabulary.
-        head = ShortlistHead(config.with_budget(max(1, d.num_clusters // 4), "position_aware"))
-        head.starts.copy_(clusters.starts)
-        order = clusters.order
-    else:
-        capacity = budget(min(d.size, outputs), d.schedule or "fixed")
-        static = min(d.static, *capacity) if d.shortlist == "in_context" else 0
-        head = ShortlistHead(ShortlistConfig(d.shortlist, outputs, capacity, static))
-        counts = frequency(run, target, rows)
-        order = (counts if drafts.ids is None else counts[drafts.ids.cpu()]).argsort(descending=True, stable=True)
-    head.order.copy_(order)
-    return head.to(target.device)
 
 
 def train(run: Run[DynaspecRecipe]) -> None:

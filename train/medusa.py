@@ -65,27 +65,14 @@ class MedusaRecipe(DrafterRecipe):
     @model_validator(mode="after")
     def _possible(self) -> "MedusaRecipe":
         joint, heads = self.stages[-1].joint, self.drafter.num_draft_heads
-        if joint and self.stages[-1].optim.name != "adamw":
-            raise ValueError(
-                "optim.name: Muon has one learning rate for heads and adapters; use adamw where both train"
-            )
+        if joint:
+            joint.check(self, self.stages[-1].optim, self.drafter.projection == "shared")
         if any(stage.joint for stage in self.stages[:-1]):
             raise ValueError(
                 "stages: a joint stage has to be the last one: the heads cannot train on a target that moved"
             )
         if self.precision.gradient_checkpointing and not joint:
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
-        if joint and joint.loss == "kl" and self.target.quantize != "none":
-            raise ValueError(
-                f"target.quantize={self.target.quantize}: joint.loss=kl compares with the target as it was, which has "
-                "to be unquantised (arXiv 2401.10774 §2.3.2); use none, or joint.loss=ce"
-            )
-        if joint and "lm_head" in joint.lora.modules and self.drafter.projection == "shared":
-            raise ValueError(
-                "joint.lora.modules: lm_head is shared by all heads; drop it, or set drafter.projection=own"
-            )
-        if joint and self.precision.compile:
-            raise ValueError("precision.compile: joint training changes its loss at every step; leave it off")
         if self.export.merged and not joint:
             raise ValueError("export.merged: there is nothing to merge without a joint stage")
         for source in [*self.data.train, *self.data.validation]:
@@ -131,11 +118,10 @@ class Medusa1(nn.Module):
     def heads_loss(self, hidden: Tensor, labels: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Σ_k 0.8^k · CE(head_k(h_t), x_{t+k+1}) from hidden states ``[B, T, d]``; ``counts`` labels of each head."""
         used = (labels != -100).any(0)  # prompts and padding need no heads
-        projections = self.heads.projections(self.target.lm_head)
-        loss, metrics = hidden.new_zeros(()), {}
-        for k, features in enumerate(self.heads.features(hidden[used].float()), 1):
-            weight, bias = projections[k - 1]
-            total, hits = linear_cross_entropy(features, weight, labels[k - 1][used], bias)
+        projections, loss, metrics = self.heads.projections(self.target.lm_head), hidden.new_zeros(()), {}
+        features = self.heads.features(hidden[used].float())
+        for k, (feature, (weight, bias)) in enumerate(zip(features, projections, strict=True), 1):
+            total, hits = linear_cross_entropy(feature, weight, labels[k - 1][used], bias)
             mean = total / counts[k - 1].clamp(min=1)
             loss = loss + HEAD_DECAY**k * mean
             metrics |= {f"head{k}_loss": mean.detach(), f"head{k}_top1": hits / counts[k - 1].clamp(min=1)}
@@ -213,9 +199,7 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
     d, joint = recipe.drafter, recipe.stages[-1].joint
     shape = target_shape(recipe.target, joint.lora.modules if joint else ())
     with torch.device("meta"):
-        config = MedusaConfig(
-            d.num_draft_heads, d.num_layers, d.projection, shape.hidden_size, shape.vocab_size, d.draft_vocab_size
-        )
+        config = MedusaConfig(**d.model_dump(), hidden_size=shape.hidden_size, vocab_size=shape.vocab_size)
         own = sum(p.numel() for p in MedusaHeads(config).parameters())
     rows = shape.hidden_size * config.outputs if d.projection == "shared" else 0
     projected, copied = d.num_draft_heads * rows, rows if d.draft_vocab_size else 0
@@ -228,8 +212,7 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
 
 def train(run: Run[MedusaRecipe]) -> None:
     """From the target to the exported drafter."""
-    recipe, d = run.recipe, run.recipe.drafter
-    target = run.load_target()
+    recipe, d, target = run.recipe, run.recipe.drafter, run.load_target()
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection, size)
     run.start_weights(heads, target)
@@ -252,8 +235,8 @@ def train(run: Run[MedusaRecipe]) -> None:
         tree = best_tree(head_ranks(target, heads, run.held_out["tokens"], run.held_out["supervised"]), SIMULATED_NODES)
     if recipe.stages[-1].joint and run.main:
         export_target(recipe, target)
-    facts |= {name: found[name] for name in FACTS if name in found}
-    run.export(heads.config.to_dict(), heads.state_dict(), target, facts, tree)
+    measured = {name: found[name] for name in FACTS if name in found}
+    run.export(heads.config.to_dict(), heads.state_dict(), target, facts | measured, tree)
 
 
 SCRIPT = Script("medusa", MedusaRecipe, train, plans)

@@ -28,7 +28,7 @@ from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.inference.rollouts import BEST, Drafts, Recorded, record
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
-from draftsmith.models.shortlist import DEPTHS, ShortlistHead
+from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.clusters import Clusters, report, spherical_kmeans
@@ -160,6 +160,29 @@ def cluster(run: Run[Any], target: Target, drafts: Drafts) -> Clusters:
             f"{len(clusters.objective)} iterations; see {run.folder}/clusters.png"
         )
     return clusters
+
+
+def make_head(run: Run[Any], target: Target, drafts: Drafts, rows: Sequence[Rows]) -> ShortlistHead:
+    """The shortlists before training: an LM head in order, by cluster or by frequency."""
+    d, outputs = run.recipe.drafter, len(drafts.weight)
+    if d.shortlist == "dynaspec":
+        clusters = cluster(run, target, drafts)
+        config = ShortlistConfig(
+            "dynaspec", outputs, (1,), 0, (1,), d.num_clusters, d.router_width, drafts.embedding_size,
+            drafts.feature_size,
+        )  # fmt: skip
+        # While the router trains, it is measured by a quarter of the vocabulary.
+        head = ShortlistHead(config.with_budget(max(1, d.num_clusters // 4), "position_aware"))
+        head.starts.copy_(clusters.starts)
+        order = clusters.order
+    else:
+        capacity = budget(min(d.size, outputs), d.schedule or "fixed")
+        static = min(d.static, *capacity) if d.shortlist == "in_context" else 0
+        head = ShortlistHead(ShortlistConfig(d.shortlist, outputs, capacity, static))
+        counts = frequency(run, target, rows)
+        order = (counts if drafts.ids is None else counts[drafts.ids.cpu()]).argsort(descending=True, stable=True)
+    head.order.copy_(order)
+    return head.to(target.device)
 
 
 def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
