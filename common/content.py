@@ -282,9 +282,9 @@ def check_recipe(args: argparse.Namespace) -> None:
         return  # that is said first
     if path := _first_unknown(content, schema, schema):
         new = re.compile(rf"^    {re.escape(str(path[-1]))}: ", re.MULTILINE)
-        if any(new.search(read_text(code)) for code in (script, _SECTIONS)) and not any(
-            key.rpartition(".")[2] == path[-1] for key in _keys(schema, schema)
-        ):
+        if any(
+            new.search(read_text(code)) for code in (*script.parent.glob(f"{script.stem}*.py"), _SECTIONS)
+        ) and not any(key.rpartition(".")[2] == path[-1] for key in _keys(schema, schema)):
             return  # a field that somebody adds, whose schema is not written yet
         where = place(str(args.recipe), ".".join(map(str, path)), args.overrides)
         raise ValueError(unknown(where, path, schema) + meant_for(text, script.resolve().parent.name, script.stem))

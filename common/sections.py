@@ -19,6 +19,13 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 Name = Annotated[str, Field(min_length=1)]
+DraftVocabSize = Annotated[
+    Positive | None,
+    Field(
+        description="draft only the most frequent tokens of the training rows' answers, so many (each source counts by "
+        "its weight); null: all tokens",
+    ),
+]
 SAMPLES = 100_000_000  # sequences of a stage, at most: their order is kept in memory
 TINY_STEPS, TINY_LENGTH = 2, 96  # of --tiny: steps of a stage, tokens of a row
 
@@ -38,7 +45,7 @@ HubId = Annotated[str, AfterValidator(check_repository)]
 Licence = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$")]
 
 
-class Run(Section):
+class RunSection(Section):
     name: Name = Field(description="the run's folder is output_dir/name")
     output_dir: Name = "runs"
     seed: Seed = 0
@@ -57,7 +64,7 @@ class Run(Section):
         return Path(self.output_dir) / self.name
 
 
-class Target(Section):
+class TargetSection(Section):
     name: Name = Field(description="a folder, a .gguf file or a folder that holds one, or a Hub id")
     revision: Name | None = None
     model_type: Name | None = Field(
@@ -350,7 +357,7 @@ class Stage(Section):
 class Recipe(Section):
     """The sections that every recipe shares."""
 
-    run: Run
+    run: RunSection
     data: Data
     precision: Precision = Precision()
     checkpoint: Checkpoint = Checkpoint()
@@ -387,7 +394,7 @@ class DrafterRecipe(TrainingRecipe):
 
     tiny: ClassVar[dict[str, Any]] = {"init_from": None}
 
-    target: Target
+    target: TargetSection
     drafter: Section
     init_from: Name | None = Field(default=None, description="a drafter of the same target to begin from")
     cache_hidden: Literal["none", "memory", "disk"] = Field(
@@ -401,6 +408,11 @@ class DrafterRecipe(TrainingRecipe):
         if self.cache_hidden != "none" and any(source.streaming for source in self.data.train):
             raise ValueError("cache_hidden keeps every row's hidden states, and a streamed source has no end; drop one")
         streamed = [source.source for source in self.data.train if source.streaming]
+        if streamed and getattr(self.drafter, "draft_vocab_size", None):
+            raise ValueError(
+                "drafter.draft_vocab_size: its tokens are counted over all training rows, and a streamed source has no "
+                "end; drop one"
+            )
         for place, stage in enumerate(self.stages):
             if streamed and stage.epochs is not None:
                 raise ValueError(

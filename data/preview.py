@@ -16,7 +16,7 @@ from pydantic import ConfigDict
 
 from draftsmith.common.command import make_console, recipe_parser, run_command, slow_imports
 from draftsmith.common.recipe import read_recipe
-from draftsmith.common.sections import Recipe, Target
+from draftsmith.common.sections import Recipe, TargetSection
 from draftsmith.data.prompts import positive
 from draftsmith.models.stored import known_folder
 from draftsmith.models.tokenizer import load_tokenizer
@@ -33,7 +33,7 @@ class PreviewRecipe(Recipe):
     """The data and target of any script's recipe; the script itself checks the rest."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-    target: Target | None = None
+    target: TargetSection | None = None
 
 
 def show(samples: Tokenized, number: int, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:

@@ -14,13 +14,13 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from draftsmith import __version__
@@ -36,6 +36,9 @@ from draftsmith.models.stored import (
     save_tensors,
 )
 from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import check_draft_vocab
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def versions() -> dict[str, str]:
@@ -214,6 +217,46 @@ def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
 
 
 _TARGET_FIELDS = ("fingerprint", "revision", "adapter", "merged_fingerprint")
+
+
+def with_weights(
+    make: Callable[[], M], weights: Mapping[str, Tensor], where: str, unmade: str = "no drafter can be made of it ({})",
+    few: bool = False,
+) -> M:  # fmt: skip
+    """The module that ``make`` makes of a folder's config, with the folder's weights, frozen and in eval mode.
+
+    Args:
+        unmade: what is said of a size that cannot be made, by torch's reason.
+        few: it has few tensors, of which all are named if some are missing, unknown or of another shape.
+
+    Raises:
+        ValueError: fields and tensors do not go together, or the draft vocabulary is none of the target's.
+    """
+    try:
+        with torch.device("meta"):  # no memory is allocated before the shapes are checked against the file
+            promised = make()
+    except KeyError as missing:
+        raise ValueError(f"{where}/config.json: field {missing} is missing") from None
+    except ValueError as wrong:
+        raise ValueError(f"{where}/config.json: {wrong}") from None
+    except (RuntimeError, TypeError, AttributeError) as wrong:
+        raise ValueError(f"{where}/config.json: {unmade.format(wrong)}; fetch it again") from None
+    expected = {name: tuple(p.shape) for name, p in promised.state_dict().items()}
+    stored = {name: tuple(w.shape) for name, w in weights.items()}
+    wrong = sorted(name for name in expected | stored if expected.get(name) != stored.get(name))
+    if wrong and few:
+        raise ValueError(f"{where}/model.safetensors: its tensors are {stored}, config.json promises {expected}")
+    if wrong:
+        raise ValueError(
+            f"{where}/model.safetensors: {len(wrong)} tensors are not those that config.json promises; '{wrong[0]}' is "
+            f"{stored.get(wrong[0], 'missing')} instead of {expected.get(wrong[0], 'absent')}"
+        )
+    shape: Any = promised.config
+    if (size := shape.draft_vocab_size) is not None:
+        check_draft_vocab(weights["draft_vocab"], size, shape.vocab_size, f"{where}/model.safetensors")
+    drafter = make()
+    drafter.load_state_dict(dict(weights))
+    return drafter.eval().requires_grad_(False)
 
 
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:

@@ -27,8 +27,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from draftsmith.models.artifact import with_weights
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import check_draft_vocab, head_rows
+from draftsmith.models.vocabulary import check_size, head_rows
 
 Keys = tuple[Tensor, Tensor]  # rotated keys and values, each [B, G, T, D]
 SCORES = {"cpu": 1 << 21, "cuda": 1 << 26}  # attention scores that exist at one time in training
@@ -93,12 +94,7 @@ class EagleConfig:
             raise ValueError("EAGLE-1 has the target's LM head and no norms of its own: projection 'shared', no norms")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fields 'fc_norm' and 'norm_before_fc': only one of them")
-        draft = self.draft_vocab_size
-        if draft is not None and (type(draft) is not int or not 0 < draft <= self.vocab_size):
-            raise ValueError(
-                f"field 'draft_vocab_size' is {draft!r}; it has to be a whole number from 1 to the target's "
-                f"{self.vocab_size}, or null for all"
-            )
+        check_size(self.draft_vocab_size, self.vocab_size)
 
     @classmethod
     def for_target(
@@ -253,38 +249,9 @@ class Eagle(nn.Module):
 
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "Eagle":
-        """A drafter from its folder's config and weights.
-
-        Raises:
-            ValueError: a key is missing, unknown or of another shape, or the draft vocabulary is none of the target's.
-        """
+        """A drafter from its folder's config and weights; raises as :func:`with_weights`."""
         fields = EagleConfig.__dataclass_fields__
-        try:
-            shape = EagleConfig(**{name: config[name] for name in fields})
-            with torch.device("meta"):  # no memory is allocated before the shapes are checked against the file
-                promised = cls(shape).state_dict()
-        except KeyError as missing:
-            raise ValueError(f"{where}/config.json: field {missing} is missing") from None
-        except ValueError as wrong:
-            raise ValueError(f"{where}/config.json: {wrong}") from None
-        except (RuntimeError, TypeError, AttributeError) as wrong:
-            raise ValueError(f"{where}/config.json: no drafter can be made of it ({wrong}); fetch it again") from None
-        expected = {name: tuple(p.shape) for name, p in promised.items()}
-        stored = {name: tuple(w.shape) for name, w in weights.items()}
-        if expected != stored:
-            differing = sorted(name for name in expected | stored if expected.get(name) != stored.get(name))
-            name = differing[0]
-            raise ValueError(
-                f"{where}/model.safetensors: {len(differing)} tensors are not those that config.json promises; "
-                f"'{name}' is {stored.get(name, 'missing')} instead of {expected.get(name, 'absent')}"
-            )
-        if shape.draft_vocab_size is not None:
-            check_draft_vocab(
-                weights["draft_vocab"], shape.draft_vocab_size, shape.vocab_size, f"{where}/model.safetensors"
-            )
-        eagle = cls(shape)
-        eagle.load_state_dict(dict(weights))
-        return eagle.eval().requires_grad_(False)
+        return with_weights(lambda: cls(EagleConfig(**{name: config[name] for name in fields})), weights, where)
 
     def draft_head(self, lm_head: nn.Module) -> nn.Module:
         """The linear layer that gives logits over the draft vocabulary: its own, or the target's LM head or a frozen

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from draftsmith.kernels.linear import apply_linear, choose, linear
 from draftsmith.kernels.res_block import res_block
+from draftsmith.models.artifact import with_weights
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import check_draft_vocab, head_rows
+from draftsmith.models.vocabulary import check_size, head_rows
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,7 @@ class MedusaConfig:
                 raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
         if not isinstance(self.projection, str) or self.projection not in ("own", "shared"):
             raise ValueError(f"field 'projection' is {self.projection!r}; it has to be 'own' or 'shared'")
-        draft = self.draft_vocab_size
-        if draft is not None and (type(draft) is not int or not 0 < draft <= self.vocab_size):
-            raise ValueError(
-                f"field 'draft_vocab_size' is {draft!r}; it has to be a whole number from 1 to the target's "
-                f"{self.vocab_size}, or null for all"
-            )
+        check_size(self.draft_vocab_size, self.vocab_size)
 
     @property
     def outputs(self) -> int:
@@ -121,34 +117,13 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "MedusaHeads":
-        """Heads from a drafter folder's config and weights.
+        """Heads from a drafter folder's config and weights; raises as :func:`with_weights`."""
 
-        Raises:
-            ValueError: a key is missing, unknown or of another shape, or the draft vocabulary is none of the target's.
-        """
-        names = [name for name in MedusaConfig.__dataclass_fields__ if name != "draft_vocab_size"]
-        try:
-            draft_vocab_size = config.get("draft_vocab_size")  # older artifacts have none
-            shape = MedusaConfig(**{name: config[name] for name in names}, draft_vocab_size=draft_vocab_size)
-            with torch.device("meta"):  # no memory is allocated before the shapes are checked against the file
-                promised = cls(shape).state_dict()
-        except KeyError as missing:
-            raise ValueError(f"{where}/config.json: field {missing} is missing") from None
-        except ValueError as wrong:
-            raise ValueError(f"{where}/config.json: {wrong}") from None
-        except (RuntimeError, TypeError):
-            raise ValueError(f"{where}/config.json: heads of this size fit into no memory; fetch it again") from None
-        expected = {name: tuple(p.shape) for name, p in promised.items()}
-        stored = {name: tuple(w.shape) for name, w in weights.items()}
-        if expected != stored:
-            raise ValueError(f"{where}/model.safetensors: its tensors are {stored}, config.json promises {expected}")
-        if shape.draft_vocab_size is not None:
-            check_draft_vocab(
-                weights["draft_vocab"], shape.draft_vocab_size, shape.vocab_size, f"{where}/model.safetensors"
-            )
-        heads = cls(shape)
-        heads.load_state_dict(dict(weights))
-        return heads.eval().requires_grad_(False)
+        def make() -> MedusaHeads:
+            fields = {name: config[name] for name in MedusaConfig.__dataclass_fields__ if name != "draft_vocab_size"}
+            return cls(MedusaConfig(**fields, draft_vocab_size=config.get("draft_vocab_size")))  # older ones have none
+
+        return with_weights(make, weights, where, "heads of this size fit into no memory", few=True)
 
     def features(self, hidden: Tensor, heads: int | None = None) -> Tensor:
         """The ResBlocks of the first ``heads`` heads (all if left out): ``[P, d] → [K, P, d]``."""

@@ -56,6 +56,15 @@ def places(tokens: Tensor, ids: Tensor, outside: int) -> Tensor:
     return torch.where(ids[place] == tokens, place, outside)
 
 
+def check_size(size: object, vocab_size: int) -> None:
+    """Raises: ValueError: the field ``draft_vocab_size`` of a config is no size of a draft vocabulary, nor None."""
+    if size is not None and (type(size) is not int or not 0 < size <= vocab_size):
+        raise ValueError(
+            f"field 'draft_vocab_size' is {size!r}; it has to be a whole number from 1 to the target's {vocab_size}, "
+            "or null for all"
+        )
+
+
 def check_draft_vocab(ids: Tensor, size: int, vocab_size: int, where: str) -> None:
     """Refuse a map that is not ``size`` ascending ids of the target.
 

@@ -175,16 +175,16 @@ def teach() -> Callable[..., list[list[int]]]:
 @pytest.fixture(scope="session")
 def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder for the real commands: a random Llama of two layers, and a byte-level BPE tokenizer of 300 entries
-    with the chat template of train/lm.py."""
+    with the chat template of data/bpe.py."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from draftsmith.train import lm
+    from draftsmith.data import bpe
 
     text = [(Path(__file__).parent.parent / "LICENSE").read_text(encoding="utf-8")]  # a text that stays as it is
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm, "texts", lambda source, tokenizer: text)
-        tokenizer = lm.train_tokenizer([None], 300, _LLAMA_LIKE["max_position_embeddings"])  # type: ignore[list-item]
+        patch.setattr(bpe, "texts", lambda source, tokenizer: text)
+        tokenizer = bpe.train_tokenizer([None], 300, _LLAMA_LIKE["max_position_embeddings"])  # type: ignore[list-item]
     end = tokenizer.eos_token_id
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     with torch.no_grad(), fixed_seed("greedy text that does not repeat itself at once"):

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.packing import Rows
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab, coverage, coverage_by_size, most_frequent
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import console
@@ -17,35 +20,47 @@ from draftsmith.train.samples import Batches
 FOLDER = "draft_vocab"  # of the run: the draft vocabulary that it began with
 
 
-def begin(run: Run[Any], size: int | None, vocab_size: int) -> tuple[int | None, Tensor | None]:
-    """Check the size of a run's draft vocabulary (on a tiny target at most half its tokens); read a resumed run's.
+def begun(run: Run[Any]) -> Tensor | None:
+    """``[S]`` int64, the draft vocabulary that a resumed run began with; None if the run begins or has none."""
+    folder = run.folder / FOLDER
+    return checkpoint.read_tensors(folder).get("ids", torch.empty(0)) if run.resume and folder.exists() else None
 
-    Args:
-        size: the recipe's; None: no draft vocabulary.
 
-    Returns:
-        S or None; ``[S]`` int64, None if the run begins or has none.
+def size_of(run: Run[Any], size: int | None, vocab_size: int) -> int | None:
+    """The size of a run's draft vocabulary: the recipe's, less on a tiny target; None: it has none.
 
     Raises:
         ValueError: it is larger than the target's vocabulary; the resumed run's has another size than the recipe's, or
             is damaged.
     """
-    folder = run.folder / FOLDER
     if size and run.small:
         size = min(size, vocab_size // 2)
     if size and size > vocab_size:
         raise ValueError(f"drafter.draft_vocab_size={size}: the target has {vocab_size} tokens; set fewer, or null")
-    ids = checkpoint.read_tensors(folder).get("ids", torch.empty(0)) if run.resume and folder.exists() else None
+    ids = begun(run)
     if run.resume and (began := None if ids is None else len(ids)) != size:
         raise ValueError(
             f"{run.folder}: it began with drafter.draft_vocab_size={began or 'null'}, not {size or 'null'}; set it "
             "back, or --restart"
         )
     if ids is not None:
-        check_draft_vocab(ids, len(ids), vocab_size, f"{folder}/model.safetensors")
+        check_draft_vocab(ids, len(ids), vocab_size, f"{run.folder / FOLDER}/model.safetensors")
     if size is None and run.main:  # of a run that ended before its first checkpoint
-        shutil.rmtree(folder, ignore_errors=True)
-    return size, ids
+        shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
+    return size
+
+
+def give(run: Run[Any], drafter: MedusaHeads | Eagle, target: Target, rows: Sequence[Batches]) -> dict[str, Any]:
+    """Give an untrained drafter its draft vocabulary, if it has one; one of ``init_from`` keeps its own. Returns facts
+    for provenance.json."""
+    own = drafter.draft_vocab
+    if own is None:
+        return {}
+    keeps = run.recipe.init_from and not run.resume  # start_weights read it
+    ids, facts = choose(run, len(own), target.vocab_size, rows, own if keeps else begun(run))
+    if not keeps:
+        drafter.draft_from(ids, target)
+    return facts
 
 
 def choose(

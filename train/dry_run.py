@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.common.command import first_line, make_console
 from draftsmith.common.files import json_object
-from draftsmith.common.sections import DrafterRecipe, Optim, R, Stage, Target
+from draftsmith.common.sections import DrafterRecipe, Optim, R, Stage, TargetSection
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.precision import matmul_rate
@@ -41,7 +41,7 @@ class TargetShape:
     rank: int
 
 
-def target_shape(target: Target, adapted: Sequence[str] = ()) -> TargetShape:
+def target_shape(target: TargetSection, adapted: Sequence[str] = ()) -> TargetShape:
     """The sizes of a recipe's target, or where it is not here and ``model_type`` is set, those that transformers' own
     config of that family has by default, with a line about it; ``adapted``: names of layers that get an adapter.
 

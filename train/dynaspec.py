@@ -14,7 +14,6 @@ inference/decode.py. Shape letters: S sequences, B positions of one, K depths, M
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -37,10 +36,10 @@ from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe, Name, Positive, Share, Source
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.dynaspec import PART
-from draftsmith.inference.drafters.ranks import best_tree, simulate
+from draftsmith.inference.drafters.ranks import selection_tree, simulate
 from draftsmith.inference.drafters.rollouts import BEST, Drafts, Recorded, kept, record
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.models.shortlist import DEPTHS, Kind, Schedule, ShortlistConfig, ShortlistHead, budget
+from draftsmith.models.shortlist import DEPTHS, Kind, Schedule, ShortlistHead
 from draftsmith.models.target import Target
 from draftsmith.train import sharded
 from draftsmith.train.dry_run import Plan, target_shape
@@ -50,15 +49,13 @@ from draftsmith.train.shortlists import (
     BLOCK,
     Blocks,
     check_sizes,
-    cluster,
-    frequency,
     head_seconds,
     load_base,
+    make_head,
     rollouts,
     table_of,
 )
 
-SIMULATED_NODES = 16  # of the tree whose τ selects
 SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)  # of the clusters: values of k_max that are tried
 
 
@@ -116,7 +113,7 @@ class RouterTraining(nn.Module):
 
     def __init__(self, head: ShortlistHead, embed: nn.Module, labels: str) -> None:
         super().__init__()
-        self.head, self.labels, self.frozen = head, labels, (embed,)
+        self.head, self.objective, self.frozen = head, labels, (embed,)
         self.output_layers = ("head.router.clusters",)  # not for Muon
         cluster = torch.empty(head.config.outputs + 1, dtype=torch.int64, device=head.order.device)
         cluster[head.order] = torch.repeat_interleave(
@@ -135,7 +132,7 @@ class RouterTraining(nn.Module):
         embeddings = self.frozen[0](batch["tokens"][known])
         scores = self.head.router(embeddings.float(), batch["hidden"][known].float(), depth).float()  # [P, M]
         label, best = batch["label"][known], batch["best"][known][:, :10]
-        if self.labels == "mass":
+        if self.objective == "mass":
             share = batch["log_q"][known][:, :10].float().softmax(-1)
             mass = torch.zeros_like(scores).scatter_add_(1, self.cluster[best], share)
             loss = -(mass * scores.log_softmax(-1)).sum() / counts[0]
@@ -186,29 +183,6 @@ def select(
     return measured
 
 
-def make_head(run: Run[DynaspecRecipe], target: Target, drafts: Drafts, rows: Sequence[Rows]) -> ShortlistHead:
-    """The shortlists before training: an LM head in order, by cluster or by frequency."""
-    d, outputs = run.recipe.drafter, len(drafts.weight)
-    if d.shortlist == "dynaspec":
-        clusters = cluster(run, target, drafts)
-        config = ShortlistConfig(
-            "dynaspec", outputs, (1,), 0, (1,), d.num_clusters, d.router_width, drafts.embedding_size,
-            drafts.feature_size,
-        )  # fmt: skip
-        # While the router trains, it is measured by a quarter of the vocabulary.
-        head = ShortlistHead(config.with_budget(max(1, d.num_clusters // 4), "position_aware"))
-        head.starts.copy_(clusters.starts)
-        order = clusters.order
-    else:
-        capacity = budget(min(d.size, outputs), d.schedule or "fixed")
-        static = min(d.static, *capacity) if d.shortlist == "in_context" else 0
-        head = ShortlistHead(ShortlistConfig(d.shortlist, outputs, capacity, static))
-        counts = frequency(run, target, rows)
-        order = (counts if drafts.ids is None else counts[drafts.ids.cpu()]).argsort(descending=True, stable=True)
-    head.order.copy_(order)
-    return head.to(target.device)
-
-
 def train(run: Run[DynaspecRecipe]) -> None:
     """From the trained drafter to the exported shortlists, with the drafter as their part."""
     if sharded.spreads():
@@ -223,8 +197,7 @@ def train(run: Run[DynaspecRecipe]) -> None:
     with run.evaluating(head):
         recorded = record(drafts, run.held_out["tokens"], run.held_out["supervised"], BEST, torch.bfloat16)
     whole = kept(recorded, drafts.embed, None).ranks
-    tree = best_tree(whole, SIMULATED_NODES)
-    tree = tree if tree.paths else Topology(((0,),))
+    tree = selection_tree(whole)
     if head.router is not None:
         module = RouterTraining(head, drafts.embed, d.labels).to(target.device)
         blocks = Blocks(rollouts(run, drafts, rows))

@@ -15,7 +15,7 @@ per token, d hidden width, V vocabulary, S draft vocabulary, K unrolled steps.
 
 import copy
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
 from draftsmith.common.content import check_recipe
@@ -27,93 +27,35 @@ if __name__ == "__main__":
     before_imports(PARSER, check_recipe)
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig
 
 from draftsmith.common.files import json_object
-from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, Layers, Positive
+from draftsmith.common.sections import DrafterRecipe
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.drafters.ranks import best_tree, eagle_ranks, simulate
-from draftsmith.inference.verify.tree import Topology
+from draftsmith.inference.drafters.ranks import eagle_ranks, selection_tree, simulate
 from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import check_draft_vocab, places
+from draftsmith.models.vocabulary import places
 from draftsmith.train import draft_vocabulary, loop, sharded
 from draftsmith.train.dry_run import Plan, target_shape
+from draftsmith.train.eagle_section import EagleSection
 from draftsmith.train.loop import Batch
-from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, linear_soft_cross_entropy, shifted_labels
+from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, labels_of, linear_soft_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
 
-SIMULATED_NODES, DEPTH = 16, 7  # of the tree whose τ chooses the best checkpoint
+DEPTH = 7  # of the tree whose τ chooses the best checkpoint
 CE_WEIGHT = 0.1  # of EAGLE-1's cross-entropy beside its regression (arXiv 2401.15077 §3.2)
 
 
-class Drafter(Section):
-    tiny: ClassVar[dict[str, Any]] = {"captured_layers": None}
-
-    version: Literal[1, 3]
-    projection: Literal["own", "shared"] = Field(
-        default="own", description="an LM head of its own (EAGLE-3), or the target's (EAGLE-1)"
-    )
-    draft_vocab_size: Positive | None = Field(
-        default=None,
-        description="draft only the most frequent tokens of the training rows' answers, so many (each source counts by "
-        "its weight); null: all tokens",
-    )
-    captured_layers: list[int] | None = Field(
-        default=None, min_length=1, description="EAGLE-3 reads the inputs of these layers of the target; null: those "
-        "of init_from, else 2, n/2 and n − 3 of n layers",
-    )  # fmt: skip
-    norm_before_fc: bool = Field(default=False, description="a norm of the joined features before they are mixed")
-    fc_norm: bool = Field(default=False, description="or one norm for each captured layer")
-    norm_output: bool = Field(default=False, description="a draft continues with the normed hidden state (EAGLE-3.1)")
-    unroll: Layers = Field(default=7, description="steps of training-time test; EAGLE-1 has one")
-    noise: float = Field(
-        default=0.2, ge=0, le=10, description="EAGLE-1: width of the uniform noise on features, at rows of 512 tokens"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_version(cls, content: Any) -> Any:
-        if isinstance(content, dict) and content.get("version") == 1:
-            return {"projection": "shared", "unroll": 1} | content
-        return content
-
-    @model_validator(mode="after")
-    def _possible(self) -> "Drafter":
-        if self.version == 1 and (self.projection != "shared" or self.unroll != 1 or self.captured_layers):
-            raise ValueError(
-                "version 1 reads the last hidden state, has the target's LM head and trains one step: leave out "
-                "projection, unroll and captured_layers"
-            )
-        if self.version == 1 and (self.norm_before_fc or self.fc_norm or self.norm_output):
-            raise ValueError("norm_before_fc, fc_norm and norm_output are for version 3; leave them out")
-        if self.fc_norm and self.norm_before_fc:
-            raise ValueError("fc_norm and norm_before_fc are alternatives; set one of them")
-        layers = self.captured_layers or []
-        if len(set(layers)) < len(layers) or any(layer < 0 for layer in layers):
-            raise ValueError(f"captured_layers: {layers} have to be different layers, counted from 0")
-        return self
-
-    @property
-    def norms(self) -> dict[str, bool]:
-        return {name: getattr(self, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
-
-
 class EagleRecipe(DrafterRecipe):
-    drafter: Drafter
+    drafter: EagleSection
 
     @model_validator(mode="after")
     def _possible(self) -> "EagleRecipe":
-        if self.drafter.draft_vocab_size and any(source.streaming for source in self.data.train):
-            raise ValueError(
-                "drafter.draft_vocab_size: its tokens are counted over all training rows, and a streamed source has no "
-                "end; drop one"
-            )
         if self.precision.gradient_checkpointing:
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
         if self.precision.compile:
@@ -143,7 +85,7 @@ class EagleTraining(nn.Module):
         self.model.eval()
         return self
 
-    def labelled(self, batch: Batch) -> Tensor:
+    def labels(self, batch: Batch) -> Tensor:
         """``[K, B, T]`` bool: step i of index t has a label, x_{t+i+2}, in the same sample."""
         tokens, supervised, segment = batch["tokens"], batch["supervised"], batch.get("segment")
         labels = [shifted_labels(tokens, supervised, step + 2, segment) for step in range(self.steps)]
@@ -151,7 +93,7 @@ class EagleTraining(nn.Module):
 
     def count(self, batch: Batch) -> Tensor:
         """Labels of each step."""
-        return self.labelled(batch).sum((1, 2))
+        return labels_of(self, batch).sum((1, 2))
 
     @torch.no_grad()
     def teach(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,7 +139,7 @@ class EagleTraining(nn.Module):
         if (features := batch.get("hidden")) is None:
             with torch.no_grad():  # padding follows every label, and attention is causal
                 features = self.target.features(batch["tokens"].long(), self.captures, batch.get("positions"))
-        eagle, labelled, loss, metrics = self.eagle, self.labelled(batch), torch.zeros((), device=features.device), {}
+        eagle, labelled, loss, metrics = self.eagle, labels_of(self, batch), torch.zeros((), device=features.device), {}
         taught = torch.zeros_like(labelled[0])  # where the target's distribution is needed
         for i, where in enumerate(labelled):
             taught[:, i + 1 :] |= where[:, : where.shape[1] - i - 1]
@@ -230,18 +172,12 @@ class EagleTraining(nn.Module):
         return loss, metrics
 
 
-def chosen_tree(ranks: Tensor) -> Topology:
-    """The best tree of :data:`SIMULATED_NODES` nodes; where no draft was right yet, the likeliest token alone."""
-    tree = best_tree(ranks, SIMULATED_NODES)
-    return tree if tree.paths else Topology(((0,),))
-
-
 def evaluate(run: Run[EagleRecipe], module: nn.Module, held_out: Batch) -> dict[str, float]:
     """Simulated τ, the accuracy of each step of drafting, and now and then the real τ."""
     assert isinstance(module, EagleTraining)
     target, eagle = module.target, module.eagle
     ranks = eagle_ranks(target, eagle, held_out["tokens"], held_out["supervised"], DEPTH)
-    labelled, tree = ranks >= 0, chosen_tree(ranks)
+    labelled, tree = ranks >= 0, selection_tree(ranks)
     metrics = {"simulated_tau": simulate(tree, ranks)}
     for k in range(DEPTH):
         right = ((ranks[..., k] == 0) & labelled[..., k]).sum() / labelled[..., k].sum()
@@ -281,20 +217,14 @@ def train(run: Run[EagleRecipe]) -> None:
     if sharded.spreads():
         raise ValueError("an EAGLE drafter reads the target's embeddings: launch without ZeRO-3 and FSDP")
     run.recipe = layers_of_init(run.recipe)
-    recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
+    recipe, d = run.recipe, run.recipe.drafter
     target = run.load_target()
-    size, begun = draft_vocabulary.begin(run, d.draft_vocab_size, target.vocab_size)
+    size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     eagle = Eagle.for_target(target, d.version, d.projection, size, d.captured_layers or (), **d.norms)
     run.start_weights(eagle, target)
-    if size and recipe.init_from and eagle.draft_vocab is not None:
-        check_draft_vocab(eagle.draft_vocab, size, target.vocab_size, f"init_from={recipe.init_from}")
     module = EagleTraining(target, eagle, recipe)
     rows = run.read_rows(target)
-    if size is not None:
-        kept = eagle.draft_vocab if begun is None and recipe.init_from else None  # start_weights read it
-        ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, begun if kept is None else kept)
-        if kept is None:
-            eagle.draft_from(ids, target)
+    facts = draft_vocabulary.give(run, eagle, target, rows)
     inputs = run.with_hidden(target, rows, module.captures)
     if d.unroll > 1 and run.main:
         loop.console.print(f"the loss is a sum over {d.unroll} unrolled steps")
@@ -302,7 +232,7 @@ def train(run: Run[EagleRecipe]) -> None:
         run.fit(stage, module, inputs, partial(evaluate, run, held_out=run.held_out), "simulated_tau")
     with run.evaluating(module):
         ranks = eagle_ranks(target, eagle, run.held_out["tokens"], run.held_out["supervised"], DEPTH)
-    tree = chosen_tree(ranks)
+    tree = selection_tree(ranks)
     facts["simulated_tau"] = simulate(tree, ranks)
     run.export(eagle.config.to_dict(), eagle.state_dict(), target, facts, tree)
 

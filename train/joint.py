@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, Factor, Name, Positive
+from draftsmith.common.sections import DrafterRecipe, Factor, Name, Optim, Positive
 from draftsmith.models.adapter import FOLDER, add_lora, merge_adapter, switched_off, write_adapter
 from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.stored import fingerprint
@@ -56,6 +56,28 @@ class Joint(Section):
         default=0.05, gt=0, le=1e6, description="nats per token the target may move, on held-out answers"
     )
     on_drift: Literal["warn", "stop"] = Field(default="warn", description="what happens beyond max_kl")
+
+    def check(self, recipe: DrafterRecipe, optim: Optim, shared: bool) -> None:
+        """Refuse what cannot go with joint training. ``shared``: the heads have the target's LM head.
+
+        Raises:
+            ValueError: the recipe asks for it.
+        """
+        if optim.name != "adamw":
+            raise ValueError(
+                "optim.name: Muon has one learning rate for heads and adapters; use adamw where both train"
+            )
+        if self.loss == "kl" and recipe.target.quantize != "none":
+            raise ValueError(
+                f"target.quantize={recipe.target.quantize}: joint.loss=kl compares with the target as it was, which "
+                "has to be unquantised (arXiv 2401.10774 §2.3.2); use none, or joint.loss=ce"
+            )
+        if "lm_head" in self.lora.modules and shared:
+            raise ValueError(
+                "joint.lora.modules: lm_head is shared by all heads; drop it, or set drafter.projection=own"
+            )
+        if recipe.precision.compile:
+            raise ValueError("precision.compile: joint training changes its loss at every step; leave it off")
 
     def weight(self, step: int, steps: int) -> float:
         """λ0 at step ``step`` (from 0) of a stage of ``steps``."""

@@ -3,18 +3,19 @@
 ``module(batch, counts, step) → (loss, metrics)`` is one ``nn.Module`` that owns what trains; ``step`` counts from 0 in
 each stage. ``module.count(batch)`` returns the number of labels of each term of the loss; the loop sums it over
 micro-batches and processes before the forward pass, so that each term is a mean over all valid tokens of the step,
-however they are split.
+however they are split. A module with a method ``labels(batch)`` finds its result in the batch of both as ``labels``,
+made once.
 """
 
 import json
 import math
 import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from draftsmith.common.command import available_cores, interruptible, make_console
 from draftsmith.common.files import append, parse_json, write_text
 from draftsmith.common.progress import ProgressBar
-from draftsmith.common.sections import Checkpoint, Evaluate, Precision, R, Stage, Target
+from draftsmith.common.sections import DrafterRecipe, Precision, R, Stage, TargetSection
 from draftsmith.models import precision
 from draftsmith.models.stored import resolve_folder, stored_dtype
 from draftsmith.train import checkpoint, sharded
@@ -32,6 +33,7 @@ from draftsmith.train.optim import make_optimizer
 from draftsmith.train.track import Trackers
 
 Batch = dict[str, Tensor]
+Evaluate = Callable[[nn.Module], dict[str, float]]
 console = make_console()
 FIGURES = 8  # of a printed line, at most; metrics.jsonl has them all
 LOG_EVERY = 10  # steps between two lines of metrics.jsonl
@@ -91,7 +93,7 @@ def with_precision(recipe: R, accelerator: Accelerator, resume: bool = False) ->
     return recipe.model_copy(update=update)
 
 
-def dtype_of(target: Target, device: torch.device, began: str | None = None) -> precision.Choice:
+def dtype_of(target: TargetSection, device: torch.device, began: str | None = None) -> precision.Choice:
     """:func:`draftsmith.models.precision.choose_dtype` for a recipe's target, by its config alone."""
 
     def stored() -> str:
@@ -99,12 +101,6 @@ def dtype_of(target: Target, device: torch.device, began: str | None = None) -> 
 
     quantized = target.quantize != "none"
     return precision.choose_dtype(target.dtype, device, stored, quantized=quantized, began=began)
-
-
-def autocast(accelerator: Accelerator, wanted: Precision) -> torch.autocast:
-    """The recipe's precision, for forward passes."""
-    assert wanted.autocast != "auto", "with_precision comes first"
-    return torch.autocast(accelerator.device.type, torch.bfloat16, enabled=wanted.autocast == "bfloat16")
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -115,39 +111,81 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 @dataclass
-class Job:
-    """What stays the same over the stages of a run, and how far it is.
+class RunState(Generic[R]):
+    """An open run: nobody else works in its folder, and its recipe can run here. It goes on from stage to stage.
 
-    stages: their names, in order.
-    target, dtype: fingerprint and dtype of the frozen target, if there is one. A checkpoint belongs to it, and records
-        the precision it was trained in.
+    kind: the script's name.
+    resume: there is a checkpoint to go on from.
+    small: it is the tiny form of a recipe.
+    dry: it is of --dry-run, and its folder is deleted in the end.
+    fingerprint: of the frozen target, if there is one; a checkpoint belongs to it.
     best: highest value of the stage's selection metric so far.
     step: over all stages.
+    resumed: the checkpoint's weights are restored.
     """
 
-    folder: Path
+    recipe: R
+    kind: str
     accelerator: Accelerator
-    checkpoint: Checkpoint
-    evaluation: Evaluate
     resume: bool
-    stages: list[str]
-    precision: Precision = field(default_factory=lambda: Precision(autocast="none"))
+    command: str
+    small: bool = False
+    dry: bool = False
+    fingerprint: str = ""
     trackers: Trackers | None = None
-    target: str = ""
-    dtype: str | None = None
     best: float = -math.inf
     step: int = 0
-    _resumed: bool = field(default=False, repr=False)
+    resumed: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return self.recipe.run.folder
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def dtype(self) -> str | None:
+        """The frozen target's, if there is one."""
+        return self.recipe.target.dtype if isinstance(self.recipe, DrafterRecipe) else None
+
+    @property
+    def remaining(self) -> list[str]:
+        """Names of the stages that are still to be trained, the first one perhaps in part."""
+        names = [stage.name for stage in self.recipe.stages]
+        if not self.resume:
+            return names
+        last = checkpoint.read_state(checkpoint.checkpoints(self.checkpoints)[-1])["stage"]
+        return names[names.index(last) if last in names else 0 :]
+
+    def place(self, stage: Stage) -> int:
+        """Number of a stage of the recipe."""
+        return [each.name for each in self.recipe.stages].index(stage.name)
+
     def record(self, line: dict[str, Any]) -> None:
-        """A line of ``metrics.jsonl``, for the trackers too."""
-        append(self.folder / "metrics.jsonl", json.dumps(line))
-        if self.trackers:
-            self.trackers.log(line)
+        """Write a line of ``metrics.jsonl``, for the trackers too; on the main process."""
+        if self.main:
+            append(self.folder / "metrics.jsonl", json.dumps(line))
+            if self.trackers:
+                self.trackers.log(line)
+
+    def autocast(self) -> torch.autocast:
+        """The recipe's precision, for forward passes."""
+        wanted = self.recipe.precision.autocast
+        assert wanted != "auto", "with_precision comes first"
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=wanted == "bfloat16")
+
+    @contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the module is in eval mode, without gradients, in the recipe's precision."""
+        module.eval()
+        with torch.no_grad(), self.autocast():
+            yield
 
 
 def learning_rate(stage: Stage, step: int) -> float:
@@ -163,7 +201,7 @@ def learning_rate(stage: Stage, step: int) -> float:
     return o.lr * (o.final_lr + (1 - o.final_lr) * decay)
 
 
-def micro_batch(stage: Stage, name: str, processes: int) -> int:
+def micro_batch(stage: Stage, processes: int) -> int:
     """How many sequences a process runs at once.
 
     Raises:
@@ -172,7 +210,7 @@ def micro_batch(stage: Stage, name: str, processes: int) -> int:
     sequences, accumulate = stage.batch.sequences, stage.batch.accumulate
     if sequences % (processes * accumulate):
         raise ValueError(
-            f"{name}: batch.sequences={sequences} is not a multiple of processes × accumulate "
+            f"{stage.name}: batch.sequences={sequences} is not a multiple of processes × accumulate "
             f"({processes} × {accumulate}); lower accumulate, or raise sequences"
         )
     return sequences // processes // accumulate
@@ -191,10 +229,7 @@ class Samples(Protocol):
         ...
 
 
-def fit(
-    job: Job, module: nn.Module, samples: Samples, stage: Stage, evaluate: Callable[[nn.Module], dict[str, float]],
-    best_on: str,
-) -> None:  # fmt: skip
+def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, evaluate: Evaluate, best_on: str) -> None:
     """Train one stage.
 
     Args:
@@ -205,87 +240,26 @@ def fit(
         FloatingPointError: the loss is not finite.
         KeyboardInterrupt: the user asked to stop; a checkpoint was written first.
     """
-    name = stage.name
-    job.best = -math.inf
-    accelerator = job.accelerator
+    run.best = -math.inf
+    accelerator, recipe = run.accelerator, run.recipe
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = make_optimizer(module, stage.optim)
-    first = job.step  # the global step at which this stage begins
-    start = 0
-    zero_2 = sharded.strategy() == "zero2"  # DeepSpeed then has the optimizer
-    if job.resume and not job._resumed:
-        last = checkpoint.checkpoints(job.checkpoints)[-1]
-        state = checkpoint.read_state(last)
-        if state.get("target", job.target) != job.target:  # older ones have none
-            raise ValueError(
-                f"{last}: it was trained for another target (fingerprint {str(state['target'])[:12]}…, not "
-                f"{job.target[:12]}…); set target back, or --restart"
-            )
-        if state["stage"] not in job.stages or (state["stage"] == name and state["step"] > first + stage.num_steps):
-            raise ValueError(
-                f"{last}: it is at step {state['step'] - first} of stage '{state['stage']}', which the recipe (stages "
-                f"{', '.join(job.stages)}; '{name}' has {stage.num_steps} steps) does not reach; raise steps, or "
-                "--restart"
-            )
-        if state["stage"] != name:
-            job.step = first + stage.num_steps  # the run was already past this stage
-            return
-        if state.get("stage_step", state["step"] - first) != state["step"] - first:
-            raise ValueError(
-                f"{last}: it was written at step {state['stage_step']} of stage '{name}', which begins elsewhere now: "
-                "the steps of a stage before it have changed; set them back, or --restart"
-            )
-        checkpoint.restore(last, module, None if zero_2 else optimizer)
-        job.best, job.step, job._resumed = state["best"], state["step"], True
-        start = job.step - first
-        if accelerator.is_main_process:
-            _forget_after(job.folder / "metrics.jsonl", job.step)
-            console.print(f"resuming {name} at step {start} of {stage.num_steps}")
+    start = _resume(run, module, optimizer, stage)
+    if start is None:
+        return
     per_step, processes = stage.batch.sequences, accelerator.num_processes
-    micro = micro_batch(stage, name, processes)
+    micro = micro_batch(stage, processes)
     original: Any = module
     module, optimizer = sharded.prepare(accelerator, module, optimizer, micro, stage.optim.clip)
+    zero_2 = sharded.strategy() == "zero2"  # DeepSpeed then has the optimizer
     if start:
-        kept = sharded.load(module, job.checkpoints, job.step, processes) if zero_2 else bool(optimizer.state)
-        if not kept and accelerator.is_main_process:
+        kept = sharded.load(module, run.checkpoints, run.step, processes) if zero_2 else bool(optimizer.state)
+        if not kept and run.main:
             console.print("  the checkpoint has no optimizer state for this launch; it begins anew", style="yellow")
-    stepped: Any = torch.compile(module) if job.precision.compile else module
-
-    def save() -> None:
-        if zero_2:
-            sharded.save(module, job.checkpoints, job.step, job.checkpoint.keep)
-        if accelerator.is_main_process:
-            keep = job.checkpoint.keep
-            state = {"stage": name, "best": job.best, "stage_step": job.step - first, "target": job.target}
-            state |= {"autocast": job.precision.autocast, "dtype": job.dtype}
-            own = None if zero_2 else optimizer.optimizer
-            if not zero_2:
-                sharded.forget(job.checkpoints)
-            checkpoint.save(job.checkpoints, job.step, original, own, state, keep)
-        accelerator.wait_for_everyone()
-
-    def evaluate_now() -> None:
-        original.eval()
-        with torch.no_grad(), autocast(accelerator, job.precision):
-            metrics = evaluate(original)
-        original.train()
-        sign, metric = (-1, best_on[1:]) if best_on.startswith("-") else (1, best_on)
-        better = sign * metrics[metric] > job.best
-        if better:
-            job.best = sign * metrics[metric]
-        if accelerator.is_main_process:
-            job.record({"step": job.step, "stage": name, **metrics, "best": better})
-            few = [k for k in metrics if len(metrics) <= FIGURES or "top5" not in k][:FIGURES]
-            shown = ", ".join(f"{k} {metrics[k]:.3f}" for k in few) + (", …" if len(few) < len(metrics) else "")
-            console.print(f"  step {job.step}: {shown}{' (best so far)' if better else ''}")
-            if better:
-                checkpoint.write_tensors(job.checkpoints / "best" / name, checkpoint.trainable_state(original))
-
-    sums: dict[str, Tensor] = {}
-    tokens = 0
-    since, note = time.monotonic(), ""
+    stepped: Any = torch.compile(module) if recipe.precision.compile else module
+    meter, note = _Meter(), ""
     original.train()
-    bar = ProgressBar(name, stage.num_steps, console, start=start, disable=not accelerator.is_main_process)
+    bar = ProgressBar(stage.name, stage.num_steps, console, start=start, disable=not run.main)
     with bar, interruptible() as stop_requested:
         for step in range(start, stage.num_steps):
             rate = learning_rate(stage, step)
@@ -295,6 +269,8 @@ def fit(
             mine = numbers[accelerator.process_index * micro * stage.batch.accumulate :]
             batches = [samples(mine[i * micro : (i + 1) * micro]) for i in range(stage.batch.accumulate)]
             batches = [{k: v.to(accelerator.device) for k, v in batch.items()} for batch in batches]
+            if labels := getattr(original, "labels", None):
+                batches = [{**batch, "labels": labels(batch)} for batch in batches]
             counts = torch.stack([original.count(b) for b in batches]).sum(0).float()
             # A signal does not reach all processes at the same moment; they have to stop at the same step.
             stop = counts.new_tensor([float(stop_requested())])
@@ -306,55 +282,132 @@ def fit(
                 if zero_2:
                     accelerator.gradient_state.sync_gradients = last  # DeepSpeed steps after the last backward pass
                 synchronise = nullcontext() if last else accelerator.no_sync(module)
-                with synchronise, autocast(accelerator, job.precision):
+                with synchronise, run.autocast():
                     loss, metrics = stepped(batch, counts, step)
                 # DDP averages gradients over processes; the counts already are over all of them.
                 accelerator.backward(loss * processes)
                 for key, value in {"loss": loss.detach(), **metrics}.items():
                     totals[key] = totals.get(key, 0) + value
-                tokens += batch["tokens"].numel() * processes
             norm = torch.as_tensor(accelerator.clip_grad_norm_(trained, stage.optim.clip))
             if not torch.isfinite(norm) or not torch.isfinite(totals["loss"]):
                 raise FloatingPointError(
-                    f"{name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step "
-                    f"{job.step + 1} on {samples.describe(numbers)}; "
+                    f"{stage.name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step "
+                    f"{run.step + 1} on {samples.describe(numbers)}; "
                     f"{'' if zero_2 else 'no weights were changed by this step. '}Lower optim.lr ({stage.optim.lr:g}) "
                     "or optim.clip, then --resume from the last checkpoint"
                 )
             optimizer.step()
             optimizer.zero_grad()
-            job.step += 1
-            for key, value in totals.items():
-                sums[key] = sums.get(key, 0) + value  # on the device: read only when a line is logged
-            now = time.monotonic()
-            if job.step % LOG_EVERY == 0 or step == stage.num_steps - 1:
-                ran = job.step % LOG_EVERY or LOG_EVERY
-                ran = min(ran, step + 1 - start)
-                reduced = {k: accelerator.reduce(v.float(), "sum") for k, v in sums.items()}
-                means = {k: round(float(v) / ran, 5) for k, v in reduced.items()}
-                speed = tokens / (now - since)
-                line = {"step": job.step, "stage": name, **means, "lr": rate, "tokens_per_second": round(speed)}
-                if accelerator.is_main_process:
-                    job.record(line)
-                note = f"loss {means['loss']:.3f}  {speed:,.0f} tokens/s"
-                sums, tokens, since = {}, 0, now
-            bar(step + 1, note)
+            run.step += 1
+            meter.add(totals, sum(batch["tokens"].numel() for batch in batches) * processes)
             ends = step == stage.num_steps - 1
-            if ends or (step + 1) % job.evaluation.every == 0:
-                evaluate_now()
-                since = time.monotonic()
+            if run.step % LOG_EVERY == 0 or ends:
+                note = meter.log(run, stage, rate)
+            bar(step + 1, note)
+            if ends or (step + 1) % recipe.evaluate.every == 0:
+                _evaluate(run, original, stage, evaluate, best_on)
+                meter.since = time.monotonic()
             stops = stop_requested() if processes == 1 else bool(stop_all)
-            if ends or stops or (step + 1) % job.checkpoint.every == 0:
-                save()
-                since = time.monotonic()
+            if ends or stops or (step + 1) % recipe.checkpoint.every == 0:
+                _save(run, original, module, optimizer, stage, step + 1)
+                meter.since = time.monotonic()
             if stops:
-                raise KeyboardInterrupt(f"stopped at step {job.step}; saved. Go on with --resume")
+                raise KeyboardInterrupt(f"stopped at step {run.step}; saved. Go on with --resume")
     accelerator.free_memory()
 
 
-def best_weights(job: Job, stage: str) -> dict[str, Tensor]:
-    """The trainable weights of a stage's best evaluation so far."""
-    return checkpoint.read_tensors(job.checkpoints / "best" / stage)
+class _Meter:
+    """Means over the steps since the last line of ``metrics.jsonl``."""
+
+    def __init__(self) -> None:
+        self.sums, self.steps, self.tokens, self.since = dict[str, Tensor](), 0, 0, time.monotonic()
+
+    def add(self, totals: dict[str, Tensor], tokens: int) -> None:
+        """A step's metrics, which stay on the device until a line is written."""
+        for key, value in totals.items():
+            self.sums[key] = self.sums.get(key, 0) + value
+        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
+
+    def log(self, run: RunState[R], stage: Stage, rate: float) -> str:
+        """Write the line and begin anew; returns a note for the progress bar."""
+        now = time.monotonic()
+        reduced: dict[str, Any] = {k: run.accelerator.reduce(v.float(), "sum") for k, v in self.sums.items()}
+        means = {k: round(float(v) / self.steps, 5) for k, v in reduced.items()}
+        speed = self.tokens / (now - self.since)
+        run.record({"step": run.step, "stage": stage.name, **means, "lr": rate, "tokens_per_second": round(speed)})
+        self.sums, self.steps, self.tokens, self.since = {}, 0, 0, now
+        return f"loss {means['loss']:.3f}  {speed:,.0f} tokens/s"
+
+
+def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimizer, stage: Stage) -> int | None:
+    """The step of the stage to begin at, 0 or, with its weights and optimizer restored, that of the checkpoint which a
+    resumed run goes on from; None if that was written in a later stage.
+
+    Raises:
+        ValueError: the checkpoint is another target's, or the recipe does not reach it.
+    """
+    if not run.resume or run.resumed:
+        return 0
+    name, first, stages = stage.name, run.step, [each.name for each in run.recipe.stages]
+    last = checkpoint.checkpoints(run.checkpoints)[-1]
+    state = checkpoint.read_state(last)
+    if state.get("target", run.fingerprint) != run.fingerprint:  # older ones have none
+        raise ValueError(
+            f"{last}: it was trained for another target (fingerprint {str(state['target'])[:12]}…, not "
+            f"{run.fingerprint[:12]}…); set target back, or --restart"
+        )
+    step = state["step"] - first
+    if state["stage"] not in stages or (state["stage"] == name and step > stage.num_steps):
+        raise ValueError(
+            f"{last}: it is at step {step} of stage '{state['stage']}', which the recipe (stages {', '.join(stages)}; "
+            f"'{name}' has {stage.num_steps} steps) does not reach; raise steps, or --restart"
+        )
+    if state["stage"] != name:
+        run.step = first + stage.num_steps
+        return None
+    if state.get("stage_step", step) != step:
+        raise ValueError(
+            f"{last}: it was written at step {state['stage_step']} of stage '{name}', which begins elsewhere now: "
+            "the steps of a stage before it have changed; set them back, or --restart"
+        )
+    checkpoint.restore(last, module, None if sharded.strategy() == "zero2" else optimizer)
+    run.best, run.step, run.resumed = state["best"], state["step"], True
+    if run.main:
+        _forget_after(run.folder / "metrics.jsonl", run.step)
+        console.print(f"resuming {name} at step {step} of {stage.num_steps}")
+    return step
+
+
+def _evaluate(run: RunState[R], module: nn.Module, stage: Stage, evaluate: Evaluate, best_on: str) -> None:
+    """Record and print the module's metrics, and keep its weights if they are the best of the stage so far."""
+    with run.evaluating(module):
+        metrics = evaluate(module)
+    module.train()
+    sign, metric = (-1, best_on[1:]) if best_on.startswith("-") else (1, best_on)
+    better = sign * metrics[metric] > run.best
+    if better:
+        run.best = sign * metrics[metric]
+    if run.main:
+        run.record({"step": run.step, "stage": stage.name, **metrics, "best": better})
+        few = [k for k in metrics if len(metrics) <= FIGURES or "top5" not in k][:FIGURES]
+        shown = ", ".join(f"{k} {metrics[k]:.3f}" for k in few) + (", …" if len(few) < len(metrics) else "")
+        console.print(f"  step {run.step}: {shown}{' (best so far)' if better else ''}")
+        if better:
+            checkpoint.write_tensors(run.checkpoints / "best" / stage.name, checkpoint.trainable_state(module))
+
+
+def _save(run: RunState[R], module: nn.Module, prepared: Any, optimizer: Any, stage: Stage, step: int) -> None:
+    """Write a checkpoint after ``step`` steps of the stage. ``prepared``: the module under the launcher's strategy."""
+    zero_2, keep = sharded.strategy() == "zero2", run.recipe.checkpoint.keep
+    if zero_2:
+        sharded.save(prepared, run.checkpoints, run.step, keep)
+    if run.main:
+        state = {"stage": stage.name, "best": run.best, "stage_step": step, "target": run.fingerprint}
+        state |= {"autocast": run.recipe.precision.autocast, "dtype": run.dtype}
+        if not zero_2:
+            sharded.forget(run.checkpoints)
+        checkpoint.save(run.checkpoints, run.step, module, None if zero_2 else optimizer.optimizer, state, keep)
+    run.accelerator.wait_for_everyone()
 
 
 def _forget_after(path: Path, step: int) -> None:

@@ -35,6 +35,11 @@ def shifted_labels(tokens: Tensor, supervised: Tensor, shift: int, segment: Tens
     return labels
 
 
+def labels_of(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The labels that the training loop has put into a batch; outside of it, those that the module makes."""
+    return batch["labels"] if "labels" in batch else module.labels(batch)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Cross-entropy whose gradients are computed with the loss, by chunks: no logits are kept or computed twice."""
 

@@ -7,12 +7,12 @@
     Medusa-2   then both train together: L_LM + λ0 · L_heads, the target by LoRA (a stage with a section ``joint``)
 
 The checkpoint with the highest simulated τ on held-out rows is exported. Then: inference/calibrate.py,
-inference/decode.py. Shape letters: B batch, T tokens, d hidden width, V vocabulary, S draft vocabulary.
+inference/decode.py. Shape letters: B batch, T tokens, K heads, d hidden width, V vocabulary, S draft vocabulary.
 """
 
 import copy
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
 from draftsmith.common.content import check_recipe
@@ -30,21 +30,20 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, Layers, Positive, Stage
+from draftsmith.common.sections import DrafterRecipe, DraftVocabSize, Layers, Stage
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.ranks import best_tree, head_ranks, simulate
+from draftsmith.inference.drafters.ranks import SIMULATED_NODES, best_tree, head_ranks, simulate
 from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import check_draft_vocab, places
+from draftsmith.models.vocabulary import places
 from draftsmith.train import draft_vocabulary
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.joint import Joint, add_adapters, cross_entropy, divergence, drift, export_target, guarded
 from draftsmith.train.loop import Batch
-from draftsmith.train.losses import HEAD_DECAY, linear_cross_entropy, shifted_labels
+from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
 
-SIMULATED_NODES = 16  # size of the tree whose τ chooses the best checkpoint
 FACTS = ("simulated_tau", "kl", "perplexity", "original_perplexity", "perplexity_ratio")  # for provenance.json
 
 
@@ -52,11 +51,7 @@ class Heads(Section):
     num_draft_heads: Layers = 5
     num_layers: Layers = 1
     projection: Literal["own", "shared"] = "own"
-    draft_vocab_size: Positive | None = Field(
-        default=None,
-        description="draft only the most frequent tokens of the training rows' answers, so many (each source counts by "
-        "its weight); null: all tokens",
-    )
+    draft_vocab_size: DraftVocabSize = None
 
 
 class MedusaStage(Stage):
@@ -70,32 +65,14 @@ class MedusaRecipe(DrafterRecipe):
     @model_validator(mode="after")
     def _possible(self) -> "MedusaRecipe":
         joint, heads = self.stages[-1].joint, self.drafter.num_draft_heads
-        if joint and self.stages[-1].optim.name != "adamw":
-            raise ValueError(
-                "optim.name: Muon has one learning rate for heads and adapters; use adamw where both train"
-            )
+        if joint:
+            joint.check(self, self.stages[-1].optim, self.drafter.projection == "shared")
         if any(stage.joint for stage in self.stages[:-1]):
             raise ValueError(
                 "stages: a joint stage has to be the last one: the heads cannot train on a target that moved"
             )
-        if self.drafter.draft_vocab_size and any(source.streaming for source in self.data.train):
-            raise ValueError(
-                "drafter.draft_vocab_size: its tokens are counted over all training rows, and a streamed source has no "
-                "end; drop one"
-            )
         if self.precision.gradient_checkpointing and not joint:
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
-        if joint and joint.loss == "kl" and self.target.quantize != "none":
-            raise ValueError(
-                f"target.quantize={self.target.quantize}: joint.loss=kl compares with the target as it was, which has "
-                "to be unquantised (arXiv 2401.10774 §2.3.2); use none, or joint.loss=ce"
-            )
-        if joint and "lm_head" in joint.lora.modules and self.drafter.projection == "shared":
-            raise ValueError(
-                "joint.lora.modules: lm_head is shared by all heads; drop it, or set drafter.projection=own"
-            )
-        if joint and self.precision.compile:
-            raise ValueError("precision.compile: joint training changes its loss at every step; leave it off")
         if self.export.merged and not joint:
             raise ValueError("export.merged: there is nothing to merge without a joint stage")
         for source in [*self.data.train, *self.data.validation]:
@@ -119,34 +96,32 @@ class Medusa1(nn.Module):
         self.model.eval()
         return self
 
-    def labels(self, batch: Batch) -> list[Tensor]:
-        """Per head ``[B, T]``: head k reads position t and predicts x_{t+k+1}. With a draft vocabulary a label is the
-        token's place in it, and a token outside is no label."""
+    def labels(self, batch: Batch) -> Tensor:
+        """Per head ``[K, B, T]``: head k reads position t and predicts x_{t+k+1}. With a draft vocabulary a label is
+        the token's place in it, and a token outside is no label."""
         tokens, supervised, segment = batch["tokens"], batch["supervised"], batch.get("segment")
         heads, ids = self.heads.config.num_draft_heads, self.heads.draft_vocab
-        labels = [shifted_labels(tokens, supervised, k + 1, segment) for k in range(1, heads + 1)]
-        return labels if ids is None else [places(each, ids, outside=-100) for each in labels]
+        labels = torch.stack([shifted_labels(tokens, supervised, k + 1, segment) for k in range(1, heads + 1)])
+        return labels if ids is None else places(labels, ids, outside=-100)
 
     def count(self, batch: Batch) -> Tensor:
         """Labels of each head."""
-        return torch.stack([(labels != -100).sum() for labels in self.labels(batch)])
+        return (labels_of(self, batch) != -100).sum((1, 2))
 
     def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """L_heads; ``hidden`` may be in the batch."""
         if (hidden := batch.get("hidden")) is None:
             with torch.no_grad():  # padding follows every label, and attention is causal
                 hidden = self.target.hidden(batch["tokens"].long(), batch.get("positions"))
-        return self.heads_loss(batch, hidden, counts)
+        return self.heads_loss(hidden, labels_of(self, batch), counts)
 
-    def heads_loss(self, batch: Batch, hidden: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def heads_loss(self, hidden: Tensor, labels: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Σ_k 0.8^k · CE(head_k(h_t), x_{t+k+1}) from hidden states ``[B, T, d]``; ``counts`` labels of each head."""
-        labels = self.labels(batch)
-        used = (torch.stack(labels) != -100).any(0)  # prompts and padding need no heads
-        projections = self.heads.projections(self.target.lm_head)
-        loss, metrics = hidden.new_zeros(()), {}
-        for k, features in enumerate(self.heads.features(hidden[used].float()), 1):
-            weight, bias = projections[k - 1]
-            total, hits = linear_cross_entropy(features, weight, labels[k - 1][used], bias)
+        used = (labels != -100).any(0)  # prompts and padding need no heads
+        projections, loss, metrics = self.heads.projections(self.target.lm_head), hidden.new_zeros(()), {}
+        features = self.heads.features(hidden[used].float())
+        for k, (feature, (weight, bias)) in enumerate(zip(features, projections, strict=True), 1):
+            total, hits = linear_cross_entropy(feature, weight, labels[k - 1][used], bias)
             mean = total / counts[k - 1].clamp(min=1)
             loss = loss + HEAD_DECAY**k * mean
             metrics |= {f"head{k}_loss": mean.detach(), f"head{k}_top1": hits / counts[k - 1].clamp(min=1)}
@@ -172,19 +147,19 @@ class Medusa2(Medusa1):
                 dropout.train(mode)
         return self
 
-    def next_labels(self, batch: Batch) -> Tensor:
-        """``[B, T]``, the LM head's labels."""
-        return shifted_labels(batch["tokens"], batch["supervised"], 1, batch.get("segment"))
+    def labels(self, batch: Batch) -> Tensor:
+        """``[K + 1, B, T]``: of each head, then of the LM head."""
+        following = shifted_labels(batch["tokens"], batch["supervised"], 1, batch.get("segment"))
+        return torch.cat([super().labels(batch), following[None]])
 
     def count(self, batch: Batch) -> Tensor:
         """Labels of each head, of the LM head, and all positions."""
-        labels = self.next_labels(batch)
-        return torch.cat([super().count(batch), torch.stack([(labels != -100).sum(), torch.ones_like(labels).sum()])])
+        return torch.cat([super().count(batch), torch.ones_like(batch["tokens"], dtype=torch.int64).sum()[None]])
 
     def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """L_LM + λ0 · L_heads."""
         tokens, positions = batch["tokens"].long(), batch.get("positions")
-        labels = self.next_labels(batch)
+        *of_heads, labels = labels_of(self, batch)
         used, labelled, all_positions = labels != -100, counts[-2].clamp(min=1), counts[-1]
         hidden = self.target.hidden(tokens, positions)
         weight: float | Tensor = self.joint.weight(step, self.steps)
@@ -196,7 +171,7 @@ class Medusa2(Medusa1):
             weight = weight * all_positions / labelled  # 1 / (supervised share)
         else:
             lm_loss = cross_entropy(self.target, hidden[used], labels[used]) / labelled
-        heads_loss, metrics = self.heads_loss(batch, hidden, counts)
+        heads_loss, metrics = self.heads_loss(hidden, torch.stack(of_heads), counts)
         metrics |= {"lm_loss": lm_loss.detach(), "heads_loss": heads_loss.detach()}
         return lm_loss + weight * heads_loss, metrics
 
@@ -224,9 +199,7 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
     d, joint = recipe.drafter, recipe.stages[-1].joint
     shape = target_shape(recipe.target, joint.lora.modules if joint else ())
     with torch.device("meta"):
-        config = MedusaConfig(
-            d.num_draft_heads, d.num_layers, d.projection, shape.hidden_size, shape.vocab_size, d.draft_vocab_size
-        )
+        config = MedusaConfig(**d.model_dump(), hidden_size=shape.hidden_size, vocab_size=shape.vocab_size)
         own = sum(p.numel() for p in MedusaHeads(config).parameters())
     rows = shape.hidden_size * config.outputs if d.projection == "shared" else 0
     projected, copied = d.num_draft_heads * rows, rows if d.draft_vocab_size else 0
@@ -239,20 +212,13 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
 
 def train(run: Run[MedusaRecipe]) -> None:
     """From the target to the exported drafter."""
-    recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
-    target = run.load_target()
-    size, begun = draft_vocabulary.begin(run, d.draft_vocab_size, target.vocab_size)
+    recipe, d, target = run.recipe, run.recipe.drafter, run.load_target()
+    size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection, size)
     run.start_weights(heads, target)
-    if size and recipe.init_from and heads.draft_vocab is not None:
-        check_draft_vocab(heads.draft_vocab, size, target.vocab_size, f"init_from={recipe.init_from}")
     module: Medusa1 = Medusa1(target, heads)
     rows = run.read_rows(target)
-    if size is not None:
-        kept = heads.draft_vocab if begun is None and recipe.init_from else None  # start_weights read it
-        ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, begun if kept is None else kept)
-        if kept is None:
-            heads.draft_from(ids, target)
+    facts = draft_vocabulary.give(run, heads, target, rows)
     # Of no use to a target that trains to the labels alone.
     used = any(not stage.joint or stage.joint.loss == "kl" for stage in recipe.stages if stage.name in run.remaining)
     inputs = run.with_hidden(target, rows) if used else rows
@@ -269,8 +235,8 @@ def train(run: Run[MedusaRecipe]) -> None:
         tree = best_tree(head_ranks(target, heads, run.held_out["tokens"], run.held_out["supervised"]), SIMULATED_NODES)
     if recipe.stages[-1].joint and run.main:
         export_target(recipe, target)
-    facts |= {name: found[name] for name in FACTS if name in found}
-    run.export(heads.config.to_dict(), heads.state_dict(), target, facts, tree)
+    measured = {name: found[name] for name in FACTS if name in found}
+    run.export(heads.config.to_dict(), heads.state_dict(), target, facts | measured, tree)
 
 
 SCRIPT = Script("medusa", MedusaRecipe, train, plans)

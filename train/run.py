@@ -8,13 +8,11 @@ import argparse
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from draftsmith.common.files import json_object, write_json
@@ -28,60 +26,26 @@ from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import check_target, in_dtype, provenance, push, read_drafter, write_drafter
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
+from draftsmith.models.vocabulary import check_draft_vocab
 from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
 from draftsmith.train.features import hidden_states
-from draftsmith.train.loop import Batch, console
+from draftsmith.train.loop import Batch, Evaluate, RunState, console
 from draftsmith.train.samples import Batches, Sampler, WithHidden, held_out_rows, prompts_of, rows_of
 from draftsmith.train.tiny import tiny, write_target
 from draftsmith.train.track import Trackers
 
 DECODED_TOKENS = 64  # of each prompt of evaluate.decode
 
-Evaluate = Callable[[nn.Module], dict[str, float]]
 S = TypeVar("S", bound=Stage)
 
 
 @dataclass
-class Run(Generic[R]):
-    """An open run: nobody else works in its folder, and its recipe can run here.
+class Run(RunState[R]):
+    """An open run that a script trains: its target, rows, stages and export."""
 
-    kind: the script's name.
-    resume: there is a checkpoint to go on from.
-    small: it is the tiny form of a recipe.
-    dry: it is of --dry-run, and its folder is deleted in the end.
-    """
-
-    recipe: R
-    kind: str
-    accelerator: Accelerator
-    resume: bool
-    command: str
-    small: bool = False
-    dry: bool = False
     held_out: Batch = field(default_factory=dict)
     data_sha256: list[str] = field(default_factory=list)
     data_labels: list[int | None] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        recipe = self.recipe
-        self.main = self.accelerator.is_main_process
-        self.job = loop.Job(
-            self.folder, self.accelerator, recipe.checkpoint, recipe.evaluate, self.resume,
-            [stage.name for stage in recipe.stages], recipe.precision,
-        )  # fmt: skip
-
-    @property
-    def folder(self) -> Path:
-        return self.recipe.run.folder
-
-    @property
-    def remaining(self) -> list[str]:
-        """Names of the stages that are still to be trained, the first one perhaps in part."""
-        names = self.job.stages
-        if not self.resume:
-            return names
-        last = checkpoint.read_state(checkpoint.checkpoints(self.folder / "checkpoints")[-1])["stage"]
-        return names[names.index(last) if last in names else 0 :]
 
     # ---- before training
 
@@ -107,7 +71,7 @@ class Run(Generic[R]):
                 trust_remote_code=t.trust_remote_code, place=place,
             )  # fmt: skip
         self.save_recipe()
-        self.job.target, self.job.dtype = target.fingerprint, t.dtype
+        self.fingerprint = target.fingerprint
         torch.manual_seed(recipe.run.seed)  # for the weights that the script makes next
         return target
 
@@ -144,6 +108,9 @@ class Run(Generic[R]):
                 weights.pop("draft_vocab", None)
             if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
                 raise ValueError(f"init_from={recipe.init_from}: its weights have another shape than the recipe's")
+            if "draft_vocab" in own:
+                where = f"init_from={recipe.init_from}"
+                check_draft_vocab(weights["draft_vocab"], len(own["draft_vocab"]), target.vocab_size, where)
             drafter.load_state_dict(weights)
         trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
         self.check_room(trained)
@@ -189,7 +156,7 @@ class Run(Generic[R]):
         for number, part in enumerate(rows):
             assert isinstance(part, Rows)
             file = self.folder / "features" / f"{number}.bin" if recipe.cache_hidden == "disk" else None
-            with torch.no_grad(), loop.autocast(self.accelerator, recipe.precision):
+            with torch.no_grad(), self.autocast():
                 made = hidden_states(target, part, dtype, self.accelerator, file, captures=captures)
                 cached.append(WithHidden(part, made))
         return cached
@@ -207,7 +174,7 @@ class Run(Generic[R]):
         if not all(isinstance(part, Sized) for part in rows):
             raise ValueError(f"stage '{stage.name}': its rows are not counted before training; give steps, not epochs")
         count = sum(len(part) for part in rows if isinstance(part, Sized))
-        counted, place = stage.with_rows(count), self.job.stages.index(stage.name)
+        counted, place = stage.with_rows(count), self.place(stage)
         if self.recipe.stages[place].epochs is not None:
             stages = [counted if at == place else other for at, other in enumerate(self.recipe.stages)]
             self.recipe = self.recipe.model_copy(update={"stages": stages})
@@ -229,27 +196,20 @@ class Run(Generic[R]):
         """
         stage = self.with_steps(stage, rows)
         recipe = self.recipe
-        if self.main and not self.job.trackers:
-            self.job.trackers = Trackers(recipe.track, self.folder, recipe.model_dump(mode="json"))
-        before = sum(earlier.samples for earlier in recipe.stages[: self.job.stages.index(stage.name)])
+        if self.main and not self.trackers:
+            self.trackers = Trackers(recipe.track, self.folder, recipe.model_dump(mode="json"))
+        before = sum(earlier.samples for earlier in recipe.stages[: self.place(stage)])
         sources = recipe.data.train
         names = [s.source for s in sources] if weights is None else [f"part {place}" for place in range(len(rows))]
         sampler = Sampler(rows, weights or [s.weight for s in sources], recipe.run.seed, names)
-        loop.fit(self.job, module, sampler.stage(stage.samples, before, beside), stage, evaluate, best_on)
+        loop.fit(self, module, sampler.stage(stage.samples, before, beside), stage, evaluate, best_on)
         if take_best:
-            module.load_state_dict(loop.best_weights(self.job, stage.name), strict=False)
-
-    @contextlib.contextmanager
-    def evaluating(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the module is in eval mode, without gradients, in the recipe's precision."""
-        module.eval()
-        with torch.no_grad(), loop.autocast(self.accelerator, self.recipe.precision):
-            yield
+            module.load_state_dict(checkpoint.read_tensors(self.checkpoints / "best" / stage.name), strict=False)
 
     def real_tau(self, target: Target, make: Callable[[], Drafter]) -> dict[str, float]:
         """``tau``: tokens that the engine accepts per step of held-out prompts with a copy of the drafter as it is
         now; nothing at a step at which ``evaluate.decode`` does not ask for it."""
-        wanted, step = self.recipe.evaluate, self.job.step
+        wanted, step = self.recipe.evaluate, self.step
         if not wanted.decode or not step or step % wanted.decode or sharded.spreads():
             return {}
         prompts = prompts_of(self.held_out)[: wanted.prompts]
@@ -287,7 +247,7 @@ class Run(Generic[R]):
         if not self.main:
             return
         t = recipe.target
-        own = {"target_fingerprint": self.job.target, "dtype": t.dtype, "init_from": recipe.init_from}
+        own = {"target_fingerprint": self.fingerprint, "dtype": t.dtype, "init_from": recipe.init_from}
         own |= {"licence": recipe.export.licence}
         own |= {"data_labels": self.data_labels, **facts}  # tokens that training predicts, by source
         template = read_template(recipe.data.template)
@@ -330,7 +290,7 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
         recipe = tiny(recipe, processes=accelerator.num_processes)
     main_process, small = accelerator.is_main_process, args.tiny or args.dry_run
     for stage in recipe.stages:
-        loop.micro_batch(stage, stage.name, accelerator.num_processes)
+        loop.micro_batch(stage, accelerator.num_processes)
     _check_strategy(recipe)
     if args.dry_run:
         if main_process:
@@ -356,8 +316,8 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
         try:
             script.train(run)
         finally:
-            if run.job.trackers:
-                run.job.trackers.close()
+            if run.trackers:
+                run.trackers.close()
         if args.dry_run and main_process:
             console.print(f"the tiny form of this recipe trained, {dry_run.decode_a_little(folder)}; it is deleted")
 

@@ -28,7 +28,7 @@ from draftsmith.inference.drafters.rollouts import BEST, Drafts, Recorded, recor
 from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
-from draftsmith.models.shortlist import DEPTHS, ShortlistHead
+from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.clusters import Clusters, report, spherical_kmeans
@@ -162,11 +162,34 @@ def cluster(run: Run[Any], target: Target, drafts: Drafts) -> Clusters:
     return clusters
 
 
+def make_head(run: Run[Any], target: Target, drafts: Drafts, rows: Sequence[Rows]) -> ShortlistHead:
+    """The shortlists before training: an LM head in order, by cluster or by frequency."""
+    d, outputs = run.recipe.drafter, len(drafts.weight)
+    if d.shortlist == "dynaspec":
+        clusters = cluster(run, target, drafts)
+        config = ShortlistConfig(
+            "dynaspec", outputs, (1,), 0, (1,), d.num_clusters, d.router_width, drafts.embedding_size,
+            drafts.feature_size,
+        )  # fmt: skip
+        # While the router trains, it is measured by a quarter of the vocabulary.
+        head = ShortlistHead(config.with_budget(max(1, d.num_clusters // 4), "position_aware"))
+        head.starts.copy_(clusters.starts)
+        order = clusters.order
+    else:
+        capacity = budget(min(d.size, outputs), d.schedule or "fixed")
+        static = min(d.static, *capacity) if d.shortlist == "in_context" else 0
+        head = ShortlistHead(ShortlistConfig(d.shortlist, outputs, capacity, static))
+        counts = frequency(run, target, rows)
+        order = (counts if drafts.ids is None else counts[drafts.ids.cpu()]).argsort(descending=True, stable=True)
+    head.order.copy_(order)
+    return head.to(target.device)
+
+
 def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
     """Recorded drafts of the training rows, kept in the run's folder."""
     recipe, folder = run.recipe, run.folder / "rollouts"
     outputs = len(drafts.weight)
-    asked = {"base": weights_hash(run.folder / PART), "target": run.job.target, "seed": recipe.run.seed}
+    asked = {"base": weights_hash(run.folder / PART), "target": run.fingerprint, "seed": recipe.run.seed}
     asked |= {"rows": run.data_sha256, "weights": [source.weight for source in recipe.data.train], "outputs": outputs}
     asked |= {"positions": recipe.drafter.positions, "autocast": recipe.precision.autocast}
     if stored := _stored(run, folder, asked):

@@ -13,7 +13,7 @@ B batch, T tokens, P positions, d hidden width, S draft vocabulary, n SSMs.
 """
 
 import copy
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
 from draftsmith.common.content import check_recipe
@@ -25,17 +25,15 @@ if __name__ == "__main__":
     before_imports(PARSER, check_recipe)
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, PreTrainedModel
 
-from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, Layers, Name, Positive
-from draftsmith.common.sections import Target as TargetSection
+from draftsmith.common.sections import DrafterRecipe
 from draftsmith.data.packing import Rows
-from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.ranks import (
+    SIMULATED_NODES,
     best_tree,
     chained_ranks,
     coverage,
@@ -46,45 +44,17 @@ from draftsmith.inference.drafters.ranks import (
 )
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import in_dtype, write_model
-from draftsmith.models.ssm import model_of_layers, part_name, size_of_layers
-from draftsmith.models.stored import resolve_folder
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.ssm import part_name
+from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import places
-from draftsmith.train import draft_vocabulary, sharded
+from draftsmith.train import draft_vocabulary
 from draftsmith.train.boosting import Boost, rows_of_round
-from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.loop import Batch, checkpoint_activations, console
-from draftsmith.train.losses import in_chunks, linear_cross_entropy, shifted_labels
+from draftsmith.train.losses import in_chunks, labels_of, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
+from draftsmith.train.ssm_base import Ssms, make_base, plans
 
-SIMULATED_NODES, DEPTH = 16, 8  # of each SSM's tree; the τ of the trees, merged, chooses the best weights
-
-
-class Ssms(Section):
-    tiny: ClassVar[dict[str, Any]] = {"base": None, "layers": [0]}
-
-    base: Name | None = Field(
-        default=None,
-        description="a causal LM with the target's tokenizer; each SSM begins as a copy, and all of it trains",
-    )
-    layers: list[int] | None = Field(
-        default=None, min_length=1, description="or an SSM is made of these layers of the target, with its embeddings "
-        "and LM head, which stay as they are",
-    )  # fmt: skip
-    draft_vocab_size: Positive | None = Field(
-        default=None,
-        description="draft only the most frequent tokens of the training rows' answers, so many (each source counts by "
-        "its weight); null: all tokens",
-    )
-    loss: Literal["ce", "kl"] = Field(
-        default="ce", description="ce: the answers' tokens; kl: the target's distribution at each of them, which runs "
-        "the target in every step",
-    )  # fmt: skip
-    expansion: list[Layers] = Field(
-        default=[2, 1, 1, 1],
-        min_length=1,
-        description="children by depth, of the tree of evaluate.decode",
-    )
+DEPTH = 8  # of each SSM's tree; the τ of the trees, merged, chooses the best weights
 
 
 class SsmRecipe(DrafterRecipe):
@@ -134,7 +104,7 @@ class Ssm(nn.Module):
         return labels if self.draft_vocab is None else places(labels, self.draft_vocab, outside=-100)
 
     def count(self, batch: Batch) -> Tensor:
-        return (self.labels(batch) != -100).sum().view(1)
+        return (labels_of(self, batch) != -100).sum().view(1)
 
     def head(self, model: Target) -> tuple[Tensor, Tensor | None]:
         """The draft vocabulary's rows of a model's LM head: ``[S, d]``, and their bias ``[S]``."""
@@ -146,7 +116,7 @@ class Ssm(nn.Module):
 
     def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """CE of the next token, or KL(target ‖ SSM) over the draft vocabulary, in nats per label."""
-        tokens, positions, labels = batch["tokens"].long(), batch.get("positions"), self.labels(batch)
+        tokens, positions, labels = batch["tokens"].long(), batch.get("positions"), labels_of(self, batch)
         used, labelled = labels != -100, counts[0].clamp(min=1)
         hidden = self.ssm.hidden(tokens, positions)[used]
         if self.loss == "ce" and not self.ssm.changes_logits:
@@ -207,35 +177,17 @@ def _trees(ranks: Tensor) -> tuple[Topology, ...]:
     return tuple(best_tree(of_ssm, SIMULATED_NODES) for of_ssm in ranks.unbind(2))
 
 
-def make_base(run: Run[SsmRecipe], target: Target) -> PreTrainedModel:
-    """The model of which each SSM begins as a copy, in float32.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, it has another vocabulary, or the target has no such layers.
-    """
-    d = run.recipe.drafter
-    if sharded.spreads():
-        raise ValueError("SSMs are small and train on whole weights: launch without ZeRO-3 and FSDP")
-    if d.layers:
-        return model_of_layers(target, d.layers)
-    base = load_target(str(d.base), dtype="float32", device=str(target.device))
-    check_vocabulary(base, target)
-    if base.vocab_size != target.vocab_size:
-        raise ValueError(f"drafter.base={d.base}: its LM head has {base.vocab_size} rows, not {target.vocab_size}")
-    return base.model
-
-
 def train(run: Run[SsmRecipe]) -> None:
     """From the target and the base to the exported ensemble."""
     recipe, d, facts = run.recipe, run.recipe.drafter, dict[str, Any]()
     target = run.load_target()
-    size, begun = draft_vocabulary.begin(run, d.draft_vocab_size, target.vocab_size)
-    base = make_base(run, target)
+    size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
+    base = make_base(d, target)
     run.check_room(sum(p.numel() for p in base.parameters()))
     rows = [part for part in run.read_rows(target) if isinstance(part, Rows)]
     ids = None
     if size is not None:
-        ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, begun)
+        ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, draft_vocabulary.begun(run))
         ids = ids.to(target.device)
     ssms, ranks, prompts = list[Target](), list[Tensor](), list[int]()
     for number, stage in enumerate(recipe.stages):
@@ -282,22 +234,6 @@ def export(
             model.generation_config = ssm.model.generation_config
             write_model(run.folder / name, model, target.tokenizer, run.facts(part_of=recipe.run.name))
     run.export(shape, {} if ids is None else {"draft_vocab": ids.cpu()}, target, facts, trees, parts)
-
-
-def plans(recipe: SsmRecipe) -> list[Plan]:
-    """What each round costs."""
-    d, shape = recipe.drafter, target_shape(recipe.target)
-    outputs = shape.hidden_size * (d.draft_vocab_size or shape.vocab_size)
-    passes = 1 if d.loss == "kl" else 0  # through the target
-    if d.layers:
-        folder = resolve_folder(recipe.target.name, recipe.target.revision, weights=False)
-        trained, copied = size_of_layers(AutoConfig.from_pretrained(folder), d.layers)
-        return [Plan.of(recipe, s, shape, trained, outputs, passes, copied) for s in recipe.stages]
-    try:
-        base = target_shape(TargetSection(name=str(d.base)))
-    except ValueError as error:
-        raise ValueError(f"drafter.base: {str(error).removeprefix('target ')}") from None
-    return [Plan.of(recipe, s, shape, base.parameters, 0, passes) for s in recipe.stages]
 
 
 SCRIPT = Script("ssm", SsmRecipe, train, plans)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.common.files import json_object
 from draftsmith.common.recipe import S, Section
-from draftsmith.common.sections import R, Source, Target
+from draftsmith.common.sections import R, Source, TargetSection
 from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.stored import local_folder, resolve_folder
 
@@ -96,7 +96,7 @@ def _model_type(target: dict[str, Any]) -> str:
     return family
 
 
-def write_target(target: Target) -> None:
+def write_target(target: TargetSection) -> None:
     """The random model of two layers that a tiny recipe's target names, with the bundled tokenizer.
 
     Raises:

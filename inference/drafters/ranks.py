@@ -30,6 +30,7 @@ from draftsmith.models.vocabulary import head_rows
 
 MAX_RANK = 10  # ranks per depth that a tree may use
 CANDIDATES = 24  # paths that a merge may choose from
+SIMULATED_NODES = 16  # of the tree whose τ chooses a run's best weights
 LOGITS = 512  # positions whose logits are in memory at once
 
 
@@ -218,6 +219,12 @@ def best_tree(ranks: Tensor, nodes: int) -> Topology:
     # Ties go to the shorter path, so that no child comes without its parent.
     order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
     return Topology(tuple(order[: nodes - 1]))
+
+
+def selection_tree(ranks: Tensor) -> Topology:
+    """The best tree of :data:`SIMULATED_NODES` nodes; where no draft was right yet, the likeliest token alone."""
+    tree = best_tree(ranks, SIMULATED_NODES)
+    return tree if tree.paths else Topology(((0,),))
 
 
 def candidates(ranks: Tensor) -> list[dict[str, Any]]:

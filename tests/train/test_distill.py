@@ -31,7 +31,7 @@ from draftsmith.models.adapter import add_lora, write_adapter
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
-from draftsmith.train import distill, medusa
+from draftsmith.train import backends, distill, medusa
 from draftsmith.train.folders import held
 
 ROOT = Path(__file__).parents[2]
@@ -356,7 +356,7 @@ def test_a_drafter_changes_nothing(recipe, run_main, tiny_lm, tmp_path, monkeypa
         used.append(drafter)
         return SpeculativeDecoder(target, drafter)
 
-    monkeypatch.setattr(distill, "SpeculativeDecoder", decoder)
+    monkeypatch.setattr(backends, "SpeculativeDecoder", decoder)
     assert run_main(distill.main, recipe)[0] == 0
     code, _, err = run_main(distill.main, recipe, "run.name=drafted", f"engine.drafter={tmp_path / 'drafter'}")
     assert code == 0, err
@@ -404,7 +404,7 @@ def test_a_killed_run_goes_on(recipe, run_main, tmp_path, monkeypatch):
     assert len(list((tmp_path / "killed").glob("shard-*.jsonl"))) == 4
     assert counts_of(tmp_path / "killed")["done"] == 20
     before = {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("shard-*")}
-    monkeypatch.setattr(distill, "load_drafter", None)  # nothing to ask: nothing to load
+    monkeypatch.setattr(backends, "load_drafter", None)  # nothing to ask: nothing to load
     assert run_main(distill.main, recipe, "run.name=killed")[0] == 0
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("shard-*")}
 

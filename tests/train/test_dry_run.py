@@ -110,7 +110,7 @@ def test_the_tiny_form_suits_any_number_of_processes():
     for processes, sequences in {1: 4, 2: 4, 3: 6, 8: 8, 1024: 1024}.items():
         (stage,) = tiny(recipe, processes=processes).stages
         assert stage.batch.sequences == sequences
-        assert micro_batch(stage, stage.name, processes) == sequences // processes
+        assert micro_batch(stage, processes) == sequences // processes
     assert tiny(recipe).stages[0].batch.sequences == 4
 
 

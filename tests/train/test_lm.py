@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Source
+from draftsmith.data import bpe
 from draftsmith.data.rows import Skipped
-from draftsmith.train import lm
+from draftsmith.train import lm, unlikelihood
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -152,10 +153,10 @@ def test_repeated_ngrams():
     tokens = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2, 9, 1, 2, 3], [5, 5, 5, 5, 5, 5, 0, 0, 0, 0, 0, 0]])
     supervised = torch.zeros(2, 12, dtype=torch.bool)
     supervised[0, 3:], supervised[1, 1:6] = True, True
-    again = lm.repeated(tokens, supervised, 3)
+    again = unlikelihood.repeated(tokens, supervised, 3)
     # Row 0 writes 1 2 3 1 2 9 1 2 3 behind its prompt: 1 2 3 comes twice. Row 1 writes 5 5 5 5 5.
     assert again.nonzero().tolist() == [[0, 11], [1, 4], [1, 5]]
-    assert not lm.repeated(tokens, supervised, 6).any()
+    assert not unlikelihood.repeated(tokens, supervised, 6).any()
 
 
 def test_unlikelihood_gets_a_model_out_of_its_loop():
@@ -210,7 +211,7 @@ def test_a_tokenizer_without_our_end_token(trained, tmp_path):
         (folder / name).write_text((folder / name).read_text().replace("<|end|>", "</s>"))
     recipe = read_recipe(ROOT / "recipes/tiny-lm.yaml", lm.LmRecipe, [*SMALL, f"init_from={folder}"])
     with pytest.raises(ValueError, match=r"its tokenizer has no <\|end\|>; begin with a model of train/lm\.py"):
-        lm.check_beginning(recipe)
+        lm.check_beginning(recipe.init_from, recipe.model)
 
 
 def test_another_models_tokenizer(run_main, trained, tmp_path):
@@ -232,10 +233,10 @@ def test_another_models_tokenizer(run_main, trained, tmp_path):
 
 def test_chats_that_the_template_refuses_are_skipped(tmp_path, tiny_lm):
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
-    tokenizer.chat_template = "{% if messages|length > 2 %}{{ raise_exception('one turn') }}{% endif %}" + lm.TEMPLATE
+    tokenizer.chat_template = "{% if messages|length > 2 %}{{ raise_exception('one turn') }}{% endif %}" + bpe.TEMPLATE
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": CHAT[1:n]}) + "\n" for n in (3, 5)))
     skipped = Skipped()
-    found = list(lm.texts(Source(source=str(tmp_path / "a.jsonl")), tokenizer, skipped))
+    found = list(bpe.texts(Source(source=str(tmp_path / "a.jsonl")), tokenizer, skipped))
     assert found == ["<|user|>\nWrite f.<|end|>\n<|assistant|>\ndef f():\n    pass<|end|>"]
     assert skipped.reasons == {"the chat template refuses this chat: one turn": (1, "line 2")}
 

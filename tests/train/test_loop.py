@@ -18,7 +18,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from draftsmith.common import progress
-from draftsmith.common.sections import Batch, Checkpoint, Evaluate, Optim, Precision, Stage
+from draftsmith.common.sections import (
+    Batch,
+    Checkpoint,
+    Data,
+    Evaluate,
+    Optim,
+    Precision,
+    RunSection,
+    Source,
+    Stage,
+    TrainingRecipe,
+)  # fmt: skip
 from draftsmith.train import checkpoint, loop
 from draftsmith.train.folders import begin
 
@@ -86,11 +97,14 @@ def fit(run, module, stage, make=samples, evaluate=evaluate) -> None:
     loop.fit(run, module, Samples(make), stage, evaluate, "-validation_loss")
 
 
-def job(folder: Path, resume=False, every=4, keep=2, evaluate_every=3, stages=("toy",)) -> loop.Job:
-    return loop.Job(
-        folder, loop.make_accelerator(Precision(threads=1)), Checkpoint(every=every, keep=keep),
-        Evaluate(every=evaluate_every), resume, list(stages),
+def job(folder: Path, resume=False, every=4, keep=2, evaluate_every=3, stages=("toy",)) -> loop.RunState:
+    data = Data(train=[Source(source="stdlib")], validation=[Source(source="stdlib", split="validation")])
+    recipe = TrainingRecipe(
+        run=RunSection(name=folder.name, output_dir=str(folder.parent)), data=data,
+        precision=Precision(autocast="none"), checkpoint=Checkpoint(every=every, keep=keep),
+        evaluate=Evaluate(every=evaluate_every), stages=[stage(name=name) for name in stages],
     )  # fmt: skip
+    return loop.RunState(recipe, "toy", loop.make_accelerator(Precision(threads=1)), resume, "")
 
 
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -251,7 +265,7 @@ def test_the_best_weights_are_kept(tmp_path):
     fit(run, Toy(), stage(steps=4), evaluate=evaluate)
     assert run.best == -1.0
     seen[1].pop("frozen")
-    assert same(loop.best_weights(run, "toy"), seen[1])
+    assert same(checkpoint.read_tensors(run.checkpoints / "best/toy"), seen[1])
 
 
 # ---- stopping and going on

@@ -1,0 +1,130 @@
+"""Who answers the conversations of train/distill.py: our own engine, or a server with OpenAI's protocol."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.common.command import available_cores
+from draftsmith.data.chat import encode_prompt, encode_user_turn
+from draftsmith.data.endpoint import Server, in_threads
+from draftsmith.data.rows import UnusableRow
+from draftsmith.data.seeds import TOO_LONG, Conversation, RequestFailed, ask_for_user_turn
+from draftsmith.data.tokenized import read_template
+from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
+from draftsmith.inference.engine.text import answer_text
+from draftsmith.inference.engine.turns import serve_conversations
+from draftsmith.models.options import choose_device
+from draftsmith.models.tokenizer import load_tokenizer
+from draftsmith.train.distill_sections import Distillation
+
+TEMPLATE = "chat template"  # a reason of a failure, beside those of data/endpoint.py
+Backend = Callable[[Distillation, Iterator[Conversation], Callable[[Conversation], None]], None]
+
+
+def check_has_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
+    """Raises: ValueError: neither the recipe nor the target's tokenizer has a chat template."""
+    if not (template or tokenizer.chat_template):
+        raise ValueError("the target's tokenizer has no chat template; set data.template, for example to "
+                         "recipes/templates/vicuna.jinja")  # fmt: skip
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Inside, a conversation that the chat template refuses is a failed request."""
+    try:
+        yield
+    except UnusableRow as error:
+        raise RequestFailed(TEMPLATE, str(error)) from None
+
+
+def by_engine(recipe: Distillation, conversations: Iterator[Conversation], end: Callable[[Conversation], None]) -> None:
+    """Answers of our own engine, ``engine.batch_size`` conversations at a time.
+
+    Raises:
+        FileNotFoundError, ValueError: target or drafter cannot be used.
+    """
+    t, e, d = recipe.target, recipe.engine, recipe.decoding
+    assert t is not None
+    torch.set_num_threads(e.threads or available_cores())
+    # Template and drafter are checked before the target's weights are loaded. The template is never the drafter's: a
+    # drafter changes no answer.
+    tokenizer = load_tokenizer(t.name, t.revision, t.trust_remote_code)
+    template = read_template(recipe.data.template)
+    check_has_template(tokenizer, template)
+    target, drafter = load_drafter(
+        e.drafter, target_name=t.name, revision=t.revision, dtype=t.dtype, quantize=t.quantize,
+        device=choose_device(None), trust_remote_code=t.trust_remote_code,
+    )  # fmt: skip
+    if target.adapter:
+        raise ValueError(
+            f"engine.drafter={e.drafter}: its adapter changes the target's answers; use a drafter without one, or none"
+        )
+    longest = min(target.context, e.max_length)
+
+    def next_request(conversation: Conversation) -> Request | None:
+        assert conversation.pending is not None
+        tokens, closing = d.max_new_tokens, None
+        try:
+            with refusals():
+                if conversation.speaker == "user":
+                    prompt, closing = encode_user_turn(conversation.pending, tokenizer, template)
+                    tokens = d.user_tokens
+                else:
+                    prompt = encode_prompt(conversation.pending, tokenizer, template)
+            if len(prompt) >= longest:
+                raise RequestFailed(TOO_LONG, f"{len(prompt)} tokens before the answer, {longest} allowed with it")
+        except RequestFailed as error:
+            conversation.fail(error)
+            end(conversation)
+            return None
+        conversation.closing = closing
+        tokens = min(tokens, longest - len(prompt))
+        # Not every target stops at the closing, which may be a special token that the text does not show.
+        return Request(prompt, tokens, recipe.sampling(conversation), stop_strings=[closing] if closing else [])
+
+    def on_answer(conversation: Conversation, result: Generation) -> bool:
+        text, reason = answer_text(target, result.tokens), result.finish_reason
+        closing = conversation.closing
+        if closing and closing in text:
+            text, reason = text.partition(closing)[0], "stop"
+        conversation.add(text, reason)
+        if conversation.pending is None:
+            end(conversation)
+        return conversation.pending is not None
+
+    decoder = SpeculativeDecoder(target, drafter)
+    # The user's turns are sampled in either mode; greedy answers in the same batch have temperature 0.
+    mode = "sample" if recipe.self_talk or recipe.data.written else d.mode
+    serve_conversations(
+        decoder, conversations, next_request, on_answer, e.batch_size, mode=mode, max_length=longest
+    )  # fmt: skip
+
+
+def by_endpoint(
+    recipe: Distillation, conversations: Iterator[Conversation], end: Callable[[Conversation], None]
+) -> None:
+    """Answers of a server, ``endpoint.concurrency`` conversations at a time; ``end`` is called in this thread."""
+    e, d = recipe.endpoint, recipe.decoding
+    assert e is not None
+    server = Server(e.url, e.model, e.timeout, e.retries, e.backoff)
+
+    def converse(conversation: Conversation) -> None:
+        while conversation.pending is not None:
+            user, sampling = conversation.speaker == "user", recipe.sampling(conversation)
+            options: dict[str, Any] = {"max_tokens": d.user_tokens if user else d.max_new_tokens, "temperature": 0}
+            if user or d.mode == "sample":
+                seed = sampling.seed % (1 << 31)  # what every server takes
+                options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
+            messages = ask_for_user_turn(conversation.pending) if user else conversation.pending
+            try:
+                conversation.add(*server.answer(messages, **options))
+            except RequestFailed as error:
+                conversation.fail(error)
+
+    with closing(in_threads(converse, conversations, e.concurrency, server.stopped)) as finished:
+        for conversation in finished:
+            end(conversation)

@@ -1,0 +1,148 @@
+"""Sections of the recipe of train/distill.py: what is asked, how it is decoded, and who answers."""
+
+import hashlib
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from draftsmith.common.recipe import Section
+from draftsmith.common.sections import (
+    Name,
+    Positive,
+    RunSection,
+    Sequences,
+    Share,
+    Source,
+    TargetSection,
+    Threads,
+    Tokens,
+)
+from draftsmith.data.seeds import Conversation
+from draftsmith.data.tokenized import read_template
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.models.stored import fingerprint, resolve_folder
+
+
+class Seeds(Section):
+    seeds: list[Source] = Field(default=[], description="sources of the user's messages; the assistant's are dropped")
+    written: int = Field(
+        default=0, ge=0, le=10_000_000, description="conversations more, of which the target writes the user's first "
+        "message, too: it goes on where the template lets the user speak; backend engine",
+    )  # fmt: skip
+    template: Name | None = Field(
+        default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
+    )
+    max_skipped: Share = Field(
+        default=0.1, description="a larger share of rows that ask nothing or cannot be used is an error"
+    )
+
+    @model_validator(mode="after")
+    def _chats(self) -> "Seeds":
+        if not self.seeds and not self.written:
+            raise ValueError(
+                "name 'seeds', or set 'written' to a number of conversations that the target begins itself"
+            )
+        for source in self.seeds:
+            if source.installed and source.form != "chat":
+                raise ValueError(f"seed source {source.source!r} needs conversations: set form: chat")
+            if source.answers is not None or source.weight != 1.0:
+                raise ValueError(f"seed source {source.source!r}: 'answers' and 'weight' are for training data")
+        return self
+
+
+class Decoding(Section):
+    mode: Literal["greedy", "sample"] = "sample"
+    temperature: float = Field(default=0.3, ge=1e-3, le=1e3, description="for mode sample")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="for mode sample")
+    max_new_tokens: Tokens = Field(default=2048, description="of an answer; one that is cut there is kept and marked")
+    user_temperature: float = Field(
+        default=1.0, ge=1e-3, le=1e3, description="of the user's messages that the target writes, whatever the mode"
+    )
+    user_tokens: Tokens = Field(default=128, description="of such a message; a longer one is not used")
+
+
+class Engine(Section):
+    """Our own engine. None of it changes the answers, except that ``max_length`` may end a conversation early, and that
+    of two conversations that the target begins with the same words, the one that has them first is kept."""
+
+    drafter: Name = Field(default="none", description="a drafter's folder or Hub id; or none")
+    batch_size: Sequences = Field(default=32, description="conversations decoded at once")
+    max_length: Tokens = Field(
+        default=4096, description="tokens of a conversation; memory is reserved for as many in each row of the batch"
+    )
+    threads: Threads | None = Field(default=None, description="CPU threads; all cores if left out")
+
+
+class Endpoint(Section):
+    """Any server with OpenAI's protocol; a key comes from the environment variable OPENAI_API_KEY alone."""
+
+    url: str = Field(pattern=r"^https?://[^\s@?#]+$", description="without /chat/completions: http://localhost:8000/v1")
+    model: str = Field(min_length=1, description="the name that the server knows it by")
+    concurrency: Threads = Field(default=32, description="conversations at once")
+    retries: int = Field(
+        default=5, ge=0, le=30, description="after a timeout, 408, 429, 5xx, an incomplete or malformed answer"
+    )
+    timeout: float = Field(default=600.0, ge=0.001, le=86400, description="seconds without a byte from the server")
+    backoff: float = Field(
+        default=1.0, ge=0, le=3600, description="seconds before the first retry; doubled before each further one"
+    )
+    give_up: Positive = Field(default=200, description="end the run after this many prompts in a row without an answer")
+
+
+class Distillation(Section):
+    """What is asked of whom, and how."""
+
+    run: RunSection
+    target: TargetSection | None = Field(default=None, description="for backend engine")
+    data: Seeds
+    backend: Literal["engine", "endpoint"] = "engine"
+    engine: Engine = Engine()
+    endpoint: Endpoint | None = None
+    decoding: Decoding = Decoding()
+    self_talk: int = Field(
+        default=0, ge=0, le=1000, description="turns after the seed's, of which the model writes both sides"
+    )
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Distillation":
+        needed = "target" if self.backend == "engine" else "endpoint"
+        if getattr(self, needed) is None:
+            raise ValueError(f"backend {self.backend} needs the section '{needed}'; add it")
+        if self.backend == "endpoint" and self.data.template is not None:
+            raise ValueError("data.template is for backend engine; a server uses its own")
+        if self.backend == "engine" and self.decoding.max_new_tokens >= self.engine.max_length:
+            raise ValueError(
+                f"decoding.max_new_tokens={self.decoding.max_new_tokens} leaves no room for a prompt within "
+                f"engine.max_length={self.engine.max_length}"
+            )
+        if self.backend == "endpoint" and self.data.written:
+            raise ValueError("data.written is for backend engine; a server does not continue the user's turn")
+        return self
+
+    def sampling(self, conversation: Conversation) -> Sampling:
+        """Sampling parameters of the next message, with a seed of the prompt and the turn, whatever else is decoded."""
+        digest = hashlib.sha256(f"{self.run.seed} {conversation.seed.id} {conversation.turn}".encode()).digest()
+        d, seed = self.decoding, int.from_bytes(digest[:8], "big") >> 2
+        if conversation.speaker == "user":
+            return Sampling(d.user_temperature, seed=seed)
+        return Sampling(d.temperature if d.mode == "sample" else 0.0, top_p=d.top_p, seed=seed)
+
+    def decides(self) -> dict[str, Any]:
+        """All settings that the answers depend on, by field. Those of speed and the server's address may change between
+        two commands that fill the same folder."""
+        own = self.self_talk or self.data.written
+        fields = {
+            f"decoding.{name}": value
+            for name, value in self.decoding.model_dump(mode="json").items()
+            if own or not name.startswith("user_")
+        }
+        fields |= {"run.seed": self.run.seed, "backend": self.backend, "self_talk": self.self_talk}
+        fields |= {"data.seeds": self.data.model_dump(mode="json")["seeds"]}  # not 'written': more of them change none
+        if self.backend == "endpoint":
+            assert self.endpoint is not None
+            return {**fields, "endpoint.model": self.endpoint.model}
+        assert self.target is not None
+        fields |= {f"target.{name}": value for name, value in self.target.model_dump(mode="json").items()}
+        fields["target.fingerprint"] = fingerprint(resolve_folder(self.target.name, self.target.revision))
+        fields |= {"data.template": read_template(self.data.template), "engine.max_length": self.engine.max_length}
+        return fields

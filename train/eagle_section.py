@@ -1,0 +1,56 @@
+"""The section ``drafter`` of an EAGLE recipe."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from draftsmith.common.recipe import Section
+from draftsmith.common.sections import DraftVocabSize, Layers
+
+
+class EagleSection(Section):
+    tiny: ClassVar[dict[str, Any]] = {"captured_layers": None}
+
+    version: Literal[1, 3]
+    projection: Literal["own", "shared"] = Field(
+        default="own", description="an LM head of its own (EAGLE-3), or the target's (EAGLE-1)"
+    )
+    draft_vocab_size: DraftVocabSize = None
+    captured_layers: list[int] | None = Field(
+        default=None, min_length=1, description="EAGLE-3 reads the inputs of these layers of the target; null: those "
+        "of init_from, else 2, n/2 and n − 3 of n layers",
+    )  # fmt: skip
+    norm_before_fc: bool = Field(default=False, description="a norm of the joined features before they are mixed")
+    fc_norm: bool = Field(default=False, description="or one norm for each captured layer")
+    norm_output: bool = Field(default=False, description="a draft continues with the normed hidden state (EAGLE-3.1)")
+    unroll: Layers = Field(default=7, description="steps of training-time test; EAGLE-1 has one")
+    noise: float = Field(
+        default=0.2, ge=0, le=10, description="EAGLE-1: width of the uniform noise on features, at rows of 512 tokens"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version(cls, content: Any) -> Any:
+        if isinstance(content, dict) and content.get("version") == 1:
+            return {"projection": "shared", "unroll": 1} | content
+        return content
+
+    @model_validator(mode="after")
+    def _possible(self) -> "EagleSection":
+        if self.version == 1 and (self.projection != "shared" or self.unroll != 1 or self.captured_layers):
+            raise ValueError(
+                "version 1 reads the last hidden state, has the target's LM head and trains one step: leave out "
+                "projection, unroll and captured_layers"
+            )
+        if self.version == 1 and (self.norm_before_fc or self.fc_norm or self.norm_output):
+            raise ValueError("norm_before_fc, fc_norm and norm_output are for version 3; leave them out")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc are alternatives; set one of them")
+        layers = self.captured_layers or []
+        if len(set(layers)) < len(layers) or any(layer < 0 for layer in layers):
+            raise ValueError(f"captured_layers: {layers} have to be different layers, counted from 0")
+        return self
+
+    @property
+    def norms(self) -> dict[str, bool]:
+        return {name: getattr(self, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}

@@ -1,0 +1,89 @@
+"""Sequence-level unlikelihood (arXiv 1908.04319 §5.2) for train/lm.py: what the model writes, and its repetitions.
+
+Shape letters: S rows, T tokens, V vocabulary.
+"""
+
+import copy
+from typing import Any, cast
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from draftsmith.common.progress import ProgressBar
+from draftsmith.common.recipe import Section
+from draftsmith.common.sections import Factor, Source, Tokens
+from draftsmith.data import sources
+from draftsmith.data.prompts import prompts
+from draftsmith.inference.engine.answers import answer
+from draftsmith.models.target import Target
+from draftsmith.train import checkpoint
+from draftsmith.train.loop import Batch, console
+from draftsmith.train.run import Run
+
+
+class Unlikelihood(Section):
+    """Beside the text, continuations that the model itself writes when the stage begins: tokens that complete an n-gram
+    for the second time become less likely (sequence-level unlikelihood, arXiv 1908.04319 §5.2). Small models decoded
+    greedily fall into loops; this gets them out."""
+
+    source: Source = Field(description="what to continue, with 'answers'; one continuation accompanies each row")
+    ngram: Tokens = 6
+    weight: Factor = 1.0
+
+    @model_validator(mode="after")
+    def _answers(self) -> "Unlikelihood":
+        if self.source.answers is None:
+            raise ValueError("source needs 'answers'")
+        return self
+
+
+def repeated(tokens: Tensor, supervised: Tensor, n: int) -> Tensor:
+    """Positions that complete an n-gram for the second time.
+
+    Args:
+        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
+
+    Returns:
+        ``[S, T]`` bool, True at the last token of each n-gram that the same continuation already held.
+    """
+    again = torch.zeros_like(supervised)
+    for i, (row, marks) in enumerate(zip(tokens.tolist(), supervised.tolist(), strict=True)):
+        seen: set[tuple[int, ...]] = set()
+        places = [t for t, mark in enumerate(marks) if mark]
+        for t in places[n - 1 :]:
+            gram = tuple(row[t - n + 1 : t + 1])
+            again[i, t] = gram in seen
+            seen.add(gram)
+    return again
+
+
+def write_continuations(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, ask: Unlikelihood, seed: int
+) -> Batch:
+    """Greedy continuations by the model as it is: ``written [S, T]`` and ``again [S, T]`` of :func:`repeated`."""
+    source, wanted = ask.source, ask.source.answers
+    assert wanted is not None
+    split = cast(sources.Split, source.split)
+    found = prompts(source.source, split, wanted.prompts, wanted.prompt_tokens, tokenizer, seed)
+    target = Target(copy.deepcopy(model).eval(), tokenizer, "the model in training", "")
+    with ProgressBar(f"the model continues {len(found)} prompts from {source.source}", len(found), console) as bar:
+        rows = answer(target, [p.tokens for p in found], wanted.new_tokens, wanted.batch_size, bar)
+    again = repeated(rows["tokens"], rows["supervised"], ask.ngram)
+    console.print(f"  {float(again.sum() / rows['supervised'].sum()):.0%} of it repeats {ask.ngram}-grams")
+    return {"written": rows["tokens"], "again": again}
+
+
+def continuations(
+    run: Run[Any], name: str, ask: Unlikelihood | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> Batch:
+    """Continuations for a stage's unlikelihood loss, written once by one process; empty without ``unlikelihood``."""
+    if ask is None:
+        return {}
+    folder = run.folder / "answers" / name
+    with run.accelerator.main_process_first():
+        if run.main and not (run.resume and (folder / "model.safetensors").exists()):
+            seed = run.recipe.run.seed + [stage.name for stage in run.recipe.stages].index(name)
+            checkpoint.write_tensors(folder, write_continuations(model, tokenizer, ask, seed))
+    return checkpoint.read_tensors(folder)
