@@ -26,28 +26,32 @@ def accept_greedy_reference(
     active: Tensor, committed: Tensor, max_depth: int, mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The definition of :func:`accept_greedy`."""
+    if max_depth == 0:  # plain decoding: the root alone
+        zero, bonus, finite = torch.zeros_like(choice[:, 0]), choice[:, 0], best[:, 0].abs() < torch.inf
+        committed[:, 0], committed[:, 1] = torch.where(finite, active.long(), -1), bonus
+        return zero[:, None], zero, zero, bonus, finite
     nodes = tokens.shape[1]
-    number = torch.arange(nodes, device=tokens.device)
-    mask = ancestor_mask(ancestors, nodes) if mask is None else mask  # [B, N, N]
-    agrees = (tokens == choice.gather(1, parent.clamp(min=0).long())) & valid | (number == 0)
-    accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)
-    length, node = torch.where(accepted, depth.long(), -1).max(-1)
+    mask, depth = ancestor_mask(ancestors, nodes) if mask is None else mask, depth.long()
+    wrong = (tokens != choice.gather(1, parent.clamp(min=0).long())) | ~valid
+    wrong[:, 0] = False
+    rejected = (mask & wrong[:, None, :]).any(-1) | wrong  # padding may have no ancestors, not even itself
+    length, node = depth.masked_fill(rejected, -1).max(-1)
     bonus = choice.gather(1, node[:, None])
     path, finite = accepted_path(mask, depth, node, best, max_depth)
     count = torch.where(finite, (length + 1) * active, -1)
     drafted = tokens.gather(1, path[:, 1:].clamp(max=nodes - 1))
-    committed[:, : max_depth + 2] = torch.cat([count[:, None], drafted, bonus], 1)
+    torch.cat([count[:, None], drafted, bonus], 1, out=committed[:, : max_depth + 2])
     return path, length, node, bonus[:, 0], finite
 
 
 def accepted_path(mask: Tensor, depth: Tensor, node: Tensor, best: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
     """The path ``[B, A]`` to each row's ``node [B]``, and whether ``best [B, N]`` is finite on all of it, ``[B]``; the
-    rest as in :func:`accept_greedy`."""
+    rest as in :func:`accept_greedy`, ``depth`` in int64."""
     rows, nodes = depth.shape
-    number = torch.arange(nodes, device=node.device)
-    on_path = mask.expand(rows, -1, -1)[torch.arange(rows, device=node.device), node] | (number == 0)  # [B, N]
-    path = torch.arange(max_depth + 2, device=node.device).repeat(rows, 1)  # the last column: nodes off the path
-    path.scatter_(1, torch.where(on_path, depth.long(), max_depth + 1), number.expand(rows, -1))
+    on_path = mask.expand(rows, -1, -1).gather(1, node[:, None, None].expand(-1, 1, nodes)).squeeze(1)  # [B, N]
+    number = torch.arange(max(nodes, max_depth + 2), device=node.device)
+    path = number[: max_depth + 2].repeat(rows, 1)  # the last column: nodes off the path
+    path.scatter_(1, torch.where(on_path, depth, max_depth + 1), number[:nodes].expand(rows, -1))
     return path[:, :-1], ((best.abs() < torch.inf) | ~on_path).all(-1)
 
 

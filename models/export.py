@@ -64,7 +64,6 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         FileNotFoundError, ValueError: one line.
     """
-    check_drafter_name(args.drafter)
     check_output(args.out)
     if args.speculative_tokens < 1:
         raise ValueError(f"--speculative-tokens {args.speculative_tokens}: it has to be above 0")
@@ -79,6 +78,7 @@ def check(args: argparse.Namespace) -> None:
             check_repository(args.push_to_hub)
         except ValueError as error:
             raise ValueError(f"--push-to-hub '{args.push_to_hub}': {error}") from None
+    check_drafter_name(args.drafter)
 
 
 if __name__ == "__main__":

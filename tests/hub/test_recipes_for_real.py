@@ -81,7 +81,7 @@ class World:
             "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200",
         }  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("commands.py")], cwd=root, env=self.environment, text=True,
+            [sys.executable, Path(__file__).with_name("hub_commands.py")], cwd=root, env=self.environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
