@@ -19,6 +19,7 @@ from lossless_suite import (
     check_seeds,
     check_static,
     check_warm_up,
+    plain_texts,
 )
 from scipy import stats
 from tokenizers import Tokenizer
@@ -256,13 +257,12 @@ def serve(target, drafter, *, static, rows=3, mode="greedy", **sampling):
     prompts = [start * 3 for start in STARTS]
     each = [Sampling(seed=number, **sampling) for number in range(len(prompts))]
     requests = [Request(p, n or 22, s, NONE) for p, n, s in zip(prompts, LIMITS, each, strict=True)]
-    plain = SpeculativeDecoder(target).serve(requests, 1)
     if mode == "greedy":
-        requests.append(Request(prompts[0], 40, stop_ids=frozenset([plain[0].tokens[9], plain[0].tokens[16]])))
-        plain += SpeculativeDecoder(target).serve(requests[-1:], 1)
+        (first,) = plain_texts(target, requests[:1])
+        requests.append(Request(prompts[0], 40, stop_ids=frozenset([first[9], first[16]])))
     results = SpeculativeDecoder(target, drafter, static=static).serve(requests, rows, mode=mode)
     if mode == "greedy":
-        assert [r.tokens for r in results] == [r.tokens for r in plain]
+        assert [r.tokens for r in results] == plain_texts(target, requests)
     return results
 
 
