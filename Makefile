@@ -32,7 +32,7 @@ help:
 	@echo 'make kernel-report  what the kernels need of a GPU, by the installed and by the oldest supported Triton'
 	@echo 'make bench      measure training and decoding on this machine'
 	@echo 'make bench-medusa  four ways to train Medusa heads, compared'
-	@echo 'make gpu        what BENCHMARKS.md awaits a GPU for, in 25 minutes at most (MINUTES=…), or a part of it in 9: BUNDLE=1'
+	@echo 'make gpu        what benchmarks/AWAITING.md lists, in 25 minutes at most (MINUTES=…), or a part of it in 9: BUNDLE=1'
 	@echo 'make gpu-rehearsal  the same at toy size on a CPU'
 
 install: .venv/installed

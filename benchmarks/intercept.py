@@ -67,7 +67,7 @@ _EMPTY = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
 
 @contextmanager
 def intercepted(launched: Callable[[Launch], object]) -> Iterator[None]:
-    """Context in which the rooms' modules imported so far take tensors of any device for those of a GPU, and every
+    """Context in which our modules imported so far take tensors of any device for those of a GPU, and every
     launch is given to ``launched`` in place of running. What kernels would have written is 0."""
     jit = importlib.import_module("triton.runtime.jit")
 

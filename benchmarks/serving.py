@@ -124,7 +124,7 @@ class Workload:
     arrivals: list[float]
 
     def at(self, rate: float, seconds: float) -> "Workload":
-        """The same process at another rate, for so many seconds; the first request comes at their end at the latest."""
+        """The same process at ``rate`` requests per second, cut after ``seconds``; the first one arrives by then."""
         arrivals = [arrival / rate for arrival in self.arrivals]
         arrivals[0] = min(arrivals[0], seconds)
         count = sum(arrival <= seconds for arrival in arrivals)

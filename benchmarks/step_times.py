@@ -106,7 +106,7 @@ from draftsmith.inference.engine.protocol import PlainDrafter
 from draftsmith.inference.engine.runner import ATTENTION
 from draftsmith.inference.engine.step import Clock, Step, capacity_for
 from draftsmith.inference.evaluation.report import write_figure
-from draftsmith.inference.verify.tree import MAX_NODES, Ranks, StaticTree, Topology
+from draftsmith.inference.verify.tree import MAX_NODES, Ranks, Topology
 from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
@@ -343,12 +343,14 @@ class Case:
 
     def moving_commit(self, count: int) -> tuple[int, float | None]:
         """The largest number of nodes that committing a path of this tree moves, and its median seconds."""
-        paths = StaticTree(self.topology.parents, self.device).paths
-        moves = (paths != torch.arange(paths.shape[1], device=self.device)).sum(-1).tolist()
+        paths = [[0]]
+        for node, above in enumerate(self.topology.parents[1:], 1):
+            paths.append([*paths[above], node])
+        moves = [sum(node != place for place, node in enumerate(path)) for path in paths]
         node = moves.index(max(moves))
         if not moves[node]:  # a chain stays where it is
             return 0, None
-        path = paths[node].repeat(self.batch, 1)  # [B, A]
+        path = torch.tensor(paths[node], device=self.device).repeat(self.batch, 1)  # [B, A]
         length = torch.full((self.batch,), self.topology.depths[node], device=self.device)
         self.reset()
         call = functools.partial(self.step.cache.commit, path, length)

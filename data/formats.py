@@ -1,4 +1,4 @@
-"""What a row of a data set holds. The first of these fields that a row has decides; null counts as absent.
+"""Formats of a data set's rows, by their fields. If a row has several, the first in this order counts; null is absent.
 
     messages            [{"role": "user", "content": …}, …]     a conversation (OpenAI)
     conversations       [{"from": "human", "value": …}, …]      a conversation (ShareGPT)

@@ -23,25 +23,32 @@ from draftsmith.kernels.tree_attention import ancestor_mask
 
 def accept_greedy_reference(
     choice: Tensor, best: Tensor, tokens: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, valid: Tensor,
-    active: Tensor, committed: Tensor, max_depth: int,
+    active: Tensor, committed: Tensor, max_depth: int, mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The definition of :func:`accept_greedy`."""
-    rows, nodes = tokens.shape
+    nodes = tokens.shape[1]
     number = torch.arange(nodes, device=tokens.device)
-    mask = ancestor_mask(ancestors, nodes)  # [B, N, N]
+    mask = ancestor_mask(ancestors, nodes) if mask is None else mask  # [B, N, N]
     agrees = (tokens == choice.gather(1, parent.clamp(min=0).long())) & valid | (number == 0)
     accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)
     length, node = torch.where(accepted, depth.long(), -1).max(-1)
     bonus = choice.gather(1, node[:, None])
-    on_path = mask[torch.arange(rows, device=node.device), node] | (number == 0)  # [B, N]
-    path = torch.arange(max_depth + 2, device=node.device).repeat(rows, 1)  # the last column: nodes off the path
-    path.scatter_(1, torch.where(on_path, depth.long(), max_depth + 1), number.expand(rows, -1))
-    path = path[:, :-1]
-    finite = ((best.abs() < torch.inf) | ~on_path).all(-1)
+    path, finite = accepted_path(mask, depth, node, best, max_depth)
     count = torch.where(finite, (length + 1) * active, -1)
     drafted = tokens.gather(1, path[:, 1:].clamp(max=nodes - 1))
     committed[:, : max_depth + 2] = torch.cat([count[:, None], drafted, bonus], 1)
     return path, length, node, bonus[:, 0], finite
+
+
+def accepted_path(mask: Tensor, depth: Tensor, node: Tensor, best: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
+    """The path ``[B, A]`` to each row's ``node [B]``, and whether ``best [B, N]`` is finite on all of it, ``[B]``; the
+    rest as in :func:`accept_greedy`."""
+    rows, nodes = depth.shape
+    number = torch.arange(nodes, device=node.device)
+    on_path = mask.expand(rows, -1, -1)[torch.arange(rows, device=node.device), node] | (number == 0)  # [B, N]
+    path = torch.arange(max_depth + 2, device=node.device).repeat(rows, 1)  # the last column: nodes off the path
+    path.scatter_(1, torch.where(on_path, depth.long(), max_depth + 1), number.expand(rows, -1))
+    return path[:, :-1], ((best.abs() < torch.inf) | ~on_path).all(-1)
 
 
 @jit(
@@ -120,7 +127,7 @@ def _accept_greedy_kernel(
 
 def accept_greedy(
     choice: Tensor, best: Tensor, tokens: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, valid: Tensor,
-    active: Tensor, committed: Tensor, max_depth: int,
+    active: Tensor, committed: Tensor, max_depth: int, mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The accepted path of each row's tree, and what the row commits.
 
@@ -139,6 +146,7 @@ def accept_greedy(
             and the bonus (−1 if the logits on its path are not finite), the D drafted tokens at ``path[1:]``, the
             bonus token. Columns behind stay as they are.
         max_depth: D.
+        mask: ``[B or 1, N, N]`` bool, ``ancestors`` unpacked, if the caller has it; the kernel does without.
 
     Returns:
         path ``[B, A]`` int64 node numbers by depth, entry d beyond the accepted length being d; length ``[B]`` int64
@@ -147,7 +155,7 @@ def accept_greedy(
     """
     if why_not_triton(choice):
         return accept_greedy_reference(
-            choice, best, tokens, parent, depth, ancestors, valid, active, committed, max_depth
+            choice, best, tokens, parent, depth, ancestors, valid, active, committed, max_depth, mask
         )
     rows, nodes = tokens.shape
     assert committed.shape[1] >= max_depth + 2

@@ -2,7 +2,7 @@
 
 A kernel runs on CUDA tensors where triton is installed (it comes with a CUDA build of torch), and on CPU tensors under
 ``TRITON_INTERPRET=1``, for tests; set it before anything imports triton. Everywhere else the public functions of this
-room take their plain PyTorch path. Unlike PyTorch's own operations, a Triton kernel runs on the current CUDA device:
+folder take their plain PyTorch path. Unlike PyTorch's own operations, a Triton kernel runs on the current CUDA device:
 callers enter ``torch.cuda.device_of(tensor)``.
 """
 

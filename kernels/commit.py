@@ -17,11 +17,16 @@ from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, wh
 
 
 def commit_reference(storage: Tensor, lengths: Tensor, path: Tensor, length: Tensor) -> None:
-    """The definition of :func:`commit`, one depth after the other."""
-    for depth in range(1, path.shape[1]):
-        rows = (length >= depth).nonzero()[:, 0]
-        source, target = lengths[rows] + path[rows, depth], lengths[rows] + depth
-        storage[:, :, rows, :, target] = storage[:, :, rows, :, source]
+    """The definition of :func:`commit`: all of a path is read before any of it is written."""
+    depth = torch.arange(path.shape[1], device=path.device)
+    target = lengths[:, None] + depth
+    source = torch.where(depth <= length[:, None], lengths[:, None] + path, target)
+    if len(lengths) == 1:
+        storage.index_copy_(4, target[0], storage.index_select(4, source[0]))
+        return
+    shape = (*storage.shape[:4], path.shape[1], storage.shape[5])
+    gathered = storage.gather(4, source[None, None, :, None, :, None].expand(shape))
+    storage.scatter_(4, target[None, None, :, None, :, None].expand(shape), gathered)
 
 
 @jit(do_not_specialize=["path_stride"])

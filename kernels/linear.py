@@ -37,8 +37,8 @@ FILE = "linear.json"  # in the cache folder
 BUDGET = 1.0  # seconds of processor time per process for timing; shapes that occur later use F.linear
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)  # timed row counts; others use the form of the next larger one, or of the largest
 _SAMPLE = 1 << 21  # of a larger matrix only so many entries are timed
-_LAYERS = 32  # matrices of a shape that are timed in turn, at most;
-_POOL = 1 << 24  # entries of all of them, at most
+_LAYERS = 32  # at most so many matrices of a shape are timed in turn
+_POOL = 1 << 24  # at most so many entries in all of them
 _GAIN = 0.9  # another form is used if it takes less than this share of F.linear's time
 
 GPU_BUDGET = 20.0  # seconds per process for timing on GPUs, most of them for compiling
@@ -121,6 +121,12 @@ def _few_rows(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Te
         return out
     parts = x.new_empty((splits_of(form), *out.shape), dtype=torch.float32)
     return sum_parts(partial_product(form, x, matrix, parts), out, bias)
+
+
+def faster_by_inputs(weight: Tensor) -> bool:
+    """Whether products of a few rows read ``[N, K]`` faster in column-major layout than in nn.Linear's: in float32
+    on a CPU."""
+    return weight.is_cpu and weight.dtype == torch.float32 and bool(why_not_triton(weight))
 
 
 def splits_of(form: str) -> int:

@@ -306,6 +306,11 @@ def tree_work(lengths: Tensor, num_tree_keys: int, num_items: int, window: int =
     return Work(*_tree_work_op(lengths, num_tree_keys, num_items, window, min_share))
 
 
+def runs_kernel(tensor: Tensor, width: int) -> bool:
+    """Whether tree attention of heads of this width is a kernel on the tensor's device; its tiles hold at most 256."""
+    return why_not_triton(tensor) is None and width <= 256
+
+
 class Plans:
     """The plans of a step's forward passes, those of drafters too, each made when it is first asked for.
 

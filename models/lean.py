@@ -25,6 +25,8 @@ from draftsmith.kernels.linear import add_product, choose, folding_form, partial
 from draftsmith.kernels.rotate_write import rotate_write
 from draftsmith.kernels.tree_attention import TreeKeys, attend_tree, tree_attention
 
+NO_KERNELS = "there are no kernels"  # why layers are not fused on a CPU
+
 
 class RMSNorm:
     """RMSNorm: x / √(mean(x²) + eps) · weight.
@@ -152,7 +154,7 @@ class LeanDecoder:
     norm: RMSNorm
     context: int
     device: torch.device
-    not_fused: str = "there are no kernels"
+    not_fused: str = NO_KERNELS
 
     def tables(self, positions: int) -> dict[str, Tensor]:
         """Rotary tables of the first ``positions`` positions, ``[positions, 2 · D]``: cos and then sin, with the first

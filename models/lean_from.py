@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from draftsmith.kernels.backend import why_not_triton
-from draftsmith.kernels.tree_attention import TreeKeys, causal_bias, tree_attention
+from draftsmith.kernels.linear import faster_by_inputs
+from draftsmith.kernels.tree_attention import TreeKeys, causal_bias, runs_kernel, tree_attention
 from draftsmith.models.lean import (
     Buffers,
     FusedBuffers,
@@ -161,7 +161,7 @@ def _make(target: Target) -> LeanDecoder:
         assert isinstance(own_buffers, Buffers)
         run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, None)
         _compare(x, inputs[number + 1][0], f"its layer {number}")
-    if why_not_triton(tokens) is None:
+    if runs_kernel(tokens, 0):
         lean.not_fused = _why_not_fused(lean, inputs, target)
     return lean
 
@@ -312,9 +312,7 @@ def packed_linears(parent: Any, names: list[str], target: Target) -> tuple[Tenso
     if biases and len(biases) != len(linears):
         raise NotLean(f"some of {', '.join(names)} have a bias")
     weights = [module.weight for module in linears]
-    # On a CPU, float32 products of a few rows read a matrix faster by inputs than by outputs (nn.Linear's layout).
-    by_inputs = target.device.type == "cpu" and target.dtype == torch.float32 and bool(why_not_triton(weights[0]))
-    whole = _pack(weights, by_inputs)
+    whole = _pack(weights, faster_by_inputs(weights[0]))
     return whole.t(), _pack(biases) if biases else None
 
 

@@ -1,4 +1,4 @@
-"""The house rules: who imports whom, no name that hides a library, everything in the wheel."""
+"""The rules of the layout: who imports whom, no name that hides a library, everything in the wheel."""
 
 import ast
 import importlib.util

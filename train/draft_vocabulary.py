@@ -18,7 +18,7 @@ FOLDER = "draft_vocab"  # of the run: the draft vocabulary that it began with
 
 
 def begin(run: Run[Any], size: int | None, vocab_size: int) -> tuple[int | None, Tensor | None]:
-    """The size of a run's draft vocabulary, less on a tiny target, and the one that a resumed run began with.
+    """Check the size of a run's draft vocabulary (on a tiny target at most half its tokens); read a resumed run's.
 
     Args:
         size: the recipe's; None: no draft vocabulary.

@@ -346,7 +346,7 @@ def parameters_of(m: Model) -> int:
 
 
 def check_beginning(recipe: LmRecipe) -> None:
-    """Refuse a model to begin with by its config and tokenizer, before any text is read; its weights are checked later.
+    """Check ``init_from`` by its config and tokenizer, before any text is read; its weights are checked later.
 
     Raises:
         FileNotFoundError, ValueError: there is none, it has another shape, or its tokenizer lacks our end tokens.
@@ -439,7 +439,7 @@ def evaluate(validation: Tensor, device: torch.device, module: nn.Module) -> dic
 def continuations(
     run: Run[LmRecipe], stage: LmStage, module: LanguageModel, tokenizer: PreTrainedTokenizerFast
 ) -> loop.Batch:
-    """What a stage with ``unlikelihood`` trains on besides; made once, by one process, when the stage begins."""
+    """Continuations for a stage's unlikelihood loss, written once by one process; empty without ``unlikelihood``."""
     if stage.unlikelihood is None:
         return {}
     module.unlikelihood = stage.unlikelihood.weight

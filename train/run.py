@@ -112,7 +112,7 @@ class Run(Generic[R]):
         return target
 
     def _check_init_from(self, recipe: DrafterRecipe) -> None:
-        """Refuse a drafter to begin with by its config alone, before the target is loaded."""
+        """Check ``init_from`` by its config alone, before the target is loaded."""
         where, folder = f"init_from={recipe.init_from}", resolve_folder(str(recipe.init_from))
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{where}: no drafter there (config.json)")

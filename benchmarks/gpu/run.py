@@ -1,4 +1,4 @@
-"""Run every check and benchmark that BENCHMARKS.md awaits a GPU for, within a time budget, and write what was measured.
+"""Run every check and benchmark of benchmarks/AWAITING.md, within a time budget, and write what was measured.
 
     python benchmarks/gpu/run.py --bundle 1         # nine minutes of a bare machine at most; also: make gpu BUNDLE=1
     python benchmarks/gpu/run.py                             # all bundles in turn, 25 minutes at most; also: make gpu
@@ -44,7 +44,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-LINKS = ROOT / ".types"  # holds draftsmith/ with a link for each room
+LINKS = ROOT / ".types"  # holds draftsmith/ with a link for each folder
 if __name__ == "__main__":
     sys.path.insert(0, str(LINKS))
 
@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def processes_of(mark: str) -> list[int]:
-    """Living processes whose mark begins so, whoever their parent is by now (Linux; elsewhere none are found)."""
+    """Running processes whose environment has a mark that begins with ``mark``, orphaned ones too (Linux only)."""
     found: list[int] = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -488,7 +488,7 @@ def main() -> None:
         )  # fmt: skip
     print(f"\n{table_of(results)}\nwritten to {out / 'table.md'}")
     if not args.rehearsal:
-        print("Paste it into BENCHMARKS.md as a section of its own; what passed leaves «Awaiting a GPU».")
+        print("Paste it into benchmarks/log/DATE.md and its figures into RESULTS.md; what passed leaves AWAITING.md.")
     if any(result.result == "fail" or (args.rehearsal and result.result != "pass") for result in results):
         sys.exit(1)
 

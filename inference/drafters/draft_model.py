@@ -135,7 +135,7 @@ class DraftModelDrafter(Drafter):
         self.cache = KVCache(self.model, rows, cache.capacity)
         self.cache.lengths = cache.lengths  # shared: both hold the same text
         self.runner = Runner(self.model, self.cache, static)
-        self.levels.allocate(rows, device, max_depth, static)
+        self.levels.allocate(rows, device, static)
         if self.shortlists is not None:
             self.shortlists.allocate(rows, static)
         # For each i, whether a node has been run if levels 0 … i were, [N + 1]; False in the last place, for node −1.

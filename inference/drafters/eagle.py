@@ -34,7 +34,6 @@ from draftsmith.inference.engine.costs import StepCosts, draft_time
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify.verify import Verdict
-from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.pair_input import pair_input
 from draftsmith.kernels.tree_attention import (
@@ -42,6 +41,7 @@ from draftsmith.kernels.tree_attention import (
     TreeKeys,
     ancestor_mask,
     attention_items,
+    runs_kernel,
     tree_bias,
     tree_bias_one_row,
 )
@@ -152,7 +152,7 @@ class EagleDrafter(Drafter):
         storage = torch.zeros(size, dtype=dtype, device=device)
         self.keys, self.values = storage  # [B, G, S, D]
         self.both = storage.permute(1, 3, 0, 2, 4)  # [B, S, 2, G, D]
-        self.kernel = why_not_triton(cache.lengths) is None and config.head_dim <= 256
+        self.kernel = runs_kernel(cache.lengths, config.head_dim)
         self.table = _rotations(self.eagle, min(self.capacity, self.target.context), device, dtype)
         self.pass_buffers: dict[int, Buffers | FusedBuffers] = {}  # by number of nodes
         self.plans: Plans | None = None  # of the step
@@ -160,7 +160,7 @@ class EagleDrafter(Drafter):
         self.max_missing = max_depth  # accepted tokens of a step, at most
         self.chains = chain_passes(self.max_missing + 1, rows, device)
         if self.shape is None:
-            self.levels.allocate(rows, device, max_depth, static)
+            self.levels.allocate(rows, device, static)
         else:
             limits = {"costs": self.costs, "draft_cost": self.draft_cost} if self.eager else {}
             self.dynamic = DynamicTree(self.shape, rows, device, **limits)

@@ -71,14 +71,10 @@ def _best_count(ranked: Sequence[Sequence[float]], times: Sequence[float]) -> in
 
 
 class HostTreeBuilder:
-    """Builds token trees from rows' host trees; keeps what depends only on the shape of a row's tree.
+    """Builds token trees from rows' host trees; keeps what depends only on the shape of a row's tree."""
 
-    Args:
-        max_depth: of any tree the engine verifies.
-    """
-
-    def __init__(self, device: torch.device, max_depth: int) -> None:
-        self.device, self.max_depth = device, max_depth
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.shapes: dict[tuple[int, ...], _Shape] = {}
 
     def build(self, trees: Sequence[HostTree]) -> TokenTree:
@@ -95,7 +91,7 @@ class HostTreeBuilder:
         if key not in self.shapes:
             if len(self.shapes) >= MAX_SHAPES:
                 self.shapes.clear()
-            tree = StaticTree(parents, self.device, self.max_depth)
+            tree = StaticTree(parents, self.device)
             self.shapes[key] = _Shape(tree, tree.depth[0].tolist(), tree.ancestors[0].tolist())
         return self.shapes[key]
 

@@ -166,8 +166,8 @@ class Levels:
         self.random = draws in ("without_replacement", "iid")
         self.costs, self.draft_cost = costs, draft_cost
 
-    def allocate(self, rows: int, device: torch.device, max_depth: int, static: bool) -> None:
-        """Allocate the constant tensors of steps of B rows; ``max_depth`` and ``static`` as ``Drafter.allocate``."""
+    def allocate(self, rows: int, device: torch.device, static: bool) -> None:
+        """Allocate the constant tensors of steps of B rows; ``static`` as ``Drafter.allocate``."""
         layout = self.layout
         self.rows, self.static = rows, static
         self.numbers = torch.arange(self.branching, device=device)
@@ -178,7 +178,7 @@ class Levels:
             self.times = self._times(self.costs, self.draft_cost, rows)
             self.standard_times = self._times(STANDARD_COSTS, STANDARD_PASS, 1)
         # Trees with 0, 1, … levels below the root.
-        self.trees = [StaticTree(layout.parents[:end], device, max_depth) for end in layout.firsts[1:]]
+        self.trees = [StaticTree(layout.parents[:end], device) for end in layout.firsts[1:]]
         whole = self.trees[-1]
         self.passes: list[Pass] = []
         for level, (first, count) in enumerate(zip(layout.firsts, layout.runs[:-1], strict=False)):

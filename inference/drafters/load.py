@@ -208,7 +208,7 @@ def _flat(built: Mapping[str, Drafter | Mapping[str, Drafter]]) -> dict[str, Dra
 
 
 def report_fields(name: str) -> dict[str, Any]:
-    """What the families of a drafter's folders add to its report; a field that two of them have is the first one's.
+    """Fields that the families of a drafter's folders add to its report; where several add one, the first folder's.
 
     Args:
         name: as :func:`load_drafter` takes it.

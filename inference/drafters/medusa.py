@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ from draftsmith.inference.verify.tree import (
     read_tree,
 )
 from draftsmith.inference.verify.verify import Verdict
-from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.head_topk import MAX_COUNT, head_topk, tokens_at
+from draftsmith.kernels.linear import kernel_weight
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
@@ -46,8 +46,8 @@ _STANDARD_TIME = 0.1  # of drafting, over a plain step; for sampling, where meas
 class _Shape:
     """A topology as the heads fill it."""
 
-    def __init__(self, topology: Topology, device: torch.device, max_depth: int, ranks: int) -> None:
-        self.tree = StaticTree(topology.parents, device, max_depth)
+    def __init__(self, topology: Topology, device: torch.device, ranks: int) -> None:
+        self.tree = StaticTree(topology.parents, device)
         self.depth, self.ranks = topology.max_depth, ranks  # those of the largest tree: one kernel for all sizes
         # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
         flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
@@ -101,20 +101,15 @@ class MedusaDrafter(Drafter):
         _check_topology(topology, heads.config, self.outputs)
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
-        self.topology, self.deepest = topology, self.max_depth
+        self.topology = topology
         self.by_size: dict[int, _Shape] = {}  # smaller trees of the likeliest paths, for static steps
         self.greedy = self.sampled = self._shape(range(len(topology.paths)))
-        # If all heads share a plain matrix, a kernel finds their best tokens without storing the logits.
-        self.shared_matrix: Tensor | None = None
-        head, ranks, spread = self.draft_head, topology.max_rank + 1, target.spread and heads.draft_vocab is None
-        plain = type(head) is torch.nn.Linear and head.bias is None and not spread
-        if plain and heads.projection is None and 0 < ranks <= MAX_COUNT and why_not_triton(self.greedy.choice) is None:
-            self.shared_matrix = cast(Tensor, head.weight)
+        ranks, spread = topology.max_rank + 1, target.spread and heads.draft_vocab is None
+        self.shared = heads.projection is None and 0 < ranks <= MAX_COUNT and not spread
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         if self.shortlists is not None:
             self.shortlists.allocate(cache.rows, static)
-        self.deepest = max_depth
         self.greedy = self.sampled = self._shape(range(len(self.topology.paths)))
         self.by_size = {}
         if static and self.acceptances is not None:
@@ -173,7 +168,7 @@ class MedusaDrafter(Drafter):
         """The tree of a subset of the topology's paths."""
         numbers = sorted(numbers)  # paths are sorted
         topology = Topology(tuple(self.topology.paths[number] for number in numbers))
-        shape = _Shape(topology, self.device, self.deepest, self.topology.max_rank + 1)
+        shape = _Shape(topology, self.device, self.topology.max_rank + 1)
         if self.acceptances is not None:
             accepted = [1.0, *(self.acceptances[number] for number in numbers)]
             shape.acceptance = torch.tensor([accepted], device=self.device)
@@ -197,10 +192,12 @@ class MedusaDrafter(Drafter):
 
     def _best(self, feature: Tensor, shape: _Shape) -> Tensor:
         """The places of the R most likely tokens of each head: ``[B, d] → [K, B, R]``, 0 … S − 1."""
-        if self.shared_matrix is None:
+        # If all heads share a plain matrix, a kernel finds their best tokens without storing the logits.
+        weight = kernel_weight(self.draft_head, feature) if self.shared else None
+        if weight is None:
             return self.heads.logits(feature, self.draft_head, shape.depth).topk(shape.ranks, -1).indices
         features = self.heads.features(feature, shape.depth)
-        ids = head_topk(features.flatten(0, 1), self.shared_matrix, shape.ranks)[1]
+        ids = head_topk(features.flatten(0, 1), weight, shape.ranks)[1]
         return ids.unflatten(0, features.shape[:2])
 
     def _shortlisted(self, shortlists: Shortlists, state: State, shape: _Shape) -> Tensor:

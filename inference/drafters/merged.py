@@ -89,8 +89,8 @@ class MergedDrafter(Drafter):
             self.drafters, self.sources, self.target, self.budget, cache.rows, max_depth, static, times,
             standard_times,
         )  # fmt: skip
-        self.builder = HostTreeBuilder(device, max_depth)
-        self.root_tree = StaticTree([-1], device, max_depth)
+        self.builder = HostTreeBuilder(device)
+        self.root_tree = StaticTree([-1], device)
         # By drafter and row: accepted nodes that it proposed, and the number its estimate predicted.
         self.accepted, self.predicted = ([[PRIOR_TOKENS] * cache.rows for _ in self.drafters] for _ in range(2))
         self.estimated: dict[int, list[float]] = {}  # drafters run by their estimate in this step → prediction by row

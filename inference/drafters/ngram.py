@@ -118,8 +118,8 @@ class NgramDrafter(Drafter):
             if self.costs is not None:
                 self.times = self.costs.table(self.num_nodes, cache.rows)
                 self.standard_times = STANDARD_COSTS.table(self.num_nodes, 1)
-            self.builder = HostTreeBuilder(self.device, max_depth)
-            self.root_tree = StaticTree([-1], self.device, max_depth)
+            self.builder = HostTreeBuilder(self.device)
+            self.root_tree = StaticTree([-1], self.device)
             self.zeros = torch.zeros(cache.rows, 1, dtype=torch.int64, device=self.device)
             self.ones = torch.ones(cache.rows, 1, device=self.device)
             return

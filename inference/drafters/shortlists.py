@@ -53,7 +53,7 @@ class Shortlists:
         self.weight = weight[order]
         bias = getattr(head, "bias", None)
         self.bias = None if bias is None else bias.detach()[order]
-        # By number of rows: the first ones and their tokens, without a copy.
+        # By number of rows n: a linear layer on the first n rows of ``weight`` (a view), and their tokens.
         self.prefixes: dict[int, tuple[nn.Linear, Tensor]] = {}
         self.rows: Tensor | None = None  # [B, C] of the level being drafted; None: its first ``tokens(depth)`` rows
         self.depth = 0

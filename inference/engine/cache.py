@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.commit import commit
 from draftsmith.models.target import Target
 
@@ -106,21 +105,9 @@ class KVCache(Cache):
 
         Args:
             path: ``[B, A]`` int64 node numbers by depth, the root's (0) first; entries beyond the accepted length
-                are d, which moves nothing.
+                are not read.
             length: ``[B]`` int64 number of accepted drafted tokens.
         """
-        if why_not_triton(path) is None:
-            for storage in self._storages:
-                parts = (part.to(storage.device) for part in (self.lengths, path, length))
-                commit(storage, *parts)
-            return
-        depth = torch.arange(path.shape[1], device=path.device)
-        source, target = self.lengths[:, None] + path, self.lengths[:, None] + depth
         for storage in self._storages:
-            source, target = source.to(storage.device), target.to(storage.device)
-            if self.rows == 1:
-                storage.index_copy_(4, target[0], storage.index_select(4, source[0]))  # gathers before it writes
-            else:
-                shape = (*storage.shape[:4], path.shape[1], storage.shape[5])
-                gathered = storage.gather(4, source[None, None, :, None, :, None].expand(shape))
-                storage.scatter_(4, target[None, None, :, None, :, None].expand(shape), gathered)
+            parts = (part.to(storage.device) for part in (self.lengths, path, length))
+            commit(storage, *parts)

@@ -27,7 +27,7 @@ FILE = "steps.json"  # in the cache folder
 SECONDS, REMEASURE_SECONDS = 0.9, 4.0  # time limit at first use, and where a command measures again
 SIZES = (1, 8, 4, 2, 16, 32, 64)  # in the order of timing
 ROUNDS = 100
-REPEATS = 4  # of one size in a row: the first ones run with other sizes' data in the processor's caches
+REPEATS = 4  # consecutive steps of one size; in the first ones the processor's caches hold other sizes' data
 MIN_ROUNDS = 5  # fewer are not kept
 CONTEXT = 128  # cached tokens
 
@@ -61,7 +61,8 @@ class StepCosts:
 
 
 # Used in sampling, where the proposed nodes decide which random numbers are used, so that a seed gives the same text on
-# every machine. About the costs in BENCHMARKS.md of a model of 135 M parameters on a CPU; 64 rows are extrapolated.
+# every machine. About the costs of a model of 135 M parameters on a CPU (benchmarks/log/2026-11-22.md); 64 rows are
+# extrapolated.
 STANDARD_COSTS = StepCosts({1: 1.0, 2: 1.4, 4: 1.45, 8: 1.6, 16: 2.0, 32: 3.0, 64: 5.0})
 
 

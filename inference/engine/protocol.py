@@ -100,8 +100,8 @@ class Drafter(Protocol):
         """
 
     def proposed_nodes(self, sampled: bool) -> int:
-        """Nodes of its trees, root included, in sampling mode (``sampled``) or the others: at most, or as many as it
-        has chosen by step costs."""
+        """Number of nodes of its trees, root included, in sampling mode (``sampled``) or the others: those chosen by
+        step costs where it chooses, else the upper bound."""
         return self.num_nodes
 
     def tree_sizes(self) -> Mapping[int, Sequence[float]]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.tree_attention import (
     Plans,
     TreeKeys,
@@ -23,6 +22,7 @@ from draftsmith.kernels.tree_attention import (
     attention_items,
     causal_ancestors,
     causal_bias,
+    runs_kernel,
     tree_attention,
     tree_bias,
     tree_bias_one_row,
@@ -112,8 +112,7 @@ class Runner:
         self.tables = {} if self.lean is None else self.lean.tables(cache.capacity)
         self.buffers: dict[tuple[int, int, bool], Sequence[Buffers | FusedBuffers]] = {}  # of steps, by shape
         self.last_position = target.context - 1
-        # The attention kernel, where Triton runs; its tiles do not fit wider heads.
-        self.kernel = why_not_triton(cache.lengths) is None and max(width for _, width in target.kv_shapes) <= 256
+        self.kernel = runs_kernel(cache.lengths, max(width for _, width in target.kv_shapes))
         self.numbers = torch.arange(cache.capacity, device=target.device)
         config = target.config
         layers = getattr(config, "layer_types", None) or []

@@ -32,11 +32,11 @@ from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import MODES, Mode, Verdict, Verifier
 from draftsmith.kernels.accept_greedy import accept_greedy, advance
-from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.head_topk import head_argmax
 from draftsmith.kernels.linear import kernel_weight, not_measuring
 from draftsmith.kernels.measured import no_collection
 from draftsmith.kernels.tree_attention import Plans, ancestor_mask
+from draftsmith.models.lean import NO_KERNELS
 from draftsmith.models.target import Target
 
 PREFILL_CHUNK = 512
@@ -140,11 +140,9 @@ class Step:
         self.committed = torch.zeros(rows, columns, dtype=torch.int64, device=device)
         self.counts_and_tokens = self.committed[:, : drafter.max_depth + 2]
         self.tokens, self.by_source = self.counts_and_tokens[:, 1:], self.committed[:, drafter.max_depth + 2 :]
-        self.kernels = why_not_triton(self.committed) is None
         self.source_bits = torch.arange(self.num_sources, device=device)
         drafter.allocate(self.cache, drafter.max_depth, static)
         _STEP_OF[drafter] = weakref.ref(self)
-        self.row_numbers = torch.arange(rows, device=device)
         self.depths = torch.arange(drafter.max_depth + 1, device=device)
         graph = static and device.type == "cuda" and drafter.static
         self.eager = "" if graph else "eager"  # for `execution`; empty if steps run in a CUDA graph
@@ -173,7 +171,7 @@ class Step:
         graph = f"{self.eager or 'cuda graph'}{compiled if self.compiled else ''}"
         lean = self.runner.lean
         if lean is not None:
-            fused = "" if not self.kernels or not lean.not_fused else f" (layers not fused: {lean.not_fused})"
+            fused = "" if lean.not_fused in ("", NO_KERNELS) else f" (layers not fused: {lean.not_fused})"
             return f"{graph}, lean decoder{fused}"
         return f"{graph}, transformers decoder ({self.runner.lean_or_reason})"
 
@@ -233,16 +231,15 @@ class Step:
         if clock:
             clock.lap("draft")
         count = self.nodes = tree.tokens.shape[1]
-        assert tree.static is None or tree.static.paths.shape[1] == len(self.depths), "made for another max_depth"
-        mask = tree.mask
-        if mask is None and not (self.kernels and self.mode == "greedy"):  # the kernels take bitsets
+        mask, greedy = tree.mask, self.mode == "greedy"
+        if mask is None and not (self.runner.kernel and greedy):  # the kernels take bitsets
             mask = ancestor_mask(tree.ancestors, count)
         hidden, captured = self.runner.forward_nodes(
             tree.tokens, cache.lengths, tree.ancestors, tree.depth, mask=mask, fixed=tree.static is not None,
             sees_all=count == 1, captures=self.captures, plans=state.plans,
         )  # fmt: skip
-        likeliest = self._likeliest(hidden) if self.kernels and self.mode == "greedy" else None
-        logits = self.target.logits(hidden) if likeliest is None else None
+        likeliest = self._likeliest(hidden) if greedy else None
+        logits = None if greedy else self.target.logits(hidden)
         if clock:
             clock.lap("verify")
         verdict = self._verify(tree, mask, logits, likeliest)
@@ -253,15 +250,9 @@ class Step:
             cache.commit(verdict.path, verdict.length)
         features = joined_features(hidden, captured)
         self.drafter.absorb(state, verdict, tree, features)
-        if self.kernels:
-            advance(
-                cache.lengths, state.root, state.feature, features, verdict.node, verdict.bonus, verdict.length,
-                self.active,
-            )  # fmt: skip
-        else:
-            cache.lengths += (verdict.length + 1) * self.active
-            state.root.copy_(verdict.bonus)
-            state.feature.copy_(features[self.row_numbers, verdict.node])
+        advance(
+            cache.lengths, state.root, state.feature, features, verdict.node, verdict.bonus, verdict.length, self.active
+        )
         if clock:
             clock.lap("commit")
 
@@ -281,7 +272,7 @@ class Step:
         if likeliest is not None:
             best, choice = likeliest
             parts = tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid
-            verdict = Verdict(*accept_greedy(choice, best, *parts, self.active, self.committed, depth))
+            verdict = Verdict(*accept_greedy(choice, best, *parts, self.active, self.committed, depth, mask))
         else:
             assert mask is not None and logits is not None
             verdict = self.verifier.verify(tree, mask, logits, depth)

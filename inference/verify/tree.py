@@ -160,32 +160,20 @@ class StaticTree:
 
     Args:
         parents: of each node, −1 at the root (node 0); parents come before their children.
-        max_depth: of any tree the engine verifies (A − 1), if other trees may be deeper than this one.
-
-    Attributes:
-        paths: ``[N, A]`` int64 node numbers on the path to each node, by depth; entry d beyond a node's depth is d.
-        parent_index: ``[1, N]`` int64 parents, 0 at the root.
-        depth_index: ``[1, N]`` int64 depths.
-        drafted_path: ``[1, N, N]`` bool, row i True at i and its ancestors, except the root.
     """
 
-    def __init__(self, parents: Sequence[int], device: torch.device, max_depth: int = 0) -> None:
+    def __init__(self, parents: Sequence[int], device: torch.device) -> None:
         parent = list(parents)
-        paths: list[list[int]] = [[0]]
-        for node in range(1, len(parent)):
-            paths.append([*paths[parent[node]], node])
+        depth = [0]
+        for above in parent[1:]:
+            depth.append(depth[above] + 1)
         self.parent = torch.tensor(parent, dtype=torch.int32, device=device)[None]
-        self.depth = torch.tensor([len(path) - 1 for path in paths], dtype=torch.int32, device=device)[None]
+        self.depth = torch.tensor([depth], dtype=torch.int32, device=device)
         self.ancestors = bitsets(parent).to(device)[None]
         self.valid = torch.ones(1, len(parent), dtype=torch.bool, device=device)
         self.mask = ancestor_mask(self.ancestors, len(parent))
         max_children = max((parent.count(node) for node in range(len(parent))), default=0)
         self.draws = one_hot_draws(self.parent, self.valid, max_children)
-        columns = max(max_depth + 1, *map(len, paths))
-        self.paths = torch.tensor([path + list(range(len(path), columns)) for path in paths], device=device)
-        self.parent_index, self.depth_index = self.parent.clamp(min=0).long(), self.depth.long()
-        self.drafted_path = self.mask.clone()
-        self.drafted_path[..., 0] = False
 
     def fill(self, tokens: Tensor, source: Tensor | None = None, acceptance: Tensor | None = None) -> TokenTree:
         """The tree with these tokens, sources and acceptance probabilities, each ``[B, N]``; the rest are views."""

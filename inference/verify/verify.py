@@ -1,6 +1,6 @@
 """Verification: the path of a token tree that the target accepts, and the bonus token after it.
 
-    greedy    a child is accepted iff it is the target's argmax
+    greedy    a child is accepted iff it is the target's argmax (kernels/accept_greedy.py)
     sample    the rule of ALGORITHMS §2: committed tokens have the distribution of plain sampling
     typical   Medusa's criterion (arXiv 2401.10774 §2.3.1): lossy, and reported as such
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from draftsmith.inference.verify.sampling import Sampling, Settings, penalised, sampling_distribution
 from draftsmith.inference.verify.tree import Draws, TokenTree, one_hot_draws
 from draftsmith.kernels import verify as kernels
+from draftsmith.kernels.accept_greedy import accepted_path
 from draftsmith.kernels.sampling import philox_uniforms
 from draftsmith.models.target import Target
 
@@ -48,67 +49,6 @@ class Verdict:
     bonus: Tensor
     finite: Tensor
     own_path: Tensor | None = None
-
-
-def _finite(values: Tensor) -> Tensor:
-    return values.abs() < torch.inf  # half as many operations as isfinite
-
-
-def _finite_on_path(values: Tensor, path: Tensor, length: Tensor) -> Tensor:
-    """``[B]`` bool, whether the values ``[B, N]`` of all nodes on the accepted path are finite."""
-    nodes = values.shape[1]
-    on_path = values.gather(1, path if path.shape[1] <= nodes else path.clamp(max=nodes - 1))  # [B, A]
-    beyond = torch.arange(path.shape[1], device=path.device) > length[:, None]
-    return (_finite(on_path) | beyond).all(-1)
-
-
-def verify_greedy(tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int) -> Verdict:
-    """Accept a node iff it is the argmax at its parent and its parent is accepted (ALGORITHMS §2, mode greedy).
-
-    Args:
-        tree: the drafted tree.
-        mask: ``[B, N, N]`` bool, row i True at the ancestors of i and at i.
-        logits: ``[B, N, V]`` the target's, for the token after each node.
-        max_depth: of any tree (A − 1).
-    """
-    best, choice = logits.max(-1)  # [B, N]; best is NaN where a logit is
-    if max_depth == 0:  # plain decoding: the root alone
-        zero = torch.zeros_like(choice[:, 0])
-        return Verdict(zero[:, None], zero, zero, choice[:, 0], _finite(best[:, 0]))
-    if tree.static is not None:  # every node is valid, and its ancestors are known
-        wrong = tree.tokens != choice.gather(1, tree.static.parent_index.expand_as(choice))
-        rejected = (tree.static.drafted_path & wrong[:, None, :]).any(-1)
-        length, node = tree.static.depth_index.masked_fill(rejected, -1).max(-1)
-        return _verdict(tree, mask, node, length, choice, best, max_depth)
-    agrees = tree.tokens == choice.gather(1, tree.parent.clamp(min=0).long())
-    agrees = agrees & tree.valid
-    agrees[:, 0].fill_(True)
-    accepted = agrees & ~(mask & ~agrees[:, None, :]).any(-1)  # padding may have no bits at all
-    depth = tree.depth.long()
-    length, node = torch.where(accepted, depth, -1).max(-1)
-    return _verdict(tree, mask, node, length, choice, best, max_depth)
-
-
-def _verdict(
-    tree: TokenTree, mask: Tensor, node: Tensor, length: Tensor, choice: Tensor, values: Tensor, max_depth: int
-) -> Verdict:
-    """The verdict for the deepest accepted node.
-
-    Args:
-        choice: ``[B, N]`` int64, the bonus token after each node.
-        values: ``[B, N]``, finite where the target's logits are.
-    """
-    bonus = choice.gather(1, node[:, None]).squeeze(1)
-    if tree.static is not None:
-        path = tree.static.paths[node]
-        return Verdict(path, length, node, bonus, _finite_on_path(values, path, length))
-    on_path = mask.gather(1, node[:, None, None].expand(-1, 1, mask.shape[2])).squeeze(1)  # [B, N]
-    rows, nodes = on_path.shape
-    numbers = torch.arange(max(nodes, max_depth + 2), device=node.device)
-    path = numbers[: max_depth + 2].repeat(rows, 1)  # the last column collects the nodes off the path
-    path.scatter_(1, torch.where(on_path, tree.depth.long(), max_depth + 1), numbers[:nodes].expand(rows, -1))
-    path = path[:, :-1]
-    return Verdict(path, length, node, bonus, _finite_on_path(values, path, length))
 
 
 def verify_sample(
@@ -166,8 +106,9 @@ def verify_typical(
     score = (mask * p_node.clamp(min=1e-30).log()[:, None, :]).sum(-1)  # Σ log p along each path, at least −70 per node
     depth = tree.depth.long()
     node = torch.where(accepted, depth.double() * 1e4 + score.double(), -torch.inf).argmax(-1)
-    length = depth.gather(1, node[:, None])[:, 0]
-    return _verdict(tree, mask, node, length, choice, p[..., 0], max_depth)
+    length, bonus = (part.gather(1, node[:, None])[:, 0] for part in (depth, choice))
+    path, finite = accepted_path(mask, depth, node, p[..., 0], max_depth)
+    return Verdict(path, length, node, bonus, finite)
 
 
 class Verifier:
@@ -227,9 +168,8 @@ class Verifier:
         return torch.where(finite, token, -1)
 
     def verify(self, tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int) -> Verdict:
-        """The verdict on a tree, from ``logits [B, N, V]``."""
-        if self.mode == "greedy":
-            return verify_greedy(tree, mask, logits, max_depth)
+        """The verdict on a tree by sampling or typical acceptance, from ``logits [B, N, V]``; the greedy one is
+        :func:`~draftsmith.kernels.accept_greedy.accept_greedy`'s."""
         seen = None
         if self.seen is not None and self.settings.uses_penalty:  # tokens of the text, and of the path to each node
             seen = self.seen[:, None].repeat(1, mask.shape[1], 1)

@@ -100,7 +100,7 @@ class ToyDrafter(Drafter):
         self.acceptance = None if acceptances is None else torch.tensor([[1.0, *acceptances]], device=device)
 
     def allocate(self, cache, max_depth, static):
-        self.tree = StaticTree(self.topology.parents, self.table.device, max_depth)
+        self.tree = StaticTree(self.topology.parents, self.table.device)
 
     def propose(self, state):
         tokens = [state.root]  # [B] each

@@ -9,12 +9,21 @@ from hypothesis import strategies as st
 
 from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
 from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, bitsets
-from draftsmith.inference.verify.verify import verify_greedy, verify_sample, verify_typical
+from draftsmith.inference.verify.verify import Verdict, verify_sample, verify_typical
+from draftsmith.kernels.accept_greedy import accept_greedy
 from draftsmith.kernels.tree_attention import ancestor_mask
 
 VOCAB = 3
 
 SEVEN = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0)))
+
+
+def verify_greedy(tree, logits, max_depth, mask=None):
+    best, choice = logits.max(-1)
+    parts = tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid
+    active = torch.ones(len(choice), dtype=torch.bool)
+    committed = torch.zeros(len(choice), max_depth + 2, dtype=torch.int64)
+    return Verdict(*accept_greedy(choice, best, *parts, active, committed, max_depth, mask))
 
 
 @st.composite
@@ -70,7 +79,7 @@ def test_verify_greedy(case):
     tokens, parent, depth, sets, valid, logits = map(torch.stack, zip(*parts, strict=True))
     max_depth = int(depth.max()) + spare
     tree = TokenTree(tokens, parent.int(), depth.int(), sets, valid)
-    verdict = verify_greedy(tree, ancestor_mask(sets, nodes), logits, max_depth)
+    verdict = verify_greedy(tree, logits, max_depth, ancestor_mask(sets, nodes) if spare else None)
     assert verdict.path.shape == (len(rows), max_depth + 1)
     for row, (_, real, _, _) in enumerate(rows):
         choice, above = logits[row].argmax(-1).tolist(), parent[row].tolist()
@@ -95,45 +104,29 @@ def test_every_length_is_accepted_and_rejected():
     logits = torch.nn.functional.one_hot(torch.tensor([2, 0, 1, 3, 1]), 6).float().expand(5, -1, -1)
     depth, sets = torch.arange(5, dtype=torch.int32).expand(5, -1), bitsets([-1, 0, 1, 2, 3])[None].expand(5, -1, -1)
     tree = TokenTree(tokens, parent, depth, sets, torch.ones(5, 5, dtype=torch.bool))
-    verdict = verify_greedy(tree, ancestor_mask(sets, 5), logits, 4)
+    verdict = verify_greedy(tree, logits, 4)
     assert verdict.length.tolist() == verdict.node.tolist() == [0, 1, 2, 3, 4]
     assert verdict.bonus.tolist() == [2, 0, 1, 3, 1]
     assert verdict.path.tolist() == [[0, 1, 2, 3, 4]] * 5
 
 
-def test_a_static_trees_paths_are_those_of_its_mask():
-    torch.manual_seed(0)
-    shape = StaticTree(
-        Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0))).parents, torch.device("cpu")
-    )
-    tree = shape.fill(torch.randint(VOCAB, (400, 8)))
-    logits = torch.randn(400, 8, VOCAB)
-    static, general = (verify_greedy(t, tree.mask, logits, 3) for t in (tree, replace(tree, static=None)))
-    for name in ("path", "length", "node", "bonus"):
-        assert torch.equal(getattr(static, name), getattr(general, name)), name
-    assert set(static.length.tolist()) == {0, 1, 2, 3}
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("mode", ["greedy", "sample", "temperature 0", "min_p", "typical"])
-def test_logits_that_are_not_finite_matter_on_the_path(mode, static, value):
+def test_logits_that_are_not_finite_matter_on_the_path(mode, value):
     """One node with bad logits in each tree; some are on the accepted path, at every depth."""
     torch.manual_seed(0)
     rows, nodes, vocabulary = 1000, 8, 3
-    shape = StaticTree(
-        Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0))).parents, torch.device("cpu")
-    )
+    shape = StaticTree(SEVEN.parents, torch.device("cpu"))
     tokens = torch.randint(vocabulary, (rows, nodes))
     tokens[:, [5, 4]] = (tokens[:, [1, 2]] + 1) % vocabulary  # siblings differ
-    tree = shape.fill(tokens) if static else replace(shape.fill(tokens), static=None)
+    tree = shape.fill(tokens)
     sampling = {"temperature 0": Sampling(temperature=0), "min_p": Sampling(min_p=0.1)}.get(mode, Sampling())
     settings = Settings([sampling, Sampling()] * (rows // 2), torch.device("cpu"))
     uniforms = torch.rand(rows, nodes, 2), torch.rand(rows)
 
     def verify(logits):
         if mode == "greedy":
-            return verify_greedy(tree, tree.mask, logits, 3)
+            return verify_greedy(tree, logits, 3, tree.mask)
         if mode == "typical":
             return verify_typical(tree, tree.mask, sampling_distribution(logits, settings), 3, 0.2, 0.45)
         return verify_sample(tree, logits, settings, *uniforms, 3)
@@ -172,7 +165,7 @@ def test_padding_is_never_accepted(mode):
     p = sampling_distribution(logits, settings)
     uniforms = torch.rand(4, 4, 2), torch.rand(4)  # K = 2 is enough: no node has more than one draw
     verdict = {
-        "greedy": lambda: verify_greedy(tree, shape.mask.expand(4, -1, -1), logits, 3),
+        "greedy": lambda: verify_greedy(tree, logits, 3, shape.mask),
         "sample": lambda: verify_sample(tree, logits, settings, *uniforms, 3),
         "typical": lambda: verify_typical(tree, shape.mask.expand(4, -1, -1), p, 3, 0.09, 0.3),
     }[mode]()

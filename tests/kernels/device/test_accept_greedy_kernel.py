@@ -1,14 +1,11 @@
 """Greedy acceptance in one launch against its definition, and what a step commits against the step's formula."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from draftsmith.inference.verify.tree import StaticTree, TokenTree, bitsets
-from draftsmith.inference.verify.verify import verify_greedy
+from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.accept_greedy import accept_greedy, accept_greedy_reference, advance, advance_reference
-from draftsmith.kernels.tree_attention import ancestor_mask
 
 VOCAB, MORE = 7, 4  # drafted tokens, and tokens that no node has
 MARK = -99
@@ -39,15 +36,17 @@ def scripted(tokens, parents, wanted, generator):
 
 
 def check(tree, choice, best, max_depth, dtype, device):
-    """Kernel and reference against the verdict, which is returned, on logits that are ``best`` at ``choice``, both
+    """The kernel against the definition (against plain Python: tests/inference/test_verify.py), whose verdict is
+    returned, and what is committed against the step's formula, on logits that are ``best`` at ``choice``, both
     ``[B, N]``, and −∞ elsewhere."""
     rows, nodes = choice.shape
     logits = torch.full((rows, nodes, VOCAB + MORE), -torch.inf, dtype=dtype)
     logits.scatter_(2, choice[..., None], best.to(dtype)[..., None])
     best, choice = logits.max(-1)
-    mask = ancestor_mask(tree.ancestors, nodes)
-    verdict = verify_greedy(tree, mask, logits, max_depth)
     active = torch.arange(rows) % 3 != 1
+    parts = choice, best, tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid
+    unused = torch.zeros(rows, max_depth + 2, dtype=torch.int64)
+    verdict = Verdict(*accept_greedy_reference(*parts, active, unused, max_depth))
     drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=nodes - 1))  # as Step.run writes them
     count = torch.where(verdict.finite, (verdict.length + 1) * active, -1)
     expected = torch.full((rows, max_depth + 5), MARK)
@@ -124,16 +123,15 @@ def test_the_deepest_of_equal_siblings(device):
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_tree_of_fixed_shape(rows, device):
     """Its parts are one row that all rows of the batch share."""
-    shape = StaticTree([-1, 0, 1, 2, 1, 0, 5, 6], torch.device("cpu"), 5)
+    shape = StaticTree([-1, 0, 1, 2, 1, 0, 5, 6], torch.device("cpu"))
     generator = torch.Generator().manual_seed(rows)
     lengths = set()
     for wanted in (0, 1, 2, 3, 7):
         tokens = torch.randint(VOCAB, (rows, 8), generator=generator)
         choice = torch.stack([scripted(row, shape.parent[0].tolist(), wanted, generator) for row in tokens])
         tree = shape.fill(tokens)
-        assert tree.static is not None and (rows == 1 or tree.valid.stride(0) == 0)
+        assert rows == 1 or tree.valid.stride(0) == 0
         verdict = check(tree, choice, torch.ones(rows, 8), 5, torch.float32, device)
-        check(replace(tree, static=None), choice, torch.ones(rows, 8), 5, torch.float32, device)
         lengths |= set(verdict.length.tolist())
     assert lengths == {0, 1, 2, 3}
 
@@ -158,12 +156,12 @@ def test_the_root_alone(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_logits_that_are_not_finite_matter_on_the_path(dtype, value, device):
     """One bad node per row: on the path at each depth, beside it, and behind its end."""
-    shape = StaticTree([-1, 0, 1, 2, 1, 0, 5, 6], torch.device("cpu"), 4)
+    shape = StaticTree([-1, 0, 1, 2, 1, 0, 5, 6], torch.device("cpu"))
     tokens = torch.arange(8).remainder(VOCAB).repeat(8, 1)
     choice = torch.tensor([1, 2, 7, 0, 0, 0, 0, 0]).repeat(8, 1)  # accepts nodes 1 and 2
     best = torch.ones(8, 8).masked_fill(torch.eye(8).bool(), value)
     best[:, 3:] *= 2
-    verdict = check(replace(shape.fill(tokens), static=None), choice, best, 4, dtype, device)
+    verdict = check(shape.fill(tokens), choice, best, 4, dtype, device)
     assert verdict.finite.tolist() == [False] * 3 + [True] * 5
     assert verdict.length.tolist() == ([0, 1] if value == -torch.inf else [2, 2]) + [2] * 6  # −∞: the choice is 0
 

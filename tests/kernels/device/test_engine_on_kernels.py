@@ -13,6 +13,7 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
+from draftsmith.kernels.linear import kernel_weight
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
@@ -52,7 +53,7 @@ def test_greedy(make_target, teach, device, family, ids):
     truth = teach(target, PROMPTS, max(LIMITS))
     mine = on(device, target)
     drafter = drafter_of(mine, "shared", ids)
-    assert drafter.shared_matrix is not None, "the kernel is in use"
+    assert drafter.shared and kernel_weight(drafter.draft_head, torch.empty(1, 32, device=device)) is not None
     decoder = SpeculativeDecoder(mine, drafter, static=True)
     requests = [Request(prompt, limit, stop_ids=frozenset()) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
     cuda = device.type == "cuda"
@@ -76,9 +77,7 @@ def test_sampled_texts_are_those_of_plain_pytorch(make_target, device, monkeypat
     requests = [Request(p, 5, s, frozenset()) for p, s in zip(PROMPTS, samplings, strict=True)]
     ours = SpeculativeDecoder(target, drafter, static=True).serve(requests, 3, mode="sample")
     with monkeypatch.context() as patch:
-        for module in ("runner", "cache"):
-            patch.setattr(f"draftsmith.inference.{module}.why_not_triton", lambda tensor: "left out")
-        patch.setattr("draftsmith.kernels.verify.why_not_triton", lambda tensor: "left out")
+        patch.setattr("draftsmith.kernels.backend.triton", None)
         plain = SpeculativeDecoder(target, drafter_of(target, "own")).serve(requests, 3, mode="sample")
     assert [r.tokens for r in ours] == [r.tokens for r in plain]
     occurs(any(count > 1 for result in ours for count in result.accepted))  # paths are committed
@@ -104,9 +103,7 @@ def test_eagle_drafts_as_with_plain_pytorch(make_target, device, monkeypatch, mo
     ours = [decoder.serve(requests, 2, mode=mode) for _ in range(1 + cuda)]
     assert drafter.kernel and decoder._step is not None and len(decoder._step._graphs) == cuda, "the kernel is in use"
     with monkeypatch.context() as patch:
-        for module in ("runner", "cache", "drafters.eagle"):
-            patch.setattr(f"draftsmith.inference.{module}.why_not_triton", lambda tensor: "left out")
-        patch.setattr("draftsmith.kernels.verify.why_not_triton", lambda tensor: "left out")
+        patch.setattr("draftsmith.kernels.backend.triton", None)
         plain = SpeculativeDecoder(target, EagleDrafter(eagle, target, tree), static=False)
         expected = plain.serve(requests, 2, mode=mode)
     for results in ours:
