@@ -100,12 +100,12 @@ def ssms(folders):
 
 
 @pytest.fixture(scope="module")
-def texts(target, prompts, teach):
+def texts(target, prompts, greedy_texts):
     """(prompt, answer) as the target writes it token by token, up to a stop id."""
     rows = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
     starts = [target.tokenizer(row)["input_ids"] for row in rows]
     answers = []
-    for answer in teach(target, starts, NEW):
+    for answer in greedy_texts(target, starts, NEW):
         end = next((n + 1 for n, token in enumerate(answer) if token in target.stop_ids), NEW)
         answers.append(answer[:end])
     assert any(len(set(answer)) > 3 for answer in answers)

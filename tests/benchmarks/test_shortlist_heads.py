@@ -128,11 +128,11 @@ def found(run_main, folders, heads, prompts):
 
 
 @pytest.fixture(scope="module")
-def texts(target, prompts, teach):
+def texts(target, prompts, greedy_texts):
     """(prompt, answer) as the target writes it token by token."""
     starts = [target.tokenizer(json.loads(line)["prompt"])["input_ids"] for line in prompts.read_text().splitlines()]
     answers = []
-    for answer in teach(target, starts, NEW):
+    for answer in greedy_texts(target, starts, NEW):
         end = next((n + 1 for n, token in enumerate(answer) if token in target.stop_ids), NEW)
         answers.append(answer[:end])
     return list(zip(starts, answers, strict=True))

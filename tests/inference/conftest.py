@@ -1,5 +1,6 @@
 """A scripted drafter, which drafts each row's true continuation with a mistake at a chosen depth; common fixtures."""
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -149,6 +150,20 @@ class _Row:
     def next_length(self, depth: int) -> int:
         self.turn += 1
         return min(self.cycle[self.turn % len(self.cycle)], depth)
+
+
+@pytest.fixture(scope="module")
+def written(request: pytest.FixtureRequest, make_target: Any, greedy_texts: Any) -> Callable[[str], Any]:
+    """``written(family)`` → a target, and the LONGEST tokens it writes after each of the module's PROMPTS."""
+
+    @functools.cache
+    def get(family: str) -> tuple[Any, list[list[int]]]:
+        target = make_target(family)
+        texts = greedy_texts(target, request.module.PROMPTS, request.module.LONGEST)
+        assert all(len(set(row)) > 4 for row in texts), f"{family} repeats itself: choose another seed"
+        return target, texts
+
+    return get
 
 
 @pytest.fixture(scope="session")
