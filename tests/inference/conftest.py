@@ -3,6 +3,7 @@
 import functools
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +151,14 @@ class _Row:
     def next_length(self, depth: int) -> int:
         self.turn += 1
         return min(self.cycle[self.turn % len(self.cycle)], depth)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A file of two prompts."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import lossless_suite
 import pytest
 import torch
 from eagles import KINDS, SPARSE, TREES, fitted, untrained
+from kept_texts import KeepsTexts
 from lossless_suite import (
     NONE,
     STARTS,
@@ -35,28 +36,16 @@ TEXTS = 6000
 STEEP = StepCosts({1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0})
 
 
-class Checked(EagleDrafter):
+class Checked(KeepsTexts, EagleDrafter):
     """Compares the logits after every node that is run with those of the training forward over the whole text."""
 
     def __init__(self, eagle: Eagle, target: Target, *args, **options) -> None:
         self.fresh = copy.deepcopy(eagle)
-        self.texts: dict[int, list[int]] = {}
-        self.seen: Counter[object] = Counter()
         super().__init__(eagle, target, *args, **options)
-
-    def begin(self, rows):
-        super().begin(rows)
-        self.texts |= {row: [] for row in range(rows.start, rows.stop)}
 
     def prefill(self, features, tokens, start, rows):
         super().prefill(features, tokens, start, rows)
-        for row, prompt in zip(range(rows.start, rows.stop), tokens.tolist(), strict=True):
-            self.texts[row] += prompt
         self.seen["later chunk" if start else "first chunk"] += 1
-
-    def end(self, row):
-        super().end(row)
-        self.texts.pop(row, None)
 
     def _run_root(self, state, before):
         hidden = super()._run_root(state, before)
