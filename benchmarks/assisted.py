@@ -10,15 +10,12 @@ text differs. τ is the committed tokens of a step, the bonus token included.
 """
 
 import argparse
-import shlex
-import sys
-from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
+from draftsmith.benchmarks.options import check_options, machine_options, prompts_option
+from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
-from draftsmith.inference.commands.options import check_counts, check_threads
-from draftsmith.models.options import choose_device, dtype_option
+from draftsmith.models.options import choose_device
 from draftsmith.models.stored import known_folder
 
 OURS, PLAIN, ASSISTED, GENERATE = "draft_model", "plain", "assisted", "generate"
@@ -28,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("--target", required=True, metavar="FOLDER", help="a folder or a Hub id")
     parser.add_argument("--draft", required=True, metavar="FOLDER", help="a smaller model with the same tokenizer")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
+    prompts_option(parser)
     parser.add_argument(
         "--expansion", type=int, nargs="+", default=[1, 1, 1, 1], metavar="K",
         help="children of each node, by depth (default: a chain of four)",
@@ -38,10 +35,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="end timing after so long (16 prompts are timed in any case)"
     )
-    dtype_option(parser, "of both models")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
-    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
+    machine_options(parser, "of both models")
     return parser
 
 
@@ -51,11 +45,9 @@ if __name__ == "__main__":
     )
 
 import torch
-from rich.table import Table
 
-from draftsmith.common.files import check_file, write_json
+from draftsmith.benchmarks.common import cell, facts_of, print_table, table_of, write_report
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
-from draftsmith.inference.commands.terminal import console, make_console
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.evaluation.timing import (
@@ -67,7 +59,6 @@ from draftsmith.inference.evaluation.timing import (
     tokens_of,
     transformers_method,
 )
-from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.precision import say
 from draftsmith.models.target import Target, load_target
 
@@ -101,29 +92,9 @@ def compare(timed: dict[str, Timed]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def print_table(rows: dict[str, dict[str, Any]]) -> None:
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in ("method", "tokens/s", "τ", *(f"× {base}" for base in (PLAIN, GENERATE, ASSISTED)), "identical"):
-        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
-    for name, row in rows.items():
-        cells = [f"{row['tokens_per_second']:.1f}", f"{row['tau']:.2f}" if row["tau"] else "–"]
-        for base in (PLAIN, GENERATE, ASSISTED):
-            ratio, interval = row[f"speedup_vs_{base}"], row[f"speedup_vs_{base}_interval"]
-            bounds = f" ({interval[0]:.2f}–{interval[1]:.2f})" if interval else ""
-            cells.append(f"{ratio:.2f}{bounds}" if ratio else "–")
-        table.add_row(name, *cells, f"{row['texts'] - row['different']}/{row['texts']}")
-    make_console(stderr=False).print(table)
-
-
 def main() -> None:
     args = parser().parse_intermixed_args()
-    check_counts(max_new_tokens=args.max_new_tokens, repeat=args.repeat)
-    check_threads(args.threads)
-    for children in args.expansion:
-        check_counts(expansion=children)
-    if args.seconds is not None and not args.seconds > 0:
-        raise ValueError(f"--seconds {args.seconds:g}: must be above 0")
-    check_file("--out", args.out)
+    check_options(args, "max_new_tokens", "repeat", "expansion")
     given = read_prompts(args.prompts)
     torch.set_num_threads(args.threads)
     options: dict[str, Any] = {"dtype": args.dtype, "device": choose_device(args.device)}
@@ -133,17 +104,17 @@ def main() -> None:
     methods = methods_of(target, draft, args.expansion, args.max_new_tokens)
     timed = run_rounds(methods, prompts, args.repeat, [prompts[0]], seconds=args.seconds)
     rows = compare(timed)
-    print_table(rows)
+    bases = (PLAIN, GENERATE, ASSISTED)
+    table = table_of("method", "tokens/s", "τ", *(f"× {base}" for base in bases), "identical")
+    for name, row in rows.items():
+        ratios = (cell(row[f"speedup_vs_{base}"], row[f"speedup_vs_{base}_interval"]) for base in bases)
+        same = f"{row['texts'] - row['different']}/{row['texts']}"
+        table.add_row(name, f"{row['tokens_per_second']:.1f}", cell(row["tau"]), *ratios, same)
+    print_table(table)
     if args.out:
-        facts = {
-            "target": target.describe(), "draft": draft.describe(), "expansion": args.expansion,
-            "max_new_tokens": args.max_new_tokens, "threads": args.threads, "methods": rows,
-            "dtype": str(target.dtype).removeprefix("torch."), "device": device_name(target.device),
-            "versions": versions(),
-            "command": "python benchmarks/assisted.py " + shlex.join(sys.argv[1:]),
-        }  # fmt: skip
-        write_json(args.out, facts)
-        console.print(f"wrote {args.out}", markup=False, soft_wrap=True)
+        own = {name: getattr(args, name) for name in ("expansion", "max_new_tokens", "threads")}
+        facts = facts_of(__file__, target) | {"draft": draft.describe(), **own, "methods": rows}
+        write_report(args.out, facts)
     if rows[OURS]["different"]:
         raise SystemExit(1)
 

@@ -27,17 +27,14 @@ import argparse
 import itertools
 import operator
 import re
-import shlex
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
+from draftsmith.benchmarks.options import check_once, check_options, machine_options, prompts_option
+from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
-from draftsmith.inference.commands.options import check_counts, check_threads
 from draftsmith.inference.drafters.names import check_names, short_name
-from draftsmith.models.options import choose_device, dtype_option
+from draftsmith.models.options import choose_device
 
 DRAWS = ("without_replacement", "iid", "naive")
 PUBLISHED = (
@@ -49,7 +46,7 @@ PUBLISHED = (
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="drafters of type ssm for the same target")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
+    prompts_option(parser)
     parser.add_argument("--target", metavar="FOLDER", help="if it is not where the first folder's config says")
     parser.add_argument(
         "--nodes", type=int, nargs="+", default=[8, 16, 24], metavar="N", help="of the merged tree, root included"
@@ -76,10 +73,7 @@ def parser() -> argparse.ArgumentParser:
         help="end decoding with drafters after so long, twice that with --sampling (16 groups of prompts are decoded "
         "in any case)",
     )  # fmt: skip
-    dtype_option(parser, "of target and SSMs")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
-    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
+    machine_options(parser, "of target and SSMs")
     return parser
 
 
@@ -87,70 +81,35 @@ if __name__ == "__main__":
     before_imports(parser(), lambda args: (check_names(args.folders, args.target), check_prompts(args.prompts)))
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
-from draftsmith.common.files import check_file, write_json
-from draftsmith.common.progress import ProgressBar
+from draftsmith.benchmarks.common import (
+    answers_of,
+    cell,
+    facts_of,
+    interval_of,
+    load_target_of,
+    print_table,
+    read_drafters,
+    table_of,
+    write_report,
+)
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
-from draftsmith.inference.commands.terminal import console, make_console
-from draftsmith.inference.drafters.load import read_named
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ranks import chained_ranks, coverage, matched_answers, overlap
 from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensemble
-from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.costs import StepCosts, step_costs
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.evaluation.lossless import check_greedy
 from draftsmith.inference.evaluation.report import OTHER
-from draftsmith.inference.evaluation.timing import (
-    Method,
-    accepted_interval,
-    bootstrap_interval,
-    run_rounds,
-    with_own_seeds,
-)
+from draftsmith.inference.evaluation.timing import Method, accepted_interval, run_rounds, with_own_seeds
 from draftsmith.inference.verify.sampling import Sampling
-from draftsmith.models.adapter import target_of
-from draftsmith.models.artifact import device_name, versions
-from draftsmith.models.precision import say
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.target import Target
 
 Outputs = dict[int, Generation]  # prompt number → result
 
-
-def load_ensembles(
-    folders: Sequence[str], target_name: str | None, **options: Any
-) -> tuple[Target, dict[str, Ensemble]]:
-    """Load the target and the ensembles, by the folders as they are given.
-
-    Args:
-        target_name: a folder or a Hub id; if None, what the first folder's config says.
-        options: of :func:`load_target`.
-
-    Raises:
-        FileNotFoundError, ValueError: a folder is missing, damaged, no drafter of type ssm, or for another target.
-    """
-    stored = {name: read_named(name) for name in folders}
-    for folder, config, weights in stored.values():
-        if config["drafter_type"] != "ssm":
-            raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}'; give folders that train/ssm.py wrote")
-        check_config(folder, config, weights)
-    known = stored[folders[0]][1]["target"]["name_or_path"]
-    target = load_target(target_name or known, say=say, **options)
-    for folder, config, _ in stored.values():
-        target = target_of(folder, config, target)
-    return target, {name: load_ensemble(*each, target) for name, each in stored.items()}
-
-
 # ---- shares and their intervals
-
-
-def interval_of(columns: Tensor, statistic: Any = lambda total: total[0] / total[1]) -> list[float] | None:
-    """95 % interval of a statistic of the sums of ``columns [C, S]`` over the prompts; None if there is none."""
-    found = bootstrap_interval(columns.double(), statistic)
-    return None if found is None or not torch.tensor(found).isfinite().all() else [round(bound, 4) for bound in found]
 
 
 def share(counts: Tensor, of: Tensor) -> dict[str, Any]:
@@ -384,60 +343,42 @@ def chain_forecast(shares: Sequence[dict[str, Any]], cost: float, costs: StepCos
 # ---- tables
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    return table
-
-
-def _with(value: float | None, interval: Sequence[float] | None, sign: str = "") -> str:
-    if value is None:
-        return "–"
-    return f"{value:{sign}.2f}" + (f" ({interval[0]:{sign}.2f} to {interval[1]:{sign}.2f})" if interval else "")
-
-
 def print_tables(found: dict[str, Any]) -> None:
-    out = make_console(stderr=False)
     folders, nodes = found["folders"], found["nodes"]
     depths = [k for k in (1, 2, 4, 8) if k <= found["depth"]]
-    table = _table("SSM", "parameters", "no embeddings", *(f"right to depth {k}" for k in depths))
+    table = table_of("SSM", "parameters", "no embeddings", *(f"right to depth {k}" for k in depths))
     for name, folder in folders.items():
         for ssm, row in folder["ssms"].items():
             shares = [row["acceptance_by_depth"][k - 1] for k in depths]
             sizes = (f"{row[field]:,}" for field in ("parameters", "parameters_without_embeddings"))
-            table.add_row(f"{short_name(name)}/{ssm}", *sizes, *(_with(s["share"], s["interval"]) for s in shares))
-    out.print(table)
+            table.add_row(f"{short_name(name)}/{ssm}", *sizes, *(cell(s["share"], s["interval"]) for s in shares))
+    print_table(table)
 
     most = max(len(folder["coverage"]) for folder in folders.values())
-    table = _table("folder", *(f"coverage@{s}" for s in range(1, most + 1)), "overlap")
+    table = table_of("folder", *(f"coverage@{s}" for s in range(1, most + 1)), "overlap")
     for name, folder in folders.items():
-        covered = [_with(*pair) for pair in zip(folder["coverage"], folder["coverage_interval"], strict=True)]
+        covered = [cell(*pair) for pair in zip(folder["coverage"], folder["coverage_interval"], strict=True)]
         pairs = [
-            f"{i + 1}&{j + 1} {_with(value, folder['overlap_interval'][i][j])}"
-            for i, row in enumerate(folder["overlap"])
-            for j, value in enumerate(row)
-            if i < j
+            f"{i + 1}&{j + 1} {cell(folder['overlap'][i][j], folder['overlap_interval'][i][j])}"
+            for i, j in itertools.combinations(range(len(folder["overlap"])), 2)
         ]
         table.add_row(short_name(name), *covered, *["–"] * (most - len(covered)), ", ".join(pairs) or "–")
-    out.print(f"\nFirst {found['match']} tokens of {found['prompts']} answers", markup=False)
-    out.print(table)
+    print_table(table, f"\nFirst {found['match']} tokens of {found['prompts']} answers")
 
     kinds = list(found["kinds"]) if len(found["kinds"]) > 1 else []
-    table = _table("folder", "nodes", "τ", *(f"τ {kind}" for kind in kinds), "τ less the first's", "identical")
+    table = table_of("folder", "nodes", "τ", *(f"τ {kind}" for kind in kinds), "τ less the first's", "identical")
     for count in nodes:
         for name, folder in folders.items():
             row = folder["tau"][str(count)]
-            cells = [_with(each["tau"], each["tau_interval"]) for each in (row, *map(row["kinds"].get, kinds))]
-            difference = _with(row.get("difference"), row.get("difference_interval"), "+")
+            cells = [cell(each["tau"], each["tau_interval"]) for each in (row, *map(row["kinds"].get, kinds))]
+            difference = cell(row.get("difference"), row.get("difference_interval"), "+.2f", " to ")
             identical = f"{row['texts'] - row['different']}/{row['texts']}"
             table.add_row(short_name(name), f"{row['mean_nodes'] or count:g}", *cells, difference, identical)
-    out.print(f"\nExpansion {found['expansion']} of each SSM, merged; nodes: mean of a step", markup=False)
-    out.print(table)
-    if sampling := found["sampling"]:
-        _print_sampling(out, sampling)
+    print_table(table, f"\nExpansion {found['expansion']} of each SSM, merged; nodes: mean of a step")
+    if found["sampling"]:
+        print_sampling(found["sampling"])
 
-    table = _table("SSM", "c", "γ", "tokens", "speed-up", "1 at c =", "if a step of γ + 1 nodes costs 1: c =")
+    table = table_of("SSM", "c", "γ", "tokens", "speed-up", "1 at c =", "if a step of γ + 1 nodes costs 1: c =")
     for name, folder in folders.items():
         for ssm, row in folder["ssms"].items():
             for each in row["chains"]:
@@ -445,24 +386,21 @@ def print_tables(found: dict[str, Any]) -> None:
                     fields = ("tokens", "speedup", "break_even", "break_even_if_a_step_costs_1")
                     cells = [f"{each[field]:.2f}" for field in fields]
                     table.add_row(f"{short_name(name)}/{ssm}", f"{row['cost']:.3f}", str(each["gamma"]), *cells)
-    out.print("\nChains of γ tokens by one SSM, expected", markup=False)
-    out.print(table)
+    print_table(table, "\nChains of γ tokens by one SSM, expected")
 
 
-def _print_sampling(out: Any, sampling: dict[str, Any]) -> None:
+def print_sampling(sampling: dict[str, Any]) -> None:
     columns = [f"{name.replace('_', ' ')} τ" for name in ("greedy", *DRAWS)]
     ratios = [f"{name.replace('_', ' ')} / naive" for name in DRAWS[:-1]]
-    table = _table("width", *columns, *ratios, *(f"{ratio}, accepted" for ratio in ratios))
+    table = table_of("width", *columns, *ratios, *(f"{ratio}, accepted" for ratio in ratios))
     for width, row in sampling["widths"].items():
-        cells = [_with(row[name]["tau"], row[name]["tau_interval"]) for name in ("greedy", *DRAWS)]
+        cells = [cell(row[name]["tau"], row[name]["tau_interval"]) for name in ("greedy", *DRAWS)]
         for field in ("tau_over_naive", "accepted_over_naive"):
-            cells += [_with(row[name][field], row[name][f"{field}_interval"]) for name in DRAWS[:-1]]
+            cells += [cell(row[name][field], row[name][f"{field}_interval"]) for name in DRAWS[:-1]]
         table.add_row(width, *cells)
     expansion = " ".join(sampling["pattern"])
-    where = f"{sampling['ssm']} alone, expansion {expansion}, temperature {sampling['temperature']:g}"
-    out.print(f"\n{where}", markup=False)
-    out.print(table)
-    out.print(sampling["published"], markup=False)
+    print_table(table, f"\n{sampling['ssm']} alone, expansion {expansion}, temperature {sampling['temperature']:g}")
+    print(sampling["published"])
 
 
 # ---- the command
@@ -474,15 +412,9 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         FileNotFoundError, ValueError: a value is out of its range, or the same folder is given twice.
     """
-    check_counts(depth=args.depth, match=args.match, batch_size=args.batch_size)
-    check_threads(args.threads)
-    for option in ("nodes", "expansion", "widths"):
-        for value in getattr(args, option):
-            check_counts(**{option: value})
+    check_options(args, "depth", "match", "batch_size", "nodes", "expansion", "widths")
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: must be at least 2; the first token needs no draft")
-    if args.seconds is not None and not args.seconds > 0:
-        raise ValueError(f"--seconds {args.seconds:g}: must be above 0")
     drafted = 1 + sum(itertools.accumulate(args.expansion, operator.mul))
     if max(args.nodes) > drafted:
         raise ValueError(
@@ -494,13 +426,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--pattern {written}: write numbers from 1 on and one w; for example w 1 1 1")
     if args.sampling is not None and Sampling(temperature=args.sampling, seed=args.seed).greedy:
         raise ValueError(f"--sampling {args.sampling:g}: must be above 0; greedy decoding is compared in any case")
-    for option in ("folders", "nodes", "widths"):
-        values = getattr(args, option)
-        again = [value for place, value in enumerate(values) if value in values[:place]]
-        if again:
-            prefix = "" if option == "folders" else f"--{option} "
-            raise ValueError(f"{prefix}{' '.join(map(str, values))}: {again[0]} is given twice; leave one out")
-    check_file("--out", args.out)
+    for option, values in (("", args.folders), ("--nodes", args.nodes), ("--widths", args.widths)):
+        check_once(option, values)
 
 
 def main() -> None:
@@ -509,14 +436,16 @@ def main() -> None:
     given = read_prompts(args.prompts)
     torch.set_num_threads(args.threads)
     options: dict[str, Any] = {"dtype": args.dtype, "device": choose_device(args.device)}
-    target, ensembles = load_ensembles(args.folders, args.target, **options)
+    stored = read_drafters(args.folders, "ssm")
+    for drafter in stored.values():
+        check_config(*drafter)
+    target = load_target_of(stored, args.target, **options)
+    ensembles = {name: load_ensemble(*drafter, target) for name, drafter in stored.items()}
     prompts = encode_prompts(given, target)
     kinds = [prompt.kind or OTHER for prompt in given]
     first = ensembles[args.folders[0]]
     match = args.match or first.mark_tokens
-    with ProgressBar("answers of the target", len(prompts), console, transient=True) as advance:
-        answers = answer(target, prompts, args.max_new_tokens, args.batch_size, on_done=advance)
-    tokens, supervised = answers["tokens"], answers["supervised"]
+    tokens, supervised = answers_of(target, prompts, args.max_new_tokens, args.batch_size)
     expected = [row[mask].tolist() for row, mask in zip(tokens, supervised, strict=True)]
 
     folders = {
@@ -533,17 +462,14 @@ def main() -> None:
         for ssm, row in folders[name]["ssms"].items():
             row["cost"] = round(ensemble.pass_time(ssm, target, costs), 4)
             row["chains"] = chain_forecast(row["acceptance_by_depth"], row["cost"], costs)
-    found = {
-        "target": target.describe(), "prompts": len(prompts), "kinds": {kind: kinds.count(kind) for kind in kinds},
+    found = facts_of(__file__, target) | {
+        "prompts": len(prompts), "kinds": {kind: kinds.count(kind) for kind in kinds},
         "max_new_tokens": args.max_new_tokens, "match": match, "depth": args.depth, "nodes": args.nodes,
         "expansion": args.expansion, "folders": folders, "sampling": sampling, "threads": args.threads,
-        "dtype": str(target.dtype).removeprefix("torch."), "device": device_name(target.device),
-        "versions": versions(), "command": "python benchmarks/ensembles.py " + shlex.join(sys.argv[1:]),
     }  # fmt: skip
     print_tables(found)
     if args.out:
-        write_json(args.out, found)
-        console.print(f"wrote {args.out}", markup=False, soft_wrap=True)
+        write_report(args.out, found)
     if mismatches:
         raise SystemExit(1)
 

@@ -35,6 +35,7 @@ import platform
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,14 @@ def seconds(calls: Sequence[Callable[[], Any]], repeats: int = 30, limit: float 
         repeats: of all calls; fewer, at least three, where they would take longer than ``limit`` seconds.
     """
     take, once = (_capture if torch.cuda.is_available() else _run)(calls, repeats, limit)
-    times = [take() for _ in range(max(4, min(repeats + 3, int(limit / once))))]
-    ordered = torch.tensor(times[min(3, len(times) - 3) :], dtype=torch.float64)  # the first ones warm up
-    median, low, high = (ordered / len(calls)).quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist()
+    times = [take() / len(calls) for _ in range(max(4, min(repeats + 3, int(limit / once))))]
+    return quantiles(times[min(3, len(times) - 3) :])  # the first ones warm up
+
+
+def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 20 % and 80 % quantile."""
+    at = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+    median, low, high = torch.tensor(times, dtype=torch.float64).quantile(at).tolist()
     return median, low, high
 
 
@@ -215,7 +221,17 @@ class Table:
 
     def __init__(self, device: Device, name: str, args: argparse.Namespace) -> None:
         self.device, self.name, self.args, self.rows = device, name, args, list[Row]()
+        self.dtype = DTYPES[args.dtype]
         self.done = self.planned = 0  # shapes
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.args.device, dtype=self.dtype)
+
+    def cold(self, make: Callable[[], Tensor]) -> list[Tensor]:
+        """As many copies of the data as exceed a GPU's L2 cache together; on a CPU one."""
+        first = make()
+        count = max(1, min(64, -(-COLD_BYTES // first.nbytes))) if first.is_cuda else 1
+        return [first, *(make() for _ in range(count - 1))]
 
     def run(self, benches: Sequence[tuple[Callable[..., None], Sequence[int]]]) -> None:
         """Measure all shapes: functions of this file and their last arguments. What does not fit is left out."""
@@ -257,11 +273,6 @@ class Table:
         )
 
 
-def copies(bytes_each: int, device: str) -> int:
-    """How many copies of the data exceed a GPU's L2 cache."""
-    return max(1, min(64, -(-COLD_BYTES // bytes_each))) if device == "cuda" else 1
-
-
 def random_tree(nodes: int) -> tuple[Tensor, Tensor]:
     """A tree as calibration makes them, a few levels deep: ancestors ``[1, N, W]``, depth ``[1, N]``."""
     generator = torch.Generator().manual_seed(nodes)
@@ -276,14 +287,11 @@ def random_tree(nodes: int) -> tuple[Tensor, Tensor]:
 
 def bench_attention(args: argparse.Namespace, table: Table, batch: int, context: int, nodes: int, ragged: int) -> None:
     """Trees behind ``context`` cached tokens each; ragged: only the first row has as many, the others a sixteenth."""
-    dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
+    dtype, heads, kv_heads, width = table.dtype, args.heads, args.kv_heads, args.width
     slots, scale = context + nodes, width**-0.5
     cached = [context] + [context // 16 if ragged else context] * (batch - 1)
-    caches = [
-        torch.randn(2, batch, kv_heads, slots, width, device=args.device, dtype=dtype)
-        for _ in range(copies(2 * batch * kv_heads * slots * width * dtype.itemsize, args.device))
-    ]
-    q = torch.randn(batch, nodes, heads, width, device=args.device, dtype=dtype).transpose(1, 2)
+    caches = table.cold(lambda: table.randn(2, batch, kv_heads, slots, width))
+    q = table.randn(batch, nodes, heads, width).transpose(1, 2)
     ancestors, depth = (part.to(args.device).expand(batch, *part.shape[1:]) for part in random_tree(nodes))
     lengths = torch.tensor(cached, device=args.device)
     mask = ancestor_mask(ancestors, nodes)
@@ -327,11 +335,11 @@ def bench_attention(args: argparse.Namespace, table: Table, batch: int, context:
 
 def bench_prefill(args: argparse.Namespace, table: Table, batch: int, context: int) -> None:
     """A chunk of a prompt behind ``context`` cached tokens; prints the memory that each way takes at its peak."""
-    dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
+    dtype, heads, kv_heads, width = table.dtype, args.heads, args.kv_heads, args.width
     chunk = min(CHUNK, context)
     slots, scale, device = context + chunk, width**-0.5, torch.device(args.device)
-    k, v = torch.randn(2, batch, kv_heads, slots, width, device=device, dtype=dtype)
-    q = torch.randn(batch, chunk, heads, width, device=device, dtype=dtype).transpose(1, 2)
+    k, v = table.randn(2, batch, kv_heads, slots, width)
+    q = table.randn(batch, chunk, heads, width).transpose(1, 2)
     bias = causal_bias(context, chunk, 0, dtype, device)
     ancestors = causal_ancestors(chunk, device).expand(batch, -1, -1)
     lengths = torch.full((batch,), context, device=device)
@@ -371,10 +379,8 @@ def flex_attention_way(
 
 
 def bench_commit(args: argparse.Namespace, table: Table, batch: int, nodes: int) -> None:
-    dtype, depth, context = DTYPES[args.dtype], 5, 256
-    storage = torch.randn(
-        args.layers, 2, batch, args.kv_heads, context + nodes, args.width, device=args.device, dtype=dtype
-    )  # fmt: skip
+    depth, context = 5, 256
+    storage = table.randn(args.layers, 2, batch, args.kv_heads, context + nodes, args.width)
     generator = torch.Generator().manual_seed(nodes)
     drafted = [torch.randperm(nodes - 1, generator=generator)[:depth].sort().values + 1 for _ in range(batch)]
     path = F.pad(torch.stack(drafted), (1, 0)).to(args.device)
@@ -394,13 +400,13 @@ def bench_commit(args: argparse.Namespace, table: Table, batch: int, nodes: int)
         way(moved)
         results.append(moved[..., : context + depth + 1, :].clone())  # timing moves them again
         difference = float((results[-1] - results[0]).abs().max())
-        size = 2 * depth * storage[..., 0, :].numel() * dtype.itemsize
+        size = 2 * depth * storage[..., 0, :].numel() * table.dtype.itemsize
         call = lambda way=way, moved=moved: way(moved)  # noqa: E731
         table.add("commit", name, {"layers": args.layers, "B": batch, "N": nodes}, [call], size, 0, difference)
 
 
 def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int, vocabulary: int) -> None:
-    draws, dtype = 4, DTYPES[args.dtype]
+    draws, dtype = 4, table.dtype
     logits = torch.randn(batch, nodes, vocabulary, device=args.device).mul(3).to(dtype)
     p = logits.float().softmax(-1)
     tokens = p.flatten(0, 1).multinomial(1).view(batch, nodes)
@@ -438,13 +444,9 @@ def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int,
 
 
 def bench_head_topk(args: argparse.Namespace, table: Table, batch: int, vocabulary: int) -> None:
-    dtype, rows, count = DTYPES[args.dtype], 5 * batch, 10  # five heads
-    features = torch.randn(rows, args.hidden, device=args.device, dtype=dtype)
-    size = vocabulary * args.hidden * dtype.itemsize
-    weights = [
-        torch.randn(vocabulary, args.hidden, device=args.device, dtype=dtype) * args.hidden**-0.5
-        for _ in range(copies(size, args.device))
-    ]
+    rows, count = 5 * batch, 10  # five heads
+    features = table.randn(rows, args.hidden)
+    weights = table.cold(lambda: table.randn(vocabulary, args.hidden) * args.hidden**-0.5)
     exact = F.linear(features.float(), weights[0].float()).topk(count).values
     for name, way in (
         ("F.linear + topk", lambda w: F.linear(features, w).float().topk(count)),
@@ -452,13 +454,13 @@ def bench_head_topk(args: argparse.Namespace, table: Table, batch: int, vocabula
     ):
         difference = float((way(weights[0])[0] - exact).abs().max())
         calls = [lambda w=w, way=way: way(w) for w in weights]
-        shape = {"M": rows, "d": args.hidden, "V": vocabulary}
+        shape, size = {"M": rows, "d": args.hidden, "V": vocabulary}, weights[0].nbytes
         table.add("head_topk", name, shape, calls, size, 2.0 * rows * args.hidden * vocabulary, difference)
 
 
 def bench_shortlist(args: argparse.Namespace, table: Table, batch: int, nodes: int, vocabulary: int) -> None:
     """Other clusters at every call: on a CPU, a fifth of the rows may fit into the cache."""
-    dtype, width, count, capacity = DTYPES[args.dtype], args.hidden, 10, vocabulary // 5
+    dtype, width, count, capacity = table.dtype, args.hidden, 10, vocabulary // 5
     clusters = min(256, vocabulary // 8)
     generator = torch.Generator().manual_seed(vocabulary)
     cuts = torch.randperm(vocabulary - 1, generator=generator)[: clusters - 1].sort().values + 1
@@ -466,12 +468,12 @@ def bench_shortlist(args: argparse.Namespace, table: Table, batch: int, nodes: i
     ids = torch.randperm(vocabulary, generator=generator).to(args.device)
     scores = list(torch.rand(10, batch, clusters, generator=generator).to(args.device))
     lists = [pack_shortlist(one, starts, clusters, capacity) for one in scores]
-    features = torch.randn(batch, nodes, width, device=args.device, dtype=dtype)
+    features = table.randn(batch, nodes, width)
     size = vocabulary * width * dtype.itemsize
-    heads = [
-        nn.Linear(width, vocabulary, bias=False, device=args.device, dtype=dtype).requires_grad_(False)
-        for _ in range(copies(size, args.device))
-    ]
+    heads = list[nn.Linear]()
+    for weight in table.cold(lambda: table.randn(vocabulary, width) * width**-0.5):
+        heads.append(nn.Linear(width, vocabulary, bias=False, device="meta"))
+        heads[-1].weight = nn.Parameter(weight, requires_grad=False)
 
     def full(head: nn.Linear) -> Tensor:
         return linear.apply_linear(head, features).float()
@@ -519,13 +521,8 @@ def bench_shortlist(args: argparse.Namespace, table: Table, batch: int, nodes: i
 
 
 def bench_few_rows(args: argparse.Namespace, table: Table, rows: int, inputs: int, outputs: int) -> None:
-    dtype = DTYPES[args.dtype]
-    size = inputs * outputs * dtype.itemsize
-    x = torch.randn(rows, inputs, device=args.device, dtype=dtype)
-    matrices = [
-        torch.randn(outputs, inputs, device=args.device, dtype=dtype).mul_(inputs**-0.5).t()
-        for _ in range(copies(size, args.device))
-    ]
+    x = table.randn(rows, inputs)
+    matrices = table.cold(lambda: table.randn(outputs, inputs).mul_(inputs**-0.5).t())
     out = x.new_empty(rows, outputs)
     ways: dict[str, Callable[[Tensor], Tensor]] = {"torch.mm": lambda w: torch.mm(x, w, out=out)}
     form, parts_form = few_rows_forms(rows, matrices[0])
@@ -536,7 +533,7 @@ def bench_few_rows(args: argparse.Namespace, table: Table, rows: int, inputs: in
         compiled = torch.compile(torch.mm, mode="max-autotune-no-cudagraphs", dynamic=False)
         ways["torch.compile"] = lambda w: compiled(x, w)
     exact = x.float() @ matrices[0].float()
-    shape, moved = {"M": rows, "K": inputs, "N": outputs}, size + float(x.nbytes + out.nbytes)
+    shape, moved = {"M": rows, "K": inputs, "N": outputs}, float(x.nbytes + matrices[0].nbytes + out.nbytes)
     for way, function in ways.items():
         found = function(matrices[0]).float()
         difference = float(((found.sum(0) if found.dim() == 3 else found) - exact).abs().max())
@@ -554,11 +551,10 @@ def few_rows_forms(rows: int, matrix: Tensor) -> tuple[str, str]:
     return forms[0].name, forms[-1].name
 
 
-def partial_sums(args: argparse.Namespace, rows: int, outputs: int, parts: int) -> list[Tensor]:
+def partial_sums(table: Table, rows: int, outputs: int, parts: int) -> list[Tensor]:
     """Outputs of products ``[S, M, outputs]``: one part in the model's dtype, or several in float32 (split-K)."""
-    dtype = DTYPES[args.dtype] if parts == 1 else torch.float32
-    count = copies(parts * rows * outputs * dtype.itemsize, args.device)
-    return list(torch.randn(count, parts, rows, outputs, device=args.device, dtype=dtype).mul_(parts**-0.5))
+    dtype, device = table.dtype if parts == 1 else torch.float32, table.args.device
+    return table.cold(lambda: torch.randn(parts, rows, outputs, device=device, dtype=dtype).mul_(parts**-0.5))
 
 
 def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -566,13 +562,16 @@ def add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return parts[0] if len(parts) == 1 else parts.sum(0).to(dtype)
 
 
+Way = Callable[..., Sequence[Tensor]]  # arguments, some of which are written to → results
+
+
 def add_fused(
-    table: Table, name: str, shape: dict[str, int], plain: Callable[..., Sequence[Tensor]],
-    fused: Callable[..., Sequence[Tensor]], data: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], moved: float,
-    operations: float = 0.0,
+    table: Table, name: str, shape: dict[str, int], plain: Way, fused: Way, reference: Way,
+    data: Sequence[Sequence[Tensor]], moved: float, operations: float = 0.0,
 ) -> None:  # fmt: skip
-    """Both ways over all ``data``, the arguments of calls, some of which are written to; ``expected`` of the first."""
+    """Both ways over all ``data``, the arguments of calls, beside the definition's result."""
     first = [part.clone() for part in data[0]]  # timing changes them
+    expected = reference(*(part.clone() for part in first))
     for way, function in (("plain PyTorch", plain), ("triton", fused)):
         found = function(*(part.clone() for part in first))
         pairs = zip(found, expected, strict=True)
@@ -582,30 +581,29 @@ def add_fused(
 
 
 def bench_add_norm(args: argparse.Namespace, table: Table, batch: int, nodes: int, parts: int) -> None:
-    dtype, rows, width, eps = DTYPES[args.dtype], batch * nodes, args.hidden, 1e-5
+    dtype, rows, width, eps = table.dtype, batch * nodes, args.hidden, 1e-5
     weight = torch.rand(width, device=args.device, dtype=dtype) + 0.5
     data = [
         (torch.randn_like(y[0], dtype=dtype), y, torch.full_like(y[0], torch.nan, dtype=dtype))
-        for y in partial_sums(args, rows, width, parts)
+        for y in partial_sums(table, rows, width, parts)
     ]
 
     def plain(x: Tensor, y: Tensor, out: Tensor) -> Sequence[Tensor]:
         x.add_(add_up(y, dtype))
         return x, F.rms_norm(x, weight.shape, weight, eps)
 
-    def fused(x: Tensor, y: Tensor, out: Tensor) -> Sequence[Tensor]:
-        add_norm(x, y, weight, eps, out)
+    def by(function: Callable[..., object], x: Tensor, y: Tensor, out: Tensor) -> Sequence[Tensor]:
+        function(x, y, weight, eps, out)
         return x, out
 
     x, y, out = data[0]
-    expected = x.clone(), out.clone()
-    add_norm_reference(expected[0], y, weight, eps, expected[1])
     moved = y.nbytes + 2.0 * x.nbytes + out.nbytes + weight.nbytes
-    add_fused(table, "add_norm", {"S": parts, "M": rows, "d": width}, plain, fused, data, expected, moved)
+    ways = plain, partial(by, add_norm), partial(by, add_norm_reference)
+    add_fused(table, "add_norm", {"S": parts, "M": rows, "d": width}, *ways, data, moved)
 
 
 def bench_rotate_write(args: argparse.Namespace, table: Table, batch: int, nodes: int, parts: int) -> None:
-    dtype, heads, kv_heads, width = DTYPES[args.dtype], args.heads, args.kv_heads, args.width
+    dtype, heads, kv_heads, width = table.dtype, args.heads, args.kv_heads, args.width
     rows, all_heads, context = batch * nodes, heads + 2 * kv_heads, 256
     numbers, depth = torch.arange(context + nodes, device=args.device), random_tree(nodes)[1].to(args.device)
     slots, positions = numbers[context:].expand(batch, -1), (context + depth.long()).expand(batch, -1)
@@ -617,7 +615,7 @@ def bench_rotate_write(args: argparse.Namespace, table: Table, batch: int, nodes
             qkv, qkv.new_zeros(batch, context + nodes, 2, kv_heads, width, dtype=dtype),
             qkv.new_full((batch, nodes, heads, width), torch.nan, dtype=dtype),
         )
-        for qkv in partial_sums(args, rows, all_heads * width, parts)
+        for qkv in partial_sums(table, rows, all_heads * width, parts)
     ]  # fmt: skip
     # Once per forward pass, for all layers.
     own_cos, own_sin = F.embedding(positions, angles).view(batch, nodes, 2, 1, width).unbind(2)
@@ -632,54 +630,45 @@ def bench_rotate_write(args: argparse.Namespace, table: Table, batch: int, nodes
         cache.index_put_((numbers_of_rows, slots), each[:, :, heads:].view(batch, nodes, 2, kv_heads, width))
         return each[:, :, :heads], cache
 
-    def fused(qkv: Tensor, cache: Tensor, q_out: Tensor) -> Sequence[Tensor]:
-        rotate_write(qkv, angles, positions, slots, cache, q_out)
+    def by(function: Callable[..., object], qkv: Tensor, cache: Tensor, q_out: Tensor) -> Sequence[Tensor]:
+        function(qkv, angles, positions, slots, cache, q_out)
         return q_out, cache
 
-    qkv, cache, q_out = data[0]
-    expected = q_out.clone(), cache.clone()
-    rotate_write_reference(qkv, angles, positions, slots, expected[1], expected[0])
-    moved = qkv.nbytes + float(rows * all_heads * width * dtype.itemsize)
-    add_fused(table, "rotate_write", {"S": parts, "B": batch, "N": nodes}, plain, fused, data, expected, moved)
+    moved = data[0][0].nbytes + float(rows * all_heads * width * dtype.itemsize)
+    ways = plain, partial(by, rotate_write), partial(by, rotate_write_reference)
+    add_fused(table, "rotate_write", {"S": parts, "B": batch, "N": nodes}, *ways, data, moved)
 
 
 def bench_gated(args: argparse.Namespace, table: Table, batch: int, nodes: int, parts: int) -> None:
-    dtype, rows, width = DTYPES[args.dtype], batch * nodes, int(3.5 * args.hidden)
+    dtype, rows, width = table.dtype, batch * nodes, int(3.5 * args.hidden)
     data = [
         (both, both.new_full((rows, width), torch.nan, dtype=dtype))
-        for both in partial_sums(args, rows, 2 * width, parts)
+        for both in partial_sums(table, rows, 2 * width, parts)
     ]
 
     def plain(both: Tensor, out: Tensor) -> Sequence[Tensor]:
         gate, up = add_up(both, dtype).chunk(2, -1)
         return (F.silu(gate).mul_(up),)
 
-    def fused(both: Tensor, out: Tensor) -> Sequence[Tensor]:
-        gated(both, out, "silu")
+    def by(function: Callable[..., object], both: Tensor, out: Tensor) -> Sequence[Tensor]:
+        function(both, out, "silu")
         return (out,)
 
-    both, out = data[0]
-    expected = out.clone()
-    gated_reference(both, expected, "silu")
-    moved = float(both.nbytes + out.nbytes)
-    add_fused(table, "gated", {"S": parts, "M": rows, "F": width}, plain, fused, data, (expected,), moved)
+    moved = float(sum(part.nbytes for part in data[0]))
+    ways = plain, partial(by, gated), partial(by, gated_reference)
+    add_fused(table, "gated", {"S": parts, "M": rows, "F": width}, *ways, data, moved)
 
 
 def bench_res_block(args: argparse.Namespace, table: Table, batch: int) -> None:
     """Of five heads, for one position of each text."""
-    dtype, heads, width = DTYPES[args.dtype], 5, args.hidden
-    x = torch.randn(batch, width, device=args.device, dtype=dtype).expand(heads, -1, -1)
-    bias = torch.randn(heads, 1, width, device=args.device, dtype=dtype)
-    weights = [
-        torch.randn(heads, width, width, device=args.device, dtype=dtype).mul_(width**-0.5)
-        for _ in range(copies(heads * width**2 * dtype.itemsize, args.device))
-    ]
-    expected = res_block_reference(x.float(), weights[0].float(), bias.float())
-    moved = weights[0].nbytes + bias.nbytes + (batch + heads * batch) * width * float(dtype.itemsize)
+    heads, width = 5, args.hidden
+    x, bias = table.randn(batch, width).expand(heads, -1, -1), table.randn(heads, 1, width)
+    weights = table.cold(lambda: table.randn(heads, width, width).mul_(width**-0.5))
+    moved = weights[0].nbytes + bias.nbytes + (batch + heads * batch) * width * float(table.dtype.itemsize)
     add_fused(
         table, "res_block", {"K": heads, "P": batch, "d": width}, lambda *data: (res_block_reference(*data),),
-        lambda *data: (res_block(*data),), [(x, weight, bias) for weight in weights], (expected,), moved,
-        2.0 * heads * batch * width**2,
+        lambda *data: (res_block(*data),), lambda *data: (res_block_reference(*(part.float() for part in data)),),
+        [(x, weight, bias) for weight in weights], moved, 2.0 * heads * batch * width**2,
     )  # fmt: skip
 
 
@@ -691,37 +680,30 @@ def bench_acceptance(args: argparse.Namespace, table: Table, batch: int, nodes: 
     above = ancestor_mask(ancestors, nodes) & (depth[:, None] == depth[..., None] - 1)  # True at the parent alone
     parent = torch.where(number > 0, above.int().argmax(-1), -1).int()
     choice, tokens = torch.randint(2, (2, batch, nodes), device=args.device)  # about half of all nodes agree
-    best = torch.randn(batch, nodes, device=args.device, dtype=DTYPES[args.dtype])
+    best = table.randn(batch, nodes)
     valid, active = number.expand(batch, -1) >= 0, torch.arange(batch, device=args.device) % 3 != 1
     committed = tokens.new_full((batch, max_depth + 2), -2)
     data = (choice, best, tokens, parent, depth, ancestors, valid, active, committed)
 
-    def plain(*data: Tensor) -> Sequence[Tensor]:
-        return *accept_greedy_reference(*data, max_depth=max_depth), data[-1]
+    def accept(function: Callable[..., Sequence[Tensor]], *data: Tensor) -> Sequence[Tensor]:
+        return *function(*data, max_depth=max_depth), data[-1]
 
-    def fused(*data: Tensor) -> Sequence[Tensor]:
-        return *accept_greedy(*data, max_depth=max_depth), data[-1]
-
+    plain, fused = partial(accept, accept_greedy_reference), partial(accept, accept_greedy)
     shape, expected = {"B": batch, "N": nodes}, plain(*(part.clone() for part in data))
     moved = float(sum(part.nbytes for part in (*data, *expected[:-1])))
-    add_fused(table, "accept_greedy", shape, plain, fused, [data], expected, moved)
+    add_fused(table, "accept_greedy", shape, plain, fused, plain, [data], moved)
 
     _, length, node, bonus, _, _ = expected
-    features = torch.randn(batch, nodes, args.hidden, device=args.device, dtype=best.dtype)
+    features = table.randn(batch, nodes, args.hidden)
     state = (torch.full_like(length, 256), torch.full_like(bonus, -1), torch.full_like(features[:, 0], torch.nan))
     data = (*state, features, node, bonus, length, active)
 
-    def plain_advance(*data: Tensor) -> Sequence[Tensor]:
-        advance_reference(*data)
+    def go_on(function: Callable[..., object], *data: Tensor) -> Sequence[Tensor]:
+        function(*data)
         return data[:3]
 
-    def fused_advance(*data: Tensor) -> Sequence[Tensor]:
-        advance(*data)
-        return data[:3]
-
-    shape, expected = shape | {"F": args.hidden}, plain_advance(*(part.clone() for part in data))
-    moved = 2.0 * state[2].nbytes
-    add_fused(table, "advance", shape, plain_advance, fused_advance, [data], expected, moved)
+    plain, fused = partial(go_on, advance_reference), partial(go_on, advance)
+    add_fused(table, "advance", shape | {"F": args.hidden}, plain, fused, plain, [data], 2.0 * state[2].nbytes)
 
 
 def main() -> None:

@@ -8,46 +8,35 @@ objective is the mean cosine similarity of a row with its cluster's direction. E
 memory is what its resident set grows by at most, beyond the head in bfloat16.
 """
 
-import multiprocessing
 import resource
-import shlex
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
-from draftsmith.common.files import check_file
-from draftsmith.inference.commands.options import check_counts, check_threads
+from draftsmith.benchmarks.options import check_options, machine_options
+from draftsmith.common.command import CommandLine, before_imports, run_command
 
 PARSER = CommandLine(__doc__)
 PARSER.add_argument(
-    "--vocabulary",
-    type=int,
-    nargs="+",
-    default=[49152, 128256, 262144],
+    "--vocabulary", type=int, nargs="+", default=[49152, 128256, 262144],
     help="V, one or more (default: those of SmolLM2, Llama 3 and Gemma)",
-)
+)  # fmt: skip
 PARSER.add_argument("--hidden", type=int, default=576, help="d (default 576)")
 PARSER.add_argument("--clusters", type=int, default=256, help="M (default 256)")
 PARSER.add_argument("--iterations", type=int, default=20, help="at most (default 20)")
 PARSER.add_argument("--balanced", type=float, help="largest size, in multiples of V / M; left out: any")
-PARSER.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
-PARSER.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
+machine_options(PARSER, device=False)
 if __name__ == "__main__":
     before_imports(PARSER)
 
 import torch
-from rich.table import Table
 from sklearn.cluster import KMeans, kmeans_plusplus
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.models.artifact import device_name, versions, write_json
+from draftsmith.benchmarks.common import alone, facts_of, print_table, table_of, write_report
 from draftsmith.train.clusters import SEEDING_ROWS, spherical_kmeans
 
 METHODS = ("draftsmith", "scikit-learn")
-console = make_console()
 
 
 def synthetic_head(vocabulary: int, hidden: int, clusters: int) -> Tensor:
@@ -93,8 +82,7 @@ def run(method: str, vocabulary: int, options: dict[str, Any], iterations: int) 
 
 def main() -> None:
     args = PARSER.parse_args()
-    check_counts(hidden=args.hidden, clusters=args.clusters, iterations=args.iterations)
-    check_threads(args.threads)
+    check_options(args, "hidden", "clusters", "iterations")
     torch.set_num_threads(args.threads)  # which device_name names
     if args.balanced is not None and not args.balanced >= 1:
         PARSER.error(f"--balanced {args.balanced}: even clusters of equal size exceed it; give 1 or more")
@@ -102,26 +90,22 @@ def main() -> None:
         PARSER.error(f"--clusters {args.clusters}: at most {SEEDING_ROWS}, the rows that k-means++ sees")
     if min(args.vocabulary) < args.clusters:
         PARSER.error(f"--vocabulary {min(args.vocabulary)}: fewer rows than --clusters {args.clusters}")
-    check_file("--out", args.out)
     options, results = vars(args) | {"out": str(args.out)}, list[dict[str, Any]]()
-    table = Table("V", "", "seconds", "iterations", "MiB", "objective")
+    table = table_of("V", "", "seconds", "iterations", "MiB", "objective", left=2)
     for vocabulary in args.vocabulary:
         iterations = args.iterations
         for method in METHODS:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:  # memory of its own
-                found = pool.apply(run, (method, vocabulary, options, iterations))
+            found = alone(run, method, vocabulary, options, iterations)
             iterations = int(found["iterations"])
             results.append({"vocabulary": vocabulary, "method": method, **found})
             table.add_row(
                 f"{vocabulary:,}", method, f"{found['seconds']:.1f}", str(found["iterations"]), f"{found['mib']:,.0f}",
                 f"{found['objective']:.4f}",
             )  # fmt: skip
-    device = device_name(torch.device("cpu"))
-    console.print(f"{device}, {args.threads} threads, d = {args.hidden}, M = {args.clusters}")
-    console.print(table)
+    facts = facts_of(__file__, torch.device("cpu")) | {"options": options, "results": results}
+    print_table(table, f"{facts['device']}, d = {args.hidden}, M = {args.clusters}")
     if args.out:
-        facts = {"command": shlex.join(["python", *sys.argv]), "device": device, "versions": versions()}
-        write_json(args.out, {**facts, "options": options, "results": results})
+        write_report(args.out, facts)
 
 
 if __name__ == "__main__":

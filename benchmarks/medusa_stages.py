@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from draftsmith.benchmarks.options import prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
 from draftsmith.common.content import check_recipe
 from draftsmith.common.files import check_folder
@@ -29,25 +30,21 @@ from draftsmith.inference.commands.early import check_prompts
 
 PARSER = CommandLine(__doc__)
 PARSER.add_argument("--recipe", default="recipes/tiny-medusa2.yaml", help="which the runs follow (%(default)s)")
-PARSER.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="held-out prompts")
+prompts_option(PARSER)
 PARSER.add_argument("--steps", type=int, default=400, help="head-training steps of each way")
 PARSER.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
 PARSER.add_argument("--repeat", type=int, default=1, help="rounds over all prompts; the median counts")
 PARSER.add_argument(
-    "--out",
-    type=Path,
-    default=Path("runs/bench-medusa"),
-    metavar="DIR",
-    help="folder of the runs and figures (%(default)s)",
+    "--out", type=Path, default=Path("runs/bench-medusa"), metavar="DIR", help="of the runs and figures (%(default)s)"
 )
 PARSER.add_argument("overrides", nargs="*", metavar="section.field=value", help="for every run")
 if __name__ == "__main__":
     before_imports(PARSER, lambda args: (check_prompts(args.prompts), check_recipe(args)))
 
 import torch
-from rich.table import Table
 from safetensors.torch import load_file
 
+from draftsmith.benchmarks.common import facts_of, print_table, table_of, write_report
 from draftsmith.common.recipe import read_recipe
 from draftsmith.inference.commands.prompts import read_prompts
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -57,13 +54,14 @@ from draftsmith.inference.evaluation import report as reporting
 from draftsmith.inference.evaluation.lossless import check_greedy
 from draftsmith.inference.evaluation.timing import Method, run_rounds
 from draftsmith.models.adapter import target_of
-from draftsmith.models.artifact import device_name, read_drafter, read_json, versions, write_json
+from draftsmith.models.artifact import read_drafter, read_json, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import folders
 from draftsmith.train.medusa import SIMULATED_NODES, MedusaRecipe
 
-console = make_console(None if sys.stdout.isatty() else 110)  # the table is wider than 80
+console = make_console()
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def ways(steps: int, recipe: MedusaRecipe) -> dict[str, list[str]]:
@@ -112,10 +110,9 @@ def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -
 
 def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> dict[str, Any]:
     """τ, speed-up over plain decoding of the same target, losslessness, and drift of one finished run."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     _, config, weights = read_drafter(str(folder))
-    heads = MedusaHeads.from_artifact(config, weights, str(folder)).to(device)
-    target = target_of(folder, config, load_target(config["target"]["name_or_path"], device=device))
+    heads = MedusaHeads.from_artifact(config, weights, str(folder)).to(DEVICE)
+    target = target_of(folder, config, load_target(config["target"]["name_or_path"], device=DEVICE.type))
     kept = load_file(folder / "held_out" / "model.safetensors")
     ranks = head_ranks(target, heads, kept["tokens"], kept["supervised"])
     tree = best_tree(ranks, SIMULATED_NODES)
@@ -161,30 +158,19 @@ def main() -> None:
     for name, own in ways(args.steps, recipe).items():
         folder = train(args.recipe, args.out, name, args.steps, [*args.overrides, *own])
         rows[name] = measure(folder, args.prompts, args.max_new_tokens, args.repeat)
-    device = device_name("cuda" if torch.cuda.is_available() else "cpu")
-    table = Table(title=f"{args.recipe} · {args.steps} steps of the heads · {device}", title_justify="left")
-    table.add_column("way", no_wrap=True)
-    what = [
-        "τ",
-        "τ before\nloops",
-        "τ on the\noriginal's text",
-        "× plain",
-        "KL per\ntoken",
-        "perplexity\nratio",
+    facts = facts_of(__file__, DEVICE) | {"ways": rows}
+    table = table_of(
+        "way", "τ", "τ before\nloops", "τ on the\noriginal's text", "× plain", "KL per\ntoken", "perplexity\nratio",
         "exact",
-    ]
-    for column in what:
-        table.add_column(column, justify="right", no_wrap=True)
+    )  # fmt: skip
     for name, row in rows.items():
         table.add_row(
             name, f"{row['mean_accepted_length']:.2f}", f"{row['mean_accepted_length_before_first_loop'] or 1:.2f}",
             f"{row['simulated_on_the_originals_text']:.2f}", f"{row['speedup']:.2f}", f"{row['kl']:.4f}",
             f"{row['perplexity_ratio']:.4f}", "yes" if not row["lossless"]["mismatches"] else "NO",
         )  # fmt: skip
-    console.print(table)
-    command = "python benchmarks/medusa_stages.py " + shlex.join(sys.argv[1:])
-    write_json(args.out / "bench.json", {"ways": rows, "device": device, "versions": versions(), "command": command})
-    console.print(f"wrote {args.out / 'bench.json'}")
+    print_table(table, f"{args.recipe} · {args.steps} steps of the heads · {facts['device']}")
+    write_report(args.out / "bench.json", facts)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,15 @@ of the process beyond weights, gradients and moments.
 """
 
 import argparse
-import multiprocessing
 import resource
 import statistics
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
-from draftsmith.common.files import check_file
+from draftsmith.benchmarks.options import check_options, machine_options
+from draftsmith.common.command import CommandLine, before_imports, make_console, run_command
 
 PARSER = CommandLine(__doc__)
 PARSER.add_argument("--heads", type=int, default=5, help="Medusa heads (%(default)s)")
@@ -36,19 +34,16 @@ PARSER.add_argument(
     help="bfloat16: autocast; auto: that where this CPU has it in hardware (default)",
 )  # fmt: skip
 PARSER.add_argument("--repeat", type=int, default=5, help="timed steps after one to warm up; the median counts")
-PARSER.add_argument("--threads", type=int, default=available_cores(), help="CPU threads (%(default)s)")
-PARSER.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
+machine_options(PARSER, device=False)
 if __name__ == "__main__":
     before_imports(PARSER)
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.inference.commands.options import check_counts, check_threads
-from draftsmith.models.artifact import device_name, versions, write_json
+from draftsmith.benchmarks.common import alone, facts_of, print_table, table_of, write_report
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import Choice, choose_autocast, describe, say
 from draftsmith.models.target import Target
@@ -89,7 +84,8 @@ def batch_of(args: argparse.Namespace) -> dict[str, Tensor]:
     return {"tokens": tokens, "supervised": (place >= 128 * (1 - args.supervised)).expand(args.rows, -1).contiguous()}
 
 
-def measure(args: argparse.Namespace, ours: bool, sender: Connection) -> None:
+def measure(args: argparse.Namespace, ours: bool) -> dict[str, Any]:
+    """Median seconds of a step and of the heads, its peak memory and all losses, in this process."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -141,7 +137,7 @@ def measure(args: argparse.Namespace, ours: bool, sender: Connection) -> None:
         del loss
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     result = {name: statistics.median(values[1:]) for name, values in seconds.items()}
-    sender.send({**result, "peak_bytes": peak, "losses": losses})
+    return {**result, "peak_bytes": peak, "losses": losses}
 
 
 def resident() -> int:
@@ -149,27 +145,9 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def alone(args: argparse.Namespace, ours: bool) -> dict[str, Any]:
-    """``measure`` in a fresh process: its peak memory is its own."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=measure, args=(args, ours, sender))
-    process.start()
-    sender.close()
-    try:
-        result: dict[str, Any] = receiver.recv()
-    except EOFError:
-        raise ValueError("the measuring process died, most likely for lack of memory; make --width smaller") from None
-    process.join()
-    return result
-
-
 def main() -> None:
     args = PARSER.parse_intermixed_args()
-    check_file("--out", args.out)
-    counts = ("heads", "vocab", "width", "layers", "rows", "length", "repeat")
-    check_counts(**{name: getattr(args, name) for name in counts})
-    check_threads(args.threads)
+    check_options(args, "heads", "vocab", "width", "layers", "rows", "length", "repeat")
     if args.width % 64:
         raise ValueError(f"--width {args.width}: must be a multiple of 64")
     chosen = choose_autocast("none" if args.dtype == "float32" else args.dtype, "cpu")
@@ -179,18 +157,18 @@ def main() -> None:
     results = {}
     for name, ours in (("straightforward", False), ("draftsmith", True)):
         console.print(f"{name} …")
-        results[name] = alone(args, ours)
+        results[name] = alone(measure, args, ours)
     mine, theirs = results["draftsmith"], results["straightforward"]
     apart = max(abs(a - b) / abs(b) for a, b in zip(mine["losses"], theirs["losses"], strict=True))
-    if apart > (1e-3 if args.dtype == "float32" else 2e-2):
+    if not apart <= (1e-3 if args.dtype == "float32" else 2e-2):
         raise ValueError(f"the two loops do not train alike: losses {mine['losses']} and {theirs['losses']}")
     tokens = args.rows * args.length
     torch.set_num_threads(args.threads)
-    table = Table("", "heads, s", "step, s", "tokens/s", "peak memory, MB", title=None)
+    table = table_of("", "heads, s", "step, s", "tokens/s", "peak memory, MB")
     for name, found in results.items():
         table.add_row(name, *(f"{found[k]:.3f}" for k in ("heads", "step")), f"{tokens / found['step']:,.0f}",
                       f"{found['peak_bytes'] / 1e6:,.0f}")  # fmt: skip
-    console.print(table)
+    print_table(table)
     ratios = {
         "heads_speedup": theirs["heads"] / mine["heads"],
         "step_speedup": theirs["step"] / mine["step"],
@@ -202,9 +180,7 @@ def main() -> None:
     )
     if args.out:
         shape = {k: v for k, v in vars(args).items() if k != "out"}
-        facts = {"shape": shape, "results": results, **ratios, "device": device_name("cpu"), "versions": versions()}
-        write_json(args.out, facts)
-        console.print(f"wrote {args.out}")
+        write_report(args.out, facts_of(__file__, torch.device("cpu")) | {"shape": shape, "results": results, **ratios})
 
 
 if __name__ == "__main__":

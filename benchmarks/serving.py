@@ -34,14 +34,12 @@ figures.
 
 import argparse
 import math
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
+from draftsmith.benchmarks.options import check_once, check_options, check_positive, machine_options, prompts_option
+from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
-from draftsmith.inference.commands.options import check_counts, check_threads
 from draftsmith.inference.drafters.names import check_names, short_name
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
@@ -54,7 +52,7 @@ RESAMPLES = 1000  # of the bootstrap over blocks of requests
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="as for decode.py; several are compared")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
+    prompts_option(parser)
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[1, 8, 32], metavar="ROWS",
         help="requests decoded at once, at most (default 1 8 32)",
@@ -77,10 +75,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer, at most (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, limits and arrivals (default 0)")
     target_options(parser)
-    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.json", help="write figures and all requests' times there, a plot beside it"
-    )
+    machine_options(parser, device=False)
     return parser
 
 
@@ -92,19 +87,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from draftsmith.common.files import check_file, write_json
+from draftsmith.benchmarks.common import (
+    GREY,
+    cell,
+    facts_of,
+    interval_of,
+    legend_beside,
+    picture,
+    print_table,
+    table_of,
+    write_report,
+)
+from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
-from draftsmith.inference.commands.terminal import console, make_console
+from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.evaluation.lossless import check_greedy
-from draftsmith.inference.evaluation.report import write_figure
-from draftsmith.inference.evaluation.timing import CHECK_ROWS, bootstrap_interval, format_duration
-from draftsmith.models.artifact import device_name, versions
+from draftsmith.inference.evaluation.timing import CHECK_ROWS, format_duration
 from draftsmith.models.target import Target
 
 # ---- requests and their times
@@ -186,6 +189,11 @@ class Served:
     last: list[float]
     answers: list[Generation]
     seconds: float
+
+    @property
+    def requests(self) -> list[tuple[float, float, float, float, int]]:
+        """When each one arrived, was taken, and had its first and last token; its tokens."""
+        return [*zip(self.workload.arrivals, self.taken, self.first, self.last, self.tokens, strict=True)]
 
     @property
     def waiting(self) -> int:
@@ -315,12 +323,11 @@ def capacity_figures(method: Sequence[Served], plain: Sequence[Served], rows: in
     that both have answered."""
     columns = capacity_columns(method, plain, rows)
     total = columns.sum(-1)
-    interval = bootstrap_interval(columns, speed_ratio) if method is not plain else None
     return {
         "tokens_per_second": rounded(float(rows * total[0] / total[1]), 2),
         "requests_per_second": rounded(float(rows * columns.shape[1] / total[1]), 6),
         "over_plain": rounded(float(speed_ratio(total))),
-        "over_plain_interval": [round(bound, 4) for bound in interval] if interval else None,
+        "over_plain_interval": interval_of(columns, speed_ratio) if method is not plain else None,
         **common_figures(method),
     }
 
@@ -349,23 +356,18 @@ def common_figures(rounds: Sequence[Served]) -> dict[str, Any]:
 
 def latencies(rounds: Sequence[Served]) -> Tensor:
     """Seconds from arrival to the last token, of the requests of all rounds; infinite if not answered."""
-    return torch.tensor(
-        [last - arrival for served in rounds
-         for last, arrival in zip(served.last, served.workload.arrivals, strict=True)], dtype=torch.float64,
-    )  # fmt: skip
+    requests = (request for served in rounds for request in served.requests)
+    return torch.tensor([last - arrival for arrival, _, _, last, _ in requests], dtype=torch.float64)
 
 
 def load_figures(method: Sequence[Served], plain: Sequence[Served]) -> dict[str, Any]:
     """Figures of the measurements at a load; ``verdict``: whether speculation is faster, slower or even by its p90
     latency, None for plain decoding."""
-    first = [f - arrival for served in method
-             for f, arrival in zip(served.first, served.workload.arrivals, strict=True)]  # fmt: skip
-    per_token = [(last - f) / (tokens - 1) for served in method
-                 for last, f, tokens in zip(served.last, served.first, served.tokens, strict=True)
-                 if tokens > 1]  # fmt: skip
+    requests = [request for served in method for request in served.requests]
+    first = [f - arrival for arrival, _, f, _, _ in requests]
+    per_token = [(last - f) / (tokens - 1) for _, _, f, last, tokens in requests if tokens > 1]
+    occupied = sum(last - taken for _, taken, _, last, _ in requests if taken < math.inf)
     seconds = sum(served.seconds for served in method)
-    occupied = sum(last - taken for served in method
-                   for last, taken in zip(served.last, served.taken, strict=True) if taken < math.inf)  # fmt: skip
     waiting, count = [served.waiting for served in method], sum(len(served.taken) for served in method)
     times = {"latency": latencies(method), "first_token": torch.tensor(first), "per_token": torch.tensor(per_token)}
     figures: dict[str, Any] = {
@@ -428,122 +430,93 @@ def sentence(name: str, rows: int, verdicts: Mapping[float, str], capacity: Mapp
     details += [f"slower at {', '.join(at('slower'))}"] if at("slower") else []
     return (
         f"batch {rows}: speculation with {short_name(name)} {pays} ({'; '.join(details)}), and its capacity is "
-        f"{with_interval(capacity['over_plain'], capacity['over_plain_interval'])} × plain decoding's"
+        f"{cell(capacity['over_plain'], capacity['over_plain_interval'])} × plain decoding's"
     )
 
 
 # ---- tables and plot
 
 
-def with_interval(value: float | None, interval: Sequence[float | None] | None) -> str:
-    if value is None:
-        return "–"
-    bounds = ["∞" if bound is None else f"{bound:.2f}" for bound in interval or ()]
-    return f"{value:.2f}" + (f" ({bounds[0]}–{bounds[1]})" if bounds else "")
-
-
-def _times(figures: Mapping[str, float | None], names: Sequence[str], scale: float = 1.0, digits: int = 2) -> str:
-    return " / ".join("–" if (value := figures[name]) is None else f"{value * scale:.{digits}f}" for name in names)
+def _times(figures: Mapping[str, float | None], names: Sequence[str], scale: float = 1.0, form: str = ".2f") -> str:
+    return " / ".join(cell(value and value * scale, form=form) for value in map(figures.get, names))
 
 
 def _name(drafter: str) -> str:
     return "plain" if drafter == PLAIN else short_name(drafter)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
-    return table
-
-
 def print_tables(found: Mapping[str, Any]) -> None:
     """Capacity and loads of each batch size, and its sentences."""
-    out = make_console(stderr=False)
     for batch in found["batches"]:
-        out.print(f"\nbatch {batch['rows']}: all requests at once", style="bold", markup=False)
-        table = _table("method", "tokens/s", "× plain", "τ", "requests")
+        table = table_of("method", "tokens/s", "× plain", "τ", "requests")
         for name, row in batch["capacity"].items():
-            ratio = "1" if name == PLAIN else with_interval(row["over_plain"], row["over_plain_interval"])
-            tau = f"{row['tau']:.2f}" if row["tau"] else "–"
-            table.add_row(_name(name), f"{row['tokens_per_second']:.1f}", ratio, tau, str(row["answered"]))
-        out.print(table)
-        out.print(f"\nbatch {batch['rows']}: Poisson arrivals", style="bold", markup=False)
-        table = _table(
+            ratio = "1" if name == PLAIN else cell(row["over_plain"], row["over_plain_interval"])
+            speed = f"{row['tokens_per_second']:.1f}"
+            table.add_row(_name(name), speed, ratio, cell(row["tau"]), str(row["answered"]))
+        print_table(table, f"\nbatch {batch['rows']}: all requests at once")
+        table = table_of(
             "load", "requests/s", "method", "latency, s\np50 / p90 / p99", "p90\n× plain", "first token, s\np50 / p99",
-            "per token, ms\np50 / p99", "tokens/s", "rows", "waiting\nat the end",
+            "per token, ms\np50 / p99", "tokens/s", "rows", "waiting\nat the end", left=3,
         )  # fmt: skip
         for part in batch["loads"]:
             for name, row in part["methods"].items():
                 ratio = "1"
                 if name != PLAIN:
-                    ratio = with_interval(row["latency_p90_over_plain"], row["latency_p90_over_plain_interval"])
+                    ratio = cell(row["latency_p90_over_plain"], row["latency_p90_over_plain_interval"])
                 waiting = f"{sum(row['waiting'])} of {row['requests']}"
                 left = row["requests"] - row["answered"]
                 table.add_row(
                     *((f"{part['load']:g}", f"{part['requests_per_second']:.2f}") if name == PLAIN else ("", "")),
                     _name(name), _times(row["latency"], ("p50", "p90", "p99")), ratio,
-                    _times(row["first_token"], ("p50", "p99")), _times(row["per_token"], ("p50", "p99"), 1e3, 1),
+                    _times(row["first_token"], ("p50", "p99")), _times(row["per_token"], ("p50", "p99"), 1e3, ".1f"),
                     f"{row['tokens_per_second']:.1f}", f"{row['rows']:.2f}",
                     waiting + (": the queue grew" if row["grew"] else "") + (f", {left} not answered" if left else ""),
                 )  # fmt: skip
-        out.print(table)
-    out.print()
-    for line in (line for batch in found["batches"] for line in batch["sentences"]):
-        out.print(line, markup=False, soft_wrap=True)
+        print_table(table, f"\nbatch {batch['rows']}: Poisson arrivals")
+    print()
+    print(*(line for batch in found["batches"] for line in batch["sentences"]), sep="\n")
     for name, row in found["texts"].items():
         same = row["different"] == 0
         verdict = "identical to plain decoding" if same else (
             f"{row['different']} differ from plain decoding: {row['near_ties']} near-ties, "
             f"{row['mismatches']} mismatches")  # fmt: skip
-        out.print(f"{_name(name)}: {row['answers']} answers, {verdict}", markup=False, soft_wrap=True)
+        print(f"{_name(name)}: {row['answers']} answers, {verdict}")
 
 
 def plot(found: Mapping[str, Any], path: Path) -> None:
     """Plot p50 and p99 latency over the arrival rate, a panel for each batch size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib import ticker
-
     batches = found["batches"]
-    figure, panels = plt.subplots(
-        1, len(batches), figsize=(2 + 4 * len(batches), 4.2), layout="constrained", squeeze=False, sharey=True
-    )
-    colours = plt.get_cmap("tab10")
-    for axes, batch in zip(panels[0], batches, strict=True):
-        rates = [part["requests_per_second"] for part in batch["loads"]]
-        for number, name in enumerate(batch["capacity"]):
-            colour = "#5a6270" if name == PLAIN else colours((number - 1) % 10)
-            rows = [part["methods"][name] for part in batch["loads"]]
-            for each, line in (("p50", "-"), ("p99", "--")):
-                heights = [math.nan if row["latency"][each] is None else row["latency"][each] for row in rows]
-                axes.plot(rates, heights, line, color=colour, linewidth=1.6)
-                for rate, height, row in zip(rates, heights, rows, strict=True):
-                    fill = "white" if row["grew"] else colour
-                    axes.plot([rate], [height], "o", color=colour, markerfacecolor=fill, markersize=5)
-        axes.axvline(batch["capacity"][PLAIN]["requests_per_second"], color="#8d95a3", linewidth=1, linestyle=":")
-        if any(row["latency"]["p50"] for part in batch["loads"] for row in part["methods"].values()):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("")
-        axes.set_xlim(left=0)
-        axes.set_title(f"batch {batch['rows']}")
-        axes.set_xlabel("requests per second")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("latency, s")
-    last = panels[0][-1]
-    for number, name in enumerate(batches[0]["capacity"]):
-        last.plot([], [], "-o", color="#5a6270" if name == PLAIN else colours((number - 1) % 10), label=_name(name))
-    last.plot([], [], "-", color="#30343c", label="p50")
-    last.plot([], [], "--", color="#30343c", label="p99")
-    last.plot([], [], "o", color="#30343c", markerfacecolor="white", label="the queue grew")
-    last.plot([], [], ":", color="#8d95a3", label="plain decoding's\ncapacity")
-    last.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
-    write_figure(figure, path)
+    colours = {name: f"C{place}" for place, name in enumerate(batches[0]["capacity"], -1)} | {PLAIN: "#5a6270"}
+    with picture(path, 2 + 4 * len(batches), 4.2, panels=len(batches), sharey=True) as panels:
+        from matplotlib import ticker
+
+        for axes, batch in zip(panels, batches, strict=True):
+            rates = [part["requests_per_second"] for part in batch["loads"]]
+            for name, colour in colours.items():
+                rows = [part["methods"][name] for part in batch["loads"]]
+                for each, line in (("p50", "-"), ("p99", "--")):
+                    heights = [math.nan if row["latency"][each] is None else row["latency"][each] for row in rows]
+                    axes.plot(rates, heights, line, color=colour, linewidth=1.6)
+                    for rate, height, row in zip(rates, heights, rows, strict=True):
+                        fill = "white" if row["grew"] else colour
+                        axes.plot([rate], [height], "o", color=colour, markerfacecolor=fill, markersize=5)
+            axes.axvline(batch["capacity"][PLAIN]["requests_per_second"], color=GREY, linewidth=1, linestyle=":")
+            if any(row["latency"]["p50"] for part in batch["loads"] for row in part["methods"].values()):
+                axes.set_yscale("log")
+                axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter("")
+            axes.set_xlim(left=0)
+            axes.set(title=f"batch {batch['rows']}", xlabel="requests per second")
+        panels[0].set_ylabel("latency, s")
+        last = panels[-1]
+        for name, colour in colours.items():
+            last.plot([], [], "-o", color=colour, label=_name(name))
+        last.plot([], [], "-", color="#30343c", label="p50")
+        last.plot([], [], "--", color="#30343c", label="p99")
+        last.plot([], [], "o", color="#30343c", markerfacecolor="white", label="the queue grew")
+        last.plot([], [], ":", color=GREY, label="plain decoding's\ncapacity")
+        legend_beside(last)
 
 
 # ---- the command
@@ -555,25 +528,16 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: a value is out of its range or given twice, or --out cannot be written.
     """
-    check_counts(max_new_tokens=args.max_new_tokens, rounds=args.rounds, requests=args.requests)
-    check_threads(args.threads)
-    for rows in args.batches:
-        check_counts(batches=rows)
+    check_options(args, "max_new_tokens", "rounds", "requests", "batches")
     for load in args.loads:
-        if not 0 < load < math.inf:
-            raise ValueError(f"--loads {load:g}: must be above 0, a share of plain decoding's capacity")
-    if not 0 < args.seconds < math.inf:
-        raise ValueError(f"--seconds {args.seconds:g}: must be above 0")
+        check_positive("--loads", load, ", a share of plain decoding's capacity")
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: must be at least 2; the first token needs no draft")
     if not 0 <= args.seed < 1 << 62:
         raise ValueError(f"--seed {args.seed}: must be from 0 to 2⁶² − 1")
-    for option, values in (("--batches ", args.batches), ("--loads ", args.loads), ("", args.drafters)):
-        names = [short_name(value) if not option else f"{value:g}" for value in values]
-        again = [name for place, name in enumerate(names) if name in names[:place]]
-        if again:
-            raise ValueError(f"{option}{' '.join(names)}: {again[0]} is given twice; leave one out")
-    check_file("--out", args.out)
+    check_once("--batches", args.batches)
+    check_once("--loads", [f"{load:g}" for load in args.loads])
+    check_once("", [short_name(name) for name in args.drafters])
 
 
 def load_decoders(args: argparse.Namespace) -> tuple[Target, dict[str, SpeculativeDecoder]]:
@@ -719,12 +683,10 @@ def main() -> None:
     console.print(f"{total} measurements, at most about {format_duration(most)} in all", markup=False)
     batches: list[dict[str, Any]] = []
     measured: dict[str, list[Served]] = {name: [] for name in decoders}
-    found: dict[str, Any] = {
-        "target": target.describe(), "drafters": list(decoders), "prompts": len(prompts),
-        "max_new_tokens": args.max_new_tokens, "seed": args.seed, "rounds": args.rounds, "seconds": args.seconds,
+    found = facts_of(__file__, target) | {
+        "drafters": list(decoders), "prompts": len(prompts), "max_new_tokens": args.max_new_tokens,
+        "seed": args.seed, "rounds": args.rounds, "seconds": args.seconds,
         "execution": {}, "planned": len(args.batches), "batches": batches, "texts": {}, "threads": args.threads,
-        "dtype": str(target.dtype).removeprefix("torch."), "device": device_name(target.device), "versions": versions(),
-        "command": "python benchmarks/serving.py " + shlex.join(sys.argv[1:]),
     }  # fmt: skip
     with ProgressBar("serving", total, console, transient=True) as advance:
         for number, rows in enumerate(args.batches):
@@ -741,10 +703,7 @@ def main() -> None:
     found["texts"] = check_texts(decoders[PLAIN], prompts, args.max_new_tokens, measured)
     print_tables(found)
     if args.out:
-        picture = args.out.with_suffix(".png")
-        write_json(args.out, found)
-        plot(found, picture)
-        console.print(f"wrote {args.out} and {picture}", markup=False, soft_wrap=True)
+        write_report(args.out, found, plot)
     if any(row["mismatches"] for row in found["texts"].values()):
         raise SystemExit(1)
 

@@ -28,16 +28,14 @@ n nodes of a level, e width of embeddings, d of hidden states.
 """
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
+from draftsmith.benchmarks.options import check_once, check_options, machine_options, prompts_option
+from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
-from draftsmith.inference.commands.options import check_counts, check_threads
 from draftsmith.inference.drafters.names import check_names, short_name
-from draftsmith.models.options import choose_device, dtype_option
+from draftsmith.models.options import choose_device
 
 WHOLE = "whole LM head"
 
@@ -45,16 +43,14 @@ WHOLE = "whole LM head"
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="drafters of type dynaspec on the same drafter")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
+    prompts_option(parser)
     parser.add_argument("--target", metavar="FOLDER", help="if it is not where the first folder's config says")
     parser.add_argument("--max-new-tokens", type=int, default=48, help="of an answer (default 48)")
     parser.add_argument("--nodes", type=int, default=16, metavar="N", help="of the tree, root included (default 16)")
     parser.add_argument("--depths", type=int, default=5, metavar="K", help="at which lists are compared (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and nodes that are timed (default 0)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts answered at once (default 8)")
-    dtype_option(parser, "of target and drafter")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
-    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
+    machine_options(parser, "of target and drafter", out=False)
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="write the figures to DIR/shortlists.json and plot them beside it"
     )
@@ -66,42 +62,52 @@ if __name__ == "__main__":
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
-from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.benchmarks.ensembles import interval_of
-from draftsmith.common.files import check_folder, write_json
+from draftsmith.benchmarks.common import (
+    GREY,
+    answers_of,
+    cell,
+    elapsed,
+    facts_of,
+    interval_of,
+    legend_beside,
+    load_target_of,
+    picture,
+    print_table,
+    read_drafters,
+    table_of,
+    take_turns,
+    write_report,
+)
+from draftsmith.common.files import check_folder
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
-from draftsmith.inference.commands.terminal import console, make_console
+from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.dynaspec import PART, read_parts
 from draftsmith.inference.drafters.levels import Layout
-from draftsmith.inference.drafters.load import read_named
 from draftsmith.inference.drafters.ranks import MAX_RANK, best_tree, draft_labels, ensemble_depths, simulate_depths
 from draftsmith.inference.drafters.rollouts import Drafts, first_places
 from draftsmith.inference.drafters.shortlists import Shortlists, check_router
-from draftsmith.inference.engine.answers import answer
-from draftsmith.inference.evaluation.report import OTHER, write_figure
+from draftsmith.inference.evaluation.report import OTHER
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.linear import apply_linear
-from draftsmith.models.adapter import target_of
-from draftsmith.models.artifact import device_name, versions
-from draftsmith.models.precision import say
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.target import Target
 
 TEXTS = 4  # that the drafter reads at once
 ENTRIES = 1 << 23  # of a matrix of nodes by vocabulary that are in memory at once
 TIMED, ROUNDS = 8, 5  # prompts of each kind whose head time is measured, at most; rounds over each
 STATISTICS = ("acceptance", "top1", "top10", "tokens", "labels")  # of a node
 FACTS = ("draftsmith_version", "target")  # of a config, not the drafter's shape
+MARKERS = "osD^vP*Xhd<>"  # of the plot, by kind of text
 
 Heads = Mapping[str, ShortlistHead | None]  # method → its shortlists; None: the whole LM head
 
@@ -130,12 +136,7 @@ def load_shortlists(
         FileNotFoundError, ValueError: a folder is missing, damaged, no drafter of type dynaspec, for another target, or
             on another base drafter than the first.
     """
-    stored = {name: read_named(name) for name in folders}
-    for folder, config, _ in stored.values():
-        if config["drafter_type"] != "dynaspec":
-            raise ValueError(
-                f"{folder}: drafter_type '{config['drafter_type']}'; give folders that train/dynaspec.py wrote"
-            )
+    stored = read_drafters(folders, "dynaspec")
     heads: dict[str, ShortlistHead | None] = {WHOLE: None}
     heads[folders[0]], family, base = read_parts(*stored[folders[0]])
     weights = stored_weights(base[0]) if len(folders) > 1 else {}
@@ -152,10 +153,7 @@ def load_shortlists(
             raise ValueError(
                 f"{folder}: {different[0]} is not that of {base[0]}; give folders whose '{PART}' is the same drafter"
             )
-    known = stored[folders[0]][1]["target"]["name_or_path"]
-    target = load_target(target_name or known, say=say, **options)
-    for folder, config, _ in stored.values():
-        target = target_of(folder, config, target)
+    target = load_target_of(stored, target_name, **options)
     drafts = family.open_drafts(*base, target)
     outputs = len(drafts.weight)
     for name, head in heads.items():
@@ -354,8 +352,7 @@ def time_heads(target: Target, drafts: Drafts, heads: Heads, drawn: Sequence[Dra
             of_head.allocate(1, static=False)
         lists.append(of_head)
 
-    def run(of_head: Shortlists | None, levels: list[tuple[Tensor, Tensor, Tensor]]) -> float:
-        began = time.perf_counter()
+    def run(of_head: Shortlists | None, levels: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         for depth, (embeddings, hidden, read) in enumerate(levels):
             if of_head is not None:
                 of_head.choose(embeddings, hidden, depth)
@@ -363,24 +360,17 @@ def time_heads(target: Target, drafts: Drafts, heads: Heads, drawn: Sequence[Dra
             else:
                 logits = apply_linear(drafts.head, read)
                 _ = logits if drafts.after_head is None else drafts.after_head(logits)
-        if target.device.type == "cuda":
-            torch.cuda.synchronize(target.device)
-        return time.perf_counter() - began
 
     seconds = torch.zeros(len(lists), len(drawn), dtype=torch.float64)
-    order = list(range(len(lists)))
     with torch.inference_mode():
         for number, each in enumerate(drawn):
-            for of_head in lists:
+            runs = [partial(elapsed, partial(run, of_head, each.levels), target.device) for of_head in lists]
+            for of_head, first in zip(lists, runs, strict=True):
                 if of_head is not None:
                     of_head.begin(slice(0, 1))
                     of_head.read(each.text)
-                run(of_head, each.levels)  # the first call allocates and tunes
-            rounds = [list[float]() for _ in lists]
-            for _ in range(ROUNDS):
-                for place in order:
-                    rounds[place].append(run(lists[place], each.levels))
-                order = [*order[1:], order[0]]
+                first()  # allocates and tunes
+            rounds = take_turns(runs, ROUNDS)
             seconds[:, number] = torch.tensor([statistics.median(times) for times in rounds], dtype=torch.float64)
     return seconds
 
@@ -443,75 +433,55 @@ def figures(found: Found, tree: Topology, seconds: Tensor, timed: Sequence[int],
     return {"prompts": len(numbers), "positions": int(nodes[:, 0].sum()), "methods": rows}
 
 
-def _cell(fields: dict[str, Any] | None, digits: int = 2) -> str:
+def _cell(fields: dict[str, Any] | None, form: str = ".2f") -> str:
     """A figure, its interval below it."""
-    if fields is None or fields["value"] is None:
-        return "–"
-    bounds = fields["interval"]
-    return f"{fields['value']:.{digits}f}" + (f"\n{bounds[0]:.{digits}f}–{bounds[1]:.{digits}f}" if bounds else "")
+    return cell(fields["value"], fields["interval"], form).replace(" (", "\n(") if fields else "–"
 
 
 def _percent(values: Sequence[float | None]) -> str:
     return " ".join("–" if value is None else f"{100 * value:.0f}" for value in values)
 
 
-def print_table(title: str, found: dict[str, Any]) -> None:
+def print_methods(title: str, found: dict[str, Any]) -> None:
     """The methods by rows."""
-    out = make_console(stderr=False)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    columns = (
+    table = table_of(
         "list", "τ", "τ / whole", "one draw,\ndepth 0", "mean over\ndepths", "recall, %, by depth:\n@1, below it @10",
         "tokens", "labels", "head, ms", "head /\nwhole",
     )  # fmt: skip
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for name, row in found["methods"].items():
         recall = [_percent(row["by_depth"][field]) for field in ("top1", "top10")]
         tokens, labels = row["tokens"]["value"], row["labels"]["value"]
         table.add_row(
             WHOLE if name == WHOLE else short_name(name), _cell(row["tau"]),
-            _cell(row["tau_over_whole"], 3) if name != WHOLE else "1", _cell(row["acceptance_at_depth_0"], 3),
-            _cell(row["acceptance"], 3), "\n".join(recall) if name != WHOLE else "",
-            "–" if tokens is None else f"{tokens:,.0f}", "–" if labels is None else f"{labels:.3f}",
-            f"{row['head_seconds'] * 1e3:.2f}" if row["head_seconds"] else "–",
+            _cell(row["tau_over_whole"], ".3f") if name != WHOLE else "1", _cell(row["acceptance_at_depth_0"], ".3f"),
+            _cell(row["acceptance"], ".3f"), "\n".join(recall) if name != WHOLE else "", cell(tokens, form=",.0f"),
+            cell(labels, form=".3f"), f"{row['head_seconds'] * 1e3:.2f}" if row["head_seconds"] else "–",
             _cell(row["head_over_whole"]) if name != WHOLE else "1",
         )  # fmt: skip
     count = found["prompts"]
-    what = f"\n{title}: {count} prompt{'s' * (count != 1)}, {found['positions']:,} positions"
-    out.print(what, markup=False)
-    out.print(table)
+    print_table(table, f"\n{title}: {count} prompt{'s' * (count != 1)}, {found['positions']:,} positions")
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
     """Plot τ / τ of the whole LM head over the mean number of tokens, a point for each folder and kind of text."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    markers, colours = "osD^vP*Xhd<>", plt.get_cmap("tab20")
-    parts = found["kinds"] or {"all": found["all"]}
-    for number, (kind, part) in enumerate(parts.items()):
-        marker = markers[number % len(markers)]
-        axes.plot([], [], marker, color="#5a6270", label=kind)
+    with picture(path, 8, 4.8) as (axes,):
+        for number, (kind, part) in enumerate((found["kinds"] or {"all": found["all"]}).items()):
+            marker = MARKERS[number % len(MARKERS)]
+            axes.plot([], [], marker, color="#5a6270", label=kind)
+            for place, name in enumerate(found["folders"]):
+                row = part["methods"][name]
+                size, kept = row["tokens"]["value"], row["tau_over_whole"]
+                if size is None or kept["value"] is None:
+                    continue
+                low, high = kept["interval"] or (kept["value"], kept["value"])
+                reach = [[max(0, kept["value"] - low)], [max(0, high - kept["value"])]]
+                axes.errorbar(size, kept["value"], reach, fmt=marker, color=f"C{place}", capsize=2, alpha=0.85)
         for place, name in enumerate(found["folders"]):
-            row = part["methods"][name]
-            size, kept = row["tokens"]["value"], row["tau_over_whole"]
-            if size is None or kept["value"] is None:
-                continue
-            low, high = kept["interval"] or (kept["value"], kept["value"])
-            reach = [[max(0, kept["value"] - low)], [max(0, high - kept["value"])]]
-            axes.errorbar(size, kept["value"], reach, fmt=marker, color=colours(place % 20), capsize=2, alpha=0.85)
-    for place, name in enumerate(found["folders"]):
-        axes.plot([], [], "-", color=colours(place % 20), linewidth=3, label=short_name(name))
-    axes.axhline(1, color="#8d95a3", linewidth=1)
-    axes.set_xlabel(f"mean tokens in the list, of {found['outputs']:,}")
-    axes.set_ylabel("simulated τ / whole LM head's, 95 % interval")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
-    write_figure(figure, path)
+            axes.plot([], [], "-", color=f"C{place}", linewidth=3, label=short_name(name))
+        axes.axhline(1, color=GREY, linewidth=1)
+        axes.set_xlabel(f"mean tokens in the list, of {found['outputs']:,}")
+        axes.set_ylabel("simulated τ / whole LM head's, 95 % interval")
+        legend_beside(axes)
 
 
 # ---- the command
@@ -523,8 +493,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: a value is out of its range, or the same folder is given twice.
     """
-    check_counts(depths=args.depths, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size)
-    check_threads(args.threads)
+    check_options(args, "depths", "max_new_tokens", "batch_size")
     if args.nodes < 2:
         raise ValueError(f"--nodes {args.nodes}: must be at least 2, the root and a draft")
     if args.depths > DEPTHS:
@@ -532,9 +501,7 @@ def check(args: argparse.Namespace) -> None:
     if args.max_new_tokens <= args.depths:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: must be above --depths {args.depths}, or no answer "
                          "is as long as the drafts are deep")  # fmt: skip
-    again = [name for place, name in enumerate(args.folders) if name in args.folders[:place]]
-    if again:
-        raise ValueError(f"{' '.join(args.folders)}: {again[0]} is given twice; leave one out")
+    check_once("", args.folders)
     check_folder("--report", args.report)
 
 
@@ -549,9 +516,7 @@ def main() -> None:
         raise ValueError(f"--depths {args.depths}: this drafter drafts {most} tokens deep; give at most {most}")
     prompts = encode_prompts(given, target)
     kinds = [prompt.kind or OTHER for prompt in given]
-    with ProgressBar("answers of the target", len(prompts), console, transient=True) as advance:
-        answers = answer(target, prompts, args.max_new_tokens, args.batch_size, on_done=advance)
-    tokens, supervised = answers["tokens"], answers["supervised"]
+    tokens, supervised = answers_of(target, prompts, args.max_new_tokens, args.batch_size)
     with ProgressBar("drafts of the answers", len(prompts), console, transient=True) as advance:
         found = measure_lists(target, drafts, heads, tokens, supervised, args.depths, advance)
     tree = best_tree(found.ranks[WHOLE], args.nodes)
@@ -576,25 +541,19 @@ def main() -> None:
     def figures_of(numbers: Sequence[int]) -> Any:
         return figures(found, tree, seconds, list(drawn), numbers)
 
-    report = {
-        "target": target.describe(), "folders": args.folders, "drafter_type": drafter_type,
-        "outputs": len(drafts.weight), "prompts": len(prompts),
+    report = facts_of(__file__, target) | {
+        "folders": args.folders, "drafter_type": drafter_type, "outputs": len(drafts.weight), "prompts": len(prompts),
         "max_new_tokens": args.max_new_tokens, "nodes": args.nodes, "depths": args.depths, "seed": args.seed,
         "tree": [list(path) for path in tree.paths], "timed_nodes": widths, "timed_prompts": len(drawn),
         "all": figures_of(range(len(prompts))),
         "kinds": {kind: figures_of(numbers) for kind, numbers in by_kind.items()} if len(by_kind) > 1 else {},
-        "threads": args.threads, "dtype": str(target.dtype).removeprefix("torch."),
-        "device": device_name(target.device), "versions": versions(),
-        "command": "python benchmarks/shortlist_heads.py " + shlex.join(sys.argv[1:]),
+        "threads": args.threads,
     }  # fmt: skip
     for kind, part in report["kinds"].items():
-        print_table(kind, part)
-    print_table("all texts", report["all"])
+        print_methods(kind, part)
+    print_methods("all texts", report["all"])
     if args.report:
-        write_json(args.report / "shortlists.json", report)
-        plot(report, args.report / "shortlists.png")
-        written = f"wrote {args.report / 'shortlists.json'} and {args.report / 'shortlists.png'}"
-        console.print(written, markup=False, soft_wrap=True)
+        write_report(args.report / "shortlists.json", report, plot)
 
 
 if __name__ == "__main__":

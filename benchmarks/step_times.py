@@ -25,19 +25,16 @@ import argparse
 import functools
 import gc
 import heapq
-import importlib.util
 import itertools
-import shlex
-import sys
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
-from draftsmith.inference.commands.options import check_counts, check_threads
-from draftsmith.models.options import DECODERS, choose_device, decoder_option, dtype_option
+from draftsmith.benchmarks.options import check_options, machine_options
+from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.models.options import DECODERS, choose_device, decoder_option
 from draftsmith.models.stored import known_folder, local_folder
 
 Projection = Literal["own", "shared"]
@@ -73,9 +70,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--projection", nargs="+", choices=["shared", "own"], default=["shared"], help="of the heads")
     parser.add_argument("--heads", type=int, default=5, help="draft heads; no tree is deeper (default 5)")
     parser.add_argument("--repeat", type=int, default=50, help="timed steps (default 50)")
-    dtype_option(parser, "of the weights (those of a --shape count as stored in bfloat16)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
-    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
     parser.add_argument("--compile", action="store_true", help="the target's forward pass by torch.compile")
     decoder_option(parser)
     parser.add_argument("--graphs", action="store_true", help="fail unless every step was replayed from a CUDA graph")
@@ -83,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         "--profile", type=Path, metavar="FILE.txt",
         help="write the kernels of one step of each tree (a graph replay on a GPU, else an eager step), by time",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there, and a plot beside it")
+    machine_options(parser, "of the weights (those of a --shape count as stored in bfloat16)")
     return parser
 
 
@@ -92,23 +86,22 @@ if __name__ == "__main__":
 
 import psutil
 import torch
-from rich.table import Table
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from draftsmith.benchmarks import kernel_times as kernel_bench
+from draftsmith.benchmarks import kernel_times
+from draftsmith.benchmarks.common import cell, facts_of, picture, print_table, table_of, write_report
+from draftsmith.benchmarks.kernel_times import quantiles
 from draftsmith.common.files import check_file, write_json, write_text
-from draftsmith.inference.commands.terminal import console, make_console
+from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.protocol import PlainDrafter
 from draftsmith.inference.engine.runner import ATTENTION
 from draftsmith.inference.engine.step import Clock, Step, capacity_for
-from draftsmith.inference.evaluation.report import write_figure
 from draftsmith.inference.verify.tree import MAX_NODES, Ranks, Topology
 from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
-from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
 from draftsmith.models.target import Target, load_target
@@ -132,12 +125,21 @@ def check_fits(needed: int, device: torch.device) -> None:
         raise MemoryError(f"needs {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free")
 
 
+def config_of(name: str) -> LlamaConfig:
+    """
+    Raises:
+        ValueError: there is no such shape in :data:`SHAPES`.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"--shape {name}: unknown; use {', '.join(SHAPES)}")
+    shape, bundled = SHAPES[name], local_folder("models/tiny-lm")
+    assert shape is not None or bundled is not None, "the bundled model is missing"
+    return LlamaConfig(**shape) if shape else LlamaConfig.from_pretrained(str(bundled))
+
+
 def random_target(name: str, positions: int, dtype: torch.dtype, device: torch.device) -> Target:
     """A target of a shape of :data:`SHAPES` with random weights, made on the device, for so many positions."""
-    shape = SHAPES[name]
-    bundled = local_folder("models/tiny-lm")
-    assert shape is not None or bundled is not None, "the bundled model is missing"
-    config = LlamaConfig(**shape) if shape else LlamaConfig.from_pretrained(str(bundled))
+    config = config_of(name)
     config.max_position_embeddings = positions
     with torch.device("meta"):
         size = AutoModelForCausalLM.from_config(config).num_parameters()
@@ -212,29 +214,19 @@ def works_of_step(
     return works
 
 
-def required_work(
-    target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int
-) -> tuple[int, int]:
-    """The bytes that a step reads at least, and its multiply-adds · 2: the sums of :func:`works_of_step`."""
-    works = works_of_step(target, heads, topology, batch, context)
+def totals(works: Sequence[Work]) -> tuple[int, int]:
+    """The bytes that a step reads at least, and its multiply-adds · 2."""
     return int(sum(work.moved for work in works)), int(sum(work.operations for work in works))
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, bytes_read: int) -> Device:
     """Measured limits of the device. A CPU copies as many bytes as a step reads, since some stay in its caches."""
     if device.type == "cuda":
-        return kernel_bench.measure_device(dtype)
+        return kernel_times.measure_device(dtype)
     source = torch.ones(min(max(bytes_read // 2, 1 << 16), 1 << 28), dtype=torch.uint8)
     into = torch.empty_like(source)
     copy = min(timeit.repeat(lambda: into.copy_(source), number=1, repeat=8))
     return Device(2 * source.numel() / copy, matmul_rate(device, dtype))
-
-
-def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 20 % and 80 % quantile."""
-    at = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
-    median, low, high = torch.tensor(times, dtype=torch.float64).quantile(at).tolist()
-    return median, low, high
 
 
 class Case:
@@ -355,7 +347,7 @@ class Case:
         self.reset()
         call = functools.partial(self.step.cache.commit, path, length)
         if self.device.type == "cuda":
-            return moves[node], kernel_bench.seconds([call])[0]
+            return moves[node], kernel_times.seconds([call])[0]
         return moves[node], quantiles(timeit.repeat(call, number=1, repeat=count))[0]
 
 
@@ -375,7 +367,7 @@ def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -
     """The measurements of a case as a row of the JSON file; all times in seconds."""
     median, low, high = quantiles(times)
     works = works_of_step(target, case.heads, case.topology, case.batch, case.context)
-    moved_bytes, flops = sum(work.moved for work in works), sum(work.operations for work in works)
+    moved_bytes, flops = totals(works)
     by_bytes, by_flops = moved_bytes / best.copy_bandwidth, flops / best.matmul_rate
     bound, phases = max(by_bytes, by_flops), case.phases(len(times))
     moved, commit = case.moving_commit(len(times))
@@ -395,40 +387,34 @@ def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -
     }  # fmt: skip
 
 
-def bench_target(
-    target: Target, best: Device, args: argparse.Namespace, tables: list[str], keep: Callable[[list[Any]], None]
+def measure_cases(
+    target: Target, cases: Sequence[Case], best: Device, args: argparse.Namespace, tables: list[str]
 ) -> list[dict[str, Any]]:
-    """The rows of every combination on a target; one that does not fit into memory is left out with one line.
+    """The rows of some cases, timed in turn; with ``--profile``, their profiles are appended to ``tables``."""
+    times = take_turns(cases, args.repeat)
+    for case in cases if args.graphs else ():
+        case.check_graphs()
+    rows = [make_row(target, case, seconds, best) for case, seconds in zip(cases, times, strict=True)]
+    for case, row in zip(cases, rows, strict=True) if args.profile else ():
+        kernels, seconds, table = case.profile()
+        row["profile"] = {"kernels": kernels, "seconds": seconds}
+        what = "graph replay" if case.replays == case.steps else "eager step"
+        where = f"batch {case.batch}, context {case.context}, {row['nodes']} nodes"
+        title = f"{target.name}, {case.step.execution}, {where}: one {what}, {kernels} kernels"
+        tables.append(f"{title}, {seconds * 1e3:.3f} ms in them\n\n{table}\n")
+        write_text(args.profile, "\n".join(tables))
+    return rows
 
-    Args:
-        tables: profiles written so far; those of this target are appended.
-        keep: is given all rows whenever there are new ones, so that a command that is killed keeps what it measured.
-    """
+
+def measure_target(
+    target: Target, best: Device, args: argparse.Namespace, facts: dict[str, Any], tables: list[str]
+) -> None:  # fmt: skip
+    """Append the rows of every combination on a target; one that does not fit into memory is left out with one line.
+    The file is written whenever there are new rows, so that a command that is killed keeps what it measured."""
     heads = functools.cache(lambda projection: projection and random_heads(target, args.heads, projection))
     trees = [(None, 1), *((p, n) for p in args.projection for n in sorted(set(args.nodes)) if n > 1)]
     # One by one on a GPU, whose memory is limited and whose times vary little, and with --compile.
     groups = [[tree] for tree in trees] if target.device.type == "cuda" or args.compile else [trees]
-
-    def measure(group: Sequence[tuple[Projection | None, int]], batch: int, context: int) -> list[dict[str, Any]]:
-        cases = [
-            Case(target, heads(p), grow_tree(n, args.heads), batch, context, args.compile, DECODERS[args.decoder])
-            for p, n in group
-        ]
-        times = take_turns(cases, args.repeat)
-        for case in cases if args.graphs else ():
-            case.check_graphs()
-        rows = [make_row(target, case, seconds, best) for case, seconds in zip(cases, times, strict=True)]
-        for case, row in zip(cases, rows, strict=True):
-            if args.profile:
-                kernels, seconds, table = case.profile()
-                row["profile"] = {"kernels": kernels, "seconds": seconds}
-                what = "graph replay" if case.replays == case.steps else "eager step"
-                title = f"{target.name}, {case.step.execution}, batch {batch}, context {context}, {row['nodes']} nodes"
-                tables.append(f"{title}: one {what}, {kernels} kernels, {seconds * 1e3:.3f} ms in them\n\n{table}\n")
-                write_text(args.profile, "\n".join(tables))
-        return rows
-
-    rows: list[dict[str, Any]] = []
     for batch, context in itertools.product(args.batches, args.contexts):
         measured: list[dict[str, Any]] = []
         for group in groups:
@@ -436,17 +422,25 @@ def bench_target(
             release()
             try:
                 with console.status(f"measuring {what}"):
-                    measured += measure(group, batch, context)
-                console.print(f"  measured {what}", markup=False, soft_wrap=True)
+                    options = batch, context, args.compile, DECODERS[args.decoder]
+                    rows = measure_cases(
+                        target, [Case(target, heads(p), grow_tree(n, args.heads), *options) for p, n in group], best,
+                        args, tables,
+                    )  # fmt: skip
             except (MemoryError, torch.OutOfMemoryError) as error:
                 left_out(what, error)
+                rows = []
+            else:
+                console.print(f"  measured {what}", markup=False, soft_wrap=True)
             if args.compile:
                 torch.compiler.reset()  # it gives up after a few shapes
+            measured += rows
+            facts["rows"] += rows
             plain = next((row["median"] for row in measured if row["nodes"] == 1), None)
-            measured = [{**row, "ratio": row["median"] / plain if plain else None} for row in measured]
-            keep(rows + measured)
-        rows += measured
-    return rows
+            for row in measured:
+                row["ratio"] = row["median"] / plain if plain else None
+            if args.out:
+                write_json(args.out, facts)
 
 
 def left_out(what: str, error: Exception) -> None:
@@ -457,67 +451,49 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
     """Steps, then phases; times in milliseconds."""
     ms = lambda seconds: "–" if seconds is None else f"{seconds * 1e3:.2f}"  # noqa: E731
     share = lambda part: "–" if part is None else f"{part:.0%}"  # noqa: E731
-    columns = {
-        "steps": ["ms", "20–80 %", "× plain", "of bound", "GB/s", "GFLOP/s"],
-        "phases": [*PHASES, "outside", "moving"],
-    }
-    output = make_console(stderr=False)
-    for name, more in columns.items():
-        title = f"{rows[0]['shape']}: {name}, ms"
-        table = Table(box=None, padding=(0, 1, 0, 0))
-        for column in ("heads", "B", "L", "N", *more):
-            table.add_column(column, justify="right", no_wrap=True)
-        for r in rows:
-            cells = [ms(r["median"]), f"{ms(r['low'])}–{ms(r['high'])}", f"{r['ratio']:.2f}" if r["ratio"] else "–"]
-            cells += [share(r["of_bound"]), *(f"{r[f'{each}_per_second'] / 1e9:,.1f}" for each in ("bytes", "flops"))]
-            if name == "phases":
-                cells = [ms(r["seconds"][phase]) for phase in PHASES]
-                cells += [share(r["outside_target"]), ms(r["moving_commit"]["seconds"])]
-            table.add_row(r["projection"] or "–", *(str(r[key]) for key in ("batch", "context", "nodes")), *cells)
-        output.print(title, style="italic", markup=False)
-        output.print(table)
+    tree = ("heads", "B", "L", "N")
+    steps = table_of(*tree, "ms", "20–80 %", "× plain", "of bound", "GB/s", "GFLOP/s", left=0)
+    phases = table_of(*tree, *PHASES, "outside", "moving", left=0)
+    for r in rows:
+        place = (r["projection"] or "–", *(str(r[key]) for key in ("batch", "context", "nodes")))
+        rates = (f"{r[f'{each}_per_second'] / 1e9:,.1f}" for each in ("bytes", "flops"))
+        spread = f"{ms(r['low'])}–{ms(r['high'])}"
+        steps.add_row(*place, ms(r["median"]), spread, cell(r["ratio"]), share(r["of_bound"]), *rates)
+        moving = ms(r["moving_commit"]["seconds"])
+        phases.add_row(*place, *(ms(r["seconds"][phase]) for phase in PHASES), share(r["outside_target"]), moving)
+    print_table(steps, f"{rows[0]['shape']}: steps, ms")
+    print_table(phases, f"{rows[0]['shape']}: phases, ms")
 
 
-def plot(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+def plot(facts: dict[str, Any], path: Path) -> None:
     """Plot by size of the tree: a step's time over the plain step's, and the device's bound over the step's time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    rows = facts["rows"]
     trees = [row for row in rows if row["projection"]] or rows
-    for key in dict.fromkeys((r["shape"], r["batch"], r["context"], r["projection"]) for r in trees):
-        points = [r for r in rows if (r["shape"], r["batch"], r["context"]) == key[:3]]
-        points = [r for r in points if r["projection"] in (None, key[3])]
-        for axis, value in zip(axes, ("ratio", "of_bound"), strict=True):
+    with picture(path, 12, 4.6, panels=2) as panels:
+        for key in dict.fromkeys((r["shape"], r["batch"], r["context"], r["projection"]) for r in trees):
+            points = [r for r in rows if (r["shape"], r["batch"], r["context"]) == key[:3]]
+            points = [r for r in points if r["projection"] in (None, key[3])]
             label = "{}, batch {}, context {}, {}".format(*key)
-            axis.plot([r["nodes"] for r in points], [r[value] for r in points], marker="o", label=label)
-    for axis, name in zip(axes, ("time of a step over the plain step's", "of bound"), strict=True):
-        axis.set(xlabel="nodes of the tree", title=name, ylim=(0, None))
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(fontsize=8)
-    fig.suptitle(title, fontsize=10)
-    write_figure(fig, path)
+            for axes, value in zip(panels, ("ratio", "of_bound"), strict=True):
+                axes.plot([r["nodes"] for r in points], [r[value] for r in points], marker="o", label=label)
+        for axes, name in zip(panels, ("time of a step over the plain step's", "of bound"), strict=True):
+            axes.set(xlabel="nodes of the tree", title=name, ylim=(0, None))
+        panels[0].legend(fontsize=8)
+        panels[0].figure.suptitle(f"{facts['device']}, {facts['dtype']}", fontsize=10)
 
 
 def main() -> None:
     args = parser().parse_intermixed_args()
-    for option in ("nodes", "batches", "contexts"):
-        for given in getattr(args, option):
-            check_counts(**{option: given})
-    check_counts(heads=args.heads, repeat=args.repeat)
-    check_threads(args.threads)
+    check_options(args, "nodes", "batches", "contexts", "heads", "repeat")
     if max(args.nodes) > MAX_NODES:
         raise ValueError(f"--nodes {max(args.nodes)}: must be at most {MAX_NODES}")
-    for unknown in [name for name in args.shape or [] if name not in SHAPES]:
-        raise ValueError(f"--shape {unknown}: unknown; use {', '.join(SHAPES)}")
+    for name in args.shape or []:
+        config_of(name)
     device = torch.device(choose_device(args.device))
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {device}: unknown; use cpu, cuda or cuda:N")
     # Impossible trees are refused before anything is loaded.
     positions = max(args.contexts) + max(grow_tree(nodes, args.heads).max_depth for nodes in args.nodes) + 1
-    check_file("--out", args.out)
     check_file("--profile", args.profile, ".txt")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -527,11 +503,12 @@ def main() -> None:
         name = chosen.value
         for line in describe(device, chosen):
             say(line)
-    facts: dict[str, Any] = {"dtype": name, "draft_heads": args.heads, "repeat": args.repeat, "compiled": args.compile}
-    facts |= {"device": device_name(device), "limits": {}, "rows": []}
-    facts |= {"versions": versions(), "command": "python benchmarks/step_times.py " + shlex.join(sys.argv[1:])}
     trees = 1 + len(args.projection) * len(set(args.nodes) - {1})
-    facts["planned"] = len(args.shape or [args.target]) * len(args.batches) * len(args.contexts) * trees  # rows
+    planned = len(args.shape or [args.target]) * len(args.batches) * len(args.contexts) * trees  # rows
+    facts = facts_of(__file__, device) | {
+        "dtype": name, "draft_heads": args.heads, "repeat": args.repeat, "compiled": args.compile, "limits": {},
+        "rows": [], "planned": planned,
+    }  # fmt: skip
     tables: list[str] = []
     for shape in args.shape or [args.target]:
         release()
@@ -550,18 +527,12 @@ def main() -> None:
                 f"{target.context}; lower it"
             )
         with torch.inference_mode(), target.attention(ATTENTION), torch.cuda.device_of(target.lm_head.weight):
-            bytes_read = required_work(target, None, Topology(()), 1, min(args.contexts))[0]
+            bytes_read = totals(works_of_step(target, None, Topology(()), 1, min(args.contexts)))[0]
             best = measure_device(device, getattr(torch, name), bytes_read)
-            facts["limits"][target.name], before = asdict(best), facts["rows"]
-
-            def keep(rows: list[Any], before: list[Any] = before) -> None:
-                facts["rows"] = before + rows
-                if args.out:
-                    write_json(args.out, facts)
-
-            rows = bench_target(target, best, args, tables, keep)
+            facts["limits"][target.name], before = asdict(best), len(facts["rows"])
+            measure_target(target, best, args, facts, tables)
         del target  # its memory is the next one's
-        if rows:
+        if rows := facts["rows"][before:]:
             rates = f"copies {best.copy_bandwidth / 1e9:,.1f} GB/s, multiplies {best.matmul_rate / 1e9:,.1f} GFLOP/s"
             executions = ", ".join(sorted({row["execution"] for row in rows}))
             console.print(f"{facts['device']}, {name}: {rates}; steps: {executions}", markup=False, soft_wrap=True)
@@ -569,12 +540,7 @@ def main() -> None:
     if not facts["rows"]:
         raise ValueError("nothing fits into memory; take smaller --batches, --contexts or another --dtype")
     if args.out:
-        write_json(args.out, facts)  # with the dtype of a stored target
-        if importlib.util.find_spec("matplotlib") is None:
-            console.print(f"wrote {args.out}; no plot: matplotlib is not installed", markup=False, soft_wrap=True)
-            return
-        plot(facts["rows"], f"{facts['device']}, {name}", args.out.with_suffix(".png"))
-        console.print(f"wrote {args.out} and {args.out.with_suffix('.png')}", markup=False, soft_wrap=True)
+        write_report(args.out, facts, plot)  # with the dtype of a stored target
 
 
 if __name__ == "__main__":

@@ -9,16 +9,12 @@ its LM head, the heads), without those that gradient checkpointing repeats; the 
 """
 
 import argparse
-import shlex
 import statistics
-import sys
-import time
-from pathlib import Path
 from typing import Any, cast
 
-from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
-from draftsmith.common.files import check_file
-from draftsmith.models import options
+from draftsmith.benchmarks.options import check_options, machine_options
+from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.models.options import choose_device
 
 STAGES = ("medusa-1", "medusa-2")
 PARSER = CommandLine(__doc__)
@@ -30,35 +26,28 @@ PARSER.add_argument("--sequences", type=int, default=4, help="of a step, at once
 PARSER.add_argument("--tokens", type=int, default=2048, help="of a sequence")
 PARSER.add_argument("--heads", type=int, default=5, help="Medusa heads (%(default)s)")
 PARSER.add_argument(
-    "--projection",
-    choices=["own", "shared"],
-    default="own",
+    "--projection", choices=["own", "shared"], default="own",
     help="own: an LM head each; shared: the target's (%(default)s)",
-)
+)  # fmt: skip
 PARSER.add_argument("--gradient-checkpointing", action="store_true", help="of the second stage")
 PARSER.add_argument("--repeat", type=int, default=5, help="timed steps (%(default)s)")
-options.dtype_option(PARSER, "of the target, which counts as stored in bfloat16 (what trains is float32)")
-PARSER.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
-PARSER.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
+machine_options(PARSER, "of the target, which counts as stored in bfloat16 (what trains is float32)")
 if __name__ == "__main__":
     before_imports(PARSER)
 
 import torch
-from rich.table import Table
 from torch import nn
 
-from draftsmith.benchmarks.kernel_times import DTYPES
-from draftsmith.benchmarks.step_times import SHAPES, random_target
+from draftsmith.benchmarks.common import elapsed, facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.step_times import config_of, random_target
+from draftsmith.common.files import write_json
 from draftsmith.common.sections import Batch, Optim
-from draftsmith.models.artifact import device_name, versions, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
 from draftsmith.models.target import Target
 from draftsmith.train.joint import Joint, add_adapters
 from draftsmith.train.medusa import Medusa1, Medusa2, MedusaStage
 from draftsmith.train.optim import make_optimizer
-
-console = make_console()
 
 
 def operations(target: Target, module: Medusa1, positions: int) -> float:
@@ -95,27 +84,27 @@ def measure(target: Target, stage: str, args: argparse.Namespace) -> dict[str, A
     tokens = torch.randint(target.vocab_size, shape, device=target.device)
     batch = {"tokens": tokens, "supervised": torch.ones(shape, dtype=torch.bool, device=target.device)}
     cuda = target.device.type == "cuda"
-    seconds: list[float] = []
-    for turn in range(args.repeat + 2):  # two to warm up
-        if turn == 2 and cuda:
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
+
+    def step() -> None:
         with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
             loss, _ = module(batch, module.count(batch), 50)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    median = statistics.median(seconds[2:])
+
+    for _ in range(2):  # warm up
+        elapsed(step, target.device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = [elapsed(step, target.device) for _ in range(args.repeat)]
+    median = statistics.median(seconds)
     positions = args.sequences * args.tokens
     rate = matmul_rate(target.device, target.dtype)
     return {
         "stage": stage,
         "seconds": round(median, 5),
-        "all_seconds": [round(s, 5) for s in seconds[2:]],
+        "all_seconds": [round(s, 5) for s in seconds],
         "tokens_per_second": round(positions / median, 1),
         "hours_per_70M_tokens": round(70e6 / (positions / median) / 3600, 3),
         "operations": operations(target, module, positions),
@@ -128,42 +117,36 @@ def measure(target: Target, stage: str, args: argparse.Namespace) -> dict[str, A
 
 def main() -> None:
     args = PARSER.parse_intermixed_args()
-    for option in ("sequences", "tokens", "heads", "repeat"):
-        if getattr(args, option) < 1:
-            raise ValueError(f"--{option} {getattr(args, option)}: must be at least 1")
-    check_file("--out", args.out)
-    torch.set_num_threads(available_cores())
-    if args.shape not in SHAPES:
-        raise ValueError(f"--shape {args.shape}: no such shape; there are {', '.join(SHAPES)}")
-    device = torch.device(options.choose_device(args.device))
+    check_options(args, "sequences", "tokens", "heads", "repeat")
+    torch.set_num_threads(args.threads)
+    config_of(args.shape)
+    device = torch.device(choose_device(args.device))
     chosen = choose_dtype(args.dtype, device, lambda: "bfloat16")
     for line in describe(device, chosen):
         say(line)
     args.dtype = chosen.value  # what the report says
     results: list[dict[str, Any]] = []
     shape = {name: value for name, value in vars(args).items() if name != "out"}
-    facts = {"shape": shape, "results": results, "device": device_name(device), "versions": versions()}
-    facts["command"] = "python benchmarks/train_step.py " + shlex.join(sys.argv[1:])
+    facts = facts_of(__file__, device) | {"shape": shape, "results": results}
     for stage in args.stages:  # each on a target of its own: the second one puts adapters on it
         try:
-            target = random_target(args.shape, args.tokens, DTYPES[args.dtype], device)
+            target = random_target(args.shape, args.tokens, getattr(torch, args.dtype), device)
         except MemoryError as error:
             raise ValueError(f"{args.shape}: {error}; take a smaller --shape or --dtype bfloat16") from None
         results.append(measure(target, stage, args))
         del target
         if args.out:  # after each stage, so that a command that is killed keeps what it measured
             write_json(args.out, facts)
-    title = f"{args.shape}, {args.dtype}, {args.sequences} × {args.tokens} tokens · {device_name(device)}"
-    table = Table("stage", "s/step", "tokens/s", "h per 70 M", "of the matrix rate", "peak memory", title=title)
+    table = table_of("stage", "s/step", "tokens/s", "h per 70 M", "of the matrix rate", "peak memory")
     for r in results:
         memory = f"{r['peak_memory_bytes'] / 1e9:.1f} GB" if r["peak_memory_bytes"] else "–"
         table.add_row(
             r["stage"], f"{r['seconds']:.3f}", f"{r['tokens_per_second']:,.0f}", f"{r['hours_per_70M_tokens']:.2f}",
             f"{r['of_matmul_rate']:.0%}", memory,
         )  # fmt: skip
-    console.print(table)
+    print_table(table, f"{args.shape}, {args.dtype}, {args.sequences} × {args.tokens} tokens · {facts['device']}")
     if args.out:
-        console.print(f"wrote {args.out}")
+        write_report(args.out, facts)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ one with a much lower value writes more repetitive texts, as greedy decoding doe
 """
 
 import argparse
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.benchmarks.options import check_once, prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.commands.options import check_counts
@@ -30,15 +29,11 @@ EPSILONS = (0.01, 0.03, 0.06, 0.09, 0.13, 0.17, 0.21, 0.25)
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("drafter", metavar="DRAFTER", help="a drafter folder or Hub id")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="held-out prompts")
+    prompts_option(parser)
     parser.add_argument(
-        "--epsilons",
-        type=float,
-        nargs="+",
-        default=list(EPSILONS),
-        metavar="ε",
+        "--epsilons", type=float, nargs="+", default=list(EPSILONS), metavar="ε",
         help="thresholds to compare: higher accepts less (%(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.7, help="the paper's: 0.7")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded at a time (%(default)s)")
@@ -56,19 +51,18 @@ if __name__ == "__main__":
     before_imports(parser(), lambda args: (check_names([args.drafter], args.target), check_prompts(args.prompts)))
 
 import torch
-from rich.table import Table
 
-from draftsmith.common.files import check_folder, write_json
+from draftsmith.benchmarks.common import cell, facts_of, picture, print_table, table_of, write_report
+from draftsmith.common.files import check_folder
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
-from draftsmith.inference.commands.terminal import console, make_console
+from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.evaluation import report as reporting
 from draftsmith.inference.evaluation.timing import with_own_seeds
 from draftsmith.inference.verify.sampling import MIN_TEMPERATURE, Sampling
 from draftsmith.inference.verify.verify import Mode
-from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.target import Target
 
 
@@ -141,30 +135,20 @@ def sweep(
     return rows
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(facts: dict[str, Any], path: Path) -> None:
     """Plot τ against nats per token, one point for each method."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    typical = [row for row in rows if row["lossy"]]
-    axes.plot(
-        [row["nats_per_token"] for row in typical], [row["mean_accepted_length"] for row in typical], "o-",
-        color="tab:orange", label="typical acceptance (lossy), by ε",
-    )  # fmt: skip
-    for row in typical:
-        axes.annotate(f"{row['epsilon']:g}", (row["nats_per_token"], row["mean_accepted_length"]), (4, 4),
-                      textcoords="offset points", fontsize=8)  # fmt: skip
-    for name, marker, colour in (("greedy", "s", "tab:green"), ("sampling", "D", "tab:blue")):
-        row = next(row for row in rows if row["name"] == name)
-        axes.plot([row["nats_per_token"]], [row["mean_accepted_length"]], marker, color=colour, label=f"{name} (exact)")
-    axes.set_xlabel("nats per token of the text, by the target's own distribution")
-    axes.set_ylabel("mean accepted length τ")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    reporting.write_figure(figure, path)
+    at = {row["name"]: (row["nats_per_token"], row["mean_accepted_length"]) for row in facts["methods"]}
+    typical = {f"{row['epsilon']:g}": at[row["name"]] for row in facts["methods"] if row["lossy"]}
+    with picture(path, 7, 4.5) as (axes,):
+        label = "typical acceptance (lossy), by ε"
+        axes.plot(*zip(*typical.values(), strict=True), "o-", color="tab:orange", label=label)
+        for epsilon, place in typical.items():
+            axes.annotate(epsilon, place, (4, 4), textcoords="offset points", fontsize=8)
+        for name, marker, colour in (("greedy", "s", "tab:green"), ("sampling", "D", "tab:blue")):
+            axes.plot(*at[name], marker, color=colour, label=f"{name} (exact)")
+        axes.set_xlabel("nats per token of the text, by the target's own distribution")
+        axes.set_ylabel("mean accepted length τ")
+        axes.legend()
 
 
 def main() -> None:
@@ -176,8 +160,7 @@ def main() -> None:
     check_counts(max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, repeat=args.repeat)
     for epsilon in args.epsilons:
         Sampling(args.temperature, epsilon=epsilon, seed=args.seed)
-    if len(set(args.epsilons)) < len(args.epsilons):
-        raise ValueError("--epsilons: one of them is given twice")
+    check_once("--epsilons", args.epsilons)
     if args.drafter == "none":
         raise ValueError("'none' drafts nothing; give a drafter")
     check_folder("--out", args.out)
@@ -189,29 +172,20 @@ def main() -> None:
     rows = sweep(
         decoder, prompts, args.temperature, args.epsilons, args.max_new_tokens, args.batch_size, args.repeat, args.seed
     )
-    output = make_console(stderr=False)
-    title = f"{target.name} · {args.drafter} · temperature {args.temperature:g}"
-    output.print(title, style="italic", markup=False)
-    table = Table()
-    table.add_column("method", no_wrap=True)
-    for column in ("tokens/s", "× plain", "τ", "nats/token", "repeated\n4-grams"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = table_of("method", "tokens/s", "× plain", "τ", "nats/token", "repeated\n4-grams")
     for row in rows:
         table.add_row(
             row["name"] + (" (lossy)" if row["lossy"] else ""), f"{row['tokens_per_second']:.1f}",
-            f"{row['speedup']:.2f}", f"{row['mean_accepted_length'] or 1:.2f}", f"{row['nats_per_token']:.3f}",
+            cell(row["speedup"]), cell(row["mean_accepted_length"] or 1), f"{row['nats_per_token']:.3f}",
             f"{row['repeated_4gram_rate']:.0%}",
         )  # fmt: skip
-    output.print(table)
+    print_table(table, f"{target.name} · {args.drafter} · temperature {args.temperature:g}")
     if args.out:
-        facts = {"drafter": args.drafter, "target": target.name, "temperature": args.temperature, "methods": rows}
-        facts |= {"prompts": len(prompts), "device": device_name(target.device), "execution": decoder.execution}
-        facts["versions"] = versions()
-        write_json(
-            args.out / "typical.json", facts | {"command": "python benchmarks/typical.py " + shlex.join(sys.argv[1:])}
-        )  # fmt: skip
-        plot(rows, args.out / "typical.png")
-        console.print(f"wrote {args.out / 'typical.json'} and {args.out / 'typical.png'}", markup=False)
+        facts = facts_of(__file__, target.device) | {
+            "drafter": args.drafter, "target": target.name, "temperature": args.temperature, "methods": rows,
+            "prompts": len(prompts), "execution": decoder.execution,
+        }  # fmt: skip
+        write_report(args.out / "typical.json", facts, plot)
 
 
 if __name__ == "__main__":

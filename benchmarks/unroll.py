@@ -13,19 +13,15 @@ features; the gradients are part of it.
 """
 
 import argparse
-import shlex
 import statistics
-import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
-from draftsmith.common.files import check_file
-from draftsmith.inference.commands.options import check_counts, check_threads
+from draftsmith.benchmarks.options import check_options, machine_options
+from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.models.options import choose_device
 
 PARSER = CommandLine(__doc__)
@@ -34,29 +30,32 @@ PARSER.add_argument("--sequences", type=int, default=1, help="of a step, at once
 PARSER.add_argument("--tokens", type=int, default=2048, help="of a sequence (T)")
 PARSER.add_argument("--steps", type=int, nargs="+", default=[7], help="unrolled (K), one or more numbers")
 PARSER.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="bfloat16: by autocast")
-PARSER.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda where there is one)")
-PARSER.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
 PARSER.add_argument("--repeat", type=int, default=10, help="rounds; an interval needs five")
-PARSER.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
+machine_options(PARSER)
 if __name__ == "__main__":
     before_imports(PARSER)
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
 
-from draftsmith.benchmarks.ensembles import interval_of
-from draftsmith.benchmarks.step_times import SHAPES
+from draftsmith.benchmarks.common import (
+    cell,
+    elapsed,
+    facts_of,
+    interval_of,
+    print_table,
+    table_of,
+    take_turns,
+    write_report,
+)
+from draftsmith.benchmarks.step_times import config_of
+from draftsmith.common.files import write_json
 from draftsmith.models import eagle as models
-from draftsmith.models.artifact import device_name, versions, write_json
-from draftsmith.models.stored import local_folder
 
 FORMS = ("draftsmith", "dense")
 ROUNDING = 1e-4  # error of float32 products relative to a tensor's norm; a form that gives zeros has 1
 Run = Callable[[str, int, bool], dict[str, Tensor]]  # (form, steps, autocast) → outputs and gradients by name
-console = make_console()
 
 
 def dense_attention(q: Tensor, first: models.Keys, later: Sequence[models.Keys], mask: Tensor) -> Tensor:
@@ -73,8 +72,7 @@ def dense_attention(q: Tensor, first: models.Keys, later: Sequence[models.Keys],
 def make_run(args: argparse.Namespace, device: torch.device) -> Run:
     """A function that unrolls a random drafter on random inputs, forward and backward."""
     torch.manual_seed(0)
-    shape, context = SHAPES[args.shape], args.tokens + max(args.steps)
-    target = LlamaConfig(**shape) if shape else LlamaConfig.from_pretrained(str(local_folder("models/tiny-lm")))
+    target, context = config_of(args.shape), args.tokens + max(args.steps)
     config = models.EagleConfig.for_target(target, target.vocab_size, context, 3, "shared")
     eagle, d = models.Eagle(config).to(device), config.hidden_size
     embed = nn.Embedding(config.vocab_size, d, device=device).requires_grad_(False)
@@ -111,51 +109,45 @@ def compare(run: Run, steps: int, autocast: bool) -> dict[str, float]:
 def measure(run: Run, steps: int, autocast: bool, repeat: int, device: torch.device) -> dict[str, Any]:
     """Seconds and memory of each form in turn, after the comparison, which warms up."""
     errors, cuda = compare(run, steps, autocast), device.type == "cuda"
-    seconds, memory = {form: list[float]() for form in FORMS}, dict[str, int | None].fromkeys(FORMS)
-    for form in FORMS * repeat:
+    memory: dict[str, int | None] = dict.fromkeys(FORMS)
+
+    def timed(form: str) -> float:
+        before = torch.cuda.memory_allocated(device) if cuda else 0
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        before, began = torch.cuda.memory_allocated(device) if cuda else 0, time.perf_counter()
-        run(form, steps, autocast)
-        if cuda:
-            torch.cuda.synchronize(device)
-            memory[form] = torch.cuda.max_memory_allocated(device) - before
-        seconds[form].append(round(time.perf_counter() - began, 6))
-    medians = {form: statistics.median(each) for form, each in seconds.items()}
-    ours, dense = seconds.values()
+        seconds = elapsed(lambda: run(form, steps, autocast), device)
+        memory[form] = torch.cuda.max_memory_allocated(device) - before if cuda else None
+        return round(seconds, 6)
+
+    ours, dense = times = take_turns([partial(timed, form) for form in FORMS], repeat)
     return {
-        "steps": steps, "seconds": medians, "all_seconds": seconds, "peak_memory_bytes": memory,
-        "ratio": round(sum(ours) / sum(dense), 4), "ratio_interval": interval_of(torch.tensor([ours, dense])),
+        "steps": steps, "seconds": dict(zip(FORMS, map(statistics.median, times), strict=True)),
+        "all_seconds": dict(zip(FORMS, times, strict=True)), "peak_memory_bytes": memory,
+        "ratio": round(sum(ours) / sum(dense), 4), "ratio_interval": interval_of(torch.tensor(times)),
         "errors": errors,
     }  # fmt: skip
 
 
 def main() -> None:
     args = PARSER.parse_intermixed_args()
-    check_counts(sequences=args.sequences, tokens=args.tokens, steps=min(args.steps), repeat=args.repeat)
-    check_threads(args.threads)
-    check_file("--out", args.out)
-    if args.shape not in SHAPES:
-        raise ValueError(f"--shape {args.shape}: no such shape; there are {', '.join(SHAPES)}")
+    check_options(args, "sequences", "tokens", "steps", "repeat")
     torch.set_num_threads(args.threads)
     device = torch.device(choose_device(args.device))
     run, results = make_run(args, device), list[dict[str, Any]]()
     shape = {name: value for name, value in vars(args).items() if name != "out"}
-    facts = {"shape": shape, "results": results, "device": device_name(device), "versions": versions()}
-    facts["command"] = "python benchmarks/unroll.py " + shlex.join(sys.argv[1:])
-    title = f"{args.shape}, {args.dtype}, {args.sequences} × {args.tokens} tokens · {device_name(device)}"
-    table = Table("steps", *(f"{form}, s" for form in FORMS), "ratio", "peak memory", title=title)
+    facts = facts_of(__file__, device) | {"shape": shape, "results": results}
+    table = table_of("steps", *(f"{form}, s" for form in FORMS), "ratio", "peak memory")
     for steps in args.steps:
         r = measure(run, steps, args.dtype == "bfloat16", args.repeat, device)
-        interval = " ({:.2f}–{:.2f})".format(*r["ratio_interval"]) if r["ratio_interval"] else ""
         memory = " / ".join(f"{size / 1e9:.2f} GB" if size else "–" for size in r["peak_memory_bytes"].values())
-        table.add_row(str(steps), *(f"{s:.4f}" for s in r["seconds"].values()), f"{r['ratio']:.2f}{interval}", memory)
+        seconds = (f"{each:.4f}" for each in r["seconds"].values())
+        table.add_row(str(steps), *seconds, cell(r["ratio"], r["ratio_interval"]), memory)
         results.append(r)
         if args.out:  # after each number of steps, so that a command that is killed keeps what it measured
             write_json(args.out, facts)
-    console.print(table)
+    print_table(table, f"{args.shape}, {args.dtype}, {args.sequences} × {args.tokens} tokens · {facts['device']}")
     if args.out:
-        console.print(f"wrote {args.out}")
+        write_report(args.out, facts)
 
 
 if __name__ == "__main__":

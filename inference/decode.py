@@ -19,6 +19,7 @@ input.
 """
 
 import argparse
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -167,12 +168,14 @@ def main() -> None:
         import torch
 
         from draftsmith.inference.commands.interactive import interact, print_legend, stream, stream_prompts
-        from draftsmith.inference.drafters.load import load_drafter
+        from draftsmith.inference.drafters.load import load_drafter, report_fields
         from draftsmith.inference.engine.engine import SpeculativeDecoder
         from draftsmith.inference.evaluation import report as reporting
-        from draftsmith.inference.evaluation import timing
+        from draftsmith.inference.evaluation.timing import engine_options, evaluate
+        from draftsmith.inference.verify.sampling import Sampling
 
-    timing.sampling_of(args)  # checks the ranges
+    given_sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    sampling = Sampling(**given_sampling)  # checks the ranges
     options = target_arguments(args)
     if args.compile and options["device"] == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         raise ValueError("--compile on a CPU needs a C++ compiler (g++ or clang++), and there is none on the path")
@@ -189,24 +192,30 @@ def main() -> None:
     assert target is not None
     first = SpeculativeDecoder(target, drafters[0], compiled=args.compile, lean=lean)
 
-    def engine_options(prompt: list[int]) -> dict[str, Any]:
-        return {"max_new_tokens": args.max_new_tokens, **timing.engine_options(args, [prompt])}
+    def options_of(prompt: list[int]) -> dict[str, Any]:
+        return {"max_new_tokens": args.max_new_tokens, **engine_options(args.mode, sampling, [prompt])}
 
     if args.interactive:
-        return interact(first, args.drafters[0], engine_options, raw=args.raw)
+        return interact(first, args.drafters[0], options_of, raw=args.raw)
     if args.prompt is not None:
         chat = target.tokenizer.chat_template and not args.raw
         given = [Prompt([{"role": "user", "content": args.prompt}] if chat else args.prompt, "--prompt")]
     prompts = encode_prompts(given, target)
     if args.live:
-        return stream_prompts(first, args.drafters[0], given, prompts, engine_options)
+        return stream_prompts(first, args.drafters[0], given, prompts, options_of)
     if args.prompt is not None and not args.report and not args.check_lossless:
         print_legend(first, args.drafters[0])
-        stream(first, prompts[0], engine_options(prompts[0]))
+        stream(first, prompts[0], options_of(prompts[0]))
         return
 
     kinds = [prompt.kind for prompt in given]
-    reports, outputs = timing.evaluate(args.drafters, target, drafters, prompts, args, kinds)
+    reports, outputs = evaluate(
+        target, dict(zip(args.drafters, drafters, strict=True)), prompts, mode=args.mode, sampling=sampling,
+        max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, baseline=args.baseline,
+        check_lossless=args.check_lossless, rounds=args.repeat, seconds=args.seconds, kinds=kinds,
+        compiled=args.compile, lean=lean, command="python inference/decode.py " + shlex.join(sys.argv[1:]),
+    )  # fmt: skip
+    reports = [report | report_fields(name) for report, name in zip(reports, args.drafters, strict=True)]
     shown = max(args.show, 1) if args.prompt is not None else args.show
     reporting.print_texts(
         target.tokenizer, prompts[:shown], outputs[0][:shown], console, args.drafters[0], first.drafter.sources

@@ -8,7 +8,7 @@ measured less: what is missing is counted, not an error. ValueError: a result is
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from draftsmith.common.files import json_object
 from draftsmith.kernels import roofline
 from draftsmith.kernels.roofline import Work
 
-OTHERS = ("SDPA", "flex_attention", "flashinfer")  # the ways of attention in benchmarks/kernel_times.py, beside ours
+OTHERS = ("SDPA", "flex_attention", "flashinfer")  # ways of attention in kernel_times.py, beside ours
 # Shares of the bandwidth and of the matrix rate that goals ask for.
 STEP = {"bytes": 0.87, "operations": 0.6}
 ATTENTION = {"bytes": 0.85, "operations": 0.6}
@@ -113,61 +113,65 @@ def judge_step(out: Path, rehearsal: bool) -> Finding:
     return Finding("; ".join(shown), all(met), missing=missing(len(report["rows"]), report["planned"]))
 
 
-def beside(out: Path, part: str, beside: Path) -> list[tuple[dict[str, Any], float]]:
-    """The rows of a part's step.json, each with the median of the same step in another file.
+def judge_beside(out: Path, part: str, file: Path, names: tuple[str, str], most: float) -> Finding:
+    """The steps in another file, ours, beside the same ones in a part's step.json: at most so many times as slow.
 
     Raises:
         ValueError: the two have no step in common.
     """
     wanted = lambda row: (row["shape"], row["context"], row["nodes"], row["projection"])  # noqa: E731
-    ours = {wanted(row): row["median"] for row in json_object(beside)["rows"]}
-    rows = json_object(out / part / "step.json")["rows"]
-    pairs = [(row, ours[wanted(row)]) for row in rows if wanted(row) in ours]
+    report, ours = json_object(out / part / "step.json"), {wanted(row): row["median"] for row in rows_of(file)}
+    pairs = [(row, ours[wanted(row)]) for row in report["rows"] if wanted(row) in ours]
     if not pairs:
         raise ValueError("no step was measured both ways")
-    return pairs
+    shown = [
+        f"{row['shape']}, {row['nodes']} nodes: {names[0]} {time * 1e3:.2f} ms, {names[1]} {row['median'] * 1e3:.2f} ms"
+        for row, time in pairs
+    ]
+    met = all(time <= most * row["median"] for row, time in pairs)
+    return Finding("; ".join(shown), met, missing=missing(len(pairs), report["planned"]))
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return json_object(file)["rows"]
+
+
+def by_shape(rows: Iterable[dict[str, Any]], kernel: str = "") -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows of kernel_times.py, all or one kernel's: «B=1 L=1024 N=16» → way → row. What stands behind a way's comma is
+    part of the shape, as «ragged» or «chunk»; a product's form has commas of its own."""
+    shapes: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if kernel in ("", row["kernel"]):
+            way, _, kind = row["way"].partition(", ") if row["kernel"] != "few_rows" else (row["way"], "", "")
+            shape = " ".join([*(f"{name}={size}" for name, size in row["shape"].items()), kind]).strip()
+            shapes.setdefault(shape, {})[way] = row
+    return shapes
 
 
 def judge_lean(out: Path, rehearsal: bool) -> Finding:
     """The lean decoder's steps of the part ``step`` against those of transformers' modules."""
-    pairs = beside(out, "lean", out / "step" / "step.json")
-    shown = [
-        f"{row['shape']}, {row['nodes']} nodes: lean {ours * 1e3:.2f} ms, transformers {row['median'] * 1e3:.2f} ms"
-        for row, ours in pairs
-    ]
-    rows = json_object(out / "lean" / "step.json")
-    found = missing(len(rows["rows"]), rows["planned"])
-    return Finding("; ".join(shown), all(ours < row["median"] for row, ours in pairs), missing=found)
+    return judge_beside(out, "lean", out / "step" / "step.json", ("lean", "transformers"), 1.0)
 
 
 def judge_compile(out: Path, rehearsal: bool) -> Finding:
     """The kernels, which are the default, against torch.compile: if that is faster, it has to be the default."""
-    pairs = beside(out, "compile", out / "compile" / "kernels.json")
-    shown = [
-        f"{row['shape']}, {row['nodes']} nodes: kernels {ours * 1e3:.2f} ms, compiled {row['median'] * 1e3:.2f} ms"
-        for row, ours in pairs
-    ]
-    found = missing(len(pairs), json_object(out / "compile" / "step.json")["planned"])
-    return Finding("; ".join(shown), all(ours <= NOISE * row["median"] for row, ours in pairs), missing=found)
+    return judge_beside(out, "compile", out / "compile" / "kernels.json", ("kernels", "compiled"), NOISE)
 
 
 def judge_switches(out: Path, rehearsal: bool) -> Finding:
     """What is off by default beside the default: one that is faster should be on."""
     folder, shown, met = out / "switches", [], []
-    default = {row["nodes"]: row["median"] for row in json_object(folder / "default.json")["rows"]}
+    default = {row["nodes"]: row["median"] for row in rows_of(folder / "default.json")}
     for name in ("pdl", "logits"):
-        for row in json_object(folder / f"{name}.json")["rows"]:
+        for row in rows_of(folder / f"{name}.json"):
             ratio = row["median"] / default[row["nodes"]]
             shown.append(f"{name}, {row['nodes']} nodes: {ratio:.3f} × the default")
             met.append(NOISE * ratio >= 1)
-    times: dict[str, dict[str, float]] = {}
-    for row in json_object(folder / "attention.json")["rows"]:
-        if row["kernel"] == "attention":
-            shape = " ".join(f"{k}={v}" for k, v in row["shape"].items())
-            times.setdefault(shape, {})[row["way"]] = row["median_us"]
-    for shape, ways in times.items():
-        if "triton, last program merges" in ways:
-            ratio = ways["triton, last program merges"] / ways["triton"]
+    shapes = by_shape(rows_of(folder / "attention.json"), "attention")
+    for merged, ways in shapes.items():
+        shape = merged.removesuffix(" last program merges")
+        if shape != merged:
+            ratio = ways["triton"]["median_us"] / shapes[shape]["triton"]["median_us"]
             shown.append(f"last program merges, {shape}: {ratio:.3f} ×")
             met.append(NOISE * ratio >= 1)
     return Finding("; ".join(shown), all(met), missing="" if len(met) > 4 else "no attention was merged both ways")
@@ -178,12 +182,7 @@ def judge_kernels(out: Path, rehearsal: bool) -> Finding:
     report = kernel_rows(out / "kernel-bench" / "kernels.json", rehearsal)
     if rehearsal:
         return interpreted(report)
-    shapes: dict[str, dict[str, Any]] = {}
-    for row in report["rows"]:
-        if row["kernel"] == "attention":
-            way, _, kind = row["way"].partition(", ")  # of a ragged batch, or a prompt's chunk
-            shape = " ".join(f"{k}={v}" for k, v in row["shape"].items())
-            shapes.setdefault(f"{shape} {kind}".strip(), {})[way] = row
+    shapes = by_shape(report["rows"], "attention")
     shapes = {shape: ways for shape, ways in shapes.items() if "triton" in ways}  # the others are the plan's own time
     below: list[str] = []
     slower: list[str] = []
@@ -252,14 +251,17 @@ def judge_around(out: Path, rehearsal: bool) -> Finding:
     shown: list[str] = []
     ratios: dict[str, list[float]] = {}
     times = {(row["kernel"], row["way"], str(row["shape"])): row["median_us"] for row in report["rows"]}
-    for row in report["rows"]:
-        way, _, kind = row["way"].partition(", ")
-        plain = times.get((row["kernel"], ", ".join(filter(None, ("plain PyTorch", kind))), str(row["shape"])))
-        if way == "triton" and plain:
-            ratios.setdefault(kind if row["kernel"] == "fused" else row["kernel"], []).append(plain / row["median_us"])
-        if row["kernel"] == "verify" and way == "triton" and row["shape"]["N"] == 64:
-            over = row["median_us"] / 1e6 / device_of(report).floor([Work(row["moved"], row["operations"], 1)])
-            shown.append(f"{kind}, V = {row['shape']['V']}: {row['median_us']:.0f} µs = {over:.1f} × floor")
+    for kernel in ("verify", "fused"):
+        for ways in by_shape(report["rows"], kernel).values():
+            row, kind = ways.get("triton"), next(iter(ways.values()))["way"].partition(", ")[2]
+            if row is None:
+                continue
+            if "plain PyTorch" in ways:
+                name, plain = kind if kernel == "fused" else kernel, ways["plain PyTorch"]["median_us"]
+                ratios.setdefault(name, []).append(plain / row["median_us"])
+            if kernel == "verify" and row["shape"]["N"] == 64:
+                over = row["median_us"] / 1e6 / device_of(report).floor([Work(row["moved"], row["operations"], 1)])
+                shown.append(f"{kind}, V = {row['shape']['V']}: {row['median_us']:.0f} µs = {over:.1f} × floor")
     shown += [f"{name} {min(all_):.1f}–{max(all_):.1f} × PyTorch" for name, all_ in ratios.items()]
     facts = {"medians": {" ".join(k): v for k, v in times.items()}}
     return Finding("; ".join(shown), None, facts, missing_shapes(report))
@@ -274,36 +276,27 @@ def judge_target(out: Path, rehearsal: bool) -> Finding:
     )
 
 
-def judge_medusa(out: Path, rehearsal: bool) -> Finding:
-    folder = model_folder(out, "drafter", rehearsal)
-    return Finding(
-        f"simulated τ {last(folder, 'simulated_tau'):.2f}, top-1 of head 1 {last(folder, 'head1_held_out_top1'):.2f}, "
-        f"{last(folder, 'tokens_per_second'):,.0f} tokens/s; calibrated tree of {tree_of(folder)}"
-    )
+METRICS = {"simulated_tau": "simulated τ", "head1_held_out_top1": "top-1 of head 1"}
 
 
-def judge_eagle(out: Path, rehearsal: bool) -> Finding:
-    folder = model_folder(out, "eagle", rehearsal)
-    return Finding(
-        f"simulated τ {last(folder, 'simulated_tau'):.2f}, {last(folder, 'tokens_per_second'):,.0f} tokens/s; "
-        f"calibrated tree of {tree_of(folder)}"
-    )
+def judge_drafter(model: str, *metrics: str) -> Callable[[Path, bool], Finding]:
+    """The last values of some of :data:`METRICS`, the speed of training and the calibrated tree."""
 
+    def judge(out: Path, rehearsal: bool) -> Finding:
+        folder = model_folder(out, model, rehearsal)
+        shown = [f"{METRICS[name]} {last(folder, name):.2f}" for name in metrics]
+        tree = json_object(folder / "tree.json")
+        nodes = 1 + sum(map(len, tree.get("parts", [tree.get("paths", [])])))  # parts: of each SSM
+        shown.append(f"{last(folder, 'tokens_per_second'):,.0f} tokens/s; calibrated tree of {nodes} nodes")
+        return Finding(", ".join(shown))
 
-def judge_ssm(out: Path, rehearsal: bool) -> Finding:
-    folder = model_folder(out, "ssms", rehearsal)
-    return Finding(f"{last(folder, 'tokens_per_second'):,.0f} tokens/s; calibrated tree of {tree_of(folder)}")
+    return judge
 
 
 def last(folder: Path, name: str) -> float:
     """The last value of a metric in a run's folder; NaN while there is none."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return next((float(line[name]) for line in reversed(lines) if name in line), float("nan"))
-
-
-def tree_of(folder: Path) -> str:
-    tree = json_object(folder / "tree.json")
-    return f"{1 + sum(map(len, tree.get('parts', [tree.get('paths', [])])))} nodes"  # parts: of each SSM
 
 
 def reports_of(folder: Path, *, graphs: bool) -> list[dict[str, Any]]:
@@ -349,8 +342,8 @@ def judge_decode(part: str, count: int, *, graphs: bool = True) -> Callable[[Pat
 
 def judge_streams(out: Path, rehearsal: bool) -> Finding:
     """Two merged SSMs, with a stream for the second and without; the texts and trees are the same."""
-    reports = [*reports_of(out / "ssm-streams" / "two", graphs=not rehearsal)]
-    reports += reports_of(out / "ssm-streams" / "one", graphs=not rehearsal)
+    folder = out / "ssm-streams"
+    reports = [report for name in ("two", "one") for report in reports_of(folder / name, graphs=not rehearsal)]
     if len(reports) < 2:
         return Finding("; ".join(map(told, reports)), missing=missing(len(reports), 2))
     two, one = (report["tokens_per_second"] for report in reports)
@@ -404,13 +397,10 @@ def judge_products(out: Path, rehearsal: bool) -> Finding:
     report = kernel_rows(out / "products" / "kernels.json", rehearsal)
     if rehearsal:
         return interpreted(report)
-    shapes: dict[tuple[int, int, int], dict[str, Any]] = {}
-    for row in report["rows"]:
-        shapes.setdefault((row["shape"]["M"], row["shape"]["K"], row["shape"]["N"]), {})[row["way"]] = row
     shown: list[str] = []
-    for count in sorted({rows for rows, _, _ in shapes}):
+    for count in sorted({row["shape"]["M"] for row in report["rows"]}):
         shares, gains = [], []
-        for ways in (ways for (rows, _, _), ways in shapes.items() if rows == count):
+        for ways in by_shape(row for row in report["rows"] if row["shape"]["M"] == count).values():
             best = min(row["median_us"] for row in ways.values())
             shares.append(ways["torch.mm"]["moved"] / report["copy_bandwidth"] / best * 1e6)
             gains.append(ways["torch.mm"]["median_us"] / best)
@@ -432,13 +422,11 @@ def judge_shortlist(out: Path, rehearsal: bool) -> Finding:
     shown: list[str] = []
     below: list[str] = []
     for report in reports:
-        shapes: dict[str, dict[str, Any]] = {}
-        for row in report["rows"]:
-            name = f"{row['shape']['V']} × {row['shape']['d']}, {row['shape']['n']} nodes"
-            shapes.setdefault(name, {})[row["way"]] = row
-        for name, ways in shapes.items():
-            if "shortlist" in ways and "full head" in ways:
-                ours = ways["shortlist"]
+        for ways in by_shape(report["rows"]).values():
+            ours = ways.get("shortlist")
+            if ours is not None and "full head" in ways and ours["way"] == "shortlist":  # the logits alone
+                shape = ours["shape"]
+                name = f"{shape['V']} × {shape['d']}, {shape['n']} nodes"
                 what, share = judged_share(report, ours, below, name, SHORTLIST)
                 shown.append(f"{name}: {ours['median_us'] / ways['full head']['median_us']:.2f} × full")
                 shown[-1] += f", {share:.0%} of the {LIMITS[what]}" if share else ""

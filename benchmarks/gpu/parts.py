@@ -9,30 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.benchmarks.gpu.judges import (
-    Finding,
-    judge_around,
-    judge_compile,
-    judge_decode,
-    judge_dynaspec,
-    judge_eagle,
-    judge_eagle_decode,
-    judge_kernels,
-    judge_lean,
-    judge_medusa,
-    judge_products,
-    judge_profile,
-    judge_serving,
-    judge_shortlist,
-    judge_ssm,
-    judge_step,
-    judge_streams,
-    judge_switches,
-    judge_target,
-    judge_training,
-    judge_unroll,
-    tests_of,
-)
+from draftsmith.benchmarks.gpu import judges
+from draftsmith.benchmarks.gpu.judges import Finding
 
 BUNDLE_SECONDS = 540
 
@@ -43,8 +21,8 @@ class Part:
 
     limit: seconds after which it is killed.
     commands: run one after the other, until one fails; NAME=VALUE before one sets an environment variable. ``{out}`` is
-        the folder of all results, ``{target}``, ``{drafter}``, ``{ssms}``, ``{eagle}`` and ``{dynaspec}`` are models
-        in it, ``{parallel}`` the option for tests in parallel processes.
+        the folder of all results, ``{here}`` the part's own in it, ``{target}``, ``{drafter}``, ``{ssms}``, ``{eagle}``
+        and ``{dynaspec}`` are models, ``{parallel}`` is the option for tests in parallel processes.
     rehearsal: the same at toy size on a CPU.
     judge: of what the commands wrote: ``judge(folder of all results, rehearsal)``. Raises ValueError if it is wrong
         whatever the speed.
@@ -92,45 +70,66 @@ PACKAGES = {
 # Imported in functions that no part reaches.
 UNUSED = ("bitsandbytes", "datasets", "deepspeed", "flashinfer", "gguf", "huggingface_hub", "wandb")
 
-PYTEST = "python -m pytest -v -p no:cacheprovider --continue-on-collection-errors "
-SHORTLIST = "python benchmarks/kernel_times.py shortlist --batches 1 "
-BENCH = "python benchmarks/step_times.py --dtype bfloat16 --batches 1 --graphs "
-TOY = "python benchmarks/step_times.py --shape tiny-lm --device cpu --threads 1 --contexts 32 --heads 3 --repeat 2 "
-DECODE = "python inference/decode.py {drafter} --prompts {out}/models/prompts.jsonl --check-lossless --baseline all "
-DRAFT = "--prompts {out}/models/prompts.jsonl --check-lossless --report {out}/draft-model "
-PROMPTS = "python data/prompts.py stdlib --split test --tokenizer models/tiny-lm --out {out}/models/prompts.jsonl "
-LM = "python train/lm.py recipes/tiny-lm.yaml --restart run.name=target run.output_dir={out}/models lookahead=null "
-MEDUSA = "python train/medusa.py recipes/tiny-medusa.yaml --restart run.name=drafter run.output_dir={out}/models "
-SSM = "python train/ssm.py recipes/tiny-ssm.yaml --restart run.name=ssms run.output_dir={out}/models "
-TWO_SSMS = "python inference/decode.py draft_model:{ssms}/ssm-0@TREE+draft_model:{ssms}/ssm-1@TREE --target {target} "
-MEASURED = "--prompts {out}/models/prompts.jsonl --check-lossless --baseline engine "
-SSM_DECODE = "python inference/decode.py {ssms} {ssms}+ngram " + MEASURED + "--report {out}/ssm-decode "
-STREAMS = TWO_SSMS.replace("TREE", "2,2,1,1") + MEASURED + "--max-new-tokens 128 --seconds 20 --report "
-OFFLOADED = TWO_SSMS.replace("TREE", "3,2,2,1,1") + MEASURED + "--report {out}/ssm-claim "
-TOY_SSMS = (
-    TWO_SSMS.replace("TREE", "2,1").replace("{target}", "{ssms}/tiny-target")
-    + MEASURED
-    + ("--max-new-tokens 4 --seconds 0.1 --device cpu --threads 1 --report ")
-)
-EAGLE = "python train/eagle.py recipes/tiny-eagle3.yaml --restart run.name=eagle run.output_dir={out}/models "
+REPORT = ("scipy", "matplotlib", "tokenizers")  # of decode.py and serving.py
+
+
+# ---- commands; {here} is the part's own folder
+
+
+def decode(drafter: str, place: str, *options: str) -> str:
+    """``place``: the report's folder in the part's own."""
+    checked = f"--prompts {{out}}/models/prompts.jsonl --check-lossless --report {{here}}{place}"
+    return " ".join(["python inference/decode.py", drafter, checked, *options])
+
+
+def train(family: str, recipe: str, name: str, *fields: str) -> str:
+    run = f"--restart run.name={name} run.output_dir={{out}}/models"
+    return " ".join([f"python train/{family}.py recipes/{recipe}.yaml", run, *fields])
+
+
+def calibrate(drafter: str, seconds: int) -> str:
+    return f"python inference/calibrate.py {drafter} --seconds {seconds}"
+
+
+def kernel_times(file: str, *options: str) -> str:
+    return " ".join(["python benchmarks/kernel_times.py", *options, f"--out {{here}}/{file}.json"])
+
+
+def step_times(file: str, *options: str) -> str:
+    options = ("--dtype bfloat16 --batches 1", *options, f"--out {{here}}/{file}.json")
+    return " ".join(["python benchmarks/step_times.py", *options])
+
+
+def toy_step(file: str, *options: str) -> str:
+    toy = "--shape tiny-lm --device cpu --threads 1 --contexts 32 --heads 3 --repeat 2 --nodes 1 4"
+    return " ".join(["python benchmarks/step_times.py", toy, *options, f"--out {{here}}/{file}.json"])
+
+
+def tests(*words: str) -> str:
+    return " ".join(["python -m pytest -v -p no:cacheprovider --continue-on-collection-errors", *words])
+
+
+def two_ssms(tree: str, place: str, *options: str) -> str:
+    """The two SSMs of the ensemble, as draft models that are merged."""
+    drafter = "+".join(f"draft_model:{{ssms}}/ssm-{number}@{tree}" for number in (0, 1))
+    return decode(drafter, place, "--baseline engine", *options)
+
+
+PROMPTS = "python data/prompts.py stdlib --split test --tokenizer models/tiny-lm --out {out}/models/prompts.jsonl"
+SERVING = "python benchmarks/serving.py {eagle} --prompts {out}/models/prompts.jsonl --out {here}/serving.json"
+UNROLL = "python benchmarks/unroll.py --out {here}/unroll.json --steps 1 4 7"
+LONG, SHORT = "--max-new-tokens 128 --seconds", "--max-new-tokens 8 --seconds 0.1 --threads 1"
+TOY_SSMS = "--target {ssms}/tiny-target --max-new-tokens 4 --seconds 0.1 --device cpu --threads 1"
+TOY_KERNELS = "--heads 4 --kv-heads 2 --width 16 --dtype float32"
+ONE_STREAM = "DRAFTSMITH_ONE_STREAM=1 "
 # Calibration may have written a dynamic tree, too; both kinds are decoded with.
 TREES = (
     'python -c "import json, sys; tree, fixed, dynamic, shape = sys.argv[1:]; '
     "json.dump({'paths': json.load(open(tree))['paths']}, open(fixed, 'w')); "
     "json.dump({'dynamic': json.loads(shape)}, open(dynamic, 'w'))\" "
-    "{eagle}/tree.json {out}/eagle-decode/fixed.json {out}/eagle-decode/dynamic.json "
+    "{eagle}/tree.json {here}/fixed.json {here}/dynamic.json "
     '\'{"top_k": 4, "depth": 6, "nodes": 32}\''
 )
-DECODE_EAGLE = (
-    "python inference/decode.py {eagle} --tree {out}/eagle-decode/TREE.json --report {out}/eagle-decode/TREE "
-    + MEASURED
-)
-SERVING = "python benchmarks/serving.py {eagle} --prompts {out}/models/prompts.jsonl --out {out}/serving/serving.json "
-DYNASPEC = (
-    "python train/dynaspec.py recipes/tiny-dynaspec.yaml --restart run.name=dynaspec run.output_dir={out}/models "
-)
-DECODE_DYNASPEC = "python inference/decode.py {dynaspec} " + MEASURED + "--report "
-UNROLL = "python benchmarks/unroll.py --out {out}/eagle-unroll/unroll.json --steps 1 4 7 "
 # About 190 M parameters and 8 M tokens: beyond toys. Not compiled: Inductor would take longer than the training.
 MIDDLE = (
     "precision.compile=false tokenizer=models/tiny-lm model.hidden_size=1024 model.num_layers=16 model.num_heads=16 "
@@ -139,216 +138,209 @@ MIDDLE = (
     "'stages=[{name: all, max_length: 512, steps: 240, optim: {lr: 6e-4, schedule: linear, warmup_steps: 30}, "
     "batch: {sequences: 64}}]'"
 )
-SWITCHES = (("", "default"), ("DRAFTSMITH_PDL=1 ", "pdl"), ("DRAFTSMITH_WRITE_LOGITS=1 ", "logits"))
 SMALL = "'stages=[{name: all, max_length: 64, steps: 2, optim: {lr: 6e-4}, batch: {sequences: 2}}]'"
 # Half of the recipe's prompts and steps.
-HALF = "data.train.0.answers.prompts=1024 stages.0.steps=400 checkpoint.every=400 evaluate.every=200 "
-TARGET = ("{target}/model.safetensors", "{out}/models/prompts.jsonl")
-REPORT = ("scipy", "matplotlib", "tokenizers")  # of decode.py and bench_serving.py
+HALF = "data.train.0.answers.prompts=1024 stages.0.steps=400 checkpoint.every=400 evaluate.every=200"
+SWITCHES = {"default": "", "pdl": "DRAFTSMITH_PDL=1 ", "logits": "DRAFTSMITH_WRITE_LOGITS=1 "}
 
 PARTS = (
     Part(
         "products", "products of few rows with the matrices of two models: share of the bandwidth, gain over "
         "PyTorch's: no goal; the forms found are used from then on", 120,
-        ("python benchmarks/kernel_times.py few_rows --rows 1 8 16 64 --out {out}/products/kernels.json",),
-        ("python benchmarks/kernel_times.py few_rows --rows 1 5 --hidden 32 --vocabulary 200 --dtype float32 "
-         "--out {out}/products/kernels.json",),
-        judge_products, ("triton",), interpreted=True,
+        (kernel_times("kernels", "few_rows --rows 1 8 16 64"),),
+        (kernel_times("kernels", "few_rows --rows 1 5 --hidden 32 --vocabulary 200 --dtype float32"),),
+        judges.judge_products, ("triton",), interpreted=True,
     ),
     Part(
         "profile", "every step a graph replay of at most 15 kernels a layer and 40 around; their time: no goal", 80,
-        (BENCH + "--shape llama3-8b --contexts 1024 --nodes 1 64 --repeat 20 --profile {out}/profile/kernels.txt "
-         "--out {out}/profile/step.json",),
-        (TOY + "--nodes 1 4 --profile {out}/profile/kernels.txt --out {out}/profile/step.json",),
-        judge_profile, ("triton",),
+        (step_times("step", "--graphs --shape llama3-8b --contexts 1024 --nodes 1 64 --repeat 20 --profile "
+                    "{here}/kernels.txt"),),
+        (toy_step("step", "--profile {here}/kernels.txt"),),
+        judges.judge_profile, ("triton",),
     ),
     Part(
         "step", "every step within its bytes at 87 % of the bandwidth, products at 60 % of the matrix rate where those "
         "take longer, and 1.3 µs a kernel", 240,
-        (BENCH + "--shape llama2-7b llama3-8b --contexts 1024 16384 --nodes 1 16 64 --projection shared own "
-         "--out {out}/step/step.json",),
-        (TOY + "--nodes 1 4 --projection shared own --out {out}/step/step.json",),
-        judge_step, ("triton",), makes=("{out}/step/step.json",),
+        (step_times("step", "--graphs --shape llama2-7b llama3-8b --contexts 1024 16384 --nodes 1 16 64 --projection "
+                    "shared own"),),
+        (toy_step("step", "--projection shared own"),),
+        judges.judge_step, ("triton",), makes=("{here}/step.json",),
     ),
     Part(
         "lean", "the lean decoder's step takes less time than transformers' modules", 100,
-        (BENCH.replace("--graphs ", "") + "--shape llama2-7b llama3-8b --contexts 1024 --nodes 1 16 --repeat 20 "
-         "--decoder transformers --out {out}/lean/step.json",),
-        (TOY + "--nodes 1 4 --decoder transformers --out {out}/lean/step.json",),
-        judge_lean, ("triton",), ("step",),
+        (step_times("step", "--shape llama2-7b llama3-8b --contexts 1024 --nodes 1 16 --repeat 20 --decoder "
+                    "transformers"),),
+        (toy_step("step", "--decoder transformers"),),
+        judges.judge_lean, ("triton",), ("step",),
     ),
     Part(
         "kernels", "tests of the kernels pass on the device, bfloat16 and CUDA graphs too", 240,
-        (PYTEST + "{parallel} tests/kernels/device tests/kernels --ignore tests/benchmarks/test_kernel_compile.py",),
-        (PYTEST + "tests/kernels/device/test_commit_kernel.py tests/kernels/device/test_engine_on_kernels.py -k "
-         "'every_layer or (greedy and llama)'",),
-        tests_of("kernels"), interpreted=True,
+        (tests("{parallel} tests/kernels/device tests/kernels --ignore tests/benchmarks/test_kernel_compile.py"),),
+        (tests("tests/kernels/device/test_commit_kernel.py tests/kernels/device/test_engine_on_kernels.py -k "
+               "'every_layer or (greedy and llama)'"),),
+        judges.tests_of("kernels"), interpreted=True,
     ),
     Part(
         "engine", "χ², exact distributions, families and batching pass on the device", 150,
-        (PYTEST + "{parallel} --device cuda tests/inference/test_engine.py tests/inference/test_tree_logits.py "
-         "tests/inference/test_batching.py tests/inference/test_engine_sampling.py tests/inference/test_sampling.py",),
-        (PYTEST + "--device cpu tests/inference/test_engine.py -k 'llama-1 or mates'",),
-        tests_of("engine"), ("triton",),
+        (tests("{parallel} --device cuda tests/inference/test_engine.py tests/inference/test_tree_logits.py "
+               "tests/inference/test_batching.py tests/inference/test_engine_sampling.py "
+               "tests/inference/test_sampling.py"),),
+        (tests("--device cpu tests/inference/test_engine.py -k 'llama-1 or mates'"),),
+        judges.tests_of("engine"), ("triton",),
     ),
     Part(
         "drafters", "drafters with caches, draws and merges pass on the kernels, on streams and in CUDA graphs", 150,
-        (PYTEST + "{parallel} --device cuda tests/inference/test_protocol.py tests/inference/test_draft_model.py "
-         "tests/inference/test_merged.py tests/inference/test_merged_lossless.py tests/inference/test_ngram.py",),
-        (PYTEST + "--device cpu tests/inference/test_ngram.py -k 'static and not reference'",),
-        tests_of("drafters"), ("triton",),
+        (tests("{parallel} --device cuda tests/inference/test_protocol.py tests/inference/test_draft_model.py "
+               "tests/inference/test_merged.py tests/inference/test_merged_lossless.py "
+               "tests/inference/test_ngram.py"),),
+        (tests("--device cpu tests/inference/test_ngram.py -k 'static and not reference'"),),
+        judges.tests_of("drafters"), ("triton",),
     ),
     Part(
         "target", "a causal LM of about 190 M parameters trains and exports (speed: unmeasured, no goal)", 200,
-        (LM + MIDDLE, PROMPTS + "--count 40 --prompt-tokens 96"),
-        (LM + "--tiny " + SMALL, PROMPTS + "--count 2 --prompt-tokens 24"),
-        judge_target, makes=TARGET,
+        (train("lm", "tiny-lm", "target", "lookahead=null", MIDDLE), PROMPTS + " --count 40 --prompt-tokens 96"),
+        (train("lm", "tiny-lm", "target", "lookahead=null --tiny", SMALL), PROMPTS + " --count 2 --prompt-tokens 24"),
+        judges.judge_target, makes=("{target}/model.safetensors", "{out}/models/prompts.jsonl"),
     ),
     Part(
         "medusa", "Medusa-1 on that target trains and calibrates (τ: unmeasured, no goal)", 130,
-        (MEDUSA + "target.name={target} stages.0.optim.lr=1e-3 " + HALF,
-         "python inference/calibrate.py {drafter} --seconds 30"),
-        (MEDUSA + "--tiny", "python inference/calibrate.py {drafter} --seconds 1"),
-        judge_medusa, ("triton",), ("target",), ("{drafter}/config.json",),
+        (train("medusa", "tiny-medusa", "drafter", "target.name={target} stages.0.optim.lr=1e-3", HALF),
+         calibrate("{drafter}", 30)),
+        (train("medusa", "tiny-medusa", "drafter", "--tiny"), calibrate("{drafter}", 1)),
+        judges.judge_drafter("drafter", "simulated_tau", "head1_held_out_top1"), ("triton",), ("target",),
+        ("{drafter}/config.json",),
     ),
     Part(
         "decode", "output identical to plain greedy decoding, CUDA graphs (speed-up: unmeasured, no goal)", 120,
-        (DECODE + "--max-new-tokens 128 --seconds 30 --report {out}/decode",),
-        (DECODE + "--max-new-tokens 8 --seconds 0.1 --threads 1 --report {out}/decode",),
-        judge_decode("decode", 1), (*REPORT, "triton"), ("medusa",),
+        (decode("{drafter}", "", "--baseline all", LONG, "30"),), (decode("{drafter}", "", "--baseline all", SHORT),),
+        judges.judge_decode("decode", 1), (*REPORT, "triton"), ("medusa",),
     ),
     Part(
         "draft-model", "output identical, CUDA graphs, alone and merged with n-grams", 90,
-        ("python inference/decode.py draft_model:models/tiny-lm@1,1,1,1 draft_model:models/tiny-lm@1,1,1,1+ngram "
-         "--target {target} --max-new-tokens 96 --baseline engine --seconds 15 " + DRAFT,),
-        ("python inference/decode.py draft_model:{target}@1,1 draft_model:{target}@1,1+ngram --target {target} "
-         "--max-new-tokens 4 --seconds 0.1 --threads 1 " + DRAFT,),
-        judge_decode("draft-model", 2), (*REPORT, "triton"), ("target",),
+        (decode("draft_model:models/tiny-lm@1,1,1,1 draft_model:models/tiny-lm@1,1,1,1+ngram", "",
+                "--target {target} --max-new-tokens 96 --baseline engine --seconds 15"),),
+        (decode("draft_model:{target}@1,1 draft_model:{target}@1,1+ngram", "",
+                "--target {target} --max-new-tokens 4 --seconds 0.1 --threads 1"),),
+        judges.judge_decode("draft-model", 2), (*REPORT, "triton"), ("target",),
     ),
     Part(
         "kernel-bench", "tree attention ≥ 85 % of the bandwidth or ≥ 60 % of the matrix rate, whichever limits it, "
         "where that takes more than 30 µs; never slower than SDPA, flex_attention and FlashInfer", 200,
-        ("python benchmarks/kernel_times.py attention commit --batches 1 8 --contexts 1024 16384 --nodes 16 64 "
-         "--out {out}/kernel-bench/kernels.json",),
-        ("python benchmarks/kernel_times.py attention commit --batches 1 2 --contexts 33 --nodes 8 --heads 4 "
-         "--kv-heads 2 --width 16 --layers 2 --dtype float32 --out {out}/kernel-bench/kernels.json",),
-        judge_kernels, ("triton",), interpreted=True,
+        (kernel_times("kernels", "attention commit --batches 1 8 --contexts 1024 16384 --nodes 16 64"),),
+        (kernel_times("kernels", "attention commit --batches 1 2 --contexts 33 --nodes 8 --layers 2", TOY_KERNELS),),
+        judges.judge_kernels, ("triton",), interpreted=True,
     ),
     Part(
         "around", "sampling verification of 64 nodes over its floor, the kernels around the products beside PyTorch's "
         "operations: no goal", 120,
-        ("python benchmarks/kernel_times.py verify head_topk fused --batches 1 --nodes 16 64 --vocabulary 32000 128256 "
-         "--out {out}/around/kernels.json",),
-        ("python benchmarks/kernel_times.py verify head_topk fused --batches 2 --nodes 8 --heads 4 --kv-heads 2 "
-         "--width 16 --hidden 32 --vocabulary 200 --dtype float32 --out {out}/around/kernels.json",),
-        judge_around, ("triton",), interpreted=True,
+        (kernel_times("kernels", "verify head_topk fused --batches 1 --nodes 16 64 --vocabulary 32000 128256"),),
+        (kernel_times("kernels", "verify head_topk fused --batches 2 --nodes 8 --hidden 32 --vocabulary 200",
+                      TOY_KERNELS),),
+        judges.judge_around, ("triton",), interpreted=True,
     ),
     Part(
         "shortlist", "logits of a fifth of an LM head's rows at ≥ 80 % of the bandwidth where that takes more than "
         "30 µs", 110,
-        (SHORTLIST + "--hidden 4096 --vocabulary 128256 262144 --level 1 8 --out {out}/shortlist/4096.json",
-         SHORTLIST + "--hidden 576 --vocabulary 49152 --level 1 8 --out {out}/shortlist/576.json"),
-        (SHORTLIST + "--hidden 32 --vocabulary 90 --level 3 --dtype float32 --out {out}/shortlist/4096.json",
-         SHORTLIST + "--hidden 16 --vocabulary 60 --level 1 --dtype float32 --out {out}/shortlist/576.json"),
-        judge_shortlist, ("triton",), interpreted=True,
+        (kernel_times("4096", "shortlist --batches 1 --hidden 4096 --vocabulary 128256 262144 --level 1 8"),
+         kernel_times("576", "shortlist --batches 1 --hidden 576 --vocabulary 49152 --level 1 8")),
+        (kernel_times("4096", "shortlist --batches 1 --hidden 32 --vocabulary 90 --level 3 --dtype float32"),
+         kernel_times("576", "shortlist --batches 1 --hidden 16 --vocabulary 60 --level 1 --dtype float32")),
+        judges.judge_shortlist, ("triton",), interpreted=True,
     ),
     Part(
         "eagle-unroll", "7 unrolled steps of training-time test take no longer than with dense attention (to within "
         "2 %), and less memory", 110,
-        (UNROLL + "--shape llama3-8b --dtype bfloat16 --sequences 1 --tokens 2048",),
-        (UNROLL + "--shape tiny-lm --device cpu --threads 1 --tokens 24 --repeat 2",),
-        judge_unroll, ("scipy",),
+        (UNROLL + " --shape llama3-8b --dtype bfloat16 --sequences 1 --tokens 2048",),
+        (UNROLL + " --shape tiny-lm --device cpu --threads 1 --tokens 24 --repeat 2",),
+        judges.judge_unroll, ("scipy",),
     ),
     Part(
         "train-step", "Medusa-1 ≥ 50 % of the matrix rate, Medusa-2 ≥ 45 %", 180,
         ("python benchmarks/train_step.py --shape llama2-7b --dtype bfloat16 --sequences 4 --tokens 2048 "
-         "--stages medusa-1 medusa-2 --gradient-checkpointing --out {out}/train-step/train.json",),
+         "--stages medusa-1 medusa-2 --gradient-checkpointing --out {here}/train.json",),
         ("python benchmarks/train_step.py --shape tiny-lm --device cpu --sequences 1 --tokens 24 --heads 2 --repeat 1 "
-         "--projection shared --gradient-checkpointing --out {out}/train-step/train.json",),
-        judge_training, ("peft",),
+         "--projection shared --gradient-checkpointing --out {here}/train.json",),
+        judges.judge_training, ("peft",),
     ),
     Part(
         "compile", "the kernels' step, the default, is not slower (to within 2 %) than one by torch.compile", 300,
-        (BENCH + "--shape llama3-8b --contexts 1024 --nodes 1 64 --out {out}/compile/kernels.json",
-         BENCH + "--shape llama3-8b --contexts 1024 --nodes 1 64 --compile --out {out}/compile/step.json"),
-        (TOY + "--nodes 1 4 --out {out}/compile/kernels.json",  # eager: compiling takes a minute on a CPU
-         TOY + "--nodes 1 4 --out {out}/compile/step.json"),
-        judge_compile, ("triton",),
+        (step_times("kernels", "--graphs --shape llama3-8b --contexts 1024 --nodes 1 64"),
+         step_times("step", "--graphs --shape llama3-8b --contexts 1024 --nodes 1 64 --compile")),
+        (toy_step("kernels"), toy_step("step")),  # eager: compiling takes a minute on a CPU
+        judges.judge_compile, ("triton",),
     ),
     Part(
         "switches", "what is off by default (programmatic dependent launch, written logits, attention merged by its "
         "last program) is not faster (by more than 2 %): else it has to be the default", 300,
-        (*(switch + BENCH + f"--shape llama3-8b --contexts 1024 --nodes 1 16 --out {{out}}/switches/{name}.json"
-           for switch, name in SWITCHES),
-         "python benchmarks/kernel_times.py attention --batches 1 8 --contexts 1024 16384 --nodes 8 16 --kv-heads 32 "
-         "--out {out}/switches/attention.json"),
-        (*(switch + TOY + f"--nodes 1 4 --out {{out}}/switches/{name}.json" for switch, name in SWITCHES),
-         "TRITON_INTERPRET=1 python benchmarks/kernel_times.py attention --batches 1 --contexts 33 --nodes 8 --heads 2 "
-         "--kv-heads 2 --width 16 --layers 2 --dtype float32 --out {out}/switches/attention.json"),
-        judge_switches, ("triton",),
+        (*(switch + step_times(name, "--graphs --shape llama3-8b --contexts 1024 --nodes 1 16")
+           for name, switch in SWITCHES.items()),
+         kernel_times("attention", "attention --batches 1 8 --contexts 1024 16384 --nodes 8 16 --kv-heads 32")),
+        (*(switch + toy_step(name) for name, switch in SWITCHES.items()),
+         "TRITON_INTERPRET=1 " + kernel_times("attention", "attention --batches 1 --contexts 33 --nodes 8 --heads 2 "
+                                              "--kv-heads 2 --width 16 --layers 2 --dtype float32")),
+        judges.judge_switches, ("triton",),
     ),
     Part(
         "eagle", "EAGLE-3 on that target trains and calibrates (τ: unmeasured, no goal)", 170,
-        (EAGLE + "target.name={target} cache_hidden=none " + HALF,
-         "python inference/calibrate.py {eagle} --seconds 30"),
-        (EAGLE + "--tiny", "python inference/calibrate.py {eagle} --seconds 1"),
-        judge_eagle, ("triton",), ("target",), ("{eagle}/config.json",),
+        (train("eagle", "tiny-eagle3", "eagle", "target.name={target} cache_hidden=none", HALF),
+         calibrate("{eagle}", 30)),
+        (train("eagle", "tiny-eagle3", "eagle", "--tiny"), calibrate("{eagle}", 1)),
+        judges.judge_drafter("eagle", "simulated_tau"), ("triton",), ("target",), ("{eagle}/config.json",),
     ),
     Part(
         "eagle-decode", "EAGLE-3's output identical, CUDA graphs, with a fixed and a dynamic tree", 150,
-        (TREES,
-         *(DECODE_EAGLE.replace("TREE", tree) + "--max-new-tokens 128 --seconds 20" for tree in ("fixed", "dynamic"))),
-        (TREES, *(DECODE_EAGLE.replace("TREE", tree) + "--max-new-tokens 8 --seconds 0.1 --threads 1"
+        (TREES, *(decode("{eagle}", f"/{tree}", f"--tree {{here}}/{tree}.json --baseline engine", LONG, "20")
                   for tree in ("fixed", "dynamic"))),
-        judge_eagle_decode, (*REPORT, "triton"), ("eagle",),
+        (TREES, *(decode("{eagle}", f"/{tree}", f"--tree {{here}}/{tree}.json --baseline engine", SHORT)
+                  for tree in ("fixed", "dynamic"))),
+        judges.judge_eagle_decode, (*REPORT, "triton"), ("eagle",),
     ),
     Part(
         "serving", "requests arriving over time, 1, 8 and 32 rows: texts identical, CUDA graphs; where speculation "
         "stops paying: no goal", 170,
-        (SERVING + "--batches 1 8 32 --max-new-tokens 128 --seconds 3 --rounds 2",),
-        (SERVING + "--batches 1 2 --loads 0.5 --requests 4 --max-new-tokens 8 --seconds 1 --rounds 1 --threads 1",),
-        judge_serving, (*REPORT, "triton"), ("eagle",),
+        (SERVING + " --batches 1 8 32 --max-new-tokens 128 --seconds 3 --rounds 2",),
+        (SERVING + " --batches 1 2 --loads 0.5 --requests 4 --max-new-tokens 8 --seconds 1 --rounds 1 --threads 1",),
+        judges.judge_serving, (*REPORT, "triton"), ("eagle",),
     ),
     Part(
         "dynaspec", "shortlists for the drafter of eagle train, calibrate and decode: output identical, CUDA graphs; "
         "not slower (to within 3 %) with the router on a stream of its own", 170,
-        (DYNASPEC + "target.name={target} drafter.base={eagle}",
-         "python inference/calibrate.py {dynaspec} --seconds 15",
-         DECODE_DYNASPEC + "{out}/dynaspec/two --max-new-tokens 128 --seconds 15 {eagle}",
-         "DRAFTSMITH_ONE_STREAM=1 " + DECODE_DYNASPEC + "{out}/dynaspec/one --max-new-tokens 128 --seconds 15"),
-        # Its base is a new one, which has no tree of its own.
-        (DYNASPEC + "--tiny", "python inference/calibrate.py {dynaspec} --seconds 1",
-         DECODE_DYNASPEC + "{out}/dynaspec/two --max-new-tokens 8 --seconds 0.1 --threads 1 "
-         "--tree {dynaspec}/tree.json {dynaspec}/drafter",
-         "DRAFTSMITH_ONE_STREAM=1 " + DECODE_DYNASPEC
-         + "{out}/dynaspec/one --max-new-tokens 8 --seconds 0.1 --threads 1"),
-        judge_dynaspec, (*REPORT, "triton"), ("eagle",),
+        (train("dynaspec", "tiny-dynaspec", "dynaspec", "target.name={target} drafter.base={eagle}"),
+         calibrate("{dynaspec}", 15),
+         decode("{dynaspec} {eagle}", "/two", "--baseline engine", LONG, "15"),
+         ONE_STREAM + decode("{dynaspec}", "/one", "--baseline engine", LONG, "15")),
+        (train("dynaspec", "tiny-dynaspec", "dynaspec", "--tiny"), calibrate("{dynaspec}", 1),
+         # Its base is a new one, which has no tree of its own.
+         decode("{dynaspec} {dynaspec}/drafter", "/two", "--baseline engine --tree {dynaspec}/tree.json", SHORT),
+         ONE_STREAM + decode("{dynaspec}", "/one", "--baseline engine", SHORT)),
+        judges.judge_dynaspec, (*REPORT, "triton"), ("eagle",),
     ),
     Part(
         "ssm", "a boosted ensemble on that target trains and calibrates (τ: unmeasured, no goal)", 200,
-        (SSM + "target.name={target} 'drafter.layers=[0, 15]' data.train.0.answers.prompts=1536",
-         "python inference/calibrate.py {ssms} --seconds 30"),
-        (SSM + "--tiny boost.min_prompts=1", "python inference/calibrate.py {ssms} --seconds 1"),
-        judge_ssm, ("triton",), ("target",), ("{ssms}/config.json",),
+        (train("ssm", "tiny-ssm", "ssms", "target.name={target} 'drafter.layers=[0, 15]'",
+               "data.train.0.answers.prompts=1536"), calibrate("{ssms}", 30)),
+        (train("ssm", "tiny-ssm", "ssms", "--tiny boost.min_prompts=1"), calibrate("{ssms}", 1)),
+        judges.judge_drafter("ssms"), ("triton",), ("target",), ("{ssms}/config.json",),
     ),
     Part(
         "ssm-decode", "the ensemble's output identical, CUDA graphs, alone and merged with n-grams", 140,
-        (SSM_DECODE + "--max-new-tokens 128 --seconds 30",),
-        (SSM_DECODE + "--max-new-tokens 8 --seconds 0.1 --threads 1",),
-        judge_decode("ssm-decode", 2), (*REPORT, "triton"), ("ssm",),
+        (decode("{ssms} {ssms}+ngram", "", "--baseline engine", LONG, "30"),),
+        (decode("{ssms} {ssms}+ngram", "", "--baseline engine", SHORT),),
+        judges.judge_decode("ssm-decode", 2), (*REPORT, "triton"), ("ssm",),
     ),
     Part(
         "ssm-streams", "two merged SSMs decode faster on two CUDA streams than one after the other", 140,
-        (STREAMS + "{out}/ssm-streams/two", "DRAFTSMITH_ONE_STREAM=1 " + STREAMS + "{out}/ssm-streams/one"),
-        (TOY_SSMS + "{out}/ssm-streams/two", "DRAFTSMITH_ONE_STREAM=1 " + TOY_SSMS + "{out}/ssm-streams/one"),
-        judge_streams, (*REPORT, "triton"), ("ssm",),
+        (two_ssms("2,2,1,1", "/two", "--target {target}", LONG, "20"),
+         ONE_STREAM + two_ssms("2,2,1,1", "/one", "--target {target}", LONG, "20")),
+        (two_ssms("2,1", "/two", TOY_SSMS), ONE_STREAM + two_ssms("2,1", "/one", TOY_SSMS)),
+        judges.judge_streams, (*REPORT, "triton"), ("ssm",),
     ),
     Part(
         "ssm-claim", "SSMs on the device for a target in CPU memory: output identical (SpecInfer's paper has 2.6–3.5 × "
         "plain decoding for its own models: no goal here)", 140,
-        (OFFLOADED + "--device-map cpu --max-new-tokens 64 --seconds 40",),
-        (TOY_SSMS + "{out}/ssm-claim --device-map disk",),
-        judge_decode("ssm-claim", 1, graphs=False), (*REPORT, "triton", "accelerate"), ("ssm",),
+        (two_ssms("3,2,2,1,1", "", "--target {target} --device-map cpu --max-new-tokens 64 --seconds 40"),),
+        (two_ssms("2,1", "", TOY_SSMS, "--device-map disk"),),
+        judges.judge_decode("ssm-claim", 1, graphs=False), (*REPORT, "triton", "accelerate"), ("ssm",),
     ),
 )  # fmt: skip
 

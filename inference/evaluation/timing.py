@@ -1,35 +1,32 @@
 """Methods of decoding, timed in turn: our engine with and without drafters, and ``transformers.generate``."""
 
-import argparse
 import itertools
 import math
 import random
 import resource
-import shlex
 import statistics
-import sys
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import GenerationConfig
 
 from draftsmith.common.progress import ProgressBar
-from draftsmith.inference.commands.options import SAMPLING
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.load import report_fields
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.evaluation import report as reporting
 from draftsmith.inference.evaluation.lossless import check_greedy, check_sample
 from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.verify import Mode
 from draftsmith.models.artifact import device_name, versions
-from draftsmith.models.options import DECODERS
 from draftsmith.models.target import Target
 
+Baseline = Literal["none", "engine", "transformers", "all"]
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
 GROUPS = 32  # minimum number of groups of prompts, if there are as many batches
 MIN_GROUPS = 16  # timed in any case, over all rounds, before timing may end early
@@ -281,15 +278,6 @@ def format_duration(seconds: float) -> str:
     return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    """The sampling parameters of a command line.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
-    return Sampling(**{name: value for name in SAMPLING if (value := getattr(args, name)) is not None})
-
-
 def with_own_seeds(sampling: Sampling, prompts: Sequence[Sequence[int]]) -> list[Sampling]:
     """The sampling parameters of each prompt, with a seed made of the given one and the prompt itself, whatever the
     other prompts are."""
@@ -297,18 +285,15 @@ def with_own_seeds(sampling: Sampling, prompts: Sequence[Sequence[int]]) -> list
     return [replace(sampling, seed=seed) for seed in seeds]
 
 
-def engine_options(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Mode and sampling parameters of a command line as arguments of ``SpeculativeDecoder.generate``."""
-    if args.mode == "greedy":
-        return {}
-    return {"mode": args.mode, "sampling": with_own_seeds(sampling_of(args), prompts)}
+def engine_options(mode: Mode, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Mode and sampling parameters as arguments of ``SpeculativeDecoder.generate``."""
+    return {} if mode == "greedy" else {"mode": mode, "sampling": with_own_seeds(sampling, prompts)}
 
 
-def generate_options(args: argparse.Namespace) -> dict[str, Any]:
+def generate_options(mode: Mode, s: Sampling) -> dict[str, Any]:
     """The same as arguments of ``transformers.generate``."""
-    if args.mode != "sample":
+    if mode != "sample":
         return {}
-    s = sampling_of(args)
     if s.greedy:
         return {"repetition_penalty": s.repetition_penalty}
     options = {"do_sample": True, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
@@ -316,28 +301,47 @@ def generate_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def evaluate(
-    names: Sequence[str], target: Target, drafters: Sequence[Drafter | None], prompts: list[list[int]],
-    args: argparse.Namespace, kinds: Sequence[str | None] = (),
+    target: Target, drafters: Mapping[str, Drafter | None], prompts: list[list[int]], *, mode: Mode = "greedy",
+    sampling: Sampling | None = None, max_new_tokens: int = 128, batch_size: int = 1, baseline: Baseline = "engine",
+    check_lossless: bool = False, rounds: int = 1, seconds: float | None = None, kinds: Sequence[str | None] = (),
+    compiled: bool = False, lean: bool | None = None, command: str = "",
 ) -> tuple[list[dict[str, Any]], list[list[Generation]]]:  # fmt: skip
-    """Decode all prompts with each drafter and the baselines.
+    """Decode all prompts with each drafter and the baselines, in turn, and report how fast and how exact each is.
 
     Args:
+        drafters: by the name in the reports, as :func:`~draftsmith.inference.drafters.load.load_drafter` returns them;
+            None decodes without one.
+        prompts: token ids.
+        sampling: of modes ``sample`` and ``typical``; each prompt has a seed of its own, made of this one's.
+        max_new_tokens: of each answer, at most.
+        baseline: what speeds are compared with: plain decoding by this engine, by transformers, or ``all``:
+            transformers' prompt lookup too, where ``batch_size`` is 1.
+        check_lossless: compare the texts with plain decoding; in mode ``sample`` their distribution.
+        rounds: over all prompts, at most; timing ends when every speed-up is known to within 3 %.
+        seconds: time limit of timing; all prompts are decoded and checked.
+        compiled, lean: as :class:`~draftsmith.inference.engine.engine.SpeculativeDecoder` takes them.
+        command: for the reports.
         kinds: the kind of text of each prompt, if it has one. Where there are several kinds, the reports have the field
             ``kinds``, the figures of each; prompts without a kind are those of kind ``other``.
 
     Returns:
         For each drafter its report, with the fields of report.json, and its results.
+
+    Raises:
+        ValueError: the mode or the baseline is none of those.
     """
-    options: dict[str, Any] = {"compiled": args.compile, "lean": DECODERS[args.decoder]}
-    decoders = [SpeculativeDecoder(target, drafter, **options) for drafter in drafters]
-    wanted = {"none": [], "engine": ["engine"], "transformers": ["transformers"]}.get(args.baseline)
-    if wanted is None:
-        wanted = ["engine", "transformers", "prompt_lookup"]
+    if baseline not in BASELINES:
+        raise ValueError(f"baseline {baseline!r}: must be one of {', '.join(BASELINES)}")
+    sampling, names = sampling or Sampling(), list(drafters)
+    options: dict[str, Any] = {"compiled": compiled, "lean": lean}
+    decoders = [SpeculativeDecoder(target, drafter, **options) for drafter in drafters.values()]
+    wanted = {"none": [], "all": ["engine", "transformers", "prompt_lookup"]}.get(baseline, [baseline])
     methods: dict[str, Method] = {}
 
-    def engine_method(decoder: SpeculativeDecoder, batch_size: int = args.batch_size) -> Method:
-        limit = args.max_new_tokens
-        return lambda group: decoder.generate(group, limit, batch_size=batch_size, **engine_options(args, group))
+    def engine_method(decoder: SpeculativeDecoder, rows: int = batch_size) -> Method:
+        return lambda group: decoder.generate(
+            group, max_new_tokens, batch_size=rows, **engine_options(mode, sampling, group)
+        )
 
     for name, decoder in zip(names, decoders, strict=True):
         methods[name] = engine_method(decoder)
@@ -345,20 +349,20 @@ def evaluate(
         methods["engine"] = engine_method(SpeculativeDecoder(target, **options))
     if "transformers" in wanted:
         methods["transformers"] = transformers_method(
-            target, args.max_new_tokens, args.batch_size, **generate_options(args)
+            target, max_new_tokens, batch_size, **generate_options(mode, sampling)
         )
-    if "prompt_lookup" in wanted and args.batch_size == 1:
+    if "prompt_lookup" in wanted and batch_size == 1:
         methods["prompt_lookup"] = transformers_method(
-            target, args.max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **generate_options(args)
+            target, max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **generate_options(mode, sampling)
         )
     compared = [name for name in wanted if name in methods]
-    sampled = args.mode == "sample"
+    sampled = mode == "sample"
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
     # A capture or compilation is made for the batch size and cache length of the timed runs.
     warm_up = [prompts[0][:8]]
-    if target.device.type == "cuda" or args.compile:
-        warm_up = sorted(prompts, key=len)[-args.batch_size :]
+    if target.device.type == "cuda" or compiled:
+        warm_up = sorted(prompts, key=len)[-batch_size:]
 
     def settled(timed: dict[str, Timed]) -> bool:
         pairs = itertools.product(names, compared)
@@ -370,7 +374,7 @@ def evaluate(
     if len(by_kind) < 2:
         by_kind = {}
     named = [kind or reporting.OTHER for kind in kinds] if by_kind else None
-    timed = run_rounds(methods, prompts, args.repeat, warm_up, args.batch_size, args.seconds, settled, named)
+    timed = run_rounds(methods, prompts, rounds, warm_up, batch_size, seconds, settled, named)
     baselines = {name: timed[name].summary() for name in compared}
     if "engine" in compared and "transformers" in compared:
         plain_over_theirs = speedup(timed["engine"], timed["transformers"])
@@ -384,9 +388,7 @@ def evaluate(
     timed_prompts = sorted(timed[names[0]].outputs)
     untimed = sorted({*range(len(prompts))} - {*timed_prompts})
     reference = {**timed["engine"].outputs} if "engine" in timed else {}
-    without_reference = (
-        [n for n in range(len(prompts)) if n not in reference] if args.check_lossless and not sampled else []
-    )
+    without_reference = [n for n in range(len(prompts)) if n not in reference] if check_lossless and not sampled else []
     if untimed or without_reference:
         per_prompt = max(sum(timed[name].typical_seconds) for name in methods) / len(timed_prompts)
         duration = per_prompt * (len(untimed) * len(names) + len(without_reference))
@@ -396,7 +398,7 @@ def evaluate(
         )  # fmt: skip
     for name in names if untimed else ():
         timed[name].outputs.update(zip(untimed, methods[name]([prompts[n] for n in untimed]), strict=True))
-    plain = engine_method(SpeculativeDecoder(target, **options), max(args.batch_size, CHECK_ROWS))
+    plain = engine_method(SpeculativeDecoder(target, **options), max(batch_size, CHECK_ROWS))
     reference.update(zip(without_reference, plain([prompts[n] for n in without_reference]), strict=True))
 
     reports: list[dict[str, Any]] = []
@@ -405,17 +407,17 @@ def evaluate(
         results: list[Generation] = [timed[name].outputs[n] for n in range(len(prompts))]
         outputs.append(results)
         # The phases of a step are timed in a separate run, since reading clocks between them costs time.
-        execution, instrumented = decoder.execution, prompts[: max(INSTRUMENTED, args.batch_size)]
+        execution, instrumented = decoder.execution, prompts[: max(INSTRUMENTED, batch_size)]
         decoder.generate(
-            instrumented, args.max_new_tokens, batch_size=args.batch_size, instrument=True,
-            **engine_options(args, instrumented),
+            instrumented, max_new_tokens, batch_size=batch_size, instrument=True,
+            **engine_options(mode, sampling, instrumented),
         )  # fmt: skip
         lossless = None
-        if args.check_lossless:
+        if check_lossless:
             console.print(f"checking {name} against plain decoding …", markup=False)
             with ProgressBar("checking", len(prompts), console, transient=True) as advance:
                 if sampled:
-                    lossless = check_sample(decoder, prompts, sampling_of(args), on_prompt=advance)
+                    lossless = check_sample(decoder, prompts, sampling, on_prompt=advance)
                 else:
                     plain_texts = [reference[n].tokens for n in range(len(prompts))]
                     lossless = check_greedy(target, prompts, [r.tokens for r in results], plain_texts, advance)
@@ -429,12 +431,12 @@ def evaluate(
                 "target": target.name,
                 "device": device_name(target.device),
                 "dtype": str(target.dtype).removeprefix("torch."),
-                "mode": args.mode,
-                **({"lossy": True} if args.mode == "typical" else {}),
-                **({} if args.mode == "greedy" else {"sampling": asdict(sampling_of(args))}),
+                "mode": mode,
+                **({"lossy": True} if mode == "typical" else {}),
+                **({} if mode == "greedy" else {"sampling": asdict(sampling)}),
                 "prompts": len(prompts),
-                "max_new_tokens": args.max_new_tokens,
-                "batch_size": args.batch_size,
+                "max_new_tokens": max_new_tokens,
+                "batch_size": batch_size,
                 "tree_nodes": nodes,
                 "execution": execution,
                 **figures,
@@ -453,9 +455,8 @@ def evaluate(
                 },
                 "peak_memory_bytes": peak,
                 "lossless": lossless.to_dict() | {"passed": lossless.passed} if lossless else None,
-                **report_fields(name),
                 "versions": versions(),
-                "command": "python inference/decode.py " + shlex.join(sys.argv[1:]),
+                "command": command,
             }
         )
     return reports, outputs

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.benchmarks import assisted as bench_assisted
+from draftsmith.benchmarks import assisted
 from draftsmith.inference.engine.engine import Generation
 from draftsmith.inference.evaluation.timing import Timed
 
@@ -27,16 +27,14 @@ def draft(tiny_lm, tmp_path_factory):
 
 
 @pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"licence {number} of the work"}) + "\n" for number in range(6)))
-    return path
+def prompts(write_prompts):
+    return write_prompts([f"licence {number} of the work" for number in range(6)])
 
 
 def test_the_command(run_main, tiny_lm, draft, prompts, tmp_path):
     common = ["--target", tiny_lm, "--draft", draft, "--prompts", prompts, "--threads", 1, "--device", "cpu"]
     more = ["--max-new-tokens", 12, "--expansion", 2, 1, "--out", tmp_path / "out.json"]
-    code, out, err = run_main(bench_assisted.main, *common, *more)
+    code, out, err = run_main(assisted.main, *common, *more)
     assert code == 0, err
     assert "assisted" in out and "6/6" in out
     found = json.loads((tmp_path / "out.json").read_text())
@@ -60,7 +58,7 @@ def test_wrong_options(run_main, tiny_lm, draft, prompts, tmp_path):
         (["--draft", draft, "--out", tmp_path / "x.txt"], "name a .json file"),
         (["--draft", "models/tiny-lm"], "has another vocabulary than target"),
     ):
-        code, _, err = run_main(bench_assisted.main, *common, *more)
+        code, _, err = run_main(assisted.main, *common, *more)
         assert code == 2 and message in err and err.strip().count("\n") <= 2, err
 
 
@@ -72,7 +70,7 @@ def test_other_text_is_counted():
         run = Generation if name in ("draft_model", "plain") else None
         answer = [run([1, tokens], [1])] if run else [[1, tokens]]
         timed[name].run(lambda some, answer=answer: answer, [[1]], range(1), 0)
-    rows = bench_assisted.compare(timed)
+    rows = assisted.compare(timed)
     assert {name: row["different"] for name, row in rows.items()} == {
         "draft_model": 0, "plain": 0, "assisted": 1, "generate": 0
     }  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.benchmarks import ensembles as bench_ssm
+from draftsmith.benchmarks import ensembles
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.target import load_target
@@ -20,11 +20,6 @@ EXPANSION = [4, 2, 2, 1]  # far more nodes than the merge keeps
 NOISE = {"pair": {"ssm-0": 0.03, "ssm-1": 0.04}, "one": {"ssm-0": 0.02}}
 KINDS = ("code", "writing")
 COMMON = ["--threads", 1, "--device", "cpu", "--max-new-tokens", NEW, "--depth", DEPTH, "--match", MATCH]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_lm):
-    return load_target(str(tiny_lm))
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +46,8 @@ def folders(tiny_lm, target, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    rows = [{"prompt": f"licence {number} of the work", "kind": KINDS[number % 2]} for number in range(10)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def prompts(write_prompts):
+    return write_prompts([f"licence {number} of the work" for number in range(10)], *KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +55,7 @@ def found(run_main, folders, prompts):
     more = ["--nodes", 4, 8, "--expansion", *EXPANSION, "--sampling", 1.0, "--widths", 1, 3, "--pattern", "w", 1]
     out = folders / "out.json"
     paths = [folders / name for name in NOISE]
-    code, printed, err = run_main(bench_ssm.main, *paths, "--prompts", prompts, *COMMON, *more, "--out", out)
+    code, printed, err = run_main(ensembles.main, *paths, "--prompts", prompts, *COMMON, *more, "--out", out)
     assert code == 0, err
     return json.loads(out.read_text()) | {"printed": printed}
 
@@ -100,16 +92,10 @@ def ssms(folders):
 
 
 @pytest.fixture(scope="module")
-def texts(target, prompts, greedy_texts):
-    """(prompt, answer) as the target writes it token by token, up to a stop id."""
-    rows = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
-    starts = [target.tokenizer(row)["input_ids"] for row in rows]
-    answers = []
-    for answer in greedy_texts(target, starts, NEW):
-        end = next((n + 1 for n, token in enumerate(answer) if token in target.stop_ids), NEW)
-        answers.append(answer[:end])
-    assert any(len(set(answer)) > 3 for answer in answers)
-    return list(zip(starts, answers, strict=True))
+def texts(written, prompts):
+    found = written(prompts, NEW)
+    assert any(len(set(answer)) > 3 for _, answer in found)
+    return found
 
 
 def steps_of(ssms, text, expansion, nodes):
@@ -191,7 +177,7 @@ def test_sampling(found, ssms, texts):
     for width, row in rows.items():
         steps = [length for text in texts for length in steps_of(ssms["pair"][:1], text, [int(width), 1], 99)]
         assert row["greedy"]["tau"] == pytest.approx(sum(steps) / len(steps), abs=1e-3)
-        for draws in bench_ssm.DRAWS:
+        for draws in ensembles.DRAWS:
             assert row[draws]["accepted"]["share"] == pytest.approx(row[draws]["tau"] - 1, abs=1e-3)
         for draws in ("without_replacement", "iid"):
             ratio = row[draws]["tau"] / row["naive"]["tau"]
@@ -230,9 +216,9 @@ def test_another_text_is_an_error(run_main, folders, prompts, monkeypatch):
             results[0].tokens[3] = (results[0].tokens[3] + 1) % 200
             return results
 
-    monkeypatch.setattr(bench_ssm, "SpeculativeDecoder", Wrong)
+    monkeypatch.setattr(ensembles, "SpeculativeDecoder", Wrong)
     code, out, err = run_main(
-        bench_ssm.main, folders / "one", "--prompts", prompts, *COMMON, "--nodes", 2, "--expansion", 1
+        ensembles.main, folders / "one", "--prompts", prompts, *COMMON, "--nodes", 2, "--expansion", 1
     )
     assert code == 1 and "8/10" in out and "Traceback" not in err, out
 
@@ -254,5 +240,5 @@ def test_wrong_options(run_main, folders, prompts, tmp_path):
         ([folders / "one"], "is given twice"),
         ([other], "drafter_type 'medusa'; give folders that train/ssm.py wrote"),
     ):
-        code, _, err = run_main(bench_ssm.main, folders / "one", *more, "--prompts", prompts, "--threads", 1)
+        code, _, err = run_main(ensembles.main, folders / "one", *more, "--prompts", prompts, "--threads", 1)
         assert code == 2 and message in err and err.strip().count("\n") <= 2, err

@@ -18,6 +18,7 @@ import pytest
 
 from draftsmith.benchmarks.gpu import closure as gpu_closure
 from draftsmith.benchmarks.gpu import judges as gpu_judges
+from draftsmith.benchmarks.gpu import processes, results
 from draftsmith.benchmarks.gpu import run as gpu
 from draftsmith.benchmarks.gpu.closure import behind, fingerprint, installed_in, needs_of
 from draftsmith.benchmarks.gpu.judges import Finding
@@ -233,17 +234,9 @@ def test_a_killed_run_goes_on(tmp_path, how):
 # ---- packages and files behind a part
 
 WITHOUT_PYDANTIC = {
-    "products",
-    "profile",
-    "step",
-    "lean",
-    "kernels",
-    "kernel-bench",
-    "around",
-    "shortlist",
-    "compile",
+    "products", "profile", "step", "lean", "kernels", "kernel-bench", "around", "shortlist", "eagle-unroll", "compile",
     "switches",
-}
+}  # fmt: skip
 IMAGE = Path(__file__).with_name("gpu_image.txt")  # of a rented GPU, as `pip list` prints it
 CARRIED = "pydantic 2.14.3\npydantic-core 2.50.4\nannotated-types 0.8.0\ntyping-inspection 0.4.5\n"
 
@@ -254,7 +247,7 @@ def test_packages_of_each_part():
     needs = {one.name: needs_of(one) for one in PARTS}
     assert needs["kernel-bench"] == ["torch", "triton"]
     assert needs["eagle-unroll"] == [
-        "jinja2", "numpy", "psutil", "pydantic", "rich", "safetensors", "scipy", "torch", "transformers", "yaml",
+        "numpy", "psutil", "rich", "safetensors", "scipy", "torch", "transformers", "yaml",
     ]  # fmt: skip
     assert "hypothesis" in needs["kernels"] and "sklearn" in needs["dynaspec"] and "peft" in needs["train-step"]
     assert {name for names in needs.values() for name in names} == set(PACKAGES)
@@ -295,7 +288,7 @@ def test_what_an_import_is(tmp_path, monkeypatch):
 def test_which_parts_can_run(run_main, tmp_path):
     """All on the image, with five wheels that it lacks."""
     code, said, _ = run_main(gpu.main, "--packages", IMAGE)
-    assert code == 1 and "eagle-unroll: cannot run, missing: pydantic\n" in said
+    assert code == 1 and "serving: cannot run, missing: pydantic\n" in said
     assert said.endswith(f"\n{len(WITHOUT_PYDANTIC)} of {len(PARTS)} parts can run\n")
     (tmp_path / "list").write_text("Package Version\n------- -------\n" + IMAGE.read_text() + CARRIED)
     code, said, _ = run_main(gpu.main, "--packages", tmp_path / "list")
@@ -316,7 +309,9 @@ def test_results_depend_on_the_files_behind_them(monkeypatch):
     def changed_by(name):
         hash_of = gpu_closure.hash_of
         with monkeypatch.context() as patch:
-            patch.setattr(gpu_closure, "hash_of", lambda path: b"" if path == gpu.ROOT / name else hash_of(path))
+            patch.setattr(
+                gpu_closure, "hash_of", lambda path: b"" if path == gpu_closure.ROOT / name else hash_of(path)
+            )
             return changed()
 
     everything = set(before)
@@ -418,7 +413,7 @@ def test_the_archive(tmp_path):
             [sys.executable, "-c", TAKEN_ALONG, str(there)], capture_output=True, text=True, check=True
         ).stdout
     )
-    assert gpu.pack(work, out / "again.tar.gz").endswith("left out: one/large.json")
+    assert results.pack(work, out / "again.tar.gz").endswith("left out: one/large.json")
 
 
 TAKEN_ALONG = """
@@ -434,9 +429,9 @@ gpu.run_all((part,), Path(sys.argv[1]), rehearsal=False, minutes=1, again=False,
 def test_the_table_is_short(tmp_path):
     """Below 8 kB however much is said; all of it is in the results."""
     found = run(tmp_path, part("long", "pass", judge=lambda *_: Finding("µ" * 3000, True)))
-    table = gpu.table_of(found * 23)
+    table = results.table_of(found * 23)
     assert len(table.encode()) <= 8000 and table.count("\n|") == 2 + 22 + 1 and "µµµ" in table
-    assert len(gpu.table_of(found).encode()) > 1500
+    assert len(results.table_of(found).encode()) > 1500
     assert len(json.loads((tmp_path / "long" / "result.json").read_text())["value"]) == 3000
 
 
@@ -470,13 +465,13 @@ def test_every_command_can_be_typed(run_main, tmp_path):
     for one in PARTS:
         assert set(one.after) <= before
         before.add(one.name)
-        for command in (*gpu.commands_of(one, tmp_path, False), *gpu.commands_of(one, tmp_path, True)):
+        for command in (*processes.commands_of(one, tmp_path, False), *processes.commands_of(one, tmp_path, True)):
             assert not re.search(r"\{(out|target|drafter|ssms|eagle|dynaspec|parallel)\}", command)
             python, script, *words = gpu_closure.words_of(command)[1]
             assert python == "python"
             for word in (script, *words):
                 if word.startswith(("tests/", "recipes/")) or word.endswith(".py"):
-                    assert (gpu.ROOT / word).exists(), word
+                    assert (gpu_closure.ROOT / word).exists(), word
             if script not in ("-m", "-c", "data/prompts.py"):  # whose options the rehearsal gives in the same way
                 module = importlib.import_module("draftsmith." + script.removesuffix(".py").replace("/", "."))
                 options = getattr(module, "PARSER", None) or module.parser()
@@ -484,7 +479,7 @@ def test_every_command_can_be_typed(run_main, tmp_path):
                 kinds = {"train/lm.py": "LmRecipe", "train/medusa.py": "MedusaRecipe", "train/ssm.py": "SsmRecipe",
                          "train/eagle.py": "EagleRecipe", "train/dynaspec.py": "DynaspecRecipe"}  # fmt: skip
                 if script in kinds:
-                    read_recipe(gpu.ROOT / asked.recipe, getattr(module, kinds[script]), asked.overrides)
+                    read_recipe(gpu_closure.ROOT / asked.recipe, getattr(module, kinds[script]), asked.overrides)
     code, printed, _ = run_main(gpu.main, "--list", "--only", "step", "--work", tmp_path)
     assert code == 0 and "\nstep: every step within" in printed and "--graphs" in printed
 
@@ -496,7 +491,7 @@ def test_trees_of_eagle(tmp_path):
     (folder / "tree.json").write_text('{"paths": [[0], [0, 0]], "dynamic": {"top_k": 1, "depth": 2, "nodes": 2}}')
     (tmp_path / "eagle-decode").mkdir()
     (one,) = (one for one in PARTS if one.name == "eagle-decode")
-    (command,) = (each for each in gpu.commands_of(one, tmp_path, False) if each.startswith("python -c"))
+    (command,) = (each for each in processes.commands_of(one, tmp_path, False) if each.startswith("python -c"))
     subprocess.run([sys.executable, *gpu_closure.words_of(command)[1][1:]], check=True)
     assert json.loads((tmp_path / "eagle-decode" / "fixed.json").read_text()) == {"paths": [[0], [0, 0]]}
     assert read_dynamic(tmp_path / "eagle-decode" / "dynamic.json") == DynamicShape(4, 6, 32)
@@ -522,7 +517,7 @@ def test_without_installing(tmp_path):
         "import runpy, sys\n"
         "sys.meta_path = [f for f in sys.meta_path if '__editable__' not in repr(f)]\n"
         "sys.argv = ['gpu.py', '--list', '--only', 'kernels']\n"
-        f"runpy.run_path({str(gpu.ROOT / 'benchmarks/gpu/run.py')!r}, "
+        f"runpy.run_path({str(gpu_closure.ROOT / 'benchmarks/gpu/run.py')!r}, "
         "run_name='__main__')"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -530,10 +525,10 @@ def test_without_installing(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment, check=False
     )  # fmt: skip
     assert done.returncode == 0 and "\nkernels: " in done.stdout, done.stderr
-    there = gpu.environment(PARTS[0], tmp_path, False)
+    there = processes.environment(PARTS[0], tmp_path, False)
     asked = "import draftsmith.common.files as f, draftsmith.kernels.backend; print(f.__file__)"
     code = "import sys; sys.meta_path = [f for f in sys.meta_path if '__editable__' not in repr(f)]; " + asked
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=there, check=False
     )  # fmt: skip
-    assert Path(done.stdout.strip()).resolve() == gpu.ROOT / "common" / "files.py", done.stderr
+    assert Path(done.stdout.strip()).resolve() == gpu_closure.ROOT / "common" / "files.py", done.stderr

@@ -8,6 +8,24 @@ from draftsmith.benchmarks.gpu import judges
 
 pytestmark = pytest.mark.measurement
 
+LIMITS = {"copy_bandwidth": 4e12, "matmul_rate": 1e15}
+REPORT = {  # of decode.py
+    "execution": "cuda graph, lean decoder", "mean_accepted_length": 2.0, "speedup": 1.5,
+    "lossless": {"passed": True, "checked": 99, "near_ties": 1, "mismatches": 0},
+}  # fmt: skip
+TOLD = "τ 2.00, 1.50 × plain, cuda graph, lean decoder, 99 tokens checked, 1 near-ties"  # of it
+
+
+@pytest.fixture
+def write(tmp_path):
+    """``write(place, content)``: a file of results below tmp_path."""
+
+    def write(place, content):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(json.dumps(content))
+
+    return write
+
 
 def step_row(shape, context, nodes, projection, median, ratio=1.0, operations=1e12):
     """12 GB of products at 4 TB/s and 330 kernels: 3 ms + 429 µs; attention of 4 GB, or of so many operations."""
@@ -18,10 +36,8 @@ def step_row(shape, context, nodes, projection, median, ratio=1.0, operations=1e
             "ratio": ratio, "work": work}  # fmt: skip
 
 
-def test_goals_of_steps(tmp_path):
+def test_goals_of_steps(tmp_path, write):
     """Bytes at 87 % of the bandwidth (3 ms: 3.45 ms), products at 60 % of the rate (2 ms: 3.33 ms), and kernels."""
-    out = tmp_path / "step" / "step.json"
-    out.parent.mkdir()
 
     def judged(plain, many, other=0.0, **more):
         rows = [
@@ -29,8 +45,7 @@ def test_goals_of_steps(tmp_path):
             step_row("llama3-8b", 1024, 64, "shared", many, many / plain, 2e12),
             step_row("llama3-8b", 1024, 64, "own", 0.0),
         ]  # fmt: skip
-        limits = {"llama3-8b": {"copy_bandwidth": 4e12, "matmul_rate": 1e15}}
-        out.write_text(json.dumps({"rows": rows, "limits": limits, "planned": 4} | more))
+        write("step/step.json", {"rows": rows, "limits": {"llama3-8b": LIMITS}, "planned": 4} | more)
         return judges.judge_step(tmp_path, False)
 
     found = judged(5.0e-3, 7.2e-3)
@@ -45,45 +60,35 @@ def test_goals_of_steps(tmp_path):
     assert found.met and found.missing == "16 of 20 figures are missing"
 
 
-def test_goals_beside_steps(tmp_path):
-    out = tmp_path / "step" / "step.json"
-    out.parent.mkdir()
+def test_goals_beside_steps(tmp_path, write):
     ours = [step_row("llama3-8b", 1024, 1, None, 5e-3), step_row("llama3-8b", 1024, 64, "shared", 6e-3)]
-    out.write_text(json.dumps({"rows": ours}))
-    lean = tmp_path / "lean" / "step.json"
-    lean.parent.mkdir()
+    write("step/step.json", {"rows": ours})
+    write("compile/kernels.json", {"rows": ours})
     for more, met in ((1e-5, True), (-1e-5, False)):
         theirs = [ours[0] | {"median": ours[0]["median"] + 1e-5}, ours[1] | {"median": ours[1]["median"] + more}]
-        lean.write_text(json.dumps({"rows": theirs, "planned": 4}))
+        write("lean/step.json", {"rows": theirs, "planned": 4})
         found = judges.judge_lean(tmp_path, False)
         assert found.met is met and found.missing == "2 of 4 figures are missing"
-    lean.write_text(json.dumps({"rows": []}))
+    write("lean/step.json", {"rows": []})
     with pytest.raises(ValueError, match="no step was measured both ways"):
         judges.judge_lean(tmp_path, False)
-    compiled = tmp_path / "compile" / "step.json"
-    compiled.parent.mkdir()
     for times, met in (((1.0, 1.0), True), ((1.5, 0.99), True), ((1.5, 0.97), False)):
         rows = [row | {"median": row["median"] * time} for row, time in zip(ours, times, strict=True)]
-        (compiled.parent / "kernels.json").write_text(json.dumps({"rows": ours}))
-        compiled.write_text(json.dumps({"rows": rows, "planned": 2}))
+        write("compile/step.json", {"rows": rows, "planned": 2})
         assert judges.judge_compile(tmp_path, False).met is met
 
 
-def test_goal_of_kernels_in_a_step(tmp_path):
+def test_goal_of_kernels_in_a_step(tmp_path, write):
     """15 in each of 32 layers and 40 around them."""
-    out = tmp_path / "profile" / "step.json"
-    out.parent.mkdir()
     for kernels, met in ((520, True), (521, False)):
         rows = [{"nodes": 1, "median": 4e-3, "profile": {"kernels": n, "seconds": 3e-3}} for n in (100, kernels)]
-        out.write_text(json.dumps({"rows": rows}))
+        write("profile/step.json", {"rows": rows})
         found = judges.judge_profile(tmp_path, False)
         assert found.met is met and f"1 nodes: {kernels}, 3.00 ms in them, step 4.00 ms" in found.value
 
 
-def test_goals_of_kernels(tmp_path):
+def test_goals_of_kernels(tmp_path, write):
     """K and V of 4 GB at 4 TB/s: 1 ms; products of 2 T at 1 P/s: 2 ms; what takes less than 30 µs is not judged."""
-    out = tmp_path / "kernel-bench" / "kernels.json"
-    out.parent.mkdir()
 
     def row(way, nodes, ms, difference=0.01, context=8192, moved=4e9, operations=1e11):
         shape = {"B": 1, "L": context} | ({"N": nodes} if nodes else {"T": 512})
@@ -91,8 +96,7 @@ def test_goals_of_kernels(tmp_path):
                 "operations": operations, "difference": difference}  # fmt: skip
 
     def judged(*rows, done=9):
-        report = {"rows": rows, "copy_bandwidth": 4e12, "matmul_rate": 1e15, "shapes": {"done": done, "planned": 9}}
-        out.write_text(json.dumps(report))
+        write("kernel-bench/kernels.json", {"rows": rows, **LIMITS, "shapes": {"done": done, "planned": 9}})
         return judges.judge_kernels(tmp_path, False)
 
     few = [row("SDPA", 16, 1.3), row("flex_attention", 16, 1.4), row("plan", 16, 9.0)]
@@ -103,117 +107,77 @@ def test_goals_of_kernels(tmp_path):
     assert found.met and not found.missing
     assert found.value.startswith("86%–86% of the bandwidth; 62%–62% of the matrix rate; below the goal in 0, slower")
     ragged = [row("SDPA, ragged", 16, 1.0), row("triton, ragged", 16, 1.1)]
-    found = judged(
-        *few, row("triton", 16, 1.19), *many, row("triton", 64, 3.5, operations=2e12), *ragged, done=5
-    )  # fmt: skip
-    assert (
-        not found.met
-        and found.missing == "4 of 9 shapes are missing"
-        and found.facts
-        == {
-            "below": ["B=1 L=8192 N=16 (84% of the bandwidth)", "B=1 L=8192 N=64 (57% of the matrix rate)"],
-            "slower": ["B=1 L=8192 N=64 (1.03 ×)", "B=1 L=8192 N=16 ragged (1.10 ×)"],
-        }
-    )
+    found = judged(*few, row("triton", 16, 1.19), *many, row("triton", 64, 3.5, operations=2e12), *ragged, done=5)
+    assert not found.met and found.missing == "4 of 9 shapes are missing"
+    assert found.facts == {
+        "below": ["B=1 L=8192 N=16 (84% of the bandwidth)", "B=1 L=8192 N=64 (57% of the matrix rate)"],
+        "slower": ["B=1 L=8192 N=64 (1.03 ×)", "B=1 L=8192 N=16 ragged (1.10 ×)"],
+    }
     for wrong in (3.0, float("nan")):
         with pytest.raises(ValueError, match="attention, triton, .*: difference"):
             judged(*few, row("triton", 16, 1.2, wrong))
 
 
-def test_goals_of_training_and_decoding(tmp_path):
-    out = tmp_path / "train-step" / "train.json"
-    out.parent.mkdir()
+def test_goals_of_training_and_decoding(tmp_path, write):
     for shares, met in (((0.51, 0.46), True), ((0.49, 0.46), False), ((0.51, 0.44), False), ((0.51,), True)):
         rows = [
             {"stage": stage, "of_matmul_rate": share, "hours_per_70M_tokens": 0.9, "peak_memory_bytes": 4e10}
             for stage, share in zip(("medusa-1", "medusa-2"), shares, strict=False)
         ]
-        out.write_text(json.dumps({"results": rows, "shape": {"stages": ["medusa-1", "medusa-2"]}}))
+        write("train-step/train.json", {"results": rows, "shape": {"stages": ["medusa-1", "medusa-2"]}})
         found = judges.judge_training(tmp_path, False)
         assert found.met is met and bool(found.missing) is (len(shares) < 2)
-    report = {
-        "drafter": "draft_model:a/b+ngram", "execution": "cuda graph, lean decoder", "speedup": 1.5,
-        "mean_accepted_length": 2.0, "lossless": {"passed": True, "checked": 99, "near_ties": 1, "mismatches": 0},
-    }  # fmt: skip
-    file = tmp_path / "decode" / "x" / "report.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(report))
-    judge = judges.judge_decode("decode", 1)
-    assert judge(tmp_path, False).value == (
-        "b+ngram: τ 2.00, 1.50 × plain, cuda graph, lean decoder, 99 tokens checked, 1 near-ties"
-    )
+    report, judge = REPORT | {"drafter": "draft_model:a/b+ngram"}, judges.judge_decode("decode", 1)
+    write("decode/x/report.json", report)
+    assert judge(tmp_path, False).value == f"b+ngram: {TOLD}"
     for wrong, message in (
         ({"execution": "eager: no"}, r"b\+ngram: steps ran eager: no"),
         ({"lossless": {**report["lossless"], "passed": False, "mismatches": 3}}, "3 mismatches in 99 tokens"),
     ):
-        file.write_text(json.dumps(report | wrong))
+        write("decode/x/report.json", report | wrong)
         with pytest.raises(ValueError, match=message):
             judge(tmp_path, False)
 
 
-def test_goals_of_ssms(tmp_path):
-    report = {
-        "drafter": "draft_model:a", "execution": "cuda graph, lean decoder", "mean_accepted_length": 2.0,
-        "lossless": {"passed": True, "checked": 99, "near_ties": 0, "mismatches": 0},
-    }  # fmt: skip
-
-    def write(place, **more):
-        file = tmp_path / place / "report.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(report | more))
+def test_goals_of_ssms(tmp_path, write):
+    def report(place, **more):
+        write(f"{place}/report.json", REPORT | {"drafter": "draft_model:a"} | more)
 
     for two, one, met in ((120.0, 100.0, True), (99.0, 100.0, False)):
-        write("ssm-streams/two", tokens_per_second=two)
-        write("ssm-streams/one", tokens_per_second=one)
+        report("ssm-streams/two", tokens_per_second=two)
+        report("ssm-streams/one", tokens_per_second=one)
         assert judges.judge_streams(tmp_path, False).met is met
-    write("ssm-streams/one", tokens_per_second=100.0, execution="eager: no")
+    report("ssm-streams/one", tokens_per_second=100.0, execution="eager: no")
     with pytest.raises(ValueError, match="a: steps ran eager: no"):
         judges.judge_streams(tmp_path, False)
     (tmp_path / "ssm-streams" / "one" / "report.json").unlink()
     found = judges.judge_streams(tmp_path, False)
     assert found.met is None and found.missing == "1 of 2 figures are missing" and found.value.startswith("τ 2.00, ")
-    write("ssm-claim", speedup=2.5, execution="eager, transformers decoder")
+    report("ssm-claim", speedup=2.5, execution="eager, transformers decoder")
     found = judges.judge_decode("ssm-claim", 1, graphs=False)(tmp_path, False)
     assert found.value.startswith("draft_model:a: τ 2.00, 2.50 × plain, eager, ") and not found.missing
 
 
-def test_goals_of_eagle(tmp_path):
+def test_goals_of_eagle(tmp_path, write):
     """Both trees are the target's own text, in CUDA graphs; seven unrolled steps are as fast, and smaller."""
-    report = {
-        "drafter": "a/eagle", "execution": "cuda graph, lean decoder", "mean_accepted_length": 2.0, "speedup": 1.5,
-        "lossless": {"passed": True, "checked": 99, "near_ties": 1, "mismatches": 0},
-    }  # fmt: skip
 
-    def write(tree, **more):
-        file = tmp_path / "eagle-decode" / tree / "report.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(report | more))
+    def report(tree, **more):
+        write(f"eagle-decode/{tree}/report.json", REPORT | {"drafter": "a/eagle"} | more)
 
-    run = tmp_path / "models" / "eagle" / "metrics.jsonl"
-    run.parent.mkdir(parents=True)
-    run.write_text('{"tokens_per_second": 9000, "loss": 1}\n{"simulated_tau": 2.5}\n')
-    (run.parent / "tree.json").write_text('{"paths": [[0], [0, 0]]}')
-    found = judges.judge_eagle(tmp_path, False)
+    write("models/eagle/tree.json", {"paths": [[0], [0, 0]]})
+    metrics = '{"tokens_per_second": 9000, "loss": 1}\n{"simulated_tau": 2.5}\n'
+    (tmp_path / "models" / "eagle" / "metrics.jsonl").write_text(metrics)
+    found = judges.judge_drafter("eagle", "simulated_tau")(tmp_path, False)
     assert found.met is None and found.value == "simulated τ 2.50, 9,000 tokens/s; calibrated tree of 3 nodes"
-    write("fixed")
+    report("fixed")
     assert judges.judge_eagle_decode(tmp_path, False).missing == "1 of 2 figures are missing"
-    write("dynamic", speedup=1.25)
+    report("dynamic", speedup=1.25)
     found = judges.judge_eagle_decode(tmp_path, False)
-    assert (
-        found.met is None
-        and not found.missing
-        and found.value
-        == (
-            "fixed tree: τ 2.00, 1.50 × plain, cuda graph, lean decoder, 99 tokens checked, 1 near-ties; dynamic tree: "
-            "τ 2.00, 1.25 × plain, cuda graph, lean decoder, 99 tokens checked, 1 near-ties"
-        )
-    )
-    write("dynamic", execution="eager: no")
+    assert found.met is None and not found.missing
+    assert found.value == f"fixed tree: {TOLD}; dynamic tree: {TOLD.replace('1.50', '1.25')}"
+    report("dynamic", execution="eager: no")
     with pytest.raises(ValueError, match="eagle: steps ran eager: no"):
         judges.judge_eagle_decode(tmp_path, False)
-
-    out = tmp_path / "eagle-unroll" / "unroll.json"
-    out.parent.mkdir()
 
     def judged(*rows):
         results = [
@@ -221,28 +185,22 @@ def test_goals_of_eagle(tmp_path):
              "peak_memory_bytes": {"draftsmith": memory, "dense": 2e9 if memory else None}}
             for steps, ratio, memory in rows
         ]  # fmt: skip
-        out.write_text(json.dumps({"results": results, "shape": {"steps": [1, 7]}}))
+        write("eagle-unroll/unroll.json", {"results": results, "shape": {"steps": [1, 7]}})
         return judges.judge_unroll(tmp_path, False)
 
     found = judged((1, 1.4, 3e9), (7, 1.0, 1.9e9))
-    assert (
-        found.met
-        and not found.missing
-        and found.value
-        == (
-            "1 steps: 140.0 ms = 1.40 × dense attention's, 3.0 GB instead of 2.0; 7 steps: 100.0 ms = 1.00 × dense "
-            "attention's, 1.9 GB instead of 2.0"
-        )
+    assert found.met and not found.missing
+    assert found.value == (
+        "1 steps: 140.0 ms = 1.40 × dense attention's, 3.0 GB instead of 2.0; 7 steps: 100.0 ms = 1.00 × dense "
+        "attention's, 1.9 GB instead of 2.0"
     )
     assert judged((7, 1.0, 1.9e9)).missing == "1 of 2 figures are missing"
     for wrong in ((7, 1.03, 1.9e9), (7, 0.9, 2e9), (4, 0.5, 1e9), (7, 0.5, None)):
         assert not judged(wrong).met
 
 
-def test_goals_of_shortlists(tmp_path):
+def test_goals_of_shortlists(tmp_path, write):
     """A fifth of the rows, 0.2 GB at 4 TB/s: 50 µs; the small head's 11 MB take 3 µs, which is not judged."""
-    folder = tmp_path / "shortlist"
-    folder.mkdir()
 
     def row(way, vocabulary, width, nodes, us, difference):
         moved = (2e8 if width == 4096 else 1.1e7) * (1 if way == "shortlist" else 5)
@@ -260,8 +218,7 @@ def test_goals_of_shortlists(tmp_path):
                 )
             ]  # fmt: skip
             shapes = {"done": 2 * len(numbers), "planned": 4 if width == 4096 else 2}
-            report = {"rows": rows, "copy_bandwidth": 4e12, "matmul_rate": 1e15, "shapes": shapes}
-            (folder / f"{width}.json").write_text(json.dumps(report))
+            write(f"shortlist/{width}.json", {"rows": rows, **LIMITS, "shapes": shapes})
         return judges.judge_shortlist(tmp_path, rehearsal)
 
     found = judged(63.0)
@@ -276,72 +233,60 @@ def test_goals_of_shortlists(tmp_path):
         with pytest.raises(ValueError, match=r"full head, \{'V': 128256, .*\}: difference"):
             judged(62.0, difference=wrong, rehearsal=rehearsal)
     judged(63.0)
-    (folder / "576.json").unlink()
+    (tmp_path / "shortlist" / "576.json").unlink()
     assert judges.judge_shortlist(tmp_path, False).missing == "1 of 2 figures are missing"
 
 
-def test_goals_of_dynaspec(tmp_path):
+def test_goals_of_dynaspec(tmp_path, write):
     """The shortlists, the drafter that they are for, and the shortlists on one stream: all their target's text."""
-    folder = judges.model_folder(tmp_path, "dynaspec", False)
-    folder.mkdir(parents=True)
-    (folder / "provenance.json").write_text('{"simulated_tau": 2.4, "whole_simulated_tau": 2.5}')
-    report = {
-        "execution": "cuda graph, lean decoder", "mean_accepted_length": 2.0, "speedup": 1.5,
-        "lossless": {"passed": True, "checked": 99, "near_ties": 1, "mismatches": 0},
-    }  # fmt: skip
+    write("models/dynaspec/provenance.json", {"simulated_tau": 2.4, "whole_simulated_tau": 2.5})
 
-    def write(place, drafter, **more):
-        file = tmp_path / "dynaspec" / place / "report.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(report | {"drafter": str(drafter)} | more))
+    def report(place, model, **more):
+        drafter = str(judges.model_folder(tmp_path, model, False))
+        write(f"dynaspec/{place}/report.json", REPORT | {"drafter": drafter} | more)
 
-    base = judges.model_folder(tmp_path, "eagle", False)
-    write("two/eagle", base, tokens_per_second=500.0, mean_accepted_length=2.1, speedup=1.75)
-    write("two/dynaspec", folder, tokens_per_second=98.0)
+    report("two/eagle", "eagle", tokens_per_second=500.0, mean_accepted_length=2.1, speedup=1.75)
+    report("two/dynaspec", "dynaspec", tokens_per_second=98.0)
     assert judges.judge_dynaspec(tmp_path, False).missing == "1 of 3 figures are missing"  # that on one stream
     for one, met in ((80.0, True), (101.0, True), (102.0, False)):
-        write("one", folder, tokens_per_second=one)
+        report("one", "dynaspec", tokens_per_second=one)
         found = judges.judge_dynaspec(tmp_path, False)
         assert found.met is met
+    whole = TOLD.replace("2.00", "2.10").replace("1.50", "1.75")
     assert found.value == (
-        "simulated τ 2.40, with the whole LM head 2.50; shortlists: τ 2.00, 1.50 × plain, cuda graph, lean decoder, 99 "
-        "tokens checked, 1 near-ties; whole LM head: τ 2.10, 1.75 × plain, cuda graph, lean decoder, 99 tokens "
-        "checked, 1 near-ties; shortlists on one stream: τ 2.00, 1.50 × plain, cuda graph, lean decoder, 99 tokens "
-        "checked, 1 near-ties; 98 tokens/s with a stream for the router, 102 without (0.96 ×)"
+        f"simulated τ 2.40, with the whole LM head 2.50; shortlists: {TOLD}; whole LM head: {whole}; shortlists on one "
+        f"stream: {TOLD}; 98 tokens/s with a stream for the router, 102 without (0.96 ×)"
     )
-    write("one", folder, tokens_per_second=98.0, execution="eager: no")
+    report("one", "dynaspec", tokens_per_second=98.0, execution="eager: no")
     with pytest.raises(ValueError, match="dynaspec: steps ran eager: no"):
         judges.judge_dynaspec(tmp_path, False)
-    write("one", folder, tokens_per_second=98.0)
-    write("two/eagle", base, tokens_per_second=500.0, lossless={**report["lossless"], "passed": False, "mismatches": 3})
+    report("one", "dynaspec", tokens_per_second=98.0)
+    wrong = {**REPORT["lossless"], "passed": False, "mismatches": 3}
+    report("two/eagle", "eagle", tokens_per_second=500.0, lossless=wrong)
     with pytest.raises(ValueError, match="eagle: 3 mismatches in 99 tokens"):
         judges.judge_dynaspec(tmp_path, False)
 
 
-def test_serving(tmp_path):
+def test_serving(tmp_path, write):
     """Every sentence is reported; texts are plain decoding's, and steps run in graphs."""
-    out = tmp_path / "serving" / "serving.json"
-    out.parent.mkdir()
     right = {
         "batches": [{"sentences": ["1 row: pays"]}, {"sentences": ["8 rows: does not"]}],
         "texts": {"eagle": {"mismatches": 0}}, "execution": {"eagle": "cuda graph, lean decoder"}, "planned": 2,
     }  # fmt: skip
-    out.write_text(json.dumps(right))
+    write("serving/serving.json", right)
     assert judges.judge_serving(tmp_path, False).value == "1 row: pays; 8 rows: does not"
-    out.write_text(json.dumps(right | {"texts": {}, "batches": right["batches"][:1]}))
+    write("serving/serving.json", right | {"texts": {}, "batches": right["batches"][:1]})
     assert judges.judge_serving(tmp_path, False).missing == "2 of 3 figures are missing"
     for wrong, message in (
         ({"texts": {"eagle": {"mismatches": 2}}}, "2 mismatches"), ({"execution": {"eagle": "eager: no"}}, "eager: no")
     ):  # fmt: skip
-        out.write_text(json.dumps(right | wrong))
+        write("serving/serving.json", right | wrong)
         with pytest.raises(ValueError, match=message):
             judges.judge_serving(tmp_path, False)
 
 
-def test_kernels_around_the_products(tmp_path):
+def test_kernels_around_the_products(tmp_path, write):
     """Sampling verification over its floor, the other kernels' gains: one way's figure is not another's goal."""
-    out = tmp_path / "around" / "kernels.json"
-    out.parent.mkdir()
 
     def row(kernel, way, vocabulary, us, nodes=64):
         shape = {"B": 1, "N": nodes, "V": vocabulary}
@@ -354,8 +299,7 @@ def test_kernels_around_the_products(tmp_path):
         for kind, us in kinds.items() for nodes in (16, 64) for way in ("plain PyTorch", "triton")
     ]  # fmt: skip
     rows += [row("fused", "plain PyTorch, gated", 1, 30.0), row("fused", "triton, gated", 1, 10.0)]
-    report = {"copy_bandwidth": 4e12, "matmul_rate": 1e15, "shapes": {"done": 2, "planned": 3}, "rows": rows}
-    out.write_text(json.dumps(report))
+    write("around/kernels.json", {**LIMITS, "shapes": {"done": 2, "planned": 3}, "rows": rows})
     found = judges.judge_around(tmp_path, False)
     assert found.met is None and found.missing == "1 of 3 shapes are missing"
     assert found.value.startswith(

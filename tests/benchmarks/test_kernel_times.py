@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from draftsmith.benchmarks import kernel_times as bench
+from draftsmith.benchmarks import kernel_times
 from draftsmith.kernels import linear
 
 pytestmark = pytest.mark.measurement
@@ -23,7 +23,7 @@ def slow(seconds):
 @pytest.mark.parametrize(("calls", "most"), [(1, 1.0), (4, 2.5)])
 def test_slow_calls_are_repeated_less_often(calls, most):
     began = time.perf_counter()
-    median, low, high = bench.seconds([slow(0.05)] * calls, limit=0.3)
+    median, low, high = kernel_times.seconds([slow(0.05)] * calls, limit=0.3)
     assert time.perf_counter() - began < most, "thirty repeats of ten rounds would take many seconds"
     assert 0.02 < low <= median <= high < 0.2, "the time of one call"
 
@@ -31,14 +31,14 @@ def test_slow_calls_are_repeated_less_often(calls, most):
 def test_quick_calls_are_repeated_as_asked():
     done = []
     x = torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
-    bench.seconds([lambda: done.append(x.add_(1))], repeats=20, limit=60.0)
+    kernel_times.seconds([lambda: done.append(x.add_(1))], repeats=20, limit=60.0)
     if not torch.cuda.is_available():  # a graph calls its function only while it is captured
         assert len(done) == 1 + 20 + 3
 
 
 def test_what_the_device_can_do():
     began = time.perf_counter()
-    best = bench.measure_device(torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
+    best = kernel_times.measure_device(torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
     assert time.perf_counter() - began < 30
     assert 1e6 < best.copy_bandwidth < 1e14 and 1e6 < best.matmul_rate < 1e16
 
@@ -47,18 +47,18 @@ def test_what_the_device_can_do():
 def test_shortlists_beside_the_full_head(run_main, tmp_path, monkeypatch, dtype):
     """Measured on a CPU too; each way's result is compared with the definition's."""
     monkeypatch.setattr(linear, "BUDGET", linear.BUDGET)  # the command lifts it
-    monkeypatch.setattr(bench, "LIMIT", 0.01)
-    pack, counts = bench.pack_shortlist, []
+    monkeypatch.setattr(kernel_times, "LIMIT", 0.01)
+    pack, counts = kernel_times.pack_shortlist, []
 
     def counted(*arguments):
         found = pack(*arguments)
         counts.append(int(found.count.sum()))
         return found
 
-    monkeypatch.setattr(bench, "pack_shortlist", counted)
+    monkeypatch.setattr(kernel_times, "pack_shortlist", counted)
     file = tmp_path / "kernels.json"
     code, out, err = run_main(
-        bench.main, "shortlist", "--batches", 2, "--level", 3, "--hidden", 32, "--vocabulary", 500, 60,
+        kernel_times.main, "shortlist", "--batches", 2, "--level", 3, "--hidden", 32, "--vocabulary", 500, 60,
         "--dtype", dtype, "--out", file,
     )  # fmt: skip
     assert code == 0, err
@@ -80,12 +80,12 @@ def test_shortlists_beside_the_full_head(run_main, tmp_path, monkeypatch, dtype)
 def test_products_of_few_rows_beside_mm(monkeypatch, tmp_path):
     """Of their definition, where there is no GPU."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    monkeypatch.setattr(bench, "LIMIT", 0.01)
-    args = bench.parser().parse_args(["few_rows", "--dtype", "float32"])
+    monkeypatch.setattr(kernel_times, "LIMIT", 0.01)
+    args = kernel_times.parser().parse_args(["few_rows", "--dtype", "float32"])
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = bench.Table(bench.Device(1e9, 1e12), "here", args)
+    table = kernel_times.Table(kernel_times.Device(1e9, 1e12), "here", args)
     with torch.inference_mode():
-        bench.bench_few_rows(args, table, 4, 1500, 60)
+        kernel_times.bench_few_rows(args, table, 4, 1500, 60)
     assert len(table.rows) == 3 and table.rows[0].way == "torch.mm" and table.rows[2].way.startswith("parts: ")
     assert all(row.moved == 4 * (4 * 1500 + 1500 * 60 + 4 * 60) for row in table.rows)
     assert all(row.shape == {"M": 4, "K": 1500, "N": 60} and row.difference < 1e-4 for row in table.rows)
@@ -94,10 +94,11 @@ def test_products_of_few_rows_beside_mm(monkeypatch, tmp_path):
 
 def test_a_killed_command_keeps_its_rows(monkeypatch, tmp_path):
     """Whatever was measured before it was killed, also within a shape."""
-    monkeypatch.setattr(bench, "LIMIT", 0.01)
+    monkeypatch.setattr(kernel_times, "LIMIT", 0.01)
     file, seen = tmp_path / "rows.json", []
-    args = bench.parser().parse_args(["attention", "--out", str(file), "--contexts", "8", "9", "--batches", "1", "2"])
-    planned = bench.benches_of(["attention", "commit"], args)
+    sizes = ["--contexts", "8", "9", "--batches", "1", "2"]
+    args = kernel_times.parser().parse_args(["attention", "--out", str(file), *sizes])
+    planned = kernel_times.benches_of(["attention", "commit"], args)
     assert len(planned) == 2 * (1 + 3 * (2 + 1)) + 3 * 2, (
         "batches (a chunk, nodes (contexts, a commit)), and ragged rows"
     )
@@ -107,7 +108,7 @@ def test_a_killed_command_keeps_its_rows(monkeypatch, tmp_path):
             table.add("k", way, {"n": number}, [lambda: None], 1.0, 1.0, 0.0)
             seen.append(json.loads(file.read_text()))
 
-    bench.Table(bench.Device(1e9, 1e12), "here", args).run([(shape, (1,)), (shape, (2,))])
+    kernel_times.Table(kernel_times.Device(1e9, 1e12), "here", args).run([(shape, (1,)), (shape, (2,))])
     assert [len(report["rows"]) for report in seen] == [1, 2, 3, 4]
     assert [report["shapes"]["done"] for report in seen] == [0, 0, 1, 1]
     assert json.loads(file.read_text())["shapes"] == {"done": 2, "planned": 2}
@@ -116,14 +117,14 @@ def test_a_killed_command_keeps_its_rows(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("rows", [0, 65])
 def test_too_many_rows(run_main, monkeypatch, rows):
-    monkeypatch.setattr(bench, "INTERPRETING", True)
-    monkeypatch.setattr(bench, "triton", bench)
-    code, _, err = run_main(bench.main, "few_rows", "--rows", 1, rows)
+    monkeypatch.setattr(kernel_times, "INTERPRETING", True)
+    monkeypatch.setattr(kernel_times, "triton", kernel_times)
+    code, _, err = run_main(kernel_times.main, "few_rows", "--rows", 1, rows)
     assert code and "have to be from 1 to 64" in err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they can be measured")
-@pytest.mark.skipif(bench.INTERPRETING, reason="they can be compared")
+@pytest.mark.skipif(kernel_times.INTERPRETING, reason="they can be compared")
 def test_the_other_kernels_need_a_gpu(run_main):
-    code, _, err = run_main(bench.main, "shortlist", "commit")
+    code, _, err = run_main(kernel_times.main, "shortlist", "commit")
     assert code and ("triton is not installed" in err or "measured on a CUDA GPU, and there is none" in err), err

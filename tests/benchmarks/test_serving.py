@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.benchmarks import serving as bench_serving
+from draftsmith.benchmarks import serving
 from draftsmith.benchmarks.serving import (
     Served,
     Waiting,
@@ -34,10 +34,8 @@ COMMON = ["--threads", 1, "--device", "cpu", "--max-new-tokens", NEW]
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "the licence of " * n}) + "\n" for n in range(1, 6)))
-    return path
+def prompts(write_prompts):
+    return write_prompts(["the licence of " * n for n in range(1, 6)])
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,7 @@ def found(run_main, drafter, prompts, tmp_path_factory):
     out = tmp_path_factory.mktemp("serving") / "out.json"
     sizes = ["--batches", *ROWS, "--loads", *reversed(LOADS), "--requests", REQUESTS, "--rounds", ROUNDS]
     code, printed, err = run_main(
-        bench_serving.main, drafter, "ngram", "--prompts", prompts, *COMMON, *sizes, "--seconds", 9, "--out", out
+        serving.main, drafter, "ngram", "--prompts", prompts, *COMMON, *sizes, "--seconds", 9, "--out", out
     )
     assert code == 0, err
     assert out.with_suffix(".png").stat().st_size > 10_000
@@ -176,9 +174,9 @@ def test_another_text_is_an_error(run_main, tiny_lm, prompts, monkeypatch):
                 results[0].tokens[1] = (results[0].tokens[1] + 1) % 200
             return results
 
-    monkeypatch.setattr(bench_serving, "SpeculativeDecoder", Wrong)
+    monkeypatch.setattr(serving, "SpeculativeDecoder", Wrong)
     sizes = ["--batches", 2, "--loads", 1, "--requests", 3, "--rounds", 1]
-    code, out, err = run_main(bench_serving.main, "ngram", "--target", tiny_lm, "--prompts", prompts, *COMMON, *sizes)
+    code, out, err = run_main(serving.main, "ngram", "--target", tiny_lm, "--prompts", prompts, *COMMON, *sizes)
     assert code == 1 and "ngram: 6 answers, " in out and "differ from plain decoding" in out, err
     assert "plain: 6 answers, identical" in out
 
@@ -187,7 +185,7 @@ def test_overload(run_main, tiny_lm, prompts, tmp_path):
     """Far more requests than can be answered: the measurement ends all the same, and says so."""
     sizes = ["--batches", 2, "--loads", 1e6, "--requests", 5000, "--rounds", 1, "--seconds", 0.2]
     code, out, err = run_main(
-        bench_serving.main, "none", "--target", tiny_lm, "--prompts", prompts, *COMMON, *sizes,
+        serving.main, "none", "--target", tiny_lm, "--prompts", prompts, *COMMON, *sizes,
         "--out", tmp_path / "out.json",
     )  # fmt: skip
     assert code == 0, err
@@ -218,7 +216,7 @@ def test_wrong_options(run_main, prompts, tmp_path):
         (["ngram"], "ngram ngram: ngram is given twice"),
         ([], "'ngram' has no target of its own"),
     ):
-        code, _, err = run_main(bench_serving.main, "ngram", *more, "--prompts", prompts, "--threads", 1)
+        code, _, err = run_main(serving.main, "ngram", *more, "--prompts", prompts, "--threads", 1)
         assert code == 2 and message in err and err.strip().count("\n") == 0, err
 
 

@@ -3,6 +3,7 @@ engine makes for a level of that node alone, the target's own forward pass, and 
 
 import json
 import shutil
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from eagles import untrained
 from safetensors.torch import load_file, save_file
 
-from draftsmith.benchmarks import shortlist_heads as bench_shortlist
+from draftsmith.benchmarks import shortlist_heads
 from draftsmith.benchmarks.shortlist_heads import ROUNDS, STATISTICS, WHOLE
 from draftsmith.inference.drafters.eagle import drafts as drafts_of
 from draftsmith.inference.drafters.levels import Layout
@@ -109,33 +110,23 @@ def folders(heads, target, base, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    rows = [{"prompt": f"licence {number} of the work " * (1 + number % 3), "kind": KINDS[number % 2]}
-            for number in range(12)]  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def prompts(write_prompts):
+    return write_prompts([f"licence {number} of the work " * (1 + number % 3) for number in range(12)], *KINDS)
 
 
 @pytest.fixture(scope="module")
 def found(run_main, folders, heads, prompts):
     paths = [folders / name for name in heads]
     report = folders / "report"
-    code, printed, err = run_main(bench_shortlist.main, *paths, "--prompts", prompts, *COMMON, "--report", report)
+    code, printed, err = run_main(shortlist_heads.main, *paths, "--prompts", prompts, *COMMON, "--report", report)
     assert code == 0, err
     assert (report / "shortlists.png").stat().st_size > 10_000
     return json.loads((report / "shortlists.json").read_text()) | {"printed": printed}
 
 
 @pytest.fixture(scope="module")
-def texts(target, prompts, greedy_texts):
-    """(prompt, answer) as the target writes it token by token."""
-    starts = [target.tokenizer(json.loads(line)["prompt"])["input_ids"] for line in prompts.read_text().splitlines()]
-    answers = []
-    for answer in greedy_texts(target, starts, NEW):
-        end = next((n + 1 for n, token in enumerate(answer) if token in target.stop_ids), NEW)
-        answers.append(answer[:end])
-    return list(zip(starts, answers, strict=True))
+def texts(written, prompts):
+    return written(prompts, NEW)
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +284,7 @@ def test_as_rollouts_keep_it(target, drafts, heads, texts):
     cut = {"best", "hidden", "label", "log_q", "seen", "tokens"}
     recorded = replace(recorded, **{name: getattr(recorded, name)[:, :DEPTHS] for name in cut})
     some = {name: head for name, head in heads.items() if name != "in_context"}  # not cut off at its capacity there
-    measured = bench_shortlist.measure_lists(target, drafts, {WHOLE: None, **some}, tokens, marks, DEPTHS)
+    measured = shortlist_heads.measure_lists(target, drafts, {WHOLE: None, **some}, tokens, marks, DEPTHS)
     for name, head in {WHOLE: None, **some}.items():
         expected = kept(recorded, drafts.embed, head)
         assert torch.equal(measured.ranks[name], expected.ranks)
@@ -309,10 +300,10 @@ def test_small_chunks_change_nothing(monkeypatch, target, drafts, heads, texts):
     rows = [(prompt, answer) for prompt, answer in texts if len(prompt) == len(texts[0][0]) and len(answer) == NEW]
     tokens = torch.tensor([[*prompt, *answer] for prompt, answer in rows])
     marks = torch.arange(tokens.shape[1]).expand_as(tokens) >= len(rows[0][0])
-    whole = bench_shortlist.measure_lists(target, drafts, heads, tokens, marks, DEPTHS)
-    monkeypatch.setattr(bench_shortlist, "ENTRIES", 7 * target.vocab_size)
-    monkeypatch.setattr(bench_shortlist, "TEXTS", 1)
-    parts = bench_shortlist.measure_lists(target, drafts, heads, tokens, marks, DEPTHS)
+    whole = shortlist_heads.measure_lists(target, drafts, heads, tokens, marks, DEPTHS)
+    monkeypatch.setattr(shortlist_heads, "ENTRIES", 7 * target.vocab_size)
+    monkeypatch.setattr(shortlist_heads, "TEXTS", 1)
+    parts = shortlist_heads.measure_lists(target, drafts, heads, tokens, marks, DEPTHS)
     for name in heads:
         assert torch.equal(whole.ranks[name], parts.ranks[name])
         torch.testing.assert_close(whole.sums[name], parts.sums[name], atol=1e-4, rtol=1e-4)
@@ -324,7 +315,7 @@ def test_scaled_logits(make_target):
     drafts = drafts_of(untrained(target, "shared"), target)
     tokens = torch.randint(target.vocab_size, (1, 24), generator=torch.Generator().manual_seed(2))
     marks = torch.arange(24)[None] >= 8
-    measured = bench_shortlist.measure_lists(target, drafts, {WHOLE: None}, tokens, marks, 1)
+    measured = shortlist_heads.measure_lists(target, drafts, {WHOLE: None}, tokens, marks, 1)
     with torch.no_grad():
         read = next(iter(drafts.run(tokens, marks))).out[:-1]  # the last has no label
         p, q = target.model(tokens).logits[0, 8:-1].softmax(-1), target.logits(read).softmax(-1)
@@ -338,7 +329,7 @@ def test_equal_logits():
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 2.0]]).expand(4, -1)
     p, label = torch.full((4, 5), 0.2), torch.tensor([3, 2, 1, 5])
     lists = torch.tensor([[3, 2, 4, -1]]).expand(4, -1)
-    (_, whole), (found, rank) = bench_shortlist.keep([None, lists], logits, p, label)
+    (_, whole), (found, rank) = shortlist_heads.keep([None, lists], logits, p, label)
     assert whole.tolist() == [4, 3, 0, MAX_RANK]
     assert rank.tolist() == [2, 1, MAX_RANK, MAX_RANK]
     assert found[-2].tolist() == [3] * 4 and found[-1].tolist() == [1, 1, 0, 0]
@@ -350,14 +341,14 @@ def test_head_time(monkeypatch, target, drafts, heads):
     tokens = torch.arange(1, 41)[None] % 40
     marks = torch.arange(40)[None] >= 12
     widths = [1, 4, 2]
-    drawn = bench_shortlist.draw_nodes(target, drafts, tokens, marks, widths, torch.Generator().manual_seed(0))
+    drawn = shortlist_heads.draw_nodes(target, drafts, tokens, marks, widths, torch.Generator().manual_seed(0))
     assert drawn is not None and [len(each[0][0]) for each in drawn.levels] == widths
     assert 13 <= drawn.text.shape[1] <= 40 - len(widths)
     assert torch.equal(drawn.text[0], tokens[0, : drawn.text.shape[1]])
     calls: list[tuple[torch.nn.Module, int]] = []
-    apply = bench_shortlist.apply_linear
+    apply = shortlist_heads.apply_linear
     monkeypatch.setattr(
-        bench_shortlist, "apply_linear", lambda head, x: [calls.append((head, x.shape[1])), apply(head, x)][1]
+        shortlist_heads, "apply_linear", lambda head, x: [calls.append((head, x.shape[1])), apply(head, x)][1]
     )
     chosen, choose = [], Shortlists.choose
 
@@ -368,11 +359,11 @@ def test_head_time(monkeypatch, target, drafts, heads):
             held = self.ids[self.seen[0, :-1]].tolist()
             assert set(held) == {0, *drawn.text[0].tolist()} & set(self.ids.tolist())
         if self.config.shortlist == "vocab_trim":
-            bench_shortlist.time.sleep(0.02)
+            time.sleep(0.02)
         choose(self, embeddings, hidden, depth)
 
     monkeypatch.setattr(Shortlists, "choose", slow_choice)
-    seconds = bench_shortlist.time_heads(target, drafts, {WHOLE: None, **heads}, [drawn, drawn])
+    seconds = shortlist_heads.time_heads(target, drafts, {WHOLE: None, **heads}, [drawn, drawn])
     assert seconds.shape == (5, 2) and bool((seconds > 0).all())
     slow = list(heads).index("vocab_trim") + 1
     assert bool((seconds[slow] >= 0.06).all()) and bool((seconds[slow] > seconds[0] + 0.04).all())
@@ -381,7 +372,7 @@ def test_head_time(monkeypatch, target, drafts, heads):
         (name, depth, width): 2 * (ROUNDS + 1) for name in heads for depth, width in enumerate(widths)
     }
     short = torch.arange(40)[None] >= 38
-    assert bench_shortlist.draw_nodes(target, drafts, tokens, short, widths, torch.Generator()) is None
+    assert shortlist_heads.draw_nodes(target, drafts, tokens, short, widths, torch.Generator()) is None
 
 
 def test_medusa_heads(run_main, monkeypatch, target, prompts, tmp_path):
@@ -395,12 +386,12 @@ def test_medusa_heads(run_main, monkeypatch, target, prompts, tmp_path):
     for name in ("dynaspec", "fr_spec"):
         write(tmp_path / name, lists[name], target, tmp_path / "medusa")
     options = [tmp_path / "dynaspec", tmp_path / "fr_spec", "--prompts", prompts, *COMMON]
-    code, _, err = run_main(bench_shortlist.main, *options, "--depths", 4)
+    code, _, err = run_main(shortlist_heads.main, *options, "--depths", 4)
     assert (code, err.splitlines()[-1]) == (2, "error: --depths 4: this drafter drafts 3 tokens deep; give at most 3")
     tree = Topology(((0,), (0, 0), (1,), (1, 0)))
     assert Layout(tree).runs[:2] == [1, 2]
-    monkeypatch.setattr(bench_shortlist, "best_tree", lambda ranks, nodes: tree)
-    code, _, err = run_main(bench_shortlist.main, *options, "--report", tmp_path / "report")
+    monkeypatch.setattr(shortlist_heads, "best_tree", lambda ranks, nodes: tree)
+    code, _, err = run_main(shortlist_heads.main, *options, "--report", tmp_path / "report")
     assert code == 0, err
     report = json.loads((tmp_path / "report" / "shortlists.json").read_text())
     assert report["timed_nodes"] == [1, 1, 1] and report["drafter_type"] == "medusa"
@@ -456,7 +447,7 @@ def test_refused(run_main, folders, heads, target, base, prompts, tmp_path):
         (["--max-new-tokens", 5], "--max-new-tokens 5: must be above --depths 5"),
         (["--report", file_in_the_way], f"--report {file_in_the_way}: cannot write here"),
     ):  # fmt: skip
-        code, out, err = run_main(bench_shortlist.main, first, *arguments, "--prompts", prompts, "--threads", 1)
+        code, out, err = run_main(shortlist_heads.main, first, *arguments, "--prompts", prompts, "--threads", 1)
         *before, line = err.splitlines()
         assert (code, out) == (2, "") and line.startswith("error: ") and message in line, (arguments, err)
         assert all(each.startswith("precision: ") for each in before)
@@ -464,5 +455,5 @@ def test_refused(run_main, folders, heads, target, base, prompts, tmp_path):
 
 def test_a_tree_has_a_draft():
     """What the simulation takes where the drafter is never right."""
-    tokens, steps = bench_shortlist.steps_of(Topology(((0,),)), torch.tensor([[[-1], [MAX_RANK], [0], [2], [-1]]]))
+    tokens, steps = shortlist_heads.steps_of(Topology(((0,),)), torch.tensor([[[-1], [MAX_RANK], [0], [2], [-1]]]))
     assert (tokens.tolist(), steps.tolist()) == ([3], [2])

@@ -1,4 +1,4 @@
-"""The command bench.py: its trees, the state before each step, the lower bound, what is written."""
+"""The command step_times.py: its trees, the state before each step, the lower bound, what is written."""
 
 import json
 import shlex
@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from draftsmith.benchmarks import step_times as bench
-from draftsmith.benchmarks.kernel_times import Device
+from draftsmith.benchmarks import step_times
+from draftsmith.benchmarks.kernel_times import Device, quantiles
 from draftsmith.benchmarks.step_times import (
     Case,
     grow_tree,
-    quantiles,
     random_heads,
     random_target,
-    required_work,
     take_turns,
+    totals,
+    works_of_step,
 )
 from draftsmith.inference.engine.runner import ATTENTION
 from draftsmith.inference.verify.tree import Topology
@@ -33,9 +33,13 @@ SMALL = {
 }  # fmt: skip
 
 
+def required_work(*step):
+    return totals(works_of_step(*step))
+
+
 @pytest.fixture(autouse=True)
 def small_shape(monkeypatch):
-    monkeypatch.setitem(bench.SHAPES, "small", SMALL)
+    monkeypatch.setitem(step_times.SHAPES, "small", SMALL)
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def running():
 def test_a_tree_has_as_many_nodes_as_asked_for(nodes, heads):
     tree = grow_tree(nodes, heads)
     assert tree.num_nodes == nodes
-    assert tree.max_depth <= heads and tree.max_rank < bench.MAX_RANK
+    assert tree.max_depth <= heads and tree.max_rank < step_times.MAX_RANK
 
 
 def test_a_tree_holds_the_likeliest_paths():
@@ -79,8 +83,8 @@ def test_shapes_have_the_sizes_of_their_models():
     sizes = {"llama2-7b": 6_738_415_616, "llama3-8b": 8_030_261_248}  # as published
     for name, size in sizes.items():
         with torch.device("meta"):
-            assert AutoModelForCausalLM.from_config(LlamaConfig(**bench.SHAPES[name])).num_parameters() == size
-    assert LlamaConfig(**bench.SHAPES["llama3-8b"]).rope_parameters["rope_theta"] == 5e5
+            assert AutoModelForCausalLM.from_config(LlamaConfig(**step_times.SHAPES[name])).num_parameters() == size
+    assert LlamaConfig(**step_times.SHAPES["llama3-8b"]).rope_parameters["rope_theta"] == 5e5
 
 
 def test_the_bundled_shape():
@@ -92,7 +96,7 @@ def test_the_bundled_shape():
 
 
 def test_what_does_not_fit_is_a_memory_error(monkeypatch):
-    monkeypatch.setattr(bench.psutil, "virtual_memory", lambda: SimpleNamespace(available=1e9))
+    monkeypatch.setattr(step_times.psutil, "virtual_memory", lambda: SimpleNamespace(available=1e9))
     with pytest.raises(MemoryError, match=r"^needs 27.0 GB, 1.0 GB are free$"):
         random_target("llama2-7b", 100, torch.float32, CPU)
 
@@ -232,8 +236,8 @@ def test_quantiles():
 @pytest.fixture
 def quick(monkeypatch):
     """Known limits, and no garbage collection, which is slow in a large process."""
-    monkeypatch.setattr(bench, "release", lambda: None)
-    monkeypatch.setattr(bench, "measure_device", lambda *args: Device(5e9, 7e9))
+    monkeypatch.setattr(step_times, "release", lambda: None)
+    monkeypatch.setattr(step_times, "measure_device", lambda *args: Device(5e9, 7e9))
 
 
 def test_the_command(run_main, quick, tmp_path):
@@ -241,7 +245,7 @@ def test_the_command(run_main, quick, tmp_path):
     arguments = ["--shape", "small", "--device", "cpu", "--threads", 1, "--nodes", 6, 3, "--batches", 1, 2,
                  "--contexts", 9, 17, "--projection", "own", "shared", "--heads", 3, "--repeat", 3,
                  "--out", out]  # fmt: skip
-    code, printed, err = run_main(bench.main, *arguments)
+    code, printed, err = run_main(step_times.main, *arguments)
     assert code == 0 and "left out" not in err and f"wrote {out}" in err
     assert "phases" in printed and "measured" not in printed, "the tables alone are on stdout"
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -283,7 +287,7 @@ def test_steps_that_are_no_graph_replays_are_refused_on_request(run_main, quick,
     """A step on the CPU is no graph replay."""
     out = tmp_path / "step.json"
     common = ["--shape", "small", "--device", "cpu", "--threads", 1, "--repeat", 2, "--contexts", 9, "--heads", 3]
-    code, _, err = run_main(bench.main, *common, "--nodes", 3, "--graphs", "--out", out)
+    code, _, err = run_main(step_times.main, *common, "--nodes", 3, "--graphs", "--out", out)
     assert code == 2 and not out.exists()
     assert err.splitlines()[-1] == (
         "error: --graphs: 0 of 5 steps with 1 nodes were replayed from a CUDA graph (eager, lean decoder); leave out "
@@ -306,8 +310,8 @@ def test_steps_that_are_no_graph_replays_are_refused_on_request(run_main, quick,
 def test_a_profile(run_main, quick, tmp_path):
     out, profile = tmp_path / "step.json", tmp_path / "new" / "profile.txt"
     code, _, _ = run_main(
-        bench.main, "--shape", "small", "--device", "cpu", "--threads", 1, "--repeat", 1, "--contexts", 9, "--nodes", 3,
-        "--heads", 3, "--profile", profile, "--out", out,
+        step_times.main, "--shape", "small", "--device", "cpu", "--threads", 1, "--repeat", 1, "--contexts", 9,
+        "--nodes", 3, "--heads", 3, "--profile", profile, "--out", out,
     )  # fmt: skip
     assert code == 0
     text, rows = profile.read_text(), json.loads(out.read_text())["rows"]
@@ -322,24 +326,24 @@ def test_a_profile(run_main, quick, tmp_path):
 
 def test_a_stored_target(run_main, quick, tiny_lm):
     common = ["--target", tiny_lm, "--device", "cpu", "--threads", 1, "--repeat", 1, "--nodes", 1]
-    code, printed, err = run_main(bench.main, *common, "--contexts", 255)
-    assert code == 0 and " 255 1 " in printed
-    code, _, err = run_main(bench.main, *common, "--contexts", 256)
+    code, printed, err = run_main(step_times.main, *common, "--contexts", 255)
+    assert code == 0 and " 255  1 " in printed
+    code, _, err = run_main(step_times.main, *common, "--contexts", 256)
     assert code == 2 and err.startswith("precision: float32 weights (") and len(err.splitlines()) == 2
     assert err.endswith("\nerror: --contexts 256: with the tree this exceeds the target's context of 256; lower it\n")
 
 
 def test_what_does_not_fit_is_left_out(run_main, quick, monkeypatch, tmp_path):
     free = SimpleNamespace(available=200_000)  # bytes: the model has 70 kB, a token's K/V 256 bytes
-    monkeypatch.setattr(bench.psutil, "virtual_memory", lambda: free)
-    out = tmp_path / "bench.json"
+    monkeypatch.setattr(step_times.psutil, "virtual_memory", lambda: free)
+    out = tmp_path / "step.json"
     common = ["--shape", "small", "--device", "cpu", "--threads", 1, "--repeat", 1, "--nodes", 1, 3, "--out", out]
-    code, _, err = run_main(bench.main, *common, "--contexts", 1000, 9)
+    code, _, err = run_main(step_times.main, *common, "--contexts", 1000, 9)
     assert (code, err.count("left out")) == (0, 1)
     assert "left out: small, batch 1, context 1000, 1 3 nodes: needs 0.0 GB" in err
     assert [row["context"] for row in json.loads(out.read_text())["rows"]] == [9, 9]
     free.available = 1000
-    code, _, err = run_main(bench.main, *common)
+    code, _, err = run_main(step_times.main, *common)
     assert (code, err.count("left out: small: needs")) == (2, 1)
     assert (
         err.splitlines(keepends=True)[-1]
@@ -350,7 +354,7 @@ def test_what_does_not_fit_is_left_out(run_main, quick, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--shape llama9", f"--shape llama9: unknown; use {', '.join([*bench.SHAPES, 'small'])}"),
+        ("--shape llama9", f"--shape llama9: unknown; use {', '.join([*step_times.SHAPES, 'small'])}"),
         ("--target no/such/folder", "'no/such/folder': there is no such folder, and a Hub id would be USER/NAME"),
         ("--shape small --nodes 4 0", "--nodes 0: must be at least 1"),
         ("--shape small --repeat 0", "--repeat 0: must be at least 1"),
@@ -362,16 +366,16 @@ def test_what_does_not_fit_is_left_out(run_main, quick, monkeypatch, tmp_path):
     ],
 )
 def test_bad_input(run_main, arguments, message):
-    assert run_main(bench.main, "--device", "cpu", *arguments.split()) == (2, "", f"error: {message}\n")
+    assert run_main(step_times.main, "--device", "cpu", *arguments.split()) == (2, "", f"error: {message}\n")
 
 
 def test_without_a_gpu(run_main):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    code, _, err = run_main(bench.main, "--shape", "small", "--device", "cuda")
+    code, _, err = run_main(step_times.main, "--shape", "small", "--device", "cuda")
     assert code == 2 and err.startswith("error: device 'cuda': this torch sees no GPU; ") and err.count("\n") == 1
 
 
 def test_what_a_cpu_can_do():
-    best = bench.measure_device(CPU, torch.float32, 1 << 20)
+    best = step_times.measure_device(CPU, torch.float32, 1 << 20)
     assert 1e5 < best.copy_bandwidth < 1e13 and 1e5 < best.matmul_rate < 1e14, "whatever else the machine does"

@@ -4,10 +4,7 @@ import json
 
 import pytest
 
-from draftsmith.benchmarks import kernel_times as kernels
-from draftsmith.benchmarks import medusa_stages as bench_medusa
-from draftsmith.benchmarks import medusa_step as bench
-from draftsmith.benchmarks import train_step as bench_step
+from draftsmith.benchmarks import kernel_times, medusa_stages, medusa_step, train_step
 from draftsmith.models.adapter import add_lora
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.train.medusa import Medusa1, Medusa2, MedusaStage
@@ -21,21 +18,21 @@ def test_operations(make_target):
     target = make_target("llama")
     module = Medusa1(target, MedusaHeads.for_target(target, 3, 1, "own"))
     blocks = 3 * 32 * 32
-    assert bench_step.operations(target, module, 10) == 10 * (2 * inside + 6 * blocks + 6 * 3 * head)
+    assert train_step.operations(target, module, 10) == 10 * (2 * inside + 6 * blocks + 6 * 3 * head)
     shared = Medusa1(target, MedusaHeads.for_target(target, 3, 1, "shared"))
-    assert bench_step.operations(target, shared, 10) == 10 * (2 * inside + 6 * blocks + 4 * 3 * head)
+    assert train_step.operations(target, shared, 10) == 10 * (2 * inside + 6 * blocks + 4 * 3 * head)
     add_lora(target, 4, 8, 0.0, ["q_proj", "o_proj"])
     stage = MedusaStage.model_validate({"optim": {"lr": 1e-3}, "batch": {"sequences": 4}, "steps": 4, "joint": {}})
     both = Medusa2(target, shared.heads, stage)
     lora = 2 * 2 * 4 * (32 + 32)
     expected = 10 * (6 * inside + 6 * head + 6 * (blocks + lora) + 4 * 3 * head)
-    assert bench_step.operations(target, both, 10) == expected
+    assert train_step.operations(target, both, 10) == expected
 
 
 def test_the_command(run_main, tmp_path):
     out = tmp_path / "step.json"
     code, text, err = run_main(
-        bench_step.main, "--shape", "tiny-lm", "--sequences", 1, "--tokens", 24, "--heads", 2, "--repeat", 1,
+        train_step.main, "--shape", "tiny-lm", "--sequences", 1, "--tokens", 24, "--heads", 2, "--repeat", 1,
         "--projection", "shared", "--device", "cpu", "--out", out,
     )  # fmt: skip
     assert code == 0 and err.startswith("precision: float32 weights (") and "medusa-2" in text
@@ -49,17 +46,15 @@ def test_the_command(run_main, tmp_path):
         )
     first, second = found["results"]
     assert second["trained_parameters"] > first["trained_parameters"] and second["operations"] > first["operations"]
-    code, _, err = run_main(bench_step.main, "--tokens", 0)
+    code, _, err = run_main(train_step.main, "--tokens", 0)
     assert (code, err) == (2, "error: --tokens 0: must be at least 1\n")
 
 
-def test_results_that_could_not_be_written(run_main, tmp_path):
+def test_results_that_could_not_be_written(run_main, tmp_path, write_prompts):
     """The error comes before anything is measured."""
     file = tmp_path / "file"
     file.touch()
-    asked = tmp_path / "prompts.jsonl"
-    asked.write_text('{"prompt": "import os"}\n')
-    needed = {bench_medusa: ["--prompts", asked]}
-    for script in (bench, bench_step, bench_medusa, kernels):
+    needed = {medusa_stages: ["--prompts", write_prompts(["import os"])]}
+    for script in (medusa_step, train_step, medusa_stages, kernel_times):
         code, _, err = run_main(script.main, *needed.get(script, []), "--out", file / "sub" / "x.json")
         assert code == 2 and err.startswith(f"error: --out {file}") and "cannot write here" in err

@@ -22,10 +22,9 @@ def test_nats_per_token(target):
     assert found == pytest.approx(sum(expected) / 5, rel=1e-4)
 
 
-def test_the_command(run_main, drafter, tmp_path, monkeypatch):
+def test_the_command(run_main, drafter, tmp_path, monkeypatch, write_prompts):
     monkeypatch.setattr(typical, "available_cores", lambda: 1)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
+    prompts = write_prompts(["import os", "def f(x):"])
     code, out, err = run_main(
         typical.main, drafter, "--prompts", prompts, "--epsilons", 0.001, 0.9, "--temperature", 1.5,
         "--max-new-tokens", 30, "--batch-size", 2, "--out", tmp_path / "out",
@@ -49,7 +48,7 @@ def test_the_command(run_main, drafter, tmp_path, monkeypatch):
      (["--temperature", "nan"], "temperature nan: must be at least 0"),
      (["--repeat", 0], "--repeat 0: must be at least 1"),
      (["--repeat", 10**12], "--repeat 1000000000000: must be at most 2147483647"),
-     (["--epsilons", 0.1, 0.2, 0.1], "--epsilons: one of them is given twice"),
+     (["--epsilons", 0.1, 0.2, 0.1], "--epsilons 0.1 0.2 0.1: 0.1 is given twice; leave one out"),
      (["--seed", -1], "seed -1: "),
      (["--out", "/dev/null/x"], "--out /dev/null/x: cannot write here (Not a directory); choose another folder")],
 )  # fmt: skip

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from draftsmith.benchmarks import unroll as bench_unroll
+from draftsmith.benchmarks import unroll
 from draftsmith.models import eagle as models
 from draftsmith.models.eagle import unrolled_attention
 
@@ -23,7 +23,7 @@ def test_dense_attention_is_the_same_operation():
     sample = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0] * 7])
     mask = (sample[:, :, None] == sample[:, None]) & torch.ones(7, 7, dtype=torch.bool).tril()
     for count in (0, 2):
-        found = bench_unroll.dense_attention(q, first, later[:count], mask)
+        found = unroll.dense_attention(q, first, later[:count], mask)
         torch.testing.assert_close(found, unrolled_attention(q, first, later[:count], mask), rtol=1e-9, atol=1e-9)
 
 
@@ -31,9 +31,11 @@ def test_dense_attention_is_the_same_operation():
 def test_the_command(run_main, tmp_path, dtype):
     out = tmp_path / "unroll.json"
     code, text, err = run_main(
-        bench_unroll.main, *TOY, "--dtype", dtype, "--steps", 1, 3, "--repeat", 5, "--out", out
+        unroll.main, *TOY, "--dtype", dtype, "--steps", 1, 3, "--repeat", 5, "--out", out
     )  # fmt: skip
-    assert code == 0 and not err and "draftsmith, s" in text and f"tiny-lm, {dtype}, 2 × 12 tokens" in text
+    assert (
+        code == 0 and err == f"wrote {out}\n" and "draftsmith, s" in text and f"tiny-lm, {dtype}, 2 × 12 tokens" in text
+    )
     found = json.loads(out.read_text())
     assert found["shape"]["tokens"] == 12 and found["versions"]["torch"] and "1 threads" in found["device"]
     assert found["command"].startswith("python benchmarks/unroll.py --shape tiny-lm")
@@ -65,7 +67,7 @@ def nothing(q, first, later, mask):
 def test_a_wrong_form_is_not_timed(run_main, tmp_path, monkeypatch, broken, dtype):
     monkeypatch.setattr(models, "unrolled_attention", broken)
     out = tmp_path / "unroll.json"
-    code, text, err = run_main(bench_unroll.main, *TOY, "--dtype", dtype, "--steps", 3, "--repeat", 1, "--out", out)
+    code, text, err = run_main(unroll.main, *TOY, "--dtype", dtype, "--steps", 3, "--repeat", 1, "--out", out)
     assert code == 2 and not text and not out.exists() and err.count("\n") == 1
     what = "gradient of " if broken is without_gradient_of_keys else "output "
     assert err.startswith(f"error: 3 steps, {what}") and "with dense attention by" in err
@@ -75,9 +77,9 @@ def test_bad_input(run_main, tmp_path):
     for more, message in (
         (("--steps", 2, 0), "--steps 0: must be at least 1"),
         (("--tokens", 0), "--tokens 0: must be at least 1"),
-        (("--shape", "x"), "--shape x: no such shape; there are llama2-7b, llama3-8b, smollm2-135m, tiny-lm"),
+        (("--shape", "x"), "--shape x: unknown; use llama2-7b, llama3-8b, smollm2-135m, tiny-lm"),
         (("--out", tmp_path / "none.txt" / "x.json"), None),
     ):
         (tmp_path / "none.txt").touch()
-        code, _, err = run_main(bench_unroll.main, *TOY, *more)
+        code, _, err = run_main(unroll.main, *TOY, *more)
         assert code == 2 and (err == f"error: {message}\n" if message else "cannot write here" in err), err

@@ -45,24 +45,24 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
         "--nodes": NUMBERS, "--seconds": NUMBERS, "--max-new-tokens": NUMBERS, "--prompts": ("nowhere.jsonl", "."),
         "--dtype": ("float8",),
     }),
-    "inference.typical": (["ngram", "--target", "TARGET", "--prompts", "prompts.jsonl"], {
+    "benchmarks.typical": (["ngram", "--target", "TARGET", "--prompts", "prompts.jsonl"], {
         "--epsilons": ("-1", "nan", "x"), "--prompts": ("nowhere.jsonl",),
     }),
-    "inference.bench": (["--target", "TARGET"], {
+    "benchmarks.step_times": (["--target", "TARGET"], {
         "--nodes": NUMBERS, "--contexts": NUMBERS, "--batches": NUMBERS, "--threads": NUMBERS, "--shape": ("gpt9",),
     }),
-    "inference.bench_serving": (["none", "--target", "TARGET", "--prompts", "prompts.jsonl"], {
+    "benchmarks.serving": (["none", "--target", "TARGET", "--prompts", "prompts.jsonl"], {
         "--batches": NUMBERS, "--loads": ("-1", "0", "nan"), "--requests": NUMBERS, "--seconds": NUMBERS,
         "--rounds": NUMBERS, "--prompts": ("nowhere.jsonl",),
     }),
-    "inference.bench_assisted": (["--target", "TARGET", "--draft", "TARGET", "--prompts", "prompts.jsonl"], {
+    "benchmarks.assisted": (["--target", "TARGET", "--draft", "TARGET", "--prompts", "prompts.jsonl"], {
         "--expansion": NUMBERS, "--max-new-tokens": NUMBERS, "--repeat": NUMBERS, "--threads": NUMBERS,
         "--target": ("nowhere",), "--draft": ("nowhere",), "--out": (".",),
     }),
-    "inference.bench_ssm": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
+    "benchmarks.ensembles": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
         "--nodes": NUMBERS, "--expansion": NUMBERS, "--prompts": ("nowhere.jsonl",),
     }),
-    "inference.bench_shortlist": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
+    "benchmarks.shortlist_heads": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
         "--nodes": NUMBERS, "--depths": NUMBERS, "--prompts": ("nowhere.jsonl",),
     }),
     "models.export": (["nowhere/at/all", "--to", "vllm", "--out", "served"], {"--to": ("ollama",), "--out": ("",)}),
@@ -70,14 +70,16 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
         "--count": NUMBERS, "--prompt-tokens": NUMBERS, "--tokenizer": ("nowhere",), "--out": (".", "README.md"),
         "--split": ("half",),
     }),
-    "train.bench_unroll": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--steps": NUMBERS, "--threads": NUMBERS}),
-    "train.bench_step": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--heads": NUMBERS, "--repeat": NUMBERS}),
-    "train.bench_clusters": ([], {"--clusters": NUMBERS, "--hidden": NUMBERS, "--iterations": NUMBERS}),
-    "train.bench": ([], {"--heads": NUMBERS, "--vocab": NUMBERS, "--rows": NUMBERS, "--width": ("65", "0"),
-                         "--repeat": NUMBERS, "--length": NUMBERS, "--layers": NUMBERS, "--threads": NUMBERS}),
-    "train.bench_medusa": (["--prompts", "prompts.jsonl"], {"--steps": NUMBERS, "--recipe": ("nowhere.yaml",)}),
-    "kernels.bench": ([], {"--nodes": ("nan", "many"), "--batches": ("nan", "many"), "--contexts": ("nan", "many")}),
-    "train.gpu": ([], {"--bundle": ("99", "x"), "--only": ("x",), "--minutes": ("-1", "nan", "x")}),
+    "benchmarks.unroll": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--steps": NUMBERS, "--threads": NUMBERS}),
+    "benchmarks.train_step": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--heads": NUMBERS, "--repeat": NUMBERS}),
+    "benchmarks.kmeans": ([], {"--clusters": NUMBERS, "--hidden": NUMBERS, "--iterations": NUMBERS}),
+    "benchmarks.medusa_step": ([], {"--heads": NUMBERS, "--vocab": NUMBERS, "--rows": NUMBERS, "--width": ("65", "0"),
+                                  "--repeat": NUMBERS, "--length": NUMBERS, "--layers": NUMBERS, "--threads": NUMBERS}),
+    "benchmarks.medusa_stages": (["--prompts", "prompts.jsonl"], {"--steps": NUMBERS, "--recipe": ("nowhere.yaml",)}),
+    "benchmarks.kernel_times": ([], {
+        "--nodes": ("nan", "many"), "--batches": ("nan", "many"), "--contexts": ("nan", "many"),
+    }),
+    "benchmarks.gpu.run": ([], {"--bundle": ("99", "x"), "--only": ("x",), "--minutes": ("-1", "nan", "x")}),
 }  # fmt: skip
 
 CASES = [
@@ -146,15 +148,15 @@ QUICK = [
       for script, recipe in TRAINING.items()),
     ("train/medusa.py", "recipes/tiny-medusa.yaml", "stages.0.optim.learning_rate=1"),
     ("benchmarks/medusa_stages.py", "--prompts", "LICENSE"),
-    *(tuple(f"inference/{name}".split()) for name in (
-        "calibrate.py ngram --target models/tiny-lm --prompts nowhere.jsonl", "typical.py nowhere --prompts README.md",
-        "typical.py ngram --target models/tiny-lm --prompts README.md", "bench.py --target nowhere",
-        "bench_serving.py none nowhere --target models/tiny-lm --prompts README.md",
-        "bench_serving.py none --target models/tiny-lm --prompts nowhere.jsonl",
-        "bench_assisted.py --target nowhere --draft models/tiny-lm --prompts README.md",
-        "bench_assisted.py --target models/tiny-lm --draft models/tiny-lm --prompts .",
-        "bench_ssm.py nowhere --prompts README.md", "bench_ssm.py a/b --prompts nowhere.jsonl",
-        "bench_shortlist.py nowhere --prompts README.md", "bench_shortlist.py a/b --prompts nowhere.jsonl",
+    ("inference/calibrate.py", "ngram", "--target", "models/tiny-lm", "--prompts", "nowhere.jsonl"),
+    *(tuple(f"benchmarks/{name}".split()) for name in (
+        "typical.py nowhere --prompts README.md", "typical.py ngram --target models/tiny-lm --prompts README.md",
+        "step_times.py --target nowhere", "serving.py none nowhere --target models/tiny-lm --prompts README.md",
+        "serving.py none --target models/tiny-lm --prompts nowhere.jsonl",
+        "assisted.py --target nowhere --draft models/tiny-lm --prompts README.md",
+        "assisted.py --target models/tiny-lm --draft models/tiny-lm --prompts .",
+        "ensembles.py nowhere --prompts README.md", "ensembles.py a/b --prompts nowhere.jsonl",
+        "shortlist_heads.py nowhere --prompts README.md", "shortlist_heads.py a/b --prompts nowhere.jsonl",
     )),
     ("benchmarks/medusa_stages.py", "--prompts", "nowhere.jsonl"),
     ("data/prompts.py", "stdlib", "--tokenizer", "nowhere", "--out", "/tmp/new.jsonl"),

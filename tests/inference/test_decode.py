@@ -25,13 +25,14 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import t as t_distribution
 
 from draftsmith.inference import calibrate, decode
-from draftsmith.inference.commands import interactive, options
+from draftsmith.inference.commands import interactive
 from draftsmith.inference.commands.prompts import Prompt
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.text import decode_text
 from draftsmith.inference.evaluation import timing
+from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.models.artifact import write_json
 from draftsmith.models.target import load_target
 
@@ -770,42 +771,72 @@ def test_one_prompt_is_measured_when_asked(drafter, tmp_path, run_main):
     assert json.loads((tmp_path / "report.json").read_text())["prompts"] == 1
 
 
+# ---- from Python
+
+
+def test_the_package_itself(tiny_lm, target, drafter):
+    """What the README imports from draftsmith, and a report as decode.py writes it."""
+    import draftsmith
+
+    assert draftsmith.load_target(str(tiny_lm)).fingerprint == target.fingerprint
+    loaded, heads = draftsmith.load_drafter(str(drafter))
+    prompts = [loaded.tokenizer(text)["input_ids"] for text in ("import os", "def f(x):")]
+    drafters = {"heads": heads, "none": None}
+    reports, results = draftsmith.evaluate(loaded, drafters, prompts, max_new_tokens=9, check_lossless=True)
+    assert [report["drafter"] for report in reports] == ["heads", "none"]
+    assert all(report["lossless"]["passed"] and report["new_tokens"] == 18 for report in reports)
+    plain = draftsmith.SpeculativeDecoder(loaded).generate(prompts, 9)
+    assert [r.tokens for r in results[0]] == [r.tokens for r in results[1]] == [r.tokens for r in plain]
+    sampled, _ = draftsmith.evaluate(
+        loaded,
+        drafters,
+        prompts,
+        mode="sample",
+        sampling=draftsmith.Sampling(top_k=5),
+        baseline="none",
+        max_new_tokens=3,
+    )
+    assert sampled[0]["sampling"]["top_k"] == 5 and sampled[0]["baselines"] == {}
+    with pytest.raises(ValueError, match="baseline 'theirs': must be one of none, engine, transformers, all"):
+        draftsmith.evaluate(loaded, drafters, prompts, baseline="theirs")
+    with pytest.raises(AttributeError, match="has no attribute 'decode'; it has: SpeculativeDecoder, "):
+        draftsmith.decode  # noqa: B018
+
+
 # ---- sampling: seeds and the baseline
 
 
 def test_each_prompt_has_a_seed_of_its_own(target):
     """Of the seed given and the prompt, whatever the other prompts are."""
-    args = SimpleNamespace(mode="sample", **dict.fromkeys(options.SAMPLING))
     first, second = ([5, 6, 7], [5, 6, 8])
-    seeds = [sampling.seed for sampling in timing.engine_options(args, [first, second])["sampling"]]
+
+    def seeds_of(prompts, **given):
+        return [each.seed for each in timing.engine_options("sample", Sampling(**given), prompts)["sampling"]]
+
+    seeds = seeds_of([first, second])
     assert len(set(seeds)) == 2
-    assert [sampling.seed for sampling in timing.engine_options(args, [second, first])["sampling"]] == seeds[::-1]
-    args.seed = 1
-    assert not set(seeds) & {sampling.seed for sampling in timing.engine_options(args, [first, second])["sampling"]}
+    assert seeds_of([second, first]) == seeds[::-1]
+    assert not set(seeds) & set(seeds_of([first, second], seed=1))
 
 
 @pytest.mark.parametrize("only", [{"top_p": 1e-6}, {"top_k": 1}, {"min_p": 0.999999}, {"temperature": 1e-40}])
 def test_the_transformers_baseline_samples_as_we_do(target, only):
     """Each of these leaves the most likely token alone; without it, at this temperature, the text is another."""
-    given = {**dict.fromkeys(options.SAMPLING), "temperature": 5.0, **only}
     prompts = [target.tokenizer(text)["input_ids"] for text in ("import os", "def f(x):")]
-    theirs = timing.generate_options(SimpleNamespace(mode="sample", **given))
+    theirs = timing.generate_options("sample", Sampling(**{"temperature": 5.0, **only}))
     wanted = [result.tokens for result in SpeculativeDecoder(target).generate(prompts, 12)]
     torch.manual_seed(0)
     assert timing.transformers_method(target, 12, **theirs)(prompts) == wanted
-    free = timing.generate_options(
-        SimpleNamespace(mode="sample", **{**dict.fromkeys(options.SAMPLING), "temperature": 5.0})
-    )
+    free = timing.generate_options("sample", Sampling(temperature=5.0))
     assert timing.transformers_method(target, 12, **free)(prompts) != wanted
 
 
 def test_the_transformers_baseline_has_the_penalty(target):
     """At temperature 0, beside our engine's sampling at temperature 0."""
-    given = {**dict.fromkeys(options.SAMPLING), "temperature": 0.0, "repetition_penalty": 1.7}
-    args = SimpleNamespace(mode="sample", **given)
+    given = "sample", Sampling(temperature=0.0, repetition_penalty=1.7)
     prompts = [target.tokenizer("import os")["input_ids"]]
-    ours = SpeculativeDecoder(target).generate(prompts, 30, **timing.engine_options(args, prompts))[0].tokens
-    assert timing.transformers_method(target, 30, **timing.generate_options(args))(prompts) == [ours]
+    ours = SpeculativeDecoder(target).generate(prompts, 30, **timing.engine_options(*given, prompts))[0].tokens
+    assert timing.transformers_method(target, 30, **timing.generate_options(*given))(prompts) == [ours]
     assert ours != SpeculativeDecoder(target).generate(prompts, 30)[0].tokens
 
 
