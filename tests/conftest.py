@@ -1,5 +1,5 @@
 """Offline, and one thread: on a shared machine two OpenMP threads can be far slower than one. Tiny targets of many
-families, and the teacher that says what each of them writes."""
+families, and what each of them writes by plain greedy decoding."""
 
 import os
 import tempfile
@@ -146,8 +146,8 @@ def make_target(device: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def teach() -> Callable[..., list[list[int]]]:
-    """``teach(target, prompts, count)`` → the ``count`` tokens that plain greedy decoding writes after each prompt.
+def greedy_texts() -> Callable[..., list[list[int]]]:
+    """``greedy_texts(target, prompts, count)`` → the ``count`` tokens of plain greedy decoding after each prompt.
 
     Every token costs a forward pass of everything before it, through the model alone: no cache, none of our engine.
     Shorter rows are padded on the right, where no token of a causal model looks.
@@ -155,7 +155,7 @@ def teach() -> Callable[..., list[list[int]]]:
     import torch
 
     @torch.no_grad()
-    def teach(target: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    def greedy_texts(target: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         assert target.config._attn_implementation in ("sdpa", "eager")
         rows = [list(prompt) for prompt in prompts]
         for _ in range(count):
@@ -169,7 +169,7 @@ def teach() -> Callable[..., list[list[int]]]:
                 row.append(int(best.indices[0]))
         return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
-    return teach
+    return greedy_texts
 
 
 @pytest.fixture(scope="session")

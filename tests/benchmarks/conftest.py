@@ -22,13 +22,13 @@ def write_prompts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def written(target, teach):
+def written(target, greedy_texts):
     """``written(prompts, count)`` → (prompt, answer), as the target writes it token by token, up to a stop id."""
 
     def write(prompts, count):
         texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
         starts, found = [target.tokenizer(text)["input_ids"] for text in texts], []
-        for start, answer in zip(starts, teach(target, starts, count), strict=True):
+        for start, answer in zip(starts, greedy_texts(target, starts, count), strict=True):
             end = next((n + 1 for n, token in enumerate(answer) if token in target.stop_ids), count)
             found.append((start, answer[:end]))
         return found

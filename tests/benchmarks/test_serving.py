@@ -253,10 +253,10 @@ def test_requests_are_taken_after_they_have_arrived():
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_requests_that_come_one_by_one(target, teach, static):
+def test_requests_that_come_one_by_one(target, greedy_texts, static):
     """The engine is asked again after each pause; answers and times belong to their requests."""
     prompts = [[5, 9, 40], [17], [3, 88, 12, 60], [7, 7]]
-    truth = teach(target, prompts, 12)
+    truth = greedy_texts(target, prompts, 12)
     decoder, calls = SpeculativeDecoder(target, static=static), []
     decoder.serve([Request([5], 2)], 2, max_length=16)  # the first call takes longer
     serve = decoder.serve

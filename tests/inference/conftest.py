@@ -1,7 +1,9 @@
 """A scripted drafter, which drafts each row's true continuation with a mistake at a chosen depth; common fixtures."""
 
+import functools
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +151,28 @@ class _Row:
     def next_length(self, depth: int) -> int:
         self.turn += 1
         return min(self.cycle[self.turn % len(self.cycle)], depth)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A file of two prompts."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def written(request: pytest.FixtureRequest, make_target: Any, greedy_texts: Any) -> Callable[[str], Any]:
+    """``written(family)`` → a target, and the LONGEST tokens it writes after each of the module's PROMPTS."""
+
+    @functools.cache
+    def get(family: str) -> tuple[Any, list[list[int]]]:
+        target = make_target(family)
+        texts = greedy_texts(target, request.module.PROMPTS, request.module.LONGEST)
+        assert all(len(set(row)) > 4 for row in texts), f"{family} repeats itself: choose another seed"
+        return target, texts
+
+    return get
 
 
 @pytest.fixture(scope="session")

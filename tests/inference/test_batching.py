@@ -25,27 +25,15 @@ PROMPTS = [
     [21, 6, 17, 40, 8, 8, 14, 25, 39, 60, 4, 10, 31, 52, 16, 47, 23], [44, 2, 6], [12, 12, 9, 1], [33, 5, 20, 8, 51],
 ]  # fmt: skip
 LIMITS = [25, 3, 0, 12, 30, 1, 17]
-
-
-@pytest.fixture(scope="module")
-def lesson(make_target, teach):
-    known = {}
-
-    def get(family):
-        if family not in known:
-            target = make_target(family)
-            known[family] = target, teach(target, PROMPTS, max(LIMITS) + 8)
-        return known[family]
-
-    return get
+LONGEST = max(LIMITS) + 8
 
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 20])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
-def test_a_queue(lesson, scripted, family, rows, static):
+def test_a_queue(written, scripted, family, rows, static):
     """Rows end at different steps; what takes their place writes what it would write alone."""
-    target, truth = lesson(family)
+    target, truth = written(family)
     drafter = scripted(target, PROMPTS, truth, LIMITS, 33, 5)
     reported, ended = [[] for _ in PROMPTS], []
     decoder = SpeculativeDecoder(target, drafter, static=static)
@@ -60,9 +48,9 @@ def test_a_queue(lesson, scripted, family, rows, static):
     assert decoder.execution.startswith("eager, ")
 
 
-def test_rows_are_refilled_at_once(lesson):
+def test_rows_are_refilled_at_once(written):
     """Plain decoding of 7 texts in 3 rows: as many steps as the fullest schedule has."""
-    target, _ = lesson("llama")
+    target, _ = written("llama")
     decoder = SpeculativeDecoder(target)
     steps = 0
 
@@ -82,8 +70,8 @@ def test_rows_are_refilled_at_once(lesson):
     assert steps == max(free)
 
 
-def test_requests_are_taken_as_rows_get_free(lesson):
-    target, truth = lesson("llama")
+def test_requests_are_taken_as_rows_get_free(written):
+    target, truth = written("llama")
     taken, ended = [], []
 
     def coming():
@@ -183,9 +171,9 @@ def test_a_static_step_asks_the_device_for_nothing(make_target, family, mode):
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler")
 @pytest.mark.parametrize("lean", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_compiled(lesson, scripted, lean):
+def test_compiled(written, scripted, lean):
     """One graph for all steps, none of it run by Python."""
-    target, truth = lesson("llama")
+    target, truth = written("llama")
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -196,9 +184,9 @@ def test_compiled(lesson, scripted, lean):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-def test_compiled_passes_that_differ_are_given_up(lesson, scripted, monkeypatch):
+def test_compiled_passes_that_differ_are_given_up(written, scripted, monkeypatch):
     """As PyTorch 2.13 compiles some sizes for a CPU with AVX2 alone."""
-    target, truth = lesson("llama")
+    target, truth = written("llama")
     monkeypatch.setattr(torch, "compile", lambda modules, **_: lambda *a, **k: (1.01 * modules(*a, **k)[0], []))
     drafter = scripted(target, PROMPTS, truth, LIMITS, 33, 5)
     requests = [Request(prompt, limit, stop_ids=NONE) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]

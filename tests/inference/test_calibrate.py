@@ -167,16 +167,16 @@ def test_simulated_is_what_the_engine_does(trained, nodes):
     assert simulate(topology, ranks) == sum(lengths) / len(lengths)
 
 
-def test_answers_are_the_targets_own(trained, teach, monkeypatch):
+def test_answers_are_the_targets_own(trained, greedy_texts, monkeypatch):
     target, _, prompts = trained
     prompts = [prompts[0][:2], prompts[1], prompts[2][:3], prompts[3]]  # ragged
-    ends = frozenset({teach(target, prompts, 12)[1][6]})
+    ends = frozenset({greedy_texts(target, prompts, 12)[1][6]})
     monkeypatch.setattr(type(target), "stop_ids", ends)  # one answer ends early
     seen = []
     data = answer(target, prompts, 12, 3, seen.append)
     assert seen == sorted(seen) and seen[-1] == 4
     assert max(after - before for before, after in itertools.pairwise([0, *seen])) < 1, "no row counts only at its end"
-    for row, (prompt, truth) in enumerate(zip(prompts, teach(target, prompts, 12), strict=True)):
+    for row, (prompt, truth) in enumerate(zip(prompts, greedy_texts(target, prompts, 12), strict=True)):
         stop = next((i + 1 for i, token in enumerate(truth) if token in target.stop_ids), 12)
         text = [*prompt, *truth[:stop]]
         assert data["tokens"][row].tolist() == text + [0] * (17 - len(text))

@@ -16,13 +16,6 @@ RAN = {"auto": LEAN, "lean": LEAN, "transformers": "eager, transformers decoder 
 
 
 @pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
-    return path
-
-
-@pytest.fixture
 def asked(monkeypatch):
     """The argument ``lean`` of each decoder that is created."""
     arguments = []

@@ -9,6 +9,7 @@ from dataclasses import replace
 import lossless_suite
 import pytest
 import torch
+from kept_texts import KeepsTexts
 from lossless_suite import (
     CONTEXT,
     LIMITS,
@@ -19,6 +20,7 @@ from lossless_suite import (
     check_seeds,
     check_static,
     check_warm_up,
+    plain_texts,
 )
 from scipy import stats
 from tokenizers import Tokenizer
@@ -64,22 +66,8 @@ def some_ids(target: Target) -> torch.Tensor:
     return torch.tensor([token for token in range(target.vocab_size) if token % 5 != 2], device=target.device)
 
 
-class Checked(DraftModelDrafter):
+class Checked(KeepsTexts, DraftModelDrafter):
     """Compares the cache and the greedy drafts with forward passes of the model over the whole text."""
-
-    def begin(self, rows: slice) -> None:
-        super().begin(rows)
-        self.texts = {**getattr(self, "texts", {}), **{row: [] for row in range(rows.start, rows.stop)}}
-        self.seen = getattr(self, "seen", Counter())
-
-    def prefill(self, features, tokens, start, rows):
-        super().prefill(features, tokens, start, rows)
-        for row, prompt in zip(range(rows.start, rows.stop), tokens.tolist(), strict=True):
-            self.texts[row] += prompt
-
-    def end(self, row: int) -> None:
-        super().end(row)
-        self.texts.pop(row, None)
 
     def check_cache(self, row: int, count: int) -> None:
         """Slots 0 … count − 1 equal the cache of a forward pass over the text."""
@@ -256,13 +244,12 @@ def serve(target, drafter, *, static, rows=3, mode="greedy", **sampling):
     prompts = [start * 3 for start in STARTS]
     each = [Sampling(seed=number, **sampling) for number in range(len(prompts))]
     requests = [Request(p, n or 22, s, NONE) for p, n, s in zip(prompts, LIMITS, each, strict=True)]
-    plain = SpeculativeDecoder(target).serve(requests, 1)
     if mode == "greedy":
-        requests.append(Request(prompts[0], 40, stop_ids=frozenset([plain[0].tokens[9], plain[0].tokens[16]])))
-        plain += SpeculativeDecoder(target).serve(requests[-1:], 1)
+        (first,) = plain_texts(target, requests[:1])
+        requests.append(Request(prompts[0], 40, stop_ids=frozenset([first[9], first[16]])))
     results = SpeculativeDecoder(target, drafter, static=static).serve(requests, rows, mode=mode)
     if mode == "greedy":
-        assert [r.tokens for r in results] == [r.tokens for r in plain]
+        assert [r.tokens for r in results] == plain_texts(target, requests)
     return results
 
 
@@ -421,7 +408,7 @@ def test_a_pass_of_a_batch_costs_what_all_its_nodes_cost():
     """1, 2 and 2 nodes are run in each of 3 rows; steps have 1, 4, 7 and 9 nodes in each."""
     costs = StepCosts({1: 1.0, 5: 3.0, 13: 4.0, 40: 90.0})
     its = levels.Levels(SPARSE, 61, 61, costs=costs, draft_cost=0.25)
-    its.allocate(3, torch.device("cpu"), its.max_depth, False)
+    its.allocate(3, torch.device("cpu"), False)
     assert its.layout.runs[:-1] == [1, 2, 2] and its.layout.firsts[1:] == [1, 4, 7, 9]
     passes = [0.25 * costs.relative(rows) for rows in (3, 6, 6)]
     steps = [costs.relative(rows) for rows in (3, 12, 21, 27)]

@@ -32,13 +32,6 @@ LISTS = {
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    file.write_text('{"prompt": "import os"}\n{"prompt": "def read(path):"}\n')
-    return file
-
-
-@pytest.fixture(scope="module")
 def stored(tmp_path_factory, target) -> dict[str, Path]:
     """By kind, a folder of untrained shortlists on an untrained drafter of half of the vocabulary."""
     torch.manual_seed(0)

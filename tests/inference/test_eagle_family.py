@@ -23,13 +23,6 @@ DYNAMIC = {"dynamic": {"top_k": 3, "depth": 2, "nodes": 8}}
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    file.write_text('{"prompt": "import os"}\n{"prompt": "def read(path):"}\n')
-    return file
-
-
-@pytest.fixture(scope="module")
 def stored(tmp_path_factory, target):
     """An untrained drafter of half of the vocabulary."""
     torch.manual_seed(0)

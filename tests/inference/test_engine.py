@@ -19,26 +19,10 @@ PROMPTS = [
 ]
 WANTED = 36
 DEPTH = {1: 0, 33: 5, 65: 6}
+LONGEST = WANTED + max(DEPTH.values()) + 2
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "gpt2", "opt", "cohere", "granite", "phi")
 
 LEAN = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "granite")
-
-
-@pytest.fixture(scope="module")
-def lesson(make_target, teach):
-    """``lesson(family)`` → a target and its own continuation of each prompt, made once."""
-    known = {}
-
-    def get(family):
-        if family not in known:
-            target = make_target(family)
-            truth = teach(target, PROMPTS, WANTED + max(DEPTH.values()) + 2)
-            for row in truth:
-                assert len(set(row)) > 4, f"{family} repeats itself: choose another seed"
-            known[family] = target, truth
-        return known[family]
-
-    return get
 
 
 def decode(target, drafter, prompts, wanted, lean=None, **options):
@@ -51,8 +35,8 @@ def decode(target, drafter, prompts, wanted, lean=None, **options):
 @pytest.mark.parametrize("nodes", DEPTH)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_output_is_the_targets_own(lesson, scripted, family, rows, nodes):
-    target, truth = lesson(family)
+def test_output_is_the_targets_own(written, scripted, family, rows, nodes):
+    target, truth = written(family)
     prompts, truth = PROMPTS[:rows], truth[:rows]
     drafter = scripted(target, prompts, truth, [WANTED] * rows, nodes, DEPTH[nodes])
     results = decode(target, drafter, prompts, WANTED)
@@ -64,9 +48,9 @@ def test_output_is_the_targets_own(lesson, scripted, family, rows, nodes):
 
 @pytest.mark.parametrize("nodes", [1, 65])
 @pytest.mark.parametrize("family", LEAN)
-def test_output_by_the_models_own_modules(lesson, scripted, family, nodes):
+def test_output_by_the_models_own_modules(written, scripted, family, nodes):
     """The same without the lean decoder, which these families use by default."""
-    target, truth = lesson(family)
+    target, truth = written(family)
     drafter = scripted(target, PROMPTS, truth, [WANTED] * 4, nodes, DEPTH[nodes])
     results = decode(target, drafter, PROMPTS, WANTED, lean=False)
     assert [r.tokens for r in results] == [t[:WANTED] for t in truth]
@@ -74,9 +58,9 @@ def test_output_by_the_models_own_modules(lesson, scripted, family, nodes):
     decode(target, None, PROMPTS[:1], 2, lean=True)  # they have one
 
 
-def test_rows_of_very_uneven_progress(lesson, scripted):
+def test_rows_of_very_uneven_progress(written, scripted):
     """Rows that accept many tokens in turn: each row's length advances by its own accepted tokens only."""
-    target, truth = lesson("llama")
+    target, truth = written("llama")
     prompts, truth = [PROMPTS[1]] * 2, [truth[1]] * 2
     drafter = scripted(target, prompts, truth, [WANTED] * 2, 7, 6)
     drafter.rows[0].cycle, drafter.rows[1].cycle = [0, 6], [6, 0]
@@ -85,9 +69,9 @@ def test_rows_of_very_uneven_progress(lesson, scripted):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_trees_of_changing_size(lesson, scripted, rows):
+def test_trees_of_changing_size(written, scripted, rows):
     """A drafter's node count and depth are upper bounds; the root alone is also a tree."""
-    target, truth = lesson("llama")
+    target, truth = written("llama")
     drafter = scripted(target, PROMPTS[:rows], truth[:rows], [WANTED] * rows, 65, 6)
     drafter.sizes = [1, 33, 2, 65, 64]
     results = decode(target, drafter, PROMPTS[:rows], WANTED)
@@ -96,8 +80,8 @@ def test_trees_of_changing_size(lesson, scripted, rows):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-def test_a_row_does_not_depend_on_the_other_rows(lesson, scripted, family):
-    target, truth = lesson(family)
+def test_a_row_does_not_depend_on_the_other_rows(written, scripted, family):
+    target, truth = written(family)
     batch = [[12], [44, 2, 6, 9, 41, 13, 20, 20, 35], PROMPTS[0]]
     alone = decode(target, None, [PROMPTS[0]], WANTED)[0]
     assert alone == decode(target, None, batch, WANTED)[2]
@@ -107,9 +91,9 @@ def test_a_row_does_not_depend_on_the_other_rows(lesson, scripted, family):
     assert {tuple(r.tokens) for out in outputs for r in out} == {tuple(alone.tokens)}
 
 
-def test_decoder_can_be_used_again(lesson):
+def test_decoder_can_be_used_again(written):
     """A second call reuses the cache, which still has the first call's keys."""
-    target, truth = lesson("mistral")
+    target, truth = written("mistral")
     decoder = SpeculativeDecoder(target)
     for order in ([3, 0], [1, 2], [2, 3]):
         results = decoder.generate([PROMPTS[row] for row in order], 12, stop_ids=NONE)
@@ -119,9 +103,9 @@ def test_decoder_can_be_used_again(lesson):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "opt"])
 @pytest.mark.parametrize("chunk", [1, 4, 11])
-def test_prefill_in_chunks(lesson, scripted, monkeypatch, family, chunk):
+def test_prefill_in_chunks(written, scripted, monkeypatch, family, chunk):
     """Prompts that end in different chunks; those of 4 and 11 tokens at the end of a chunk."""
-    target, truth = lesson(family)
+    target, truth = written(family)
     monkeypatch.setattr(stepping, "PREFILL_CHUNK", chunk)
     drafter = scripted(target, PROMPTS, truth, [14] * 4, 33, 5)
     results = decode(target, drafter, PROMPTS, 14)
@@ -133,17 +117,17 @@ def test_prefill_in_chunks(lesson, scripted, monkeypatch, family, chunk):
         assert row[: len(prompt)] == prompt
 
 
-def test_token_id_0_is_not_the_padding(make_target, teach, scripted):
+def test_token_id_0_is_not_the_padding(make_target, greedy_texts, scripted):
     """0 ("!" in many vocabularies) is the true next token after a tree's short path, and also the padding's id."""
     target = make_target("llama")
-    before = teach(target, PROMPTS, WANTED + 8)
+    before = greedy_texts(target, PROMPTS, WANTED + 8)
     common = max(range(1, 61), key=lambda token: min(row.count(token) for row in before))
     swap = {common: 0, 0: common}
     for weight in (target.model.get_input_embeddings().weight, target.lm_head.weight):
         weight[[0, common]] = weight[[common, 0]].clone()
     prompts = [[swap.get(token, token) for token in prompt] for prompt in PROMPTS]
     truth = [[swap.get(token, token) for token in row] for row in before]
-    assert truth == teach(target, prompts, WANTED + 8)
+    assert truth == greedy_texts(target, prompts, WANTED + 8)
     assert all(0 in row[:WANTED] for row in truth)
     for seed in range(4):
         drafter = scripted(target, prompts, truth, [WANTED] * 4, 33, 5, seed)
@@ -154,9 +138,9 @@ def test_token_id_0_is_not_the_padding(make_target, teach, scripted):
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("end", [0, 7, 8, 9, 10, 11, 12, 13])
-def test_stop_ids_end_a_row(lesson, scripted, rows, end):
+def test_stop_ids_end_a_row(written, scripted, rows, end):
     """The text ends with the stop id, anywhere in an accepted path; the other rows continue."""
-    target, truth = lesson("llama")
+    target, truth = written("llama")
     truth, stop = truth[:rows], truth[0][end]
     wanted = [row[:WANTED].index(stop) + 1 if stop in row[:WANTED] else WANTED for row in truth]
     drafter = scripted(target, PROMPTS[:rows], truth, wanted, 33, 5, seed=end)
@@ -170,8 +154,8 @@ def test_stop_ids_end_a_row(lesson, scripted, rows, end):
         assert len(result.tokens) == 1 + sum(result.accepted)
 
 
-def test_stop_ids_are_the_targets_own_if_left_out(make_target, lesson):
-    _, truth = lesson("llama")
+def test_stop_ids_are_the_targets_own_if_left_out(make_target, written):
+    _, truth = written("llama")
     target = make_target("llama", eos_token_id=truth[0][9])
     (result,) = SpeculativeDecoder(target).generate(PROMPTS[:1], WANTED)
     assert result.finish_reason == "stop"
@@ -179,8 +163,8 @@ def test_stop_ids_are_the_targets_own_if_left_out(make_target, lesson):
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 3, 4, 5, 6, 7])
-def test_length_limit_inside_a_path(lesson, scripted, wanted):
-    target, truth = lesson("llama")
+def test_length_limit_inside_a_path(written, scripted, wanted):
+    target, truth = written("llama")
     drafter = scripted(target, PROMPTS, truth, [wanted] * 4, 33, 5)
     results = SpeculativeDecoder(target, drafter).generate(PROMPTS, wanted, stop_ids=NONE)
     assert [r.tokens for r in results] == [t[:wanted] for t in truth]
@@ -190,14 +174,14 @@ def test_length_limit_inside_a_path(lesson, scripted, wanted):
 
 @pytest.mark.parametrize("nodes", [1, 33, 65])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_context_limit(make_target, teach, scripted, family, nodes):
+def test_context_limit(make_target, greedy_texts, scripted, family, nodes):
     """Rows reach the target's last position, also of learned position embeddings, at different steps."""
     context = 30
     size = {"n_positions" if family == "gpt2" else "max_position_embeddings": context}
     target = make_target(family, **size)
     assert target.context == context
     room = [context - len(prompt) for prompt in PROMPTS]
-    truth = [teach(target, [prompt], count)[0] for prompt, count in zip(PROMPTS, room, strict=True)]
+    truth = [greedy_texts(target, [prompt], count)[0] for prompt, count in zip(PROMPTS, room, strict=True)]
     drafter = scripted(target, PROMPTS, truth, room, nodes, DEPTH[nodes])
     results = decode(target, drafter, PROMPTS, 1000)
     assert [r.tokens for r in results] == truth
@@ -207,10 +191,10 @@ def test_context_limit(make_target, teach, scripted, family, nodes):
     assert decode(target, None, PROMPTS[:1], room[0])[0].finish_reason == "length"
 
 
-def test_prompt_of_the_whole_context_but_one(make_target, teach):
+def test_prompt_of_the_whole_context_but_one(make_target, greedy_texts):
     target = make_target("gpt2", n_positions=18)
     (result,) = decode(target, None, PROMPTS[3:], 5)
-    assert (result.tokens, result.finish_reason) == (teach(target, PROMPTS[3:], 1)[0], "context")
+    assert (result.tokens, result.finish_reason) == (greedy_texts(target, PROMPTS[3:], 1)[0], "context")
 
 
 @pytest.mark.parametrize(
@@ -221,15 +205,15 @@ def test_prompt_of_the_whole_context_but_one(make_target, teach):
         ([[1], [1] * 300], "prompt 2 has 300 tokens; the target's context holds 256 with the answer; shorten it"),
     ],
 )
-def test_prompts_that_cannot_be_decoded(lesson, prompts, message):
-    target, _ = lesson("llama")
+def test_prompts_that_cannot_be_decoded(written, prompts, message):
+    target, _ = written("llama")
     with pytest.raises(ValueError) as error:
         SpeculativeDecoder(target).generate(prompts, 4)
     assert str(error.value) == message
 
 
-def test_each_token_is_reported_once(lesson, scripted):
-    target, truth = lesson("llama")
+def test_each_token_is_reported_once(written, scripted):
+    target, truth = written("llama")
     reported = [[] for _ in PROMPTS]
     drafter = scripted(target, PROMPTS, truth, [WANTED] * 4, 33, 5)
     decoder = SpeculativeDecoder(target, drafter)

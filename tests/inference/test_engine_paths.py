@@ -62,11 +62,11 @@ EARLY = Topology(((0,), (0, 0), (1,), (1, 0)))
     [(SIBLINGS, (1,), [0, 2]), (SIBLINGS, (2,), [0, 3]), (LATE, (0, 0, 1), [0, 1, 2, 4]), (EARLY, (1, 0), [0, 3, 4])],
     ids=["sibling", "last sibling", "branches at its end", "branches at once"],
 )
-def test_a_path_that_leaves_the_first_nodes(make_target, teach, topology, leaf, path, rows, static):
+def test_a_path_that_leaves_the_first_nodes(make_target, greedy_texts, topology, leaf, path, rows, static):
     """Its K/V must move, even if only the last node's do; otherwise the text changes."""
     target = make_target("llama")
     prompts, wanted = PROMPTS[:rows], 30
-    truth = teach(target, prompts, wanted + 5)
+    truth = greedy_texts(target, prompts, wanted + 5)
     drafter = BranchDrafter(target, prompts, truth, topology, [leaf])
     results = SpeculativeDecoder(target, drafter, static=static).generate(prompts, wanted, stop_ids=NONE)
     assert [r.tokens for r in results] == [row[:wanted] for row in truth]

@@ -39,9 +39,10 @@ def decoder(make_target):
 
 def sample(decoder, sampling, count, tokens=3, mode="sample"):
     outputs = []
-    for first in range(0, count, 2000):
-        each = [Sampling(**{**vars(sampling), "seed": first + n}) for n in range(2000)]
-        results = decoder.generate([PROMPT] * 2000, tokens, mode=mode, sampling=each, stop_ids=frozenset())
+    rows = min(count, 6000)
+    for first in range(0, count, rows):
+        each = [Sampling(**{**vars(sampling), "seed": first + n}) for n in range(rows)]
+        results = decoder.generate([PROMPT] * rows, tokens, mode=mode, sampling=each, stop_ids=frozenset())
         outputs += [result.tokens for result in results]
     return torch.tensor(outputs)
 

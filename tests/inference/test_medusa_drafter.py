@@ -62,12 +62,12 @@ def test_nodes_are_the_heads_ranks(make_target, projection, ids):
 
 
 @pytest.mark.parametrize("paths", [(), ((0,),), PATHS], ids=["root alone", "one", "ten"])
-def test_output_is_the_targets_own(make_target, teach, paths):
+def test_output_is_the_targets_own(make_target, greedy_texts, paths):
     """Heads that have learned nothing draft badly, but never change what is written."""
     target = make_target("llama")
     drafter = MedusaDrafter(random_heads(target, "shared"), Topology(paths), target)
     results = SpeculativeDecoder(target, drafter).generate(PROMPTS, 20, stop_ids=frozenset())
-    assert [r.tokens for r in results] == teach(target, PROMPTS, 20)
+    assert [r.tokens for r in results] == greedy_texts(target, PROMPTS, 20)
     assert all(len(r.tokens) == 1 + sum(r.accepted) for r in results)
 
 
@@ -98,10 +98,10 @@ def near_the_lm_head(target):
     return MedusaDrafter(heads.requires_grad_(False), Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0))), target)
 
 
-def test_a_draft_vocabulary_is_lossless(make_target, teach):
+def test_a_draft_vocabulary_is_lossless(make_target, greedy_texts):
     """Greedy tokens are the target's own, and sampled texts have its distribution, tokens outside included."""
     target = make_target("llama")
-    truth = teach(target, PROMPTS, 20)
+    truth = greedy_texts(target, PROMPTS, 20)
     results = SpeculativeDecoder(target, near_the_lm_head(target)).generate(PROMPTS, 20, stop_ids=frozenset())
     assert [r.tokens for r in results] == truth
     assert any(count > 1 for r in results for count in r.accepted) and any(token % 2 for row in truth for token in row)

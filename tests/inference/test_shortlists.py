@@ -9,6 +9,7 @@ import lossless_suite
 import pytest
 import torch
 from eagles import KINDS, fitted, untrained
+from kept_texts import KeepsTexts
 from lossless_suite import (
     ALPHA,
     NONE,
@@ -83,28 +84,13 @@ def ordered(config: ShortlistConfig, starts: Sequence[int] = ()) -> ShortlistHea
     return head.eval().requires_grad_(False)
 
 
-class Watched(EagleDrafter):
+class Watched(KeepsTexts, EagleDrafter):
     """Compares each level's list with its definition, and its logits with the whole LM head's."""
 
     def __init__(self, eagle: Eagle, target: Target, *args, **options) -> None:
         super().__init__(eagle, target, *args, **options)
         # What the router reads, by step: row's text length, then (tokens, hidden) of each level; accepted length.
         self.steps: list[tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]], list[int]]] = []
-        self.texts: dict[int, list[int]] = {}
-        self.seen: Counter[object] = Counter()
-
-    def begin(self, rows):
-        super().begin(rows)
-        self.texts |= {row: [] for row in range(rows.start, rows.stop)}
-
-    def prefill(self, features, tokens, start, rows):
-        super().prefill(features, tokens, start, rows)
-        for row, prompt in zip(range(rows.start, rows.stop), tokens.tolist(), strict=True):
-            self.texts[row] += prompt
-
-    def end(self, row):
-        super().end(row)
-        self.texts.pop(row, None)
 
     def propose(self, state):
         self.asked, self.lists = [], []

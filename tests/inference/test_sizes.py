@@ -30,9 +30,9 @@ def drafter_of(target, acceptances=RATES):
     return MedusaDrafter(heads, Topology(PATHS), target, acceptances)
 
 
-def test_texts_do_not_depend_on_the_sizes(make_target, teach, monkeypatch):
+def test_texts_do_not_depend_on_the_sizes(make_target, greedy_texts, monkeypatch):
     target = make_target("llama")
-    truth = teach(target, PROMPTS, 14)
+    truth = greedy_texts(target, PROMPTS, 14)
     requests = [Request(prompt, 14, stop_ids=frozenset()) for prompt in PROMPTS]
     order = itertools.cycle((1, 8, 12, 8, 12, 1))
     chosen, shapes = [], []

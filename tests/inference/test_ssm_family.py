@@ -164,7 +164,7 @@ def test_coverage_of_the_target_itself(target, text, tmp_path):
     assert facts["overlap"] == shares
 
 
-def test_an_lm_head_with_bias(make_target, teach):
+def test_an_lm_head_with_bias(make_target, greedy_texts):
     """An SSM that is the target, with a draft vocabulary: greedy decoding writes the target's text, and accepts every
     draft up to the first token outside of the vocabulary."""
     target, depth, count = make_target("phi"), 3, 40
@@ -172,7 +172,7 @@ def test_an_lm_head_with_bias(make_target, teach):
     with torch.no_grad():
         head.bias.mul_(8)
     prompts = [[7, 3, 19, 44], [9, 1]]
-    texts = teach(target, prompts, count)
+    texts = greedy_texts(target, prompts, count)
     ids = torch.tensor(sorted({token for text in texts for token in text[::2]}), device=target.device)
     drafter = DraftModelDrafter(Target(target.model, None, "ssm", ""), target, [1] * depth, draft_vocab=ids)
     results = SpeculativeDecoder(target, drafter).generate(prompts, count, stop_ids=frozenset())

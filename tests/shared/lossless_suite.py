@@ -15,6 +15,8 @@ length occurred.
 a request may take other steps in a batch than alone, and only its greedy tokens and its distribution are fixed.
 """
 
+import functools
+import hashlib
 import itertools
 import sys
 from collections import Counter
@@ -67,6 +69,28 @@ def soft(make_target: Callable[..., Target]) -> Target:
     with torch.no_grad():
         target.lm_head.weight.mul_(0.25)
     return target
+
+
+def plain_texts(target: Target, requests: Sequence[Request]) -> list[list[int]]:
+    """Tokens of plain greedy decoding, one request at a time; those of equal weights are decoded once."""
+    digest = hashlib.sha256(repr(target.config).encode())
+    for weight in target.model.state_dict().values():
+        digest.update(weight.cpu().contiguous().numpy().tobytes())
+    decoded = _decoded(digest.digest())
+    plain = SpeculativeDecoder(target)
+    texts = []
+    for request in requests:
+        key = tuple(request.prompt), request.max_new_tokens, request.stop_ids
+        if key not in decoded:
+            (result,) = plain.serve([Request(request.prompt, request.max_new_tokens, stop_ids=request.stop_ids)], 1)
+            decoded[key] = result.tokens
+        texts.append(decoded[key][:])
+    return texts
+
+
+@functools.cache
+def _decoded(weights: bytes) -> dict[tuple[object, ...], list[int]]:
+    return {}
 
 
 def check_drafter(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> None:
@@ -122,8 +146,7 @@ def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: 
 
 def _greedy_requests(target: Target) -> tuple[list[Request], list[list[int]]]:
     """Requests without stop ids, the last of which reaches the end of the context, and their plain decoding."""
-    plain = SpeculativeDecoder(target)
-    texts = [plain.generate([start], CONTEXT, stop_ids=NONE)[0].tokens for start in STARTS]
+    texts = plain_texts(target, [Request(start, CONTEXT, stop_ids=NONE) for start in STARTS])
     whole = [start + text for start, text in zip(STARTS, texts, strict=True)]
     padded = torch.tensor([text[:CONTEXT] for text in whole], device=target.device)
     best = target.logits(target.hidden(padded)).topk(2).values
@@ -134,7 +157,7 @@ def _greedy_requests(target: Target) -> tuple[list[Request], list[list[int]]]:
     prompts.append(whole[1][: CONTEXT - 12])
     limits.append(1000)
     requests = [Request(prompt, limit, stop_ids=NONE) for prompt, limit in zip(prompts, limits, strict=True)]
-    return requests, [plain.serve([request], 1)[0].tokens for request in requests]
+    return requests, plain_texts(target, requests)
 
 
 def _inside_a_path(result: Generation) -> int:

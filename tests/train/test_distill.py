@@ -260,7 +260,7 @@ def test_shards_after_a_kill(tmp_path, monkeypatch):
 # ---- the engine
 
 
-def test_answers_are_the_targets_own_turn_by_turn(recipe, run_main, tiny_lm, teach, tmp_path):
+def test_answers_are_the_targets_own_turn_by_turn(recipe, run_main, tiny_lm, greedy_texts, tmp_path):
     assert run_main(distill.main, recipe)[0] == 0
     target = load_target(str(tiny_lm))
     tokenizer = target.tokenizer
@@ -276,7 +276,7 @@ def test_answers_are_the_targets_own_turn_by_turn(recipe, run_main, tiny_lm, tea
             if asked["role"] == "system":
                 continue
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            (said,) = teach(target, [tokenizer(text, add_special_tokens=False)["input_ids"]], NEW)
+            (said,) = greedy_texts(target, [tokenizer(text, add_special_tokens=False)["input_ids"]], NEW)
             stop = next((place for place, token in enumerate(said) if token in target.stop_ids), None)
             finish_reasons.append("length" if stop is None else "stop")
             messages.append({"role": "assistant", "content": tokenizer.decode(said[:stop], skip_special_tokens=True)})

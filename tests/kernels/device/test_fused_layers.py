@@ -41,9 +41,10 @@ def test_prompts_and_trees(make_target, device, monkeypatch, family, folds):
 
         monkeypatch.setattr(lean, "choose", folding)
     target = on(device, make_target(family))
-    tokens = torch.randint(0, target.vocab_size, (2, 13), generator=torch.Generator().manual_seed(0)).to(device)
+    length, chunk = (13, 8) if family == "gemma2" else (6, 4)  # its window is of 8 tokens
+    tokens = torch.randint(0, target.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(device)
     tree = StaticTree([-1, 0, 1, 1, 0, 4], device)
-    lengths = torch.tensor([13, 5], device=device)
+    lengths = torch.tensor([length, chunk - 2], device=device)
     nodes = tokens[:, :6].flip(1)
     found = []
     for fused in (True, False):
@@ -53,14 +54,16 @@ def test_prompts_and_trees(make_target, device, monkeypatch, family, folds):
             cache = KVCache(target, 2, 64)
             runner = Runner(target, cache, static=True, lean=True)
             with torch.inference_mode():
-                outputs = [runner.forward_chunk(tokens[:, :8], 0)[0], runner.forward_chunk(tokens[:, 8:], 8, (1,))]
+                first, (second, between) = (
+                    runner.forward_chunk(tokens[:, :chunk], 0)[0], runner.forward_chunk(tokens[:, chunk:], chunk, (1,))
+                )  # fmt: skip
                 hidden, captured = runner.forward_nodes(
                     nodes, lengths, tree.ancestors.expand(2, -1, -1), tree.depth.expand(2, -1), captures=(1,),
                     mask=tree.mask.expand(2, -1, -1),
                 )  # fmt: skip
                 (buffers,) = runner.buffers.values()
                 assert all(isinstance(each, FusedBuffers) for each in buffers) is fused
-            found.append([outputs[0], outputs[1][0], *outputs[1][1], hidden, *captured])
+            found.append([first, second, *between, hidden, *captured])
     for ours, plain in zip(*found, strict=True):
         assert float((ours - plain).abs().max()) <= 1e-4 * float(plain.abs().max())
 
@@ -70,7 +73,7 @@ def test_prompts_and_trees(make_target, device, monkeypatch, family, folds):
     [("rotate_write", 4), ("rotate_write", 5), ("gated", 1), ("add_norm", 0), ("add_norm", 4), ("attend_tree", None)],
 )
 def test_a_wrong_kernel_is_found(make_target, device, monkeypatch, broken, written):
-    """PyTorch's operations run then, and it is said why. ``written``: the argument that the error is in."""
+    """By the comparison of layers, and it is said where. ``written``: the argument that the error is in."""
     target = on(device, make_target("llama"))
     right = getattr(lean, broken)
 
@@ -86,11 +89,10 @@ def test_a_wrong_kernel_is_found(make_target, device, monkeypatch, broken, writt
         assert re.match(
             r"(its|the norm after its) layer 0 by kernels differs from its own modules' by", found.not_fused
         )
-        decoder = SpeculativeDecoder(target, static=True)
-        decoder.generate([[1, 2]], 2)
-        assert decoder.execution.endswith(f"lean decoder (layers not fused: {found.not_fused})")
-    found = lean_decoder(on(device, target))
-    assert isinstance(found, LeanDecoder) and not found.not_fused
+        if broken == "gated":  # PyTorch's operations run then
+            decoder = SpeculativeDecoder(target, static=True)
+            decoder.generate([[1, 2]], 2)
+            assert decoder.execution.endswith(f"lean decoder (layers not fused: {found.not_fused})")
 
 
 def test_what_the_kernels_do_not_know(make_target, device):

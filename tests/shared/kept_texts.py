@@ -1,0 +1,32 @@
+"""A drafter's side of each text, for tests that compare what it drafts with the text so far."""
+
+from collections import Counter
+
+from draftsmith.inference.engine.protocol import Drafter
+
+
+class KeepsTexts(Drafter):
+    """To be mixed into a drafter: the tokens of each row's text, which its ``propose`` and ``absorb`` continue.
+
+    texts: by row; behind a prompt also its padding, until the first step. seen: counts of what occurred.
+    """
+
+    texts: dict[int, list[int]]
+    seen: Counter[object]
+
+    def __init__(self, *args, **options):
+        self.texts, self.seen = {}, Counter()
+        super().__init__(*args, **options)
+
+    def begin(self, rows):
+        super().begin(rows)
+        self.texts |= {row: [] for row in range(rows.start, rows.stop)}
+
+    def prefill(self, features, tokens, start, rows):
+        super().prefill(features, tokens, start, rows)
+        for row, prompt in zip(range(rows.start, rows.stop), tokens.tolist(), strict=True):
+            self.texts[row] += prompt
+
+    def end(self, row):
+        super().end(row)
+        self.texts.pop(row, None)
