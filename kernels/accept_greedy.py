@@ -33,7 +33,7 @@ def accept_greedy_reference(
     nodes = tokens.shape[1]
     mask, depth = ancestor_mask(ancestors, nodes) if mask is None else mask, depth.long()
     wrong = (tokens != choice.gather(1, parent.clamp(min=0).long())) | ~valid
-    wrong[:, 0] = False
+    wrong[:, 0].fill_(False)
     rejected = (mask & wrong[:, None, :]).any(-1) | wrong  # padding may have no ancestors, not even itself
     length, node = depth.masked_fill(rejected, -1).max(-1)
     bonus = choice.gather(1, node[:, None])

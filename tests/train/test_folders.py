@@ -245,12 +245,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("script", ["medusa", "lm", "distill", "bench", "bench_step", "bench_medusa", "bench_unroll"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        *(f"train/{name}.py" for name in ("medusa", "lm", "distill")),
+        *(f"benchmarks/{name}.py" for name in ("medusa_step", "train_step", "medusa_stages", "unroll", "serving")),
+    ],
+)
 @pytest.mark.parametrize("argument, code", [("--help", 0), ("--no-such-option", 2)])
 def test_help_imports_nothing_slow(script, argument, code):
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED, f"train/{script}.py", argument], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", BLOCKED, script, argument], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith("error: there is no option --no-such-option") if code else "usage:" in done.stdout
 
