@@ -70,6 +70,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
 }  # fmt: skip
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file first, so that at the end no process waits for the one that runs it."""
+    items.sort(key=lambda item: item.path.name != "test_interpreted.py")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Each xdist worker stays on one core: commands take a thread per core they may use, and two threads beside another
     worker are far slower than one. With DRAFTSMITH_TEST_SEED, other draws."""
