@@ -290,6 +290,33 @@ def test_drafters_get_their_own_node_numbers(target):
     assert other.absorbed == [[[0, 2, 3, 4], [0, -1, -1, -1]]]
 
 
+class Reading(Drafter):
+    """A drafter that proposes nothing, and keeps the features that it was given."""
+
+    def __init__(self, target, captures):
+        self.target, self.captures, self.static = target, captures, False
+        self.num_nodes, self.max_depth, self.branching = 1, 0, 1
+        self.seen: list[torch.Tensor] = []
+
+    def prefill(self, features, tokens, start, rows):
+        self.seen.append(features)
+
+    def propose(self, state):
+        raise AssertionError("not asked for")
+
+
+def test_each_drafter_reads_its_own_captured_layers(target):
+    """In its own order; the merge captures all of them, sorted."""
+    drafters = {f"{captures}": Reading(target, captures) for captures in ((), (1, 0), (1,), (0, 1))}
+    merged = MergedDrafter(drafters, target, 4)
+    assert merged.captures == (0, 1)
+    width = target.hidden_size
+    hidden, first, second = (torch.full((1, 2, width), value) for value in (7.0, 8.0, 9.0))
+    merged.prefill(torch.cat((hidden, first, second), -1), torch.zeros(1, 2, dtype=torch.int64), 0, slice(0, 1))
+    for drafter, wanted in zip(drafters.values(), ([7], [7, 9, 8], [7, 9], [7, 8, 9]), strict=True):
+        assert drafter.seen[0][0, 0, ::width].tolist() == wanted
+
+
 class Drawing(Drafter):
     """Draws a chain of two tokens from a fixed distribution."""
 
