@@ -16,7 +16,7 @@ from draftsmith.benchmarks.gpu.judges import Finding, model_folder
 from draftsmith.benchmarks.gpu.parts import UNUSED, Part
 from draftsmith.common.command import available_cores
 
-LINKS = ROOT / ".types"  # holds draftsmith/ with a link for each room
+LINKS = ROOT / ".types"  # holds draftsmith/ with a link for each folder
 MARK = "DRAFTSMITH_GPU_RUN"  # environment variable of every process that a part starts: folder of the results, part
 MODELS = ("target", "drafter", "ssms", "eagle", "dynaspec")
 PROCESSES = 12  # of parallel tests, at most

@@ -35,7 +35,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-if __name__ == "__main__":  # .types/ holds draftsmith/ with a link for each room
+if __name__ == "__main__":  # .types/ holds draftsmith/ with a link for each folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".types"))
 
 from draftsmith.benchmarks.gpu.closure import fingerprint, installed_in, needs_of, say_packages
