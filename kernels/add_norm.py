@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftsmith.kernels import cpu
 from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 
 
@@ -89,7 +90,16 @@ def add_norm(
         factor: on the branch, after its norm (Granite).
     """
     assert y is not None or (bias is None and after is None), "a bias and a norm of the branch need a branch"
+    after_eps = eps if after_eps is None else after_eps
     if why_not_triton(x):
+        if cpu.runs(x) and (y is None or (len(y) == 1 and y.dtype == x.dtype and y.stride(-1) == 1)):
+            weight, after = weight.float(), None if after is None else after.float()
+            cpu.function("add_norm", x.dtype)(
+                x.data_ptr(), cpu.address(y), cpu.address(bias), cpu.address(after), after_eps, factor,
+                weight.data_ptr(), eps, out.data_ptr(), *x.shape, x.stride(0), 0 if y is None else y.stride(1),
+                out.stride(0),
+            )  # fmt: skip
+            return
         add_norm_reference(x, y, weight, eps, out, bias=bias, after=after, after_eps=after_eps, factor=factor)
         return
     rows, width = x.shape
@@ -98,7 +108,7 @@ def add_norm(
     assert all(one is None or one.stride(-1) == 1 for one in (x, weight, out, bias, after))
     with torch.cuda.device_of(x):
         _add_norm_kernel[(rows,)](
-            x, y, weight, bias, after, out, width, eps, eps if after_eps is None else after_eps, factor,
+            x, y, weight, bias, after, out, width, eps, after_eps, factor,
             x.stride(0), 0 if y is None else y.stride(0), 0 if y is None else y.stride(1), out.stride(0),
             PARTS=0 if y is None else len(y), **add_norm_tile(width),
         )  # fmt: skip

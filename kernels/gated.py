@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from draftsmith.kernels import cpu
 from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 
 ACTS = ("silu", "gelu_tanh")
@@ -98,6 +99,12 @@ def gated(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | None = None)
     if act not in ACTS:
         raise ValueError(f"act is {act!r}, which is none of {', '.join(ACTS)}.")
     if why_not_triton(gate_up):
+        if cpu.runs(out) and len(gate_up) == 1 and gate_up.dtype == out.dtype and gate_up.stride(-1) == 1:
+            cpu.function("gated", out.dtype)(
+                gate_up.data_ptr(), out.data_ptr(), cpu.address(bias), act == "gelu_tanh", *out.shape,
+                gate_up.stride(1), out.stride(0),
+            )  # fmt: skip
+            return
         gated_reference(gate_up, out, act, bias=bias)
         return
     rows, width = out.shape

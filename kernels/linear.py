@@ -1,18 +1,18 @@
-"""Products of a few rows with a matrix, each in the form measured to be fastest on this machine.
+"""Products of a few rows with a matrix.
 
     product(x, M) = x M;   linear(x, W, b) = x Wᵀ + b
 
-BLAS libraries are tuned for one row and for many; between these the same product can take several times longer in one
-form than in another, depending on shape, row count, instruction set and threads. So each shape is timed once, when it
-first occurs, for row counts that are powers of two, and the choice is kept in a file for later processes. With
-gradients and in ``torch.compile``, PyTorch's own product is used. On a CPU, for a frozen module's weight (an LM head) a
-copy in oneDNN's own layout is kept too, where that is faster: a product of 8 rows then costs little more than one of a
-single row.
+On a CPU steps take the product of kernels/cpu.cpp, which reads the weight as PyTorch holds it: a product of 8 rows costs
+little more than one of a single row, and each row has the same bits whatever the other rows are, so that a drafted
+token gets the logits that plain decoding gives it. Measured (SmolLM2's matrices, one thread of an Intel Xeon, ms for 1,
+4, 8 and 16 rows): float32 36.2, 40.2, 44.2, 52.7 (oneDNN with packed weights 38.8, 39.7, 46.8, 57.8); bfloat16 17.6,
+21.4, 23.7, 36.7 (23.8, 24.1, 23.9, 24.5 with AMX). Prompts, other dtypes, gradients and ``torch.compile`` take
+PyTorch's.
 
 On a GPU the product of up to 64 rows with a weight ``[N, K]``, transposed, is measured beside the forms of
 :mod:`draftsmith.kernels.few_rows`, each first compared with the exact product: a form that is wrong, or fails, is never
 chosen. Only steps are measured, and smaller trees before larger ones (inference/engine/step.py): each row count takes
-seconds, and their sum is limited. Shapes that first occur elsewhere (:func:`not_measuring`), or while a CUDA graph is
+seconds, and their sum is limited. Shapes that first occur elsewhere (:func:`no_step`), or while a CUDA graph is
 captured, use PyTorch's product. What is fastest depends on who adds up a form's parts, :func:`product` or the caller
 (:func:`partial_product`), so these are measured separately.
 
@@ -20,96 +20,49 @@ Shape letters: M rows, N outputs, K inputs, S parts.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial as partial_of
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftsmith.kernels import cpu
 from draftsmith.kernels.backend import multiprocessors, why_not_triton
 from draftsmith.kernels.few_rows import MAX_ROWS, FewRowsForm, candidates, few_rows_product, parse_form, sum_parts
 from draftsmith.kernels.measured import gpu_seconds, machine, read_measured, write_measured
 
-FILE = "linear.json"  # in the cache folder
-BUDGET = 1.0  # seconds of processor time per process for timing; shapes that occur later use F.linear
-_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # timed row counts; others use the form of the next larger one, or of the largest
-_SAMPLE = 1 << 21  # of a larger matrix only so many entries are timed
-_LAYERS = 32  # at most so many matrices of a shape are timed in turn
-_POOL = 1 << 24  # at most so many entries in all of them
-_GAIN = 0.9  # another form is used if it takes less than this share of F.linear's time
-
+FILE = "linear.json"  # in the cache folder: what was measured on GPUs
 GPU_BUDGET = 20.0  # seconds per process for timing on GPUs, most of them for compiling
 _GPU_LEAST = 1 << 20  # entries; smaller matrices are not measured
-_GPU_GAIN = 0.98  # as _GAIN; times of a GPU vary less
+_GPU_GAIN = 0.98  # another form is used if it takes less than this share of the time of PyTorch's product
 _EXACT = 1 << 24  # entries of a matrix that are converted to float64 at a time
 
-Form = Callable[[Tensor, Tensor], Tensor]  # [M, K], [K, N] → [M, N]
-
-
-def _transposed(x: Tensor, matrix: Tensor) -> Tensor:
-    """(Mᵀ xᵀ)ᵀ: BLAS then sees N as the long side of its output."""
-    return (matrix.t() @ x.t()).t()
-
-
-def _onednn(x: Tensor, matrix: Tensor) -> Tensor:
-    """oneDNN's product, which PyTorch does not use for float32, with the matrix in its plain layout."""
-    return _pointwise(x, matrix.t())
-
-
-def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-
-
-def _pack(matrix: Tensor) -> Tensor:
-    """A copy of ``[K, N]`` in oneDNN's layout, tuned for 16 rows and valid for any number."""
-    return torch.ops.mkldnn._reorder_linear_weight(matrix.t().contiguous(), 16)
-
-
-FORMS: dict[str, Form] = {"blas": torch.mm, "transposed": _transposed}
-if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-    FORMS["onednn"] = _onednn
-PACKED = "packed"  # the form of a module's product with its packed copy
-CAN_PACK = "onednn" in FORMS and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-
-_packs: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = WeakKeyDictionary()
-_chosen: dict[tuple[int, torch.Size, bool, torch.dtype, bool], str] = {}
-_stored: dict[str, str] | None = None  # by _key, as in the file
-_spent = 0.0
 _gpu_chosen: dict[tuple[torch.device, int, torch.Size, torch.dtype, bool], str] = {}
 _gpu_stored: dict[str, dict[str, str]] = {}  # by machine and _gpu_key, as in the file
 _gpu_spent = 0.0
-_gpu_paused = False
+_no_step = False
 
 
 def product(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """``x matrix + bias``.
 
     Args:
-        form: from :func:`choose`: a name in ``FORMS``, or one of ``few_rows.candidates``.
+        form: from :func:`choose`: "blas", or one of ``few_rows.candidates``.
         x: ``[M, K]``.
         matrix: ``[K, N]``.
         bias: ``[N]``.
         out: ``[M, N]``, written to if given.
     """
-    if form not in FORMS:
+    if form != "blas":
         return _few_rows(form, x, matrix, bias, out)
-    if form == "blas":
-        return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
-    output = FORMS[form](x, matrix)
-    if bias is not None:
-        return torch.add(output, bias, out=out)
-    return output if out is None else out.copy_(output)
+    return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
 
 
-def add_product(form: str, total: Tensor, x: Tensor, matrix: Tensor, factor: float = 1.0) -> Tensor:
-    """``total += factor · x matrix`` in place, in one operation where possible. ``total [M, N]``, ``x [M, K]``; a form
-    in ``FORMS``."""
-    if form == "blas":
-        return total.addmm_(x, matrix, alpha=factor)
-    return total.add_(FORMS[form](x, matrix), alpha=factor)
+def add_product(total: Tensor, x: Tensor, matrix: Tensor, factor: float = 1.0) -> Tensor:
+    """``total += factor · x matrix`` in place, in one operation where possible. ``total [M, N]``, ``x [M, K]``."""
+    return total.addmm_(x, matrix, alpha=factor)
 
 
 def _few_rows(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
@@ -123,19 +76,13 @@ def _few_rows(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Te
     return sum_parts(partial_product(form, x, matrix, parts), out, bias)
 
 
-def faster_by_inputs(weight: Tensor) -> bool:
-    """Whether products of a few rows read ``[N, K]`` faster in column-major layout than in nn.Linear's: in float32
-    on a CPU."""
-    return weight.is_cpu and weight.dtype == torch.float32 and bool(why_not_triton(weight))
-
-
 def splits_of(form: str) -> int:
     """S, the number of parts of :func:`partial_product` in this form; 1 but for few rows.
 
     Raises:
         ValueError: there is no such form.
     """
-    if form in FORMS:
+    if form == "blas":
         return 1
     few_rows = parse_form(form)
     if few_rows is None:
@@ -153,7 +100,7 @@ def partial_buffer(form: str, rows: int, matrix: Tensor) -> Tensor:
 def folding_form(form: str) -> FewRowsForm | None:
     """The form in which a product of one part does what stands around it (:func:`few_rows_product`); None if other
     kernels do."""
-    few_rows = None if form in FORMS else parse_form(form)
+    few_rows = None if form == "blas" else parse_form(form)
     return few_rows if few_rows is not None and few_rows.parts == 1 else None
 
 
@@ -171,7 +118,7 @@ def partial_product(form: str, x: Tensor, matrix: Tensor, out: Tensor | None = N
     """
     if out is None:
         out = partial_buffer(form, len(x), matrix)
-    few_rows = None if form in FORMS else parse_form(form)
+    few_rows = None if form == "blas" else parse_form(form)
     if few_rows is None:
         assert splits_of(form) == 1
         product(form, x, matrix, None, out[0])
@@ -190,6 +137,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         ``[..., N]``.
     """
+    if not (_no_step or torch.is_grad_enabled()) and x.dtype == weight.dtype and cpu.runs(x):
+        return cpu.product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
     form = choose(x.numel() // x.shape[-1], weight.t())
     if form == "blas":
         return F.linear(x, weight, bias)
@@ -197,17 +146,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
-    """``module(x)``, as :func:`linear` or by a packed copy of its weight, if it is a plain ``nn.Linear``: no subclass,
-    no hooks (offloading, ZeRO-3)."""
+    """``module(x)``, as :func:`linear` if it is a plain ``nn.Linear``: no subclass, no hooks (offloading, ZeRO-3)."""
     if not _is_plain(module, x):
         return module(x)
     assert isinstance(module, nn.Linear)
-    weight, bias = module.weight, module.bias
-    frozen = CAN_PACK and weight.is_cpu and not weight.requires_grad
-    if not frozen or choose(x.numel() // x.shape[-1], weight.t(), frozen) != PACKED:
-        return linear(x, weight, bias)
-    output = _pointwise(x.reshape(-1, x.shape[-1]), _packed(module)).view(*x.shape[:-1], -1)
-    return output if bias is None else output.add_(bias)
+    return linear(x, module.weight, module.bias)
 
 
 def _is_plain(module: nn.Module, x: Tensor) -> bool:
@@ -229,94 +172,16 @@ def kernel_weight(module: nn.Module, x: Tensor) -> Tensor | None:
     return weight if same and module.bias is None else None
 
 
-def _packed(module: nn.Linear) -> Tensor:
-    """The packed copy of a module's weight, made again after the weight was replaced or written to."""
-    weight = module.weight
-    stamp = weight.data_ptr(), 0 if weight.is_inference() else weight._version
-    known = _packs.get(module)
-    if known is None or known[0] != stamp:
-        known = _packs[module] = stamp, _pack(weight.detach().t())
-    return known[1]
-
-
-def choose(rows: int, matrix: Tensor, packed: bool = False, partial: bool = False) -> str:
-    """The name of the fastest form of the product of ``rows`` rows with ``matrix [K, N]``, in row-major or column-major
-    layout: one in ``FORMS``; ``PACKED``, if a packed copy may be kept; on a GPU one of ``few_rows.candidates``.
+def choose(rows: int, matrix: Tensor, partial: bool = False) -> str:
+    """The name of the fastest form of the product of ``rows`` rows with ``matrix [K, N]``, in column-major layout:
+    "blas", or on a GPU one of ``few_rows.candidates``.
 
     Args:
         partial: for :func:`partial_product`: the caller adds the parts up.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not rows:
         return "blas"
-    if not matrix.is_cpu:
-        return _choose_on_gpu(rows, matrix, partial) if matrix.is_cuda else "blas"
-    count = min(1 << (rows - 1).bit_length(), _COUNTS[-1])
-    key = count, matrix.shape, matrix.stride(1) == 1, matrix.dtype, packed
-    form = _chosen.get(key)
-    if form is None:
-        form = _chosen[key] = _look_up(count, matrix, packed)
-    return form
-
-
-def _look_up(rows: int, matrix: Tensor, packed: bool) -> str:
-    """The form for ``rows``, one of ``_COUNTS``: stored, or measured now while the budget lasts."""
-    global _stored
-    if _stored is None:
-        _stored = {str(key): str(form) for key, form in read_measured(FILE).items()}
-    form = _stored.get(_key(rows, matrix, packed), "")
-    if form not in FORMS and not (packed and form == PACKED):
-        if _spent >= BUDGET:
-            return "blas"
-        measured = {_key(count, matrix, packed): fastest for count, fastest in _measure(matrix, packed).items()}
-        _stored.update(measured)
-        write_measured(FILE, measured)
-        form = _stored[_key(rows, matrix, packed)]
-    return form
-
-
-def _key(rows: int, matrix: Tensor, packed: bool) -> str:
-    by = ("rows" if matrix.stride(1) == 1 else "columns") + (" or packed" if packed else "")
-    return f"{rows} x {tuple(matrix.shape)} by {by}, {str(matrix.dtype).removeprefix('torch.')}"
-
-
-def _measure(matrix: Tensor, packed: bool) -> dict[int, str]:
-    """The fastest form for each row count. Forms are timed in turn, each time on another matrix, as in a model of many
-    layers: a matrix that stays in the cache would be misleading. This thread's processor time is measured and the
-    shortest counts, since other work on the machine can only add to it."""
-    global _spent
-    began = time.thread_time()
-    inputs, outputs = matrix.shape
-    outputs = max(1, min(outputs, _SAMPLE // inputs))
-    count = min(_LAYERS, max(1, _POOL // (inputs * outputs)))
-    if matrix.stride(1) == 1:
-        pool = torch.ones(count, inputs, outputs, dtype=matrix.dtype)
-    else:
-        pool = torch.ones(count, outputs, inputs, dtype=matrix.dtype).transpose(1, 2)
-    forms = {name: (form, pool.unbind()) for name, form in FORMS.items()}
-    if packed:
-        with suppress(RuntimeError):  # oneDNN has no product of this dtype on this machine
-            forms[PACKED] = _pointwise, tuple(map(_pack, pool.unbind()))
-    fastest: dict[int, str] = {}
-    used = 0
-    for rows in _COUNTS:
-        x, since = pool.new_ones(rows, inputs), time.thread_time()
-        best = dict.fromkeys(forms, float("inf"))
-        for turn in range(12):
-            for name, (form, matrices) in forms.items():
-                used += 1
-                start = time.thread_time()
-                try:
-                    form(x, matrices[used % count])
-                except RuntimeError:
-                    continue
-                if turn:  # the first call includes one-time set-up
-                    best[name] = min(best[name], time.thread_time() - start)
-            if turn >= 3 and time.thread_time() - since > 0.02:
-                break
-        name = min(best, key=lambda name: best[name])
-        fastest[rows] = name if best[name] < _GAIN * best["blas"] else "blas"
-    _spent += time.thread_time() - began
-    return fastest
+    return _choose_on_gpu(rows, matrix, partial) if matrix.is_cuda else "blas"
 
 
 def _choose_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str:
@@ -358,19 +223,19 @@ def _look_up_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
 
 
 @contextmanager
-def not_measuring() -> Iterator[None]:
+def no_step() -> Iterator[None]:
     """Context of passes that are no steps, such as prompts: on a GPU their products use forms that are known already,
-    or PyTorch's. On a CPU, where all row counts of a matrix are measured at once, nothing changes."""
-    global _gpu_paused
-    before, _gpu_paused = _gpu_paused, True
+    or PyTorch's; on a CPU products of many rows are faster, but their bits depend on the number of rows."""
+    global _no_step
+    before, _no_step = _no_step, True
     try:
         yield
     finally:
-        _gpu_paused = before
+        _no_step = before
 
 
 def _measuring_is_forbidden(matrix: Tensor) -> bool:
-    if _gpu_paused:
+    if _no_step:
         return True
     return matrix.is_cuda and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() != 0)
 

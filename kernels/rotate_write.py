@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftsmith.kernels import cpu
 from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 
 
@@ -125,13 +126,22 @@ def rotate_write(
             no norm.
         eps: of that norm.
     """
+    (rows, count, heads, width), kv_heads = q_out.shape, cache.shape[3]
+    qkv, positions, slots = dense(qkv), dense(positions), dense(slots)
     if why_not_triton(qkv):
+        if cpu.runs(q_out) and len(qkv) == 1 and qkv.dtype == table.dtype == q_out.dtype:
+            norm = None if norm is None else norm.float()
+            cpu.function("rotate_write", q_out.dtype)(
+                qkv.data_ptr(), table.data_ptr(), positions.data_ptr(), slots.data_ptr(), cache.data_ptr(),
+                q_out.data_ptr(), cpu.address(bias), cpu.address(norm), eps, rows, count, heads, kv_heads, width,
+                qkv.stride(1), table.stride(0), *positions.stride(), 0 if len(slots) == 1 else slots.stride(0),
+                slots.stride(1), *cache.stride()[:4], 0 if norm is None else norm.stride(0),
+            )  # fmt: skip
+            return
         rotate_write_reference(qkv, table, positions, slots, cache, q_out, bias=bias, norm=norm, eps=eps)
         return
-    (rows, count, heads, width), kv_heads = q_out.shape, cache.shape[3]
     assert qkv.shape[1:] == (rows * count, (heads + 2 * kv_heads) * width) and width % 2 == 0
     assert q_out.is_contiguous() and table.shape[1] == 2 * width and positions.shape == (rows, count)
-    qkv, positions, slots = dense(qkv), dense(positions), dense(slots)
     assert all(one is None or one.stride(-1) == 1 for one in (table, cache, bias, norm))
     tile = rotate_write_tile(heads + 2 * kv_heads, width)
     with torch.cuda.device_of(qkv):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.head_topk import MAX_COUNT, _merge_topk_kernel, topk_tile
-from draftsmith.kernels.linear import FORMS, product
+from draftsmith.kernels.linear import linear
 
 CHUNK_BYTES = 3 << 20  # of rows that are copied together on a CPU
 
@@ -218,7 +218,6 @@ def _logits_cpu(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
     parts = -(-capacity * width * weight.element_size() // CHUNK_BYTES)
     size = -(-capacity // parts)
     buffer = weight.new_empty(size, width)
-    form = "onednn" if weight.dtype == torch.float32 and "onednn" in FORMS else "blas"
     logits = features.new_full((texts, nodes, capacity), float("-inf"), dtype=torch.float32)
     counts = (rows >= 0).sum(1)
     for text in range(texts):
@@ -227,7 +226,7 @@ def _logits_cpu(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
             part = rows[text, place : min(place + size, count)]
             torch.index_select(weight, 0, part, out=buffer[: len(part)])
             # The last part is multiplied with what the buffer held before: the product keeps its shape.
-            logits[text, :, place : place + len(part)] = product(form, features[text], buffer.t())[:, : len(part)]
+            logits[text, :, place : place + len(part)] = linear(features[text], buffer)[:, : len(part)]
     return logits
 
 

@@ -18,6 +18,7 @@ is L + depth(i).
 """
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
+import ctypes
 import math
 import time
 import warnings
@@ -30,7 +31,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.common.command import first_line
+from draftsmith.kernels import cpu
 from draftsmith.kernels.backend import (
+    INTERPRETING,
     constexpr,
     dense,
     jit,
@@ -307,8 +310,9 @@ def tree_work(lengths: Tensor, num_tree_keys: int, num_items: int, window: int =
 
 
 def runs_kernel(tensor: Tensor, width: int) -> bool:
-    """Whether tree attention of heads of this width is a kernel on the tensor's device; its tiles hold at most 256."""
-    return why_not_triton(tensor) is None and width <= 256
+    """Whether tree attention of heads of this width is a kernel for a tensor's device and dtype; its tiles hold at most
+    256."""
+    return (why_not_triton(tensor) is None or cpu.runs(tensor)) and width <= 256
 
 
 class Plans:
@@ -676,6 +680,8 @@ def attention_items(
     Args:
         rows, queries, heads, kv_heads, width, slots: B, Q, Hq, Hkv, D, S.
     """
+    if device.type == "cpu" and not INTERPRETING:  # kernels/cpu.cpp does not split rows
+        return rows
     _measure_tile(rows, queries, heads, kv_heads, width, dtype, device)
     tile = _tile(rows, queries, heads, kv_heads, width, dtype, device)
     at_a_time = PROGRAMS * multiprocessors(device) // (kv_heads * -(-(queries * heads // kv_heads) // tile["BLOCK_M"]))
@@ -778,6 +784,10 @@ def tree_attention_cached(
         ``[B, Hq, Q, D]``.
     """
     if why_not_triton(q):
+        if cpu.runs(q) and q.shape[3] <= 256 and k.stride(-1) == v.stride(-1) == 1:
+            return _attend_on_cpu(
+                q, k, v, lengths, ancestors, num_tree_keys, scale, depth, key_depth, window, softcap
+            )  # fmt: skip
         return tree_attention_cached_reference(
             q, k, v, lengths, ancestors, num_tree_keys, scale, depth, key_depth, window, softcap
         )
@@ -806,6 +816,29 @@ def tree_attention_cached(
         if arrived is not None:
             return _tree_attention_cached(*arguments, arrived)  # the operator changes none of its arguments
     return _tree_attention_op(*arguments)
+
+
+def _attend_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, ancestors: Tensor, num_tree_keys: int, scale: float,
+    depth: Tensor | None, key_depth: Tensor | None, window: int, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """:func:`tree_attention_cached` in kernels/cpu.cpp."""
+    q, lengths, ancestors = dense(q), dense(lengths), dense(ancestors)
+    if window:
+        assert depth is not None and key_depth is not None, "a window needs depths"
+        depth, key_depth = dense(depth), dense(key_depth)
+    rows, heads, queries, width = q.shape
+    out = q.new_empty(rows, queries, heads, width).transpose(1, 2)
+    shape = (ctypes.c_long * 23)(
+        rows, queries, num_tree_keys, heads, k.shape[1], width, window, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], *out.stride()[:3], *ancestors.stride()[:2], 0 if depth is None else depth.stride(0),
+        0 if key_depth is None else key_depth.stride(0),
+    )  # fmt: skip
+    cpu.function("attend", q.dtype)(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), lengths.data_ptr(), ancestors.data_ptr(), cpu.address(depth),
+        cpu.address(key_depth), out.data_ptr(), ctypes.addressof(shape), scale, softcap or 0.0,
+    )  # fmt: skip
+    return out
 
 
 def attend_tree(

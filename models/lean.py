@@ -4,8 +4,9 @@
     x ← x + down(act(gate) · up),                      gate, up = gate_up(norm(x))
 
 On a GPU everything between two products is one kernel, except for attention; or the products of few rows do it
-themselves, in forms that allow it: :func:`run_fused_layer`. Elsewhere, and in
-``torch.compile``, layers are PyTorch operations: :func:`run_layer`.
+themselves, in forms that allow it: :func:`run_fused_layer`. On a CPU steps run all layers in one call
+(:class:`NativeLayers`). Where no kernels run, in ``torch.compile``, and for prompts on a CPU, layers are PyTorch
+operations: :func:`run_layer`.
 
 Shape letters: B rows, N nodes, M = B · N, H query heads, G key/value heads, D head width, S slots, d hidden width.
 """
@@ -18,14 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftsmith.kernels import cpu
 from draftsmith.kernels.add_norm import add_norm
 from draftsmith.kernels.few_rows import candidates, few_rows_product
 from draftsmith.kernels.gated import act_name, gated
-from draftsmith.kernels.linear import add_product, choose, folding_form, partial_buffer, partial_product, product
+from draftsmith.kernels.linear import choose, folding_form, partial_buffer, partial_product, product
 from draftsmith.kernels.rotate_write import rotate_write
 from draftsmith.kernels.tree_attention import TreeKeys, attend_tree, tree_attention
 
-NO_KERNELS = "there are no kernels"  # why layers are not fused on a CPU
+NO_KERNELS = "there are no kernels"  # why layers are not fused, on a CPU without a compiler
 
 
 class RMSNorm:
@@ -33,10 +35,13 @@ class RMSNorm:
 
     Args:
         weight: ``[d]``, or ``[heads, D]`` if each head has its own; float32 if the model multiplies with it in float32.
+
+    kernel_weight: the weight as kernels read it, in float32 on a CPU.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps, self.width = weight, eps, weight.shape[-1]
+        self.kernel_weight = weight.float().contiguous() if weight.is_cpu else weight
         self.split = weight.is_cpu and weight.dtype == torch.float32
         # √(mean(x²) + eps) = √(|x|² + width · eps) / √width
         self.least = torch.tensor(math.sqrt(self.width * eps), device=weight.device)
@@ -79,16 +84,13 @@ class Layer:
 
 
 class Buffers:
-    """The buffers of layers of one shape for a forward pass of B rows of N nodes, views of them, and the forms of their
-    products. Made once if all steps have the same shape."""
+    """The buffers of layers of one shape for a forward pass of B rows of N nodes, and views of them. Made once if all
+    steps have the same shape."""
 
     def __init__(self, layer: Layer, rows: int, count: int, grouped: bool) -> None:
         heads, kv_heads, many = layer.heads, layer.kv_heads, rows * count
         width = layer.qkv.shape[1] // (heads + 2 * kv_heads)
         self.rows = torch.arange(rows, device=layer.qkv.device)[:, None]
-        matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
-        # On a GPU these layers run where they cannot be fused, in torch.compile, and to be compared with the model's.
-        self.forms = [choose(many, matrix) if matrix.is_cpu else "blas" for matrix in matrices]
         self.qkv = layer.qkv.new_empty(many, layer.qkv.shape[1])
         each = self.qkv.view(rows, count, heads + 2 * kv_heads, width)
         self.qk = each[:, :, : heads + kv_heads]
@@ -145,6 +147,8 @@ class LeanDecoder:
     rotary: the model's own module: (kind of table, positions ``[1, T]``) → cos and sin ``[1, T, D]``.
     context: number of positions that the model was made for.
     not_fused: the reason why layers are not fused where kernels run; empty if they are.
+    native: the layers as steps run them on a CPU.
+    rows_differ: the reason why the bits of a row of a step may depend on other rows; empty if they do not.
     """
 
     embed_tokens: Callable[[Tensor], Tensor]
@@ -155,6 +159,8 @@ class LeanDecoder:
     context: int
     device: torch.device
     not_fused: str = NO_KERNELS
+    native: "NativeLayers | None" = None
+    rows_differ: str = NO_KERNELS
 
     def tables(self, positions: int) -> dict[str, Tensor]:
         """Rotary tables of the first ``positions`` positions, ``[positions, 2 · D]``: cos and then sin, with the first
@@ -168,12 +174,14 @@ class LeanDecoder:
         return tables
 
     def buffers(self, rows: int, count: int, biased: bool, step: bool = False) -> Sequence[Buffers | FusedBuffers]:
-        """The buffers of each layer; layers of one shape share theirs.
+        """The buffers of each layer; layers of one shape share theirs. None are needed where :attr:`native` runs.
 
         Args:
             biased: for attention by ``biases``; else by ``tree_keys``, with fused layers if they can be.
             step: many forward passes will have this shape.
         """
+        if self._runs_native(biased):
+            return []
         fused = not (biased or torch.compiler.is_compiling() or self.not_fused)
         by_shape: dict[tuple[int, ...], Buffers | FusedBuffers] = {}
         by_layer: list[Buffers | FusedBuffers] = []
@@ -186,6 +194,9 @@ class LeanDecoder:
                     )
                 by_layer.append(by_shape[shape])
         return by_layer
+
+    def _runs_native(self, biased: bool) -> bool:
+        return self.native is not None and not biased and not torch.compiler.is_compiling()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The scaled embeddings of tokens: ``[B, N]`` → ``[B, N, d]``."""
@@ -219,8 +230,12 @@ class LeanDecoder:
             Hidden states ``[B, N, d]`` after the final norm, and the input of each captured layer.
         """
         rows, count = tokens.shape
-        buffers = buffers or self.buffers(rows, count, tree_keys is None)
         x = self.embed(tokens).flatten(0, 1)  # [M, d], updated in place
+        if self._runs_native(tree_keys is None):
+            assert self.native is not None and tree_keys is not None
+            hidden, inputs = self.native.run(x, positions, slots, views, tables, tree_keys, captures=captures)
+            return hidden.view(rows, count, -1), [each.view(rows, count, -1) for each in inputs]
+        buffers = buffers or self.buffers(rows, count, tree_keys is None)
         normed, written = x, (slots, slots)
         rotations: Mapping[str, Sequence[Tensor]] = {}
         is_normed = False  # whether fused layers have written the norm of x after them
@@ -253,8 +268,7 @@ def run_layer(
     """Run a layer on ``x [M, d]`` in place. ``written``: rows and slots of the new keys; ``rotation``: cos and sin."""
     both, keys, values = view
     qk, q = buffers.qk, buffers.q
-    qkv_form, out_form, gate_up_form, down_form = buffers.forms
-    product(qkv_form, layer.before_attention(x), layer.qkv, layer.qkv_bias, buffers.qkv)
+    product("blas", layer.before_attention(x), layer.qkv, layer.qkv_bias, buffers.qkv)
     cos, sin = rotation  # [B, N, 1, D]
     if layer.qk_norm is not None:
         qk.copy_(layer.qk_norm(qk))
@@ -267,10 +281,81 @@ def run_layer(
         assert biases is not None
         out = tree_attention(q, keys, values, biases[layer.window], layer.scale, layer.softcap)
     out = (out if buffers.grouped else out.transpose(1, 2)).reshape(len(x), -1)
-    _add(x, out_form, out, layer.out, layer.out_bias, layer.after_attention, layer.factor)
-    product(gate_up_form, layer.before_mlp(x), layer.gate_up, layer.gate_up_bias, buffers.gate_up)
+    _add(x, out, layer.out, layer.out_bias, layer.after_attention, layer.factor)
+    product("blas", layer.before_mlp(x), layer.gate_up, layer.gate_up_bias, buffers.gate_up)
     y = layer.act(buffers.gate).mul_(buffers.up)
-    _add(x, down_form, y, layer.down, layer.down_bias, layer.after_mlp, layer.factor)
+    _add(x, y, layer.down, layer.down_bias, layer.after_mlp, layer.factor)
+
+
+class NativeLayers:
+    """Layers that run one after the other in one call, on a CPU: kernels/cpu.cpp.
+
+    Args:
+        layers: of :func:`can_fuse`, their matrices transposed views of contiguous ones.
+        norm: after the last of them; None: there is none.
+    """
+
+    def __init__(self, layers: Sequence[Layer], norm: RMSNorm | None) -> None:
+        self.layers, self.norm = layers, norm or layers[-1].before_mlp
+        self.parts = (cpu.Layer * len(layers))(*map(_native_layer, layers))
+        self.dtype = layers[0].qkv.dtype
+        self.function = cpu.function("decoder_layers", self.dtype)
+
+    def run(
+        self, x: Tensor, positions: Tensor, slots: Tensor, views: Sequence[tuple[Tensor, Tensor, Tensor]],
+        tables: Mapping[str, Tensor], tree_keys: TreeKeys, *, inputs: Tensor | None = None,
+        captures: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """Run the layers on ``x [M, d]`` in place.
+
+        Args:
+            positions, slots, views, tables, tree_keys, captures: as :meth:`LeanDecoder.forward` takes them.
+            inputs: ``[M, K]``, what q, k and v of the first layer are products of; left out: the norm of x.
+
+        Returns:
+            The norm ``[M, d]`` of x after the layers, and the input ``[M, d]`` of each captured layer.
+        """
+        lengths, ancestors, depth, key_depth = (each.contiguous() for each in tree_keys[:4])
+        captured = {number: torch.empty_like(x) for number in captures}
+        for number, (part, layer, (both, _, _)) in enumerate(zip(self.parts, self.layers, views, strict=True)):
+            table = tables[layer.rope]
+            part.table, part.table_row = table.data_ptr(), table.stride(0)
+            part.cache = both.data_ptr()
+            part.cache_batch, part.cache_slot, part.cache_kind, part.cache_head = both.stride()[:4]
+            part.captured = cpu.address(captured.get(number))
+        (rows, queries), normed = positions.shape, torch.empty_like(x)
+        width = 0 if inputs is None else inputs.shape[1]
+        sizes = cpu.Pass(
+            rows, queries, key_depth.shape[1], x.shape[1], width, len(self.parts), *positions.stride(),
+            0 if len(slots) == 1 else slots.stride(0), slots.stride(1), *ancestors.stride()[:2], depth.stride(0),
+            key_depth.stride(0), self.norm.eps,
+        )  # fmt: skip
+        self.function(
+            self.parts, sizes, x.data_ptr(), cpu.address(inputs), normed.data_ptr(), self.norm.kernel_weight.data_ptr(),
+            positions.data_ptr(), slots.data_ptr(), lengths.data_ptr(), ancestors.data_ptr(), depth.data_ptr(),
+            key_depth.data_ptr(),
+        )  # fmt: skip
+        return normed, [captured[number] for number in captures]
+
+
+def _native_layer(layer: Layer) -> cpu.Layer:
+    """A layer as kernels/cpu.cpp reads it; cache and table are set in each pass."""
+
+    def norm(one: object) -> tuple[int | None, float]:
+        return (one.kernel_weight.data_ptr(), one.eps) if isinstance(one, RMSNorm) else (None, 0.0)
+
+    matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    biases = (layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias)
+    assert all(matrix.t().is_contiguous() for matrix in matrices)
+    pairs = zip(matrices, biases, strict=True)
+    norms = (layer.before_attention, layer.qk_norm, layer.after_attention, layer.before_mlp, layer.after_mlp)
+    weights, eps = zip(*map(norm, norms), strict=True)
+    width = layer.out.shape[0] // layer.heads
+    return cpu.Layer(
+        *(cpu.address(one) for pair in pairs for one in pair), *weights, *eps, layer.scale, layer.softcap or 0.0,
+        layer.factor, layer.heads, layer.kv_heads, width, layer.down.shape[0], layer.window,
+        act_name(layer.act) == "gelu_tanh",
+    )  # fmt: skip
 
 
 def run_fused_layer(
@@ -301,7 +386,7 @@ def run_fused_layer(
         qkv = buffers.qkv
     else:
         qkv = partial_product(qkv_form, inputs, layer.qkv, buffers.qkv)
-    norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.kernel_weight, norm.eps)
     rotate_write(
         qkv, table, positions, slots, both, buffers.q, bias=layer.qkv_bias, norm=norm_weight, eps=norm_eps
     )  # fmt: skip
@@ -353,7 +438,7 @@ def _add_product(
     if folding is not None and branch_norm is None:
         few_rows_product(y, matrix, folding, x[None], bias=bias, add=True, factor=factor)
         return False
-    weight, eps = (None, None) if branch_norm is None else (branch_norm.weight, branch_norm.eps)
+    weight, eps = (None, None) if branch_norm is None else (branch_norm.kernel_weight, branch_norm.eps)
     branch = partial_product(form, y, matrix, parts)
     add_norm(x, branch, *after, normed, bias=bias, after=weight, after_eps=eps, factor=factor)
     return True
@@ -361,15 +446,15 @@ def _add_product(
 
 def _weight_and_eps(norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
     assert isinstance(norm, RMSNorm)
-    return norm.weight, norm.eps
+    return norm.kernel_weight, norm.eps
 
 
 def _add(
-    x: Tensor, form: str, y: Tensor, matrix: Tensor, bias: Tensor | None, norm: RMSNorm | None, factor: float
+    x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None, norm: RMSNorm | None, factor: float
 ) -> None:
     """``x += factor · norm(y matrix + bias)`` in place."""
     if bias is None and norm is None:
-        add_product(form, x, y, matrix, factor)
+        x.addmm_(y, matrix, alpha=factor)
     else:
-        y = product(form, y, matrix, bias)
+        y = product("blas", y, matrix, bias)
         x.add_(y if norm is None else norm(y), alpha=factor)

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from draftsmith.kernels.linear import faster_by_inputs
+from draftsmith.kernels import cpu
+from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.tree_attention import TreeKeys, causal_bias, runs_kernel, tree_attention
 from draftsmith.models.lean import (
     Buffers,
     FusedBuffers,
     Layer,
     LeanDecoder,
+    NativeLayers,
     RMSNorm,
+    _weight_and_eps,
     can_fuse,
     folding_forms,
     run_fused_layer,
@@ -161,8 +164,11 @@ def _make(target: Target) -> LeanDecoder:
         assert isinstance(own_buffers, Buffers)
         run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, None)
         _compare(x, inputs[number + 1][0], f"its layer {number}")
-    if runs_kernel(tokens, 0):
+    if cpu.runs(inputs[0]) and why_not_triton(inputs[0]):
+        _make_native(lean, inputs, target)
+    elif runs_kernel(inputs[0], 0):
         lean.not_fused = _why_not_fused(lean, inputs, target)
+        lean.rows_differ = "products take forms that depend on the number of rows"
     return lean
 
 
@@ -190,7 +196,7 @@ def _why_not_fused(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> s
                 normed, place, level = torch.empty_like(x), places[:, :many], depth[:, :many]
                 run_fused_layer(
                     layer, FusedBuffers(layer, 1, many, False, forms), x, None, normed, tables[layer.rope], place,
-                    place, view, TreeKeys(starts, chain[:, :many], level, level), (after.weight, after.eps),
+                    place, view, TreeKeys(starts, chain[:, :many], level, level), _weight_and_eps(after),
                 )  # fmt: skip
                 wanted = inputs[number + 1][0, :many]
                 _compare(x, wanted, f"its layer {number} by kernels")
@@ -198,6 +204,46 @@ def _why_not_fused(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> s
     except NotLean as reason:
         return str(reason)
     return ""
+
+
+def _make_native(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> None:
+    """Give the decoder its native layers, if each does what the model's own does. Also run one layer of each shape and
+    the LM head on several rows and on each row alone: the bits of a row have to be the same.
+
+    Args:
+        inputs: of each layer and of the last norm, ``[1, T, d]``.
+    """
+    lean.not_fused = lean.rows_differ = "kernels/cpu.cpp does not know its norms, its activation or its heads' width"
+    if not all(isinstance(layer.before_attention, RMSNorm) and can_fuse(layer) for layer in lean.layers):
+        return
+    count, shapes = inputs[0].shape[1], set[Any]()
+    places, tables = torch.arange(count)[None], lean.tables(count)
+    chain, depth = (2 << places[..., None]) - 1, places.int()  # each token sees those before it
+    reason = ""
+    for number, (layer, (kv_heads, width)) in enumerate(zip(lean.layers, target.kv_shapes, strict=True)):
+        pair = torch.zeros(2, 1, kv_heads, count, width, dtype=target.dtype)
+        views, native = [(pair.permute(1, 3, 0, 2, 4), pair[0], pair[1])], NativeLayers([layer], layer.before_mlp)
+
+        def run(first: int, many: int) -> tuple[Tensor, Tensor]:
+            own, x = slice(first, first + many), inputs[number][0, first : first + many].clone()  # noqa: B023
+            keys = TreeKeys(places.new_tensor([first]), chain[:, :many], depth[:, :many], depth[:, :many])
+            return x, native.run(x, places[:, own], places[:, own], views, tables, keys)[0]  # noqa: B023
+
+        x, normed = run(0, count)
+        try:
+            _compare(x, inputs[number + 1][0], f"its layer {number} by kernels/cpu.cpp")
+            _compare(normed, layer.before_mlp(inputs[number + 1][0]), f"the norm after its layer {number}")
+        except NotLean as error:
+            lean.not_fused = lean.rows_differ = str(error)
+            return
+        shape = layer.qkv.shape, layer.gate_up.shape, layer.window
+        if shape not in shapes and not torch.equal(x, torch.cat([run(row, 1)[0] for row in range(count)])):
+            reason = f"the bits of a row of its layer {number} depend on the other rows"
+        shapes.add(shape)
+    hidden = inputs[-1][0]
+    if not torch.equal(target.logits(hidden), torch.cat([target.logits(row[None]) for row in hidden])):
+        reason = "the bits of a row of its LM head depend on the other rows"
+    lean.native, lean.not_fused, lean.rows_differ = NativeLayers(lean.layers, lean.norm), "", reason
 
 
 def _contiguous(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
@@ -312,16 +358,15 @@ def packed_linears(parent: Any, names: list[str], target: Target) -> tuple[Tenso
     if biases and len(biases) != len(linears):
         raise NotLean(f"some of {', '.join(names)} have a bias")
     weights = [module.weight for module in linears]
-    whole = _pack(weights, faster_by_inputs(weights[0]))
-    return whole.t(), _pack(biases) if biases else None
+    return _join(weights).t(), _join(biases) if biases else None
 
 
-def _pack(parameters: Sequence[Tensor], by_inputs: bool = False) -> Tensor:
-    """Parameters one below the other; they become views of the result. ``by_inputs``: in column-major layout."""
+def _join(parameters: Sequence[Tensor]) -> Tensor:
+    """Parameters one below the other; they become views of the result."""
     parts = [parameter.detach() for parameter in parameters]
-    if len(parts) == 1 and not by_inputs:
-        return parts[0]
-    whole = torch.cat([part.t() for part in parts], 1).t() if by_inputs else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    whole = torch.cat(parts)
     for parameter, part in zip(parameters, whole.split([len(p) for p in parts]), strict=True):
         parameter.data = part
     return whole

@@ -35,7 +35,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
 from draftsmith.common.files import json_object
-from draftsmith.kernels.linear import apply_linear, not_measuring
+from draftsmith.kernels.linear import apply_linear, no_step
 from draftsmith.models.options import DEVICE_MAPS, QUANTIZE, choose_device
 from draftsmith.models.precision import DTYPES, choose_dtype, describe
 from draftsmith.models.stored import (
@@ -273,7 +273,7 @@ class Target:
         tokens = torch.tensor([[1, 2]], device=self.device)
         cache = DynamicCache()  # made without the config, so that sliding layers keep every key
         try:
-            with not_measuring():
+            with no_step():
                 logits = self.logits(self.hidden(tokens))
             expected = self.model(input_ids=tokens, use_cache=True, **{cache_argument(self.model): cache}).logits
         except (RuntimeError, IndexError) as error:

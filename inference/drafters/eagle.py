@@ -152,7 +152,7 @@ class EagleDrafter(Drafter):
         storage = torch.zeros(size, dtype=dtype, device=device)
         self.keys, self.values = storage  # [B, G, S, D]
         self.both = storage.permute(1, 3, 0, 2, 4)  # [B, S, 2, G, D]
-        self.kernel = runs_kernel(cache.lengths, config.head_dim)
+        self.kernel = runs_kernel(storage, config.head_dim)
         self.table = _rotations(self.eagle, min(self.capacity, self.target.context), device, dtype)
         self.pass_buffers: dict[int, Buffers | FusedBuffers] = {}  # by number of nodes
         self.plans: Plans | None = None  # of the step
@@ -318,7 +318,7 @@ class EagleDrafter(Drafter):
             normed, after = torch.empty_like(x), self.norm or self.layer.before_mlp
             run_fused_layer(
                 self.layer, buffers, x, inputs, normed, self.table, positions, slots, view, tree_keys,
-                (after.weight, after.eps), self.norm is not None,
+                (after.kernel_weight, after.eps), self.norm is not None,
             )  # fmt: skip
             if self.norm is None:
                 normed = x

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.tree_attention import (
     Plans,
     TreeKeys,
@@ -112,7 +113,10 @@ class Runner:
         self.tables = {} if self.lean is None else self.lean.tables(cache.capacity)
         self.buffers: dict[tuple[int, int, bool], Sequence[Buffers | FusedBuffers]] = {}  # of steps, by shape
         self.last_position = target.context - 1
-        self.kernel = runs_kernel(cache.lengths, max(width for _, width in target.kv_shapes))
+        like = torch.empty(0, dtype=target.dtype, device=target.device)
+        self.kernel = runs_kernel(like, max(width for _, width in target.kv_shapes))
+        # On a CPU a chunk of a prompt has many rows: there PyTorch's own attention is the faster one.
+        self.chunk_kernel = self.kernel and why_not_triton(like) is None
         self.numbers = torch.arange(cache.capacity, device=target.device)
         config = target.config
         layers = getattr(config, "layer_types", None) or []
@@ -137,7 +141,7 @@ class Runner:
         slots = self.numbers[None, start:seen]
         biases: Mapping[int, Tensor | None] | None = None
         tree_keys: TreeKeys | None = None
-        if self.kernel:  # a chain behind ``start`` tokens: no scores and no mask are kept in memory
+        if self.chunk_kernel:  # a chain behind ``start`` tokens: no scores and no mask are kept in memory
             if self._chain.shape[1] < count:
                 self._chain = causal_ancestors(count, target.device)
             ancestors = self._chain[:, :count, : -(-count // 64)].expand(rows, -1, -1)

@@ -33,7 +33,7 @@ from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import MODES, Mode, Verdict, Verifier
 from draftsmith.kernels.accept_greedy import accept_greedy, advance
 from draftsmith.kernels.head_topk import head_argmax
-from draftsmith.kernels.linear import kernel_weight, not_measuring
+from draftsmith.kernels.linear import kernel_weight, no_step
 from draftsmith.kernels.measured import no_collection
 from draftsmith.kernels.tree_attention import Plans, ancestor_mask
 from draftsmith.models.lean import NO_KERNELS
@@ -175,7 +175,7 @@ class Step:
             return f"{graph}, lean decoder{fused}"
         return f"{graph}, transformers decoder ({self.runner.lean_or_reason})"
 
-    @not_measuring()
+    @no_step()
     def begin(
         self, rows: slice, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], clock: Clock | None = None
     ) -> list[int]:

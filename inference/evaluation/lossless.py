@@ -33,7 +33,7 @@ from draftsmith.inference.engine.runner import Runner, engine_attention
 from draftsmith.inference.engine.step import PREFILL_CHUNK, on_device, static_by_default
 from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
 from draftsmith.inference.verify.tree import StaticTree, chain
-from draftsmith.kernels.linear import not_measuring
+from draftsmith.kernels.linear import no_step
 from draftsmith.models.target import Target, cache_argument
 
 WIDE = 16  # tokens of the engine's wider forward pass
@@ -163,7 +163,7 @@ def _engine_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int],
     cache = KVCache(target, 1, len(prompt) + len(tokens) + nodes)
     runner = Runner(target, cache, static_by_default(target))
     rows: list[Tensor] = []
-    with engine_attention([target]), on_device(target.device), not_measuring():
+    with engine_attention([target]), on_device(target.device), no_step():
         for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
             chunk = torch.tensor([prompt[:-1][start : start + PREFILL_CHUNK]], device=target.device)
             runner.forward_chunk(chunk, start)

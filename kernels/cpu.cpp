@@ -1,0 +1,547 @@
+// What stands between the products of a decoder layer, for a few rows on a CPU: kernels/cpu.py compiles and calls it.
+//
+// Every function computes each row by itself: the order of its sums depends on the row's own values, on the width, and
+// in attention on the positions of its keys, but neither on the number of rows nor on the slots where keys lie. So a
+// drafted token gets the bits that plain decoding gives it. Arithmetic is in float32, and each result is rounded once.
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#ifdef __AVX512F__
+enum { W = 16 };  // floats of a vector
+#else
+enum { W = 8 };
+#endif
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef float unaligned __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
+typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(2 * W)));
+struct bf16 { uint16_t bits; };
+
+static inline float load(float value) { return value; }
+static inline float load(bf16 value) {
+    uint32_t bits = uint32_t(value.bits) << 16;
+    float out;
+    memcpy(&out, &bits, 4);
+    return out;
+}
+static inline void store(float *place, float value) { *place = value; }
+static inline void store(bf16 *place, float value) {  // to the nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    place->bits = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline vec splat(float value) { return vec{} + value; }
+
+static inline vec load_vec(const float *from) { return *(const unaligned *)from; }
+static inline vec load_vec(const bf16 *from) {
+    hvec bits;
+    memcpy(&bits, from, sizeof bits);
+    uvec wide = __builtin_convertvector(bits, uvec) << 16;
+    return (vec)wide;
+}
+static inline void store_vec(float *place, vec value) { *(unaligned *)place = value; }
+static inline void store_vec(bf16 *place, vec value) {
+    uvec bits = (uvec)value;
+    uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    hvec narrow = __builtin_convertvector(value != value ? (ivec)(uvec{} + 0x7fc0) : (ivec)rounded, hvec);
+    memcpy(place, &narrow, sizeof narrow);
+}
+template <class T> static inline vec load_vec(const T *from, long count) {  // zeros from `count` on
+    if (count >= W) return load_vec(from);
+    vec out = {};
+    for (long i = 0; i < count; i++) out[i] = load(from[i]);
+    return out;
+}
+template <class T> static inline void store_vec(T *place, vec value, long count) {
+    if (count >= W) store_vec(place, value);
+    else for (long i = 0; i < count; i++) store(place + i, value[i]);
+}
+
+static inline vec exp_vec(vec x) {  // relative error below 2e-7; the argument is kept within what float32 can hold
+    x = x > 88.0f ? splat(88.0f) : x;
+    x = x < -87.0f ? splat(-87.0f) : x;
+    const vec magic = splat(12582912.0f);  // 1.5 · 2²³: adding it rounds to an integer
+    vec n = (x * 1.44269504f + magic) - magic;
+    vec r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vec y = splat(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
+    vec scale;
+    memcpy(&scale, &power, sizeof scale);
+    return y * scale;
+}
+
+static float sum_of_squares(const float *x, long width) {
+    vec sums = {};
+    long i = 0;
+    for (; i + W <= width; i += W) { vec a = load_vec(x + i); sums += a * a; }
+    if (i < width) { vec a = load_vec(x + i, width - i); sums += a * a; }
+    float total = 0;
+    for (int l = 0; l < W; l++) total += sums[l];
+    return total;
+}
+
+static inline float inverse_rms(const float *x, long width, float eps) {
+    return 1.0f / __builtin_sqrtf(sum_of_squares(x, width) / width + eps);
+}
+
+template <class T>
+static void add_norm(T *x, const T *y, const T *bias, const float *after, float after_eps, float factor,
+                     const float *weight, float eps, T *out, long rows, long width, long x_row, long y_row,
+                     long out_row) {
+    #pragma omp parallel for if (rows * width > 65536)
+    for (long row = 0; row < rows; row++) {
+        float own[width];
+        T *at = x + row * x_row;
+        for (long i = 0; i < width; i += W) store_vec(own + i, load_vec(at + i, width - i), width - i);
+        if (y) {
+            float branch[width];
+            const T *from = y + row * y_row;
+            for (long i = 0; i < width; i += W) {
+                vec value = load_vec(from + i, width - i);
+                if (bias) value += load_vec(bias + i, width - i);
+                store_vec(branch + i, value, width - i);
+            }
+            if (after) {
+                float scale = inverse_rms(branch, width, after_eps);
+                for (long i = 0; i < width; i++) branch[i] = branch[i] * scale * after[i];
+            }
+            for (long i = 0; i < width; i += W) {
+                long many = width - i;
+                store_vec(at + i, load_vec(own + i, many) + factor * load_vec(branch + i, many), many);
+                store_vec(own + i, load_vec(at + i, many), many);
+            }
+        }
+        float scale = inverse_rms(own, width, eps);
+        for (long i = 0; i < width; i += W) {
+            store_vec(out + row * out_row + i, load_vec(own + i, width - i) * scale * load_vec(weight + i, width - i), width - i);
+        }
+    }
+}
+
+template <class T>
+static void gated(const T *gate_up, T *out, const T *bias, long gelu, long rows, long width, long row_stride,
+                  long out_row) {
+    #pragma omp parallel for if (rows * width > 16384)
+    for (long row = 0; row < rows; row++) {
+        const T *gates = gate_up + row * row_stride, *ups = gates + width;
+        for (long i = 0; i < width; i += W) {
+            vec gate = load_vec(gates + i, width - i), up = load_vec(ups + i, width - i);
+            if (bias) {
+                gate += load_vec(bias + i, width - i);
+                up += load_vec(bias + width + i, width - i);
+            }
+            vec argument = gelu ? 1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate)) : gate;
+            store_vec(out + row * out_row + i, gate / (1.0f + exp_vec(-argument)) * up, width - i);
+        }
+    }
+}
+
+template <class T>
+static void rotate_write(const T *qkv, const T *table, const int64_t *positions, const int64_t *slots, T *cache,
+                         T *q_out, const T *bias, const float *norm, float eps, long rows, long count, long heads,
+                         long kv_heads, long width, long qkv_row, long table_row, long positions_batch,
+                         long positions_node, long slots_batch, long slots_node, long cache_batch, long cache_slot,
+                         long cache_kind, long cache_head, long norm_head) {
+    long half = width / 2;
+    for (long row = 0; row < rows * count; row++) {
+        long batch = row / count, node = row % count;
+        const T *angle = table + positions[batch * positions_batch + node * positions_node] * table_row;
+        T *stored = cache + batch * cache_batch + slots[batch * slots_batch + node * slots_node] * cache_slot;
+        for (long head = 0; head < heads + 2 * kv_heads; head++) {
+            float z[width];
+            const T *from = qkv + row * qkv_row + head * width;
+            for (long i = 0; i < width; i += W) {
+                vec value = load_vec(from + i, width - i);
+                if (bias) value += load_vec(bias + head * width + i, width - i);
+                store_vec(z + i, value, width - i);
+            }
+            bool is_value = head >= heads + kv_heads;
+            if (norm && !is_value) {
+                float scale = inverse_rms(z, width, eps);
+                for (long i = 0; i < width; i++) z[i] = z[i] * scale * norm[head * norm_head + i];
+            }
+            T *to = q_out + row * heads * width + head * width;
+            if (head >= heads) to = stored + is_value * cache_kind + (head - heads) % kv_heads * cache_head;
+            if (is_value) {
+                for (long i = 0; i < width; i += W) store_vec(to + i, load_vec(z + i, width - i), width - i);
+                continue;
+            }
+            for (long i = 0; i < half; i += W) {
+                long many = half - i;
+                vec first = load_vec(z + i, many), second = load_vec(z + half + i, many);
+                vec cos = load_vec(angle + i, many), sin = load_vec(angle + width + i, many);
+                store_vec(to + i, first * cos + second * sin, many);
+                cos = load_vec(angle + half + i, many);
+                sin = load_vec(angle + width + half + i, many);
+                store_vec(to + half + i, second * cos + first * sin, many);
+            }
+        }
+    }
+}
+
+// Attention. A task is W lanes of one row of the batch and key/value head: (query, head of the group). Lanes hold
+// scores [keys, W]; each lane adds up its own keys in the order of their slots, which along a path of the tree is the
+// order of their positions. A key that a lane does not see adds an exact zero.
+enum { LANES = W, KEYS = 64 };
+
+template <int MANY> static inline void score_keys(const float *queries, const float *keys, long stride, long padded, float *scores) {
+    vec sums[MANY] = {};
+    for (long d = 0; d < padded; d++) {
+        vec q = load_vec(queries + d * LANES);
+        #pragma GCC unroll 8
+        for (int i = 0; i < MANY; i++) sums[i] += q * keys[i * stride + d];
+    }
+    #pragma GCC unroll 8
+    for (int i = 0; i < MANY; i++) store_vec(scores + i * LANES, sums[i]);
+}
+
+template <int MANY, int PARTS>
+static inline void add_values(const float *weights, const float *values, long stride, long count, long padded, float *out) {
+    vec sums[MANY][PARTS];  // weights [keys, W], values [keys, W · PARTS], out [MANY, W · PARTS]
+    #pragma GCC unroll 4
+    for (int r = 0; r < MANY; r++) {
+        #pragma GCC unroll 4
+        for (int c = 0; c < PARTS; c++) sums[r][c] = load_vec(out + r * padded + c * W);
+    }
+    for (long key = 0; key < count; key++, values += stride, weights += LANES) {
+        vec value[PARTS];
+        #pragma GCC unroll 4
+        for (int c = 0; c < PARTS; c++) value[c] = load_vec(values + c * W);
+        #pragma GCC unroll 4
+        for (int r = 0; r < MANY; r++) {
+            #pragma GCC unroll 4
+            for (int c = 0; c < PARTS; c++) sums[r][c] += weights[r] * value[c];
+        }
+    }
+    #pragma GCC unroll 4
+    for (int r = 0; r < MANY; r++) {
+        #pragma GCC unroll 4
+        for (int c = 0; c < PARTS; c++) store_vec(out + r * padded + c * W, sums[r][c]);
+    }
+}
+
+template <int MANY>
+static inline void add_values(const float *weights, const float *values, long stride, long count, long padded, float *out) {
+    long d = 0;
+    for (; d + 4 * W <= padded; d += 4 * W) add_values<MANY, 4>(weights, values + d, stride, count, padded, out + d);
+    for (; d < padded; d += W) add_values<MANY, 1>(weights, values + d, stride, count, padded, out + d);
+}
+
+// `count` keys or values from slot `first` on as float32 rows of `padded`: where they lie, or in `copy`.
+static const float *rows_of(const float *from, long first, long count, long width, long padded, long stride, float *copy, long *step) {
+    if (width == padded) { *step = stride; return from + first * stride; }
+    for (long i = 0; i < count; i++) for (long d = 0; d < padded; d++) copy[i * padded + d] = d < width ? from[(first + i) * stride + d] : 0;
+    *step = padded;
+    return copy;
+}
+static const float *rows_of(const bf16 *from, long first, long count, long width, long padded, long stride, float *copy, long *step) {
+    for (long i = 0; i < count; i++) {
+        const bf16 *row = from + (first + i) * stride;
+        for (long d = 0; d < width; d += W) store_vec(copy + i * padded + d, load_vec(row + d, width - d));
+    }
+    *step = padded;
+    return copy;
+}
+
+struct Shape {
+    long rows, queries, tree_keys, heads, kv_heads, width, window;
+    long q_batch, q_head, q_query, k_batch, k_head, k_slot, v_batch, v_head, v_slot, out_batch, out_head, out_query;
+    long ancestors_batch, ancestors_query, depth_batch, key_depth_batch;
+};
+
+template <class T>
+static void attend(const T *q, const T *k, const T *v, const int64_t *lengths, const int64_t *ancestors, const int32_t *depth,
+                   const int32_t *key_depth, T *out, const Shape *s, float scale, float softcap) {
+    const float none = -__builtin_inff();
+    long group = s->heads / s->kv_heads, blocks = (s->queries * group + LANES - 1) / LANES;
+    long padded = (s->width + W - 1) / W * W;
+    #pragma omp parallel for schedule(dynamic)
+    for (long task = 0; task < s->rows * s->kv_heads * blocks; task++) {
+        long block = task % blocks, head = task / blocks % s->kv_heads, row = task / blocks / s->kv_heads;
+        long prefix = lengths[row], keys = prefix + s->tree_keys, lanes = s->queries * group - block * LANES;
+        if (lanes > LANES) lanes = LANES;
+        const T *own_k = k + row * s->k_batch + head * s->k_head, *own_v = v + row * s->v_batch + head * s->v_head;
+        float queries[padded * LANES], copy[KEYS * padded], sums[LANES * padded];
+        memset(queries, 0, sizeof queries);
+        memset(sums, 0, sizeof sums);
+        const int64_t *seen_by[LANES];  // ancestors of each lane's query
+        int32_t depths[LANES] = {};
+        long from[LANES], first = prefix;  // the first slot that each lane sees, and any
+        for (long lane = 0; lane < LANES; lane++) {
+            long number = block * LANES + (lane < lanes ? lane : 0), query = number / group;
+            const T *own = q + row * s->q_batch + (head * group + number % group) * s->q_head + query * s->q_query;
+            if (lane < lanes) for (long d = 0; d < s->width; d++) queries[d * LANES + lane] = load(own[d]);
+            seen_by[lane] = ancestors + row * s->ancestors_batch + query * s->ancestors_query;
+            if (s->window) depths[lane] = depth[row * s->depth_batch + query];
+            from[lane] = s->window ? prefix + depths[lane] - s->window + 1 : 0;
+            if (from[lane] < 0) from[lane] = 0;
+            if (from[lane] < first) first = from[lane];
+        }
+        float *scores = (float *)malloc((keys - first) * LANES * sizeof(float));
+        vec best = splat(none);
+        for (long start = first; start < keys; start += KEYS) {
+            long count = keys - start < KEYS ? keys - start : KEYS, step, i = 0;
+            const float *tile = rows_of(own_k, start, count, s->width, padded, s->k_slot, copy, &step);
+            float *to = scores + (start - first) * LANES;
+            for (; i + 8 <= count; i += 8) score_keys<8>(queries, tile + i * step, step, padded, to + i * LANES);
+            for (; i < count; i++) score_keys<1>(queries, tile + i * step, step, padded, to + i * LANES);
+            for (i = 0; i < count; i++) {
+                vec x = load_vec(to + i * LANES) * scale;
+                if (softcap) {
+                    x = x / softcap;
+                    vec x2 = x * x;  // near 0 by the series of tanh, where 1 − 2 / (e^2x + 1) would cancel
+                    vec series = x * (1.0f + x2 * (-1.0f / 3 + x2 * (2.0f / 15 + x2 * (-17.0f / 315 + x2 * (62.0f / 2835)))));
+                    x = softcap * (x2 < 0.0625f ? series : 1.0f - 2.0f / (exp_vec(x + x) + 1.0f));
+                }
+                long slot = start + i, node = slot - prefix;
+                if (node >= 0) {
+                    for (long lane = 0; lane < LANES; lane++) {
+                        bool seen = seen_by[lane][node / 64] >> (node % 64) & 1;
+                        if (s->window) seen = seen && depths[lane] - key_depth[row * s->key_depth_batch + node] < s->window;
+                        if (!seen) x[lane] = none;
+                    }
+                } else if (s->window) {
+                    for (long lane = 0; lane < LANES; lane++) if (slot < from[lane]) x[lane] = none;
+                }
+                store_vec(to + i * LANES, x);
+                best = x > best ? x : best;
+            }
+        }
+        vec total = {};
+        best = best > none ? best : vec{};  // padding may see nothing
+        for (long i = 0; i < keys - first; i++) {
+            vec x = load_vec(scores + i * LANES);
+            vec weight = x == none ? vec{} : exp_vec(x - best);  // a NaN stays one
+            total += weight;
+            store_vec(scores + i * LANES, weight);
+        }
+        for (long start = first; start < keys; start += KEYS) {
+            long count = keys - start < KEYS ? keys - start : KEYS, step, lane = 0;
+            const float *tile = rows_of(own_v, start, count, s->width, padded, s->v_slot, copy, &step);
+            const float *weights = scores + (start - first) * LANES;
+            for (; lane + 4 <= lanes; lane += 4) add_values<4>(weights + lane, tile, step, count, padded, sums + lane * padded);
+            for (; lane < lanes; lane++) add_values<1>(weights + lane, tile, step, count, padded, sums + lane * padded);
+        }
+        free(scores);
+        for (long lane = 0; lane < lanes; lane++) {
+            long number = block * LANES + lane;
+            T *to = out + row * s->out_batch + (head * group + number % group) * s->out_head + number / group * s->out_query;
+            float share = total[lane] > 0 ? 1.0f / total[lane] : 0.0f;
+            for (long d = 0; d < s->width; d++) store(to + d, sums[lane * padded + d] * share);
+        }
+    }
+}
+
+// Products: out = x weightᵀ + bias, weight [outputs, inputs] as PyTorch holds it. A number is the sum of W partial sums,
+// each over every W-th input, whatever the number of rows. STEP inputs are read together: one vector of floats, or the
+// even and the odd ones of 2 W in bfloat16, whose bits are the upper half of a float's. x is converted to rows of floats
+// in that order.
+template <class T> struct Line { enum { STEP = 4 * W / sizeof(T), VECTORS = STEP / W }; };
+static inline void load_line(const float *from, vec *out) { out[0] = load_vec(from); }
+static inline void load_line(const bf16 *from, vec *out) {
+    uvec pairs;
+    memcpy(&pairs, from, sizeof pairs);
+    out[0] = (vec)(pairs << 16);
+    out[1] = (vec)(pairs & 0xffff0000u);
+}
+template <class T> static inline void load_line(const T *from, long count, vec *out) {  // zeros from `count` on
+    T end[Line<T>::STEP] = {};
+    memcpy(end, from, count * sizeof(T));
+    load_line(end, out);
+}
+
+static inline float total(vec sums) {
+#ifdef __AVX512F__
+    v8 half = *(const v8 *)&sums + *((const v8 *)&sums + 1);
+#else
+    v8 half = *(const v8 *)&sums;
+#endif
+    v4 quarter = *(const v4 *)&half + *((const v4 *)&half + 1);
+    return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+}
+
+#ifdef __AVX512F__  // as many sums as the registers hold
+enum { ROWS = 4, OUTPUTS = 4 };
+#else
+enum { ROWS = 4, OUTPUTS = 2 };
+#endif
+
+// `ahead` lines of the weights after these are fetched in each step, from `next` on: the memory is then never idle.
+template <class T, int R, int O>
+static inline void product_block(const float *x, long x_row, const T *weight, const T *bias, long inputs, T *out, long out_row, const char *next, long ahead) {
+    enum { STEP = Line<T>::STEP, VECTORS = Line<T>::VECTORS };
+    vec sums[R][O] = {};
+    long k = 0;
+    for (; k + STEP <= inputs; k += STEP) {
+        for (long i = 0; i < ahead; i++, next += 64) __builtin_prefetch(next);
+        vec w[O][VECTORS];
+        #pragma GCC unroll 4
+        for (int o = 0; o < O; o++) load_line(weight + o * inputs + k, w[o]);
+        #pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            #pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) {
+                vec own = load_vec(x + r * x_row + k + v * W);
+                #pragma GCC unroll 4
+                for (int o = 0; o < O; o++) sums[r][o] += own * w[o][v];
+            }
+        }
+    }
+    if (k < inputs) {
+        for (int o = 0; o < O; o++) {
+            vec w[VECTORS];
+            load_line(weight + o * inputs + k, inputs - k, w);
+            for (int r = 0; r < R; r++) for (int v = 0; v < VECTORS; v++) sums[r][o] += load_vec(x + r * x_row + k + v * W) * w[v];
+        }
+    }
+    for (int r = 0; r < R; r++) for (int o = 0; o < O; o++) store(out + r * out_row + o, total(sums[r][o]) + (bias ? load(bias[o]) : 0));
+}
+
+template <class T, int O>
+static inline void product_rows(const float *x, long x_row, const T *weight, const T *bias, long inputs, T *out, long out_row, long rows) {
+    long left = rows % ROWS, groups = rows / ROWS + left / 2 + left % 2, ahead = (O + groups - 1) / groups, r = 0;
+    const char *next = (const char *)(weight + O * inputs);
+    for (; r + ROWS <= rows; r += ROWS, next += ahead * inputs * sizeof(T))
+        product_block<T, ROWS, O>(x + r * x_row, x_row, weight, bias, inputs, out + r * out_row, out_row, next, ahead);
+    for (; r + 2 <= rows; r += 2, next += ahead * inputs * sizeof(T))
+        product_block<T, 2, O>(x + r * x_row, x_row, weight, bias, inputs, out + r * out_row, out_row, next, ahead);
+    for (; r < rows; r++, next += ahead * inputs * sizeof(T))
+        product_block<T, 1, O>(x + r * x_row, x_row, weight, bias, inputs, out + r * out_row, out_row, next, ahead);
+}
+
+template <class T>
+static void product(const T *x, long x_row, const T *weight, const T *bias, T *out, long out_row, long rows, long inputs, long outputs) {
+    enum { STEP = Line<T>::STEP, VECTORS = Line<T>::VECTORS };
+    long padded = (inputs + STEP - 1) / STEP * STEP, blocks = (outputs + OUTPUTS - 1) / OUTPUTS;
+    float *lines = (float *)malloc(rows * padded * sizeof(float));
+    for (long r = 0; r < rows; r++) for (long k = 0; k < inputs; k += STEP) {
+        vec line[VECTORS];
+        if (k + STEP <= inputs) load_line(x + r * x_row + k, line);
+        else load_line(x + r * x_row + k, inputs - k, line);
+        for (int v = 0; v < VECTORS; v++) store_vec(lines + r * padded + k + v * W, line[v]);
+    }
+    #pragma omp parallel for if (rows * inputs * outputs > 32768)
+    for (long block = 0; block < blocks; block++) {
+        long first = block * OUTPUTS;
+        if (first + OUTPUTS <= outputs) product_rows<T, OUTPUTS>(lines, padded, weight + first * inputs, bias ? bias + first : nullptr, inputs, out + first, out_row, rows);
+        else for (long o = first; o < outputs; o++) product_rows<T, 1>(lines, padded, weight + o * inputs, bias ? bias + o : nullptr, inputs, out + o, out_row, rows);
+    }
+    free(lines);
+}
+
+// Decoder layers, one after the other. Numbers are of 8 bytes each, as kernels/cpu.py writes them.
+struct Layer {
+    const void *qkv, *qkv_bias, *out, *out_bias, *gate_up, *gate_up_bias, *down, *down_bias;
+    const float *before_attention, *qk_norm, *after_attention, *before_mlp, *after_mlp;
+    double attention_eps, qk_eps, after_attention_eps, mlp_eps, after_mlp_eps, scale, softcap, factor;
+    long heads, kv_heads, width, mlp, window, gelu;
+    const void *table;
+    void *cache, *captured;  // keys and values [B, slots, 2, G, D]; where to copy the layer's input, or null
+    long table_row, cache_batch, cache_slot, cache_kind, cache_head;
+};
+struct Pass {
+    long rows, queries, tree_keys, hidden, inputs, layers, positions_batch, positions_node, slots_batch, slots_node;
+    long ancestors_batch, ancestors_query, depth_batch, key_depth_batch;
+    double norm_eps;
+};
+
+template <class T>
+static void decoder_layers(const Layer *layers, const Pass *pass, T *x, const T *inputs, T *normed, const float *norm,
+                           const int64_t *positions, const int64_t *slots, const int64_t *lengths,
+                           const int64_t *ancestors, const int32_t *depth, const int32_t *key_depth) {
+    long many = pass->rows * pass->queries, hidden = pass->hidden, heads_out = 0, qkv_out = 0, mlp = 0;
+    for (long l = 0; l < pass->layers; l++) {
+        const Layer &layer = layers[l];
+        long out = layer.heads * layer.width, all = (layer.heads + 2 * layer.kv_heads) * layer.width;
+        heads_out = out > heads_out ? out : heads_out;
+        qkv_out = all > qkv_out ? all : qkv_out;
+        mlp = layer.mlp > mlp ? layer.mlp : mlp;
+    }
+    long wide = qkv_out > 2 * mlp ? qkv_out : 2 * mlp, narrow = heads_out > mlp ? heads_out : mlp;
+    narrow = narrow > hidden ? narrow : hidden;
+    T *memory = (T *)malloc(many * (wide + 3 * narrow) * sizeof(T));
+    T *first = memory, *second = first + many * wide, *third = second + many * narrow, *own = third + many * narrow;
+    for (long l = 0; l < pass->layers; l++) {
+        const Layer &layer = layers[l];
+        long out = layer.heads * layer.width, all = (layer.heads + 2 * layer.kv_heads) * layer.width;
+        T *cache = (T *)layer.cache;
+        if (layer.captured) memcpy(layer.captured, x, many * hidden * sizeof(T));
+        const T *from = l == 0 && inputs ? inputs : own;  // what q, k and v are products of
+        if (from == own) {  // written by the layer before, or here
+            if (l == 0) add_norm<T>(x, nullptr, nullptr, nullptr, 0, 1, layer.before_attention, layer.attention_eps, own, many, hidden, hidden, 0, hidden);
+        }
+        long wide_in = from == own ? hidden : pass->inputs;
+        product(from, wide_in, (const T *)layer.qkv, (const T *)nullptr, first, all, many, wide_in, all);
+        rotate_write(first, (const T *)layer.table, positions, slots, cache, second, (const T *)layer.qkv_bias, layer.qk_norm, layer.qk_eps,
+                     pass->rows, pass->queries, layer.heads, layer.kv_heads, layer.width, all, layer.table_row,
+                     pass->positions_batch, pass->positions_node, pass->slots_batch, pass->slots_node, layer.cache_batch,
+                     layer.cache_slot, layer.cache_kind, layer.cache_head, layer.width);
+        Shape shape = {pass->rows, pass->queries, pass->tree_keys, layer.heads, layer.kv_heads, layer.width, layer.window,
+                       pass->queries * out, layer.width, out, layer.cache_batch, layer.cache_head, layer.cache_slot,
+                       layer.cache_batch, layer.cache_head, layer.cache_slot, pass->queries * out, layer.width, out,
+                       pass->ancestors_batch, pass->ancestors_query, pass->depth_batch, pass->key_depth_batch};
+        attend(second, cache, cache + layer.cache_kind, lengths, ancestors, depth, key_depth, third, &shape, layer.scale, layer.softcap);
+        product(third, out, (const T *)layer.out, (const T *)nullptr, second, hidden, many, out, hidden);
+        add_norm(x, second, (const T *)layer.out_bias, layer.after_attention, layer.after_attention_eps, layer.factor,
+                 layer.before_mlp, layer.mlp_eps, own, many, hidden, hidden, hidden, hidden);
+        product(own, hidden, (const T *)layer.gate_up, (const T *)nullptr, first, 2 * layer.mlp, many, hidden, 2 * layer.mlp);
+        gated(first, second, (const T *)layer.gate_up_bias, layer.gelu, many, layer.mlp, 2 * layer.mlp, layer.mlp);
+        product(second, layer.mlp, (const T *)layer.down, (const T *)nullptr, third, hidden, many, layer.mlp, hidden);
+        bool last = l + 1 == pass->layers;
+        const float *after = last ? norm : layers[l + 1].before_attention;
+        add_norm(x, third, (const T *)layer.down_bias, layer.after_mlp, layer.after_mlp_eps, layer.factor, after,
+                 last ? pass->norm_eps : layers[l + 1].attention_eps, last ? normed : own, many, hidden, hidden, hidden, hidden);
+    }
+    free(memory);
+}
+
+#define EXPORT(T, suffix)                                                                                             \
+    extern "C" void add_norm_##suffix(T *x, const T *y, const T *bias, const float *after, float after_eps,           \
+                                      float factor, const float *weight, float eps, T *out, long rows, long width,    \
+                                      long x_row, long y_row, long out_row) {                                         \
+        add_norm(x, y, bias, after, after_eps, factor, weight, eps, out, rows, width, x_row, y_row, out_row);         \
+    }                                                                                                                 \
+    extern "C" void gated_##suffix(const T *gate_up, T *out, const T *bias, long gelu, long rows, long width,         \
+                                   long row_stride, long out_row) {                                                   \
+        gated(gate_up, out, bias, gelu, rows, width, row_stride, out_row);                                            \
+    }                                                                                                                 \
+    extern "C" void rotate_write_##suffix(                                                                            \
+        const T *qkv, const T *table, const int64_t *positions, const int64_t *slots, T *cache, T *q_out,             \
+        const T *bias, const float *norm, float eps, long rows, long count, long heads, long kv_heads, long width,    \
+        long qkv_row, long table_row, long positions_batch, long positions_node, long slots_batch, long slots_node,   \
+        long cache_batch, long cache_slot, long cache_kind, long cache_head, long norm_head) {                        \
+        rotate_write(qkv, table, positions, slots, cache, q_out, bias, norm, eps, rows, count, heads, kv_heads,       \
+                     width, qkv_row, table_row, positions_batch, positions_node, slots_batch, slots_node,             \
+                     cache_batch, cache_slot, cache_kind, cache_head, norm_head);                                     \
+    }                                                                                                                 \
+    extern "C" void product_##suffix(const T *x, long x_row, const T *weight, const T *bias, T *out, long out_row,    \
+                                     long rows, long inputs, long outputs) {                                          \
+        product(x, x_row, weight, bias, out, out_row, rows, inputs, outputs);                                         \
+    }                                                                                                                 \
+    extern "C" void decoder_layers_##suffix(                                                                          \
+        const Layer *layers, const Pass *pass, T *x, const T *inputs, T *normed, const float *norm,                   \
+        const int64_t *positions, const int64_t *slots, const int64_t *lengths, const int64_t *ancestors,             \
+        const int32_t *depth, const int32_t *key_depth) {                                                             \
+        decoder_layers(layers, pass, x, inputs, normed, norm, positions, slots, lengths, ancestors, depth, key_depth); \
+    }                                                                                                                 \
+    extern "C" void attend_##suffix(const T *q, const T *k, const T *v, const int64_t *lengths,                       \
+                                    const int64_t *ancestors, const int32_t *depth, const int32_t *key_depth, T *out, \
+                                    const Shape *shape, float scale, float softcap) {                                 \
+        attend(q, k, v, lengths, ancestors, depth, key_depth, out, shape, scale, softcap);                            \
+    }
+
+EXPORT(float, float32)
+EXPORT(bf16, bfloat16)

@@ -1,0 +1,138 @@
+"""What stands between the products of a layer, for a few rows on a CPU: kernels/cpu.cpp, compiled at first use.
+
+Each row is computed by itself, in an order that does not depend on other rows or on where its keys lie: see there. The
+library is built by the machine's C++ compiler in about two seconds, and kept in the cache folder. Without a compiler,
+and for other dtypes than float32 and bfloat16, public functions of this folder take PyTorch's operations.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.common.files import cache_folder
+from draftsmith.kernels.measured import machine
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_LONG, _FLOAT, _POINTER = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
+
+
+class Layer(ctypes.Structure):
+    """A decoder layer's addresses, settings and strides, in the order of kernels/cpu.cpp."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in (
+            "qkv", "qkv_bias", "out", "out_bias", "gate_up", "gate_up_bias", "down", "down_bias", "before_attention",
+            "qk_norm", "after_attention", "before_mlp", "after_mlp",
+        )),
+        *((name, ctypes.c_double) for name in (
+            "attention_eps", "qk_eps", "after_attention_eps", "mlp_eps", "after_mlp_eps", "scale", "softcap", "factor",
+        )),
+        *((name, _LONG) for name in ("heads", "kv_heads", "width", "mlp", "window", "gelu")),
+        *((name, _POINTER) for name in ("table", "cache", "captured")),
+        *((name, _LONG) for name in ("table_row", "cache_batch", "cache_slot", "cache_kind", "cache_head")),
+    ]  # fmt: skip
+
+
+class Pass(ctypes.Structure):
+    """The sizes and strides of a forward pass, in the order of kernels/cpu.cpp."""
+
+    _fields_ = [
+        *((name, _LONG) for name in (
+            "rows", "queries", "tree_keys", "hidden", "inputs", "layers", "positions_batch", "positions_node",
+            "slots_batch", "slots_node", "ancestors_batch", "ancestors_query", "depth_batch", "key_depth_batch",
+        )),
+        ("norm_eps", ctypes.c_double),
+    ]  # fmt: skip
+
+
+_ARGUMENTS: dict[str, list[Any]] = {
+    "add_norm": [*[_POINTER] * 4, _FLOAT, _FLOAT, _POINTER, _FLOAT, _POINTER, *[_LONG] * 5],
+    "gated": [*[_POINTER] * 3, *[_LONG] * 5],
+    "rotate_write": [*[_POINTER] * 8, _FLOAT, *[_LONG] * 16],
+    "attend": [*[_POINTER] * 9, _FLOAT, _FLOAT],
+    "product": [_POINTER, _LONG, *[_POINTER] * 3, *[_LONG] * 4],
+    "decoder_layers": [ctypes.POINTER(Layer), ctypes.POINTER(Pass), *[_POINTER] * 10],
+}
+
+
+def runs(tensor: Tensor) -> bool:
+    """Whether these functions compute on a tensor: on a CPU with a compiler, in float32 or bfloat16, outside of
+    ``torch.compile`` and where no gradient is asked for."""
+    return (
+        tensor.is_cpu
+        and tensor.dtype in _SUFFIX
+        and not torch.compiler.is_compiling()
+        and not tensor.requires_grad
+        and library() is not None
+    )
+
+
+def function(name: str, dtype: torch.dtype) -> Any:
+    """A function of the library, by ctypes."""
+    return _functions()[name, dtype]
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """What a function takes for a tensor."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x weightᵀ + bias``: ``x [M, K]``, ``weight [N, K]``, ``bias [N]`` of one dtype → ``[M, N]``."""
+    x, weight = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, weight))
+    if weight.stride(0) != weight.shape[1]:
+        weight = weight.contiguous()
+    out = x.new_empty(len(x), len(weight))
+    function("product", x.dtype)(
+        x.data_ptr(), x.stride(0), weight.data_ptr(), address(bias), out.data_ptr(), out.stride(0), *x.shape,
+        len(weight),
+    )  # fmt: skip
+    return out
+
+
+@cache
+def _functions() -> dict[tuple[str, torch.dtype], Any]:
+    built, functions = library(), {}
+    for name, arguments in _ARGUMENTS.items():
+        for dtype, suffix in _SUFFIX.items():
+            functions[name, dtype] = one = getattr(built, f"{name}_{suffix}")
+            one.argtypes, one.restype = arguments, None
+    return functions
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library; None where there is no compiler, or it fails."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler or os.environ.get("DRAFTSMITH_CPU_KERNELS") == "0":
+        return None
+    command = [compiler, "-std=c++17", "-O3", "-march=native", "-Wno-psabi", "-shared", "-fPIC"]
+    for options in (["-fopenmp"], []):  # without OpenMP on one thread
+        with suppress(OSError, RuntimeError, subprocess.SubprocessError):
+            return ctypes.CDLL(str(_build([*command, *options])))
+    return None
+
+
+def _build(command: list[str]) -> Path:
+    """The file of the library, compiled where it is missing. PyTorch's own OpenMP threads run it: it has been loaded
+    under the name that the library asks for."""
+    key = hashlib.sha256("\n".join([machine(), *command]).encode() + _SOURCE.read_bytes()).hexdigest()[:16]
+    file = cache_folder() / f"cpu-{key}.so"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            made = Path(folder) / file.name
+            subprocess.run([*command, str(_SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=120)
+            made.replace(file)
+    return file
