@@ -2,12 +2,11 @@
 
     product(x, M) = x M;   linear(x, W, b) = x Wᵀ + b
 
-On a CPU steps take the product of kernels/cpu.cpp, which reads the weight as PyTorch holds it: a product of 8 rows costs
-little more than one of a single row, and each row has the same bits whatever the other rows are, so that a drafted
-token gets the logits that plain decoding gives it. Measured (SmolLM2's matrices, one thread of an Intel Xeon, ms for 1,
-4, 8 and 16 rows): float32 36.2, 40.2, 44.2, 52.7 (oneDNN with packed weights 38.8, 39.7, 46.8, 57.8); bfloat16 17.6,
-21.4, 23.7, 36.7 (23.8, 24.1, 23.9, 24.5 with AMX). Prompts, other dtypes, gradients and ``torch.compile`` take
-PyTorch's.
+On a CPU steps take the product of kernels/cpu.cpp, which reads the weight as PyTorch holds it: 8 rows cost little more
+than one, and each row has the same bits whatever the other rows are, so that a drafted token gets the logits that plain
+decoding gives it. Measured (SmolLM2's matrices, one thread of an Intel Xeon, ms for 1, 4, 8 and 16 rows): float32 36.2,
+40.2, 44.2, 52.7 (oneDNN with packed weights 38.8, 39.7, 46.8, 57.8); bfloat16 17.6, 21.4, 23.7, 36.7 (oneDNN with AMX
+23.8, 24.1, 23.9, 24.5). Prompts, other dtypes, gradients and ``torch.compile`` take PyTorch's.
 
 On a GPU the product of up to 64 rows with a weight ``[N, K]``, transposed, is measured beside the forms of
 :mod:`draftsmith.kernels.few_rows`, each first compared with the exact product: a form that is wrong, or fails, is never
@@ -43,6 +42,8 @@ _gpu_chosen: dict[tuple[torch.device, int, torch.Size, torch.dtype, bool], str] 
 _gpu_stored: dict[str, dict[str, str]] = {}  # by machine and _gpu_key, as in the file
 _gpu_spent = 0.0
 _no_step = False
+
+MOST_ON_CPU = 512  # rows of a step's product of our own on a CPU; for more, PyTorch's is faster
 
 
 def product(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -137,9 +138,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         ``[..., N]``.
     """
-    if not (_no_step or torch.is_grad_enabled()) and x.dtype == weight.dtype and cpu.runs(x):
+    rows = x.numel() // x.shape[-1]
+    in_step = not (_no_step or torch.is_grad_enabled()) and 0 < rows <= MOST_ON_CPU
+    if in_step and x.dtype == weight.dtype and cpu.runs(x):
         return cpu.product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
-    form = choose(x.numel() // x.shape[-1], weight.t())
+    form = choose(rows, weight.t())
     if form == "blas":
         return F.linear(x, weight, bias)
     return product(form, x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], -1)

@@ -449,9 +449,7 @@ def _weight_and_eps(norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
     return norm.kernel_weight, norm.eps
 
 
-def _add(
-    x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None, norm: RMSNorm | None, factor: float
-) -> None:
+def _add(x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None, norm: RMSNorm | None, factor: float) -> None:
     """``x += factor · norm(y matrix + bias)`` in place."""
     if bias is None and norm is None:
         x.addmm_(y, matrix, alpha=factor)

@@ -19,6 +19,7 @@ from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.engine import runner
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention, find_lean
@@ -26,9 +27,9 @@ from draftsmith.inference.engine.step import Step
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.inference.verify.verify import MODES, Mode
-from draftsmith.kernels import linear
+from draftsmith.kernels import cpu, linear
 from draftsmith.kernels.measured import no_collection
-from draftsmith.models import lean, medusa
+from draftsmith.models import lean, lean_from, medusa
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
@@ -100,12 +101,21 @@ def test_every_capture_is_without_collections():
     assert [*captures(ast.parse("with torch.cuda.graph(g), no_collection():\n    pass"))] == [(1, False)]
 
 
+@pytest.fixture(autouse=True)
+def no_kernels_of_a_cpu(monkeypatch):
+    """The operations of steps, one by one, as on a GPU."""
+    monkeypatch.setattr(cpu, "runs", lambda tensor: False)
+
+
 PATHS = ((0,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 1), (0, 1, 0), (1,), (1, 0), (1, 1), (2,), (2, 0))
 RATES = (0.6, 0.3, 0.2, 0.05, 0.1, 0.04, 0.2, 0.1, 0.03, 0.1, 0.02)
 
 
 def test_products_are_measured_for_steps_alone_and_in_order(make_target, monkeypatch):
-    """Everything that asks for a product's form, from the target's load to its first steps."""
+    """Everything that asks for a product's form, from the target's load to its first steps, by fused layers as on a GPU
+    (on their definitions)."""
+    for module in (lean_from, runner):
+        monkeypatch.setattr(module, "runs_kernel", lambda tensor, width: True)
     asked: list[tuple[int, bool]] = []
     choose = linear.choose
 
@@ -117,9 +127,9 @@ def test_products_are_measured_for_steps_alone_and_in_order(make_target, monkeyp
     for module in (linear, lean, medusa):
         monkeypatch.setattr(module, "choose", recorded)
     target = make_target("llama")
-    assert asked and not any(measured for _, measured in asked), "the check of a target is no step"
+    assert not any(measured for _, measured in asked), "the check of a target is no step"
     heads = MedusaHeads.for_target(target, 3, 1, "shared")
-    find_lean(target, None)  # its comparison with the model asks for forms on a CPU alone
+    assert find_lean(target, None).not_fused == ""
     asked.clear()
     for rows in (1, 2):
         step = Step(target, MedusaDrafter(heads, Topology(PATHS), target, RATES), "greedy", rows, 96, static=True)

@@ -1,7 +1,6 @@
-"""Every form of a product gives its result; the choice is measured once and kept in a file, which may be damaged. A
-GPU's choice is tested with made-up times, on the definition of few rows' products."""
+"""Every form of a product gives its result, on a CPU each row with the same bits whatever the other rows are. A GPU's
+choice is tested with made-up times, on the definition of few rows' products."""
 
-import copy
 import json
 import types
 
@@ -11,12 +10,10 @@ from bounds import assert_within, product_bound
 from torch.nn import functional as F
 
 from draftsmith.common.files import cache_folder
-from draftsmith.kernels import few_rows
+from draftsmith.kernels import cpu, few_rows
 from draftsmith.kernels import linear as linears
 from draftsmith.kernels.few_rows import FewRowsForm, candidates, parse_form
 from draftsmith.kernels.linear import (
-    FORMS,
-    add_product,
     apply_linear,
     choose,
     linear,
@@ -31,98 +28,64 @@ from draftsmith.kernels.measured import machine
 def anew(monkeypatch, tmp_path):
     """No measurements yet, in memory or on disk."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(linears, "_chosen", {})
-    monkeypatch.setattr(linears, "_stored", None)
-    monkeypatch.setattr(linears, "_spent", 0.0)
     monkeypatch.setattr(linears, "_gpu_chosen", {})
     monkeypatch.setattr(linears, "_gpu_stored", {})
     monkeypatch.setattr(linears, "_gpu_spent", 0.0)
 
 
-def prefer(monkeypatch, form):
-    monkeypatch.setattr(linears, "_measure", lambda matrix, packed: dict.fromkeys(linears._COUNTS, form))
-
-
-@pytest.mark.parametrize("by_columns", [False, True])
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 3, 8, 32])
-def test_every_form_is_the_product(monkeypatch, form, rows, by_columns):
-    prefer(monkeypatch, form)
+def test_the_plain_form_is_the_product(rows):
     torch.manual_seed(0)
-    x, matrix, bias = torch.randn(rows, 37), torch.randn(37, 19), torch.randn(19)
-    if by_columns:
-        matrix = matrix.t().contiguous().t()
+    x, matrix, bias = torch.randn(rows, 37), torch.randn(19, 37).t(), torch.randn(19)
     right, with_bias = (product_bound(x, matrix, torch.float32, shift) for shift in (None, bias))
     with torch.no_grad():
-        assert choose(rows, matrix) == form
-        assert_within(product(form, x, matrix), *right)
+        assert choose(rows, matrix) == "blas"
+        assert_within(product("blas", x, matrix), *right)
         out = torch.empty(rows, 19)
-        assert product(form, x, matrix, bias, out) is out
+        assert product("blas", x, matrix, bias, out) is out
         assert_within(out, *with_bias)
-        assert product(form, x, matrix, None, out) is out
-        assert_within(out, *right)
-        parts = partial_product(form, x, matrix, partial_buffer(form, rows, matrix))
+        parts = partial_product("blas", x, matrix, partial_buffer("blas", rows, matrix))
         assert parts.shape == (1, rows, 19)
         assert_within(parts[0], *right)
-        total = torch.ones(rows, 19)
-        assert add_product(form, total, x, matrix, 0.5) is total
-        assert_within(total, *product_bound(x, matrix, torch.float32, torch.full((19,), 2.0), 0.5))
-        found = linear(x.view(rows, 1, 37), matrix.t(), bias)
-        assert found.shape == (rows, 1, 19)
-        assert_within(found[:, 0], *with_bias)
 
 
-def test_the_choice_is_kept_for_the_next_process(monkeypatch):
-    matrix = torch.randn(19, 37).t()
-    prefer(monkeypatch, "transposed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(37, 19), (64, 64), (33, 5), (1, 1), (5, 130)])
+def test_a_row_of_a_step_has_the_same_bits_whatever_the_other_rows_are(dtype, size):
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((23, size[0]), size[::-1], size[1:]))
+    exact = product_bound(x, weight.t(), dtype, bias)
     with torch.no_grad():
-        assert choose(3, matrix) == "transposed"
-    content = json.loads((cache_folder() / linears.FILE).read_text())
-    assert content == {
-        machine(): {f"{n} x (37, 19) by columns, float32": "transposed" for n in (1, 2, 4, 8, 16, 32, 64)}
-    }
-    prefer(monkeypatch, "blas")
-    monkeypatch.setattr(linears, "_chosen", {})
-    monkeypatch.setattr(linears, "_stored", None)
+        whole = linear(x, weight, bias)
+        assert_within(whole, *exact)
+        assert_within(linear(x[:, None], weight, bias)[:, 0], *exact)
+        if not cpu.runs(x):
+            pytest.skip(f"no product of our own in {dtype}")
+        for rows in (1, 2, 3, 4, 5, 7, 8, 22):
+            for first in (0, 1, 23 - rows):
+                assert torch.equal(linear(x[first : first + rows], weight, bias), whole[first : first + rows])
+        wide = torch.zeros(23, size[0] + 3, dtype=dtype)
+        wide[:, : size[0]] = x
+        assert torch.equal(linear(wide[:, : size[0]], weight, bias), whole), "strides do not matter"
+
+
+def test_what_takes_the_product_of_pytorch(monkeypatch):
+    monkeypatch.setattr(cpu, "product", lambda *_: pytest.fail("this is no product of ours"))
+    x, weight = torch.randn(2, 37), torch.randn(19, 37)
+    linear(x, weight)  # gradients
     with torch.no_grad():
-        assert choose(3, matrix) == choose(4, matrix) == choose(1000, matrix) == "transposed"
-        assert choose(3, torch.randn(20, 37).t()) == "blas"
-        assert choose(3, matrix.contiguous()) == "blas", "another order in memory is another product"
-    (cache_folder() / linears.FILE).write_text("[1, 2")
-    monkeypatch.setattr(linears, "_chosen", {})
-    monkeypatch.setattr(linears, "_stored", None)
-    with torch.no_grad():
-        assert choose(3, matrix) == "blas"
-    assert (
-        json.loads((cache_folder() / linears.FILE).read_text())[machine()]["4 x (37, 19) by columns, float32"] == "blas"
-    )
+        with linears.no_step():
+            assert torch.equal(linear(x, weight), F.linear(x, weight))
+        with pytest.raises(pytest.fail.Exception, match="no product of ours"):
+            linear(x, weight)
+        many = torch.randn(linears.MOST_ON_CPU + 1, 37)
+        assert torch.equal(linear(many, weight), F.linear(many, weight))
+        assert torch.equal(linear(x.double(), weight.double()), F.linear(x.double(), weight.double()))
+        monkeypatch.setattr(cpu, "library", lambda: None)
+        assert torch.equal(linear(x, weight), F.linear(x, weight)), "a machine without a compiler"
 
 
-def test_measuring_is_short_and_has_a_budget(monkeypatch):
-    matrix = torch.randn(4096, 512).t()
-    with torch.no_grad():
-        assert choose(4, matrix) in FORMS
-    assert 0 < linears._spent < 1
-    monkeypatch.setattr(linears, "_spent", linears.BUDGET)
-    monkeypatch.setattr(linears, "_measure", lambda matrix, packed: pytest.fail("the budget is spent"))
-    with torch.no_grad():
-        assert choose(8, matrix) in FORMS  # measured with the 4 rows
-        assert choose(8, matrix[:, 1:]) == "blas"
-
-
-def test_the_shortest_time_wins(monkeypatch):
-    def slow(x, matrix):
-        for _ in range(400):
-            torch.mm(x, matrix)
-
-    monkeypatch.setattr(linears, "FORMS", {"blas": slow, "slow": slow, "fast": torch.mm})
-    assert set(linears._measure(torch.randn(64, 64), False).values()) == {"fast"}
-    monkeypatch.setattr(linears, "FORMS", {"blas": torch.mm, "slow": slow})
-    assert set(linears._measure(torch.randn(64, 64), False).values()) == {"blas"}
-
-
-def test_where_nothing_is_chosen(monkeypatch):
-    monkeypatch.setattr(linears, "_look_up", lambda rows, matrix, packed: pytest.fail("nothing to choose here"))
+def test_where_nothing_is_chosen():
     matrix = torch.randn(37, 19)
     assert choose(2, matrix) == "blas"  # gradients
     with torch.no_grad():
@@ -132,46 +95,6 @@ def test_where_nothing_is_chosen(monkeypatch):
         module.register_forward_hook(lambda module, args, out: out + 1)
         x = torch.randn(2, 37)
         assert torch.equal(apply_linear(module, x), F.linear(x, module.weight, module.bias) + 1)
-
-
-def test_no_place_to_keep_it(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))
-    with torch.no_grad():
-        assert choose(2, torch.randn(37, 19)) in FORMS
-
-
-@pytest.mark.skipif(not linears.CAN_PACK, reason="this PyTorch is built without oneDNN")
-def test_a_frozen_weight_is_packed_and_noticed_when_written_to(monkeypatch):
-    form = {True: "packed", False: "blas"}
-    monkeypatch.setattr(linears, "_measure", lambda matrix, packed: dict.fromkeys(linears._COUNTS, form[packed]))
-    torch.manual_seed(0)
-    module = torch.nn.Linear(37, 19)
-    x = torch.randn(2, 3, 37)
-    packs = []
-    monkeypatch.setattr(linears, "_pack", lambda matrix, pack=linears._pack: packs.append(1) or pack(matrix))
-    module.requires_grad_(False)
-    with torch.no_grad():
-        for number, write in enumerate((lambda: None, lambda: module.weight.mul_(2), lambda: module.weight.add_(1)), 1):
-            write()
-            for _ in range(2):
-                assert_within(apply_linear(module, x), *product_bound(x, module.weight.t(), torch.float32, module.bias))
-            assert len(packs) == number
-        copy.deepcopy(module)  # a packed tensor cannot be copied
-        module.requires_grad_(True)
-        apply_linear(module, x)
-    assert len(packs) == 3, "a weight that trains is not packed"
-
-
-@pytest.mark.skipif(not linears.CAN_PACK, reason="this PyTorch is built without oneDNN")
-def test_packed_is_measured_among_the_forms(monkeypatch):
-    def slow(x, matrix):
-        for _ in range(400):
-            torch.mm(x, matrix)
-
-    monkeypatch.setattr(linears, "FORMS", {"blas": slow})
-    assert set(linears._measure(torch.randn(64, 256), True).values()) == {"packed"}
-    assert set(linears._measure(torch.randn(64, 256), False).values()) == {"blas"}
 
 
 def on_gpu(monkeypatch, seconds):

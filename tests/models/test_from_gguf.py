@@ -111,7 +111,7 @@ def test_the_same_model_converted_once(file, model, tokenizer, tmp_path, capsys)
     said = capsys.readouterr().err
     assert f"{file}: a GGUF file (0.00 GB), converted once to safetensors (float32" in said and said.count("\n") == 2
     tokens = torch.tensor([[5, 9, 30, 77, 120, 200, 3, 41]])
-    assert torch.equal(target.logits(target.hidden(tokens)), model(tokens).logits)
+    assert torch.equal(target.model(tokens).logits, model(tokens).logits)
     text = "USER: It's 1999, in\n  a café"
     assert target.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert target.tokenizer.chat_template == tokenizer.chat_template
