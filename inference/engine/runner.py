@@ -114,9 +114,9 @@ class Runner:
         self.buffers: dict[tuple[int, int, bool], Sequence[Buffers | FusedBuffers]] = {}  # of steps, by shape
         self.last_position = target.context - 1
         like = torch.empty(0, dtype=target.dtype, device=target.device)
-        self.kernel = runs_kernel(like, max(width for _, width in target.kv_shapes))
-        # On a CPU a chunk of a prompt has many rows: there PyTorch's own attention is the faster one.
-        self.chunk_kernel = self.kernel and why_not_triton(like) is None
+        # On a CPU torch.compile takes PyTorch's own operations, and a prompt, which has many rows, its attention.
+        self.on_cpu = bool(why_not_triton(like))
+        self.kernel = runs_kernel(like, max(width for _, width in target.kv_shapes)) and not (compiled and self.on_cpu)
         self.numbers = torch.arange(cache.capacity, device=target.device)
         config = target.config
         layers = getattr(config, "layer_types", None) or []
@@ -141,7 +141,7 @@ class Runner:
         slots = self.numbers[None, start:seen]
         biases: Mapping[int, Tensor | None] | None = None
         tree_keys: TreeKeys | None = None
-        if self.chunk_kernel:  # a chain behind ``start`` tokens: no scores and no mask are kept in memory
+        if self.kernel and not self.on_cpu:  # a chain behind ``start`` tokens: no scores and no mask are kept in memory
             if self._chain.shape[1] < count:
                 self._chain = causal_ancestors(count, target.device)
             ancestors = self._chain[:, :count, : -(-count // 64)].expand(rows, -1, -1)

@@ -119,10 +119,10 @@ def test_products_are_measured_for_steps_alone_and_in_order(make_target, monkeyp
     asked: list[tuple[int, bool]] = []
     choose = linear.choose
 
-    def recorded(rows, matrix, packed=False, partial=False):
+    def recorded(rows, matrix, partial=False):
         if tuple(matrix.shape) != (32, 32):  # the heads' own products have the batch's rows at every size
             asked.append((rows, not linear._measuring_is_forbidden(matrix)))
-        return choose(rows, matrix, packed, partial)
+        return choose(rows, matrix, partial)
 
     for module in (linear, lean, medusa):
         monkeypatch.setattr(module, "choose", recorded)

@@ -10,6 +10,7 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.evaluation import lossless
 from draftsmith.inference.evaluation.lossless import check_greedy
+from draftsmith.kernels import cpu
 from draftsmith.models.target import Target
 
 PROMPTS = [[5, 7, 11], [3, 1, 4, 1, 5, 9]]
@@ -138,9 +139,10 @@ def test_the_tolerance_in_16_bits_is_the_engines_own(make_target, family):
         assert lossless._difference(engine[0], wrong) > 1 > lossless.tolerance(target, prompt, text)
 
 
-def test_16_bits(make_target):
+def test_16_bits(make_target, monkeypatch):
     """Texts of a target that rounds differently by shape differ from plain decoding, by near-ties alone; a wrong token
-    in them is a mismatch."""
+    in them is a mismatch. With our own products and attention nothing differs (test_tree_logits.py)."""
+    monkeypatch.setattr(cpu, "runs", lambda tensor: False)
     target = in_dtype(make_target, "granite", torch.bfloat16)
     prompts = [[n, 7 + n, 3 * n % 61] for n in range(20)]
     drafter = DraftModelDrafter(target, target, [2, 1, 1, 1])

@@ -16,6 +16,7 @@ from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.step import PREFILL_CHUNK, Step, capacity_for
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
+from draftsmith.kernels import cpu, tree_attention
 from draftsmith.kernels.backend import INTERPRETING, triton
 from draftsmith.kernels.few_rows import MAX_ROWS, candidates
 from draftsmith.models.eagle import Eagle
@@ -60,6 +61,13 @@ def make_step(target, drafter, mode, rows):
     step = Step(target, drafter, mode, rows, capacity_for(1024, drafter), static=True)
     step.reset()
     return step
+
+
+@pytest.fixture(autouse=True)
+def no_kernels_of_a_cpu(monkeypatch):
+    """The tensors of these tests stand for those of a GPU."""
+    monkeypatch.setattr(cpu, "runs", lambda tensor: False)
+    monkeypatch.setattr(tree_attention, "INTERPRETING", True)
 
 
 @pytest.fixture

@@ -3,10 +3,18 @@
 import pytest
 import torch
 
+from draftsmith.kernels import cpu
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_kernels_of_a_cpu(monkeypatch):
+    """Triton's kernels are compared with PyTorch's operations, in the interpreter too."""
+    monkeypatch.setattr(cpu, "runs", lambda tensor: False)
 
 
 @pytest.fixture(autouse=True)
