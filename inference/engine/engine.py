@@ -26,6 +26,7 @@ from draftsmith.inference.engine.step import (
 )
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import MODES, Mode
+from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.target import Target
 
 CACHE_GRANULE = 256  # slots; the cache of static steps is a multiple of it
@@ -116,6 +117,13 @@ class SpeculativeDecoder:
     def execution(self) -> str:
         """How the last call's steps ran, see :attr:`Step.execution`."""
         return self._step.execution if self._step else "not yet"
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether the bits of a row of a step do not depend on the other rows, so that greedy texts are those of plain
+        decoding, without near-ties: the lean decoder by kernels/cpu.cpp."""
+        lean = find_lean(self.target, self.lean)
+        return isinstance(lean, LeanDecoder) and not lean.rows_differ and not self.compiled
 
     def generate(
         self,
@@ -353,12 +361,13 @@ class _Queue:
                 self._add(row, text, [token], [0], step=False)
 
     def _next_texts(self) -> list[tuple[int, _Text]]:
-        """Rows and texts of new requests, for the first adjacent free rows."""
+        """Rows and texts of new requests, for the first adjacent free rows; on a CPU one at a time, so that the bits of
+        a prompt do not depend on other prompts."""
         new: list[tuple[int, _Text]] = []
         for row, text in enumerate(self.texts):
+            if new and (text is not None or self.step.runner.on_cpu):
+                break
             if text is not None:
-                if new:
-                    break
                 continue
             request = next(self.waiting, None)
             if request is None:

@@ -2,7 +2,8 @@
 
 Forward passes of one row and of N rows round differently, so two tokens of nearly equal logits may swap. An output that
 differs from plain decoding is therefore run through the target token by token, by ``transformers``: the logit of each
-of its tokens must be within a tolerance of the maximum.
+of its tokens must be within a tolerance of the maximum. Where the bits of a row do not depend on the other rows
+(``LeanDecoder.rows_differ`` is empty: on a CPU with a compiler), there are no near-ties: any difference is a mismatch.
 
     tolerance = min(max(e, t), 4t) + u
 
@@ -50,6 +51,7 @@ class GreedyCheck:
     mismatches: tokens with a logit further from the maximum, in 16 bits if float32 confirms it or the weights cannot be
         run in float32 (quantized or offloaded); and outputs that end too early or too late.
     tolerance: in logits, of the target's own dtype; 0 if it was not needed.
+    bitwise: the bits of a row do not depend on the other rows, so that no near-tie was allowed.
     """
 
     checked: int = 0
@@ -57,6 +59,7 @@ class GreedyCheck:
     near_ties: int = 0
     mismatches: int = 0
     tolerance: float = 0.0
+    bitwise: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return {"mode": "greedy", **asdict(self), "p_value": None}
@@ -83,7 +86,8 @@ class SampleCheck:
     p_value: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {"mode": "sample", **asdict(self), "identical": None, "near_ties": 0, "tolerance": None}
+        known = {"identical": None, "near_ties": 0, "tolerance": None, "bitwise": False}
+        return {"mode": "sample", **asdict(self), **known}
 
     @property
     def passed(self) -> bool:
@@ -272,6 +276,7 @@ def check_greedy(
     outputs: Sequence[Sequence[int]],
     plain: Sequence[Sequence[int]],
     on_prompt: Callable[[int], None] | None = None,
+    bitwise: bool = False,
 ) -> GreedyCheck:
     """Compare outputs with plain greedy decoding of the same prompts by the same engine.
 
@@ -279,12 +284,18 @@ def check_greedy(
         outputs: the new tokens of the drafter's run, per prompt.
         plain: those of plain decoding.
         on_prompt: called with the number of prompts done, after each.
+        bitwise: both runs had the bits of a row independent of the other rows: ``SpeculativeDecoder.bitwise``.
     """
-    result = GreedyCheck()
+    result = GreedyCheck(bitwise=bitwise)
     for number, (prompt, output, reference) in enumerate(zip(prompts, outputs, plain, strict=True)):
         result.checked += len(output)
         if list(output) != list(reference):
             result.identical = False
+            if bitwise:
+                pairs = zip(output, reference, strict=False)
+                differs = sum(token != plain_token for token, plain_token in pairs)
+                result.mismatches += max(differs, len(output) != len(reference))
+                continue
             if not result.tolerance:
                 result.tolerance = tolerance(target, prompt, reference)
             result.mismatches += _ends_wrongly(output, reference, target.stop_ids)

@@ -420,7 +420,8 @@ def evaluate(
                     lossless = check_sample(decoder, prompts, sampling, on_prompt=advance)
                 else:
                     plain_texts = [reference[n].tokens for n in range(len(prompts))]
-                    lossless = check_greedy(target, prompts, [r.tokens for r in results], plain_texts, advance)
+                    ours = [result.tokens for result in results]
+                    lossless = check_greedy(target, prompts, ours, plain_texts, advance, decoder.bitwise)
         bases = {base: timed[base] for base in compared}
         nodes = decoder.drafter.proposed_nodes(sampled)
         figures = _figures(results, decoder.drafter, timed[name], bases)

@@ -1,14 +1,17 @@
 """Every node of a tree has the logits that the model gives for its path alone."""
 
+import copy
 import random
 
 import pytest
 import torch
 
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.runner import ATTENTION, Runner
+from draftsmith.inference.engine.runner import ATTENTION, Runner, find_lean
 from draftsmith.inference.verify.tree import bitsets
 from draftsmith.kernels.tree_attention import ancestor_mask, causal_bias, tree_bias
+from draftsmith.models.lean import LeanDecoder
+from draftsmith.models.target import Target
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,55 @@ def test_tree_logits_equal_each_path_run_alone(make_target, family, rows):
             expected = target.model(alone, use_cache=False).logits[0, -1]
             allowed = 1000 * torch.finfo(expected.dtype).eps * float(expected.norm())
             torch.testing.assert_close(ours[row, node], expected, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "phi3", "granite"]
+)
+@torch.inference_mode()
+def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, family, dtype):
+    """Ten random trees of 4 to 64 nodes for each of two texts in a batch; each node's hidden state and logits, and the
+    keys and values of its path, are those of decoding its path token by token, alone."""
+    tiny = make_target(family)
+    target = Target(copy.deepcopy(tiny.model).to(dtype), None, "tiny", "")
+    lean = find_lean(target, None)
+    if not isinstance(lean, LeanDecoder) or lean.native is None:
+        pytest.skip(f"no kernels of a CPU: {getattr(lean, 'not_fused', lean)}")
+    assert lean.rows_differ == ""
+    rng = random.Random(3)
+    prefixes = [[rng.randrange(61) for _ in range(length)] for length in (13, 70)]
+    with target.attention(ATTENTION):
+        cache = KVCache(target, 2, 150)
+        both = Runner(target, cache)
+        for row, prefix in enumerate(prefixes):
+            cache.window = slice(row, row + 1)
+            both.forward_chunk(torch.tensor([prefix]), 0)
+        cache.window = None
+        cache.lengths.copy_(torch.tensor([13, 70]))
+        for size in (4, 5, 8, 9, 16, 17, 31, 32, 33, 64):
+            parent = [-1] + [rng.randrange(max(0, node - 9), node) for node in range(1, size)]
+            tokens = torch.tensor([[rng.randrange(61) for _ in range(size)] for _ in prefixes])
+            paths = [[0]]
+            for node in range(1, size):
+                paths.append([*paths[parent[node]], node])
+            depth = torch.tensor([[len(path) - 1 for path in paths]], dtype=torch.int32).expand(2, -1)
+            ancestors = bitsets(parent)[None].expand(2, -1, -1)
+            hidden, _ = both.forward_nodes(tokens, cache.lengths, ancestors, depth)
+            logits = target.logits(hidden)
+            for row, prefix in enumerate(prefixes):
+                path = paths[rng.choice([size - 1, rng.randrange(size)])]
+                alone = KVCache(target, 1, 150)
+                runner = Runner(target, alone)
+                runner.forward_chunk(torch.tensor([prefix]), 0)
+                for place, node in enumerate(path):
+                    alone.lengths.fill_(len(prefix) + place)
+                    one = torch.ones(1, 1, 1, dtype=torch.int64)
+                    found, _ = runner.forward_nodes(
+                        tokens[row : row + 1, node : node + 1], alone.lengths, one, depth[:1, :1]
+                    )
+                    assert torch.equal(found[0, 0], hidden[row, node]), (size, node)
+                    assert torch.equal(target.logits(found)[0, 0], logits[row, node]), (size, node)
+                for (together, *_), (single, *_) in zip(cache.views(), alone.views(), strict=True):
+                    slots = [*range(len(prefix)), *(len(prefix) + node for node in path)]
+                    assert torch.equal(together[row, slots], single[0, : len(slots)])
