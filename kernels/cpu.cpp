@@ -7,6 +7,12 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define AMX
+#endif
 
 #ifdef __AVX512F__
 enum { W = 16 };  // floats of a vector
@@ -422,8 +428,78 @@ static inline void product_rows(const float *x, long x_row, const T *weight, con
         product_block<T, 1, O>(x + r * x_row, x_row, weight, bias, inputs, out + r * out_row, out_row, next, ahead);
 }
 
+#ifdef AMX
+// Linux lends a process the tiles when it asks for them (ARCH_REQ_XCOMP_PERM).
+static const bool has_tiles = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+
+struct Tiles { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; };
+
+// Sums [16 outputs, 16 rows] of G groups of rows: tiles 0 to 3. A is a block of the weight as it lies in memory, 16 rows
+// of 32 inputs; B is x, [16 pairs of inputs, 16 rows, 2]. Rows and inputs that do not exist are zeros.
+template <int G>
+static inline void product_tiles(const bf16 *weight, long stride, long outputs, const bf16 *x, long steps, long last, float *sums) {
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (long step = 0; step < steps; step++) {
+        const bf16 *block = weight + step * 32, *own = x + step * 512;
+        if (outputs < 16 || step == last) {
+            bf16 part[16 * 32] = {};
+            for (long o = 0; o < outputs; o++) memcpy(part + o * 32, block + o * stride, 2 * (step == last ? stride - step * 32 : 32));
+            _tile_loadd(4, part, 64);
+        } else {
+            for (long o = 0; o < 16; o++) __builtin_prefetch(block + (16 + o) * stride, 0, 2);
+            _tile_loadd(4, block, 2 * stride);
+        }
+        _tile_loadd(5, own, 64); _tile_dpbf16ps(0, 4, 5);
+        if (G > 1) { _tile_loadd(6, own + steps * 512, 64); _tile_dpbf16ps(1, 4, 6); }
+        if (G > 2) { _tile_loadd(5, own + 2 * steps * 512, 64); _tile_dpbf16ps(2, 4, 5); }
+        if (G > 3) { _tile_loadd(6, own + 3 * steps * 512, 64); _tile_dpbf16ps(3, 4, 6); }
+    }
+    _tile_stored(0, sums, 64);
+    if (G > 1) _tile_stored(1, sums + 256, 64);
+    if (G > 2) _tile_stored(2, sums + 512, 64);
+    if (G > 3) _tile_stored(3, sums + 768, 64);
+}
+
+static void product_by_tiles(const bf16 *x, long x_row, const bf16 *weight, const bf16 *bias, bf16 *out, long out_row, long rows, long inputs, long outputs) {
+    long steps = (inputs + 31) / 32, last = inputs % 32 ? steps - 1 : -1, groups = (rows + 15) / 16, blocks = (outputs + 15) / 16;
+    bf16 *own = (bf16 *)calloc(groups * steps * 512, sizeof(bf16));
+    for (long r = 0; r < rows; r++) for (long k = 0; k < inputs; k += 2) {
+        bf16 *pair = own + ((r / 16 * steps + k / 32) * 16 + k % 32 / 2) * 32 + r % 16 * 2;
+        pair[0] = x[r * x_row + k];
+        if (k + 1 < inputs) pair[1] = x[r * x_row + k + 1];
+    }
+    Tiles tiles = {1, 0, {}, {}, {}};
+    for (int t = 0; t < 8; t++) { tiles.bytes[t] = 64; tiles.rows[t] = 16; }
+    #pragma omp parallel if (rows * inputs * outputs > 32768)
+    {
+        _tile_loadconfig(&tiles);
+        #pragma omp for
+        for (long block = 0; block < blocks; block++) {
+            long first = block * 16, many = outputs - first < 16 ? outputs - first : 16;
+            for (long g = 0; g < groups; g += 4) {
+                float sums[4 * 256];
+                const bf16 *part = own + g * steps * 512, *from = weight + first * inputs;
+                if (groups - g == 1) product_tiles<1>(from, inputs, many, part, steps, last, sums);
+                else if (groups - g == 2) product_tiles<2>(from, inputs, many, part, steps, last, sums);
+                else if (groups - g == 3) product_tiles<3>(from, inputs, many, part, steps, last, sums);
+                else product_tiles<4>(from, inputs, many, part, steps, last, sums);
+                long end = rows - g * 16 < 64 ? rows - g * 16 : 64;
+                for (long r = 0; r < end; r++) for (long o = 0; o < many; o++)
+                    store(out + (g * 16 + r) * out_row + first + o, sums[r / 16 * 256 + o * 16 + r % 16] + (bias ? load(bias[first + o]) : 0));
+            }
+        }
+        _tile_release();
+    }
+    free(own);
+}
+static bool product_by_tiles(const float *, long, const float *, const float *, float *, long, long, long, long) { return false; }
+#endif
+
 template <class T>
 static void product(const T *x, long x_row, const T *weight, const T *bias, T *out, long out_row, long rows, long inputs, long outputs) {
+#ifdef AMX
+    if (sizeof(T) == 2 && has_tiles) { product_by_tiles(x, x_row, weight, bias, out, out_row, rows, inputs, outputs); return; }
+#endif
     enum { STEP = Line<T>::STEP, VECTORS = Line<T>::VECTORS };
     long padded = (inputs + STEP - 1) / STEP * STEP, blocks = (outputs + OUTPUTS - 1) / OUTPUTS;
     float *lines = (float *)malloc(rows * padded * sizeof(float));

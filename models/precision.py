@@ -115,8 +115,8 @@ def choose_dtype(
     if began:
         return Choice(began, _BEGAN)
     missing, on_cpu = lacking("bfloat16", device), torch.device(device).type == "cpu"
-    if quantized and on_cpu:
-        return Choice("float32", "for what is not quantised")
+    if on_cpu and (quantized or missing):
+        return Choice("float32", missing or "for what is not quantised")
     if quantized:
         return Choice("float16", missing) if missing else Choice("bfloat16", "for what is not quantised")
     stored_in = stored()

@@ -484,8 +484,8 @@ def load_target(
 
     Args:
         name: a folder, a .gguf file or a folder that holds one, or a Hub id.
-        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the one it is stored in where the device computes it, else
-            float32 (:mod:`draftsmith.models.precision`).
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the one it is stored in where the device computes
+            it, else float32 (:mod:`draftsmith.models.precision`).
         quantize: ``none``, ``8bit`` or ``4bit`` (NF4): the linear layers without the LM head, by bitsandbytes.
         device_map: ``none``: all of it on the device; ``cpu`` or ``disk``: its layers are kept there and fetched one by
             one in each forward pass; ``auto``: accelerate spreads it over GPUs, CPU memory and disk, in this order, as

@@ -56,7 +56,9 @@ def test_a_cpu(cpu, instructions, environment, has):
     cpu(*instructions, **environment)
     assert hardware_bfloat16("cpu") == has
     assert choose_autocast("auto", "cpu").value == ("bfloat16" if has else "none")
-    assert choose_dtype("auto", "cpu", lambda: "bfloat16").value == "float32", "whatever it has"
+    assert choose_dtype("auto", "cpu", lambda: "bfloat16").value == ("bfloat16" if has else "float32")
+    for stored in ("float32", "float16"):
+        assert choose_dtype("auto", "cpu", lambda: stored).value == "float32"  # noqa: B023
     for name, value in environment.items():
         assert has or f"{name}={value} hides" in choose_autocast("auto", "cpu").why
 
