@@ -444,6 +444,7 @@ static inline void product_tiles(const bf16 *weight, long stride, long outputs, 
         if (outputs < 16 || step == last) {
             bf16 part[16 * 32] = {};
             for (long o = 0; o < outputs; o++) memcpy(part + o * 32, block + o * stride, 2 * (step == last ? stride - step * 32 : 32));
+            asm volatile("" ::: "memory");  // GCC does not know that tiles read memory
             _tile_loadd(4, part, 64);
         } else {
             for (long o = 0; o < 16; o++) __builtin_prefetch(block + (16 + o) * stride, 0, 2);
@@ -470,6 +471,7 @@ static void product_by_tiles(const bf16 *x, long x_row, const bf16 *weight, cons
     }
     Tiles tiles = {1, 0, {}, {}, {}};
     for (int t = 0; t < 8; t++) { tiles.bytes[t] = 64; tiles.rows[t] = 16; }
+    asm volatile("" ::: "memory");
     #pragma omp parallel if (rows * inputs * outputs > 32768)
     {
         _tile_loadconfig(&tiles);
