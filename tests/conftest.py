@@ -11,6 +11,7 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["DRAFTSMITH_CACHE"] = tempfile.mkdtemp(prefix="draftsmith-tests-")  # measured choices, not the user's
 
 import contextlib
+import gc
 import importlib.util
 import io
 import signal
@@ -73,6 +74,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest file first, so that at the end no process waits for the one that runs it."""
     items.sort(key=lambda item: item.path.name != "test_interpreted.py")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a training command collects garbage at its end, and need not look at that each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries report as leaked what is not collected at the end
 
 
 def pytest_configure(config: pytest.Config) -> None:
