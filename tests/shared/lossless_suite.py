@@ -65,7 +65,7 @@ def phrases(make_target: Callable[..., Target]) -> Target:
 
 def soft(make_target: Callable[..., Target]) -> Target:
     """A target with a vocabulary of 5 and distributions of high entropy."""
-    target = make_target("llama", vocab_size=SMALL)
+    target = make_target("llama", vocab_size=SMALL, num_attention_heads=2, num_key_value_heads=1)
     with torch.no_grad():
         target.lm_head.weight.mul_(0.25)
     return target
