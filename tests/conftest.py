@@ -76,8 +76,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_interpreted.py")
 
 
+imported = 0  # modules, when what there was was frozen
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: a training command collects garbage at its end, and need not look at that each time."""
+    global imported
+    imported = len(sys.modules)
     gc.collect()
     gc.freeze()
 
@@ -111,8 +116,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """No test leaves the ones after it with the user's own cache."""
+    """No test leaves the ones after it with the user's own cache. Libraries that it imported stay, too."""
     result = yield
+    if len(sys.modules) > imported + 100:
+        pytest_collection_finish()
     assert os.environ.get("DRAFTSMITH_CACHE"), f"{item.nodeid} unsets DRAFTSMITH_CACHE"
     return result
 
