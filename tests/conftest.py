@@ -11,6 +11,7 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["DRAFTSMITH_CACHE"] = tempfile.mkdtemp(prefix="draftsmith-tests-")  # measured choices, not the user's
 
 import contextlib
+import gc
 import importlib.util
 import io
 import signal
@@ -75,6 +76,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_interpreted.py")
 
 
+imported = 0  # modules, when what there was was frozen
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a training command collects garbage at its end, and need not look at that each time."""
+    global imported
+    imported = len(sys.modules)
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries report as leaked what is not collected at the end
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Each xdist worker stays on one core: commands take a thread per core they may use, and two threads beside another
     worker are far slower than one. With DRAFTSMITH_TEST_SEED, other draws."""
@@ -100,8 +116,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """No test leaves the ones after it with the user's own cache."""
+    """No test leaves the ones after it with the user's own cache. Libraries that it imported stay, too."""
     result = yield
+    if len(sys.modules) > imported + 100:
+        pytest_collection_finish()
     assert os.environ.get("DRAFTSMITH_CACHE"), f"{item.nodeid} unsets DRAFTSMITH_CACHE"
     return result
 

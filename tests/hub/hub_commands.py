@@ -4,6 +4,7 @@ A line of JSON in: ``{"words": [SCRIPT, …], "environment": {…}}``. A line ou
 """
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -40,11 +41,17 @@ def run(words: list[str], environment: dict[str, str | None]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    imported = 0
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library writes past sys.stdout is no answer
     for module in ("draftsmith.train.medusa", "peft"):  # while the first command runs in a process of its own
         importlib.import_module(module)
     for line in sys.stdin:
+        if len(sys.modules) > imported:  # a training command collects garbage at its end: not among what was imported
+            gc.collect()
+            gc.freeze()
+            imported = len(sys.modules)
         asked = json.loads(line)
         answers.write(json.dumps(run(asked["words"], asked["environment"])) + "\n")
         answers.flush()
+    gc.unfreeze()  # libraries report as leaked what is not collected at the end

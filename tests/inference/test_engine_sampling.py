@@ -25,7 +25,7 @@ SAMPLINGS = {
 @pytest.fixture(scope="module")
 def decoder(make_target):
     """Heads of a perturbed LM head in a tree of three levels: drafts are often accepted, and often rejected."""
-    target = make_target("llama", vocab_size=VOCAB)
+    target = make_target("llama", vocab_size=VOCAB, num_attention_heads=2, num_key_value_heads=1)
     with torch.no_grad():
         target.lm_head.weight.mul_(0.25)  # higher entropy
     torch.manual_seed(1)

@@ -48,7 +48,7 @@ NONE: frozenset[int] = frozenset()
 CONTEXT = 96
 STARTS = [[7, 3, 19, 44, 5, 3, 28], [9], [58, 1, 30, 12], [44, 2, 6], [12, 9, 1], [33, 5, 20, 8, 51], [21, 6, 17]]
 OWN = [24, 30, 20, 9, 28, 16, 24]  # tokens of its own text that are part of each prompt, to draft from
-LIMITS = [28, 3, 0, 40, 1, 33, 17]
+LIMITS = [24, 3, 0, 32, 1, 26, 15]
 SMALL, SMALL_PROMPT, NEW = 5, [3, 1, 4, 1, 3, 1, 0, 4, 1], 4
 SAMPLINGS = {"plain": Sampling(), "cut": Sampling(temperature=0.8, top_k=4, repetition_penalty=1.3)}
 
@@ -65,7 +65,7 @@ def phrases(make_target: Callable[..., Target]) -> Target:
 
 def soft(make_target: Callable[..., Target]) -> Target:
     """A target with a vocabulary of 5 and distributions of high entropy."""
-    target = make_target("llama", vocab_size=SMALL)
+    target = make_target("llama", vocab_size=SMALL, num_attention_heads=2, num_key_value_heads=1)
     with torch.no_grad():
         target.lm_head.weight.mul_(0.25)
     return target
@@ -188,7 +188,7 @@ def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:
         Sampling(seed=3, top_p=0.8), Sampling(seed=7, temperature=1.3), Sampling(seed=1 << 40), Sampling(seed=2),
     ]  # fmt: skip
     requests = [
-        Request((SMALL_PROMPT * 3)[number : 2 * number + 2], 6 + 7 * number % 25, sampling, NONE)
+        Request((SMALL_PROMPT * 3)[number : 2 * number + 2], 5 + 5 * number % 17, sampling, NONE)
         for number, sampling in enumerate(each)
     ]
     alone = [SpeculativeDecoder(target, make(target)).serve([one], 1, mode="sample")[0] for one in requests]
@@ -286,7 +286,7 @@ def check_warm_up(make_target: Callable[..., Target], make: MakeDrafter) -> None
     wide, small = phrases(make_target), soft(make_target)
     for mode, target in (("greedy", wide), ("sample", small), ("sample", wide)):
         expected = _steps(target, make(target), mode, warm_up=[])
-        for warm_up in ([0, 4], [1, 6], [0, 2, 3, 5, 8]):
+        for warm_up in ([1, 4, 6], [0, 2, 3, 5, 8]):
             steps = _steps(target, make(target), mode, warm_up=warm_up)
             assert steps == expected, f"{mode}: steps undone before step {warm_up}: {steps} instead of {expected}"
 

@@ -563,16 +563,11 @@ def test_shards_are_training_data(recipe, run_main, tiny_lm, tmp_path):
     "name", ["llama3-70b-distill", "smollm2-distill", "tiny-distill", "vicuna33b-distill", "zephyr7b-distill"]
 )
 def test_shipped_recipes_by_their_own_commands(tmp_path, run_main, monkeypatch, name):
-    """One of them in a process of its own."""
     command = (ROOT / f"recipes/{name}.yaml").read_text().splitlines()[0].split()[1:]
     assert command == ["python", "train/distill.py", f"recipes/{name}.yaml"]
     options = ["--tiny", f"run.output_dir={tmp_path}"]
-    if name == "tiny-distill":
-        done = subprocess.run([sys.executable, *command[1:], *options], cwd=ROOT, capture_output=True, text=True)
-        code, err = done.returncode, done.stderr
-    else:
-        monkeypatch.chdir(ROOT)
-        code, _, err = run_main(distill.main, command[2], *options)
+    monkeypatch.chdir(ROOT)
+    code, _, err = run_main(distill.main, command[2], *options)
     assert code == 0, err
     counts, written = counts_of(tmp_path / f"{name}-tiny"), 2 * (name == "smollm2-distill")
     assert counts["prompts"] == 8 + written and counts["done"] >= 8

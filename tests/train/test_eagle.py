@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from draftsmith.train import eagle, features
 from draftsmith.train.dry_run import decode_a_little
 from draftsmith.train.losses import linear_soft_cross_entropy
 
-ROOT = Path(__file__).parents[2]
 STEPS = 3
 
 # ---- the loss
@@ -215,11 +211,9 @@ VERSIONS = {1: ["drafter={version: 1}"], 3: []}
 @pytest.fixture(scope="module")
 def whole(recipe, run_main):
     """The folders of runs that nothing interrupted, by version."""
-    command = [sys.executable, "train/eagle.py", recipe, "run.name=whole-3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    code, _, err = run_main(eagle.main, recipe, "run.name=whole-1", *VERSIONS[1])
-    assert (code, err) == (0, "")
+    for version, options in VERSIONS.items():
+        code, _, err = run_main(eagle.main, recipe, f"run.name=whole-{version}", *options)
+        assert (code, err) == (0, "")
     return {version: recipe.parent / f"whole-{version}" for version in VERSIONS}
 
 

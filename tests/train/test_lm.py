@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,12 +35,11 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, run_main):
     folder = tmp_path_factory.mktemp("lm")
-    command = [sys.executable, "train/lm.py", "recipes/tiny-lm.yaml", f"run.output_dir={folder}", "run.name=x", *SMALL]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "error" not in done.stderr and "arning" not in done.stderr
+    code, _, err = run_main(lm.main, ROOT / "recipes/tiny-lm.yaml", f"run.output_dir={folder}", "run.name=x", *SMALL)
+    assert code == 0, err
+    assert "error" not in err and "arning" not in err
     return folder / "x"
 
 

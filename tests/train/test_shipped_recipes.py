@@ -16,6 +16,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from draftsmith.inference import calibrate, decode
+from draftsmith.inference.evaluation import report
 
 pytestmark = pytest.mark.whole_runs
 
@@ -40,7 +41,11 @@ every_recipe = pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.s
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """Where the commands run, and caches that hold nothing yet."""
+    """Where the commands run, and caches that hold nothing yet; few steps are timed, and no picture of a report is
+    drawn. tests/hub does both as users do, for each family."""
+    monkeypatch.setattr(calibrate, "SIZES", (2, 4))
+    monkeypatch.setattr(calibrate, "TIMED_TOKENS", 4)
+    monkeypatch.setattr(report, "plot", lambda *_: None)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))

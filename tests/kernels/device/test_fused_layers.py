@@ -41,11 +41,11 @@ def test_prompts_and_trees(make_target, device, monkeypatch, family, folds):
 
         monkeypatch.setattr(lean, "choose", folding)
     target = on(device, make_target(family))
-    length, chunk = (13, 8) if family == "gemma2" else (6, 4)  # its window is of 8 tokens
+    length, chunk = (11, 7) if family == "gemma2" else (5, 3)  # its window is of 8 tokens
     tokens = torch.randint(0, target.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(device)
-    tree = StaticTree([-1, 0, 1, 1, 0, 4], device)
+    tree = StaticTree([-1, 0, 1, 1, 0], device)
     lengths = torch.tensor([length, chunk - 2], device=device)
-    nodes = tokens[:, :6].flip(1)
+    nodes = tokens[:, :5].flip(1)
     found = []
     for fused in (True, False):
         with monkeypatch.context() as patch:
