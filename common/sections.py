@@ -71,7 +71,8 @@ class TargetSection(Section):
         default=None, description="the target's family (llama, qwen3, …), so that --tiny and --dry-run need no download"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="of its weights; auto: the dtype it is stored in, or float32 where the device does not compute it"
+        default="auto",
+        description="of its weights; auto: the dtype it is stored in, or float32 where the device does not compute it",
     )
     quantize: Literal["none", "8bit", "4bit"] = Field(
         default="none", description="load the frozen target's weights in 8 or 4 bits (needs bitsandbytes)"

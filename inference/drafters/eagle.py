@@ -34,6 +34,7 @@ from draftsmith.inference.engine.costs import StepCosts, draft_time
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify.verify import Verdict
+from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.pair_input import pair_input
 from draftsmith.kernels.tree_attention import (
@@ -46,7 +47,16 @@ from draftsmith.kernels.tree_attention import (
     tree_bias_one_row,
 )
 from draftsmith.models.eagle import Eagle, marked_places
-from draftsmith.models.lean import Buffers, FusedBuffers, Layer, RMSNorm, can_fuse, run_fused_layer, run_layer
+from draftsmith.models.lean import (
+    Buffers,
+    FusedBuffers,
+    Layer,
+    NativeLayers,
+    RMSNorm,
+    can_fuse,
+    run_fused_layer,
+    run_layer,
+)
 from draftsmith.models.lean_from import packed_linears
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
@@ -153,6 +163,8 @@ class EagleDrafter(Drafter):
         self.keys, self.values = storage  # [B, G, S, D]
         self.both = storage.permute(1, 3, 0, 2, 4)  # [B, S, 2, G, D]
         self.kernel = runs_kernel(storage, config.head_dim)
+        on_cpu = self.kernel and why_not_triton(storage) and can_fuse(self.layer)
+        self.native = NativeLayers([self.layer], self.norm) if on_cpu else None
         self.table = _rotations(self.eagle, min(self.capacity, self.target.context), device, dtype)
         self.pass_buffers: dict[int, Buffers | FusedBuffers] = {}  # by number of nodes
         self.plans: Plans | None = None  # of the step
@@ -311,8 +323,14 @@ class EagleDrafter(Drafter):
         else:
             biases = {0: self._bias(level, lengths, seen, fixed)}
         view = (self.both, self.keys[:, :, :seen], self.values[:, :, :seen])
-        buffers = self._buffers(rows, count)
-        if isinstance(buffers, FusedBuffers):
+        buffers = self._buffers(rows, count) if self.native is None else None
+        if self.native is not None:
+            assert tree_keys is not None
+            x, inputs, positions, slots = self._fused_input(level, tokens, hidden, lengths)
+            normed, _ = self.native.run(x, positions, slots, [view], {"": self.table}, tree_keys, inputs=inputs)
+            if self.norm is None:
+                normed = x
+        elif isinstance(buffers, FusedBuffers):
             assert tree_keys is not None
             x, inputs, positions, slots = self._fused_input(level, tokens, hidden, lengths)
             normed, after = torch.empty_like(x), self.norm or self.layer.before_mlp
@@ -327,6 +345,7 @@ class EagleDrafter(Drafter):
             slots = lengths[:, None] + self.numbers[level.first : total]
             x = self._residual(tokens, level.of_parents(hidden))
             cos, sin = F.embedding(positions, self.table).view(rows, count, 2, 1, -1).unbind(2)
+            assert buffers is not None
             run_layer(self.layer, buffers, x, (buffers.rows, slots), view, (cos, sin), biases, tree_keys)
             normed = x if self.norm is None else self.norm(x)
         normed = normed.view(rows, count, -1)

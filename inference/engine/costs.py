@@ -104,7 +104,8 @@ def step_costs(target: Target, lean: bool | None = None, remeasure: bool = False
         lean: as :class:`draftsmith.inference.engine.engine.SpeculativeDecoder` takes it.
         remeasure: measure, for longer, even if the costs are known.
     """
-    decoder = "transformers" if isinstance(find_lean(target, lean), str) else "lean"
+    found = find_lean(target, lean)
+    decoder = "transformers" if isinstance(found, str) else "lean" if found.native is None else "lean, cpu.cpp"
     key = f"{target.fingerprint}, {target.dtype}, {target.device}, {decoder}"
     known = read_measured(FILE).get(key)
     if target.fingerprint and known and isinstance(known, dict) and not remeasure:
