@@ -361,11 +361,11 @@ class _Queue:
                 self._add(row, text, [token], [0], step=False)
 
     def _next_texts(self) -> list[tuple[int, _Text]]:
-        """Rows and texts of new requests, for the first adjacent free rows; on a CPU one at a time, so that the bits of
-        a prompt do not depend on other prompts."""
+        """Rows and texts of new requests, for the first adjacent free rows; one at a time where the bits of a row
+        do not depend on the other rows, so that those of a prompt do not either."""
         new: list[tuple[int, _Text]] = []
         for row, text in enumerate(self.texts):
-            if new and (text is not None or self.step.runner.on_cpu):
+            if new and (text is not None or self.step.runner.bitwise):
                 break
             if text is not None:
                 continue

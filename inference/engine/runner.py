@@ -130,6 +130,11 @@ class Runner:
         self._chain = torch.empty(1, 0, 0, dtype=torch.int64, device=target.device)  # bitsets of the longest chunk
         self._fixed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # masks, and biases of one row, by (Q, T)
 
+    @property
+    def bitwise(self) -> bool:
+        """Whether the bits of a row of a step do not depend on the other rows."""
+        return self.kernel and self.lean is not None and not self.lean.rows_differ
+
     def forward_chunk(self, tokens: Tensor, start: int, captures: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
         """Run a chunk ``[b, T]`` of prompts from position ``start`` on, in the rows of the cache's window.
 

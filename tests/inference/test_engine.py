@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.inference.engine import step as stepping
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.runner import Runner
 from draftsmith.models.target import Target
 
 NONE = frozenset()
@@ -105,6 +106,7 @@ def test_decoder_can_be_used_again(written):
 @pytest.mark.parametrize("chunk", [1, 4, 11])
 def test_prefill_in_chunks(written, scripted, monkeypatch, family, chunk):
     """Prompts that end in different chunks; those of 4 and 11 tokens at the end of a chunk."""
+    monkeypatch.setattr(Runner, "bitwise", False)  # prompts begin together, as on a GPU
     target, truth = written(family)
     monkeypatch.setattr(stepping, "PREFILL_CHUNK", chunk)
     drafter = scripted(target, PROMPTS, truth, [14] * 4, 33, 5)
@@ -138,8 +140,9 @@ def test_token_id_0_is_not_the_padding(make_target, greedy_texts, scripted):
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("end", [0, 7, 8, 9, 10, 11, 12, 13])
-def test_stop_ids_end_a_row(written, scripted, rows, end):
+def test_stop_ids_end_a_row(written, scripted, monkeypatch, rows, end):
     """The text ends with the stop id, anywhere in an accepted path; the other rows continue."""
+    monkeypatch.setattr(Runner, "bitwise", False)  # rows begin together, as on a GPU
     target, truth = written("llama")
     truth, stop = truth[:rows], truth[0][end]
     wanted = [row[:WANTED].index(stop) + 1 if stop in row[:WANTED] else WANTED for row in truth]

@@ -33,7 +33,7 @@ def test_identical(target):
     check = check_greedy(target, PROMPTS, reference, reference, seen.append)
     assert check.to_dict() == {
         "mode": "greedy", "checked": 2 * LENGTH, "identical": True, "near_ties": 0, "mismatches": 0, "tolerance": 0.0,
-        "p_value": None,
+        "bitwise": False, "p_value": None,
     }  # fmt: skip
     assert seen == [1, 2]
 
@@ -182,3 +182,14 @@ def test_the_same_weights_in_float32(make_target, family):
     copied = Target(copy.deepcopy(target.model).float(), None, "", "")
     expected = copied.logits(copied.hidden(torch.tensor([[*PROMPTS[1], 5, 2]]))[0, -3:])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_where_bits_are_equal_no_near_tie_is_excused(target):
+    """Any difference is a mismatch, however close the logits; an output that ends early is one, too."""
+    reference = plain(target)
+    swapped = [[*reference[0][:-1], (reference[0][-1] + 1) % 61], reference[1]]
+    for output, wrong in ((swapped, 1), ([reference[0][:-1], reference[1]], 1), (reference, 0)):
+        check = check_greedy(target, PROMPTS, output, reference, bitwise=True)
+        assert (check.mismatches, check.identical, check.near_ties) == (wrong, not wrong, 0)
+    assert SpeculativeDecoder(target).bitwise == (cpu.library() is not None)
+    assert not SpeculativeDecoder(target, lean=False).bitwise
