@@ -72,7 +72,7 @@ class TargetSection(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="of its weights; auto: the dtype it is stored in, or float32 where the device does not compute it",
+        description="of its weights; auto: on a GPU the dtype it is stored in, on a CPU float32",
     )
     quantize: Literal["none", "8bit", "4bit"] = Field(
         default="none", description="load the frozen target's weights in 8 or 4 bits (needs bitsandbytes)"

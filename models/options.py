@@ -31,8 +31,8 @@ def dtype_option(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--dtype``, with the values of ``load_target``'s ``dtype``. ``what`` begins the help: the dtype of what."""
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", *DTYPES),
-        help=f"{what}; auto, the default: the dtype that the target is stored in, or float32 where the device does not "
-        "compute it",
+        help=f"{what}; auto, the default: on a GPU the dtype that the target is stored in, on a CPU float32, or "
+        "bfloat16 where that is faster",
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Precision by the hardware: dtypes that a device computes natively, the choice for ``auto``, and the line about it.
 
 ``precision.autocast: auto`` is bfloat16 where the device has it in hardware, else none. ``dtype: auto`` is the dtype
-that the target is stored in, where the device computes it: on a CPU bfloat16 with instructions for it, since weights
-are read from memory at every step (a token of SmolLM2 takes 20 ms in bfloat16 and 41 in float32 on one core of an Intel
-Xeon), and prompts would take many times longer without; else float32. torch is imported only where a device is queried.
+that the target is stored in on a GPU. On a CPU it is float32, except for decoding with weights stored in bfloat16 that
+exceed its caches, where the CPU has bfloat16 instructions: a step reads all weights from memory (SmolLM2 takes 28 ms in
+bfloat16 and 47 in float32 on one core of an Intel Xeon). torch is imported only where a device is queried.
 """
 
 import os
@@ -28,6 +28,7 @@ _CEILINGS = {
     "ONEDNN_MAX_CPU_ISA": {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"},
     "MKL_ENABLE_INSTRUCTIONS": {"SSE4_2", "AVX", "AVX2", "AVX2_E1", "AVX512", "AVX512_E1", "AVX512_E2"},
 }
+_LARGE = 100 << 20  # bytes of weights that no processor's second-level cache holds
 _REQUESTED = "as requested"
 _BEGAN = "as this run began"
 
@@ -98,7 +99,7 @@ def choose_autocast(requested: str, device: "str | torch.device", began: str | N
 
 def choose_dtype(
     requested: str, device: "str | torch.device", stored: Callable[[], str], *, quantized: bool = False,
-    began: str | None = None,
+    began: str | None = None, weights: int = 0,
 ) -> Choice:  # fmt: skip
     """Choose one of :data:`DTYPES` for a target's weights.
 
@@ -107,6 +108,7 @@ def choose_dtype(
         stored: returns the dtype that the target is stored in; called only where it is needed.
         quantized: its linear layers are quantised; the dtype is that of their products and of the other weights.
         began: the choice with which a resumed run began, which ``auto`` keeps.
+        weights: bytes of the stored weights, if the target decodes; 0 if it only trains a drafter.
     """
     import torch
 
@@ -115,15 +117,15 @@ def choose_dtype(
     if began:
         return Choice(began, _BEGAN)
     missing, on_cpu = lacking("bfloat16", device), torch.device(device).type == "cpu"
-    if on_cpu and (quantized or missing):
-        return Choice("float32", missing or "for what is not quantised")
+    if on_cpu:
+        in_half = weights >= _LARGE and not quantized and not missing and stored() == "bfloat16"
+        why = missing or "on a CPU bfloat16 gains where large weights are stored in it"
+        return Choice("bfloat16", "as it is stored") if in_half else Choice("float32", why)
     if quantized:
         return Choice("float16", missing) if missing else Choice("bfloat16", "for what is not quantised")
     stored_in = stored()
     if stored_in == "bfloat16" and missing:
         return Choice("float32", f"it is stored in bfloat16, and {missing}; float16 takes half the memory")
-    if stored_in == "float16" and on_cpu:
-        return Choice("float32", "it is stored in float16, in which a CPU is slow")
     if stored_in in DTYPES:
         return Choice(stored_in, "as it is stored")
     return Choice("float32" if missing else "bfloat16", f"it is stored in {stored_in}")

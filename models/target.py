@@ -484,8 +484,8 @@ def load_target(
 
     Args:
         name: a folder, a .gguf file or a folder that holds one, or a Hub id.
-        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the one it is stored in where the device computes
-            it, else float32 (:mod:`draftsmith.models.precision`).
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: on a GPU the one it is stored in; on a CPU float32,
+            or bfloat16 where that is faster (:mod:`draftsmith.models.precision`).
         quantize: ``none``, ``8bit`` or ``4bit`` (NF4): the linear layers without the LM head, by bitsandbytes.
         device_map: ``none``: all of it on the device; ``cpu`` or ``disk``: its layers are kept there and fetched one by
             one in each forward pass; ``auto``: accelerate spreads it over GPUs, CPU memory and disk, in this order, as
@@ -516,9 +516,11 @@ def load_target(
     folder = with_safetensors(folder)
     shapes = check_safetensors(folder)
     _check_shapes(folder, config, shapes)
-    if sum(file.stat().st_size for file in folder.glob("*.safetensors")) < _SMALL:
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if weights < _SMALL:
         logging.disable_progress_bar()  # it would only flash
-    chosen = choose_dtype(dtype, device, lambda: stored_dtype(folder), quantized=quantize != "none")
+    quantized = quantize != "none"
+    chosen = choose_dtype(dtype, device, lambda: stored_dtype(folder), quantized=quantized, weights=weights)
     options: dict[str, Any] = {"dtype": getattr(torch, chosen.value), "trust_remote_code": trust_remote_code}
     if device_map in ("cpu", "disk"):
         options["device_map"] = _layers_elsewhere(folder, device_map, device, trust_remote_code)

@@ -56,9 +56,16 @@ def test_a_cpu(cpu, instructions, environment, has):
     cpu(*instructions, **environment)
     assert hardware_bfloat16("cpu") == has
     assert choose_autocast("auto", "cpu").value == ("bfloat16" if has else "none")
-    assert choose_dtype("auto", "cpu", lambda: "bfloat16").value == ("bfloat16" if has else "float32")
-    for stored in ("float32", "float16"):
-        assert choose_dtype("auto", "cpu", lambda: stored).value == "float32"  # noqa: B023
+    for stored, weights in (
+        ("bfloat16", 200 << 20),
+        ("bfloat16", 8 << 20),
+        ("float32", 200 << 20),
+        ("float16", 1 << 40),
+    ):
+        half = has and stored == "bfloat16" and weights > 100 << 20
+        found = choose_dtype("auto", "cpu", lambda: stored, weights=weights)  # noqa: B023
+        assert found.value == ("bfloat16" if half else "float32")
+    assert choose_dtype("auto", "cpu", lambda: "bfloat16").value == "float32", "training"
     for name, value in environment.items():
         assert has or f"{name}={value} hides" in choose_autocast("auto", "cpu").why
 
