@@ -1,4 +1,5 @@
-"""What stands between the products of a layer, for a few rows on a CPU: kernels/cpu.cpp, compiled at first use.
+"""Products, and what stands between them in a decoder layer, for a few rows on a CPU: kernels/cpu.cpp, compiled at
+first use.
 
 Each row is computed by itself, in an order that does not depend on other rows or on where its keys lie: see there. The
 library is built by the machine's C++ compiler in about two seconds, and kept in the cache folder. Without a compiler,
@@ -8,6 +9,7 @@ and for other dtypes than float32 and bfloat16, public functions of this folder 
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -20,7 +22,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.common.files import cache_folder
-from draftsmith.kernels.measured import machine
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -127,7 +128,11 @@ def library() -> ctypes.CDLL | None:
 def _build(command: list[str]) -> Path:
     """The file of the library, compiled where it is missing. PyTorch's own OpenMP threads run it: it has been loaded
     under the name that the library asks for."""
-    key = hashlib.sha256("\n".join([machine(), *command]).encode() + _SOURCE.read_bytes()).hexdigest()[:16]
+    cpu = platform.machine()
+    with suppress(OSError):  # the first processor's model and flags: a cache folder may be shared by several machines
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        cpu += "".join(line for line in lines if line.startswith(("model name", "flags", "Features")))
+    key = hashlib.sha256("\n".join([cpu, *command]).encode() + _SOURCE.read_bytes()).hexdigest()[:16]
     file = cache_folder() / f"cpu-{key}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -61,11 +61,6 @@ def product(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None = None, ou
     return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
 
 
-def add_product(total: Tensor, x: Tensor, matrix: Tensor, factor: float = 1.0) -> Tensor:
-    """``total += factor · x matrix`` in place, in one operation where possible. ``total [M, N]``, ``x [M, K]``."""
-    return total.addmm_(x, matrix, alpha=factor)
-
-
 def _few_rows(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """:func:`product` in one of the forms of few rows; rounded once, as by ``addmm``."""
     if out is None:

@@ -143,8 +143,6 @@ def _make(target: Target) -> LeanDecoder:
         raise NotLean("its layers do not each call attention once")
     facts = zip(decoder.layers, record, kinds, target.kv_shapes, strict=True)
     layers = [_layer(module, settings, rope, kv_shape, target) for module, settings, rope, kv_shape in facts]
-    if _contiguous not in decoder._state_dict_hooks.values():
-        decoder.register_state_dict_post_hook(_contiguous)
     factor = float(getattr(decoder, "embedding_multiplier", 1.0))
     lean = LeanDecoder(decoder.embed_tokens, factor, rotary, layers, last_norm, target.context, target.device)
     tokens = _trial_tokens(target)
@@ -244,13 +242,6 @@ def _make_native(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> Non
     if not torch.equal(target.logits(hidden), torch.cat([target.logits(row[None]) for row in hidden])):
         reason = "the bits of a row of its LM head depend on the other rows"
     lean.native, lean.not_fused, lean.rows_differ = NativeLayers(lean.layers, lean.norm), "", reason
-
-
-def _contiguous(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Replace views in a state dict by contiguous copies, for ``save_pretrained``."""
-    for name, weight in state.items():
-        if isinstance(weight, Tensor) and not weight.is_contiguous():
-            state[name] = weight.contiguous()
 
 
 def _trial_tokens(target: Target) -> Tensor:

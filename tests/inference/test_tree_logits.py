@@ -6,7 +6,10 @@ import random
 import pytest
 import torch
 
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import ATTENTION, Runner, find_lean
 from draftsmith.inference.verify.tree import bitsets
 from draftsmith.kernels.tree_attention import ancestor_mask, causal_bias, tree_bias
@@ -105,3 +108,24 @@ def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, family, 
                 for (together, *_), (single, *_) in zip(cache.views(), alone.views(), strict=True):
                     slots = [*range(len(prefix)), *(len(prefix) + node for node in path)]
                     assert torch.equal(together[row, slots], single[0, : len(slots)])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_texts_in_bfloat16_are_those_of_plain_decoding(make_target, family, static):
+    """Where logits tie often: any drafter, any batch with rows that begin at different steps, to the last token."""
+    target = Target(copy.deepcopy(make_target(family).model).to(torch.bfloat16), None, "tiny", "")
+    if not SpeculativeDecoder(target).bitwise:
+        pytest.skip("no kernels of a CPU")
+    rng = random.Random(5)
+    prompts = [[rng.randrange(61) for _ in range(rng.randrange(1, 40))] for _ in range(12)]
+    plain = [result.tokens for result in SpeculativeDecoder(target).generate(prompts, 20, stop_ids=frozenset())]
+    other = Target(copy.deepcopy(target.model), None, "draft", "")
+    with torch.no_grad():
+        for weight in other.model.parameters():
+            weight.add_(0.02 * torch.randn_like(weight))
+    for drafter in (None, NgramDrafter(target, min_match=1, depth=4), DraftModelDrafter(other, target, (2, 2, 1))):
+        for rows in (1, 5):
+            decoder = SpeculativeDecoder(target, drafter, static=static)
+            found = decoder.generate(prompts, 20, batch_size=rows, stop_ids=frozenset())
+            assert [result.tokens for result in found] == plain, (drafter, rows)
