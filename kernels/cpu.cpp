@@ -494,7 +494,7 @@ static void product_by_tiles(const bf16 *x, long x_row, const bf16 *weight, cons
     }
     free(own);
 }
-static bool product_by_tiles(const float *, long, const float *, const float *, float *, long, long, long, long) { return false; }
+static void product_by_tiles(const float *, long, const float *, const float *, float *, long, long, long, long) {}  // never called
 #endif
 
 template <class T>

@@ -250,7 +250,7 @@ class LeanDecoder:
             if isinstance(own_buffers, FusedBuffers):
                 assert tree_keys is not None
                 last = number + 1 == len(self.layers)
-                after = _weight_and_eps(self.norm if last else self.layers[number + 1].before_attention)
+                after = weight_and_eps(self.norm if last else self.layers[number + 1].before_attention)
                 is_normed = run_fused_layer(
                     layer, own_buffers, x, normed if is_normed else None, normed, tables[layer.rope], positions, slots,
                     view, tree_keys, after, last,
@@ -382,7 +382,7 @@ def run_fused_layer(
     both, keys, values = view
     norm, (qkv_form, out_form, gate_up_form, down_form) = layer.qk_norm, buffers.forms
     if inputs is None:
-        _normed_product(qkv_form, x, None, _weight_and_eps(layer.before_attention), normed, layer.qkv, buffers.qkv)
+        _normed_product(qkv_form, x, None, weight_and_eps(layer.before_attention), normed, layer.qkv, buffers.qkv)
         qkv = buffers.qkv
     else:
         qkv = partial_product(qkv_form, inputs, layer.qkv, buffers.qkv)
@@ -393,7 +393,7 @@ def run_fused_layer(
     q = buffers.q.transpose(1, 2)  # [B, H, N, D]
     out = attend_tree(q, keys, values, tree_keys, layer.scale, layer.window, layer.softcap)
     out = out.transpose(1, 2).reshape(len(x), -1)
-    before_mlp = _weight_and_eps(layer.before_mlp)
+    before_mlp = weight_and_eps(layer.before_mlp)
     is_normed = _add_product(
         x, out_form, out, layer.out, buffers.out, layer.out_bias, layer.after_attention, layer.factor, before_mlp,
         normed,
@@ -444,7 +444,8 @@ def _add_product(
     return True
 
 
-def _weight_and_eps(norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+def weight_and_eps(norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+    """A norm's weight as kernels read it, and its eps."""
     assert isinstance(norm, RMSNorm)
     return norm.kernel_weight, norm.eps
 

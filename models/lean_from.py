@@ -25,11 +25,11 @@ from draftsmith.models.lean import (
     LeanDecoder,
     NativeLayers,
     RMSNorm,
-    _weight_and_eps,
     can_fuse,
     folding_forms,
     run_fused_layer,
     run_layer,
+    weight_and_eps,
 )
 from draftsmith.models.target import Target
 
@@ -194,7 +194,7 @@ def _why_not_fused(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> s
                 normed, place, level = torch.empty_like(x), places[:, :many], depth[:, :many]
                 run_fused_layer(
                     layer, FusedBuffers(layer, 1, many, False, forms), x, None, normed, tables[layer.rope], place,
-                    place, view, TreeKeys(starts, chain[:, :many], level, level), _weight_and_eps(after),
+                    place, view, TreeKeys(starts, chain[:, :many], level, level), weight_and_eps(after),
                 )  # fmt: skip
                 wanted = inputs[number + 1][0, :many]
                 _compare(x, wanted, f"its layer {number} by kernels")
