@@ -298,7 +298,7 @@ def sampling_method(target: Target, drafter: Drafter, args: argparse.Namespace) 
     decoder = SpeculativeDecoder(target, drafter)
     sampling = Sampling(temperature=args.sampling, seed=args.seed)
     return lambda group: decoder.generate(
-        group, args.max_new_tokens, mode="sample", sampling=with_own_seeds(sampling, group), batch_size=args.batch_size
+        group, args.max_new_tokens, mode="mss", sampling=with_own_seeds(sampling, group), batch_size=args.batch_size
     )
 
 

@@ -58,8 +58,13 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--mode", choices=["greedy", "sample", "typical"],
-        help="greedy: the target's greedy text, token by token; sample: the distribution of sampling from the target, "
-        "the default where one of the next options is given; typical: Medusa's criterion, lossy",
+        help="greedy: the target's greedy text, token by token; sample: the text that plain sampling from the target has "
+        "with this seed, the default where one of the next options is given; typical: Medusa's criterion, lossy",
+    )  # fmt: skip
+    parser.add_argument(
+        "--verify", choices=["coupled", "mss"],
+        help="of --mode sample. coupled: a seed is one text, whatever the drafter, tree, batch and load (default); mss: "
+        "SpecInfer's multi-step speculative sampling, whose texts have the same distribution",
     )  # fmt: skip
     parser.add_argument("--temperature", type=float, help="default 1")
     parser.add_argument("--top-k", type=int, help="only the K most likely tokens (default: all)")
@@ -126,11 +131,15 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("two of the drafters have the same name, and so would their reports")
     given_sampling = [name for name in SAMPLING if getattr(args, name) is not None]
     if args.mode is None:
-        args.mode = "sample" if given_sampling else "greedy"
+        args.mode = "sample" if given_sampling or args.verify else "greedy"
     if args.mode != "typical" and args.epsilon is not None:
         raise ValueError("--epsilon is the threshold of --mode typical")
     if args.mode == "greedy" and given_sampling:
         raise ValueError(f"--{given_sampling[0].replace('_', '-')} needs --mode sample (or typical)")
+    if args.verify and args.mode != "sample":
+        raise ValueError(f"--verify {args.verify} needs --mode sample")
+    if args.verify == "mss":
+        args.mode = "mss"
     if args.mode == "typical" and args.check_lossless:
         raise ValueError("--mode typical is lossy by design, so there is nothing for --check-lossless to check")
     measured = args.report or args.check_lossless

@@ -63,6 +63,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "rotate_write": [*[_POINTER] * 8, _FLOAT, *[_LONG] * 16],
     "attend": [*[_POINTER] * 9, _FLOAT, _FLOAT],
     "product": [_POINTER, _LONG, *[_POINTER] * 3, *[_LONG] * 4],
+    "coupled": [_POINTER, *[_LONG] * 3, _POINTER, _LONG, *[_POINTER] * 6, _LONG, *[_POINTER] * 3],
     "decoder_layers": [ctypes.POINTER(Layer), ctypes.POINTER(Pass), *[_POINTER] * 10],
 }
 

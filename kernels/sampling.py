@@ -34,21 +34,25 @@ _LOW = 0xFFFFFFFF
 LOW_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
-def philox_uniforms_reference(seed: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
-    """The definition of :func:`philox_uniforms`."""
-    blocks = -(-count // 4)
-    place = torch.arange(blocks, device=seed.device)[None].expand(len(seed), -1)
-    c0, c1 = place & _LOW, step[:, None].expand(-1, blocks) & _LOW
-    c2, c3 = (step[:, None] >> 32).expand(-1, blocks) & _LOW, torch.full_like(place, stream)
-    k0, k1 = (seed[:, None] & _LOW).expand(-1, blocks), (seed[:, None] >> 32).expand(-1, blocks) & _LOW
+def philox_words(c0: Tensor, c1: Tensor, c2: Tensor, c3: int, key: Tensor) -> tuple[Tensor, ...]:
+    """The four words of Philox 4×32-10 at counters (c0, c1, c2, c3), whose words above 32 bits are left out, and keys of
+    64 bits: int64 tensors of shapes that broadcast."""
+    c0, c1, c2, k0, k1 = torch.broadcast_tensors(c0 & _LOW, c1 & _LOW, c2 & _LOW, key & _LOW, (key >> 32) & _LOW)
+    last = torch.full_like(c0, c3)
     for _ in range(10):
         low0, low2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64-bit products; masks below remove the sign
-        c0, c1, c2, c3 = (
-            ((low2 >> 32) & _LOW) ^ c1 ^ k0, low2 & _LOW, ((low0 >> 32) & _LOW) ^ c3 ^ k1, low0 & _LOW
+        c0, c1, c2, last = (
+            ((low2 >> 32) & _LOW) ^ c1 ^ k0, low2 & _LOW, ((low0 >> 32) & _LOW) ^ last ^ k1, low0 & _LOW
         )  # fmt: skip
         k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
-    words = torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :count]
-    return (words >> 8).float() * 2.0**-24
+    return c0, c1, c2, last
+
+
+def philox_uniforms_reference(seed: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
+    """The definition of :func:`philox_uniforms`."""
+    place = torch.arange(-(-count // 4), device=seed.device)[None]
+    words = philox_words(place, step[:, None], step[:, None] >> 32, stream, seed[:, None])
+    return (torch.stack(words, -1).flatten(1)[:, :count] >> 8).float() * 2.0**-24
 
 
 @jit(do_not_specialize=["count", "stream", "seed_row", "step_row"])

@@ -32,6 +32,7 @@ from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, 
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.costs import StepCosts, draft_time
 from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.verify.sampling import Noise
 from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.backend import why_not_triton
@@ -83,9 +84,9 @@ class _PairInput:
 class EagleDrafter(Drafter):
     """An EAGLE drafter for a target.
 
-    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.drafters.levels.Levels` says; in sampling mode they
-    are drawn under the request's own sampling parameters, except a repetition penalty. A dynamic tree's nodes are the
-    likeliest ones in every mode, verified as deterministic drafts.
+    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.drafters.levels.Levels` says; in multi-step sampling
+    they are drawn under the request's own sampling parameters, except a repetition penalty. A dynamic tree's nodes are
+    the likeliest ones in every mode, in coupled sampling under the noise of the text.
 
     Args:
         eagle: is cast to the target's dtype and moved to its device.
@@ -227,7 +228,9 @@ class EagleDrafter(Drafter):
         self.plans = state.plans  # prefixes of pairs are no longer than the text's
         hidden = self._run_root(state, before)
         if self.shape is not None:
-            return self.dynamic.grow(state, self._proposals(hidden), lambda nodes: self._run_frontier(nodes, before))
+            noise = state.noise
+            root = self._proposals(hidden, noise, 0)
+            return self.dynamic.grow(state, root, lambda nodes: self._run_frontier(nodes, before, noise))
 
         def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
             if self.shortlists is not None:
@@ -280,17 +283,21 @@ class EagleDrafter(Drafter):
             self.shortlists.read(read)
         self.shortlists.choose(self.embed(tokens), hidden, depth)
 
-    def _run_frontier(self, nodes: Frontier, before: Tensor) -> Proposals:
+    def _run_frontier(self, nodes: Frontier, before: Tensor, noise: Noise | None) -> Proposals:
         """A forward pass of a dynamic tree's nodes, which are numbered after the root's pair."""
         count, total = nodes.tokens.shape[1], nodes.first + nodes.tokens.shape[1]
         level = Pass(nodes.first, count, count == 1, nodes.ancestors, nodes.depth - 1, self.key_depths[:, :total])
         self._choose(nodes.tokens, nodes.hidden, nodes.first // count + 1)
         hidden = self._run(level, nodes.tokens, nodes.hidden, before + 1, fixed=False)
-        return self._proposals(hidden)
+        return self._proposals(hidden, noise, nodes.first // count + 1)
 
-    def _proposals(self, hidden: Hidden) -> Proposals:
+    def _proposals(self, hidden: Hidden, noise: Noise | None, depth: int) -> Proposals:
         assert self.shape is not None
-        log_q, tokens = self._best(hidden, self.shape.top_k)
+        if noise is None:
+            log_q, tokens = self._best(hidden, self.shape.top_k)
+        else:
+            logits, ids = self._logits(hidden[1])
+            tokens, log_q = noise.draft(logits, depth, self.shape.top_k, ids)
         return Proposals(tokens, log_q, hidden[0])
 
     def _residual(self, tokens: Tensor, hidden: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Drafting a tree of ranks level by level: the loop that drafters share which run a model once for each level.
 
-The nodes of a level are chosen from what the model says after the nodes above: in greedy and typical mode the node of
-path (…, r) is its parent's r-th best token; in sampling mode a node with c children draws c tokens from the model's
-distribution, and its children, in rank order, are these draws. Only nodes that have children are run; they come first
+The nodes of a level are chosen from what the model says after the nodes above: the node of path (…, r) is its parent's
+r-th best token, in coupled sampling under the noise of the text; in multi-step sampling a node with c children draws c
+tokens from the model's distribution, and its children, in rank order, are these draws. Only nodes that have children are run; they come first
 in their level. How a node is run (the cache, what the model reads) is the drafter's own.
 
 Shape letters: B rows, N nodes, n nodes of a level that are run, m those of the level above, k best tokens or draws of
@@ -136,14 +136,14 @@ class Levels:
         tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
         vocabulary: S, the number of tokens that are drafted, at the depth that has the fewest.
         target_vocabulary: V.
-        draws: in sampling mode, ``without_replacement``; ``iid``: independent draws, of which equal ones share a node;
+        draws: in multi-step sampling, ``without_replacement``; ``iid``: independent draws, of which equal ones share a node;
             ``naive``: without replacement, but verified as deterministic drafts (accepted iff the target's own sample
             is among them), which is exact and accepts less: for comparison. ``none``: nothing is drawn; its nodes are
             those of greedy mode, deterministic drafts, at all levels.
         costs: of the target's steps.
         draft_cost: time of a forward pass with one row, in plain steps of the target. With both, eager steps stop a
-            tree at the depth where another level does not pay: for the whole batch, or in sampling mode for each row
-            and by standard costs, so that a seed gives the same text in any batch and on any machine.
+            tree at the depth where another level does not pay: for the whole batch, or in multi-step sampling for each
+            row and by standard costs, so that a seed gives the same text in any batch and on any machine.
 
     Attributes:
         random: as :class:`~draftsmith.inference.engine.protocol.Drafter` has it.
@@ -275,7 +275,11 @@ class Levels:
             above = level.of(acceptances[-1])[..., None] if weighs else self.ones
             if settings is None or uniforms is None:
                 choice = self.best[depth]
-                log_q, best = best_of(hidden, choice.k)
+                if state.noise is None:
+                    log_q, best = best_of(hidden, choice.k)
+                else:
+                    scores, ids = logits(hidden)
+                    best, log_q = state.noise.draft(scores, depth, choice.k, ids)
                 acceptance = above * log_q.exp() if weighs else self.ones
             else:
                 choice = self.drawn[depth]

@@ -82,10 +82,12 @@ class MedusaDrafter(Drafter):
         self.heads, self.target = heads.to(target.device, target.dtype), target
         self.draft_head, self.embed = heads.draft_head(target.lm_head), target.embeddings
         self.shortlists: Shortlists | None = None
-        if shortlist is not None:  # ranks depend on no scale or cap of the logits
+        if shortlist is not None:
             check_router(shortlist, next(self.embed.parameters()).shape[1], target.hidden_size)
-            self.shortlists = Shortlists(shortlist, self.draft_head, heads.draft_vocab, target.vocab_size)
+            after_head = after_head_of(target)
+            self.shortlists = Shortlists(shortlist, self.draft_head, heads.draft_vocab, target.vocab_size, after_head)
         self.acceptances, self.device = acceptances, target.device
+        self.depths = torch.arange(heads.config.num_draft_heads, device=target.device)  # of each head's parents
         self.costs, self.draft_time = costs, draft_time
         self._take(topology)
 
@@ -182,7 +184,12 @@ class MedusaDrafter(Drafter):
         acceptance = None if shape.acceptance is None else shape.acceptance.expand(len(state.root), -1)
         if not len(shape.choice):
             return shape.tree.fill(state.root[:, None], acceptance=acceptance)
-        if self.shortlists is None:
+        if self.shortlists is None and state.noise is not None:
+            logits = self.heads.logits(state.feature, self.draft_head, shape.depth).transpose(0, 1)  # [B, K, S]
+            logits = self.target.after_head(logits) if self.target.changes_logits else logits
+            best, _ = state.noise.draft(logits, self.depths[: shape.depth], shape.ranks, self.heads.draft_vocab)
+            drafts = best.flatten(1).index_select(1, shape.choice)
+        elif self.shortlists is None:
             best = self._best(state.feature, shape).transpose(0, 1).flatten(1)  # [B, K·R]
             drafts = self.heads.tokens(best.index_select(1, shape.choice))  # [B, N − 1]
         else:
@@ -209,7 +216,11 @@ class MedusaDrafter(Drafter):
         for depth, feature in enumerate(self.heads.features(state.feature, shape.depth)[:, :, None]):  # [B, 1, d]
             shortlists.choose(embeddings, feature, depth)
             logits, ids = shortlists.logits(feature)
-            tokens.append(tokens_at(logits.topk(shape.ranks, -1).indices, ids)[:, 0])
+            if state.noise is None:
+                best = tokens_at(logits.topk(shape.ranks, -1).indices, ids)
+            else:
+                best, _ = state.noise.draft(logits, depth, shape.ranks, ids)
+            tokens.append(best[:, 0])
         return torch.cat(tokens, 1)
 
 

@@ -185,7 +185,8 @@ class SpeculativeDecoder:
         Args:
             requests: taken one by one as rows become free, and numbered from 0 in that order. An exhausted iterator is
                 tried again after each step, until no text is being decoded.
-            mode: ``greedy``, ``sample`` or ``typical`` (lossy).
+            mode: ``greedy``; ``sample``: coupled sampling, by which a seed is one text; ``mss``: multi-step speculative
+                sampling; ``typical`` (lossy).
             max_length: upper bound of any prompt's tokens together with its answer's. Left out, all requests are read
                 at once to compute it.
             instrument: add each phase's time to ``seconds``, waiting for the device between phases.

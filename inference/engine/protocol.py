@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.verify.sampling import Settings
+from draftsmith.inference.verify.sampling import Noise, Settings
 from draftsmith.inference.verify.tree import StaticTree, TokenTree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import Plans
@@ -26,12 +26,13 @@ class State:
     length: ``[B]`` int64, cached tokens.
     feature: ``[B, F]``, the target's last hidden state that predicted the root, then the inputs of the captured layers.
     active: ``[B]`` bool, False in rows without a text; their trees are ignored.
-    settings: sampling parameters by row, for a drafter that draws at random; None if drafts must be deterministic.
+    settings: sampling parameters by row, for a drafter that draws at random (multi-step sampling); None otherwise.
     step: ``[B]`` int64, number of steps of each row's text so far; with the seed it selects the random numbers.
     stream: number of the drafter's random stream, at least 1 (the verifier's is 0).
     nodes: of the tree to propose in this step, a key of the drafter's ``tree_sizes()``; 0 for all nodes.
     weighs: whether the tree's ``acceptance`` is read, as a merge does; else a drafter may leave it out.
     plans: of the attention kernel for this step, whose forward passes have prefixes of at most ``length``.
+    noise: of coupled sampling, under which a drafter proposes its best tokens; None in other modes.
     """
 
     root: Tensor
@@ -44,6 +45,7 @@ class State:
     nodes: int = 0
     weighs: bool = True
     plans: Plans | None = None
+    noise: Noise | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Drafter(Protocol):
         for it), so that a CUDA graph can capture them.
     captures: layers of the target whose input it also reads; F = d · (1 + number of layers).
     models: other causal LMs that it runs; the engine installs its attention in them.
-    random: in sampling mode its nodes are drawn at random, and its trees carry ``draws`` with distributions.
+    random: in multi-step sampling its nodes are drawn at random, and its trees carry ``draws`` with distributions.
     estimate: expected cost and gain, if known before drafting; a merge runs it only where that raises the
         expected speed.
     sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``.
@@ -100,7 +102,7 @@ class Drafter(Protocol):
         """
 
     def proposed_nodes(self, sampled: bool) -> int:
-        """Number of nodes of its trees, root included, in sampling mode (``sampled``) or the others: those chosen by
+        """Number of nodes of its trees, root included, in multi-step sampling (``sampled``) or the other modes: those chosen by
         step costs where it chooses, else the upper bound."""
         return self.num_nodes
 

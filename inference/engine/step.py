@@ -28,7 +28,7 @@ from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner, joined_features
 from draftsmith.inference.engine.sizes import TreeSizes
-from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.sampling import Noise, Sampling
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import MODES, Mode, Verdict, Verifier
 from draftsmith.kernels.accept_greedy import accept_greedy, advance
@@ -130,8 +130,11 @@ class Step:
         self.active = torch.zeros(rows, dtype=torch.bool, device=device)
         self.verifier = Verifier(mode, rows, target, drafter.branching)
         root = torch.zeros(rows, dtype=torch.int64, device=device)
-        settings = self.verifier.settings if mode == "sample" else None
-        self.state = State(root, self.cache.lengths, feature, self.active, settings, self.verifier.step, weighs=False)
+        settings = self.verifier.settings
+        self.state = State(
+            root, self.cache.lengths, feature, self.active, settings if mode == "mss" else None, self.verifier.step,
+            weighs=False, noise=Noise(settings, self.cache.lengths) if mode == "sample" else None,
+        )  # fmt: skip
         # By row: the number of tokens the step commits (−1: the target's logits are not finite), D drafted tokens (the
         # accepted path first), the bonus token. If the drafter names its sources, also: the source bits of each of the
         # D tokens, the number of drafted nodes, and how many of them each source proposed.
@@ -151,9 +154,9 @@ class Step:
         # is replayed at a time, and what is read afterwards is not part of it.
         self._graphs: dict[tuple[tuple[bool, ...], int], tuple[torch.cuda.CUDAGraph, int]] = {}
         self._graph_memory: Any = None
-        # A sampled text depends on the trees' sizes through its random numbers, one of typical acceptance directly:
-        # they have one size, so that a seed gives one text. Compiled steps, too: each size would be compiled.
-        choose = static and mode == "greedy" and not compiled and not drafter.one_size
+        # A text of multi-step sampling depends on the trees' sizes through its random numbers, one of typical acceptance
+        # directly: they have one size, so that a seed gives one text. Compiled steps, too: each would be compiled.
+        choose = static and mode in ("greedy", "sample") and not compiled and not drafter.one_size
         by_size = drafter.tree_sizes() if choose else {}
         self.sizes = TreeSizes(by_size) if len(by_size) > 1 else None
         if device.type == "cuda":
@@ -204,7 +207,7 @@ class Step:
         cache.window = None
         cache.lengths[rows] = lengths
         logits = self.target.logits(feature[:, : self.target.hidden_size])
-        self.state.root[rows] = self.verifier.first_tokens(logits, rows)
+        self.state.root[rows] = self.verifier.first_tokens(logits, rows, lengths)
         self.active[rows] = True
         first = self.state.root[rows].tolist()
         if clock:
@@ -231,17 +234,21 @@ class Step:
         if clock:
             clock.lap("draft")
         count = self.nodes = tree.tokens.shape[1]
-        mask, greedy = tree.mask, self.mode == "greedy"
-        if mask is None and not (self.runner.kernel and greedy):  # the kernels take bitsets
+        mask, by_argmax = tree.mask, self.mode in ("greedy", "sample")
+        without = self.runner.kernel and by_argmax and not self.verifier.penalises  # the kernels take bitsets
+        if mask is None and not without:
             mask = ancestor_mask(tree.ancestors, count)
         hidden, captured = self.runner.forward_nodes(
             tree.tokens, cache.lengths, tree.ancestors, tree.depth, mask=mask, fixed=tree.static is not None,
             sees_all=count == 1, captures=self.captures, plans=state.plans,
         )  # fmt: skip
-        likeliest = self._likeliest(hidden) if greedy else None
-        logits = None if greedy else self.target.logits(hidden)
+        greedy = self.mode == "greedy"
+        likeliest, logits = self._likeliest(hidden) if greedy else None, None if greedy else self.target.logits(hidden)
         if clock:
             clock.lap("verify")
+        if self.mode == "sample":
+            assert logits is not None
+            likeliest = self.verifier.coupled(tree, mask, logits, cache.lengths)
         verdict = self._verify(tree, mask, logits, likeliest)
         if clock:
             clock.lap("accept")
@@ -266,8 +273,8 @@ class Step:
     def _verify(
         self, tree: TokenTree, mask: Tensor | None, logits: Tensor | None, likeliest: tuple[Tensor, Tensor] | None
     ) -> Verdict:
-        """The verdict on a tree, from the logits or from :meth:`_likeliest`; what the step commits is written to
-        ``committed``."""
+        """The verdict on a tree, from the highest logit and the target's token after each node, or from the logits; what
+        the step commits is written to ``committed``."""
         depth, count = self.drafter.max_depth, tree.tokens.shape[1]
         if likeliest is not None:
             best, choice = likeliest
@@ -279,6 +286,7 @@ class Step:
             number = torch.where(verdict.finite, (verdict.length + 1) * self.active, -1)
             tokens = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
             torch.cat([number[:, None], tokens, verdict.bonus[:, None]], 1, out=self.counts_and_tokens)
+        if self.verifier.penalises:
             self.verifier.mark_seen(self.tokens, verdict.length)
         if self.num_sources:
             assert tree.source is not None

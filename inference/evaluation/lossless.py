@@ -1,4 +1,5 @@
-"""Checks of lossless output: equal to plain decoding if greedy (ALGORITHMS §11.7), equal in distribution if sampled.
+"""Checks of lossless output: equal to plain decoding if greedy (ALGORITHMS §11.7) or sampled by coupled sampling; equal in
+distribution by multi-step sampling.
 
 Forward passes of one row and of N rows round differently, so two tokens of nearly equal logits may swap. An output that
 differs from plain decoding is therefore run through the target token by token, by ``transformers``: the logit of each
@@ -16,6 +17,9 @@ In 16 bits a text has several times as many near-ties, and implementations may r
 a token beyond the tolerance is confirmed in float32, by the same weights: it is a mismatch if its logit is further from
 the maximum than 2h + u, where h is |Δlogit| between ``transformers``' passes in 16 bits and in float32 (so far may each
 of two tied tokens be moved), and u is that of the 16 bits.
+
+In coupled sampling, scores (log p + noise) stand for logits, and the tolerance is divided by the temperature. A token at
+the edge of top-k, top-p or min-p may be kept in one pass and not in another: there, so far as the tolerance may move it.
 """
 
 import math
@@ -32,8 +36,9 @@ from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import Runner, engine_attention
 from draftsmith.inference.engine.step import PREFILL_CHUNK, on_device, static_by_default
-from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
+from draftsmith.inference.verify.sampling import Sampling, Settings, penalised, sampling_distribution
 from draftsmith.inference.verify.tree import StaticTree, chain
+from draftsmith.kernels.coupled import gumbel
 from draftsmith.kernels.linear import no_step
 from draftsmith.models.target import Target, cache_argument
 
@@ -41,8 +46,8 @@ WIDE = 16  # tokens of the engine's wider forward pass
 
 
 @dataclass
-class GreedyCheck:
-    """Result of the check of greedy output.
+class TextCheck:
+    """Result of the check of greedy output, or of coupled sampling's.
 
     checked: number of tokens.
     identical: whether every output equals plain decoding.
@@ -52,6 +57,7 @@ class GreedyCheck:
         run in float32 (quantized or offloaded); and outputs that end too early or too late.
     tolerance: in logits, of the target's own dtype; 0 if it was not needed.
     bitwise: the bits of a row do not depend on the other rows, so that no near-tie was allowed.
+    mode: greedy or sample.
     """
 
     checked: int = 0
@@ -60,9 +66,10 @@ class GreedyCheck:
     mismatches: int = 0
     tolerance: float = 0.0
     bitwise: bool = False
+    mode: str = "greedy"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"mode": "greedy", **asdict(self), "p_value": None}
+        return {**asdict(self), "p_value": None}
 
     @property
     def passed(self) -> bool:
@@ -74,7 +81,7 @@ SAMPLES, BINS, LEVEL = 256, 20, 1e-6  # samples per prompt; bins of the χ² tes
 
 @dataclass
 class SampleCheck:
-    """Result of the check of sampled output.
+    """Result of the check of multi-step sampling.
 
     checked: number of tokens.
     mismatches: tokens whose probability is 0.
@@ -87,7 +94,7 @@ class SampleCheck:
 
     def to_dict(self) -> dict[str, Any]:
         known = {"identical": None, "near_ties": 0, "tolerance": None, "bitwise": False}
-        return {"mode": "sample", **asdict(self), **known}
+        return {"mode": "mss", **asdict(self), **known}
 
     @property
     def passed(self) -> bool:
@@ -95,14 +102,15 @@ class SampleCheck:
 
 
 @torch.inference_mode()
-def check_sample(
+def check_distribution(
     decoder: SpeculativeDecoder,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     batch_size: int = 32,
     on_prompt: Callable[[int], None] | None = None,
 ) -> SampleCheck:
-    """Sample each prompt many times and test the distribution of the first two tokens after the prefill's.
+    """Sample each prompt many times by multi-step sampling, and test the distribution of the first two tokens after the
+    prefill's.
 
     The randomised probability integral transform of each token (the mass of all likelier tokens plus a uniform share of
     its own) is uniform if its distribution is right, whatever came before: samples of all prompts make one test.
@@ -122,7 +130,7 @@ def check_sample(
                 replace(sampling, seed=(sampling.seed + 1_000_003 * (number + 1) + row) % (1 << 62)) for row in rows
             ]
             outputs = decoder.generate(
-                [prompt] * len(rows), 3, mode="sample", sampling=seeds, stop_ids=frozenset()
+                [prompt] * len(rows), 3, mode="mss", sampling=seeds, stop_ids=frozenset()
             )  # fmt: skip
             texts = torch.tensor([[*prompt, *output.tokens] for output in outputs], device=target.device)
             logits = target.logits(target.hidden(texts[:, :-1])[:, len(prompt) :])  # after the prefill's token
@@ -246,20 +254,49 @@ def _ends_wrongly(output: Sequence[int], reference: Sequence[int], stops: frozen
     return not stops.isdisjoint(output[:-1]) or (len(output) > len(reference) and reference[-1] not in stops)
 
 
+def _scores(logits: Tensor, prompt: Sequence[int], tokens: Sequence[int], s: Sampling, loose: float) -> Tensor:
+    """The scores ``[n, V]`` by which coupled sampling takes each of ``tokens``, times the temperature.
+
+    Args:
+        logits: ``[n, V]``, before each token.
+        loose: how far logits may have been moved, by which filters keep more tokens; fewer, if negative.
+    """
+    count, device = len(tokens), logits.device
+    settings = Settings([s], device)
+    if s.repetition_penalty != 1:
+        seen = torch.zeros(count, logits.shape[1], dtype=torch.bool, device=device)
+        for place in range(count):
+            seen[place, torch.tensor([*prompt, *tokens[:place]], device=device)] = True
+        logits = penalised(logits[None], settings, seen[None])[0]
+    if s.greedy:
+        return logits.float()
+    share = loose / s.temperature
+    wider = replace(s, top_p=min(1.0, s.top_p * math.exp(2 * share)), min_p=min(s.min_p * math.exp(-2 * share), 0.99))
+    kept = sampling_distribution(logits[None], Settings([wider], device))[0] > 0
+    floor = torch.where(kept, logits, torch.inf).amin(-1, keepdim=True) - 2 * loose
+    kept = (logits >= floor) | (logits == logits.amax(-1, keepdim=True))
+    positions = torch.arange(count, device=device)[:, None] + len(prompt)
+    ids = torch.arange(logits.shape[1], device=device)
+    noise = gumbel(settings.seed[:, None], positions, ids)
+    return torch.where(kept, logits.float() + s.temperature * noise, -torch.inf)
+
+
 def _judge(
-    target: Target, prompt: Sequence[int], output: Sequence[int], reference: Sequence[int], tolerance: float
-) -> tuple[int, int]:
+    target: Target, prompt: Sequence[int], output: Sequence[int], reference: Sequence[int], tolerance: float,
+    sampling: Sampling,
+) -> tuple[int, int]:  # fmt: skip
     """The numbers of near-ties and of mismatches of an output."""
     logits = _plain_logits(target, prompt, output)
     chosen = torch.tensor(output, device=logits.device)[:, None]
-    differs = logits.argmax(-1, keepdim=True) != chosen
+    differs = _scores(logits, prompt, output, sampling, 0.0).argmax(-1, keepdim=True) != chosen
     for place, (token, plain_token) in enumerate(zip(output, reference, strict=False)):
         if token != plain_token:  # counts even if the reference took the token of lower logit
             differs[place] = True
             break
 
     def beyond(logits: Tensor, tolerance: float) -> Tensor:
-        return logits.amax(-1, keepdim=True) - logits.gather(1, chosen) > tolerance
+        highest = _scores(logits, prompt, output, sampling, -tolerance).amax(-1, keepdim=True)
+        return highest - _scores(logits, prompt, output, sampling, tolerance).gather(1, chosen) > tolerance
 
     wrong = beyond(logits.float(), tolerance)
     if logits.dtype.itemsize == 2 and wrong.any():
@@ -270,24 +307,27 @@ def _judge(
 
 
 @torch.inference_mode()
-def check_greedy(
+def check_texts(
     target: Target,
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],
     plain: Sequence[Sequence[int]],
     on_prompt: Callable[[int], None] | None = None,
     bitwise: bool = False,
-) -> GreedyCheck:
-    """Compare outputs with plain greedy decoding of the same prompts by the same engine.
+    samplings: Sequence[Sampling] | None = None,
+) -> TextCheck:
+    """Compare outputs with plain decoding of the same prompts by the same engine: greedy, or by coupled sampling.
 
     Args:
         outputs: the new tokens of the drafter's run, per prompt.
         plain: those of plain decoding.
         on_prompt: called with the number of prompts done, after each.
         bitwise: both runs had the bits of a row independent of the other rows: ``SpeculativeDecoder.bitwise``.
+        samplings: of each prompt; greedy if left out.
     """
-    result = GreedyCheck(bitwise=bitwise)
-    for number, (prompt, output, reference) in enumerate(zip(prompts, outputs, plain, strict=True)):
+    result = TextCheck(bitwise=bitwise, mode="greedy" if samplings is None else "sample")
+    given = samplings or [Sampling(0.0)] * len(prompts)
+    for number, (prompt, output, reference, sampling) in enumerate(zip(prompts, outputs, plain, given, strict=True)):
         result.checked += len(output)
         if list(output) != list(reference):
             result.identical = False
@@ -300,7 +340,7 @@ def check_greedy(
                 result.tolerance = tolerance(target, prompt, reference)
             result.mismatches += _ends_wrongly(output, reference, target.stop_ids)
             if output:
-                near_ties, mismatches = _judge(target, prompt, output, reference, result.tolerance)
+                near_ties, mismatches = _judge(target, prompt, output, reference, result.tolerance, sampling)
                 result.near_ties += near_ties
                 result.mismatches += mismatches
         if on_prompt:

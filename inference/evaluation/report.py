@@ -240,7 +240,7 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
         lossless = report["lossless"]
         if report.get("lossy"):
             verdict = "[yellow]typical acceptance: lossy, this is not the target's own distribution[/yellow]"
-        elif lossless is not None and lossless["mode"] == "sample":
+        elif lossless is not None and lossless["mode"] == "mss":
             colour = "green" if lossless["passed"] else "red"
             verb = "have" if lossless["passed"] else "do not have"
             verdict = (
@@ -251,11 +251,12 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
         elif lossless is None:
             verdict = "[yellow]output not compared with plain decoding (--check-lossless does)[/yellow]"
         elif lossless["identical"]:
-            verdict = f"[green]output identical to plain greedy decoding[/green] ({lossless['checked']} tokens checked)"
+            plain = "plain greedy decoding" if lossless["mode"] == "greedy" else "plain sampling by the same seeds"
+            verdict = f"[green]output identical to {plain}[/green] ({lossless['checked']} tokens checked)"
         else:
             colour = "red" if lossless["mismatches"] else "green"
             verdict = (
-                f"[{colour}]{lossless['mismatches']} mismatches with plain greedy decoding, "
+                f"[{colour}]{lossless['mismatches']} mismatches with plain decoding, "
                 f"{lossless['near_ties']} near-ties[/{colour}] ({lossless['checked']} tokens checked)"
             )
         console.print(f"{escape(report['drafter'])}: {verdict}", soft_wrap=True)

@@ -19,7 +19,7 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.evaluation import report as reporting
-from draftsmith.inference.evaluation.lossless import check_greedy, check_sample
+from draftsmith.inference.evaluation.lossless import check_distribution, check_texts
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
 from draftsmith.models.artifact import device_name, versions
@@ -292,7 +292,7 @@ def engine_options(mode: Mode, sampling: Sampling, prompts: Sequence[Sequence[in
 
 def generate_options(mode: Mode, s: Sampling) -> dict[str, Any]:
     """The same as arguments of ``transformers.generate``."""
-    if mode != "sample":
+    if mode not in ("sample", "mss"):
         return {}
     if s.greedy:
         return {"repetition_penalty": s.repetition_penalty}
@@ -316,7 +316,7 @@ def evaluate(
         max_new_tokens: of each answer, at most.
         baseline: what speeds are compared with: plain decoding by this engine, by transformers, or ``all``:
             transformers' prompt lookup too, where ``batch_size`` is 1.
-        check_lossless: compare the texts with plain decoding; in mode ``sample`` their distribution.
+        check_lossless: compare the texts with plain decoding; in mode ``mss`` their distribution.
         rounds: over all prompts, at most; timing ends when every speed-up is known to within 3 %.
         seconds: time limit of timing; all prompts are decoded and checked.
         compiled, lean: as :class:`~draftsmith.inference.engine.engine.SpeculativeDecoder` takes them.
@@ -356,7 +356,7 @@ def evaluate(
             target, max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **generate_options(mode, sampling)
         )
     compared = [name for name in wanted if name in methods]
-    sampled = mode == "sample"
+    by_distribution = mode == "mss"
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
     # A capture or compilation is made for the batch size and cache length of the timed runs.
@@ -388,7 +388,7 @@ def evaluate(
     timed_prompts = sorted(timed[names[0]].outputs)
     untimed = sorted({*range(len(prompts))} - {*timed_prompts})
     reference = {**timed["engine"].outputs} if "engine" in timed else {}
-    without_reference = [n for n in range(len(prompts)) if n not in reference] if check_lossless and not sampled else []
+    without_reference = [n for n in range(len(prompts)) if n not in reference] if check_lossless and not by_distribution else []
     if untimed or without_reference:
         per_prompt = max(sum(timed[name].typical_seconds) for name in methods) / len(timed_prompts)
         duration = per_prompt * (len(untimed) * len(names) + len(without_reference))
@@ -416,14 +416,15 @@ def evaluate(
         if check_lossless:
             console.print(f"checking {name} against plain decoding …", markup=False)
             with ProgressBar("checking", len(prompts), console, transient=True) as advance:
-                if sampled:
-                    lossless = check_sample(decoder, prompts, sampling, on_prompt=advance)
+                if by_distribution:
+                    lossless = check_distribution(decoder, prompts, sampling, on_prompt=advance)
                 else:
                     plain_texts = [reference[n].tokens for n in range(len(prompts))]
                     ours = [result.tokens for result in results]
-                    lossless = check_greedy(target, prompts, ours, plain_texts, advance, decoder.bitwise)
+                    seeded = with_own_seeds(sampling, prompts) if mode == "sample" else None
+                    lossless = check_texts(target, prompts, ours, plain_texts, advance, decoder.bitwise, seeded)
         bases = {base: timed[base] for base in compared}
-        nodes = decoder.drafter.proposed_nodes(sampled)
+        nodes = decoder.drafter.proposed_nodes(by_distribution)
         figures = _figures(results, decoder.drafter, timed[name], bases)
         accepted = [length for n in timed_prompts for length in results[n].accepted]
         reports.append(
@@ -432,7 +433,8 @@ def evaluate(
                 "target": target.name,
                 "device": device_name(target.device),
                 "dtype": str(target.dtype).removeprefix("torch."),
-                "mode": mode,
+                "mode": "sample" if mode == "mss" else mode,
+                **({"verify": "mss" if by_distribution else "coupled"} if mode in ("sample", "mss") else {}),
                 **({"lossy": True} if mode == "typical" else {}),
                 **({} if mode == "greedy" else {"sampling": asdict(sampling)}),
                 "prompts": len(prompts),

@@ -11,6 +11,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from draftsmith.kernels.coupled import coupled_topk
 from draftsmith.kernels.sampling import distribution_reference
 
 MIN_TEMPERATURE = 1e-10  # below it, sampling is greedy: any difference of logits decides
@@ -107,7 +108,7 @@ class Settings:
 
     @property
     def uses(self) -> tuple[bool, bool, bool, bool]:
-        """Usage flags, which determine the operations of :func:`sampling_distribution`."""
+        """Usage flags, which determine the operations of :func:`sampling_distribution` and :class:`Noise`."""
         return self.uses_greedy, self.uses_top, self.uses_min_p, self.uses_penalty
 
     def set_row(self, row: int, s: Sampling) -> None:
@@ -122,6 +123,62 @@ class Settings:
         part._floats, part._integers = self._floats[rows], self._integers[rows]
         part._name_columns()
         return part
+
+
+_RIVALS = 8  # best tokens of a node among which its noise decides, for the estimated acceptance
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of a batch's texts, by which the target and its drafters choose tokens in coupled sampling.
+
+    settings: the sampling parameters.
+    lengths: ``[B]`` int64, the position of each row's root.
+    """
+
+    settings: Settings
+    lengths: Tensor
+
+    def __getitem__(self, rows: slice) -> "Noise":
+        """The noise of some of the rows (views)."""
+        return Noise(self.settings[rows], self.lengths[rows])
+
+    def best(
+        self, logits: Tensor, depth: Tensor | int, count: int = 1, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens of highest score after nodes, the first of them the token that a text continues with.
+
+        Args:
+            logits: ``[B, N, V]``, penalised already if they are the target's.
+            depth: of the nodes, int32 or int64 of a shape that broadcasts to ``[B, N]``; 0 is the root.
+            count: k.
+            tokens: the target's token of each logit, as :func:`~draftsmith.kernels.coupled.coupled_topk` takes them.
+
+        Returns:
+            As there: the highest logit ``[B, N]``, scores and tokens ``[B, N, k]``.
+        """
+        s = self.settings
+        positions = (self.lengths[:, None] + 1 + depth).expand(logits.shape[:2])
+        return coupled_topk(
+            logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed, positions, count, tokens, s.uses[:3]
+        )
+
+    def draft(
+        self, logits: Tensor, depth: Tensor | int, count: int, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A drafter's ``count`` tokens of highest score after nodes, and the log of their estimated acceptance
+        probability given their parents': ``[B, N, k]`` each, int64 and float32.
+
+        Were its distribution the target's, the first one would be the target's token. The smaller the gaps between
+        scores, the less an error of the distribution has to be for another one to be it: the estimate is the softmax of
+        the best scores.
+
+        Args:
+            logits: ``[B, N, V]``; the rest as :meth:`best` takes it.
+        """
+        rivals = min(max(count, _RIVALS), logits.shape[2])
+        _, scores, found = self.best(logits, depth, rivals, tokens)
+        return found[..., :count], scores.log_softmax(-1)[..., :count]
 
 
 def _floats(s: Sampling) -> tuple[float, ...]:

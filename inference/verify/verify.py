@@ -1,10 +1,13 @@
 """Verification: the path of a token tree that the target accepts, and the bonus token after it.
 
     greedy    a child is accepted iff it is the target's argmax (kernels/accept_greedy.py)
-    sample    the rule of ALGORITHMS §2: committed tokens have the distribution of plain sampling
+    sample    coupled sampling (ALGORITHMS §2.6): iff it is the argmax of log p + noise, where the noise depends on the
+              seed, the position in the text and the token alone. So a seed gives the same text by any drafter
+    mss       SpecInfer's multi-step speculative sampling (ALGORITHMS §2): committed tokens have the distribution of
+              plain sampling; which ones they are depends on the tree
     typical   Medusa's criterion (arXiv 2401.10774 §2.3.1): lossy, and reported as such
 
-Where Triton runs, sampling works on the logits themselves, and the target's distribution is never written to memory;
+Where Triton runs, multi-step sampling works on the logits themselves, and the target's distribution is never written to memory;
 a repetition penalty still writes the penalised logits. Elsewhere, and in typical mode, p is a tensor ``[B, N, V]``.
 
 Shape letters: B batch, b rows that begin, N nodes, K draws of a node, D depth of the deepest node, A = D + 1,
@@ -18,14 +21,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from draftsmith.inference.verify.sampling import Sampling, Settings, penalised, sampling_distribution
+from draftsmith.inference.verify.sampling import Noise, Sampling, Settings, penalised, sampling_distribution
 from draftsmith.inference.verify.tree import Draws, TokenTree, one_hot_draws
 from draftsmith.kernels import verify as kernels
 from draftsmith.kernels.accept_greedy import accepted_path
 from draftsmith.kernels.sampling import philox_uniforms
 from draftsmith.models.target import Target
 
-Mode = Literal["greedy", "sample", "typical"]
+Mode = Literal["greedy", "sample", "mss", "typical"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
@@ -145,19 +148,23 @@ class Verifier:
         """Everything in the verifier on which the operations of a step depend."""
         return () if self.mode == "greedy" else self.settings.uses
 
-    def first_tokens(self, logits: Tensor, rows: slice) -> Tensor:
-        """Tokens ``[b]`` after the prompts, from ``logits [b, V]``; −1 where these are NaN or +∞, or all −∞."""
+    def first_tokens(self, logits: Tensor, rows: slice, lengths: Tensor) -> Tensor:
+        """Tokens ``[b]`` after the prompts of ``lengths [b]`` int64, from ``logits [b, V]``; −1 where these are NaN or
+        +∞, or all −∞."""
         if self.mode == "greedy":
             best, token = logits.max(-1)
             return torch.where(best.isfinite(), token, -1)
         seen = None if self.seen is None else self.seen[rows, None].bool()
         settings = self.settings[rows]
-        uniform = philox_uniforms(settings.seed, self.step[rows], 1)[:, 0]
-        if self.mode == "typical":
+        if self.mode == "sample":
+            best, _, found = Noise(settings, lengths).best(penalised(logits[:, None], settings, seen), -1)
+            token, finite = found[:, 0, 0], best[:, 0].isfinite()
+        elif self.mode == "typical":
             p = sampling_distribution(logits[:, None], settings, seen)[:, 0]
             token, finite = p.argmax(-1), ~p[:, 0].isnan()
         else:  # the bonus tokens of trees of one node, without draws
             s, root = settings, self.step[rows, None]  # in place of the tokens: not read
+            uniform = philox_uniforms(settings.seed, self.step[rows], 1)[:, 0]
             none = root[..., None][..., :0]
             *_, token, finite = kernels.verify_logits(
                 penalised(logits[:, None], s, seen), s.temperature, s.top_k, s.top_p, s.min_p, root, none, none, none,
@@ -167,15 +174,32 @@ class Verifier:
             self.seen[rows] = self.seen[rows].scatter(1, token[:, None], 1)
         return torch.where(finite, token, -1)
 
+    @property
+    def penalises(self) -> bool:
+        """Whether a repetition penalty is in use, which changes logits by the tokens before them."""
+        return self.mode != "greedy" and self.settings.uses_penalty
+
+    def _seen_at(self, tree: TokenTree, mask: Tensor | None) -> Tensor | None:
+        """The tokens of the text and of the path to each node, ``[B, N, V]`` bool; None without a penalty."""
+        if self.seen is None or not self.penalises:
+            return None
+        assert mask is not None
+        seen = self.seen[:, None].repeat(1, mask.shape[1], 1)
+        tokens = tree.tokens[:, None].expand(-1, mask.shape[1], -1)
+        seen.scatter_reduce_(2, tokens, mask.expand(len(seen), -1, -1).to(torch.uint8), "amax")
+        return seen.bool()
+
+    def coupled(self, tree: TokenTree, mask: Tensor | None, logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's highest logit after each node, and its token by coupled sampling: ``[B, N]`` each, from its
+        logits ``[B, N, V]``; ``mask [B, N, N]`` is read if :attr:`penalises`."""
+        logits = penalised(logits, self.settings, self._seen_at(tree, mask))
+        best, _, token = Noise(self.settings, lengths).best(logits, tree.depth)
+        return best, token[..., 0]
+
     def verify(self, tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int) -> Verdict:
-        """The verdict on a tree by sampling or typical acceptance, from ``logits [B, N, V]``; the greedy one is
-        :func:`~draftsmith.kernels.accept_greedy.accept_greedy`'s."""
-        seen = None
-        if self.seen is not None and self.settings.uses_penalty:  # tokens of the text, and of the path to each node
-            seen = self.seen[:, None].repeat(1, mask.shape[1], 1)
-            tokens = tree.tokens[:, None].expand(-1, mask.shape[1], -1)
-            seen.scatter_reduce_(2, tokens, mask.expand(len(seen), -1, -1).to(torch.uint8), "amax")
-            seen = seen.bool()
+        """The verdict on a tree by multi-step sampling or typical acceptance, from ``logits [B, N, V]``; that of the
+        other modes is :func:`~draftsmith.kernels.accept_greedy.accept_greedy`'s."""
+        seen = self._seen_at(tree, mask)
         if self.mode == "typical":
             p = sampling_distribution(logits, self.settings, seen)
             epsilon, delta = self.settings.epsilon[:, None], self.settings.delta[:, None]
@@ -191,7 +215,7 @@ class Verifier:
 
     def mark_seen(self, tokens: Tensor, length: Tensor) -> None:
         """Record a step's tokens ``[B, D + 1]``: D drafted, of which ``length [B]`` are accepted, and the bonus."""
-        if self.seen is not None and self.settings.uses_penalty:
+        if self.seen is not None and self.penalises:
             place = torch.arange(tokens.shape[1], device=tokens.device)
             committed = torch.where(place < length[:, None], tokens, tokens[:, -1:])
             self.seen.scatter_(1, committed, 1)
