@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from draftsmith.kernels import cpu
 from draftsmith.kernels.add_norm import add_norm
 from draftsmith.kernels.few_rows import candidates, few_rows_product
-from draftsmith.kernels.gated import act_name, gated
+from draftsmith.kernels.gated import ACTS, CPU_ACTS, act_name, gated
 from draftsmith.kernels.linear import choose, folding_form, partial_buffer, partial_product, product
 from draftsmith.kernels.rotate_write import rotate_write
 from draftsmith.kernels.tree_attention import TreeKeys, attend_tree, tree_attention
@@ -177,12 +177,19 @@ def folding_forms(layer: Layer, rows: int) -> list[str]:
 def can_fuse(layer: Layer) -> bool:
     """Whether :func:`run_fused_layer` can run a layer: kernels know its norms, its MLP and its attention, and its
     branches are not parallel."""
+    like_llama = layer.gated and not (layer.parallel or layer.interleaved or layer.rotated)
+    known = act_name(layer.act) in ACTS and isinstance(layer.before_mlp, RMSNorm)
+    return known and like_llama and can_run_native(layer)
+
+
+def can_run_native(layer: Layer) -> bool:
+    """Whether :class:`NativeLayers` can run a layer, on a CPU: the same, but for the exact GELU too, and with all that
+    GPT-NeoX's layers have."""
     norms = (layer.after_attention, layer.before_mlp, layer.after_mlp)
     known = layer.qkv.dtype in (torch.float32, torch.float16, torch.bfloat16) and act_name(layer.act) is not None
     narrow = layer.out.shape[0] // layer.heads <= 256
-    like_llama = layer.gated and not (layer.parallel or layer.interleaved or layer.rotated)
-    plain = all(norm is None or (isinstance(norm, RMSNorm) and norm.weight.dim() == 1) for norm in norms)
-    return known and narrow and like_llama and plain
+    of_branches = not any(isinstance(norm, LayerNorm) for norm in (layer.after_attention, layer.after_mlp))
+    return known and narrow and of_branches and all(norm is None or norm.weight.dim() == 1 for norm in norms)
 
 
 @dataclass(eq=False)
@@ -343,7 +350,7 @@ class NativeLayers:
     """Layers that run one after the other in one call, on a CPU: kernels/cpu.cpp.
 
     Args:
-        layers: of :func:`can_fuse`, their matrices transposed views of contiguous ones.
+        layers: of :func:`can_run_native`, their matrices transposed views of contiguous ones.
         norm: after the last of them; None: there is none.
     """
 
@@ -384,8 +391,8 @@ class NativeLayers:
         )  # fmt: skip
         self.function(
             self.parts, sizes, x.data_ptr(), cpu.address(inputs), normed.data_ptr(), self.norm.kernel_weight.data_ptr(),
-            positions.data_ptr(), slots.data_ptr(), lengths.data_ptr(), ancestors.data_ptr(), depth.data_ptr(),
-            key_depth.data_ptr(),
+            _norm_bias(self.norm), positions.data_ptr(), slots.data_ptr(), lengths.data_ptr(), ancestors.data_ptr(),
+            depth.data_ptr(), key_depth.data_ptr(),
         )  # fmt: skip
         return normed, [captured[number] for number in captures]
 
@@ -394,7 +401,7 @@ def _native_layer(layer: Layer) -> cpu.Layer:
     """A layer as kernels/cpu.cpp reads it; cache and table are set in each pass."""
 
     def norm(one: object) -> tuple[int | None, float]:
-        return (one.kernel_weight.data_ptr(), one.eps) if isinstance(one, RMSNorm) else (None, 0.0)
+        return (one.kernel_weight.data_ptr(), one.eps) if isinstance(one, Norm) else (None, 0.0)
 
     matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
     biases = (layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias)
@@ -404,10 +411,16 @@ def _native_layer(layer: Layer) -> cpu.Layer:
     weights, eps = zip(*map(norm, norms), strict=True)
     width = layer.out.shape[0] // layer.heads
     return cpu.Layer(
-        *(cpu.address(one) for pair in pairs for one in pair), *weights, *eps, layer.scale, layer.softcap or 0.0,
-        layer.factor, layer.heads, layer.kv_heads, width, layer.down.shape[0], layer.window,
-        act_name(layer.act) == "gelu_tanh",
+        *(cpu.address(one) for pair in pairs for one in pair), *weights, _norm_bias(layer.before_attention),
+        _norm_bias(layer.before_mlp), *eps, layer.scale, layer.softcap or 0.0, layer.factor, layer.heads,
+        layer.kv_heads, width, layer.down.shape[0], layer.window, CPU_ACTS.index(act_name(layer.act) or ""),
+        layer.gated, layer.parallel, layer.interleaved, layer.rotated or width,
     )  # fmt: skip
+
+
+def _norm_bias(norm: object) -> int | None:
+    """The address of a LayerNorm's bias; None for another norm."""
+    return norm.kernel_bias.data_ptr() if isinstance(norm, LayerNorm) else None
 
 
 def run_fused_layer(

@@ -28,6 +28,7 @@ from draftsmith.models.lean import (
     Norm,
     RMSNorm,
     can_fuse,
+    can_run_native,
     folding_forms,
     run_fused_layer,
     run_layer,
@@ -213,8 +214,8 @@ def _make_native(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> Non
     Args:
         inputs: of each layer and of the last norm, ``[1, T, d]``.
     """
-    lean.not_fused = lean.rows_differ = "kernels/cpu.cpp does not know its norms, MLP, attention or branches"
-    if not all(isinstance(layer.before_attention, RMSNorm) and can_fuse(layer) for layer in lean.layers):
+    lean.not_fused = lean.rows_differ = "kernels/cpu.cpp does not know its norms, MLP or attention"
+    if not all(isinstance(layer.before_attention, Norm) and can_run_native(layer) for layer in lean.layers):
         return
     count, shapes = inputs[0].shape[1], set[Any]()
     places, tables = torch.arange(count)[None], lean.tables(count)

@@ -143,7 +143,10 @@ def test_hidden_states_are_those_in_float64(make, name, dtype, units):
 )
 def test_parts_of_gpt_neox(make_target, fields, parallel, rotated):
     """Of heads of 8 dimensions."""
-    for layer in lean_decoder(make_target("gpt_neox", **fields)).layers:
+    lean = lean_decoder(make_target("gpt_neox", **fields))
+    if cpu.library():
+        assert lean.native is not None and lean.not_fused == lean.rows_differ == ""
+    for layer in lean.layers:
         assert (layer.parallel, layer.rotated, layer.interleaved, layer.gated) == (parallel, rotated, True, False)
         assert isinstance(layer.before_mlp, LayerNorm) and layer.gate_up.shape == (32, 48)
 
