@@ -630,7 +630,8 @@ static void decoder_layers(const Layer *layers, const Pass *pass, T *x, const T 
     extern "C" void add_norm_##suffix(T *x, const T *y, const T *bias, const float *after, float after_eps,           \
                                       float factor, const float *weight, float eps, T *out, long rows, long width,    \
                                       long x_row, long y_row, long out_row) {                                         \
-        add_norm<T>(x, y, bias, after, after_eps, factor, weight, nullptr, eps, out, rows, width, x_row, y_row, out_row);\
+        add_norm(x, y, bias, after, after_eps, factor, weight, (const float *)nullptr, eps, out, rows, width, x_row,  \
+                 y_row, out_row);                                                                                     \
     }                                                                                                                 \
     extern "C" void gated_##suffix(const T *gate_up, T *out, const T *bias, long act, long rows, long width,          \
                                    long row_stride, long out_row) {                                                   \

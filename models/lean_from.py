@@ -50,7 +50,8 @@ def _record(
     record: list[Any] | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention that records its arguments; ``transformers`` calls it in every layer of the trial run."""
-    assert record is not None
+    if record is None:
+        raise NotLean("its layers do not pass arguments on to attention")
     if kwargs.get("s_aux") is not None:
         raise NotLean("its attention has learned sinks")
     scale, window = query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0
@@ -314,7 +315,8 @@ def _layer(
     kv_heads, width = kv_shape
     heads, interleaved = out.shape[0] // width, hasattr(attention, "query_key_value")
     outputs = down.shape[0] * (1 if hasattr(mlp, "dense_h_to_4h") else 2)
-    if qkv.shape[1] != (heads + 2 * kv_heads) * width or gate_up.shape[1] != outputs:
+    known = gate_up.shape[1] == outputs and (heads == kv_heads or not interleaved)
+    if qkv.shape[1] != (heads + 2 * kv_heads) * width or not known:
         raise NotLean("its projections have other shapes than Llama's or GPT-NeoX's")
     return Layer(
         heads, kv_heads, *settings, rope, before, qkv, qkv_bias, _qk_norm(attention, heads, kv_heads, width, target),
