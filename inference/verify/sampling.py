@@ -127,9 +127,9 @@ class Settings:
 
 # Estimated acceptance under noise: softmax((s_1, s_2, …, s_8, s_1 + c·m) / c) of a node's best scores, the last entry
 # standing for all other tokens. Were q = p, the best one would be certain; c and m maximise the likelihood of what came
-# true in 979 drafts of models/smollm2-eagle3 (chains of ten held-out chats, T = 0.7 and 1.0). The first three tokens are
-# estimated to be accepted in 0.40, 0.13 and 0.07 of the cases at T = 0.7, and were in 0.50, 0.13 and 0.07; at T = 1.0
-# in 0.33, 0.14 and 0.09, and were in 0.35, 0.15 and 0.07.
+# true in 979 drafts of models/smollm2-eagle3 (chains of ten held-out chats, T = 0.7 and 1.0). The first three tokens
+# are estimated to be accepted in 0.40, 0.13 and 0.07 of the cases at T = 0.7, and were in 0.50, 0.13 and 0.07; at
+# T = 1.0 in 0.33, 0.14 and 0.09, and were in 0.35, 0.15 and 0.07.
 _RIVALS, _SPREAD, _OTHERS = 8, 1.4, -0.5
 
 
