@@ -15,6 +15,7 @@ from lossless_suite import (
     LIMITS,
     NONE,
     STARTS,
+    check_coupled,
     check_greedy,
     check_sampling,
     check_seeds,
@@ -131,7 +132,7 @@ def test_lossless(make_target, name):
     def make(target):
         return DraftModelDrafter(perturbed(target), target, TREES[name])
 
-    for check in (check_static, check_seeds):
+    for check in (check_static, check_seeds, check_coupled):
         check(make_target, make)
     if name == "chain":
         check_sampling(make_target, make, "cut", count=TEXTS, rows=TEXTS)
@@ -148,6 +149,7 @@ def test_lossless_with_a_draft_vocabulary(make_target):
         return DraftModelDrafter(perturbed(target), target, SPARSE, draft_vocab=some_ids(target))
 
     check_greedy(make_target, make)
+    check_coupled(make_target, make)
     check_sampling(make_target, make, "cut", count=TEXTS, rows=TEXTS)
     tree = proposed(lossless_suite.soft(make_target), make(lossless_suite.soft(make_target)))
     assert set(tree.tokens[:, 1:].flatten().tolist()) <= {0, 1, 3, 4} and tree.draws.q.shape[2] == 4
@@ -301,6 +303,7 @@ def test_padded_vocabularies(make_target, vocabulary):
     """The draft model has more or fewer ids than the target."""
     make = lambda target: DraftModelDrafter(perturbed(target, 0.04, vocabulary), target, [1, 1])  # noqa: E731
     check_greedy(make_target, make)
+    check_coupled(make_target, make)
     drafter = make(lossless_suite.phrases(make_target))
     drafts = Counter()
     propose = drafter.propose
@@ -451,6 +454,7 @@ def test_beyond_the_models_own_context(make_target):
     make = lambda target: DraftModelDrafter(perturbed(target, 0.02, max_position_embeddings=40), target, [1, 1])  # noqa: E731
     assert make(lossless_suite.phrases(make_target)).model.context == 40 < CONTEXT
     check_greedy(make_target, make)
+    check_coupled(make_target, make)
 
 
 def test_the_target_drafts_for_itself(make_target):

@@ -12,6 +12,7 @@ from kept_texts import KeepsTexts
 from lossless_suite import (
     NONE,
     STARTS,
+    check_coupled,
     check_greedy,
     check_sampling,
     check_seeds,
@@ -233,7 +234,7 @@ def test_lossless(make_target, tree):
     def make(target):
         return EagleDrafter(fitted(target, make_target, kind, draft_vocab), target, TREES[tree])
 
-    for check in (check_static, check_warm_up, check_seeds):
+    for check in (check_static, check_warm_up, check_seeds, check_coupled):
         check(make_target, make)
     lengths = check_greedy(make_target, make)
     assert set(lengths) == {1, 2, 3, 4}, lengths
@@ -292,6 +293,7 @@ def test_lossless_merge(make_target, tree):
         check_warm_up(make_target, make)
     more = lambda target: {"ngram": NgramDrafter(target, depth=4)}  # noqa: E731
     check_greedy(make_target, make)
+    check_coupled(make_target, make)
 
     def small(target):
         eagle = EagleDrafter(untrained(target), target, DynamicShape(2, 2, 4) if tree == "dynamic" else (2,))

@@ -1,4 +1,4 @@
-"""The check of greedy output: what is a near-tie and what a mismatch, in float32 and in 16 bits."""
+"""The check of texts, greedy or of coupled sampling: what is a near-tie and what a mismatch, in float32 and in 16 bits."""
 
 import copy
 
@@ -9,7 +9,7 @@ from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.evaluation import lossless
-from draftsmith.inference.evaluation.lossless import check_greedy
+from draftsmith.inference.evaluation.lossless import check_texts
 from draftsmith.kernels import cpu
 from draftsmith.models.target import Target
 
@@ -30,7 +30,7 @@ def plain(target, prompts=PROMPTS, length=LENGTH):
 def test_identical(target):
     reference = plain(target)
     seen = []
-    check = check_greedy(target, PROMPTS, reference, reference, seen.append)
+    check = check_texts(target, PROMPTS, reference, reference, seen.append)
     assert check.to_dict() == {
         "mode": "greedy", "checked": 2 * LENGTH, "identical": True, "near_ties": 0, "mismatches": 0, "tolerance": 0.0,
         "bitwise": False, "p_value": None,
@@ -43,7 +43,7 @@ def test_a_wrong_token_is_a_mismatch(target, place):
     reference = plain(target)
     output = [list(row) for row in reference]
     output[1][place] = (output[1][place] + 1) % target.vocab_size
-    check = check_greedy(target, PROMPTS, output, reference)
+    check = check_texts(target, PROMPTS, output, reference)
     assert not check.identical and check.near_ties == 0
     assert check.mismatches >= 1
     assert 0 < check.tolerance < 1e-3
@@ -55,14 +55,14 @@ def test_an_output_that_ends_wrongly_is_a_mismatch(target):
     stop = reference[0][6]
     assert stop not in reference[0][:6] and stop not in reference[1]
     for output in ([reference[0][:7], reference[1]], [longer[0], reference[1]], [[], reference[1]]):
-        check = check_greedy(target, PROMPTS, output, reference)
+        check = check_texts(target, PROMPTS, output, reference)
         assert (check.identical, check.near_ties, check.mismatches) == (False, 0, 1)
     target.model.generation_config.eos_token_id = stop
     stopped = [reference[0][:7], reference[1]]
     assert plain(target) == stopped
-    assert check_greedy(target, PROMPTS, stopped, stopped).identical
+    assert check_texts(target, PROMPTS, stopped, stopped).identical
     for output in ([reference[0][:6], reference[1]], [reference[0][:9], reference[1]]):
-        check = check_greedy(target, PROMPTS, output, stopped)
+        check = check_texts(target, PROMPTS, output, stopped)
         assert (check.identical, check.near_ties, check.mismatches) == (False, 0, 1)
 
 
@@ -86,7 +86,7 @@ def tied(target, gap):
 def test_an_exact_tie_is_a_near_tie(target):
     reference, output = tied(target, 0.0)
     for ours, theirs in ((output, reference), (reference, output)):  # whichever is the reference
-        check = check_greedy(target, PROMPTS, ours, theirs)
+        check = check_texts(target, PROMPTS, ours, theirs)
         assert (check.checked, check.identical, check.near_ties, check.mismatches) == (2 * LENGTH, False, 1, 0)
 
 
@@ -94,7 +94,7 @@ def test_an_exact_tie_is_a_near_tie(target):
 def test_near_ties_are_within_the_tolerance(target, monkeypatch, gap, near_ties, mismatches):
     reference, output = tied(target, gap)
     monkeypatch.setattr(lossless, "tolerance", lambda *_: 5e-3)
-    check = check_greedy(target, PROMPTS, output, reference)
+    check = check_texts(target, PROMPTS, output, reference)
     assert (check.identical, check.near_ties, check.mismatches) == (False, near_ties, mismatches)
 
 
@@ -148,7 +148,7 @@ def test_16_bits(make_target, monkeypatch):
     drafter = DraftModelDrafter(target, target, [2, 1, 1, 1])
     outputs = [result.tokens for result in SpeculativeDecoder(target, drafter).generate(prompts, 30)]
     reference = [plain(target, [prompt], 30)[0] for prompt in prompts]  # one row at a time
-    check = check_greedy(target, prompts, outputs, reference)
+    check = check_texts(target, prompts, outputs, reference)
     assert not check.identical and check.near_ties > 0 and check.mismatches == 0, check
     kinds = {weight.dtype for weight in target.model.parameters()}
     assert kinds == {torch.bfloat16} and not any(module._forward_hooks for module in target.model.modules())
@@ -156,7 +156,7 @@ def test_16_bits(make_target, monkeypatch):
         logits = target.logits(target.hidden(torch.tensor([[*prompts[0], *outputs[0][:8]]])))[0, -1].float()
     assert int(logits.argmax()) == outputs[0][8]
     outputs[0][8] = int((logits - (logits.max() - 0.7)).abs().argmin())  # a logit lower by 0.7, about
-    assert check_greedy(target, prompts[:1], outputs[:1], reference[:1]).mismatches > 0
+    assert check_texts(target, prompts[:1], outputs[:1], reference[:1]).mismatches > 0
 
 
 @pytest.mark.parametrize("gap, near_ties, mismatches", [(0.3, 1, 0), (1.0, 0, 1)])
@@ -164,11 +164,11 @@ def test_float32_decides_beyond_the_tolerance(make_target, monkeypatch, gap, nea
     """A gap that is beyond the tolerance, but that rounding to bfloat16 may reverse; and one that it may not."""
     target = in_dtype(make_target, "llama", torch.bfloat16)
     reference, output = tied(target, gap)
-    check = check_greedy(target, PROMPTS, output, reference)
+    check = check_texts(target, PROMPTS, output, reference)
     assert (check.identical, check.near_ties, check.mismatches) == (False, near_ties, mismatches)
     assert 0 < check.tolerance < gap - 0.05
     monkeypatch.setattr(lossless, "_float32_logits", lambda *_: None)  # quantized: by the tolerance alone
-    assert check_greedy(target, PROMPTS, output, reference).mismatches == 1
+    assert check_texts(target, PROMPTS, output, reference).mismatches == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "granite"])
@@ -189,7 +189,7 @@ def test_where_bits_are_equal_no_near_tie_is_excused(target):
     reference = plain(target)
     swapped = [[*reference[0][:-1], (reference[0][-1] + 1) % 61], reference[1]]
     for output, wrong in ((swapped, 1), ([reference[0][:-1], reference[1]], 1), (reference, 0)):
-        check = check_greedy(target, PROMPTS, output, reference, bitwise=True)
+        check = check_texts(target, PROMPTS, output, reference, bitwise=True)
         assert (check.mismatches, check.identical, check.near_ties) == (wrong, not wrong, 0)
     assert SpeculativeDecoder(target).bitwise == (cpu.library() is not None)
     assert not SpeculativeDecoder(target, lean=False).bitwise
