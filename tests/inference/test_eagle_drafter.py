@@ -134,7 +134,8 @@ def test_the_engines_logits_are_the_training_forwards(make_target, kind, tree, s
     serve(target, drafter, static=static)
     assert all(drafter.seen[f"depth {depth}"] for depth in range(3)), drafter.seen
     assert all(drafter.seen[length] for length in range(4)), drafter.seen
-    serve(target, drafter, static=static, mode="sample", rows=1, count=6, temperature=0.9)
+    for mode in ("sample", "mss"):
+        serve(target, drafter, static=static, mode=mode, rows=1, count=6, temperature=0.9)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 512])
@@ -314,7 +315,8 @@ def test_accepted_nodes_of_other_drafters(make_target, static):
 
 @pytest.mark.parametrize("tree", TREES)
 def test_costs_end_trees(make_target, tree):
-    """Eager steps stop where another level does not pay, static ones never; in sampling mode each row by itself."""
+    """Eager steps stop where another level does not pay, static ones never; in multi-step sampling each row by itself,
+    since its text depends on the tree."""
     sizes = Counter()
 
     class Watched(Checked):
@@ -332,10 +334,11 @@ def test_costs_end_trees(make_target, tree):
     sizes.clear()
     serve(target, make(target), static=True)
     assert set(sizes) == {make(target).num_nodes}, sizes
-    alone = serve(target, make(target), rows=1, mode="sample", count=22)
+    alone = serve(target, make(target), rows=1, mode="mss", count=22)
     sizes.clear()
-    together = serve(target, make(target), rows=3, mode="sample", count=22)
+    together = serve(target, make(target), rows=3, mode="mss", count=22)
     assert len(sizes) > 1 and [r.accepted for r in alone] == [r.accepted for r in together]
+    check_coupled(make_target, make, own=False)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])

@@ -179,7 +179,7 @@ def test_draws_merged_to_a_set_are_rejected(make_target, name):
         check_sampling(make_target, ensemble(name, change=merged_to_a_set), "cut", count=4000, rows=4000)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sample"])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "mss"])
 def test_ssms_propose_on_streams(make_target, device, mode):
     """On a GPU, static steps: the second and third SSM propose on streams of their own, after what was launched before
     and before what is launched next, however long they take. Elsewhere there are no streams."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lossless_suite import check_coupled, check_drafter, check_greedy, check_sampling, check_seeds, check_warm_up
 
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.sampling import Noise
 from draftsmith.inference.verify.tree import Draws, StaticTree, TokenTree
@@ -169,7 +170,7 @@ def test_noise_that_is_not_the_texts_own(make_target, monkeypatch, wrong):
         monkeypatch.setattr(Verifier, "_seen_at", seen)
     monkeypatch.setattr(Noise, "best", wrong_best)
     with pytest.raises(AssertionError, match=r"text \d+ of Sampling.* instead of|mismatches"):
-        check_coupled(make_target, BigramDrafter)
+        check_coupled(make_target, lambda target: DraftModelDrafter(target, target, [2, 1, 1]))
 
 
 @pytest.mark.parametrize("wrong", [StaleDistribution, RepeatedVerifierUniforms, RepeatedOwnUniforms])

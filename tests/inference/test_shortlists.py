@@ -356,7 +356,8 @@ def test_lists_of_fewer_tokens_than_children(make_target, target, plain, tree):
     merged = MergedDrafter({"eagle": make(), "ngram": NgramDrafter(target, depth=2, min_match=1)}, target, 12)
     assert [result.tokens for result in decoded(target, merged, 3, False)] == plain
     decoder = SpeculativeDecoder(target, make())
-    assert all(len(r.tokens) == NEW for r in decoder.generate(PROMPTS, NEW, mode="sample", stop_ids=NONE))
+    for mode in ("sample", "mss"):
+        assert all(len(r.tokens) == NEW for r in decoder.generate(PROMPTS, NEW, mode=mode, stop_ids=NONE))
 
 
 def test_drafters_with_other_trees_do_not_share_state(make_target, target, plain):

@@ -227,7 +227,8 @@ def check_coupled(make_target: Callable[..., Target], make: MakeDrafter, *, own:
 def _coupled_requests(target: Target) -> list[Request]:
     """Each filter at each temperature, and two greedy texts. Neighbours share a seed, and differ in length.
 
-    A prompt holds the text that its last token begins there by the same noise: it is likely to come again.
+    A prompt holds the text that its last token begins there by the same noise: it is likely to come again. Not where
+    repetitions are penalised: all new tokens would be known.
     """
     each: list[dict[str, float]] = [
         {"temperature": (0.3, 0.7, 1.0, 1.5)[(number + turn) % 4], **kept}
@@ -242,6 +243,8 @@ def _coupled_requests(target: Target) -> list[Request]:
         prompt, sampling = (start * 16)[: limit + 2 + number % 5], Sampling(**given, seed=number // 2 * 10**9)
         requests.append(Request(prompt, limit, sampling, NONE))
     for number, (request, text) in enumerate(zip(requests, plain_texts(target, requests, "sample"), strict=True)):
+        if request.sampling.repetition_penalty != 1:
+            continue
         last, first = request.prompt[-1], len(request.prompt) - 2 - len(text)
         requests[number] = replace(request, prompt=[*request.prompt[:first], last, *text, last])
     return requests
