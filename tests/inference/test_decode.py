@@ -16,6 +16,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
