@@ -464,11 +464,13 @@ def test_beyond_the_models_own_context(make_target):
     check_coupled(make_target, make)
 
 
-def test_the_target_drafts_for_itself(make_target):
-    """All drafts are accepted, up to the end of each text."""
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+def test_the_target_drafts_for_itself(make_target, mode):
+    """All drafts are accepted, up to the end of each text; in coupled sampling by the noise that is the target's, too."""
     target = lossless_suite.phrases(make_target)
     for static in (False, True):
-        results = serve(target, DraftModelDrafter(target, target, [1, 1, 1]), static=static)
+        drafter = DraftModelDrafter(target, target, [1, 1, 1])
+        results = serve(target, drafter, static=static, mode=mode, temperature=1.2, top_k=20)
         lengths = [length for result in results for length in result.accepted[:-1]]
         assert set(lengths) == {4}
 

@@ -49,8 +49,8 @@ def sample(decoder, sampling, count, tokens=3, mode="mss"):
 
 @pytest.mark.parametrize("mode", ["sample", "mss", "typical"])
 def test_either_decoder_draws_the_same(decoder, mode):
-    """The same random numbers on the lean decoder, whose distribution the tests below check, and on the model's own modules:
-    only a token within rounding of a boundary may differ."""
+    """The same random numbers on the lean decoder, whose distribution the tests below check, and on the model's own
+    modules: only a token within rounding of a boundary may differ."""
     other = SpeculativeDecoder(decoder.target, decoder.drafter, lean=False)
     for sampling in SAMPLINGS.values():
         ours, theirs = (sample(one, sampling, 500, tokens=6, mode=mode) for one in (decoder, other))

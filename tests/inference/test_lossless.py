@@ -1,4 +1,5 @@
-"""The check of texts, greedy or of coupled sampling: what is a near-tie and what a mismatch, in float32 and in 16 bits."""
+"""The check of texts, greedy or by coupled sampling: what is a near-tie and what a mismatch, in float32 and in 16
+bits."""
 
 import copy
 
@@ -253,7 +254,7 @@ def test_a_wrong_sampled_token_is_a_mismatch(target, sampling, place):
 
 def tied_by_noise(target, sampling, gap):
     """A reference, and an output with another token at ``TIE``, whose score is lower by ``gap`` / temperature; both
-    continue by the same noise. The tokens' rows of the LM head are such that noise and logits make up for each other."""
+    continue by the same noise. The second token's row of the LM head makes up for the noise of the first."""
     reference = sampled(target, sampling)
     first = reference[0][TIE]
     second = next(t for t in range(target.vocab_size) if t not in [*reference[0], *reference[1], *PROMPTS[0]])

@@ -7,10 +7,10 @@
 
 The function makes a fresh drafter for a target (a random Llama of two layers, see :func:`phrases` and :func:`soft`); a
 drafter with a model of its own can derive one from the target (a copy with perturbed weights). Each check is also a
-function of its own: :func:`check_greedy`, :func:`check_coupled`, :func:`check_sampling`, :func:`check_seeds`, :func:`check_warm_up`,
-:func:`check_static`. The first three return counts, so that a test can check more: for example that every accepted
-length occurred. Sampling is coupled in :func:`check_coupled`, whose texts are plain decoding's, and multi-step in
-:func:`check_sampling`, whose texts have the target's distribution, and in :func:`check_seeds`.
+function of its own: :func:`check_greedy`, :func:`check_coupled`, :func:`check_sampling`, :func:`check_seeds`,
+:func:`check_warm_up`, :func:`check_static`. The first three return counts, so that a test can check more: for example
+that every accepted length occurred. Sampling is coupled in :func:`check_coupled`, whose texts are plain decoding's, and
+multi-step in :func:`check_sampling`, whose texts have the target's distribution, and in :func:`check_seeds`.
 
 ``own``: whether a row's drafts depend only on that row's text. If not (trees limited by the costs of the whole batch),
 a request may take other steps in a batch than alone, and only its tokens are fixed; in multi-step sampling only their
