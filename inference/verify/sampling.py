@@ -178,7 +178,8 @@ class Noise:
         """
         rivals = min(max(count, _RIVALS), logits.shape[2])
         _, scores, found = self.best(logits, depth, rivals, tokens)
-        return found[..., :count], scores.log_softmax(-1)[..., :count]
+        drafts = found[..., :count].clamp(min=0)  # padding has no token, and no probability
+        return drafts, scores.log_softmax(-1)[..., :count]
 
 
 def _floats(s: Sampling) -> tuple[float, ...]:

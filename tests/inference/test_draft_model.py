@@ -466,7 +466,7 @@ def test_beyond_the_models_own_context(make_target):
 
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
 def test_the_target_drafts_for_itself(make_target, mode):
-    """All drafts are accepted, up to the end of each text; in coupled sampling by the noise that is the target's, too."""
+    """All drafts are accepted, up to the end of each text; in coupled sampling, by the noise that is the target's."""
     target = lossless_suite.phrases(make_target)
     for static in (False, True):
         drafter = DraftModelDrafter(target, target, [1, 1, 1])
