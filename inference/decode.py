@@ -58,12 +58,12 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--mode", choices=["greedy", "sample", "typical"],
-        help="greedy: the target's greedy text, token by token; sample: the text that plain sampling from the target has "
+        help="greedy: the target's greedy text, token by token; sample: the text of plain sampling from the target "
         "with this seed, the default where one of the next options is given; typical: Medusa's criterion, lossy",
     )  # fmt: skip
     parser.add_argument(
         "--verify", choices=["coupled", "mss"],
-        help="of --mode sample. coupled: a seed is one text, whatever the drafter, tree, batch and load (default); mss: "
+        help="of --mode sample. coupled: a seed is one text, whatever the drafter, tree and batch (default); mss: "
         "SpecInfer's multi-step speculative sampling, whose texts have the same distribution",
     )  # fmt: skip
     parser.add_argument("--temperature", type=float, help="default 1")

@@ -58,7 +58,8 @@ def coupled_topk_reference(
     ids = torch.arange(x.shape[-1], device=x.device) if tokens is None else tokens
     ids = ids.expand(len(x), 1, -1) if ids.ndim == 1 else ids[:, None]
     g = gumbel(seed[:, None, None], positions[..., None], ids.clamp(min=0))
-    score = torch.where(noisy, torch.where(p > 0, gap + g, -torch.inf), gap).nan_to_num(nan=-torch.inf)
+    score = torch.where(noisy, torch.where(p > 0, gap + g, -torch.inf), gap)
+    score = score.masked_fill(score.isnan(), -torch.inf)
     score, place = score.sort(dim=-1, descending=True, stable=True)
     place = place[..., :count]
     return best, score[..., :count], ids.expand(-1, x.shape[1], -1).gather(2, place)
@@ -94,9 +95,9 @@ def _coupled_kernel(
     score = scaled - tl.log(exponential)
     if GREEDY:
         score = tl.where(tl.load(best + node) >= 0, scaled, score)
-    # None at a node whose logits are not finite: Z is NaN.
-    finite = tl.load(scalars + node * 4 + 3) > 0
-    kept = inside & (scaled >= tl.load(scalars + node * 4 + 2)) & (scaled > float("-inf")) & finite
+    # At a node whose logits are not finite Z is NaN, and no token is kept.
+    floor = tl.where(tl.load(scalars + node * 4 + 3) > 0, tl.load(scalars + node * 4 + 2), float("inf"))
+    kept = inside & (scaled >= floor) & (scaled > float("-inf"))
     bits = score.to(tl.int32, bitcast=True)
     packed = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - x).to(tl.int64)
     none = -0x7F80000100000000  # as in kernels/head_topk.py

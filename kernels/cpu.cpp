@@ -95,6 +95,31 @@ static inline vec exp_vec(vec x) {  // relative error below 2e-7; the argument i
     return y * scale;
 }
 
+// The activation of number `act`: SiLU, the tanh GELU, or the exact GELU, whose error function is formula 7.1.26 of
+// Abramowitz and Stegun, Handbook of Mathematical Functions (absolute error below 1.5e-7).
+static inline vec activated(vec x, long act) {
+    if (act == 2) {
+        vec z = 0.70710678f * (x < 0 ? -x : x), t = 1.0f / (1.0f + 0.3275911f * z);
+        vec y = splat(1.061405429f);
+        y = y * t - 1.453152027f;
+        y = y * t + 1.421413741f;
+        y = y * t - 0.284496736f;
+        y = y * t + 0.254829592f;
+        y = 0.5f * y * t * exp_vec(-z * z);  // (1 − erf(z)) / 2
+        return x * (x < 0 ? y : 1.0f - y);
+    }
+    vec argument = act ? 1.5957691216057308f * (x + 0.044715f * (x * x * x)) : x;
+    return x / (1.0f + exp_vec(-argument));
+}
+
+static float sum_of(const float *x, long width) {
+    vec sums = {};
+    for (long i = 0; i < width; i += W) sums += load_vec(x + i, width - i);
+    float total = 0;
+    for (int l = 0; l < W; l++) total += sums[l];
+    return total;
+}
+
 static float sum_of_squares(const float *x, long width) {
     vec sums = {};
     long i = 0;
@@ -109,10 +134,11 @@ static inline float inverse_rms(const float *x, long width, float eps) {
     return 1.0f / __builtin_sqrtf(sum_of_squares(x, width) / width + eps);
 }
 
+// `out`: the RMSNorm of the new x, or with `shift`, the bias of a LayerNorm, its LayerNorm; without `weight` neither.
 template <class T>
 static void add_norm(T *x, const T *y, const T *bias, const float *after, float after_eps, float factor,
-                     const float *weight, float eps, T *out, long rows, long width, long x_row, long y_row,
-                     long out_row) {
+                     const float *weight, const float *shift, float eps, T *out, long rows, long width, long x_row,
+                     long y_row, long out_row) {
     #pragma omp parallel for if (rows * width > 65536)
     for (long row = 0; row < rows; row++) {
         float own[width];
@@ -136,48 +162,56 @@ static void add_norm(T *x, const T *y, const T *bias, const float *after, float 
                 store_vec(own + i, load_vec(at + i, many), many);
             }
         }
+        if (!weight) continue;
+        if (shift) {
+            float mean = sum_of(own, width) / width;
+            for (long i = 0; i < width; i++) own[i] -= mean;
+        }
         float scale = inverse_rms(own, width, eps);
         for (long i = 0; i < width; i += W) {
-            store_vec(out + row * out_row + i, load_vec(own + i, width - i) * scale * load_vec(weight + i, width - i), width - i);
+            vec value = load_vec(own + i, width - i) * scale * load_vec(weight + i, width - i);
+            if (shift) value += load_vec(shift + i, width - i);
+            store_vec(out + row * out_row + i, value, width - i);
         }
     }
 }
 
 template <class T>
-static void gated(const T *gate_up, T *out, const T *bias, long gelu, long rows, long width, long row_stride,
-                  long out_row) {
+static void gated(const T *gate_up, T *out, const T *bias, long act, bool has_gate, long rows, long width,
+                  long row_stride, long out_row) {
     #pragma omp parallel for if (rows * width > 16384)
     for (long row = 0; row < rows; row++) {
         const T *gates = gate_up + row * row_stride, *ups = gates + width;
         for (long i = 0; i < width; i += W) {
-            vec gate = load_vec(gates + i, width - i), up = load_vec(ups + i, width - i);
+            vec gate = load_vec(gates + i, width - i), up = has_gate ? load_vec(ups + i, width - i) : splat(1);
             if (bias) {
                 gate += load_vec(bias + i, width - i);
-                up += load_vec(bias + width + i, width - i);
+                if (has_gate) up += load_vec(bias + width + i, width - i);
             }
-            vec argument = gelu ? 1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate)) : gate;
-            store_vec(out + row * out_row + i, gate / (1.0f + exp_vec(-argument)) * up, width - i);
+            store_vec(out + row * out_row + i, activated(gate, act) * up, width - i);
         }
     }
 }
 
+// The first `rotated` dimensions of each head of q and k are rotated. `interleaved`: q, k and v of a head lie together.
 template <class T>
 static void rotate_write(const T *qkv, const T *table, const int64_t *positions, const int64_t *slots, T *cache,
                          T *q_out, const T *bias, const float *norm, float eps, long rows, long count, long heads,
                          long kv_heads, long width, long qkv_row, long table_row, long positions_batch,
                          long positions_node, long slots_batch, long slots_node, long cache_batch, long cache_slot,
-                         long cache_kind, long cache_head, long norm_head) {
-    long half = width / 2;
+                         long cache_kind, long cache_head, long norm_head, long rotated, bool interleaved) {
+    long half = rotated / 2;
     for (long row = 0; row < rows * count; row++) {
         long batch = row / count, node = row % count;
         const T *angle = table + positions[batch * positions_batch + node * positions_node] * table_row;
         T *stored = cache + batch * cache_batch + slots[batch * slots_batch + node * slots_node] * cache_slot;
         for (long head = 0; head < heads + 2 * kv_heads; head++) {
             float z[width];
-            const T *from = qkv + row * qkv_row + head * width;
+            long place = (interleaved ? head % heads * 3 + head / heads : head) * width;
+            const T *from = qkv + row * qkv_row + place;
             for (long i = 0; i < width; i += W) {
                 vec value = load_vec(from + i, width - i);
-                if (bias) value += load_vec(bias + head * width + i, width - i);
+                if (bias) value += load_vec(bias + place + i, width - i);
                 store_vec(z + i, value, width - i);
             }
             bool is_value = head >= heads + kv_heads;
@@ -194,12 +228,13 @@ static void rotate_write(const T *qkv, const T *table, const int64_t *positions,
             for (long i = 0; i < half; i += W) {
                 long many = half - i;
                 vec first = load_vec(z + i, many), second = load_vec(z + half + i, many);
-                vec cos = load_vec(angle + i, many), sin = load_vec(angle + width + i, many);
+                vec cos = load_vec(angle + i, many), sin = load_vec(angle + rotated + i, many);
                 store_vec(to + i, first * cos + second * sin, many);
                 cos = load_vec(angle + half + i, many);
-                sin = load_vec(angle + width + half + i, many);
+                sin = load_vec(angle + rotated + half + i, many);
                 store_vec(to + half + i, second * cos + first * sin, many);
             }
+            for (long i = rotated; i < width; i += W) store_vec(to + i, load_vec(z + i, width - i), width - i);
         }
     }
 }
@@ -530,8 +565,9 @@ static void product(const T *x, long x_row, const T *weight, const T *bias, T *o
 struct Layer {
     const void *qkv, *qkv_bias, *out, *out_bias, *gate_up, *gate_up_bias, *down, *down_bias;
     const float *before_attention, *qk_norm, *after_attention, *before_mlp, *after_mlp;
+    const float *before_attention_bias, *before_mlp_bias;  // of a LayerNorm; null: an RMSNorm
     double attention_eps, qk_eps, after_attention_eps, mlp_eps, after_mlp_eps, scale, softcap, factor;
-    long heads, kv_heads, width, mlp, window, gelu;
+    long heads, kv_heads, width, mlp, window, act, gated, parallel, interleaved, rotated;
     const void *table;
     void *cache, *captured;  // keys and values [B, slots, 2, G, D]; where to copy the layer's input, or null
     long table_row, cache_batch, cache_slot, cache_kind, cache_head;
@@ -544,7 +580,7 @@ struct Pass {
 
 template <class T>
 static void decoder_layers(const Layer *layers, const Pass *pass, T *x, const T *inputs, T *normed, const float *norm,
-                           const int64_t *positions, const int64_t *slots, const int64_t *lengths,
+                           const float *norm_bias, const int64_t *positions, const int64_t *slots, const int64_t *lengths,
                            const int64_t *ancestors, const int32_t *depth, const int32_t *key_depth) {
     long many = pass->rows * pass->queries, hidden = pass->hidden, heads_out = 0, qkv_out = 0, mlp = 0;
     for (long l = 0; l < pass->layers; l++) {
@@ -565,28 +601,32 @@ static void decoder_layers(const Layer *layers, const Pass *pass, T *x, const T 
         if (layer.captured) memcpy(layer.captured, x, many * hidden * sizeof(T));
         const T *from = l == 0 && inputs ? inputs : own;  // what q, k and v are products of
         if (from == own) {  // written by the layer before, or here
-            if (l == 0) add_norm<T>(x, nullptr, nullptr, nullptr, 0, 1, layer.before_attention, layer.attention_eps, own, many, hidden, hidden, 0, hidden);
+            if (l == 0) add_norm<T>(x, nullptr, nullptr, nullptr, 0, 1, layer.before_attention, layer.before_attention_bias, layer.attention_eps, own, many, hidden, hidden, 0, hidden);
         }
         long wide_in = from == own ? hidden : pass->inputs;
         product(from, wide_in, (const T *)layer.qkv, (const T *)nullptr, first, all, many, wide_in, all);
         rotate_write(first, (const T *)layer.table, positions, slots, cache, second, (const T *)layer.qkv_bias, layer.qk_norm, layer.qk_eps,
                      pass->rows, pass->queries, layer.heads, layer.kv_heads, layer.width, all, layer.table_row,
                      pass->positions_batch, pass->positions_node, pass->slots_batch, pass->slots_node, layer.cache_batch,
-                     layer.cache_slot, layer.cache_kind, layer.cache_head, layer.width);
+                     layer.cache_slot, layer.cache_kind, layer.cache_head, layer.width, layer.rotated, layer.interleaved);
         Shape shape = {pass->rows, pass->queries, pass->tree_keys, layer.heads, layer.kv_heads, layer.width, layer.window,
                        pass->queries * out, layer.width, out, layer.cache_batch, layer.cache_head, layer.cache_slot,
                        layer.cache_batch, layer.cache_head, layer.cache_slot, pass->queries * out, layer.width, out,
                        pass->ancestors_batch, pass->ancestors_query, pass->depth_batch, pass->key_depth_batch};
         attend(second, cache, cache + layer.cache_kind, lengths, ancestors, depth, key_depth, third, &shape, layer.scale, layer.softcap);
         product(third, out, (const T *)layer.out, (const T *)nullptr, second, hidden, many, out, hidden);
+        if (layer.parallel)  // the MLP reads the x before attention's branch is added
+            add_norm<T>(x, nullptr, nullptr, nullptr, 0, 1, layer.before_mlp, layer.before_mlp_bias, layer.mlp_eps, own, many, hidden, hidden, 0, hidden);
         add_norm(x, second, (const T *)layer.out_bias, layer.after_attention, layer.after_attention_eps, layer.factor,
-                 layer.before_mlp, layer.mlp_eps, own, many, hidden, hidden, hidden, hidden);
-        product(own, hidden, (const T *)layer.gate_up, (const T *)nullptr, first, 2 * layer.mlp, many, hidden, 2 * layer.mlp);
-        gated(first, second, (const T *)layer.gate_up_bias, layer.gelu, many, layer.mlp, 2 * layer.mlp, layer.mlp);
+                 layer.parallel ? nullptr : layer.before_mlp, layer.before_mlp_bias, layer.mlp_eps, own, many, hidden, hidden, hidden, hidden);
+        long up = layer.gated ? 2 * layer.mlp : layer.mlp;
+        product(own, hidden, (const T *)layer.gate_up, (const T *)nullptr, first, up, many, hidden, up);
+        gated(first, second, (const T *)layer.gate_up_bias, layer.act, layer.gated, many, layer.mlp, up, layer.mlp);
         product(second, layer.mlp, (const T *)layer.down, (const T *)nullptr, third, hidden, many, layer.mlp, hidden);
         bool last = l + 1 == pass->layers;
         const float *after = last ? norm : layers[l + 1].before_attention;
-        add_norm(x, third, (const T *)layer.down_bias, layer.after_mlp, layer.after_mlp_eps, layer.factor, after,
+        const float *after_bias = last ? norm_bias : layers[l + 1].before_attention_bias;
+        add_norm(x, third, (const T *)layer.down_bias, layer.after_mlp, layer.after_mlp_eps, layer.factor, after, after_bias,
                  last ? pass->norm_eps : layers[l + 1].attention_eps, last ? normed : own, many, hidden, hidden, hidden, hidden);
     }
     free(memory);
@@ -813,11 +853,12 @@ static void coupled(const T *logits, long rows, long nodes, long vocabulary, con
     extern "C" void add_norm_##suffix(T *x, const T *y, const T *bias, const float *after, float after_eps,           \
                                       float factor, const float *weight, float eps, T *out, long rows, long width,    \
                                       long x_row, long y_row, long out_row) {                                         \
-        add_norm(x, y, bias, after, after_eps, factor, weight, eps, out, rows, width, x_row, y_row, out_row);         \
+        add_norm(x, y, bias, after, after_eps, factor, weight, (const float *)nullptr, eps, out, rows, width, x_row,  \
+                 y_row, out_row);                                                                                     \
     }                                                                                                                 \
-    extern "C" void gated_##suffix(const T *gate_up, T *out, const T *bias, long gelu, long rows, long width,         \
+    extern "C" void gated_##suffix(const T *gate_up, T *out, const T *bias, long act, long rows, long width,          \
                                    long row_stride, long out_row) {                                                   \
-        gated(gate_up, out, bias, gelu, rows, width, row_stride, out_row);                                            \
+        gated(gate_up, out, bias, act, true, rows, width, row_stride, out_row);                                       \
     }                                                                                                                 \
     extern "C" void rotate_write_##suffix(                                                                            \
         const T *qkv, const T *table, const int64_t *positions, const int64_t *slots, T *cache, T *q_out,             \
@@ -826,7 +867,7 @@ static void coupled(const T *logits, long rows, long nodes, long vocabulary, con
         long cache_batch, long cache_slot, long cache_kind, long cache_head, long norm_head) {                        \
         rotate_write(qkv, table, positions, slots, cache, q_out, bias, norm, eps, rows, count, heads, kv_heads,       \
                      width, qkv_row, table_row, positions_batch, positions_node, slots_batch, slots_node,             \
-                     cache_batch, cache_slot, cache_kind, cache_head, norm_head);                                     \
+                     cache_batch, cache_slot, cache_kind, cache_head, norm_head, width, false);                       \
     }                                                                                                                 \
     extern "C" void product_##suffix(const T *x, long x_row, const T *weight, const T *bias, T *out, long out_row,    \
                                      long rows, long inputs, long outputs) {                                          \
@@ -834,9 +875,10 @@ static void coupled(const T *logits, long rows, long nodes, long vocabulary, con
     }                                                                                                                 \
     extern "C" void decoder_layers_##suffix(                                                                          \
         const Layer *layers, const Pass *pass, T *x, const T *inputs, T *normed, const float *norm,                   \
-        const int64_t *positions, const int64_t *slots, const int64_t *lengths, const int64_t *ancestors,             \
-        const int32_t *depth, const int32_t *key_depth) {                                                             \
-        decoder_layers(layers, pass, x, inputs, normed, norm, positions, slots, lengths, ancestors, depth, key_depth); \
+        const float *norm_bias, const int64_t *positions, const int64_t *slots, const int64_t *lengths,               \
+        const int64_t *ancestors, const int32_t *depth, const int32_t *key_depth) {                                   \
+        decoder_layers(layers, pass, x, inputs, normed, norm, norm_bias, positions, slots, lengths, ancestors, depth, \
+                       key_depth);                                                                                    \
     }                                                                                                                 \
     extern "C" void coupled_##suffix(const T *logits, long rows, long nodes, long vocabulary, const int64_t *ids,     \
                                      long ids_row, const float *temperature, const int64_t *top_k,                    \

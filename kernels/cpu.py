@@ -34,12 +34,14 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *((name, _POINTER) for name in (
             "qkv", "qkv_bias", "out", "out_bias", "gate_up", "gate_up_bias", "down", "down_bias", "before_attention",
-            "qk_norm", "after_attention", "before_mlp", "after_mlp",
+            "qk_norm", "after_attention", "before_mlp", "after_mlp", "before_attention_bias", "before_mlp_bias",
         )),
         *((name, ctypes.c_double) for name in (
             "attention_eps", "qk_eps", "after_attention_eps", "mlp_eps", "after_mlp_eps", "scale", "softcap", "factor",
         )),
-        *((name, _LONG) for name in ("heads", "kv_heads", "width", "mlp", "window", "gelu")),
+        *((name, _LONG) for name in (
+            "heads", "kv_heads", "width", "mlp", "window", "act", "gated", "parallel", "interleaved", "rotated",
+        )),
         *((name, _POINTER) for name in ("table", "cache", "captured")),
         *((name, _LONG) for name in ("table_row", "cache_batch", "cache_slot", "cache_kind", "cache_head")),
     ]  # fmt: skip
@@ -64,7 +66,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "attend": [*[_POINTER] * 9, _FLOAT, _FLOAT],
     "product": [_POINTER, _LONG, *[_POINTER] * 3, *[_LONG] * 4],
     "coupled": [_POINTER, *[_LONG] * 3, _POINTER, _LONG, *[_POINTER] * 6, _LONG, *[_POINTER] * 3],
-    "decoder_layers": [ctypes.POINTER(Layer), ctypes.POINTER(Pass), *[_POINTER] * 10],
+    "decoder_layers": [ctypes.POINTER(Layer), ctypes.POINTER(Pass), *[_POINTER] * 11],
 }
 
 

@@ -23,18 +23,22 @@ from draftsmith.kernels import cpu
 from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 
 ACTS = ("silu", "gelu_tanh")
+CPU_ACTS = (*ACTS, "gelu")  # in the order of kernels/cpu.cpp; the last is the exact GELU, g/2 · (1 + erf(g / √2))
 # transformers' classes, by name: it is not imported here, and renames them. All of them are functions of their input
-# alone. Its other spellings of the tanh GELU, NewGELU and FastGELU, no family with a gated MLP uses.
-_TRANSFORMERS_ACTS = {"SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+# alone.
+_TRANSFORMERS_ACTS = {
+    "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh", "GELUActivation": "gelu",
+}  # fmt: skip
 
 
 def act_name(act: Callable[..., Any]) -> str | None:
-    """The name in ``ACTS`` of an activation module or function of PyTorch's or transformers'; None for any other."""
+    """The name in ``CPU_ACTS`` of an activation module or function of PyTorch's or transformers'; None for another."""
     kind = type(act)
     if act is functional.silu or kind is nn.SiLU:
         return "silu"
     if isinstance(act, nn.GELU) and kind is nn.GELU:
-        return "gelu_tanh" if act.approximate == "tanh" else None
+        return "gelu_tanh" if act.approximate == "tanh" else "gelu"
     return _TRANSFORMERS_ACTS.get(kind.__name__) if kind.__module__ == "transformers.activations" else None
 
 
@@ -101,7 +105,7 @@ def gated(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | None = None)
     if why_not_triton(gate_up):
         if cpu.runs(out) and len(gate_up) == 1 and gate_up.dtype == out.dtype and gate_up.stride(-1) == 1:
             cpu.function("gated", out.dtype)(
-                gate_up.data_ptr(), out.data_ptr(), cpu.address(bias), act == "gelu_tanh", *out.shape,
+                gate_up.data_ptr(), out.data_ptr(), cpu.address(bias), CPU_ACTS.index(act), *out.shape,
                 gate_up.stride(1), out.stride(0),
             )  # fmt: skip
             return

@@ -35,8 +35,8 @@ LOW_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def philox_words(c0: Tensor, c1: Tensor, c2: Tensor, c3: int, key: Tensor) -> tuple[Tensor, ...]:
-    """The four words of Philox 4×32-10 at counters (c0, c1, c2, c3), whose words above 32 bits are left out, and keys of
-    64 bits: int64 tensors of shapes that broadcast."""
+    """The four words of Philox 4×32-10 at counters (c0, c1, c2, c3), of each the lowest 32 bits, and keys of 64 bits:
+    int64 tensors of shapes that broadcast."""
     c0, c1, c2, k0, k1 = torch.broadcast_tensors(c0 & _LOW, c1 & _LOW, c2 & _LOW, key & _LOW, (key >> 32) & _LOW)
     last = torch.full_like(c0, c3)
     for _ in range(10):

@@ -1,7 +1,11 @@
-"""A decoder of few operations for families with Llama's architecture; :mod:`draftsmith.models.lean_from` builds it.
+"""A decoder of few operations for families with Llama's or GPT-NeoX's architecture; :mod:`draftsmith.models.lean_from`
+builds it.
 
     x ← x + out(attention(rotate(q), rotate(k), v)),   q, k, v = qkv(norm(x))
     x ← x + down(act(gate) · up),                      gate, up = gate_up(norm(x))
+
+GPT-NeoX (arXiv 2204.06745 §2.1) has LayerNorm, rotates a part of each head, and has no gate: down(act(up)). Its two
+branches may be parallel: both then read the x before the layer.
 
 On a GPU everything between two products is one kernel, except for attention; or the products of few rows do it
 themselves, in forms that allow it: :func:`run_fused_layer`. On a CPU steps run all layers in one call
@@ -22,7 +26,7 @@ from torch.nn import functional as F
 from draftsmith.kernels import cpu
 from draftsmith.kernels.add_norm import add_norm
 from draftsmith.kernels.few_rows import candidates, few_rows_product
-from draftsmith.kernels.gated import act_name, gated
+from draftsmith.kernels.gated import ACTS, CPU_ACTS, act_name, gated
 from draftsmith.kernels.linear import choose, folding_form, partial_buffer, partial_product, product
 from draftsmith.kernels.rotate_write import rotate_write
 from draftsmith.kernels.tree_attention import TreeKeys, attend_tree, tree_attention
@@ -56,9 +60,35 @@ class RMSNorm:
         return (F.rms_norm(x.to(self.weight.dtype), (self.width,), None, self.eps) * self.weight).to(x.dtype)
 
 
+class LayerNorm:
+    """LayerNorm: (x − mean(x)) / √(var(x) + eps) · weight + bias, weight and bias ``[d]`` (arXiv 1607.06450).
+
+    kernel_weight, kernel_bias: both as kernels read them, in float32 on a CPU.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
+        self.weight, self.bias, self.eps = weight, bias, eps
+        self.kernel_weight, self.kernel_bias = (
+            each.float().contiguous() if each.is_cpu else each for each in (weight, bias)
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm
+
+
 @dataclass(frozen=True)
 class Layer:
-    """The matrices of a layer, ``[inputs, outputs]`` each, and the settings of its attention."""
+    """The matrices of a layer, ``[inputs, outputs]`` each, and the settings of its attention.
+
+    gate_up: ``[d, 2F]``, the gate first; without a gate ``[d, F]``.
+    parallel: the MLP reads the x before attention's branch is added.
+    interleaved: the outputs of ``qkv`` are q, k and v of the first head, then those of the second, and so on; else q of
+        all heads, then k, then v.
+    rotated: the number of dimensions of each head, from the first one on, that are rotated; 0: all.
+    """
 
     heads: int
     kv_heads: int
@@ -72,15 +102,23 @@ class Layer:
     qk_norm: RMSNorm | None
     out: Tensor
     out_bias: Tensor | None
-    after_attention: RMSNorm | None
-    before_mlp: RMSNorm
+    after_attention: Norm | None
+    before_mlp: Norm
     gate_up: Tensor
     gate_up_bias: Tensor | None
     act: Callable[[Tensor], Tensor]
     down: Tensor
     down_bias: Tensor | None
-    after_mlp: RMSNorm | None
+    after_mlp: Norm | None
     factor: float  # on each residual branch (Granite)
+    parallel: bool = False
+    interleaved: bool = False
+    rotated: int = 0
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.gate_up.shape[1] != self.down.shape[0]
 
 
 class Buffers:
@@ -92,15 +130,21 @@ class Buffers:
         width = layer.qkv.shape[1] // (heads + 2 * kv_heads)
         self.rows = torch.arange(rows, device=layer.qkv.device)[:, None]
         self.qkv = layer.qkv.new_empty(many, layer.qkv.shape[1])
-        each = self.qkv.view(rows, count, heads + 2 * kv_heads, width)
-        self.qk = each[:, :, : heads + kv_heads]
-        self.kv = each[:, :, heads:].view(rows, count, 2, kv_heads, width)
-        self.q = each[:, :, :heads].transpose(1, 2)  # [B, H, N, D]
+        if layer.interleaved:  # as many key/value heads as query heads
+            each = self.qkv.view(rows, count, heads, 3, width).transpose(2, 3)
+            q, self.kv = each[:, :, 0], each[:, :, 1:]
+            self.qk = each[:, :, :2].permute(2, 0, 1, 3, 4)  # [2, B, N, H, D]
+        else:
+            each = self.qkv.view(rows, count, heads + 2 * kv_heads, width)
+            q, self.kv = each[:, :, :heads], each[:, :, heads:].view(rows, count, 2, kv_heads, width)
+            self.qk = each[:, :, : heads + kv_heads]
+        self.rotated = self.qk[..., : layer.rotated or width]
+        self.q = q.transpose(1, 2)  # [B, H, N, D]
         self.grouped = grouped and count == 1
         if self.grouped:  # the heads of a group as queries of one head
-            self.q = each[:, 0, :heads].view(rows, kv_heads, -1, width)
+            self.q = q[:, 0].unflatten(1, (kv_heads, -1))
         self.gate_up = layer.gate_up.new_empty(many, layer.gate_up.shape[1])
-        self.gate, self.up = self.gate_up.chunk(2, -1)
+        self.gate, self.up = self.gate_up.chunk(2, -1) if layer.gated else (self.gate_up, None)
 
 
 class FusedBuffers:
@@ -131,11 +175,21 @@ def folding_forms(layer: Layer, rows: int) -> list[str]:
 
 
 def can_fuse(layer: Layer) -> bool:
-    """Whether :func:`run_fused_layer` can run a layer: kernels know its norms, its activation and its heads' width."""
+    """Whether :func:`run_fused_layer` can run a layer: kernels know its norms, its MLP and its attention, and its
+    branches are not parallel."""
+    like_llama = layer.gated and not (layer.parallel or layer.interleaved or layer.rotated)
+    known = act_name(layer.act) in ACTS and isinstance(layer.before_mlp, RMSNorm)
+    return known and like_llama and can_run_native(layer)
+
+
+def can_run_native(layer: Layer) -> bool:
+    """Whether :class:`NativeLayers` can run a layer, on a CPU: the same, but for the exact GELU too, and with all that
+    GPT-NeoX's layers have."""
     norms = (layer.after_attention, layer.before_mlp, layer.after_mlp)
     known = layer.qkv.dtype in (torch.float32, torch.float16, torch.bfloat16) and act_name(layer.act) is not None
     narrow = layer.out.shape[0] // layer.heads <= 256
-    return known and narrow and all(norm is None or norm.weight.dim() == 1 for norm in norms)
+    of_branches = not any(isinstance(norm, LayerNorm) for norm in (layer.after_attention, layer.after_mlp))
+    return known and narrow and of_branches and all(norm is None or norm.weight.dim() == 1 for norm in norms)
 
 
 @dataclass(eq=False)
@@ -144,7 +198,8 @@ class LeanDecoder:
 
     embed_tokens: the model's own module: token ids → ``[..., d]``, a new tensor.
     embed_factor: factor on the embeddings.
-    rotary: the model's own module: (kind of table, positions ``[1, T]``) → cos and sin ``[1, T, D]``.
+    rotary: the model's own module: (kind of table, positions ``[1, T]``) → cos and sin ``[1, T, D]``; where only a part
+        of each head is rotated, D is the part's width, here and in what comes of it.
     context: number of positions that the model was made for.
     not_fused: the reason why layers are not fused where kernels run; empty if they are.
     native: the layers as steps run them on a CPU.
@@ -155,7 +210,7 @@ class LeanDecoder:
     embed_factor: float
     rotary: Callable[[str, Tensor], tuple[Tensor, Tensor]]
     layers: list[Layer]
-    norm: RMSNorm
+    norm: Norm
     context: int
     device: torch.device
     not_fused: str = NO_KERNELS
@@ -267,13 +322,13 @@ def run_layer(
 ) -> None:  # fmt: skip
     """Run a layer on ``x [M, d]`` in place. ``written``: rows and slots of the new keys; ``rotation``: cos and sin."""
     both, keys, values = view
-    qk, q = buffers.qk, buffers.q
+    qk, rotated, q = buffers.qk, buffers.rotated, buffers.q
     product("blas", layer.before_attention(x), layer.qkv, layer.qkv_bias, buffers.qkv)
     cos, sin = rotation  # [B, N, 1, D]
     if layer.qk_norm is not None:
         qk.copy_(layer.qk_norm(qk))
-    other = qk.roll(qk.shape[-1] // 2, -1)
-    qk.mul_(cos).addcmul_(other, sin)
+    other = rotated.roll(rotated.shape[-1] // 2, -1)
+    rotated.mul_(cos).addcmul_(other, sin)
     both.index_put_(written, buffers.kv)
     if tree_keys is not None:
         out = attend_tree(q, keys, values, tree_keys, layer.scale, layer.window, layer.softcap)
@@ -281,9 +336,13 @@ def run_layer(
         assert biases is not None
         out = tree_attention(q, keys, values, biases[layer.window], layer.scale, layer.softcap)
     out = (out if buffers.grouped else out.transpose(1, 2)).reshape(len(x), -1)
+    normed = layer.before_mlp(x) if layer.parallel else None
     _add(x, out, layer.out, layer.out_bias, layer.after_attention, layer.factor)
-    product("blas", layer.before_mlp(x), layer.gate_up, layer.gate_up_bias, buffers.gate_up)
-    y = layer.act(buffers.gate).mul_(buffers.up)
+    normed = layer.before_mlp(x) if normed is None else normed
+    product("blas", normed, layer.gate_up, layer.gate_up_bias, buffers.gate_up)
+    y = layer.act(buffers.gate)
+    if buffers.up is not None:
+        y.mul_(buffers.up)
     _add(x, y, layer.down, layer.down_bias, layer.after_mlp, layer.factor)
 
 
@@ -291,11 +350,11 @@ class NativeLayers:
     """Layers that run one after the other in one call, on a CPU: kernels/cpu.cpp.
 
     Args:
-        layers: of :func:`can_fuse`, their matrices transposed views of contiguous ones.
+        layers: of :func:`can_run_native`, their matrices transposed views of contiguous ones.
         norm: after the last of them; None: there is none.
     """
 
-    def __init__(self, layers: Sequence[Layer], norm: RMSNorm | None) -> None:
+    def __init__(self, layers: Sequence[Layer], norm: Norm | None) -> None:
         self.layers, self.norm = layers, norm or layers[-1].before_mlp
         self.parts = (cpu.Layer * len(layers))(*map(_native_layer, layers))
         self.dtype = layers[0].qkv.dtype
@@ -332,8 +391,8 @@ class NativeLayers:
         )  # fmt: skip
         self.function(
             self.parts, sizes, x.data_ptr(), cpu.address(inputs), normed.data_ptr(), self.norm.kernel_weight.data_ptr(),
-            positions.data_ptr(), slots.data_ptr(), lengths.data_ptr(), ancestors.data_ptr(), depth.data_ptr(),
-            key_depth.data_ptr(),
+            _norm_bias(self.norm), positions.data_ptr(), slots.data_ptr(), lengths.data_ptr(), ancestors.data_ptr(),
+            depth.data_ptr(), key_depth.data_ptr(),
         )  # fmt: skip
         return normed, [captured[number] for number in captures]
 
@@ -342,7 +401,7 @@ def _native_layer(layer: Layer) -> cpu.Layer:
     """A layer as kernels/cpu.cpp reads it; cache and table are set in each pass."""
 
     def norm(one: object) -> tuple[int | None, float]:
-        return (one.kernel_weight.data_ptr(), one.eps) if isinstance(one, RMSNorm) else (None, 0.0)
+        return (one.kernel_weight.data_ptr(), one.eps) if isinstance(one, Norm) else (None, 0.0)
 
     matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
     biases = (layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias)
@@ -352,10 +411,16 @@ def _native_layer(layer: Layer) -> cpu.Layer:
     weights, eps = zip(*map(norm, norms), strict=True)
     width = layer.out.shape[0] // layer.heads
     return cpu.Layer(
-        *(cpu.address(one) for pair in pairs for one in pair), *weights, *eps, layer.scale, layer.softcap or 0.0,
-        layer.factor, layer.heads, layer.kv_heads, width, layer.down.shape[0], layer.window,
-        act_name(layer.act) == "gelu_tanh",
+        *(cpu.address(one) for pair in pairs for one in pair), *weights, _norm_bias(layer.before_attention),
+        _norm_bias(layer.before_mlp), *eps, layer.scale, layer.softcap or 0.0, layer.factor, layer.heads,
+        layer.kv_heads, width, layer.down.shape[0], layer.window, CPU_ACTS.index(act_name(layer.act) or ""),
+        layer.gated, layer.parallel, layer.interleaved, layer.rotated or width,
     )  # fmt: skip
+
+
+def _norm_bias(norm: object) -> int | None:
+    """The address of a LayerNorm's bias; None for another norm."""
+    return norm.kernel_bias.data_ptr() if isinstance(norm, LayerNorm) else None
 
 
 def run_fused_layer(
@@ -429,7 +494,7 @@ def _normed_product(
 
 
 def _add_product(
-    x: Tensor, form: str, y: Tensor, matrix: Tensor, parts: Tensor, bias: Tensor | None, branch_norm: RMSNorm | None,
+    x: Tensor, form: str, y: Tensor, matrix: Tensor, parts: Tensor, bias: Tensor | None, branch_norm: Norm | None,
     factor: float, after: tuple[Tensor, float], normed: Tensor,
 ) -> bool:  # fmt: skip
     """``x += factor · branch_norm(y matrix + bias)`` in place; returns whether ``normed`` holds the norm ``after`` of
@@ -450,7 +515,7 @@ def weight_and_eps(norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
     return norm.kernel_weight, norm.eps
 
 
-def _add(x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None, norm: RMSNorm | None, factor: float) -> None:
+def _add(x: Tensor, y: Tensor, matrix: Tensor, bias: Tensor | None, norm: Norm | None, factor: float) -> None:
     """``x += factor · norm(y matrix + bias)`` in place."""
     if bias is None and norm is None:
         x.addmm_(y, matrix, alpha=factor)

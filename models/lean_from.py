@@ -22,10 +22,13 @@ from draftsmith.models.lean import (
     Buffers,
     FusedBuffers,
     Layer,
+    LayerNorm,
     LeanDecoder,
     NativeLayers,
+    Norm,
     RMSNorm,
     can_fuse,
+    can_run_native,
     folding_forms,
     run_fused_layer,
     run_layer,
@@ -47,7 +50,8 @@ def _record(
     record: list[Any] | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention that records its arguments; ``transformers`` calls it in every layer of the trial run."""
-    assert record is not None
+    if record is None:
+        raise NotLean("its layers do not pass arguments on to attention")
     if kwargs.get("s_aux") is not None:
         raise NotLean("its attention has learned sinks")
     scale, window = query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0
@@ -120,31 +124,31 @@ def _make(target: Target) -> LeanDecoder:
         raise NotLean("its modules have hooks")
     if any(parameter.requires_grad for parameter in decoder.parameters()):
         raise NotLean("its weights are being trained")
-    for name in ("embed_tokens", "layers", "norm", "rotary_emb"):
-        if not hasattr(decoder, name):
-            raise NotLean(f"a {type(decoder).__name__} has no {name}")
-    kinds: Sequence[str] = [""] * len(decoder.layers)  # one rotary table for all
-    if "layer_type" in signature(decoder.rotary_emb.forward).parameters:
+    embed_tokens, norm = _part(decoder, "embed_tokens", "embed_in"), _part(decoder, "norm", "final_layer_norm")
+    rotary_emb, kinds = _part(decoder, "rotary_emb"), [""] * len(_part(decoder, "layers"))  # one rotary table for all
+    if "layer_type" in signature(rotary_emb.forward).parameters:
         kinds = target.config.layer_types
 
     def rotary(kind: str, positions: Tensor) -> tuple[Tensor, Tensor]:
         like = torch.empty(0, dtype=target.dtype, device=target.device)
-        cos, sin = decoder.rotary_emb(like, positions, *([kind] if kind else []))
+        cos, sin = rotary_emb(like, positions, *([kind] if kind else []))
         half = cos.shape[-1] // 2
         if not torch.equal(cos[..., :half], cos[..., half:]):
             raise NotLean("its rotary embedding rotates pairs of neighbouring dimensions")
-        if any(width != 2 * half for _, width in target.kv_shapes):
-            raise NotLean("its rotary embedding rotates only a part of each head")
+        if any(width < 2 * half for _, width in target.kv_shapes):
+            raise NotLean("its rotary embedding is wider than a head")
         return cos, sin
 
-    last_norm = _norm(decoder.norm, target)
-    record, inputs, output = _trial(target)
+    last_norm = _norm(norm, target)
+    record, inputs, output = _trial(target, norm)
     if not len(record) == len(decoder.layers) == len(inputs) - 1:
         raise NotLean("its layers do not each call attention once")
+    place = torch.arange(1, device=target.device)[None]
+    rotated = {kind: rotary(kind, place)[0].shape[-1] for kind in set(kinds)}
     facts = zip(decoder.layers, record, kinds, target.kv_shapes, strict=True)
-    layers = [_layer(module, settings, rope, kv_shape, target) for module, settings, rope, kv_shape in facts]
+    layers = [_layer(module, settings, rope, rotated[rope], shape, target) for module, settings, rope, shape in facts]
     factor = float(getattr(decoder, "embedding_multiplier", 1.0))
-    lean = LeanDecoder(decoder.embed_tokens, factor, rotary, layers, last_norm, target.context, target.device)
+    lean = LeanDecoder(embed_tokens, factor, rotary, layers, last_norm, target.context, target.device)
     tokens = _trial_tokens(target)
     _compare(lean.embed(tokens), inputs[0], "its embedding")
     _compare(last_norm(inputs[-1]), output, "its last norm")
@@ -177,7 +181,7 @@ def _why_not_fused(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> s
         inputs: of each layer and of the last norm, ``[1, T, d]``.
     """
     if not all(isinstance(layer.before_attention, RMSNorm) and can_fuse(layer) for layer in lean.layers):
-        return "the kernels do not know its norms, its activation or its heads' width"
+        return "the kernels do not know its norms, MLP, attention or branches"
     count = inputs[0].shape[1]
     places, tables = torch.arange(count, device=target.device)[None], lean.tables(count)
     chain, depth = (2 << places[..., None]) - 1, places.int()  # each token sees those before it
@@ -211,8 +215,8 @@ def _make_native(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> Non
     Args:
         inputs: of each layer and of the last norm, ``[1, T, d]``.
     """
-    lean.not_fused = lean.rows_differ = "kernels/cpu.cpp does not know its norms, its activation or its heads' width"
-    if not all(isinstance(layer.before_attention, RMSNorm) and can_fuse(layer) for layer in lean.layers):
+    lean.not_fused = lean.rows_differ = "kernels/cpu.cpp does not know its norms, MLP or attention"
+    if not all(isinstance(layer.before_attention, Norm) and can_run_native(layer) for layer in lean.layers):
         return
     count, shapes = inputs[0].shape[1], set[Any]()
     places, tables = torch.arange(count)[None], lean.tables(count)
@@ -249,7 +253,7 @@ def _trial_tokens(target: Target) -> Tensor:
     return torch.arange(1, min(_TRIAL, target.context) + 1, device=target.device)[None] % target.vocab_size
 
 
-def _trial(target: Target) -> tuple[list[tuple[float, int, float | None]], list[Tensor], Tensor]:
+def _trial(target: Target, norm: nn.Module) -> tuple[list[tuple[float, int, float | None]], list[Tensor], Tensor]:
     """Run the model on a few tokens: (scale, window, soft cap) of each attention, the inputs of each layer and of the
     last norm, and the last norm's output."""
     decoder: Any = target.decoder
@@ -259,7 +263,7 @@ def _trial(target: Target) -> tuple[list[tuple[float, int, float | None]], list[
     def record_input(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         inputs.append((args[0] if args else kwargs["hidden_states"]).clone())
 
-    handles = [m.register_forward_pre_hook(record_input, with_kwargs=True) for m in (*decoder.layers, decoder.norm)]
+    handles = [m.register_forward_pre_hook(record_input, with_kwargs=True) for m in (*decoder.layers, norm)]
     try:
         with target.attention(_RECORD):
             tokens = _trial_tokens(target)
@@ -280,15 +284,22 @@ def _compare(got: Tensor, want: Tensor, what: str) -> None:
         raise NotLean(f"{what} differs from its own modules' by {error:.1e}")
 
 
+def _part(parent: Any, *names: str) -> Any:
+    """The attribute of the first of these names that there is."""
+    found = next((part for name in names if (part := getattr(parent, name, None)) is not None), None)
+    if found is None:
+        raise NotLean(f"a {type(parent).__name__} has no {names[0]}")
+    return found
+
+
 def _layer(
-    module: Any, settings: tuple[float, int, float | None], rope: str, kv_shape: tuple[int, int], target: Target
-) -> Layer:
-    """Read the modules of one layer and pack its weights."""
-    attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
-    act = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
-    if attention is None or mlp is None or act is None:
-        raise NotLean(f"a {type(module).__name__} has other parts than Llama's")
-    others = {name: child for name, child in module.named_children() if name not in ("self_attn", "mlp")}
+    module: Any, settings: tuple[float, int, float | None], rope: str, rotated: int, kv_shape: tuple[int, int],
+    target: Target,
+) -> Layer:  # fmt: skip
+    """Read the modules of one layer and pack its weights. ``rotated``: dimensions of a head that are rotated."""
+    attention, mlp = _part(module, "self_attn", "attention"), _part(module, "mlp")
+    act = _part(mlp, "act_fn", "activation_fn", "act")
+    others = {name: child for name, child in module.named_children() if child is not attention and child is not mlp}
     norms = {name: _norm(other, target) for name, other in others.items() if not isinstance(other, nn.Dropout)}
     before, after = norms.pop("input_layernorm", None), norms.pop("post_attention_layernorm", None)
     before_mlp, after_mlp = norms.pop("pre_feedforward_layernorm", None), norms.pop("post_feedforward_layernorm", None)
@@ -296,33 +307,39 @@ def _layer(
         before_mlp, after = after, None
     if norms or before is None or before_mlp is None:
         raise NotLean(f"a {type(module).__name__} has other norms than Llama's or Gemma's")
-    packed = hasattr(attention, "qkv_proj"), hasattr(mlp, "gate_up_proj")  # Phi-3 stores them packed
-    qkv, qkv_bias = packed_linears(attention, ["qkv_proj"] if packed[0] else ["q_proj", "k_proj", "v_proj"], target)
-    gate_up, gate_up_bias = packed_linears(mlp, ["gate_up_proj"] if packed[1] else ["gate_proj", "up_proj"], target)
-    out, out_bias = packed_linears(attention, ["o_proj"], target)
-    down, down_bias = packed_linears(mlp, ["down_proj"], target)
+    # Phi-3 and GPT-NeoX store q, k and v packed, GPT-NeoX head by head; it has no gate.
+    qkv, qkv_bias = _linears(attention, target, ["qkv_proj"], ["query_key_value"], ["q_proj", "k_proj", "v_proj"])
+    gate_up, gate_up_bias = _linears(mlp, target, ["gate_up_proj"], ["dense_h_to_4h"], ["gate_proj", "up_proj"])
+    out, out_bias = _linears(attention, target, ["dense"], ["o_proj"])
+    down, down_bias = _linears(mlp, target, ["dense_4h_to_h"], ["down_proj"])
     kv_heads, width = kv_shape
-    heads = out.shape[0] // width
-    if qkv.shape[1] != (heads + 2 * kv_heads) * width or gate_up.shape[1] != 2 * down.shape[0]:
-        raise NotLean("its projections have other shapes than Llama's")
+    heads, interleaved = out.shape[0] // width, hasattr(attention, "query_key_value")
+    outputs = down.shape[0] * (1 if hasattr(mlp, "dense_h_to_4h") else 2)
+    known = gate_up.shape[1] == outputs and (heads == kv_heads or not interleaved)
+    if qkv.shape[1] != (heads + 2 * kv_heads) * width or not known:
+        raise NotLean("its projections have other shapes than Llama's or GPT-NeoX's")
     return Layer(
         heads, kv_heads, *settings, rope, before, qkv, qkv_bias, _qk_norm(attention, heads, kv_heads, width, target),
         out, out_bias, after, before_mlp, gate_up, gate_up_bias, act, down, down_bias, after_mlp,
-        float(getattr(module, "residual_multiplier", 1.0)),
+        float(getattr(module, "residual_multiplier", 1.0)), bool(getattr(module, "use_parallel_residual", False)),
+        interleaved, 0 if rotated == width else rotated,
     )  # fmt: skip
 
 
-def _norm(module: Any, target: Target) -> RMSNorm:
-    """A norm module as :class:`RMSNorm`: x / rms(x) · weight, or · (1 + weight), whichever gives the same result."""
+def _norm(module: Any, target: Target) -> Norm:
+    """A norm module as :class:`LayerNorm` if it has a bias, else as :class:`RMSNorm`: x / rms(x) · weight, or
+    · (1 + weight); whichever gives the same result."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, Tensor) or not isinstance(eps, float) or getattr(module, "bias", None) is not None:
+    if not isinstance(weight, Tensor) or not isinstance(eps, float):
         raise NotLean(f"a {type(module).__name__} is no RMSNorm")
+    weight, bias = weight.detach(), getattr(module, "bias", None)
     x = torch.linspace(-1, 2, weight.numel(), dtype=target.dtype, device=weight.device)[None]
     want = module(x).float()
-    for norm in (RMSNorm(weight.detach(), eps), RMSNorm(1 + weight.detach().float(), eps)):
+    known = [RMSNorm(weight, eps), RMSNorm(1 + weight.float(), eps)]
+    for norm in known if bias is None else [LayerNorm(weight, bias.detach(), eps)]:
         if torch.allclose(norm(x).float(), want, rtol=0.02, atol=1e-4 * float(want.abs().max())):
             return norm
-    raise NotLean(f"a {type(module).__name__} is no RMSNorm")
+    raise NotLean(f"a {type(module).__name__} is no {'RMSNorm' if bias is None else 'LayerNorm'}")
 
 
 def _qk_norm(attention: Any, heads: int, kv_heads: int, width: int, target: Target) -> RMSNorm | None:
@@ -330,10 +347,15 @@ def _qk_norm(attention: Any, heads: int, kv_heads: int, width: int, target: Targ
     names = [name for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
     if not names:
         return None
-    both = [_norm(getattr(attention, name), target) for name in names]
+    both = [norm for name in names if isinstance(norm := _norm(getattr(attention, name), target), RMSNorm)]
     if len(both) != 2 or both[0].eps != both[1].eps or any(norm.weight.shape != (width,) for norm in both):
         raise NotLean("its norms of queries and keys are not over each head")
     return RMSNorm(torch.cat([both[0].weight.expand(heads, -1), both[1].weight.expand(kv_heads, -1)]), both[0].eps)
+
+
+def _linears(parent: Any, target: Target, *names: list[str]) -> tuple[Tensor, Tensor | None]:
+    """:func:`packed_linears` of the first of these lists whose modules there are; of the last one, if none."""
+    return packed_linears(parent, next((some for some in names if hasattr(parent, some[0])), names[-1]), target)
 
 
 def packed_linears(parent: Any, names: list[str], target: Target) -> tuple[Tensor, Tensor | None]:

@@ -84,9 +84,9 @@ class _PairInput:
 class EagleDrafter(Drafter):
     """An EAGLE drafter for a target.
 
-    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.drafters.levels.Levels` says; in multi-step sampling
-    they are drawn under the request's own sampling parameters, except a repetition penalty. A dynamic tree's nodes are
-    the likeliest ones in every mode, in coupled sampling under the noise of the text.
+    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.drafters.levels.Levels` says; in multi-step
+    sampling they are drawn under the request's own sampling parameters, except a repetition penalty. A dynamic tree's
+    nodes are the likeliest ones in every mode, in coupled sampling under the noise of the text.
 
     Args:
         eagle: is cast to the target's dtype and moved to its device.

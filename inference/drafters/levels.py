@@ -2,8 +2,8 @@
 
 The nodes of a level are chosen from what the model says after the nodes above: the node of path (…, r) is its parent's
 r-th best token, in coupled sampling under the noise of the text; in multi-step sampling a node with c children draws c
-tokens from the model's distribution, and its children, in rank order, are these draws. Only nodes that have children are run; they come first
-in their level. How a node is run (the cache, what the model reads) is the drafter's own.
+tokens from the model's distribution, and its children, in rank order, are these draws. Only nodes that have children
+are run; they come first in their level. How a node is run (the cache, what the model reads) is the drafter's own.
 
 Shape letters: B rows, N nodes, n nodes of a level that are run, m those of the level above, k best tokens or draws of
 each, V vocabulary of the target, S tokens that a level drafts from, d hidden width, R rows of q, K draws of a node, T
@@ -136,10 +136,10 @@ class Levels:
         tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
         vocabulary: S, the number of tokens that are drafted, at the depth that has the fewest.
         target_vocabulary: V.
-        draws: in multi-step sampling, ``without_replacement``; ``iid``: independent draws, of which equal ones share a node;
-            ``naive``: without replacement, but verified as deterministic drafts (accepted iff the target's own sample
-            is among them), which is exact and accepts less: for comparison. ``none``: nothing is drawn; its nodes are
-            those of greedy mode, deterministic drafts, at all levels.
+        draws: in multi-step sampling, ``without_replacement``; ``iid``: independent draws, of which equal ones share a
+            node; ``naive``: without replacement, but verified as deterministic drafts (accepted iff the target's own
+            sample is among them), which is exact and accepts less: for comparison. ``none``: nothing is drawn; its
+            nodes are those of greedy mode, deterministic drafts, at all levels.
         costs: of the target's steps.
         draft_cost: time of a forward pass with one row, in plain steps of the target. With both, eager steps stop a
             tree at the depth where another level does not pay: for the whole batch, or in multi-step sampling for each

@@ -102,8 +102,8 @@ class Drafter(Protocol):
         """
 
     def proposed_nodes(self, sampled: bool) -> int:
-        """Number of nodes of its trees, root included, in multi-step sampling (``sampled``) or the other modes: those chosen by
-        step costs where it chooses, else the upper bound."""
+        """Number of nodes of its trees, root included, in multi-step sampling (``sampled``) or the other modes: those
+        chosen by step costs where it chooses, else the upper bound."""
         return self.num_nodes
 
     def tree_sizes(self) -> Mapping[int, Sequence[float]]:

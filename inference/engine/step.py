@@ -154,8 +154,9 @@ class Step:
         # is replayed at a time, and what is read afterwards is not part of it.
         self._graphs: dict[tuple[tuple[bool, ...], int], tuple[torch.cuda.CUDAGraph, int]] = {}
         self._graph_memory: Any = None
-        # A text of multi-step sampling depends on the trees' sizes through its random numbers, one of typical acceptance
-        # directly: they have one size, so that a seed gives one text. Compiled steps, too: each would be compiled.
+        # A text of multi-step sampling depends on the trees' sizes through its random numbers, one of typical
+        # acceptance directly: they have one size, so that a seed gives one text. Compiled steps, too: each would be
+        # compiled.
         choose = static and mode in ("greedy", "sample") and not compiled and not drafter.one_size
         by_size = drafter.tree_sizes() if choose else {}
         self.sizes = TreeSizes(by_size) if len(by_size) > 1 else None
@@ -273,8 +274,8 @@ class Step:
     def _verify(
         self, tree: TokenTree, mask: Tensor | None, logits: Tensor | None, likeliest: tuple[Tensor, Tensor] | None
     ) -> Verdict:
-        """The verdict on a tree, from the highest logit and the target's token after each node, or from the logits; what
-        the step commits is written to ``committed``."""
+        """The verdict on a tree, from the highest logit and the target's token after each node, or from the logits;
+        what the step commits is written to ``committed``."""
         depth, count = self.drafter.max_depth, tree.tokens.shape[1]
         if likeliest is not None:
             best, choice = likeliest

@@ -1,4 +1,4 @@
-"""Checks of lossless output: equal to plain decoding if greedy (ALGORITHMS §11.7) or sampled by coupled sampling; equal in
+"""Checks of lossless output: equal to plain decoding if greedy (ALGORITHMS §11.7) or by coupled sampling, equal in
 distribution by multi-step sampling.
 
 Forward passes of one row and of N rows round differently, so two tokens of nearly equal logits may swap. An output that
@@ -18,8 +18,8 @@ a token beyond the tolerance is confirmed in float32, by the same weights: it is
 the maximum than 2h + u, where h is |Δlogit| between ``transformers``' passes in 16 bits and in float32 (so far may each
 of two tied tokens be moved), and u is that of the 16 bits.
 
-In coupled sampling, scores (log p + noise) stand for logits, and the tolerance is divided by the temperature. A token at
-the edge of top-k, top-p or min-p may be kept in one pass and not in another: there, so far as the tolerance may move it.
+In coupled sampling, scores (log p + noise, times the temperature) stand for logits. A token at the edge of top-k, top-p
+or min-p may be kept in one pass and not in another, so far as the tolerance may move it.
 """
 
 import math

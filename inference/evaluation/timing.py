@@ -388,7 +388,8 @@ def evaluate(
     timed_prompts = sorted(timed[names[0]].outputs)
     untimed = sorted({*range(len(prompts))} - {*timed_prompts})
     reference = {**timed["engine"].outputs} if "engine" in timed else {}
-    without_reference = [n for n in range(len(prompts)) if n not in reference] if check_lossless and not by_distribution else []
+    by_text = check_lossless and not by_distribution
+    without_reference = [n for n in range(len(prompts)) if n not in reference] if by_text else []
     if untimed or without_reference:
         per_prompt = max(sum(timed[name].typical_seconds) for name in methods) / len(timed_prompts)
         duration = per_prompt * (len(untimed) * len(names) + len(without_reference))

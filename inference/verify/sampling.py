@@ -125,7 +125,12 @@ class Settings:
         return part
 
 
-_RIVALS = 8  # best tokens of a node among which its noise decides, for the estimated acceptance
+# Estimated acceptance under noise: softmax((s_1, s_2, …, s_8, s_1 + c·m) / c) of a node's best scores, the last entry
+# standing for all other tokens. Were q = p, the best one would be certain; c and m maximise the likelihood of what came
+# true in 979 drafts of models/smollm2-eagle3 (chains, ten held-out chats, T = 0.7 and 1.0): there the first three tokens
+# are estimated to be accepted in 0.40, 0.13 and 0.07 of the cases at T = 0.7 and were in 0.50, 0.13 and 0.07; at
+# T = 1.0 in 0.33, 0.14 and 0.09, and were in 0.35, 0.15 and 0.07.
+_RIVALS, _SPREAD, _OTHERS = 8, 1.4, -0.5
 
 
 @dataclass(frozen=True)
@@ -170,8 +175,7 @@ class Noise:
         probability given their parents': ``[B, N, k]`` each, int64 and float32.
 
         Were its distribution the target's, the first one would be the target's token. The smaller the gaps between
-        scores, the less an error of the distribution has to be for another one to be it: the estimate is the softmax of
-        the best scores.
+        scores, the smaller an error of the distribution has to be for another one to be it.
 
         Args:
             logits: ``[B, N, V]``; the rest as :meth:`best` takes it.
@@ -179,7 +183,9 @@ class Noise:
         rivals = min(max(count, _RIVALS), logits.shape[2])
         _, scores, found = self.best(logits, depth, rivals, tokens)
         drafts = found[..., :count].clamp(min=0)  # padding has no token, and no probability
-        return drafts, scores.log_softmax(-1)[..., :count]
+        scaled = scores / _SPREAD
+        every = torch.cat((scaled, scaled[..., :1] + _OTHERS), -1).logsumexp(-1, keepdim=True)
+        return drafts, scaled[..., :count] - every
 
 
 def _floats(s: Sampling) -> tuple[float, ...]:

@@ -7,8 +7,9 @@
               plain sampling; which ones they are depends on the tree
     typical   Medusa's criterion (arXiv 2401.10774 §2.3.1): lossy, and reported as such
 
-Where Triton runs, multi-step sampling works on the logits themselves, and the target's distribution is never written to memory;
-a repetition penalty still writes the penalised logits. Elsewhere, and in typical mode, p is a tensor ``[B, N, V]``.
+Where Triton runs, multi-step sampling works on the logits themselves, and the target's distribution is never written to
+memory; a repetition penalty still writes the penalised logits. Elsewhere, and in typical mode, p is a tensor
+``[B, N, V]``.
 
 Shape letters: B batch, b rows that begin, N nodes, K draws of a node, D depth of the deepest node, A = D + 1,
 V vocabulary.

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from draftsmith.benchmarks import step_times as bench
 from draftsmith.benchmarks import typical
@@ -72,15 +72,13 @@ def test_the_other_commands(run_main, drafter, prompts, tmp_path, asked, monkeyp
 
 def test_families_without_a_lean_decoder(run_main, drafter, prompts, target, tmp_path):
     """``lean`` is an error; by default the model's own modules run, and the report has the reason."""
-    folder = tmp_path / "neox"
-    config = GPTNeoXConfig(
-        vocab_size=target.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
-    )
-    GPTNeoXForCausalLM(config).save_pretrained(folder)
+    folder = tmp_path / "gpt2"
+    config = GPT2Config(vocab_size=target.vocab_size, n_embd=32, n_layer=1, n_head=4)
+    GPT2LMHeadModel(config).save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     options = ["--max-new-tokens", 3, "--threads", 1, "--report", tmp_path / "report", "--baseline", "none"]
     given = ["none", "--target", folder, "--prompts", prompts, *options]
-    reason = "a GPTNeoXModel has no embed_tokens"
+    reason = "a GPT2Model has no embed_tokens"
     line = f"error: target '{folder}' has no lean decoder: {reason}; use --decoder auto (lean=None)\n"
     line = f"precision: float32 weights (as requested)\n{line}"
     given += ["--dtype", "float32"]

@@ -60,7 +60,7 @@ def test_tree_logits_equal_each_path_run_alone(make_target, family, rows):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "phi3", "granite"]
+    "family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "phi3", "granite", "gpt_neox"]
 )
 @torch.inference_mode()
 def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, family, dtype):
@@ -111,7 +111,7 @@ def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, family, 
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
 def test_texts_in_bfloat16_are_those_of_plain_decoding(make_target, family, static):
     """Where logits tie often: any drafter, any batch with rows that begin at different steps, to the last token."""
     target = Target(copy.deepcopy(make_target(family).model).to(torch.bfloat16), None, "tiny", "")

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from draftsmith.kernels import cpu
 from draftsmith.kernels.add_norm import add_norm, add_norm_reference
-from draftsmith.kernels.gated import gated, gated_reference
+from draftsmith.kernels.gated import CPU_ACTS, gated, gated_reference
 from draftsmith.kernels.rotate_write import rotate_write, rotate_write_reference
 from draftsmith.kernels.tree_attention import tree_attention_cached, tree_attention_cached_reference
 
@@ -82,6 +83,20 @@ def test_gated(dtype, act, width):
     gated(gate_up, found, "silu")
     gated_reference(gate_up, expected, "silu")
     assert torch.equal(found[:, 0].isfinite(), expected[:, 0].isfinite()) and found[2, 0].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_gelu(dtype):
+    """With a gate of ones: at most twice the error of PyTorch's in the same precision."""
+    gates = torch.cat([torch.linspace(-6, 6, 9601), torch.tensor([-90.0, -torch.inf, torch.nan, torch.inf])]).to(dtype)
+    found, both = torch.empty_like(gates), torch.cat([gates, torch.ones_like(gates)])
+    cpu.function("gated", dtype)(
+        both.data_ptr(), found.data_ptr(), None, CPU_ACTS.index("gelu"), 1, len(gates), len(both), len(gates)
+    )
+    exact, plain = F.gelu(gates.double()), F.gelu(gates)
+    ours, theirs = ((one - exact)[:-3].abs().max() for one in (found, plain))
+    assert 0 < ours <= 2 * theirs < 0.02
+    assert torch.equal(found[-3:].isnan(), exact[-3:].isnan()) and found[-1] == torch.inf
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,7 +17,7 @@ from draftsmith.inference.engine.runner import ATTENTION, Runner
 from draftsmith.inference.verify.tree import Topology, bitsets
 from draftsmith.kernels import cpu
 from draftsmith.kernels.tree_attention import TreeKeys, ancestor_mask, causal_bias, tree_bias
-from draftsmith.models.lean import LeanDecoder
+from draftsmith.models.lean import LayerNorm, LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, cache_argument, load_target
@@ -45,6 +45,10 @@ LEAN = {
     "gemma3": ("gemma3", {"rope_parameters": GEMMA3_ROPE}),
     "granite": ("granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.2}),
     "phi3": ("phi3", {"pad_token_id": 0}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox, sequential": ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 0.5}),
+    "gpt_neox, whole heads rotated": ("gpt_neox", {"rotary_pct": 1.0, "hidden_act": "gelu_fast"}),
+    "gpt_neox, biases in the MLP alone": ("gpt_neox", {"attention_bias": False, "intermediate_size": 35}),
 }  # fmt: skip
 PROMPTS = [[7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12]]
 
@@ -122,7 +126,8 @@ def test_hidden_states_are_those_in_float64(make, name, dtype, units):
     """Within so many units in the last place, after two layers; the lean decoder and the model's own modules."""
     target = in_dtype(make(name), dtype)
     exact = in_dtype(target, torch.float64)
-    assert isinstance(lean_decoder(target), LeanDecoder)
+    found = lean_decoder(target)
+    assert isinstance(found, LeanDecoder) and (cpu.library() is None or found.not_fused == found.rows_differ == "")
     rng = random.Random(0)
     for rows, nodes in ((1, 1), (3, 1), (1, 33), (3, 65)):
         parents = [[-1] + [rng.randrange(node) for node in range(1, nodes)] for _ in range(rows)]
@@ -131,6 +136,20 @@ def test_hidden_states_are_those_in_float64(make, name, dtype, units):
         for lean, path in ((False, "biases"), (True, "biases"), (True, "tree_keys")):
             error = float((run(target, lean, parents, path) - want).norm() / want.norm())
             assert 0 < error <= units * torch.finfo(dtype).eps < 0.1, f"{rows} rows of {nodes} nodes, lean: {lean}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "parallel", "rotated"),
+    [({}, True, 2), ({"use_parallel_residual": False, "rotary_pct": 0.5}, False, 4), ({"rotary_pct": 1.0}, True, 0)],
+)
+def test_parts_of_gpt_neox(make_target, fields, parallel, rotated):
+    """Of heads of 8 dimensions."""
+    lean = lean_decoder(make_target("gpt_neox", **fields))
+    if cpu.library():
+        assert lean.native is not None and lean.not_fused == lean.rows_differ == ""
+    for layer in lean.layers:
+        assert (layer.parallel, layer.rotated, layer.interleaved, layer.gated) == (parallel, rotated, True, False)
+        assert isinstance(layer.before_mlp, LayerNorm) and layer.gate_up.shape == (32, 48)
 
 
 def test_captured_layers(make):
@@ -150,8 +169,9 @@ def test_captured_layers(make):
         assert torch.allclose(found, its, atol=1e-4 * float(its.abs().max()))
 
 
-def test_weights_are_held_once_and_the_model_still_works(make, tmp_path):
-    target = make("llama with biases")
+@pytest.mark.parametrize("name", ["llama with biases", "gpt_neox"])
+def test_weights_are_held_once_and_the_model_still_works(make, tmp_path, name):
+    target = make(name)
     before = {name: weight.clone() for name, weight in target.model.state_dict().items()}
     hidden = target.hidden(torch.tensor([PROMPTS[0]]))
     lean = lean_decoder(target)
@@ -259,8 +279,16 @@ def hook(target):
     target.model.model.layers[0].register_forward_hook(lambda module, args, out: out + 1)
 
 
+def kept_arguments(target):
+    """As StableLM's attention does."""
+    attention = target.model.model.layers[0].self_attn
+    before = attention.forward
+    attention.forward = lambda *args, record=None, **kwargs: before(*args, **kwargs)
+
+
 REFUSED = {
     hook: "its modules have hooks",
+    kept_arguments: "its layers do not pass arguments on to attention",
     other_arguments: "it cannot be tried (TypeError: ",
     packed: "its weights are quantised, or sharded among processes",
     wider_norm: "is no RMSNorm",
@@ -287,8 +315,7 @@ def test_what_is_not_lean_says_why(make_target, change):
 
 
 OTHERS = {
-    "gpt_neox": "has no embed_tokens", "gpt2": "has no embed_tokens", "opt": "has no norm", "phi": "has no norm",
-    "cohere": "is no RMSNorm",
+    "gpt2": "has no embed_tokens", "opt": "has no rotary_emb", "phi": "has no norm", "cohere": "is no RMSNorm",
 }  # fmt: skip
 
 

@@ -95,10 +95,16 @@ def test_a_wrong_kernel_is_found(make_target, device, monkeypatch, broken, writt
             assert decoder.execution.endswith(f"lean decoder (layers not fused: {found.not_fused})")
 
 
-def test_what_the_kernels_do_not_know(make_target, device):
-    """An activation, and heads wider than their tiles."""
-    for fields in ({"hidden_act": "gelu"}, {"head_dim": 320}):
-        found = lean_decoder(on(device, make_target("llama", **fields)))
-        assert isinstance(found, LeanDecoder) and found.not_fused.startswith("the kernels do not know its norms"), (
-            fields
-        )
+@pytest.mark.parametrize(
+    ("family", "fields"), [("llama", {"hidden_act": "gelu"}), ("llama", {"head_dim": 320}), ("gpt_neox", {})]
+)
+def test_what_the_kernels_do_not_know(make_target, device, family, fields):
+    """An activation, heads wider than their tiles, and GPT-NeoX's layers: PyTorch's operations run them."""
+    target = on(device, make_target(family, **fields))
+    found = lean_decoder(target)
+    assert isinstance(found, LeanDecoder) and found.not_fused.startswith("the kernels do not know its norms")
+    texts = [
+        SpeculativeDecoder(target, static=True, lean=lean).generate([[1, 2, 3]], 4, stop_ids=frozenset())[0].tokens
+        for lean in (True, False)
+    ]
+    assert texts[0] == texts[1]
