@@ -101,7 +101,7 @@ from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensem
 from draftsmith.inference.engine.costs import StepCosts, step_costs
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.evaluation.lossless import check_greedy
+from draftsmith.inference.evaluation.lossless import check_texts
 from draftsmith.inference.evaluation.report import OTHER
 from draftsmith.inference.evaluation.timing import Method, accepted_interval, run_rounds, with_own_seeds
 from draftsmith.inference.verify.sampling import Sampling
@@ -235,7 +235,7 @@ def differing(
 ) -> dict[str, int]:
     """How many outputs differ from the target's own, and how many of their tokens by more than rounding."""
     numbers = [number for number, result in outputs.items() if result.tokens != expected[number]]
-    check = check_greedy(
+    check = check_texts(
         target, [prompts[n] for n in numbers], [outputs[n].tokens for n in numbers], [expected[n] for n in numbers]
     )
     return {"texts": len(outputs), "different": len(numbers), "mismatches": check.mismatches}

@@ -51,7 +51,7 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ranks import best_tree, head_ranks, simulate
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.evaluation import report as reporting
-from draftsmith.inference.evaluation.lossless import check_greedy
+from draftsmith.inference.evaluation.lossless import check_texts
 from draftsmith.inference.evaluation.timing import Method, run_rounds
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import read_drafter, read_json, write_json
@@ -126,7 +126,7 @@ def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> di
 
     timed = run_rounds({"drafted": method(drafted), "plain": method(plain)}, texts, rounds, texts[:1])
     results, plain_results = ([timed[name].outputs[n] for n in range(len(texts))] for name in ("drafted", "plain"))
-    checked = check_greedy(target, texts, [r.tokens for r in results], [r.tokens for r in plain_results])
+    checked = check_texts(target, texts, [r.tokens for r in results], [r.tokens for r in plain_results])
     counted = reporting.acceptance(results, tree.max_depth)
     facts = read_json(folder / "provenance.json")
     return {

@@ -106,7 +106,7 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
-from draftsmith.inference.evaluation.lossless import check_greedy
+from draftsmith.inference.evaluation import lossless
 from draftsmith.inference.evaluation.timing import CHECK_ROWS, format_duration
 from draftsmith.models.target import Target
 
@@ -660,7 +660,7 @@ def check_texts(
                 if answer.tokens != expected[number][:limit]:
                     different += 1
                     wrong[number, limit, tuple(answer.tokens)] = None
-        found = check_greedy(
+        found = lossless.check_texts(
             decoder.target, [prompts[number] for number, _, _ in wrong], [tokens for _, _, tokens in wrong],
             [expected[number][:limit] for number, limit, _ in wrong],
         )  # fmt: skip

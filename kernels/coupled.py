@@ -139,8 +139,9 @@ def coupled_topk(
         temperature, top_k, top_p, min_p, seed, positions = map(dense, (*settings, seed, positions))
         logits, positions = logits.contiguous(), positions.contiguous()
         tokens = None if tokens is None else tokens.contiguous()
-        best = torch.empty(rows, nodes)
-        scores, ids = torch.empty(rows, nodes, count), torch.empty(rows, nodes, count, dtype=torch.int64)
+        best = torch.empty(rows, nodes, device=device)
+        scores = torch.empty(rows, nodes, count, device=device)
+        ids = torch.empty(rows, nodes, count, dtype=torch.int64, device=device)
         cpu.function("coupled", logits.dtype)(
             logits.data_ptr(), rows, nodes, vocabulary, cpu.address(tokens),
             0 if tokens is None or tokens.ndim == 1 else vocabulary, temperature.contiguous().data_ptr(),

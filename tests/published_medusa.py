@@ -173,7 +173,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.inference.drafters.load import load_drafter, read_named
     from draftsmith.inference.drafters.medusa import MedusaDrafter
     from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
-    from draftsmith.inference.evaluation.lossless import check_greedy
+    from draftsmith.inference.evaluation.lossless import check_texts
     from draftsmith.inference.verify.tree import read_tree
     from draftsmith.models.medusa import MedusaHeads
 
@@ -220,7 +220,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"the published code failed (exit code {done.returncode}); see its messages above")
     theirs = [json.loads(line) for line in done.stdout.splitlines()]
     tokens = [each["tokens"] for each in theirs]
-    checked = check_greedy(target, prompts, tokens, [each.tokens for each in ours])
+    checked = check_texts(target, prompts, tokens, [each.tokens for each in ours])
     same = [place for place, each in enumerate(ours) if each.tokens == tokens[place]]
     # A step here is the root and what was accepted below it; of ours, that and the next root instead of its own.
     steps = [each["steps"][: len(mine.accepted)] for mine, each in zip(ours, theirs, strict=True)]

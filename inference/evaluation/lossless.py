@@ -271,10 +271,14 @@ def _scores(logits: Tensor, prompt: Sequence[int], tokens: Sequence[int], s: Sam
     if s.greedy:
         return logits.float()
     share = loose / s.temperature
-    wider = replace(s, top_p=min(1.0, s.top_p * math.exp(2 * share)), min_p=min(s.min_p * math.exp(-2 * share), 0.99))
+    top_p, min_p = min(1.0, s.top_p * math.exp(2 * share)), min(s.min_p * math.exp(-2 * share), 0.99)
+    wider = replace(s, top_p=top_p, min_p=min_p, repetition_penalty=1.0)  # the logits are penalised already
     kept = sampling_distribution(logits[None], Settings([wider], device))[0] > 0
-    floor = torch.where(kept, logits, torch.inf).amin(-1, keepdim=True) - 2 * loose
-    kept = (logits >= floor) | (logits == logits.amax(-1, keepdim=True))
+    if loose < 0:  # those that no other token may come before
+        kept = logits > torch.where(kept, -torch.inf, logits).amax(-1, keepdim=True) - 2 * loose
+    else:
+        kept = logits >= torch.where(kept, logits, torch.inf).amin(-1, keepdim=True) - 2 * loose
+    kept |= logits == logits.amax(-1, keepdim=True)
     positions = torch.arange(count, device=device)[:, None] + len(prompt)
     ids = torch.arange(logits.shape[1], device=device)
     noise = gumbel(settings.seed[:, None], positions, ids)

@@ -182,9 +182,10 @@ class Noise:
         """
         rivals = min(max(count, _RIVALS), logits.shape[2])
         _, scores, found = self.best(logits, depth, rivals, tokens)
+        drafts = found[..., :count].clamp(min=0)  # padding has no token, and no probability
         scaled = scores / _SPREAD
         every = torch.cat((scaled, scaled[..., :1] + _OTHERS), -1).logsumexp(-1, keepdim=True)
-        return found[..., :count], scaled[..., :count] - every
+        return drafts, scaled[..., :count] - every
 
 
 def _floats(s: Sampling) -> tuple[float, ...]:

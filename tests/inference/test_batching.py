@@ -89,8 +89,9 @@ def test_requests_are_taken_as_rows_get_free(written):
     assert decoder.serve([], 4) == []
 
 
+@pytest.mark.parametrize("mode", ["sample", "mss"])
 @pytest.mark.parametrize("static", [False, True])
-def test_seeds_and_temperatures_in_one_batch(make_target, static):
+def test_seeds_and_temperatures_in_one_batch(make_target, static, mode):
     """Each request has its own; a row that held a text with a penalty holds another one later."""
     target = make_target("llama")
     torch.manual_seed(1)
@@ -104,17 +105,17 @@ def test_seeds_and_temperatures_in_one_batch(make_target, static):
         Request(prompt, limit + 4, sampling, NONE)
         for prompt, limit, sampling in zip(PROMPTS, LIMITS, samplings, strict=True)
     ]
-    alone = [SpeculativeDecoder(target, drafter).serve([request], 1, mode="sample")[0] for request in requests]
+    alone = [SpeculativeDecoder(target, drafter).serve([request], 1, mode=mode)[0] for request in requests]
     decoder = SpeculativeDecoder(target, drafter, static=static)
     for order in (range(7), [6, 3, 0, 5, 1, 4, 2]):
-        together = decoder.serve([requests[n] for n in order], 3, mode="sample")
+        together = decoder.serve([requests[n] for n in order], 3, mode=mode)
         assert [r.tokens for r in together] == [alone[n].tokens for n in order]
     greedy = SpeculativeDecoder(target).generate([PROMPTS[1]], LIMITS[1] + 4, stop_ids=NONE)
     assert alone[1].tokens == greedy[0].tokens
     assert len({tuple(result.tokens) for result in alone}) == 7
     assert max(max(result.accepted) for result in alone) > 1, "paths are walked"
     assert decoder._step is not None and decoder._step.verifier.graph_key == (True,) * 4
-    decoder.serve([Request(PROMPTS[0], 3, Sampling(), NONE)] * 3, 3, mode="sample")
+    decoder.serve([Request(PROMPTS[0], 3, Sampling(), NONE)] * 3, 3, mode=mode)
     assert decoder._step.verifier.graph_key == (False,) * 4, "what no request asks for is not done"
 
 
@@ -151,7 +152,7 @@ def test_requests_that_make_no_sense(make_target, batch_size, options, message):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sample", "typical"])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "mss", "typical"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_a_static_step_asks_the_device_for_nothing(make_target, family, mode):
     target = make_target(family)

@@ -349,11 +349,12 @@ def test_a_tree_for_every_machine(run_main, heads_folder, monkeypatch):
     assert proposed({1: 1.0, 2: 1.0 + best, 64: 60.0}) == 1, "plain decoding"
     assert len(sampled) == 1, "a seed gives the same text on every machine"
     nodes = proposed({1: 1.0, 64: 1.0})
-    for mode, wanted in (("greedy", nodes), ("typical", nodes), ("sample", *sampled)):
+    for mode, wanted in (("greedy", nodes), ("typical", nodes), ("sample", nodes), ("mss", *sampled)):
         options = [] if mode == "greedy" else ["--temperature", "0.7"]
+        options += ["--mode", "sample", "--verify", "mss"] if mode == "mss" else ["--mode", mode]
         report = folder.parent / mode
         code, _, err = run_main(
-            decode.main, folder, "--prompt", "import os", "--mode", mode, *options, "--max-new-tokens", 4,
+            decode.main, folder, "--prompt", "import os", *options, "--max-new-tokens", 4,
             "--device", "cpu", "--report", report,
         )  # fmt: skip
         assert code == 0, err

@@ -228,7 +228,7 @@ def target(make_target):
 @pytest.mark.parametrize("name", MAKE)
 def test_a_graph_can_hold_steps_of(target, name):
     modes: tuple[Mode, ...] = (
-        MODES if name in ("plain", "medusa") else ("greedy", "sample")
+        MODES if name in ("plain", "medusa") else ("greedy", "sample", "mss")
     )  # typical drafts are greedy
     for mode in modes:
         with begun(target, MAKE[name](target), mode) as step:

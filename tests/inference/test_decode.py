@@ -16,6 +16,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -481,34 +482,38 @@ def test_two_drafters_two_reports(run_main, drafter, target, prompts, tmp_path):
     assert heads["new_tokens"] == none["new_tokens"] == heads["lossless"]["checked"] == 8 + 6
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sample"])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "mss"])
 def test_drafters_without_training(run_main, drafter, target, tiny_lm, prompts, tmp_path, mode):
-    """n-grams, a draft model (the target itself, so that everything it proposes greedily is right) and merges."""
+    """n-grams, a draft model (the target itself, so that everything it proposes is right
+    but random draws) and merges."""
     model = f"draft_model:{tiny_lm}@2,1,1"
     names = ["ngram", "ngram:1-3", model, f"{drafter}+ngram", f"{model}+ngram", f"{drafter}+{model}+ngram"]
     more = ["--all-nodes"]  # whatever steps cost on this machine
-    if mode == "sample":  # one of each kind of draws
-        names, more = [names[0], names[2], names[5]], []
+    if mode != "greedy":  # one of each kind of draws
+        names = [names[0], names[2], names[5]]
+    how = ["--mode", mode]
+    if mode == "mss":
+        how, more = ["--mode", "sample", "--verify", "mss"], []
     code, _, err = run_main(
         decode.main, *names, "--target", tiny_lm, "--prompts", prompts, "--max-new-tokens", 12, "--threads", 1,
-        "--check-lossless", "--mode", mode, "--baseline", "none", "--report", tmp_path / "out", *more,
+        "--check-lossless", *how, "--baseline", "none", "--report", tmp_path / "out", *more,
     )  # fmt: skip
     assert code == 0, err
     reports = [json.loads((tmp_path / "out" / short_name(name) / "report.json").read_text()) for name in names]
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == reports[0], "the first one's"
     for name, report in zip(names, reports, strict=True):
-        assert report["drafter"] == name and report["lossless"]["passed"]
+        assert report["drafter"] == name and report["lossless"]["passed"] and report["lossless"]["mode"] == mode
         sources, counted = report.get("sources", {}), report["spec_decode"]
         assert list(sources) == ([] if name == model else name.split("+") if "+" in name else ["ngram"])
         for its in sources.values():
             assert 0 <= its["accepted_tokens"] <= its["proposed_nodes"] <= counted["num_draft_tokens"]
         total = sum(its["accepted_tokens"] for its in sources.values())
         assert not sources or counted["num_accepted_tokens"] <= total <= counted["num_accepted_tokens"] * len(sources)
-    if mode == "greedy":
+    if mode != "mss":
         steady = [report for report in reports if model in report["drafter"]]
         lengths = [report["mean_accepted_length"] for report in steady]
         assert lengths[0] > 1.5 and min(lengths) > 1, f"what the target itself proposes is right: {lengths}"
-        assert reports[4]["sources"][model]["accepted_tokens"] > 0
+        assert reports[-1]["sources"][model]["accepted_tokens"] > 0
 
 
 def test_a_mismatch_fails_the_command(run_main, drafter, prompts, tmp_path, monkeypatch):
@@ -717,23 +722,51 @@ def test_interrupted(drafter, prompts, tmp_path):
 # ---- modes
 
 
-def test_sampling_by_command(drafter, prompts, tmp_path, run_main):
+@pytest.mark.parametrize("verify", ["coupled", "mss"])
+def test_sampling_by_command(drafter, prompts, tmp_path, run_main, verify):
     options = ["--mode", "sample", "--temperature", "0.8", "--top-p", "0.9", "--seed", "3", "--max-new-tokens", "12",
                "--threads", "1"]  # fmt: skip
+    options += ["--verify", verify] if verify == "mss" else []  # coupled by default
     again = tmp_path / "again"  # which is not checked
     code, _, err = run_main(decode.main, drafter, "--prompts", prompts, *options, "--report", again)
     assert code == 0, err
     measured = ["--check-lossless", "--baseline", "all", "--report", tmp_path]
     code, out, err = run_main(decode.main, drafter, "--prompts", prompts, *options, *measured)
-    assert code == 0, err
+    assert code == 0 and out == "", err
     report, other = (json.loads((folder / "report.json").read_text()) for folder in (tmp_path, again))
-    assert "sampled tokens have the target's distribution" in err and out == ""
-    assert report["mode"] == "sample" and report["lossless"]["mode"] == "sample" and "lossy" not in report
+    assert (report["mode"], report["verify"]) == ("sample", verify) and "lossy" not in report
     assert report["sampling"]["temperature"] == 0.8 and report["sampling"]["seed"] == 3
-    assert report["lossless"]["passed"] and report["lossless"]["p_value"] > 1e-6
-    assert report["lossless"]["checked"] == 2 * 2 * 256
+    lossless = report["lossless"]
+    assert lossless["passed"] and lossless["mismatches"] == 0 and other["lossless"] is None
+    if verify == "mss":
+        assert "sampled tokens have the target's distribution" in err
+        assert lossless["mode"] == "mss" and lossless["p_value"] > 1e-6 and lossless["checked"] == 2 * 2 * 256
+    else:
+        assert "output identical to plain sampling by the same seeds" in err
+        assert lossless["mode"] == "sample" and lossless["p_value"] is None and lossless["identical"]
+        assert lossless["checked"] == report["new_tokens"]
     same = "accepted_length_histogram"
     assert report[same] == other[same], "the same seed, the same text"
+
+
+def test_another_seed_is_a_mismatch(run_main, drafter, prompts, tmp_path, monkeypatch):
+    """The check of coupled sampling takes each prompt's own seed, and no other."""
+    seeds = timing.with_own_seeds
+    decoded = SpeculativeDecoder.generate
+
+    def wrong(self, group, *arguments, **options):
+        if self.drafter.num_nodes > 1:
+            options["sampling"] = seeds(replace(options["sampling"][0], seed=4), group)
+        return decoded(self, group, *arguments, **options)
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", wrong)
+    code, _, err = run_main(
+        decode.main, drafter, "--prompts", prompts, "--mode", "sample", "--max-new-tokens", 8, "--threads", 1,
+        "--check-lossless", "--report", tmp_path,
+    )  # fmt: skip
+    assert code == 1 and "mismatches with plain decoding" in err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["lossless"]["mode"] == "sample" and report["lossless"]["mismatches"] > 4
 
 
 def test_typical_says_that_it_is_lossy(drafter, prompts, tmp_path, run_main):
@@ -754,6 +787,8 @@ def test_typical_says_that_it_is_lossy(drafter, prompts, tmp_path, run_main):
         (["--epsilon", "0.1"], "--epsilon is the threshold of --mode typical"),
         (["--mode", "sample", "--top-p", "1.5"], "top_p 1.5: must be above 0 and at most 1"),
         (["--mode", "typical", "--check-lossless"], "--mode typical is lossy by design"),
+        (["--mode", "greedy", "--verify", "coupled"], "--verify coupled needs --mode sample"),
+        (["--mode", "typical", "--verify", "mss"], "--verify mss needs --mode sample"),
         (["--interactive", "--check-lossless"], "--interactive measures nothing"),
     ],
 )
@@ -797,7 +832,7 @@ def test_the_package_itself(tiny_lm, target, drafter):
         baseline="none",
         max_new_tokens=3,
     )
-    assert sampled[0]["sampling"]["top_k"] == 5 and sampled[0]["baselines"] == {}
+    assert sampled[0]["sampling"]["top_k"] == 5 and sampled[0]["baselines"] == {} and sampled[0]["verify"] == "coupled"
     with pytest.raises(ValueError, match="baseline 'theirs': must be one of none, engine, transformers, all"):
         draftsmith.evaluate(loaded, drafters, prompts, baseline="theirs")
     with pytest.raises(AttributeError, match="has no attribute 'decode'; it has: SpeculativeDecoder, "):

@@ -15,6 +15,7 @@ from lossless_suite import (
     LIMITS,
     NONE,
     STARTS,
+    check_coupled,
     check_greedy,
     check_sampling,
     check_seeds,
@@ -91,11 +92,12 @@ class Checked(KeepsTexts, DraftModelDrafter):
             text.append(int(state.root[row]))
             self.check_cache(row, len(text))
             if state.settings is None and tree.tokens.shape[1] == self.num_nodes:
-                self.check_drafts(tree, row)
+                self.check_drafts(tree, row, state.noise)
         return tree
 
-    def check_drafts(self, tree, row: int) -> None:
-        """Each node has the token of its path's last rank among the model's after its parent, and its probability."""
+    def check_drafts(self, tree, row: int, noise=None) -> None:
+        """Each node has the token of its path's last rank among the model's after its parent, by its probability or, in
+        coupled sampling, by its score; and its estimated acceptance."""
         ids = torch.arange(self.vocabulary, device=self.model.device) if self.ids is None else self.ids
         layout, numbers = self.layout, {path: node for node, path in enumerate(self.layout.paths)}
         with self.model.attention("eager" if self.model.config.model_type == "gemma2" else "sdpa"):
@@ -105,11 +107,15 @@ class Checked(KeepsTexts, DraftModelDrafter):
                 if children:
                     text = torch.tensor([[*self.texts[row], *tree.tokens[row, above].tolist()]], device=ids.device)
                     at = torch.arange(text.shape[1], device=ids.device).clamp(max=self.model.context - 1)[None]
-                    p, best = (
-                        self.model.logits(self.model.hidden(text, at))[0, -1, ids].softmax(-1).sort(descending=True)
-                    )
+                    logits = self.model.logits(self.model.hidden(text, at))[0, -1, ids]
+                    if noise is None:
+                        p, best = logits.softmax(-1).sort(descending=True)
+                        best = ids[best]
+                    else:
+                        own = noise[row : row + 1].draft(logits[None, None], len(path), 8, ids)
+                        best, p = own[0][0, 0], own[1][0, 0].exp()
                     ranks = [layout.paths[child][-1] for child in children]
-                    assert tree.tokens[row, children].tolist() == ids[best[ranks]].tolist()
+                    assert tree.tokens[row, children].tolist() == best[ranks].tolist()
                     acceptance = tree.acceptance[row, node] * p[ranks]
                     torch.testing.assert_close(tree.acceptance[row, children], acceptance, atol=1e-4, rtol=1e-3)
 
@@ -131,7 +137,7 @@ def test_lossless(make_target, name):
     def make(target):
         return DraftModelDrafter(perturbed(target), target, TREES[name])
 
-    for check in (check_static, check_seeds):
+    for check in (check_static, check_seeds, check_coupled):
         check(make_target, make)
     if name == "chain":
         check_sampling(make_target, make, "cut", count=TEXTS, rows=TEXTS)
@@ -148,6 +154,7 @@ def test_lossless_with_a_draft_vocabulary(make_target):
         return DraftModelDrafter(perturbed(target), target, SPARSE, draft_vocab=some_ids(target))
 
     check_greedy(make_target, make)
+    check_coupled(make_target, make)
     check_sampling(make_target, make, "cut", count=TEXTS, rows=TEXTS)
     tree = proposed(lossless_suite.soft(make_target), make(lossless_suite.soft(make_target)))
     assert set(tree.tokens[:, 1:].flatten().tolist()) <= {0, 1, 3, 4} and tree.draws.q.shape[2] == 4
@@ -155,11 +162,11 @@ def test_lossless_with_a_draft_vocabulary(make_target):
 
 
 def proposed(target: Target, drafter: DraftModelDrafter, rows: int = 64):
-    """The trees of a sampling step of many rows."""
+    """The trees of a step of multi-step sampling, of many rows."""
     trees, propose = [], drafter.propose
     drafter.propose = lambda state: trees.append(propose(state)) or trees[-1]
     each = [Sampling(seed=row) for row in range(rows)]
-    SpeculativeDecoder(target, drafter, static=False).generate([[3, 1, 4]] * rows, 2, mode="sample", sampling=each)
+    SpeculativeDecoder(target, drafter, static=False).generate([[3, 1, 4]] * rows, 2, mode="mss", sampling=each)
     return trees[0]
 
 
@@ -267,7 +274,8 @@ def test_the_cache_is_that_of_the_text_and_drafts_are_the_models_best(make_targe
     assert drafter.seen[f"kept {deepest - 1}"] and not drafter.seen[f"kept {deepest}"], "the last level is not run"
     drafter.seen.clear()
     serve(target, drafter, static=static, rows=1)
-    serve(target, drafter, static=static, mode="sample", temperature=0.9, repetition_penalty=1.2)
+    for mode in ("sample", "mss"):
+        serve(target, drafter, static=static, mode=mode, temperature=0.9, repetition_penalty=1.2)
     assert drafter.seen[0] and drafter.seen[deepest], drafter.seen
 
 
@@ -282,14 +290,14 @@ def test_other_families(make_target, family):
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
-@pytest.mark.parametrize("mode", ["greedy", "sample"])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "mss"])
 def test_accepted_nodes_of_other_drafters(make_target, static, mode):
     """In a merge with a deeper, nearly perfect drafter, several accepted tokens have not been run by the model."""
     target = lossless_suite.phrases(make_target)
     first = Checked(perturbed(target, 0.15), target, Topology(((0,), (1,), (1, 0))))
     second = Checked(perturbed(target, 1e-4), target, [1, 1, 1, 1, 1])
     for drafter in (first, second):
-        drafter.check_drafts = lambda tree, row: None  # the first one's trees are checked above
+        drafter.check_drafts = lambda *_: None  # the first one's trees are checked above
     merged = MergedDrafter({"first": first, "second": second}, target, 10)
     serve(target, merged, static=static, mode=mode)
     assert all(first.seen[f"kept {count}"] for count in (0, 1)) and second.seen["kept 4"], (first.seen, second.seen)
@@ -301,6 +309,7 @@ def test_padded_vocabularies(make_target, vocabulary):
     """The draft model has more or fewer ids than the target."""
     make = lambda target: DraftModelDrafter(perturbed(target, 0.04, vocabulary), target, [1, 1])  # noqa: E731
     check_greedy(make_target, make)
+    check_coupled(make_target, make)
     drafter = make(lossless_suite.phrases(make_target))
     drafts = Counter()
     propose = drafter.propose
@@ -358,7 +367,7 @@ def test_every_draw_has_its_own_uniform(make_target, monkeypatch):
 
     monkeypatch.setattr(levels, "philox_uniforms", recorded_uniforms)
     monkeypatch.setattr(levels, "draw_children", recorded_draws)
-    SpeculativeDecoder(target, drafter, static=False).generate([[3, 1]], 24, mode="sample", stop_ids=NONE)
+    SpeculativeDecoder(target, drafter, static=False).generate([[3, 1]], 24, mode="mss", stop_ids=NONE)
     assert len(used) > 5 and drawn == [each.tolist() for each in used], "each is used once"
     assert len({number for step in drawn for number in step}) == 10 * len(used), "each step has new ones"
 
@@ -425,6 +434,7 @@ def test_trees_that_end_early_are_lossless(make_target):
         return DraftModelDrafter(perturbed(target, 0.04), target, SPARSE, costs=STEEP, draft_cost=0.4)
 
     check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
+    check_coupled(make_target, make, own=False)
     target = lossless_suite.soft(make_target)
     sizes = Counter()
 
@@ -438,7 +448,7 @@ def test_trees_that_end_early_are_lossless(make_target):
     results = [
         SpeculativeDecoder(
             target, Watched(perturbed(target, 0.04), target, [2, 1, 1], costs=costs, draft_cost=0.4), static=False
-        ).serve(requests, rows, mode="sample")
+        ).serve(requests, rows, mode="mss")
         for rows, costs in ((1, STEEP), (3, STEEP), (5, StepCosts({1: 1.0, 9: 1.0})))
     ]
     texts = [[(one.tokens, one.accepted, one.finish_reason) for one in each] for each in results]  # padding differs
@@ -451,13 +461,16 @@ def test_beyond_the_models_own_context(make_target):
     make = lambda target: DraftModelDrafter(perturbed(target, 0.02, max_position_embeddings=40), target, [1, 1])  # noqa: E731
     assert make(lossless_suite.phrases(make_target)).model.context == 40 < CONTEXT
     check_greedy(make_target, make)
+    check_coupled(make_target, make)
 
 
-def test_the_target_drafts_for_itself(make_target):
-    """All drafts are accepted, up to the end of each text."""
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+def test_the_target_drafts_for_itself(make_target, mode):
+    """All drafts are accepted, up to the end of each text; in coupled sampling, by the noise that is the target's."""
     target = lossless_suite.phrases(make_target)
     for static in (False, True):
-        results = serve(target, DraftModelDrafter(target, target, [1, 1, 1]), static=static)
+        drafter = DraftModelDrafter(target, target, [1, 1, 1])
+        results = serve(target, drafter, static=static, mode=mode, temperature=1.2, top_k=20)
         lengths = [length for result in results for length in result.accepted[:-1]]
         assert set(lengths) == {4}
 

@@ -90,7 +90,8 @@ def test_calibrated_and_decoded(run_main, folder, prompts, tmp_path):
     assert code == 0 and "calibrated on" in out, err
     assert json.loads((folder / "tree.json").read_text())["calibration"]["positions"] > 0
     report = tmp_path / "report"
-    for file, extra in ((None, ()), (DYNAMIC, ("--mode", "sample", "--temperature", 0.8, "--seed", 1))):
+    sampled = ("--mode", "sample", "--temperature", 0.8, "--seed", 1)
+    for file, extra in ((None, ()), (None, (*sampled, "--verify", "mss")), (DYNAMIC, sampled)):
         if file is not None:
             write_json(folder / "tree.json", file)
         code, _, err = run_main(

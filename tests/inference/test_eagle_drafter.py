@@ -12,6 +12,7 @@ from kept_texts import KeepsTexts
 from lossless_suite import (
     NONE,
     STARTS,
+    check_coupled,
     check_greedy,
     check_sampling,
     check_seeds,
@@ -133,7 +134,8 @@ def test_the_engines_logits_are_the_training_forwards(make_target, kind, tree, s
     serve(target, drafter, static=static)
     assert all(drafter.seen[f"depth {depth}"] for depth in range(3)), drafter.seen
     assert all(drafter.seen[length] for length in range(4)), drafter.seen
-    serve(target, drafter, static=static, mode="sample", rows=1, count=6, temperature=0.9)
+    for mode in ("sample", "mss"):
+        serve(target, drafter, static=static, mode=mode, rows=1, count=6, temperature=0.9)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 512])
@@ -233,7 +235,7 @@ def test_lossless(make_target, tree):
     def make(target):
         return EagleDrafter(fitted(target, make_target, kind, draft_vocab), target, TREES[tree])
 
-    for check in (check_static, check_warm_up, check_seeds):
+    for check in (check_static, check_warm_up, check_seeds, check_coupled):
         check(make_target, make)
     lengths = check_greedy(make_target, make)
     assert set(lengths) == {1, 2, 3, 4}, lengths
@@ -292,6 +294,7 @@ def test_lossless_merge(make_target, tree):
         check_warm_up(make_target, make)
     more = lambda target: {"ngram": NgramDrafter(target, depth=4)}  # noqa: E731
     check_greedy(make_target, make)
+    check_coupled(make_target, make)
 
     def small(target):
         eagle = EagleDrafter(untrained(target), target, DynamicShape(2, 2, 4) if tree == "dynamic" else (2,))
@@ -312,7 +315,8 @@ def test_accepted_nodes_of_other_drafters(make_target, static):
 
 @pytest.mark.parametrize("tree", TREES)
 def test_costs_end_trees(make_target, tree):
-    """Eager steps stop where another level does not pay, static ones never; in sampling mode each row by itself."""
+    """Eager steps stop where another level does not pay, static ones never; in multi-step sampling each row by itself,
+    since its text depends on the tree."""
     sizes = Counter()
 
     class Watched(Checked):
@@ -330,10 +334,11 @@ def test_costs_end_trees(make_target, tree):
     sizes.clear()
     serve(target, make(target), static=True)
     assert set(sizes) == {make(target).num_nodes}, sizes
-    alone = serve(target, make(target), rows=1, mode="sample", count=22)
+    alone = serve(target, make(target), rows=1, mode="mss", count=22)
     sizes.clear()
-    together = serve(target, make(target), rows=3, mode="sample", count=22)
+    together = serve(target, make(target), rows=3, mode="mss", count=22)
     assert len(sizes) > 1 and [r.accepted for r in alone] == [r.accepted for r in together]
+    check_coupled(make_target, make, own=False)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])

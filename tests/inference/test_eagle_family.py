@@ -53,6 +53,7 @@ def test_calibrated_and_decoded(run_main, folder, prompts, target, tmp_path):
     for file, name, extra in (
         (None, folder, ()),
         (None, folder, ("--mode", "sample", "--temperature", 0.8, "--seed", 1)),
+        (None, folder, ("--mode", "sample", "--verify", "mss", "--temperature", 0.8, "--seed", 1)),
         (None, f"{folder}+ngram", ()),
         (PATHS | DYNAMIC, folder, ()),
         (DYNAMIC, f"{folder}+ngram", ("--mode", "sample", "--temperature", 0.8, "--seed", 1)),

@@ -45,7 +45,7 @@ def decode(decoder, prompts, mode):
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("mode", ["greedy", "sample", "typical"])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "mss", "typical"])
 def test_nothing_is_committed_after_nan(make_target, mode, rows, static, drafts):
     """One token's embedding is NaN, as in a damaged file: so are all logits after it."""
     target = make_target("llama")
@@ -78,7 +78,7 @@ def test_nothing_is_committed_after_nan(make_target, mode, rows, static, drafts)
     assert decode(decoder, prompts, mode) == (clean, ""), "no NaN is left in the cache"
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sample", "typical"])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "mss", "typical"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_the_first_token(make_target, monkeypatch, mode, value):
     """NaN, one +∞, or only −∞ after the prompt; with a single −∞ that token is never emitted."""
@@ -99,7 +99,7 @@ def test_the_first_token(make_target, monkeypatch, mode, value):
     assert not error and not any(4 in tokens for tokens in reported)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sample"])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "mss"])
 def test_float16_that_overflows(make_target, mode):
     target = make_target("llama")
     half = Target(copy.deepcopy(target.model).half(), None, "half", "")

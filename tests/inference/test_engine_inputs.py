@@ -26,7 +26,7 @@ def test_unknown_modes(decoder, mode):
     ):
         with pytest.raises(ValueError) as error:
             call()
-        assert str(error.value) == f"mode {mode!r}: must be one of greedy, sample, typical"
+        assert str(error.value) == f"mode {mode!r}: must be one of greedy, sample, mss, typical"
 
 
 WRONG = [
@@ -132,7 +132,7 @@ def test_sampling_parameters(field, values):
     Sampling(temperature=np.float32(0.5), top_k=np.int64(3), seed=(1 << 62) - 1)
 
 
-@pytest.mark.parametrize("mode", ["sample", "typical"])
+@pytest.mark.parametrize("mode", ["sample", "mss", "typical"])
 def test_extreme_parameters_behave_as_their_limit(decoder, mode):
     """Temperatures and top-p near 0 are greedy decoding; cut-offs that remove nothing change nothing. In a fresh row,
     and in one that held another request."""

@@ -93,8 +93,8 @@ def penalised_greedy(target, prompt, penalty, count):
 @pytest.mark.parametrize("drafts", ["all right", "some right", "none"])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("penalty", [1.3, 2.5])
-def test_repetition_penalty_with_a_drafter(make_target, penalty, rows, static, drafts):
+@pytest.mark.parametrize(("penalty", "mode"), [(1.3, "sample"), (1.3, "mss"), (2.5, "sample")])
+def test_repetition_penalty_with_a_drafter(make_target, penalty, mode, rows, static, drafts):
     """Every token counts as seen: of the prompt, the prefill, the path, and the bonus token."""
     target = make_target("llama")
     prompts, wanted = PROMPTS[:rows], 60
@@ -105,15 +105,16 @@ def test_repetition_penalty_with_a_drafter(make_target, penalty, rows, static, d
         drafter = BranchDrafter(target, prompts, truth, EARLY, leaves)
     sampling = [Sampling(temperature=0, repetition_penalty=penalty, seed=row) for row in range(rows)]
     decoder = SpeculativeDecoder(target, drafter, static=static)
-    results = decoder.generate(prompts, wanted, mode="sample", sampling=sampling, stop_ids=NONE)
+    results = decoder.generate(prompts, wanted, mode=mode, sampling=sampling, stop_ids=NONE)
     assert [r.tokens for r in results] == [row[:wanted] for row in truth]
     assert {len(set(r.accepted)) > 1 or drafts != "some right" for r in results} == {True}
     if drafts == "all right":
         assert all(set(r.accepted[:-1]) == {3} for r in results)
 
 
+@pytest.mark.parametrize("mode", ["sample", "mss"])
 @pytest.mark.parametrize("static", [False, True])
-def test_a_row_refilled_with_other_parameters(make_target, static):
+def test_a_row_refilled_with_other_parameters(make_target, static, mode):
     """One row, one request after the other: nothing of the previous one remains."""
     target = make_target("llama")
     each = [
@@ -122,10 +123,10 @@ def test_a_row_refilled_with_other_parameters(make_target, static):
         Sampling(seed=8), Sampling(temperature=0), Sampling(seed=9, temperature=1.5),
     ]  # fmt: skip
     requests = [Request(PROMPTS[n % 3], 12, sampling, NONE) for n, sampling in enumerate(each)]
-    alone = [SpeculativeDecoder(target).serve([request], 1, mode="sample")[0].tokens for request in requests]
+    alone = [SpeculativeDecoder(target).serve([request], 1, mode=mode)[0].tokens for request in requests]
     decoder = SpeculativeDecoder(target, static=static)
     for order in (range(10), [8, 1, 0, 7, 3, 5, 4, 9, 6, 2]):
-        together = decoder.serve([requests[n] for n in order], 1, mode="sample")
+        together = decoder.serve([requests[n] for n in order], 1, mode=mode)
         assert [r.tokens for r in together] == [alone[n] for n in order]
 
 

@@ -7,7 +7,7 @@ from lossless_suite import joint_distribution, p_value
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.evaluation.lossless import check_sample
+from draftsmith.inference.evaluation.lossless import check_distribution
 from draftsmith.inference.verify import verify as modes
 from draftsmith.inference.verify.sampling import Sampling, Settings
 from draftsmith.inference.verify.tree import Topology
@@ -37,7 +37,7 @@ def decoder(make_target):
     return SpeculativeDecoder(target, MedusaDrafter(heads, topology, target))
 
 
-def sample(decoder, sampling, count, tokens=3, mode="sample"):
+def sample(decoder, sampling, count, tokens=3, mode="mss"):
     outputs = []
     rows = min(count, 6000)
     for first in range(0, count, rows):
@@ -47,25 +47,27 @@ def sample(decoder, sampling, count, tokens=3, mode="sample"):
     return torch.tensor(outputs)
 
 
-@pytest.mark.parametrize("mode", ["sample", "typical"])
+@pytest.mark.parametrize("mode", ["sample", "mss", "typical"])
 def test_either_decoder_draws_the_same(decoder, mode):
-    """The same uniforms on the lean decoder, whose distribution the tests below check, and on the model's own modules:
-    only a token within rounding of a boundary may differ."""
+    """The same random numbers on the lean decoder, whose distribution the tests below check, and on the model's own
+    modules: only a token within rounding of a boundary may differ."""
     other = SpeculativeDecoder(decoder.target, decoder.drafter, lean=False)
     for sampling in SAMPLINGS.values():
         ours, theirs = (sample(one, sampling, 500, tokens=6, mode=mode) for one in (decoder, other))
-        assert (ours != theirs).any(1).sum() <= 1 and len(ours.unique(dim=0)) > (100 if mode == "sample" else 0)
+        assert (ours != theirs).any(1).sum() <= 1 and len(ours.unique(dim=0)) > (0 if mode == "typical" else 100)
     assert decoder.execution.endswith("lean decoder")
     assert other.execution.endswith("transformers decoder (as requested)")
 
 
+@pytest.mark.parametrize("mode", ["sample", "mss"])
 @pytest.mark.parametrize("name", SAMPLINGS)
 @torch.no_grad()
-def test_three_tokens_have_the_targets_distribution(decoder, name):
+def test_three_tokens_have_the_targets_distribution(decoder, name, mode):
     sampling = SAMPLINGS[name]
     probabilities = joint_distribution(decoder.target, sampling, PROMPT, 3)
     assert probabilities.max() < 0.5, "the distribution is too concentrated to test"
-    assert p_value(sample(decoder, sampling, 30_000), probabilities) > ALPHA
+    count = 30_000 if mode == "mss" else 12_000  # coupled sampling has another test: plain decoding's text
+    assert p_value(sample(decoder, sampling, count, mode=mode), probabilities) > ALPHA
 
 
 @torch.no_grad()
@@ -78,32 +80,34 @@ def test_reused_uniforms_are_found(decoder, monkeypatch):
     )
 
 
-def test_a_seed_gives_one_text_in_any_batch(decoder):
+@pytest.mark.parametrize("mode", ["sample", "mss"])
+def test_a_seed_gives_one_text_in_any_batch(decoder, mode):
     prompts = [[3, 1, 4, 1], [2], [0, 0, 1], [4, 4, 4, 4, 4, 1, 2]]
     each = [Sampling(seed=9, temperature=0.8), Sampling(seed=4, top_k=3), Sampling(seed=9), Sampling(temperature=0)]
-    together = decoder.generate(prompts, 20, mode="sample", sampling=each, stop_ids=frozenset())
+    together = decoder.generate(prompts, 20, mode=mode, sampling=each, stop_ids=frozenset())
     alone = [
-        decoder.generate([prompt], 20, mode="sample", sampling=[sampling], stop_ids=frozenset())[0]
+        decoder.generate([prompt], 20, mode=mode, sampling=[sampling], stop_ids=frozenset())[0]
         for prompt, sampling in zip(prompts, each, strict=True)
     ]
     assert [r.tokens for r in together] == [r.tokens for r in alone]
-    again = decoder.generate([prompts[0]], 20, mode="sample", sampling=Sampling(seed=10, temperature=0.8))
+    again = decoder.generate([prompts[0]], 20, mode=mode, sampling=Sampling(seed=10, temperature=0.8))
     assert again[0].tokens != alone[0].tokens, "another seed"
     greedy = decoder.generate([prompts[3]], 20, stop_ids=frozenset())[0]
     assert alone[3].tokens == greedy.tokens, "temperature 0 is greedy"
     with pytest.raises(ValueError, match="2 samplings for 1 prompts"):
-        decoder.generate([[1]], 3, mode="sample", sampling=each[:2])
+        decoder.generate([[1]], 3, mode=mode, sampling=each[:2])
 
 
-def test_drafts_are_accepted(decoder):
-    results = decoder.generate([PROMPT] * 50, 30, mode="sample", sampling=[Sampling(seed=n) for n in range(50)],
+@pytest.mark.parametrize("mode", ["sample", "mss"])
+def test_drafts_are_accepted(decoder, mode):
+    results = decoder.generate([PROMPT] * 50, 30, mode=mode, sampling=[Sampling(seed=n) for n in range(50)],
                                stop_ids=frozenset())  # fmt: skip
     lengths = {length for result in results for length in result.accepted}
     assert lengths >= {1, 2, 3}, "paths of every depth are accepted"
 
 
-def test_check_sample(decoder, monkeypatch):
-    good = check_sample(decoder, [PROMPT, [2, 2]], Sampling(temperature=0.9), batch_size=256)
+def test_check_distribution(decoder, monkeypatch):
+    good = check_distribution(decoder, [PROMPT, [2, 2]], Sampling(temperature=0.9), batch_size=256)
     assert good.passed and good.checked == 2 * 256 * 2 and good.mismatches == 0 and good.p_value > ALPHA
     verify = modes.verify_sample
 
@@ -111,7 +115,7 @@ def test_check_sample(decoder, monkeypatch):
         return verify(tree, logits, settings, uniforms * 0.1, *more)
 
     monkeypatch.setattr(modes, "verify_sample", accepting_too_much)
-    bad = check_sample(decoder, [PROMPT, [2, 2]], Sampling(temperature=0.9), batch_size=256)
+    bad = check_distribution(decoder, [PROMPT, [2, 2]], Sampling(temperature=0.9), batch_size=256)
     assert not bad.passed and bad.p_value < ALPHA
 
 
@@ -120,14 +124,14 @@ def test_check_sample(decoder, monkeypatch):
     [{"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"repetition_penalty": 50.0}],
     ids=lambda parameters: next(iter(parameters)),
 )
-def test_check_sample_uses_the_given_parameters(decoder, monkeypatch, parameters):
+def test_check_distribution_uses_the_given_parameters(decoder, monkeypatch, parameters):
     """An engine that ignores a parameter fails with that parameter, and only with it."""
     prompts, done = [[2], [0]], []
-    assert check_sample(decoder, prompts, Sampling(**parameters), 256, done.append).passed and done == [1, 2]
+    assert check_distribution(decoder, prompts, Sampling(**parameters), 256, done.append).passed and done == [1, 2]
     set_row = Settings.set_row
     monkeypatch.setattr(Settings, "set_row", lambda self, row, s: set_row(self, row, Sampling(seed=s.seed)))
-    assert not check_sample(decoder, prompts, Sampling(**parameters), 256).passed
-    assert check_sample(decoder, prompts, Sampling(), 256).passed
+    assert not check_distribution(decoder, prompts, Sampling(**parameters), 256).passed
+    assert check_distribution(decoder, prompts, Sampling(), 256).passed
 
 
 def test_typical_mode_is_lossy(decoder):

@@ -1,4 +1,5 @@
-"""The check of greedy output: what is a near-tie and what a mismatch, in float32 and in 16 bits."""
+"""The check of texts, greedy or by coupled sampling: what is a near-tie and what a mismatch, in float32 and in 16
+bits."""
 
 import copy
 
@@ -9,8 +10,10 @@ from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.evaluation import lossless
-from draftsmith.inference.evaluation.lossless import check_greedy
+from draftsmith.inference.evaluation.lossless import check_texts
+from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.kernels import cpu
+from draftsmith.kernels.coupled import gumbel
 from draftsmith.models.target import Target
 
 PROMPTS = [[5, 7, 11], [3, 1, 4, 1, 5, 9]]
@@ -30,7 +33,7 @@ def plain(target, prompts=PROMPTS, length=LENGTH):
 def test_identical(target):
     reference = plain(target)
     seen = []
-    check = check_greedy(target, PROMPTS, reference, reference, seen.append)
+    check = check_texts(target, PROMPTS, reference, reference, seen.append)
     assert check.to_dict() == {
         "mode": "greedy", "checked": 2 * LENGTH, "identical": True, "near_ties": 0, "mismatches": 0, "tolerance": 0.0,
         "bitwise": False, "p_value": None,
@@ -43,7 +46,7 @@ def test_a_wrong_token_is_a_mismatch(target, place):
     reference = plain(target)
     output = [list(row) for row in reference]
     output[1][place] = (output[1][place] + 1) % target.vocab_size
-    check = check_greedy(target, PROMPTS, output, reference)
+    check = check_texts(target, PROMPTS, output, reference)
     assert not check.identical and check.near_ties == 0
     assert check.mismatches >= 1
     assert 0 < check.tolerance < 1e-3
@@ -55,14 +58,14 @@ def test_an_output_that_ends_wrongly_is_a_mismatch(target):
     stop = reference[0][6]
     assert stop not in reference[0][:6] and stop not in reference[1]
     for output in ([reference[0][:7], reference[1]], [longer[0], reference[1]], [[], reference[1]]):
-        check = check_greedy(target, PROMPTS, output, reference)
+        check = check_texts(target, PROMPTS, output, reference)
         assert (check.identical, check.near_ties, check.mismatches) == (False, 0, 1)
     target.model.generation_config.eos_token_id = stop
     stopped = [reference[0][:7], reference[1]]
     assert plain(target) == stopped
-    assert check_greedy(target, PROMPTS, stopped, stopped).identical
+    assert check_texts(target, PROMPTS, stopped, stopped).identical
     for output in ([reference[0][:6], reference[1]], [reference[0][:9], reference[1]]):
-        check = check_greedy(target, PROMPTS, output, stopped)
+        check = check_texts(target, PROMPTS, output, stopped)
         assert (check.identical, check.near_ties, check.mismatches) == (False, 0, 1)
 
 
@@ -86,7 +89,7 @@ def tied(target, gap):
 def test_an_exact_tie_is_a_near_tie(target):
     reference, output = tied(target, 0.0)
     for ours, theirs in ((output, reference), (reference, output)):  # whichever is the reference
-        check = check_greedy(target, PROMPTS, ours, theirs)
+        check = check_texts(target, PROMPTS, ours, theirs)
         assert (check.checked, check.identical, check.near_ties, check.mismatches) == (2 * LENGTH, False, 1, 0)
 
 
@@ -94,7 +97,7 @@ def test_an_exact_tie_is_a_near_tie(target):
 def test_near_ties_are_within_the_tolerance(target, monkeypatch, gap, near_ties, mismatches):
     reference, output = tied(target, gap)
     monkeypatch.setattr(lossless, "tolerance", lambda *_: 5e-3)
-    check = check_greedy(target, PROMPTS, output, reference)
+    check = check_texts(target, PROMPTS, output, reference)
     assert (check.identical, check.near_ties, check.mismatches) == (False, near_ties, mismatches)
 
 
@@ -148,7 +151,7 @@ def test_16_bits(make_target, monkeypatch):
     drafter = DraftModelDrafter(target, target, [2, 1, 1, 1])
     outputs = [result.tokens for result in SpeculativeDecoder(target, drafter).generate(prompts, 30)]
     reference = [plain(target, [prompt], 30)[0] for prompt in prompts]  # one row at a time
-    check = check_greedy(target, prompts, outputs, reference)
+    check = check_texts(target, prompts, outputs, reference)
     assert not check.identical and check.near_ties > 0 and check.mismatches == 0, check
     kinds = {weight.dtype for weight in target.model.parameters()}
     assert kinds == {torch.bfloat16} and not any(module._forward_hooks for module in target.model.modules())
@@ -156,7 +159,7 @@ def test_16_bits(make_target, monkeypatch):
         logits = target.logits(target.hidden(torch.tensor([[*prompts[0], *outputs[0][:8]]])))[0, -1].float()
     assert int(logits.argmax()) == outputs[0][8]
     outputs[0][8] = int((logits - (logits.max() - 0.7)).abs().argmin())  # a logit lower by 0.7, about
-    assert check_greedy(target, prompts[:1], outputs[:1], reference[:1]).mismatches > 0
+    assert check_texts(target, prompts[:1], outputs[:1], reference[:1]).mismatches > 0
 
 
 @pytest.mark.parametrize("gap, near_ties, mismatches", [(0.3, 1, 0), (1.0, 0, 1)])
@@ -164,11 +167,11 @@ def test_float32_decides_beyond_the_tolerance(make_target, monkeypatch, gap, nea
     """A gap that is beyond the tolerance, but that rounding to bfloat16 may reverse; and one that it may not."""
     target = in_dtype(make_target, "llama", torch.bfloat16)
     reference, output = tied(target, gap)
-    check = check_greedy(target, PROMPTS, output, reference)
+    check = check_texts(target, PROMPTS, output, reference)
     assert (check.identical, check.near_ties, check.mismatches) == (False, near_ties, mismatches)
     assert 0 < check.tolerance < gap - 0.05
     monkeypatch.setattr(lossless, "_float32_logits", lambda *_: None)  # quantized: by the tolerance alone
-    assert check_greedy(target, PROMPTS, output, reference).mismatches == 1
+    assert check_texts(target, PROMPTS, output, reference).mismatches == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "granite"])
@@ -189,7 +192,126 @@ def test_where_bits_are_equal_no_near_tie_is_excused(target):
     reference = plain(target)
     swapped = [[*reference[0][:-1], (reference[0][-1] + 1) % 61], reference[1]]
     for output, wrong in ((swapped, 1), ([reference[0][:-1], reference[1]], 1), (reference, 0)):
-        check = check_greedy(target, PROMPTS, output, reference, bitwise=True)
+        check = check_texts(target, PROMPTS, output, reference, bitwise=True)
         assert (check.mismatches, check.identical, check.near_ties) == (wrong, not wrong, 0)
     assert SpeculativeDecoder(target).bitwise == (cpu.library() is not None)
     assert not SpeculativeDecoder(target, lean=False).bitwise
+
+
+# ---- coupled sampling
+
+SEEDED = [Sampling(temperature=0.8, seed=3), Sampling(temperature=1.4, top_k=20, seed=4)]
+FILTERED = [
+    Sampling(temperature=1.3, top_k=6, seed=5), Sampling(temperature=1.3, top_p=0.7, seed=5),
+    Sampling(temperature=1.3, min_p=0.1, seed=5), Sampling(temperature=0.7, repetition_penalty=1.5, seed=5),
+]  # fmt: skip
+
+
+def sampled(target, samplings=SEEDED, prompts=PROMPTS, length=LENGTH):
+    results = SpeculativeDecoder(target).generate(prompts, length, mode="sample", sampling=samplings)
+    return [result.tokens for result in results]
+
+
+def test_sampled_texts_that_are_identical(target):
+    reference = sampled(target)
+    assert reference != plain(target)
+    for bitwise in (False, True):
+        check = check_texts(target, PROMPTS, reference, reference, bitwise=bitwise, samplings=SEEDED)
+        assert check.passed and check.to_dict() == {
+            "mode": "sample", "checked": 2 * LENGTH, "identical": True, "near_ties": 0, "mismatches": 0,
+            "tolerance": 0.0, "bitwise": bitwise, "p_value": None,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", [*SEEDED, *FILTERED, Sampling(temperature=0, seed=5)], ids=str)
+def test_the_scores_of_the_check_are_plain_decodings(target, sampling):
+    """Token by token: ``transformers``' logits, and the definitions of the filters and of the noise."""
+    for prompt, output in zip(PROMPTS, sampled(target, sampling, length=24), strict=True):
+        assert lossless._judge(target, prompt, output, output, 1e-4, sampling) == (0, 0)
+        other = Sampling(**{**vars(sampling), "seed": sampling.seed + 1})
+        near_ties, mismatches = lossless._judge(target, prompt, output, output, 1e-4, other)
+        assert (mismatches == 0) == sampling.greedy and near_ties == 0
+
+
+@pytest.mark.parametrize("place", [0, 5, LENGTH - 1])
+@pytest.mark.parametrize("sampling", [SEEDED[1], *FILTERED], ids=str)
+def test_a_wrong_sampled_token_is_a_mismatch(target, sampling, place):
+    """Also the likeliest token, where the noise takes another, and the end of one text in another's place."""
+    samplings = [SEEDED[0], sampling]
+    reference = sampled(target, samplings)
+    prefix = torch.tensor([PROMPTS[1] + reference[1][:place]])
+    with torch.no_grad():
+        likeliest = target.logits(target.hidden(prefix))[0, -1].topk(2).indices.tolist()
+    for token in {(reference[1][place] + 1) % target.vocab_size, *likeliest} - {reference[1][place]}:
+        output = [list(row) for row in reference]
+        output[1][place] = token
+        for bitwise in (False, True):
+            check = check_texts(target, PROMPTS, output, reference, bitwise=bitwise, samplings=samplings)
+            assert not check.passed and not check.identical and check.near_ties == 0 and check.mismatches >= 1
+            assert bitwise or 0 < check.tolerance < 1e-3
+    assert not check_texts(target, PROMPTS, reference, reference[::-1], samplings=samplings[::-1]).passed
+
+
+def tied_by_noise(target, sampling, gap):
+    """A reference, and an output with another token at ``TIE``, whose score is lower by ``gap`` / temperature; both
+    continue by the same noise. The second token's row of the LM head makes up for the noise of the first."""
+    reference = sampled(target, sampling)
+    first = reference[0][TIE]
+    second = next(t for t in range(target.vocab_size) if t not in [*reference[0], *reference[1], *PROMPTS[0]])
+    prefix = PROMPTS[0] + reference[0][:TIE]
+    seed, position = torch.tensor(sampling.seed), torch.tensor(len(prefix))
+    noise = sampling.temperature * gumbel(seed, position, torch.tensor([first, second]))
+    with torch.no_grad():
+        hidden = target.hidden(torch.tensor([prefix]))[0, -1]
+        logit = float(target.lm_head(hidden)[first] + noise[0] - noise[1] - gap)
+        row = target.lm_head.weight[second]
+        row += hidden * (logit - row @ hidden) / (hidden @ hidden)
+    assert sampled(target, sampling)[0][: TIE + 1] == reference[0][: TIE + 1], "the row was to matter there alone"
+    rest = SpeculativeDecoder(target).generate(
+        [[*prefix, second]], LENGTH - TIE - 1, mode="sample", sampling=sampling
+    )[0].tokens  # fmt: skip
+    reference = sampled(target, sampling)
+    return reference, [[*reference[0][:TIE], second, *rest], reference[1]]
+
+
+@pytest.mark.parametrize(("gap", "near_ties", "mismatches"), [(1e-6, 1, 0), (4e-3, 1, 0), (6e-3, 0, 1)])
+@pytest.mark.parametrize("temperature", [0.5, 1.5])
+def test_ties_by_noise_are_near_ties(target, monkeypatch, temperature, gap, near_ties, mismatches):
+    """The score, not the logit, decides; the tolerance is in logits, whatever the temperature."""
+    sampling = Sampling(temperature=temperature, seed=8)
+    reference, output = tied_by_noise(target, sampling, gap)
+    monkeypatch.setattr(lossless, "tolerance", lambda *_: 5e-3)
+    for ours, theirs in ((output, reference), (reference, output))[: 1 + (gap < 1e-5)]:
+        check = check_texts(target, PROMPTS, ours, theirs, samplings=[sampling] * 2)
+        assert (check.identical, check.near_ties, check.mismatches) == (False, near_ties, mismatches)
+    check = check_texts(target, PROMPTS, output, reference, bitwise=True, samplings=[sampling] * 2)
+    assert not check.passed and check.near_ties == 0, "where bits are equal"
+    assert not check_texts(target, PROMPTS, output, reference).passed, "greedy decoding has no such tie"
+
+
+def test_a_tie_at_the_edge_of_a_filter_is_a_near_tie(target, monkeypatch):
+    """Two equal logits, of which top-k may keep either: what is not the tie's is a mismatch still."""
+    monkeypatch.setattr(lossless, "tolerance", lambda *_: 5e-3)
+    prompt, sampling = PROMPTS[0], Sampling(temperature=3.0, top_k=4, seed=2)
+    with torch.no_grad():
+        hidden = target.hidden(torch.tensor([prompt]))[0, -1]
+        ranked = target.lm_head(hidden).argsort(descending=True)
+        fourth, fifth = ranked[3].item(), ranked[4].item()
+        row = target.lm_head.weight[fifth]
+        row += hidden * (target.lm_head(hidden)[fourth] - 2e-3 - row @ hidden) / (hidden @ hidden)
+    for seed in range(200):  # in which the fifth one has the highest score, were it kept
+        sampling = Sampling(temperature=3.0, top_k=4, seed=seed)
+        noise = gumbel(torch.tensor(seed), torch.tensor(len(prompt)), torch.arange(target.vocab_size))
+        with torch.no_grad():
+            scores = target.lm_head(hidden) / 3.0 + noise
+        if int(scores[ranked[:5]].argmax()) == 4:
+            break
+    else:
+        raise AssertionError("no seed")
+    reference = sampled(target, sampling, [prompt], 1)
+    assert reference[0][0] in ranked[:4].tolist()
+    for token, passed in ((fifth, True), (ranked[5].item(), False)):
+        check = check_texts(target, [prompt], [[token]], reference, samplings=[sampling])
+        assert (check.passed, check.near_ties) == (passed, passed), token
+    monkeypatch.setattr(lossless, "tolerance", lambda *_: 5e-4)
+    assert not check_texts(target, [prompt], [[fifth]], reference, samplings=[sampling]).passed

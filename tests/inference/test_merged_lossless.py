@@ -6,7 +6,7 @@ from dataclasses import replace
 import lossless_suite
 import pytest
 import torch
-from lossless_suite import check_greedy, check_sampling, check_seeds, check_static, check_warm_up
+from lossless_suite import check_coupled, check_greedy, check_sampling, check_seeds, check_static, check_warm_up
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -117,6 +117,7 @@ def test_lossless(make_target, kind):
     check_static(make_target, merge(kind))
     check_warm_up(make_target, merge(kind))
     check_greedy(make_target, merge(kind))
+    check_coupled(make_target, merge(kind))
     check_seeds(make_target, merge(kind))
 
 
@@ -135,8 +136,10 @@ def test_lossless_by_cost(make_target):
         return MergedDrafter({"heads": heads(target, COSTS), "ngram": ngram}, target, 12, COSTS)
 
     check_greedy(make_target, deeper, own=False)
+    check_coupled(make_target, deeper, own=False)
     # 4 nodes are fewer than the draft model's own tree has, which its cache must hold.
-    check_greedy(make_target, merge("a draft model and n-grams", COSTS, 4), own=False)
+    for check in (check_greedy, check_coupled):
+        check(make_target, merge("a draft model and n-grams", COSTS, 4), own=False)
 
 
 def test_merged_ssms_that_overlap(make_target):
@@ -146,6 +149,7 @@ def test_merged_ssms_that_overlap(make_target):
     check_static(make_target, ensemble("two SSMs"))
     check_warm_up(make_target, ensemble("two SSMs"))
     check_greedy(make_target, make)
+    check_coupled(make_target, make)
     assert sum(each.shared for each in made) > 100, "they rarely propose the same node"
     made.clear()
     check_sampling(make_target, make, "cut", static=True, count=3000, rows=3000)
@@ -155,6 +159,7 @@ def test_merged_ssms_that_overlap(make_target):
 def test_three_merged_ssms(make_target):
     made: list[Watched] = []
     check_seeds(make_target, ensemble("three SSMs"))
+    check_coupled(make_target, ensemble("three SSMs"))
     check_sampling(make_target, ensemble("three SSMs", made), count=3000, rows=3000)
     assert made[0].again > 1000, "two draws rarely lead to one node"
 
@@ -174,7 +179,7 @@ def test_draws_merged_to_a_set_are_rejected(make_target, name):
         check_sampling(make_target, ensemble(name, change=merged_to_a_set), "cut", count=4000, rows=4000)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sample"])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "mss"])
 def test_ssms_propose_on_streams(make_target, device, mode):
     """On a GPU, static steps: the second and third SSM propose on streams of their own, after what was launched before
     and before what is launched next, however long they take. Elsewhere there are no streams."""

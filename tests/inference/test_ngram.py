@@ -351,6 +351,7 @@ def test_lossless(make_target):
     lossless_suite.check_static(make_target, make)
     lossless_suite.check_warm_up(make_target, make)
     assert set(lossless_suite.check_greedy(make_target, make)) == {1, 2, 3, 4, 5}
+    assert len(lossless_suite.check_coupled(make_target, make)) > 2
     lossless_suite.check_seeds(make_target, make)
 
 
@@ -372,6 +373,7 @@ def test_lossless_by_cost(make_target):
 
     lossless_suite.check_static(make_target, make)
     assert len(lossless_suite.check_greedy(make_target, make, own=False)) > 3
+    lossless_suite.check_coupled(make_target, make, own=False)
 
 
 def test_numbers_are_checked(make_target):

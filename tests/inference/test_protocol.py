@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lossless_suite import check_drafter, check_greedy, check_sampling, check_seeds, check_warm_up
+from lossless_suite import check_coupled, check_drafter, check_greedy, check_sampling, check_seeds, check_warm_up
 
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.verify.sampling import Noise
 from draftsmith.inference.verify.tree import Draws, StaticTree, TokenTree
+from draftsmith.inference.verify.verify import Verifier
 from draftsmith.kernels.sampling import philox_uniforms
 from draftsmith.kernels.verify import WITHOUT_REPLACEMENT, draw
 
@@ -136,11 +139,38 @@ def test_state_of_an_earlier_text(make_target):
         check_greedy(make_target, Unreset)
     with pytest.raises(AssertionError, match="instead of"):
         check_seeds(make_target, Unreset)
+    with pytest.raises(AssertionError, match="the steps committed"):
+        check_coupled(make_target, Unreset)
 
 
 def test_state_that_is_not_restored(make_target):
     with pytest.raises(AssertionError, match="steps undone before step"):
         check_warm_up(make_target, Undeclared)
+
+
+@pytest.mark.parametrize("wrong", ["node number", "row", "depth of the tree", "root", "penalty without the path"])
+def test_noise_that_is_not_the_texts_own(make_target, monkeypatch, wrong):
+    """Wrong variants of coupled sampling, which plain decoding of one row does not show."""
+    best = Noise.best
+
+    def wrong_best(self, logits, depth, *args):
+        if wrong == "node number" and isinstance(depth, torch.Tensor):
+            depth = torch.arange(logits.shape[1], device=logits.device)
+        elif wrong == "depth of the tree" and isinstance(depth, torch.Tensor):
+            depth = depth + depth.amax()
+        elif wrong == "root":
+            depth = 0 * depth
+        elif wrong == "row":
+            rows = torch.arange(len(logits), device=logits.device)
+            self = Noise(self.settings, self.lengths + rows)
+        return best(self, logits, depth, *args)
+
+    if wrong == "penalty without the path":
+        seen = lambda verifier, *_: None if verifier.seen is None else verifier.seen[:, None].bool()  # noqa: E731
+        monkeypatch.setattr(Verifier, "_seen_at", seen)
+    monkeypatch.setattr(Noise, "best", wrong_best)
+    with pytest.raises(AssertionError, match=r"text \d+ of Sampling.* instead of|mismatches"):
+        check_coupled(make_target, lambda target: DraftModelDrafter(target, target, [2, 1, 1]))
 
 
 @pytest.mark.parametrize("wrong", [StaleDistribution, RepeatedVerifierUniforms, RepeatedOwnUniforms])

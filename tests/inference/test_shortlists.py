@@ -15,6 +15,7 @@ from lossless_suite import (
     NONE,
     STARTS,
     _sampled,
+    check_coupled,
     check_sampling,
     check_seeds,
     check_static,
@@ -355,7 +356,8 @@ def test_lists_of_fewer_tokens_than_children(make_target, target, plain, tree):
     merged = MergedDrafter({"eagle": make(), "ngram": NgramDrafter(target, depth=2, min_match=1)}, target, 12)
     assert [result.tokens for result in decoded(target, merged, 3, False)] == plain
     decoder = SpeculativeDecoder(target, make())
-    assert all(len(r.tokens) == NEW for r in decoder.generate(PROMPTS, NEW, mode="sample", stop_ids=NONE))
+    for mode in ("sample", "mss"):
+        assert all(len(r.tokens) == NEW for r in decoder.generate(PROMPTS, NEW, mode=mode, stop_ids=NONE))
 
 
 def test_drafters_with_other_trees_do_not_share_state(make_target, target, plain):
@@ -444,6 +446,18 @@ def test_static_steps(make_target, name):
 def test_seeds(make_target):
     """A seed gives the same text and steps in any batch, beside longer and shorter prompts."""
     check_seeds(make_target, small("in_context"))
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", ["fr_spec position-aware", "in_context", "dynaspec fixed"])
+def test_coupled(make_target, name, tree):
+    """Of a draft vocabulary too, whose numbers are not the target's."""
+
+    def make(target):
+        eagle = fitted(target, make_target, "eagle3", draft_vocab=name != "in_context")
+        return EagleDrafter(eagle, target, TREES[tree], shortlist=shortlist(eagle, target, name))
+
+    check_coupled(make_target, make)
 
 
 def test_warm_up(make_target):

@@ -11,6 +11,7 @@ import torch
 from lossless_suite import (
     NONE,
     STARTS,
+    check_coupled,
     check_greedy,
     check_sampling,
     check_seeds,
@@ -304,9 +305,10 @@ def test_the_text_is_the_targets_own(make_target, family):
     def make(kind):
         return lambda target: MAKE[family](target, kind)
 
-    for check in (check_greedy, check_seeds, check_static, check_warm_up):
+    for check in (check_greedy, check_coupled, check_seeds, check_static, check_warm_up):
         check(make_target, make("in_context"))
     check_static(make_target, make("dynaspec"))
+    check_coupled(make_target, make("dynaspec"))
 
 
 @pytest.mark.parametrize("kind", ["in_context", "dynaspec"])

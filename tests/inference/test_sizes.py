@@ -30,10 +30,16 @@ def drafter_of(target, acceptances=RATES):
     return MedusaDrafter(heads, Topology(PATHS), target, acceptances)
 
 
-def test_texts_do_not_depend_on_the_sizes(make_target, greedy_texts, monkeypatch):
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+def test_texts_do_not_depend_on_the_sizes(make_target, greedy_texts, monkeypatch, mode):
     target = make_target("llama")
-    truth = greedy_texts(target, PROMPTS, 14)
-    requests = [Request(prompt, 14, stop_ids=frozenset()) for prompt in PROMPTS]
+    requests = [
+        Request(prompt, 14, Sampling(temperature=0.5, seed=seed), frozenset()) for seed, prompt in enumerate(PROMPTS)
+    ]
+    if mode == "greedy":
+        truth = greedy_texts(target, PROMPTS, 14)
+    else:
+        truth = [SpeculativeDecoder(target).serve([request], 1, mode=mode)[0].tokens for request in requests]
     order = itertools.cycle((1, 8, 12, 8, 12, 1))
     chosen, shapes = [], []
 
@@ -59,7 +65,7 @@ def test_texts_do_not_depend_on_the_sizes(make_target, greedy_texts, monkeypatch
         def on_step(number, result, drafted=drafted):
             drafted.setdefault(number, []).append(result.drafted)
 
-        results = decoder.serve(requests, batch, on_step=on_step)
+        results = decoder.serve(requests, batch, mode=mode, on_step=on_step)
         counted += [[b - a for a, b in itertools.pairwise(each)] for each in drafted.values()]
         assert [result.tokens for result in results] == truth
         assert any(count > 1 for result in results for count in result.accepted)
@@ -88,7 +94,7 @@ def test_trees_of_each_size(make_target):
     assert not unknown.tree_sizes()
 
 
-@pytest.mark.parametrize("mode", ["sample", "typical"])
+@pytest.mark.parametrize("mode", ["mss", "typical"])
 def test_other_modes_have_one_size(make_target, mode):
     """A seed's text must not depend on what steps cost."""
     decoder = SpeculativeDecoder(target := make_target("llama"), drafter_of(target), static=True)

@@ -200,6 +200,7 @@ def test_decoded(run_main, ensemble, prompts, tmp_path):
         (name, (), ["ssm-0", "ssm-1"]),
         (f"{name}+ngram", (), ["ssm-0", "ssm-1", "ngram"]),
         (name, ("--mode", "sample", "--temperature", 0.8, "--seed", 1), ["ssm-0", "ssm-1"]),
+        (name, ("--mode", "sample", "--verify", "mss", "--temperature", 0.8, "--seed", 1), ["ssm-0", "ssm-1"]),
     ):
         code, _, err = run_main(
             decode.main, drafter, "--prompts", prompts, "--max-new-tokens", 24, "--baseline", "none",

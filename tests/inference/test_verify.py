@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
+from draftsmith.inference.verify.sampling import Noise, Sampling, Settings, sampling_distribution
 from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, bitsets
 from draftsmith.inference.verify.verify import Verdict, verify_sample, verify_typical
 from draftsmith.kernels.accept_greedy import accept_greedy
@@ -18,8 +18,12 @@ VOCAB = 3
 SEVEN = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (1, 0, 0)))
 
 
-def verify_greedy(tree, logits, max_depth, mask=None):
+def verify_greedy(tree, logits, max_depth, mask=None, noise=None):
+    """The verdict by argmax of the logits or, in coupled sampling, of the scores."""
     best, choice = logits.max(-1)
+    if noise is not None:
+        best, _, found = noise.best(logits, tree.depth)
+        choice = found[..., 0]
     parts = tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid
     active = torch.ones(len(choice), dtype=torch.bool)
     committed = torch.zeros(len(choice), max_depth + 2, dtype=torch.int64)
@@ -111,7 +115,7 @@ def test_every_length_is_accepted_and_rejected():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("mode", ["greedy", "sample", "temperature 0", "min_p", "typical"])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "mss", "temperature 0", "min_p", "typical"])
 def test_logits_that_are_not_finite_matter_on_the_path(mode, value):
     """One node with bad logits in each tree; some are on the accepted path, at every depth."""
     torch.manual_seed(0)
@@ -127,6 +131,8 @@ def test_logits_that_are_not_finite_matter_on_the_path(mode, value):
     def verify(logits):
         if mode == "greedy":
             return verify_greedy(tree, logits, 3, tree.mask)
+        if mode == "sample":
+            return verify_greedy(tree, logits, 3, tree.mask, Noise(settings, torch.arange(rows)))
         if mode == "typical":
             return verify_typical(tree, tree.mask, sampling_distribution(logits, settings), 3, 0.2, 0.45)
         return verify_sample(tree, logits, settings, *uniforms, 3)
@@ -153,7 +159,7 @@ def test_logits_that_are_not_finite_matter_on_the_path(mode, value):
     assert depths >= ({0, 3} if mode == "typical" else {0, 1, 2, 3})
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sample", "typical"])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "mss", "typical"])
 def test_padding_is_never_accepted(mode):
     """A chain of tokens that the target is certain of, whose last nodes are padding."""
     shape = StaticTree(Topology(((0,), (0, 0), (0, 0, 0))).parents, torch.device("cpu"))
@@ -166,7 +172,8 @@ def test_padding_is_never_accepted(mode):
     uniforms = torch.rand(4, 4, 2), torch.rand(4)  # K = 2 is enough: no node has more than one draw
     verdict = {
         "greedy": lambda: verify_greedy(tree, logits, 3, shape.mask),
-        "sample": lambda: verify_sample(tree, logits, settings, *uniforms, 3),
+        "sample": lambda: verify_greedy(tree, logits, 3, shape.mask, Noise(settings, torch.arange(4))),
+        "mss": lambda: verify_sample(tree, logits, settings, *uniforms, 3),
         "typical": lambda: verify_typical(tree, shape.mask.expand(4, -1, -1), p, 3, 0.09, 0.3),
     }[mode]()
     assert verdict.length.tolist() == [0, 1, 2, 3]

@@ -84,8 +84,9 @@ def target(make_target):
     return target
 
 
+@pytest.mark.parametrize("sampling_mode", ["sample", "mss"])
 @pytest.mark.parametrize("drafts", ["medusa", "eagle"])
-def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch, drafts):
+def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch, drafts, sampling_mode):
     """A server with one drafter: prompts of 1 to 700 tokens, Medusa's trees of 1 to 64 nodes, 1 to 8 texts at a time,
     greedy and sampled."""
     keys: defaultdict[str, set[str]] = defaultdict(set)
@@ -111,12 +112,12 @@ def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch, drafts)
                 step.state.nodes = nodes
                 step.run()
             for samplings in ([Sampling()], [Sampling(temperature=0.7, top_k=20, top_p=0.9)]):
-                step = make_step(target, drafter, "sample", rows)
+                step = make_step(target, drafter, sampling_mode, rows)
                 step.begin(slice(0, rows), [[1] * 5] * rows, samplings * rows)
                 step.state.root.zero_()
                 step.run()
     number = sum(map(len, keys.values()))
-    print(f"{drafts}: {number} keys:", {name: len(own) for name, own in sorted(keys.items())})
+    print(f"{drafts}, {sampling_mode}: {number} keys:", {name: len(own) for name, own in sorted(keys.items())})
     assert {"_tree_attention_kernel", "_rotate_write_kernel", "_few_rows_kernel", "_commit_kernel"} <= set(keys)
     assert number <= MOST_KEYS
 

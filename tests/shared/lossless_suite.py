@@ -7,12 +7,14 @@
 
 The function makes a fresh drafter for a target (a random Llama of two layers, see :func:`phrases` and :func:`soft`); a
 drafter with a model of its own can derive one from the target (a copy with perturbed weights). Each check is also a
-function of its own: :func:`check_greedy`, :func:`check_sampling`, :func:`check_seeds`, :func:`check_warm_up`,
-:func:`check_static`. The first two return counts, so that a test can check more: for example that every accepted
-length occurred.
+function of its own: :func:`check_greedy`, :func:`check_coupled`, :func:`check_sampling`, :func:`check_seeds`,
+:func:`check_warm_up`, :func:`check_static`. The first three return counts, so that a test can check more: for example
+that every accepted length occurred. Sampling is coupled in :func:`check_coupled`, whose texts are plain decoding's, and
+multi-step in :func:`check_sampling`, whose texts have the target's distribution, and in :func:`check_seeds`.
 
 ``own``: whether a row's drafts depend only on that row's text. If not (trees limited by the costs of the whole batch),
-a request may take other steps in a batch than alone, and only its greedy tokens and its distribution are fixed.
+a request may take other steps in a batch than alone, and only its tokens are fixed; in multi-step sampling only their
+distribution.
 """
 
 import functools
@@ -21,6 +23,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,6 +40,7 @@ from draftsmith.inference.engine.engine import Generation, Request, SpeculativeD
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.step import Step
+from draftsmith.inference.evaluation.lossless import check_texts
 from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Mode
@@ -51,6 +55,10 @@ OWN = [24, 30, 20, 9, 28, 16, 24]  # tokens of its own text that are part of eac
 LIMITS = [24, 3, 0, 32, 1, 26, 15]
 SMALL, SMALL_PROMPT, NEW = 5, [3, 1, 4, 1, 3, 1, 0, 4, 1], 4
 SAMPLINGS = {"plain": Sampling(), "cut": Sampling(temperature=0.8, top_k=4, repetition_penalty=1.3)}
+FILTERS: list[dict[str, float]] = [
+    {}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 0.6},
+    {"top_k": 30, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
+]  # fmt: skip
 
 
 def phrases(make_target: Callable[..., Target]) -> Target:
@@ -71,8 +79,8 @@ def soft(make_target: Callable[..., Target]) -> Target:
     return target
 
 
-def plain_texts(target: Target, requests: Sequence[Request]) -> list[list[int]]:
-    """Tokens of plain greedy decoding, one request at a time; those of equal weights are decoded once."""
+def plain_texts(target: Target, requests: Sequence[Request], mode: Mode = "greedy") -> list[list[int]]:
+    """Tokens of plain decoding, one request at a time; those of equal weights are decoded once."""
     digest = hashlib.sha256(repr(target.config).encode())
     for weight in target.model.state_dict().values():
         digest.update(weight.cpu().contiguous().numpy().tobytes())
@@ -80,9 +88,9 @@ def plain_texts(target: Target, requests: Sequence[Request]) -> list[list[int]]:
     plain = SpeculativeDecoder(target)
     texts = []
     for request in requests:
-        key = tuple(request.prompt), request.max_new_tokens, request.stop_ids
+        key = mode, tuple(request.prompt), request.max_new_tokens, request.stop_ids, request.sampling
         if key not in decoded:
-            (result,) = plain.serve([Request(request.prompt, request.max_new_tokens, stop_ids=request.stop_ids)], 1)
+            (result,) = plain.serve([request], 1, mode=mode)
             decoded[key] = result.tokens
         texts.append(decoded[key][:])
     return texts
@@ -98,6 +106,7 @@ def check_drafter(make_target: Callable[..., Target], make: MakeDrafter, *, own:
     check_static(make_target, make)
     check_warm_up(make_target, make)
     check_greedy(make_target, make, own=own)
+    check_coupled(make_target, make, own=own)
     if own:
         check_seeds(make_target, make)
     check_sampling(make_target, make, "plain", static=True)
@@ -179,9 +188,71 @@ def _compare(where: str, results: Sequence[Generation], expected: Sequence[Gener
             assert result.finish_reason == reference.finish_reason
 
 
+def check_coupled(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> Counter[int]:
+    """Coupled sampling equals plain decoding by the same seeds, token by token: in one row and in a batch of 4 rows of
+    different settings that are refilled, eager and static, in two orders; at temperatures from 0 (greedy) to 1.5, with
+    filters and repetition penalties. Where rounding may depend on the other rows, up to near-ties.
+
+    Returns:
+        Number of steps by committed tokens, in one row.
+    """
+    target = phrases(make_target)
+    requests = _coupled_requests(target)
+    prompts = [list(request.prompt) for request in requests]
+    samplings = [request.sampling for request in requests]
+    truth = plain_texts(target, requests, "sample")
+    assert len({tuple(text[:4]) for text in truth}) > len(truth) / 2, "the seeds hardly matter"
+    lengths: Counter[int] = Counter()
+    alone: dict[int, Generation] = {}
+    for static, rows in itertools.product((False, True), (1, 4)):
+        decoder = SpeculativeDecoder(target, make(target), static=static)
+        order = range(len(requests))[:: 1 if static else -1]
+        results = decoder.serve([requests[number] for number in order], rows, mode="sample")
+        where = f"{rows} rows, {'static' if static else 'eager'}"
+        found = [result.tokens for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
+        for number, (text, expected) in enumerate(zip(found, truth, strict=True)):
+            differs = f"{where}: text {number} of {samplings[number]}: {text} instead of {expected}"
+            assert text == expected or not decoder.bitwise, differs
+        check = check_texts(target, prompts, found, truth, bitwise=decoder.bitwise, samplings=samplings)
+        assert check.passed, f"{where}: {check}"
+        if not alone:
+            alone = dict(zip(order, results, strict=True))
+            lengths.update(length for result in results for length in result.accepted)
+            assert sum(lengths.values()) > lengths[1] > 0, f"nothing, or everything, was accepted: {lengths}"
+        elif own and check.identical:
+            _compare(where, results, [alone[number] for number in order], steps=True)
+    return lengths
+
+
+def _coupled_requests(target: Target) -> list[Request]:
+    """Each filter at each temperature, and two greedy texts. Neighbours share a seed, and differ in length.
+
+    A prompt holds the text that its last token begins there by the same noise: it is likely to come again. Not where
+    repetitions are penalised: all new tokens would be known.
+    """
+    each: list[dict[str, float]] = [
+        {"temperature": (0.3, 0.7, 1.0, 1.5)[(number + turn) % 4], **kept}
+        for turn in range(4)
+        for number, kept in enumerate(FILTERS)
+    ]
+    each[5:5] = [{"temperature": 0.0, "repetition_penalty": 1.3}]
+    each[10:10] = [{"temperature": 0.0}]
+    requests = []
+    for number, given in enumerate(each):
+        start, limit = STARTS[number % len(STARTS)], 3 + 5 * number % 8
+        prompt, sampling = (start * 16)[: limit + 2 + number % 5], Sampling(**given, seed=number // 2 * 10**9)
+        requests.append(Request(prompt, limit, sampling, NONE))
+    for number, (request, text) in enumerate(zip(requests, plain_texts(target, requests, "sample"), strict=True)):
+        if request.sampling.repetition_penalty != 1:
+            continue
+        last, first = request.prompt[-1], len(request.prompt) - 2 - len(text)
+        requests[number] = replace(request, prompt=[*request.prompt[:first], last, *text, last])
+    return requests
+
+
 def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:
-    """A request's seed determines its text and its steps: alone with a fresh drafter, and in batches of 1 and 3 rows
-    that are refilled, eager and static."""
+    """In multi-step sampling, a request's seed determines its text and its steps: alone with a fresh drafter, and in
+    batches of 1 and 3 rows that are refilled, eager and static."""
     target = soft(make_target)
     each = [
         Sampling(seed=9, temperature=0.8), Sampling(seed=4, top_k=3), Sampling(seed=9), Sampling(temperature=0),
@@ -191,12 +262,12 @@ def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:
         Request((SMALL_PROMPT * 3)[number : 2 * number + 2], 5 + 5 * number % 17, sampling, NONE)
         for number, sampling in enumerate(each)
     ]
-    alone = [SpeculativeDecoder(target, make(target)).serve([one], 1, mode="sample")[0] for one in requests]
+    alone = [SpeculativeDecoder(target, make(target)).serve([one], 1, mode="mss")[0] for one in requests]
     assert max(length for result in alone for length in result.accepted) > 1, "no draft was accepted"
     for static, rows in itertools.product((False, True), (1, 3)):
         decoder = SpeculativeDecoder(target, make(target), static=static)
         for order in ([6, 3, 7, 0, 5, 1, 4, 2], list(range(len(each))))[: 1 + (rows == 3)]:
-            results = decoder.serve([requests[number] for number in order], rows, mode="sample")
+            results = decoder.serve([requests[number] for number in order], rows, mode="mss")
             where = f"{rows} rows, {'static' if static else 'eager'}, order {order}"
             _compare(where, results, [alone[number] for number in order], steps=True)
 
@@ -206,7 +277,8 @@ def check_sampling(
     make_target: Callable[..., Target], make: MakeDrafter, name: str = "plain", *, static: bool = False,
     count: int = 12_000, rows: int = 2000,
 ) -> Counter[int]:  # fmt: skip
-    """4 new tokens, the last 3 of them from steps, have the target's own distribution: jointly, and each adjacent pair.
+    """4 new tokens of multi-step sampling, the last 3 of them from steps, have the target's own distribution: jointly,
+    and each adjacent pair.
 
     Returns:
         Number of texts by steps.
@@ -231,7 +303,7 @@ def _sampled(
         patch.setattr(engine, "CACHE_GRANULE", 32)  # short texts in thousands of rows
         for first in range(0, count, rows):
             each = [Sampling(**{**vars(sampling), "seed": seed}) for seed in range(first, first + rows)]
-            results += decoder.generate([SMALL_PROMPT] * rows, NEW, mode="sample", sampling=each, stop_ids=NONE)
+            results += decoder.generate([SMALL_PROMPT] * rows, NEW, mode="mss", sampling=each, stop_ids=NONE)
     return torch.tensor([r.tokens for r in results]), Counter(len(r.accepted) for r in results)
 
 
@@ -284,7 +356,7 @@ def check_warm_up(make_target: Callable[..., Target], make: MakeDrafter) -> None
     """Warm-up steps of a CUDA graph's capture, on any device: steps undone by restoring ``buffers()`` and the engine's
     own buffers do not change later steps or texts."""
     wide, small = phrases(make_target), soft(make_target)
-    for mode, target in (("greedy", wide), ("sample", small), ("sample", wide)):
+    for mode, target in (("greedy", wide), ("mss", small), ("mss", wide), ("sample", wide)):
         expected = _steps(target, make(target), mode, warm_up=[])
         for warm_up in ([1, 4, 6], [0, 2, 3, 5, 8]):
             steps = _steps(target, make(target), mode, warm_up=warm_up)
@@ -487,7 +559,7 @@ def caches(step: Step) -> list[torch.Tensor]:
 def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
     """Trees stay within the drafter's bounds; static steps have one shape, and a CUDA graph can hold them."""
     target = phrases(make_target)
-    modes: tuple[Mode, ...] = ("greedy", "sample")
+    modes: tuple[Mode, ...] = ("greedy", "sample", "mss")
     for mode, static in itertools.product(modes, (False, True)):
         drafter = make(target)
         shapes, propose = set(), drafter.propose

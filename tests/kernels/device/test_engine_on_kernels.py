@@ -67,8 +67,9 @@ def test_greedy(make_target, greedy_texts, device, family, ids):
     assert decoder.execution == f"{'cuda graph' if cuda else 'eager'}, lean decoder"
 
 
-def test_sampled_texts_are_those_of_plain_pytorch(make_target, device, monkeypatch):
-    """The same seeds, the same texts; a uniform within rounding of a border would be one text of many."""
+@pytest.mark.parametrize("mode", ["sample", "mss"])
+def test_sampled_texts_are_those_of_plain_pytorch(make_target, device, monkeypatch, mode):
+    """The same seeds, the same texts; a random number within rounding of a border would be one text of many."""
     target = on(device, make_target("llama"))
     drafter = drafter_of(target, "own")
     samplings = [
@@ -79,15 +80,15 @@ def test_sampled_texts_are_those_of_plain_pytorch(make_target, device, monkeypat
         Request(prompt, limit, sampling, frozenset())
         for prompt, limit, sampling in zip(PROMPTS, (5, 3, 3, 3), samplings, strict=True)
     ]
-    ours = SpeculativeDecoder(target, drafter, static=True).serve(requests, 2, mode="sample")
+    ours = SpeculativeDecoder(target, drafter, static=True).serve(requests, 2, mode=mode)
     with monkeypatch.context() as patch:
         patch.setattr("draftsmith.kernels.backend.triton", None)
-        plain = SpeculativeDecoder(target, drafter_of(target, "own")).serve(requests, 2, mode="sample")
+        plain = SpeculativeDecoder(target, drafter_of(target, "own")).serve(requests, 2, mode=mode)
     assert [r.tokens for r in ours] == [r.tokens for r in plain]
     occurs(any(count > 1 for result in ours for count in result.accepted))  # paths are committed
 
 
-@pytest.mark.parametrize(("mode", "tree"), [("sample", (2, 1)), ("greedy", DynamicShape(2, 2, 5))])
+@pytest.mark.parametrize(("mode", "tree"), [("sample", (2, 1)), ("mss", (2, 1)), ("greedy", DynamicShape(2, 2, 5))])
 def test_eagle_drafts_as_with_plain_pytorch(make_target, device, monkeypatch, mode, tree):
     """The same texts in the same steps; on a GPU by a graph, the second time by the first one's."""
     target = on(device, make_target("llama"))

@@ -130,9 +130,12 @@ def test_launches_of_a_folded_step(make_target, device, folded):
     assert sum(per_layer.values()) <= 7
 
 
-@pytest.mark.parametrize(("drafter", "mode"), [(None, "greedy"), (medusa, "greedy"), (medusa, "sample")])
-def test_launches_of_a_step(make_target, device, drafter, mode):
-    """At most 10 kernels a layer and 27 around the layers."""
+@pytest.mark.parametrize(
+    ("drafter", "mode", "most"),
+    [(None, "greedy", 27), (medusa, "greedy", 27), (medusa, "mss", 27), (medusa, "sample", 34)],
+)
+def test_launches_of_a_step(make_target, device, drafter, mode, most):
+    """At most 10 kernels a layer and 27 around the layers; 34 in coupled sampling, whose drafter scores tokens, too."""
     counts = []
     for layers in (1, 2):
         target = make_target("llama", num_hidden_layers=layers)
@@ -146,7 +149,7 @@ def test_launches_of_a_step(make_target, device, drafter, mode):
     print({name: count for name, count in around.items() if count})
     assert per_layer["_tree_attention_kernel"] == 1  # it is being counted
     assert sum(per_layer.values()) <= 10
-    assert sum(around.values()) <= 27
+    assert sum(around.values()) <= most
 
 
 def eagle(target, tree, version=3, ids=None):

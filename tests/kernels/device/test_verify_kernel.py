@@ -397,7 +397,7 @@ def count_launches(monkeypatch, names):
             monkeypatch.setattr(module, name, Counted(name, getattr(module, name)))
 
 
-def test_sampling_takes_five_launches(device, monkeypatch):
+def test_multi_step_sampling_takes_five_launches(device, monkeypatch):
     """After the logits, one-hot drafts: the step count, the uniforms, p and phase A, the walk, the draw. Verdict and
     first tokens are those of plain PyTorch."""
     torch.use_deterministic_algorithms(False)  # would fill what is allocated
@@ -405,18 +405,19 @@ def test_sampling_takes_five_launches(device, monkeypatch):
     shape = StaticTree(Topology(((0,), (0, 0), (0, 1), (1,))).parents, device)
     target: Any = SimpleNamespace(device=device, vocab_size=size)
     samplings = [Sampling(top_p=0.8, seed=1), Sampling(temperature=0, seed=2), Sampling(top_k=3, min_p=0.01, seed=3)]
-    fast, plain = Verifier("sample", rows, target, 2), Verifier("sample", rows, target, 2)
+    fast, plain = Verifier("mss", rows, target, 2), Verifier("mss", rows, target, 2)
     for verifier in (fast, plain):
         verifier.begin(slice(0, rows), [[0]] * rows, samplings)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(rows, 5, size, generator=generator) * 3).to(device)
     tree = shape.fill(logits.argmax(-1)[:, [0, 0, 1, 1, 0]].contiguous())
     assert tree.mask is not None
+    lengths = torch.zeros(rows, dtype=torch.int64, device=device)
     with monkeypatch.context() as patch:
         launched: list[str] = []
         count_launches(patch, launched)
         with Operations() as operations:
-            first = fast.first_tokens(logits[:, 0], slice(0, rows))
+            first = fast.first_tokens(logits[:, 0], slice(0, rows), lengths)
         assert launched == ["_philox_kernel", "_distribution_kernel", "_walk_kernel", "_draw_kernel"]
         assert operations.names == ["aten::where"] or operations.names == ["aten::scalar_tensor", "aten::where"]
         launched.clear()
@@ -427,7 +428,7 @@ def test_sampling_takes_five_launches(device, monkeypatch):
     with monkeypatch.context() as patch:
         for module in ("verify", "sampling"):
             patch.setattr(f"draftsmith.kernels.{module}.why_not_triton", lambda tensor: "left out")
-        assert torch.equal(first, plain.first_tokens(logits[:, 0], slice(0, rows)))
+        assert torch.equal(first, plain.first_tokens(logits[:, 0], slice(0, rows), lengths))
         expected = plain.verify(tree, tree.mask, logits, 2)
     for name in ("path", "length", "node", "bonus", "finite"):
         assert torch.equal(getattr(verdict, name), getattr(expected, name)), name
