@@ -3,10 +3,10 @@
     s(x) = (l(x) − max l) / T where top-k, top-p and min-p keep x (:mod:`draftsmith.kernels.sampling`), else −∞
     score(x) = s(x) + g(x),    g = −log E,    E = −log(1 − u)
 
-u is a function of the request's seed, the token's position in the text, and the target's token id: so the likeliest
-token by score is a draw from p (the exponential race: argmin E / p), and the same one whatever the row of the batch,
-the tree, its node, or the device. A drafter that scores its own distribution with the same noise proposes the tokens
-that the target is likely to take.
+u is a function of the request's seed, the position in the text of the token before x, and the target's token id: so the
+token of highest score is a draw from p (the exponential race: argmin E / p), and the same one whatever the row of the
+batch, the tree, its node, or the device. A drafter that scores its own distribution with the same noise proposes the
+tokens that the target is likely to take.
 
 u comes from Philox 4×32-10 (Salmon et al., 2011) with the seed as key and the counter ((x // 64) · 16 + x % 16,
 position, a constant): word x // 16 % 4 of its four, as (word + ½) · 2⁻³². Small u have the full resolution of float32,
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftsmith.kernels import cpu
 from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
-from draftsmith.kernels.head_topk import MAX_COUNT, merge_topk
+from draftsmith.kernels.head_topk import MAX_COUNT, merge_topk, tokens_at
 from draftsmith.kernels.sampling import distribution_reference, distribution_scalars, philox_words
 
 _STREAM = 0x434F5550  # the last word of the counter; the draws of other modes have small numbers there
@@ -53,22 +53,22 @@ def coupled_topk_reference(
     """The definition of :func:`coupled_topk`."""
     x, noisy = logits.float(), (temperature > 0)[:, None, None]
     p = distribution_reference(x, torch.where(temperature > 0, temperature, 1.0), top_k, top_p, min_p)
-    best = torch.where(p[..., 0].isnan(), torch.nan, x.amax(-1))
-    gap = (x - best[..., None]) / torch.where(noisy, temperature[:, None, None], 1.0)
+    finite = torch.where(p[..., 0].isnan(), torch.nan, 1.0)
+    gap = (x - x.amax(-1, keepdim=True)) / torch.where(noisy, temperature[:, None, None], 1.0)
     ids = torch.arange(x.shape[-1], device=x.device) if tokens is None else tokens
     ids = ids.expand(len(x), 1, -1) if ids.ndim == 1 else ids[:, None]
     g = gumbel(seed[:, None, None], positions[..., None], ids.clamp(min=0))
     score = torch.where(noisy, torch.where(p > 0, gap + g, -torch.inf), gap)
-    score = score.masked_fill(score.isnan(), -torch.inf)
+    score = score.masked_fill(score.isnan() | finite.isnan()[..., None], -torch.inf)
     score, place = score.sort(dim=-1, descending=True, stable=True)
     place = place[..., :count]
-    return best, score[..., :count], ids.expand(-1, x.shape[1], -1).gather(2, place)
+    return finite, score[..., :count], ids.clamp(min=0).expand(-1, x.shape[1], -1).gather(2, place)
 
 
-@jit(do_not_specialize=["nodes", "candidates", "logits_row", "logits_node", "tokens_row"])
+@jit(do_not_specialize=["nodes", "candidates", "logits_row", "logits_node", "tokens_row", "seed_row"])
 def _coupled_kernel(
     logits, scalars, best, seed, positions, tokens, values, ids, nodes, vocabulary, count, candidates, logits_row,
-    logits_node, tokens_row, GREEDY: constexpr, BLOCK: constexpr,
+    logits_node, tokens_row, seed_row, GREEDY: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """One program per node and block of the vocabulary: scores, then ``count`` times the best remaining."""
     node = tl.program_id(0).to(tl.int64)
@@ -79,7 +79,7 @@ def _coupled_kernel(
     token = x
     if tokens is not None:
         token = tl.maximum(tl.load(tokens + row * tokens_row + x, mask=inside, other=0), 0).to(tl.int32)
-    key, position = tl.load(seed + row), tl.load(positions + node)
+    key, position = tl.load(seed + row * seed_row), tl.load(positions + node)
     zero = token * 0
     c0, c1, c2, c3 = tl.philox(
         key, (token // 64 * 16 + token % 16).to(tl.uint32), (zero + position).to(tl.uint32),
@@ -93,15 +93,18 @@ def _coupled_kernel(
     exponential = tl.where(uniform < 0.03, series, -tl.log(1 - uniform))
     scaled = tl.div_rn(value.to(tl.float32) - tl.load(scalars + node * 4), tl.load(scalars + node * 4 + 1))
     score = scaled - tl.log(exponential)
+    floor = tl.load(scalars + node * 4 + 2)
     if GREEDY:
-        score = tl.where(tl.load(best + node) >= 0, scaled, score)
+        greedy = tl.load(best + node) >= 0
+        score = tl.where(greedy, scaled, score)
+        floor = tl.where(greedy, float("-inf"), floor)
     # At a node whose logits are not finite Z is NaN, and no token is kept.
-    floor = tl.where(tl.load(scalars + node * 4 + 3) > 0, tl.load(scalars + node * 4 + 2), float("inf"))
+    floor = tl.where(tl.load(scalars + node * 4 + 3) > 0, floor, float("inf"))
     kept = inside & (scaled >= floor) & (scaled > float("-inf"))
-    bits = score.to(tl.int32, bitcast=True)
+    bits = tl.where(kept, score, -3e38).to(tl.int32, bitcast=True)  # in order of their ids, and all different
     packed = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - x).to(tl.int64)
     none = -0x7F80000100000000  # as in kernels/head_topk.py
-    left = tl.where(kept, packed, none)
+    left = tl.where(inside, packed, none)
     place = node * candidates + tl.program_id(1) * count
     for rank in range(count):
         first = tl.max(left, 0)
@@ -122,37 +125,34 @@ def coupled_topk(
         logits: ``[B, N, V]`` of any float dtype.
         temperature, top_p, min_p: ``[B]`` float32; top_k ``[B]`` int64: as ``distribution_scalars`` takes them.
         seed: ``[B]`` int64.
-        positions: ``[B, N]`` int64, in the text, of the tokens that follow the nodes.
+        positions: ``[B, N]`` int64, of the nodes in the text.
         count: k ≤ V.
         tokens: ``[V]`` or ``[B, V]`` int64, the target's token of each logit, −1 at padding, whose logits are −inf;
             its number if None.
         uses: whether some row has temperature 0, some row top-k or top-p, some row min-p; the rest is not read.
 
     Returns:
-        The highest logit ``[B, N]`` float32, NaN or infinite where the logits hold NaN or +∞, or −∞ only; the scores
-        ``[B, N, k]`` float32, −∞ beyond the tokens that are kept; the target's tokens ``[B, N, k]`` int64, all
-        different but for padding.
+        A number ``[B, N]`` float32 that is NaN or infinite where the logits hold NaN or +∞, or −∞ only; the scores
+        ``[B, N, k]`` float32, −∞ or −3e38 beyond the tokens that are kept; the target's tokens ``[B, N, k]`` int64, all
+        different but for padding, where they are 0.
     """
     (rows, nodes, vocabulary), device = logits.shape, logits.device
     settings = (temperature, top_k, top_p, min_p)
     if cpu.runs(logits) and count <= _MOST_ON_CPU:
-        temperature, top_k, top_p, min_p, seed, positions = map(dense, (*settings, seed, positions))
-        logits, positions = logits.contiguous(), positions.contiguous()
-        tokens = None if tokens is None else tokens.contiguous()
-        best = torch.empty(rows, nodes, device=device)
+        logits, tokens = logits.contiguous(), None if tokens is None else tokens.contiguous()
+        by_row = [x.contiguous() for x in (*settings, seed, positions)]
+        finite = torch.empty(rows, nodes, device=device)
         scores = torch.empty(rows, nodes, count, device=device)
         ids = torch.empty(rows, nodes, count, dtype=torch.int64, device=device)
         cpu.function("coupled", logits.dtype)(
             logits.data_ptr(), rows, nodes, vocabulary, cpu.address(tokens),
-            0 if tokens is None or tokens.ndim == 1 else vocabulary, temperature.contiguous().data_ptr(),
-            top_k.contiguous().data_ptr(), top_p.contiguous().data_ptr(), min_p.contiguous().data_ptr(),
-            seed.contiguous().data_ptr(), positions.data_ptr(), count, best.data_ptr(), scores.data_ptr(),
-            ids.data_ptr(),
+            0 if tokens is None or tokens.ndim == 1 else vocabulary, *(x.data_ptr() for x in by_row), count,
+            finite.data_ptr(), scores.data_ptr(), ids.data_ptr(),
         )  # fmt: skip
-        return best, scores, ids
+        return finite, scores, ids
     if why_not_triton(logits) or count > MAX_COUNT:
         return coupled_topk_reference(logits, *settings, seed, positions, count, tokens)
-    logits, seed, positions = dense(logits), seed.contiguous(), positions.contiguous()
+    logits, positions = dense(logits), positions.contiguous()
     scalars, greedy, _ = distribution_scalars(logits, *settings, uses)
     block = min(_BLOCK, next_power(vocabulary))
     blocks = -(-vocabulary // block)
@@ -162,11 +162,9 @@ def coupled_topk(
         _coupled_kernel[(rows * nodes, blocks)](
             logits, scalars, greedy, seed, positions, None if tokens is None else tokens.contiguous(), values, places,
             nodes, vocabulary, count, blocks * count, logits.stride(0), logits.stride(1),
-            0 if tokens is None or tokens.ndim == 1 else vocabulary, GREEDY=uses[0], BLOCK=block, num_warps=4,
+            0 if tokens is None or tokens.ndim == 1 else vocabulary, seed.stride(0), GREEDY=uses[0], BLOCK=block,
+            num_warps=4,
         )  # fmt: skip
         scores, ids = merge_topk(values, places, count, vocabulary)
     scores, ids = scores.view(rows, nodes, count), ids.view(rows, nodes, count)
-    best = torch.where(scalars[..., 3] > 0, scalars[..., 0], torch.nan)
-    if tokens is not None:
-        ids = tokens[ids] if tokens.ndim == 1 else tokens.gather(1, ids.flatten(1)).view_as(ids)
-    return best, scores, ids
+    return scalars[..., 3], scores, tokens_at(ids, tokens)

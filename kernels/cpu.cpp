@@ -832,7 +832,7 @@ static void coupled_row(const T *x, long vocabulary, const int64_t *ids, const D
         if (std::find(tokens, tokens + found, place) != tokens + found) continue;
         scores[found] = -INFINITY, tokens[found++] = place;
     }
-    if (ids) for (long i = 0; i < count; i++) tokens[i] = ids[tokens[i]];
+    if (ids) for (long i = 0; i < count; i++) tokens[i] = std::max<int64_t>(ids[tokens[i]], 0);
 }
 
 template <class T>

@@ -187,7 +187,8 @@ class MedusaDrafter(Drafter):
         if self.shortlists is None and state.noise is not None:
             logits = self.heads.logits(state.feature, self.draft_head, shape.depth).transpose(0, 1)  # [B, K, S]
             logits = self.target.after_head(logits) if self.target.changes_logits else logits
-            best, _ = state.noise.draft(logits, self.depths[: shape.depth], shape.ranks, self.heads.draft_vocab)
+            depths, ids = self.depths[: shape.depth], self.heads.draft_vocab
+            *_, best = state.noise.best(logits, depths, shape.ranks, ids)
             drafts = best.flatten(1).index_select(1, shape.choice)
         elif self.shortlists is None:
             best = self._best(state.feature, shape).transpose(0, 1).flatten(1)  # [B, K·R]
@@ -219,7 +220,7 @@ class MedusaDrafter(Drafter):
             if state.noise is None:
                 best = tokens_at(logits.topk(shape.ranks, -1).indices, ids)
             else:
-                best, _ = state.noise.draft(logits, depth, shape.ranks, ids)
+                *_, best = state.noise.best(logits, depth, shape.ranks, ids)
             tokens.append(best[:, 0])
         return torch.cat(tokens, 1)
 

@@ -274,7 +274,7 @@ class Step:
     def _verify(
         self, tree: TokenTree, mask: Tensor | None, logits: Tensor | None, likeliest: tuple[Tensor, Tensor] | None
     ) -> Verdict:
-        """The verdict on a tree, from the highest logit and the target's token after each node, or from the logits;
+        """The verdict on a tree, from :meth:`_likeliest` or :meth:`Verifier.coupled`, or from the logits;
         what the step commits is written to ``committed``."""
         depth, count = self.drafter.max_depth, tree.tokens.shape[1]
         if likeliest is not None:

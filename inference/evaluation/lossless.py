@@ -279,7 +279,7 @@ def _scores(logits: Tensor, prompt: Sequence[int], tokens: Sequence[int], s: Sam
     else:
         kept = logits >= torch.where(kept, logits, torch.inf).amin(-1, keepdim=True) - 2 * loose
     kept |= logits == logits.amax(-1, keepdim=True)
-    positions = torch.arange(count, device=device)[:, None] + len(prompt)
+    positions = torch.arange(count, device=device)[:, None] + len(prompt) - 1  # of the tokens before
     ids = torch.arange(logits.shape[1], device=device)
     noise = gumbel(settings.seed[:, None], positions, ids)
     return torch.where(kept, logits.float() + s.temperature * noise, -torch.inf)

@@ -144,10 +144,6 @@ class Noise:
     settings: Settings
     lengths: Tensor
 
-    def __getitem__(self, rows: slice) -> "Noise":
-        """The noise of some of the rows (views)."""
-        return Noise(self.settings[rows], self.lengths[rows])
-
     def best(
         self, logits: Tensor, depth: Tensor | int, count: int = 1, tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,10 +156,10 @@ class Noise:
             tokens: the target's token of each logit, as :func:`~draftsmith.kernels.coupled.coupled_topk` takes them.
 
         Returns:
-            As there: the highest logit ``[B, N]``, scores and tokens ``[B, N, k]``.
+            As there: whether the logits are finite ``[B, N]``, scores and tokens ``[B, N, k]``.
         """
         s = self.settings
-        positions = (self.lengths[:, None] + 1 + depth).expand(logits.shape[:2])
+        positions = (self.lengths[:, None] + depth).expand(logits.shape[:2])
         return coupled_topk(
             logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed, positions, count, tokens, s.uses[:3]
         )
@@ -182,10 +178,9 @@ class Noise:
         """
         rivals = min(max(count, _RIVALS), logits.shape[2])
         _, scores, found = self.best(logits, depth, rivals, tokens)
-        drafts = found[..., :count].clamp(min=0)  # padding has no token, and no probability
         scaled = scores / _SPREAD
         every = torch.cat((scaled, scaled[..., :1] + _OTHERS), -1).logsumexp(-1, keepdim=True)
-        return drafts, scaled[..., :count] - every
+        return found[..., :count], scaled[..., :count] - every
 
 
 def _floats(s: Sampling) -> tuple[float, ...]:

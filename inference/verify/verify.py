@@ -158,8 +158,8 @@ class Verifier:
         seen = None if self.seen is None else self.seen[rows, None].bool()
         settings = self.settings[rows]
         if self.mode == "sample":
-            best, _, found = Noise(settings, lengths).best(penalised(logits[:, None], settings, seen), -1)
-            token, finite = found[:, 0, 0], best[:, 0].isfinite()
+            finite, _, found = Noise(settings, lengths).best(penalised(logits[:, None], settings, seen), -1)
+            token, finite = found[:, 0, 0], finite[:, 0].isfinite()
         elif self.mode == "typical":
             p = sampling_distribution(logits[:, None], settings, seen)[:, 0]
             token, finite = p.argmax(-1), ~p[:, 0].isnan()
@@ -191,11 +191,11 @@ class Verifier:
         return seen.bool()
 
     def coupled(self, tree: TokenTree, mask: Tensor | None, logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's highest logit after each node, and its token by coupled sampling: ``[B, N]`` each, from its
-        logits ``[B, N, V]``; ``mask [B, N, N]`` is read if :attr:`penalises`."""
+        """After each node a number that is finite iff the target's logits are, and its token by coupled sampling:
+        ``[B, N]`` each, from its logits ``[B, N, V]``; ``mask [B, N, N]`` is read if :attr:`penalises`."""
         logits = penalised(logits, self.settings, self._seen_at(tree, mask))
-        best, _, token = Noise(self.settings, lengths).best(logits, tree.depth)
-        return best, token[..., 0]
+        finite, _, token = Noise(self.settings, lengths).best(logits, tree.depth)
+        return finite, token[..., 0]
 
     def verify(self, tree: TokenTree, mask: Tensor, logits: Tensor, max_depth: int) -> Verdict:
         """The verdict on a tree by multi-step sampling or typical acceptance, from ``logits [B, N, V]``; that of the
