@@ -24,6 +24,7 @@ from draftsmith.kernels import (
     accept_greedy,
     add_norm,
     commit,
+    coupled,
     few_rows,
     gated,
     head_topk,
@@ -206,6 +207,12 @@ def _verification(draws: int, with_q: bool = False, uses: tuple[bool, bool, bool
     sampling.philox_uniforms(top_k, top_k, 641)
 
 
+def _coupled(nodes: int, count: int, uses: tuple[bool, bool, bool] = (False, False, False)) -> None:
+    of_row, numbers = empty(1), empty(1, dtype=INT)
+    logits, positions = empty(1, nodes, 128256, dtype=BF16), empty(1, nodes, dtype=INT)
+    coupled.coupled_topk(logits, of_row, numbers, of_row, of_row, numbers, positions, count, uses=uses)
+
+
 ALL = True, True, True
 # Main paths, and others; 7B has 32 key/value heads, 8B has 8.
 MAIN: dict[str, Callable[[], None]] = {
@@ -227,10 +234,13 @@ MAIN: dict[str, Callable[[], None]] = {
     "Medusa, 64 rows": partial(_heads, 64),
     "acceptance": partial(_acceptance, 64),
     "verification": partial(_verification, 10),
+    "coupled sampling": partial(_coupled, 64, 1),
+    "drafts under noise": partial(_coupled, 4, 10),
 }
 OTHERS: dict[str, Callable[[], None]] = {
     "attention 8B, 64 nodes, 20 rows": partial(_attention, 64, 8, 20),
     "verification, top-k and top-p": partial(_verification, 10, False, ALL),
+    "coupled sampling, top-k and top-p": partial(_coupled, 64, 1, ALL),
     "verification with q": partial(_verification, 4, True, ALL),
     "attention 8B, 1 node, merging": partial(_attention, 1, 8, last_merges=True),
     "attention, window, cap": partial(_attention, 64, 8, window=512, softcap=30.0),

@@ -91,6 +91,7 @@ from draftsmith.kernels.accept_greedy import accept_greedy, accept_greedy_refere
 from draftsmith.kernels.add_norm import add_norm, add_norm_reference
 from draftsmith.kernels.backend import INTERPRETING, multiprocessors, triton, why_not_triton
 from draftsmith.kernels.commit import commit
+from draftsmith.kernels.coupled import coupled_topk, coupled_topk_reference
 from draftsmith.kernels.few_rows import MAX_ROWS, candidates
 from draftsmith.kernels.gated import gated, gated_reference
 from draftsmith.kernels.head_topk import head_topk
@@ -441,6 +442,20 @@ def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int,
             ).all(0)
             call = lambda function=function, arguments=arguments: function(*arguments)  # noqa: E731
             table.add("verify", f"{way}, {name}", shape, [call], size, 0, float((~differs).float().mean()))
+    seed, positions = torch.arange(batch, device=args.device), torch.arange(nodes, device=args.device).repeat(batch, 1)
+    no_k, no_p, no_min = torch.zeros_like(top_k), torch.ones_like(top_p), torch.zeros_like(top_p)
+    for name, filters, uses in (
+        ("coupled", (no_k, no_p, no_min), (False, False, False)),
+        ("coupled, top-k and top-p", (top_k, top_p, no_min), (False, True, False)),
+    ):
+        settings = logits, temperature, *filters, seed, positions, 1
+        _, _, expected = coupled_topk_reference(*settings)
+        for way, function in (("plain PyTorch", coupled_topk_reference), ("kernel", partial(coupled_topk, uses=uses))):
+            differs = (function(*settings)[2] != expected).float().mean()
+            call = lambda function=function, settings=settings: function(*settings)  # noqa: E731
+            size = batch * vocabulary * dtype.itemsize * float(nodes)
+            shape = {"B": batch, "N": nodes, "V": vocabulary}
+            table.add("verify", f"{way}, {name}", shape, [call], size, 0, float(differs))
 
 
 def bench_head_topk(args: argparse.Namespace, table: Table, batch: int, vocabulary: int) -> None:
