@@ -259,7 +259,7 @@ def tied_by_noise(target, sampling, gap):
     first = reference[0][TIE]
     second = next(t for t in range(target.vocab_size) if t not in [*reference[0], *reference[1], *PROMPTS[0]])
     prefix = PROMPTS[0] + reference[0][:TIE]
-    seed, position = torch.tensor(sampling.seed), torch.tensor(len(prefix))
+    seed, position = torch.tensor(sampling.seed), torch.tensor(len(prefix) - 1)
     noise = sampling.temperature * gumbel(seed, position, torch.tensor([first, second]))
     with torch.no_grad():
         hidden = target.hidden(torch.tensor([prefix]))[0, -1]
@@ -274,14 +274,14 @@ def tied_by_noise(target, sampling, gap):
     return reference, [[*reference[0][:TIE], second, *rest], reference[1]]
 
 
-@pytest.mark.parametrize(("gap", "near_ties", "mismatches"), [(1e-6, 1, 0), (4e-3, 1, 0), (6e-3, 0, 1)])
+@pytest.mark.parametrize(("gap", "near_ties", "mismatches"), [(1e-5, 1, 0), (4e-3, 1, 0), (6e-3, 0, 1)])
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
 def test_ties_by_noise_are_near_ties(target, monkeypatch, temperature, gap, near_ties, mismatches):
     """The score, not the logit, decides; the tolerance is in logits, whatever the temperature."""
     sampling = Sampling(temperature=temperature, seed=8)
     reference, output = tied_by_noise(target, sampling, gap)
     monkeypatch.setattr(lossless, "tolerance", lambda *_: 5e-3)
-    for ours, theirs in ((output, reference), (reference, output))[: 1 + (gap < 1e-5)]:
+    for ours, theirs in ((output, reference), (reference, output))[: 1 + (gap < 1e-4)]:
         check = check_texts(target, PROMPTS, ours, theirs, samplings=[sampling] * 2)
         assert (check.identical, check.near_ties, check.mismatches) == (False, near_ties, mismatches)
     check = check_texts(target, PROMPTS, output, reference, bitwise=True, samplings=[sampling] * 2)
@@ -301,7 +301,7 @@ def test_a_tie_at_the_edge_of_a_filter_is_a_near_tie(target, monkeypatch):
         row += hidden * (target.lm_head(hidden)[fourth] - 2e-3 - row @ hidden) / (hidden @ hidden)
     for seed in range(200):  # in which the fifth one has the highest score, were it kept
         sampling = Sampling(temperature=3.0, top_k=4, seed=seed)
-        noise = gumbel(torch.tensor(seed), torch.tensor(len(prompt)), torch.arange(target.vocab_size))
+        noise = gumbel(torch.tensor(seed), torch.tensor(len(prompt) - 1), torch.arange(target.vocab_size))
         with torch.no_grad():
             scores = target.lm_head(hidden) / 3.0 + noise
         if int(scores[ranked[:5]].argmax()) == 4:

@@ -313,7 +313,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(recipe, run_main, tmp_path, 
 
 def test_conversations_that_the_target_begins(recipe, run_main, tiny_lm, tmp_path):
     options = [
-        "data.written=24",
+        "data.written=48",
         "decoding.mode=greedy",
         "decoding.user_tokens=32",
         f"data.template={tmp_path}/turns.jinja",
@@ -323,7 +323,7 @@ def test_conversations_that_the_target_begins(recipe, run_main, tiny_lm, tmp_pat
     conversations = [json.loads(line) for line in lines_of(tmp_path / "begun").values()]
     begun = [c for c in conversations if c["source"] == "target"]
     failed = counts_of(tmp_path / "begun")["failed"]
-    assert begun and failed and set(failed) <= set(seeds.REJECTIONS) and len(begun) + sum(failed.values()) == 24
+    assert begun and failed and set(failed) <= set(seeds.REJECTIONS) and len(begun) + sum(failed.values()) == 48
     # The user's turn is what the model writes where the template lets the user speak; the answer is plain greedy.
     target = load_target(str(tiny_lm))
     tokenizer = target.tokenizer
