@@ -134,6 +134,8 @@ def main() -> None:
     for name in args.drafters:
         options = {"device": args.device or ("cuda" if torch.cuda.is_available() else "cpu"), "dtype": args.dtype}
         target, drafter = load_drafter(name, target, target_name=args.target, all_nodes=True, **options)
+        if drafter is None:
+            raise ValueError(f"'{name}' drafts nothing; give a drafter")
         trees |= trees_of(name, drafter, args.expansion)
     assert target is not None
     prompts, kinds = encode_prompts(given, target), [prompt.kind or "other" for prompt in given]

@@ -113,7 +113,9 @@ class Checked(KeepsTexts, DraftModelDrafter):
                         best = ids[best]
                     else:
                         only = slice(row, row + 1)
-                        own = Noise(noise.settings[only], noise.lengths[only]).draft(logits[None, None], len(path), 8, ids)
+                        own = Noise(noise.settings[only], noise.lengths[only]).draft(
+                            logits[None, None], len(path), 8, ids
+                        )
                         best, p = own[0][0, 0], own[1][0, 0].exp()
                     ranks = [layout.paths[child][-1] for child in children]
                     assert tree.tokens[row, children].tolist() == best[ranks].tolist()

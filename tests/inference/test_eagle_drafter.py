@@ -294,7 +294,7 @@ def test_lossless_merge(make_target, tree):
         check_warm_up(make_target, make)
     more = lambda target: {"ngram": NgramDrafter(target, depth=4)}  # noqa: E731
     check_greedy(make_target, make)
-    check_coupled(make_target, make, own=False)  # a merge leaves out nodes of estimated probability 0 in the whole batch
+    check_coupled(make_target, make, own=False)  # nodes of estimated probability 0 are left out for a whole batch
 
     def small(target):
         eagle = EagleDrafter(untrained(target), target, DynamicShape(2, 2, 4) if tree == "dynamic" else (2,))
