@@ -65,6 +65,14 @@ def verify(dtype: torch.dtype, most: int, with_q: bool, reduced: int = 0, uses=(
     )  # fmt: skip
 
 
+def coupled(dtype: torch.dtype, reduced: bool) -> None:
+    from draftsmith.kernels.coupled import coupled_topk
+
+    of_row, numbers, positions = torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64)
+    logits, ids = torch.zeros(2, 4, 4096, dtype=dtype), torch.arange(4096) if reduced else None
+    coupled_topk(logits, of_row, numbers, of_row, of_row, numbers, positions, 8, ids)
+
+
 def philox() -> None:
     from draftsmith.kernels.sampling import philox_uniforms
 
@@ -158,6 +166,7 @@ for name, dtype in (("fp32", FP32), ("fp16", FP16)):
     CASES[f"res_block {name} d=64 P=20"] = partial(res_block, dtype, 1, 20, 64)
     CASES[f"shortlist {name} n=5"] = partial(shortlist, dtype, 5)
     CASES[f"commit {name}"] = partial(commit, dtype, 128)
+    CASES[f"coupled {name}"] = partial(coupled, dtype, name == "fp16")
     CASES[f"verify {name} K=4, with q"] = partial(verify, dtype, 4, True)
     CASES[f"add_norm {name} d=4096 S=1"] = partial(add_norm, dtype, 4096, 1, True)
     CASES[f"gated {name} gelu_tanh"] = partial(gated, dtype, 1408, 1, "gelu_tanh")
@@ -208,7 +217,7 @@ def test_every_kernel_compiles_and_fits(compiled):
     assert {name for name, _ in launched} == {
         "_tree_attention_kernel", "_merge_items_kernel", "_work_kernel", "_commit_kernel", "_acceptances_kernel",
         "_distribution_kernel", "_walk_kernel", "_draw_kernel", "_philox_kernel", "_block_topk_kernel",
-        "_merge_topk_kernel",
+        "_merge_topk_kernel", "_coupled_kernel",
         "_shortlist_logits_kernel", "_shortlist_topk_kernel", "_tokens_kernel",
         "_accept_greedy_kernel", "_advance_kernel", "_res_block_kernel",
         "_add_norm_kernel", "_pair_input_kernel", "_rotate_write_kernel", "_gated_kernel",
