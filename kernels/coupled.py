@@ -5,7 +5,7 @@
 
 u is a function of the request's seed, the position in the text of the token before x, and the target's token id: so the
 token of highest score is a draw from p (the exponential race: argmin E / p), and the same one whatever the row of the
-batch, the tree, its node, or the device. A drafter that scores its own distribution with the same noise proposes the
+batch, the tree, or its node. A drafter that scores its own distribution with the same noise proposes the
 tokens that the target is likely to take.
 
 u comes from Philox 4×32-10 (Salmon et al., 2011) with the seed as key and the counter ((x // 64) · 16 + x % 16,
