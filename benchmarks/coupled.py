@@ -98,7 +98,9 @@ def ratio_of(total: torch.Tensor) -> torch.Tensor:
     return (total[0] / total[1]) / (total[2] / total[3])
 
 
-def measure(tree: Tree, prompts: list[list[int]], kinds: Sequence[str], temperature: float, args: Any) -> Any:
+def measure(
+    tree: Tree, prompts: list[list[int]], kinds: Sequence[str], temperature: float, args: argparse.Namespace
+) -> dict[str, Any]:
     """τ of each method over all prompts and by kind, and the ratio of coupled sampling's to the others'."""
     sampling = Sampling(temperature, top_p=args.top_p, seed=args.seed)
     columns: dict[str, torch.Tensor] = {}

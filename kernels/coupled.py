@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftsmith.kernels import cpu
 from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
-from draftsmith.kernels.head_topk import MAX_COUNT, merge_topk, tokens_at
+from draftsmith.kernels.head_topk import MAX_COUNT, merge_topk, packed, tokens_at, unpacked
 from draftsmith.kernels.sampling import distribution_reference, distribution_scalars, philox_words
 
 _STREAM = 0x434F5550  # the last word of the counter; the draws of other modes have small numbers there
@@ -48,11 +48,13 @@ def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
 
 def coupled_topk_reference(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, positions: Tensor,
-    count: int, tokens: Tensor | None = None,
+    count: int, tokens: Tensor | None = None, uses: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The definition of :func:`coupled_topk`."""
     x, noisy = logits.float(), (temperature > 0)[:, None, None]
-    p = distribution_reference(x, torch.where(temperature > 0, temperature, 1.0), top_k, top_p, min_p)
+    p = distribution_reference(
+        x, torch.where(noisy[:, 0, 0], temperature, 1.0), top_k, top_p, min_p, (False, *uses[1:])
+    )
     finite = torch.where(p[..., 0].isnan(), torch.nan, 1.0)
     gap = (x - x.amax(-1, keepdim=True)) / torch.where(noisy, temperature[:, None, None], 1.0)
     ids = torch.arange(x.shape[-1], device=x.device) if tokens is None else tokens
@@ -68,7 +70,7 @@ def coupled_topk_reference(
 @jit(do_not_specialize=["nodes", "candidates", "logits_row", "logits_node", "tokens_row", "seed_row"])
 def _coupled_kernel(
     logits, scalars, best, seed, positions, tokens, values, ids, nodes, vocabulary, count, candidates, logits_row,
-    logits_node, tokens_row, seed_row, GREEDY: constexpr, BLOCK: constexpr,
+    logits_node, tokens_row, seed_row, GREEDY: constexpr, STREAM: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """One program per node and block of the vocabulary: scores, then ``count`` times the best remaining."""
     node = tl.program_id(0).to(tl.int64)
@@ -83,7 +85,7 @@ def _coupled_kernel(
     zero = token * 0
     c0, c1, c2, c3 = tl.philox(
         key, (token // 64 * 16 + token % 16).to(tl.uint32), (zero + position).to(tl.uint32),
-        (zero + (position >> 32)).to(tl.uint32), (zero + 0x434F5550).to(tl.uint32),
+        (zero + (position >> 32)).to(tl.uint32), (zero + STREAM).to(tl.uint32),
     )  # fmt: skip
     word = token // 16 % 4
     words = tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
@@ -101,16 +103,14 @@ def _coupled_kernel(
     # At a node whose logits are not finite Z is NaN, and no token is kept.
     floor = tl.where(tl.load(scalars + node * 4 + 3) > 0, floor, float("inf"))
     kept = inside & (scaled >= floor) & (scaled > float("-inf"))
-    bits = tl.where(kept, score, -3e38).to(tl.int32, bitcast=True)  # in order of their ids, and all different
-    packed = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - x).to(tl.int64)
     none = -0x7F80000100000000  # as in kernels/head_topk.py
-    left = tl.where(inside, packed, none)
+    left = tl.where(inside, packed(tl.where(kept, score, -3e38), x), none)  # others in order of their ids
     place = node * candidates + tl.program_id(1) * count
     for rank in range(count):
         first = tl.max(left, 0)
-        high = (first >> 32).to(tl.int32)
-        tl.store(values + place + rank, (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
-        tl.store(ids + place + rank, 0x7FFFFFFF - (first & 0x7FFFFFFF).to(tl.int32))
+        value, best_id = unpacked(first)
+        tl.store(values + place + rank, value)
+        tl.store(ids + place + rank, best_id)
         left = tl.where(left < first, left, none)
 
 
@@ -151,7 +151,7 @@ def coupled_topk(
         )  # fmt: skip
         return finite, scores, ids
     if why_not_triton(logits) or count > MAX_COUNT:
-        return coupled_topk_reference(logits, *settings, seed, positions, count, tokens)
+        return coupled_topk_reference(logits, *settings, seed, positions, count, tokens, uses)
     logits, positions = dense(logits), positions.contiguous()
     scalars, greedy, _ = distribution_scalars(logits, *settings, uses)
     block = min(_BLOCK, next_power(vocabulary))
@@ -162,8 +162,8 @@ def coupled_topk(
         _coupled_kernel[(rows * nodes, blocks)](
             logits, scalars, greedy, seed, positions, None if tokens is None else tokens.contiguous(), values, places,
             nodes, vocabulary, count, blocks * count, logits.stride(0), logits.stride(1),
-            0 if tokens is None or tokens.ndim == 1 else vocabulary, seed.stride(0), GREEDY=uses[0], BLOCK=block,
-            num_warps=4,
+            0 if tokens is None or tokens.ndim == 1 else vocabulary, seed.stride(0), GREEDY=uses[0], STREAM=_STREAM,
+            BLOCK=block, num_warps=4,
         )  # fmt: skip
         scores, ids = merge_topk(values, places, count, vocabulary)
     scores, ids = scores.view(rows, nodes, count), ids.view(rows, nodes, count)

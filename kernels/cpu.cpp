@@ -716,6 +716,7 @@ static long best_scores(const T *x, long vocabulary, const int64_t *ids, float t
             long at = first + part * W, many = vocabulary - at;
             gap[part] = many > 0 ? (load_vec(x + at, many) - top) * scale : vec{};
             open[part] = (gap[part] >= floor) & (lanes < int32_t(std::min(many, 64L)));
+            // The largest noise is −log 2⁻³³ = 22.88.
             open[part] &= gap[part] > (noisy ? worst() - 22.9f : found < count ? -INFINITY : scores[count - 1]);
             some |= open[part];
         }
@@ -805,14 +806,13 @@ static void coupled_row(const T *x, long vocabulary, const int64_t *ids, const D
     long found = 0;
     if (std::abs(*best) < INFINITY) {
         float scale = draw.temperature > 0 ? 1.0f / draw.temperature : 1.0f, floor = -INFINITY, gaps[MOST], masses[MOST];
-        if (!(scale < INFINITY)) scale = 3.4e38f;
         bool filtered = draw.temperature > 0, nucleus = filtered && draw.top_p < 1;
         if (filtered && draw.top_k > 0 && draw.top_k < vocabulary) floor = top_k_floor(x, vocabulary, top, scale, draw.top_k);
         float whole = std::isfinite(floor) ? std::nextafter(floor, -INFINITY) : -INFINITY, total = 0;
         if (nucleus) masses_above(x, vocabulary, top, scale, &whole, 1, &total);
         if (filtered && draw.min_p > 0) floor = std::max(floor, std::log(draw.min_p));
         for (bool again = true; again;) {
-            // The lanes' maxima are so many different tokens, each with a score of at least s − log 23.
+            // The lanes' maxima are so many different tokens, each with g ≥ −log 16.7.
             float sorted[W], bound = -INFINITY;
             for (int l = 0; l < W; l++) sorted[l] = (highest[l] - top) * scale;
             std::sort(sorted, sorted + W, std::greater<float>());

@@ -17,7 +17,7 @@ dtype before it compares them, as the argmax of logits that were written does.
 
 Shape letters: M rows, d hidden width, V vocabulary, R tokens kept, C candidates of a row (R of each block), P blocks.
 """
-# ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
+# ruff: noqa: ANN001, ANN201, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def head_argmax_reference(features: Tensor, weight: Tensor) -> tuple[Tensor, Ten
 
 
 @jit
-def _packed(value, token):
+def packed(value, token):
     """A float32 value and an id ≥ 0 as int64: the larger of two has the larger value, or the same and the lower id."""
     bits = value.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -0x80000000, 0, bits)  # −0 = 0
@@ -56,11 +56,11 @@ def _packed(value, token):
 
 
 @jit
-def _unpacked(packed):
-    """The value and the id of :func:`_packed`."""
-    bits = (packed >> 32).to(tl.int32)
+def unpacked(both):
+    """The value and the id of :func:`packed`."""
+    bits = (both >> 32).to(tl.int32)
     value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    return value, 0x7FFFFFFF - (packed & 0x7FFFFFFF).to(tl.int32)
+    return value, 0x7FFFFFFF - (both & 0x7FFFFFFF).to(tl.int32)
 
 
 @jit(do_not_specialize=["rows", "count", "candidates"])
@@ -92,12 +92,12 @@ def _block_topk_kernel(
         at = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         tl.store(tops + at, top, mask=row < rows)
         tl.store(sums + at, total, mask=row < rows)
-    none = -0x7F80000100000000  # _packed(−inf, 2³¹ − 1), for what was taken or is no candidate
-    left = tl.where(candidate, _packed(logits, token[None, :]), none)
+    none = -0x7F80000100000000  # packed(−inf, 2³¹ − 1), for what was taken or is no candidate
+    left = tl.where(candidate, packed(logits, token[None, :]), none)
     place = row.to(tl.int64) * candidates + tl.program_id(1) * count
     for rank in range(count):
         best = tl.max(left, 1)
-        value, best_id = _unpacked(best)  # a block with no token left stores −inf and an id beyond the vocabulary
+        value, best_id = unpacked(best)  # a block with no token left stores −inf and an id beyond the vocabulary
         tl.store(values + place + rank, value, mask=row < rows)
         tl.store(ids + place + rank, best_id, mask=row < rows)
         left = tl.where(left < best[:, None], left, none)
@@ -126,14 +126,14 @@ def _merge_topk_kernel(
         place = start + tl.arange(0, BLOCK)
         value = tl.load(values + row * candidates + place, mask=place < candidates, other=float("-inf"))
         token = tl.load(ids + row * candidates + place, mask=place < candidates, other=vocabulary)
-        left = tl.where((token < vocabulary) & (value == value), _packed(value, token), none)
+        left = tl.where((token < vocabulary) & (value == value), packed(value, token), none)
         earlier = best
         for rank in range(count):
             first = tl.maximum(tl.max(left, 0), tl.max(earlier, 0))
             left = tl.where(left < first, left, none)
             earlier = tl.where(earlier < first, earlier, none)
             best = tl.where(lane == rank, first, best)
-    value, token = _unpacked(best)
+    value, token = unpacked(best)
     token = tl.minimum(token, vocabulary - 1)
     if tops is not None:
         block = tl.arange(0, BLOCK_P)

@@ -287,9 +287,10 @@ class EagleDrafter(Drafter):
         """A forward pass of a dynamic tree's nodes, which are numbered after the root's pair."""
         count, total = nodes.tokens.shape[1], nodes.first + nodes.tokens.shape[1]
         level = Pass(nodes.first, count, count == 1, nodes.ancestors, nodes.depth - 1, self.key_depths[:, :total])
-        self._choose(nodes.tokens, nodes.hidden, nodes.first // count + 1)
+        depth = nodes.first // count + 1
+        self._choose(nodes.tokens, nodes.hidden, depth)
         hidden = self._run(level, nodes.tokens, nodes.hidden, before + 1, fixed=False)
-        return self._proposals(hidden, noise, nodes.first // count + 1)
+        return self._proposals(hidden, noise, depth)
 
     def _proposals(self, hidden: Hidden, noise: Noise | None, depth: int) -> Proposals:
         assert self.shape is not None
@@ -297,7 +298,7 @@ class EagleDrafter(Drafter):
             log_q, tokens = self._best(hidden, self.shape.top_k)
         else:
             logits, ids = self._logits(hidden[1])
-            tokens, log_q = noise.draft(logits, depth, self.shape.top_k, ids)
+            log_q, tokens = noise.draft(logits, depth, self.shape.top_k, ids)
         return Proposals(tokens, log_q, hidden[0])
 
     def _residual(self, tokens: Tensor, hidden: Tensor) -> Tensor:

@@ -279,7 +279,7 @@ class Levels:
                     log_q, best = best_of(hidden, choice.k)
                 else:
                     scores, ids = logits(hidden)
-                    best, log_q = state.noise.draft(scores, depth, choice.k, ids)
+                    log_q, best = state.noise.draft(scores, depth, choice.k, ids)
                 acceptance = above * log_q.exp() if weighs else self.ones
             else:
                 choice = self.drawn[depth]

@@ -236,15 +236,16 @@ class Step:
             clock.lap("draft")
         count = self.nodes = tree.tokens.shape[1]
         mask, by_argmax = tree.mask, self.mode in ("greedy", "sample")
-        without = self.runner.kernel and by_argmax and not self.verifier.penalises  # the kernels take bitsets
-        if mask is None and not without:
+        takes_bitsets = self.runner.kernel and by_argmax and not self.verifier.penalises
+        if mask is None and not takes_bitsets:
             mask = ancestor_mask(tree.ancestors, count)
         hidden, captured = self.runner.forward_nodes(
             tree.tokens, cache.lengths, tree.ancestors, tree.depth, mask=mask, fixed=tree.static is not None,
             sees_all=count == 1, captures=self.captures, plans=state.plans,
         )  # fmt: skip
         greedy = self.mode == "greedy"
-        likeliest, logits = self._likeliest(hidden) if greedy else None, None if greedy else self.target.logits(hidden)
+        likeliest = self._likeliest(hidden) if greedy else None
+        logits = None if greedy else self.target.logits(hidden)
         if clock:
             clock.lap("verify")
         if self.mode == "sample":
@@ -287,8 +288,7 @@ class Step:
             number = torch.where(verdict.finite, (verdict.length + 1) * self.active, -1)
             tokens = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
             torch.cat([number[:, None], tokens, verdict.bonus[:, None]], 1, out=self.counts_and_tokens)
-        if self.verifier.penalises:
-            self.verifier.mark_seen(self.tokens, verdict.length)
+        self.verifier.mark_seen(self.tokens, verdict.length)
         if self.num_sources:
             assert tree.source is not None
             by_node = tree.source[..., None] >> self.source_bits & 1  # [B, N, sources]

@@ -215,7 +215,8 @@ class Verifier:
         return verify_sample(tree, logits, self.settings, by_node, uniforms[:, 0], max_depth, draws)
 
     def mark_seen(self, tokens: Tensor, length: Tensor) -> None:
-        """Record a step's tokens ``[B, D + 1]``: D drafted, of which ``length [B]`` are accepted, and the bonus."""
+        """Record a step's tokens ``[B, D + 1]``: D drafted, of which ``length [B]`` are accepted, and the bonus, if
+        a repetition penalty is in use."""
         if self.seen is not None and self.penalises:
             place = torch.arange(tokens.shape[1], device=tokens.device)
             committed = torch.where(place < length[:, None], tokens, tokens[:, -1:])

@@ -116,7 +116,7 @@ class Checked(KeepsTexts, DraftModelDrafter):
                         own = Noise(noise.settings[only], noise.lengths[only]).draft(
                             logits[None, None], len(path), 8, ids
                         )
-                        best, p = own[0][0, 0], own[1][0, 0].exp()
+                        p, best = own[0][0, 0].exp(), own[1][0, 0]
                     ranks = [layout.paths[child][-1] for child in children]
                     assert tree.tokens[row, children].tolist() == best[ranks].tolist()
                     acceptance = tree.acceptance[row, node] * p[ranks]
