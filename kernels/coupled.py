@@ -108,8 +108,8 @@ def _coupled_kernel(
     place = node * candidates + tl.program_id(1) * count
     for rank in range(count):
         first = tl.max(left, 0)
-        value, best_id = unpacked(first)
-        tl.store(values + place + rank, value)
+        best_score, best_id = unpacked(first)
+        tl.store(values + place + rank, best_score)
         tl.store(ids + place + rank, best_id)
         left = tl.where(left < first, left, none)
 
