@@ -25,7 +25,6 @@ from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, best_by
 from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.verify.tree import TokenTree, Topology
@@ -36,6 +35,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab, head_rows
 
 _ALL_CACHED = 1 << 40  # more tokens than any text has
+_MISSING = 32  # tokens of steps without a draft that the model may not have run, at least
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
@@ -70,8 +70,7 @@ class DraftModelDrafter(Drafter):
         model: the draft model, on the target's device.
         tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
         draft_vocab: ``[S]`` int64, ascending: the ids that are drafted; logits are computed for these alone.
-        draws, costs: as :class:`~draftsmith.inference.drafters.levels.Levels` takes them.
-        draft_cost: time of a forward pass of the model with one row, in plain steps of the target; see ``Levels``.
+        draws: as :class:`~draftsmith.inference.drafters.levels.Levels` takes them.
         shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec).
 
     Raises:
@@ -82,7 +81,7 @@ class DraftModelDrafter(Drafter):
 
     def __init__(
         self, model: Target, target: Target, tree: Sequence[int] | Topology, *, draft_vocab: Tensor | None = None,
-        draws: DrawKind = "without_replacement", costs: StepCosts | None = None, draft_cost: float | None = None,
+        draws: DrawKind = "without_replacement",
         shortlist: ShortlistHead | None = None,
     ) -> None:  # fmt: skip
         check_vocabulary(model, target)
@@ -108,29 +107,29 @@ class DraftModelDrafter(Drafter):
             check_router(shortlist, embedding.shape[1], model.hidden_size)
             rows = _drafted_rows(self.head.lm_head, self.vocabulary)
             self.shortlists = Shortlists(shortlist, rows, self.ids, target.vocab_size, after_head_of(model))
-        self._take(tree, draws, costs, draft_cost)
+        self._take(tree, draws)
 
     def with_tree(
-        self, tree: Sequence[int] | Topology, *, draws: DrawKind = "without_replacement",
-        costs: StepCosts | None = None, draft_cost: float | None = None,
-    ) -> "DraftModelDrafter":  # fmt: skip
+        self, tree: Sequence[int] | Topology, *, draws: DrawKind = "without_replacement"
+    ) -> "DraftModelDrafter":
         """A drafter of the same model and LM head, with another tree."""
         other = copy(self)
         other.shortlists = copy(self.shortlists)  # with buffers of its own
-        other._take(tree, draws, costs, draft_cost)
+        other._take(tree, draws)
         return other
 
-    def _take(
-        self, tree: Sequence[int] | Topology, draws: DrawKind, costs: StepCosts | None, draft_cost: float | None
-    ) -> None:
+    def _take(self, tree: Sequence[int] | Topology, draws: DrawKind) -> None:
         outputs = self.vocabulary if self.shortlists is None else self.shortlists.config.fewest
-        self.levels = Levels(tree, outputs, self.target_vocabulary, draws, costs, draft_cost)
+        self.levels = Levels(tree, outputs, self.target_vocabulary, draws)
         self.layout, self.branching, self.random = self.levels.layout, self.levels.branching, self.levels.random
         self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
-        rows, device = cache.rows, cache.lengths.device
-        self.max_missing = max_depth  # accepted tokens of a step that the model has not run, at most
+        rows, device, self.verified_depth = cache.rows, cache.lengths.device, max_depth
+        # Tokens that the model has not run, at most: accepted ones of a step; in eager steps also those of steps
+        # without a draft.
+        self.max_missing = max_depth if static else max(_MISSING, 2 * max_depth)
+        self.skipped = False
         self.rows, self.eager = rows, not static
         self.cache = KVCache(self.model, rows, cache.capacity)
         self.cache.lengths = cache.lengths  # shared: both hold the same text
@@ -188,6 +187,19 @@ class DraftModelDrafter(Drafter):
 
         return self.levels.propose(state, hidden, run, self._logits, self._best)
 
+    def skip(self, state: State) -> None:
+        """Record the root as missing; where the buffer is full, run what it holds."""
+        if self.shortlists is not None:
+            self.shortlists.read(state.root[:, None])
+        missing = (state.length - self.cached).clamp(min=0)
+        if not self.eager or int(missing.max()) + self.verified_depth + 1 > self.max_missing:
+            self._run_root(state)
+            self.levels.deepest_run = 0
+            return
+        torch.minimum(self.cached, state.length, out=self.cached)
+        self.missing_tokens.scatter_(1, missing[:, None], state.root[:, None])
+        self.skipped = True
+
     def _choose(self, shortlists: Shortlists, tokens: Tensor, hidden: Tensor, depth: int) -> None:
         """Choose the shortlist of a level's nodes, after they were run: ``[B, n]``, ``[B, n, d]``. The router reads
         what the LM head reads, so that it cannot run beside the layers."""
@@ -197,6 +209,12 @@ class DraftModelDrafter(Drafter):
         if self.shortlists is not None:
             self.shortlists.read_accepted(tree, verdict)
         path, length, own_path = verdict.path, verdict.length, verdict.own_path
+        if self.skipped:  # the accepted tokens follow the root
+            self.skipped = False
+            node = path[:, 1:].clamp(max=tree.tokens.shape[1] - 1)
+            at = (state.length - self.cached)[:, None] + self.numbers[1 : path.shape[1]]
+            self.missing_tokens.scatter_(1, at, tree.tokens.gather(1, node))
+            return
         deepest_run = self.levels.deepest_run
         ran = self.ran[deepest_run]
         if own_path is None:
@@ -204,7 +222,7 @@ class DraftModelDrafter(Drafter):
             # Only the last accepted node may be one that was not run.
             kept = length - 1 + ran[verdict.node] if self.has_early_leaves else length.clamp(max=deepest_run)
         else:  # keep the nodes that it proposed and ran; the rest of the path becomes missing tokens
-            assert path.shape[1] - 1 <= self.max_missing, "the merge's trees are deeper than the max_depth it gave"
+            assert path.shape[1] - 1 <= self.verified_depth, "the merge's trees are deeper than the max_depth it gave"
             depths = self.numbers[: path.shape[1]]
             kept = (ran[own_path] & (depths <= length[:, None])).long().cumprod(1).sum(1) - 1
             own_path = torch.where(depths <= kept[:, None], own_path, depths)
@@ -213,9 +231,9 @@ class DraftModelDrafter(Drafter):
             self.cache.commit(own_path, kept)
         torch.add(state.length, kept + 1, out=self.cached)
         if not self.eager or bool((length > kept).any()):
-            at = (kept[:, None] + self.numbers[1 : self.max_missing + 1]).clamp(max=path.shape[1] - 1)
+            at = (kept[:, None] + self.numbers[1 : self.verified_depth + 1]).clamp(max=path.shape[1] - 1)
             node = path.gather(1, at).clamp(max=tree.tokens.shape[1] - 1)
-            self.missing_tokens[:, : self.max_missing] = tree.tokens.gather(1, node)
+            self.missing_tokens[:, : self.verified_depth] = tree.tokens.gather(1, node)
 
     def _run_root(self, state: State) -> Tensor:
         """Run the missing tokens and the root; returns the root's hidden states ``[B, 1, d]``.

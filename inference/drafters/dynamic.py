@@ -12,13 +12,12 @@ subset of the candidates has a larger Σ exp(value). The tree is a function of t
 and verification is exact at any temperature.
 
 All shapes are fixed, and nothing synchronises with the host, so that a CUDA graph can capture the growth; except where
-step costs are given: then it ends at the level, and the tree at the number of nodes, beyond which more do not pay.
+a step has a budget: then it ends at the level beyond which another does not pay.
 
 Shape letters: B rows, k tokens of each node and nodes of a frontier, n nodes of a pass (1 or k), D depth, N nodes, M
 candidates (root included), R nodes run so far, W 64-bit words, d hidden width.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.common.files import parse_json, read_text
-from draftsmith.inference.drafters.levels import STANDARD_PASS, pays
-from draftsmith.inference.engine.costs import STANDARD_COSTS, StepCosts, best_node_counts
 from draftsmith.inference.engine.protocol import State
 from draftsmith.inference.verify.tree import MAX_NODES, TokenTree
 
@@ -148,66 +145,14 @@ class Proposals:
     hidden: Tensor
 
 
-@dataclass(frozen=True)
-class _Times:
-    """Times in plain steps of the target with one row: of drafting 1 … D levels, of a step with 1 … N nodes ``[N]``."""
-
-    passes: list[float]
-    steps: Tensor
-
-
-class _Limit:
-    """Ends a step's trees where more levels and nodes do not pay: of the whole batch, or in sampling mode row by row.
-
-    counts: ``[B]`` or ``[1]`` int64, the number of nodes that maximises expected tokens / time.
-    continues: whether each row, or the whole batch, gets another level.
-    """
-
-    def __init__(self, state: State, times: _Times) -> None:
-        self.times, self.active, self.whole_batch = times, state.active[:, None].float(), state.settings is None
-        active = self.active.sum(0) if self.whole_batch else self.active[:, 0]
-        self.expected = [[tokens] for tokens in active.tolist()]  # by row and level
-        self.counts, self.continues = torch.ones_like(active, dtype=torch.int64), [True] * len(active)
-
-    def add(self, values: Tensor) -> bool:
-        """Another level has been drafted; returns whether the next one pays.
-
-        Args:
-            values: ``[B, M]`` of all candidates so far.
-        """
-        steps, drafted = self.times.steps, len(self.expected[0]) - 1
-        acceptance = values.sort(dim=1, descending=True).values[:, : len(steps)].exp() * self.active
-        steps = steps[: acceptance.shape[1]]
-        counts = best_node_counts(acceptance, self.times.passes[drafted] + steps, self.whole_batch)
-        # Rows that have ended stay as they are, as if the others were not there.
-        self.counts = torch.where(torch.tensor(self.continues, device=counts.device), counts, self.counts)
-        if self.whole_batch:
-            acceptance = acceptance.sum(0, keepdim=True)
-        at = self.counts[:, None] - 1
-        totals, ends = acceptance.cumsum(-1).gather(1, at)[:, 0].tolist(), steps[at[:, 0]].tolist()
-        for row, (expected, total, step) in enumerate(zip(self.expected, totals, ends, strict=True)):
-            expected.append(max(0.0, total - sum(expected)))
-            times = [step, *(drafting + step for drafting in self.times.passes)]
-            self.continues[row] = self.continues[row] and pays(expected, times)
-        return any(self.continues)
-
-
 class DynamicTree:
     """Growth of dynamic trees of one shape.
 
     Args:
         rows: B.
-        costs: of the target's steps.
-        draft_cost: time of a forward pass of the drafter with one row, in plain steps of the target. With both, trees
-            have the depth and the nodes that maximise expected tokens / time: of the whole batch, or in sampling mode
-            of each row and by standard costs, so that a seed gives the same text in any batch and on any machine.
-            Static steps take none.
     """
 
-    def __init__(
-        self, shape: DynamicShape, rows: int, device: torch.device, costs: StepCosts | None = None,
-        draft_cost: float | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, shape: DynamicShape, rows: int, device: torch.device) -> None:
         self.shape = shape
         k, nodes = shape.top_k, shape.nodes
         self.numbers = torch.arange(max(shape.candidates, nodes), device=device)
@@ -217,45 +162,36 @@ class DynamicTree:
         self.zeros = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self.bits = _own_bits(nodes, device)  # [N, W] of the tree's nodes
         self.run_bits = _own_bits(max(shape.runs, 1), device)  # [R, W] of the nodes that are run
-        self.limited = costs is not None and draft_cost is not None
-        if costs is not None and draft_cost is not None:
-            self.times = self._times(costs, draft_cost, rows)
-            self.standard_times = self._times(STANDARD_COSTS, STANDARD_PASS, 1)
-
-    def _times(self, costs: StepCosts, draft_cost: float, rows: int) -> _Times:
-        levels = [rows, *[rows * self.shape.top_k] * (self.shape.depth - 1)]
-        passes = [*itertools.accumulate(draft_cost * costs.relative(count) for count in levels)]
-        steps = [costs.relative(rows * nodes) for nodes in range(1, self.shape.nodes + 1)]
-        return _Times(passes, torch.tensor(steps, device=self.numbers.device))
 
     def grow(self, state: State, root: Proposals, run: Callable[[Frontier], Proposals]) -> TokenTree:
         """Grow a tree after each row's root.
 
         Args:
             root: the root's proposals, n = 1.
-            run: a forward pass of the next frontier, n = k. It is called D − 1 times, or fewer if costs are given.
+            run: a forward pass of the next frontier, n = k. It is called D − 1 times, or less often if the step has a
+                budget.
 
         Returns:
-            A tree of N nodes, or fewer if costs are given, without draws, with ``acceptance``; padding comes last.
+            A tree of N nodes, or fewer if there are not so many candidates, without draws, with ``acceptance``;
+            padding comes last.
         """
         k, zeros, rows = self.shape.top_k, self.zeros, len(state.root)
         tokens, values, parents = [state.root[:, None]], [zeros.float()], [zeros]
         number, value, proposals, count = zeros, values[0], root, 1  # of the nodes just run; candidates so far
         ancestors = self.run_bits[:1].expand(rows, -1, -1) & 0
-        limit = None
-        if self.limited:
-            limit = _Limit(state, self.times if state.settings is None else self.standard_times)
+        budget = state.budget
         for depth in range(1, self.shape.depth + 1):
             # Rounding must not give a child more than its parent has.
             log_q = proposals.log_q.float().clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-            if limit is not None and not all(limit.continues):
-                ended = torch.tensor([not each for each in limit.continues], device=log_q.device)
-                log_q = log_q.masked_fill(ended[:, None, None], -torch.inf)
             tokens.append(proposals.tokens.flatten(1))
             values.append((value[..., None] + log_q).flatten(1))  # [B, n · k]
             parents.append(number[..., None].expand_as(log_q).flatten(1))
-            if (limit is not None and not limit.add(torch.cat(values, 1))) or depth == self.shape.depth:
+            if depth == self.shape.depth:
                 break
+            if budget is not None:
+                so_far = torch.cat(values, 1).exp()
+                if not budget.another_level(state.source, so_far, self.depth[None, : so_far.shape[1]]):
+                    break
             first, best = (depth - 1) * k, _descending(values[-1])[:, :k]
             above = (best // k)[..., None]  # among the nodes just run
             hidden = proposals.hidden.gather(1, above.expand(-1, -1, proposals.hidden.shape[2]))
@@ -265,17 +201,14 @@ class DynamicTree:
             count += values[-1].shape[1]
             depths = self.depth[number]
             proposals = run(Frontier(tokens[-1].gather(1, best), hidden, ancestors, depths, first))
-        return self._tree(torch.cat(tokens, 1), torch.cat(values, 1), torch.cat(parents, 1), limit)
+        return self._tree(torch.cat(tokens, 1), torch.cat(values, 1), torch.cat(parents, 1))
 
-    def _tree(self, tokens: Tensor, values: Tensor, parents: Tensor, limit: _Limit | None) -> TokenTree:
+    def _tree(self, tokens: Tensor, values: Tensor, parents: Tensor) -> TokenTree:
         """The tree of the likeliest candidates: ``[B, M]`` each, the parents' numbers int64."""
         candidates = tokens.shape[1]
         order = _descending(values)[:, : self.shape.nodes]
         # Padding, whose values are −∞, gets numbers beyond the candidates'.
         kept = values.gather(1, order) > -torch.inf
-        if limit is not None:
-            kept = (kept & (self.numbers[: order.shape[1]] < limit.counts[:, None]))[:, : int(limit.counts.max())]
-            order = order[:, : kept.shape[1]]
         key = torch.where(kept, order, candidates).sort(1).values
         valid, chosen = key < candidates, key.clamp(max=candidates - 1)
         parent = torch.where(valid, torch.searchsorted(key, parents.gather(1, chosen)), 0)

@@ -92,9 +92,6 @@ class EagleDrafter(Drafter):
         eagle: is cast to the target's dtype and moved to its device.
         tree: an expansion, k_i children of every node at depth i − 1; a tree of ranks; or the shape of a dynamic tree.
         draws: of a fixed tree, as ``Levels`` takes it.
-        costs: of the target's steps.
-        draft_cost: time of a forward pass with one row, in plain steps of the target. With both, eager steps end a tree
-            where more does not pay, see ``Levels`` and ``DynamicTree``.
         shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec).
 
     Raises:
@@ -106,8 +103,7 @@ class EagleDrafter(Drafter):
 
     def __init__(
         self, eagle: Eagle, target: Target, tree: Sequence[int] | Topology | DynamicShape, *,
-        draws: DrawKind = "without_replacement", costs: StepCosts | None = None, draft_cost: float | None = None,
-        shortlist: ShortlistHead | None = None,
+        draws: DrawKind = "without_replacement", shortlist: ShortlistHead | None = None,
     ) -> None:  # fmt: skip
         config = eagle.config
         check_context(eagle, target)
@@ -126,31 +122,26 @@ class EagleDrafter(Drafter):
             after_head = after_head_of(target) if config.projection == "shared" else None
             self.shortlists = Shortlists(shortlist, self.draft_head, self.ids, target.vocab_size, after_head)
         self.layer, self.pair_input, self.norm = _lean_parts(eagle, target)
-        self._take(tree, draws, costs, draft_cost)
+        self._take(tree, draws)
 
     def with_tree(
-        self, tree: Sequence[int] | Topology | DynamicShape, *, draws: DrawKind = "without_replacement",
-        costs: StepCosts | None = None, draft_cost: float | None = None,
-    ) -> "EagleDrafter":  # fmt: skip
+        self, tree: Sequence[int] | Topology | DynamicShape, *, draws: DrawKind = "without_replacement"
+    ) -> "EagleDrafter":
         """A drafter with the same weights and another tree."""
         other = copy(self)
         other.shortlists = copy(self.shortlists)  # with buffers of its own
-        other._take(tree, draws, costs, draft_cost)
+        other._take(tree, draws)
         return other
 
-    def _take(
-        self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind, costs: StepCosts | None,
-        draft_cost: float | None,
-    ) -> None:  # fmt: skip
+    def _take(self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind) -> None:
         outputs = fewest_outputs(self.eagle, None if self.shortlists is None else self.shortlists.config)
         self.shape: DynamicShape | None = None
         if isinstance(tree, DynamicShape):
             tree.check_outputs(outputs)
             self.shape, self.random = tree, False
             self.num_nodes, self.max_depth, self.branching = tree.nodes, tree.depth, tree.branching
-            self.costs, self.draft_cost = costs, draft_cost
             return
-        self.levels = Levels(tree, outputs, self.target.vocab_size, draws, costs, draft_cost)
+        self.levels = Levels(tree, outputs, self.target.vocab_size, draws)
         self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
         self.branching, self.random = self.levels.branching, self.levels.random
 
@@ -175,8 +166,7 @@ class EagleDrafter(Drafter):
         if self.shape is None:
             self.levels.allocate(rows, device, static)
         else:
-            limits = {"costs": self.costs, "draft_cost": self.draft_cost} if self.eager else {}
-            self.dynamic = DynamicTree(self.shape, rows, device, **limits)
+            self.dynamic = DynamicTree(self.shape, rows, device)
             self.key_depths = torch.zeros(1, max(self.shape.runs, 1), dtype=torch.int32, device=device).expand(rows, -1)
         if self.shortlists is not None:
             self.shortlists.allocate(rows, static)
@@ -212,16 +202,34 @@ class EagleDrafter(Drafter):
             self._write_keys(tokens[:, 1:], hidden, 0, rows)
 
     def _write_keys(self, tokens: Tensor, hidden: Tensor, first: int, rows: slice) -> None:
-        """Write the K/V of pairs ``[b, n]`` of committed text into slots ``first`` … ``first + n − 1``: nothing else of
-        a one-layer drafter depends on them."""
+        """Write the K/V of pairs ``[b, n]`` of committed text into slots ``first`` … ``first + n − 1``."""
+        count = tokens.shape[1]
+        self.both[rows, first : first + count] = self._keys_values(
+            tokens, hidden, self.table[first : first + count][None]
+        )
+
+    def _keys_values(self, tokens: Tensor, hidden: Tensor, rotations: Tensor) -> Tensor:
+        """K and V of pairs, ``[b, n, 2, G, D]``: nothing else of a one-layer drafter depends on them.
+
+        Args:
+            rotations: ``[1 or b, n, 2 · D]``, rows of the rotary table.
+        """
         layer, (each, count) = self.layer, tokens.shape
         x = layer.before_attention(self._residual(tokens, hidden))
         width = layer.qkv.shape[1] // (layer.heads + 2 * layer.kv_heads)
         kv = (x @ layer.qkv[:, layer.heads * width :]).view(each, count, 2, layer.kv_heads, width)
         keys = kv[:, :, 0]  # [b, n, G, D]
-        cos, sin = self.table[first : first + count].view(1, count, 2, 1, width).unbind(2)
+        cos, sin = rotations.view(-1, count, 2, 1, width).unbind(2)
         kv[:, :, 0] = keys * cos + keys.roll(width // 2, -1) * sin
-        self.both[rows, first : first + count] = kv
+        return kv
+
+    def skip(self, state: State) -> None:
+        """Write the K/V of the missing pairs and the root's, without running the layer."""
+        before = (state.length - 1).clamp(min=0)
+        tokens, fused, missing = self._root_pairs(state, before)
+        slots = (before - missing)[:, None] + self.numbers[: tokens.shape[1]]  # [B, n]
+        rotations = self.table[slots.clamp(max=len(self.table) - 1)]
+        self.both[self.row_numbers[:, None], slots] = self._keys_values(tokens, fused, rotations)
 
     def propose(self, state: State) -> TokenTree:
         before = (state.length - 1).clamp(min=0)  # [B] pairs before the root's; a row without a text has none
@@ -255,33 +263,37 @@ class EagleDrafter(Drafter):
 
         Rows with fewer missing pairs are padded on the right; the tree's nodes later overwrite the padding.
         """
-        missing = (before - self.cached).clamp(min=0)  # [B]
-        longest = int(missing.max()) if self.eager else self.max_missing
-        root = state.root[:, None]
-        if not longest:
-            fused = self.eagle.fuse(state.feature[:, None])
-            self._choose(root, fused, 0, root)
-            return self._run(self.chains[0], root, fused, before)
-        at = missing[:, None]
-        tokens = self.missing_tokens[:, : longest + 1].scatter(1, at, root)
-        features = self.missing_features[:, : longest + 1].clone()
-        features[self.row_numbers, missing] = state.feature
-        fused = self.eagle.fuse(features)
-        read = torch.where(self.numbers[: longest + 1] < at, tokens, root)
-        self._choose(root, fused[self.row_numbers, missing][:, None], 0, read)
-        hidden, normed = self._run(self.chains[longest], tokens, fused, before - missing)
+        tokens, fused, missing = self._root_pairs(state, before)
         at = self.row_numbers, missing
+        longest = tokens.shape[1] - 1
+        self._choose(state.root[:, None], fused[at][:, None] if longest else fused, 0)
+        hidden, normed = self._run(self.chains[longest], tokens, fused, before - missing)
+        if not longest:
+            return hidden, normed
         root_hidden = hidden[at][:, None]
         return root_hidden, root_hidden if normed is hidden else normed[at][:, None]
 
-    def _choose(self, tokens: Tensor, hidden: Tensor, depth: int, read: Tensor | None = None) -> None:
-        """Choose the shortlist of a level's pairs, before they are run: ``[B, n]``, ``[B, n, d]``. ``read [B, T]``:
-        committed tokens that the shortlists do not know yet."""
-        if self.shortlists is None:
-            return
-        if read is not None:
+    def _root_pairs(self, state: State, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The missing pairs and the root's: tokens ``[B, n]``, fused features ``[B, n, d]``, and the number of missing
+        pairs ``[B]``. Shortlists have read their tokens."""
+        missing = (before - self.cached).clamp(min=0)
+        longest = int(missing.max()) if self.eager else self.max_missing
+        tokens = read = state.root[:, None]
+        features = state.feature[:, None]
+        if longest:
+            at = missing[:, None]
+            tokens = self.missing_tokens[:, : longest + 1].scatter(1, at, tokens)
+            features = self.missing_features[:, : longest + 1].clone()
+            features[self.row_numbers, missing] = state.feature
+            read = torch.where(self.numbers[: longest + 1] < at, tokens, read)
+        if self.shortlists is not None:
             self.shortlists.read(read)
-        self.shortlists.choose(self.embed(tokens), hidden, depth)
+        return tokens, self.eagle.fuse(features), missing
+
+    def _choose(self, tokens: Tensor, hidden: Tensor, depth: int) -> None:
+        """Choose the shortlist of a level's pairs, before they are run: ``[B, n]``, ``[B, n, d]``."""
+        if self.shortlists is not None:
+            self.shortlists.choose(self.embed(tokens), hidden, depth)
 
     def _run_frontier(self, nodes: Frontier, before: Tensor, noise: Noise | None) -> Proposals:
         """A forward pass of a dynamic tree's nodes, which are numbered after the root's pair."""
@@ -532,14 +544,11 @@ def open_drafter(
     elif given.max_rank >= outputs:
         raise ValueError(f"{tree}: the tree asks for rank {given.max_rank} of a vocabulary of {outputs}")
 
-    def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
+    def build(target: Target, options: dict[str, Any]) -> Drafter:
         check_context(eagle, target, str(folder))
-        drafter = EagleDrafter(eagle, target, given, shortlist=shortlist)
-        if costs is None or target.spread:
-            return drafter
-        return drafter.with_tree(given, costs=costs, draft_cost=pass_time(drafter, costs))
+        return EagleDrafter(eagle, target, given, shortlist=shortlist)
 
-    return Part(build, uses_costs=True)
+    return Part(build)
 
 
 def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
@@ -579,8 +588,8 @@ def calibration(
         return step_time(costs, [pass_time(first(target), costs)])
 
     def decoding(target: Target, tree: Topology | DynamicShape, costs: StepCosts | None) -> Drafter:
-        drafter = first(target)
-        draft_cost = None if costs is None else pass_time(drafter, costs)
-        return drafter.with_tree(tree, costs=costs, draft_cost=draft_cost)
+        drafter = first(target).with_tree(tree)
+        drafter.costs = costs
+        return drafter
 
     return Calibration(DEPTH, ranks, build, facts, times, decoding)

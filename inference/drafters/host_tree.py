@@ -6,11 +6,15 @@ Shape letters: B rows, N nodes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.verify.tree import StaticTree, TokenTree
+
+if TYPE_CHECKING:
+    from draftsmith.inference.engine.budget import Budget
 
 MAX_SHAPES = 256  # tree shapes kept
 
@@ -38,36 +42,19 @@ class HostTree:
         return HostTree(tokens, parents, sources, acceptance)
 
 
-def best_nodes(
-    acceptances: Sequence[Sequence[float]], times: Sequence[float], counted: Sequence[bool] | None
-) -> list[list[int]]:
-    """Nodes of each row's tree to keep, in ascending order: the likeliest ones, as many as maximise expected tokens /
-    time.
-
-    Args:
-        acceptances: acceptance probabilities of each row's nodes.
-        times: of a step with 1, 2, … nodes; no more nodes are kept.
-        counted: choose one number of nodes for all rows, from the expected tokens of the rows that are True; None:
-            each row's own number, which does not depend on the others.
-    """
+def likeliest_nodes(acceptances: Sequence[Sequence[float]], count: int) -> list[list[int]]:
+    """The ``count`` likeliest nodes of each row's tree, in ascending order."""
     # Sorting is stable, and a parent is at least as likely as its child: it comes first.
-    orders = [sorted(range(len(row)), key=lambda node, row=row: -row[node])[: len(times)] for row in acceptances]
-    ranked = [[row[node] for node in order] for row, order in zip(acceptances, orders, strict=True)]
-    if counted is None:
-        counts = [_best_count([row], times) for row in ranked]
-    else:
-        rows = [row for row, counts_in in zip(ranked, counted, strict=True) if counts_in]
-        counts = [_best_count(rows, times)] * len(orders)
-    return [sorted(order[:count]) for order, count in zip(orders, counts, strict=True)]
+    orders = (sorted(range(len(row)), key=lambda node, row=row: -row[node]) for row in acceptances)
+    return [sorted(order[:count]) for order in orders]
 
 
-def _best_count(ranked: Sequence[Sequence[float]], times: Sequence[float]) -> int:
-    expected, best, count = 0.0, 0.0, 1
-    for number, time in enumerate(times[: max(map(len, ranked), default=0)]):
-        expected += sum(row[number] for row in ranked if number < len(row))
-        if expected / time > best:
-            best, count = expected / time, number + 1
-    return count
+def kept_nodes(acceptances: Sequence[Sequence[float]], budget: "Budget | None", limit: int) -> list[list[int]]:
+    """The nodes that a step's budget keeps of each row's tree, at most ``limit``; without one, as many as that."""
+    if budget is not None:
+        longest = max(map(len, acceptances))
+        limit = min(limit, budget.keep(torch.tensor([[*row, *[0.0] * (longest - len(row))] for row in acceptances])))
+    return likeliest_nodes(acceptances, limit)
 
 
 class HostTreeBuilder:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.inference.engine.costs import STANDARD_COSTS, StepCosts
+from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.protocol import State
 from draftsmith.inference.verify.sampling import sampling_distribution
 from draftsmith.inference.verify.tree import MAX_NODES, Draws, Ranks, StaticTree, TokenTree, Topology, bitsets
@@ -34,8 +34,6 @@ from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, draw
 
 H = TypeVar("H")  # hidden states of a level, as its drafter has them
 DrawKind = Literal["without_replacement", "iid", "naive", "none"]
-
-STANDARD_PASS = 0.25  # standard cost of a forward pass of a drafter's model, in plain steps of the target
 
 
 class Layout:
@@ -140,10 +138,6 @@ class Levels:
             node; ``naive``: without replacement, but verified as deterministic drafts (accepted iff the target's own
             sample is among them), which is exact and accepts less: for comparison. ``none``: nothing is drawn; its
             nodes are those of greedy mode, deterministic drafts, at all levels.
-        costs: of the target's steps.
-        draft_cost: time of a forward pass with one row, in plain steps of the target. With both, eager steps stop a
-            tree at the depth where another level does not pay: for the whole batch, or in multi-step sampling for each
-            row and by standard costs, so that a seed gives the same text in any batch and on any machine.
 
     Attributes:
         random: as :class:`~draftsmith.inference.engine.protocol.Drafter` has it.
@@ -155,7 +149,7 @@ class Levels:
 
     def __init__(
         self, tree: Sequence[int] | Topology, vocabulary: int, target_vocabulary: int,
-        draws: DrawKind = "without_replacement", costs: StepCosts | None = None, draft_cost: float | None = None,
+        draws: DrawKind = "without_replacement",
     ) -> None:  # fmt: skip
         topology = _topology(tree, vocabulary)
         self.layout = Layout(topology)
@@ -164,7 +158,6 @@ class Levels:
         self.target_vocabulary, self.draws = target_vocabulary, draws
         # Naive draws are verified, and merged, as deterministic ones.
         self.random = draws in ("without_replacement", "iid")
-        self.costs, self.draft_cost = costs, draft_cost
 
     def allocate(self, rows: int, device: torch.device, static: bool) -> None:
         """Allocate the constant tensors of steps of B rows; ``static`` as ``Drafter.allocate``."""
@@ -173,10 +166,6 @@ class Levels:
         self.numbers = torch.arange(self.branching, device=device)
         self.ones = torch.ones(rows, 1, device=device)
         self.deepest_run = 0
-        self.stops_early = not static and self.costs is not None and self.draft_cost is not None
-        if self.costs is not None and self.draft_cost is not None:
-            self.times = self._times(self.costs, self.draft_cost, rows)
-            self.standard_times = self._times(STANDARD_COSTS, STANDARD_PASS, 1)
         # Trees with 0, 1, … levels below the root.
         self.trees = [StaticTree(layout.parents[:end], device) for end in layout.firsts[1:]]
         whole = self.trees[-1]
@@ -218,13 +207,6 @@ class Levels:
                 q_rows[node], row = row, row + 1
         self.q_rows = torch.tensor(q_rows, device=device)[None, :, None]
 
-    def _times(self, costs: StepCosts, draft_cost: float, rows: int) -> list[float]:
-        """Times of steps with trees of 0, 1, … levels, in plain steps with one row."""
-        passes = [0.0]
-        for count in self.layout.runs[:-1]:
-            passes.append(passes[-1] + draft_cost * costs.relative(rows * count))
-        return [one + costs.relative(rows * end) for one, end in zip(passes, self.layout.firsts[1:], strict=True)]
-
     def propose(
         self, state: State, hidden: H, run: Callable[[int, Pass, Tensor, H], H],
         logits: Callable[[H], tuple[Tensor, Tensor | None]], best_of: Callable[[H, int], tuple[Tensor, Tensor]],
@@ -254,21 +236,14 @@ class Levels:
             count = sum(level.count * drawn.k for level, drawn in zip(self.passes, self.drawn, strict=True))
             uniforms = philox_uniforms(settings.seed, state.step, count, state.stream)
             valid.append(self.ones > 0)
-        stops_early = self.stops_early and (state.settings is None or settings is not None)
+        budget = state.budget
         weighs = state.weighs or not self.static or settings is not None
         used = 0  # uniforms
-        expected: list[list[float]] = []  # tokens, by level and row
-        continues = [True] * self.rows  # whether each row gets another level
         for depth, level in enumerate(self.passes):
-            if stops_early:
-                expected.append((acceptances[-1].sum(1) * state.active).tolist())
-                if depth and settings is None and not pays([sum(rows) for rows in expected], self.times):
+            if depth and budget is not None:
+                so_far = torch.cat(acceptances, 1)
+                if not budget.another_level(state.source, so_far, self.trees[depth].depth):
                     break
-                if depth and settings is not None:
-                    by_row = zip(continues, zip(*expected, strict=True), strict=True)
-                    continues = [before and pays(levels, self.standard_times) for before, levels in by_row]
-                    if not any(continues):
-                        break
             if depth:
                 hidden = run(depth, level, level.of(tokens[-1]), hidden)
             self.deepest_run = depth
@@ -290,8 +265,6 @@ class Levels:
                 used += level.count * k
                 places, drawn = draw_children(q, node_uniforms, replacement=self.draws == "iid")
                 drawn = drawn & level.of(valid[-1])[..., None]
-                if not all(continues):
-                    drawn = drawn & torch.tensor(continues, device=drawn.device)[:, None, None]
                 if self.draws == "iid" and self.branching > 1:
                     first = (places[..., None] == places[..., None, :]).int().argmax(-1)
                     first_equal.append(F.pad(first, (0, self.branching - k)))
@@ -410,26 +383,6 @@ def _topology(tree: Sequence[int] | Topology, vocabulary: int) -> Topology:
         return tree
     levels = ([*itertools.product(*map(range, tree[:depth]))] for depth in range(1, len(tree) + 1))
     return Topology(tuple(itertools.chain(*levels)))
-
-
-def pays(expected: Sequence[float], times: Sequence[float]) -> bool:
-    """Whether some larger number of levels increases expected tokens / time, if the expected tokens of further levels
-    decrease by the last level's ratio.
-
-    Args:
-        expected: expected tokens of each level so far, from the root's on.
-        times: of a step whose tree has 0, 1, … levels.
-    """
-    if not expected[-1]:
-        return False
-    total, last, levels = sum(expected), expected[-1], len(expected)
-    rate, ratio = total / times[levels - 1], min(1.0, last / expected[-2])
-    for time in times[levels:]:
-        last *= ratio
-        total += last
-        if total / time > rate:
-            return True
-    return False
 
 
 def step_time(costs: StepCosts, passes: Sequence[float]) -> Callable[[Sequence[Topology]], float]:

@@ -6,9 +6,9 @@ config.json and imported when the first of them is loaded. It has up to three pl
 ``open_drafter(folder, config, weights, tree, merged) → Part``
     A drafter before its target is loaded; everything that needs no target is checked here. ``folder``: Path. ``config``
     and ``weights``: what :func:`draftsmith.models.artifact.read_drafter` read. ``tree``: the file of its tree, which
-    exists or was named by the user; None for a family without ``calibration``. ``merged``: nodes are chosen by step
-    costs, because several drafters propose one tree together or because the tree's file has ``at_load``; so it needs
-    an acceptance probability for each of its nodes.
+    exists or was named by the user; None for a family without ``calibration``. ``merged``: nodes are chosen from more
+    than the calibrated ones, because several drafters propose one tree together or because the tree's file has
+    ``at_load``; so it needs an acceptance probability for each of its nodes.
 
 ``calibration(folder, config, weights) → Calibration``
     What inference/calibrate.py measures a tree with. Only a family whose drafters have a fixed tree (tree.json) has
@@ -69,14 +69,11 @@ MERGED_NODES = 40  # at most, in a merged tree, the root included
 class Part:
     """A drafter before its target is loaded.
 
-    build: (target, costs, options) → the drafter, or any number of them by name, which are merged. costs: step costs
-        by which it chooses its nodes; None: it proposes all of them. options: those of :func:`load_target`, for causal
-        LMs of its own.
-    uses_costs: whether it chooses nodes by step costs even when it is the only drafter.
+    build: (target, options) → the drafter, or any number of them by name, which are merged. options: those of
+        :func:`load_target`, for causal LMs of its own.
     """
 
-    build: Callable[[Target, StepCosts | None, dict[str, Any]], Drafter | Mapping[str, Drafter]]
-    uses_costs: bool = False
+    build: Callable[[Target, dict[str, Any]], Drafter | Mapping[str, Drafter]]
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,6 @@ def load_drafter(
     if tree != "auto" and not any(hasattr(family, "calibration") for family in families.values()):
         raise ValueError(f"--tree {tree}: '{name}' has no tree of its own that another could replace; leave it out")
     parts: dict[str, Part] = {}
-    uses_costs = len(names) > 1
     for each in names:
         if each not in stored:
             parts[each] = _draft_model(each) if each.startswith(DRAFT_MODEL) else _ngram(each)
@@ -171,7 +167,6 @@ def load_drafter(
             if tree == "auto" and not path.exists():
                 raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {each}")
         at_load = path is not None and chosen_at_load(path)
-        uses_costs |= at_load
         parts[each] = families[each].open_drafter(folder, config, weights, path, len(names) > 1 or at_load)
 
     known = next((config["target"]["name_or_path"] for _, config, _ in stored.values()), None)
@@ -183,16 +178,14 @@ def load_drafter(
         loaded = target_of(folder, config, loaded, keep_template=target is not None)
     if not parts:
         return loaded, None
-    # Static steps (on a GPU) need no costs: trees of several sizes are timed as they run.
-    dynamic = (loaded.device.type == "cpu" or loaded.spread) and not all_nodes
-    uses_costs |= any(part.uses_costs for part in parts.values())
-    costs = step_costs(loaded, lean) if dynamic and uses_costs else None
-    drafters = _flat({each: part.build(loaded, costs, options) for each, part in parts.items()})
-    for drafter in drafters.values():
-        drafter.one_size = all_nodes
-    if len(drafters) < 2:
-        return loaded, next(iter(drafters.values()), None)
-    return loaded, MergedDrafter(drafters, loaded, MERGED_NODES, costs)
+    drafters = _flat({each: part.build(loaded, options) for each, part in parts.items()})
+    merged = MergedDrafter(drafters, loaded, MERGED_NODES) if len(drafters) > 1 else next(iter(drafters.values()), None)
+    if merged is not None:
+        merged.one_size = all_nodes
+        # Static steps (on a GPU) need no costs: trees of several sizes are timed as they run.
+        if (loaded.device.type == "cpu" or loaded.spread) and not all_nodes:
+            merged.costs = step_costs(loaded, lean)
+    return loaded, merged
 
 
 def _flat(built: Mapping[str, Drafter | Mapping[str, Drafter]]) -> dict[str, Drafter]:
@@ -228,17 +221,16 @@ def report_fields(name: str) -> dict[str, Any]:
 
 def _ngram(name: str) -> Part:
     lengths = ngram_lengths(name)
-    return Part(lambda target, costs, options: NgramDrafter(target, costs=costs, **lengths), uses_costs=True)
+    return Part(lambda target, options: NgramDrafter(target, **lengths))
 
 
 def _draft_model(name: str) -> Part:
     path, children = draft_model_of(name)
 
-    def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
+    def build(target: Target, options: dict[str, Any]) -> Drafter:
         # On one device and unquantised, however the target is loaded: it is small and runs several times per step.
         shared = {name: options[name] for name in ("dtype", "trust_remote_code") if name in options}
         model = load_target(path, device=str(target.device), **shared)
-        draft_cost = None if costs is None or target.spread else step_costs(model).plain_seconds / costs.plain_seconds
-        return DraftModelDrafter(model, target, children, costs=costs, draft_cost=draft_cost)
+        return DraftModelDrafter(model, target, children)
 
-    return Part(build, uses_costs=True)
+    return Part(build)

@@ -7,8 +7,7 @@ Shape letters: B rows, K heads, R ranks kept per head, N nodes, d hidden width, 
 there is none), P positions where a step begins.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from draftsmith.inference.drafters.ranks import head_ranks
 from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.costs import STANDARD_COSTS, StepCosts, draft_time
-from draftsmith.inference.engine.protocol import Drafter, DraftEstimate, State
+from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.tree import (
     StaticTree,
     TokenTree,
@@ -39,32 +37,12 @@ from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
 
-SIZES = (1, 8, 16, 32, 64)  # nodes of the trees among which static steps choose; the calibrated tree is the largest
-_STANDARD_TIME = 0.1  # of drafting, over a plain step; for sampling, where measurements must not decide
-
-
-class _Shape:
-    """A topology as the heads fill it."""
-
-    def __init__(self, topology: Topology, device: torch.device, ranks: int) -> None:
-        self.tree = StaticTree(topology.parents, device)
-        self.depth, self.ranks = topology.max_depth, ranks  # those of the largest tree: one kernel for all sizes
-        # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
-        flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
-        self.choice = torch.tensor(flat, dtype=torch.int64, device=device)
-        self.acceptance: Tensor | None = None  # [1, N]
-        self.by_depth: list[float] = []  # sums of the acceptances
-
 
 class MedusaDrafter(Drafter):
     """Heads on a target's last hidden state, in a calibrated tree. Deterministic: every draw is one-hot.
 
     Args:
-        acceptances: acceptance probability of each path of the topology, in its order; the trees then have them, too,
-            and static steps may choose among trees of several sizes.
-        costs, draft_time: costs of the target's steps; time of drafting, over a plain step of the target. With both and
-            ``acceptances``, eager steps propose only the nodes of the topology that pay: in sampling mode by standard
-            costs, so that a seed gives the same text on every machine.
+        acceptances: acceptance probability of each path of the topology, in its order, which its trees then have.
         shortlist: each head computes only some rows of the LM head that they share (FR-Spec, DynaSpec).
 
     Raises:
@@ -76,7 +54,7 @@ class MedusaDrafter(Drafter):
 
     def __init__(
         self, heads: MedusaHeads, topology: Topology, target: Target, acceptances: Sequence[float] | None = None,
-        costs: StepCosts | None = None, draft_time: float | None = None, shortlist: ShortlistHead | None = None,
+        shortlist: ShortlistHead | None = None,
     ) -> None:  # fmt: skip
         self.outputs = _fewest_outputs(heads.config, None if shortlist is None else shortlist.config)
         self.heads, self.target = heads.to(target.device, target.dtype), target
@@ -88,7 +66,6 @@ class MedusaDrafter(Drafter):
             self.shortlists = Shortlists(shortlist, self.draft_head, heads.draft_vocab, target.vocab_size, after_head)
         self.acceptances, self.device = acceptances, target.device
         self.depths = torch.arange(heads.config.num_draft_heads, device=target.device)  # of each head's parents
-        self.costs, self.draft_time = costs, draft_time
         self._take(topology)
 
     def with_tree(self, topology: Topology) -> "MedusaDrafter":
@@ -103,26 +80,19 @@ class MedusaDrafter(Drafter):
         _check_topology(topology, heads.config, self.outputs)
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
-        self.topology = topology
-        self.by_size: dict[int, _Shape] = {}  # smaller trees of the likeliest paths, for static steps
-        self.greedy = self.sampled = self._shape(range(len(topology.paths)))
-        ranks, spread = topology.max_rank + 1, target.spread and heads.draft_vocab is None
-        self.shared = heads.projection is None and 0 < ranks <= MAX_COUNT and not spread
+        self.tree, self.ranks = StaticTree(topology.parents, self.device), topology.max_rank + 1
+        # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
+        flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
+        self.choice = torch.tensor(flat, dtype=torch.int64, device=self.device)
+        self.acceptance: Tensor | None = None  # [1, N]
+        if self.acceptances is not None:
+            self.acceptance = torch.tensor([[1.0, *self.acceptances]], device=self.device)
+        spread = target.spread and heads.draft_vocab is None
+        self.shared = heads.projection is None and 0 < self.ranks <= MAX_COUNT and not spread
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         if self.shortlists is not None:
             self.shortlists.allocate(cache.rows, static)
-        self.greedy = self.sampled = self._shape(range(len(self.topology.paths)))
-        self.by_size = {}
-        if static and self.acceptances is not None:
-            order = self._likeliest(self.acceptances)
-            self.by_size = {size: self._shape(order[: size - 1]) for size in SIZES if size < self.num_nodes}
-        self.estimate = None
-        if static or self.acceptances is None or self.costs is None or self.draft_time is None:
-            return
-        self.greedy, tokens = self._paying(self.costs.table(self.num_nodes, cache.rows), self.draft_time)
-        self.sampled, _ = self._paying(STANDARD_COSTS.table(self.num_nodes, 1), _STANDARD_TIME)
-        self.estimate = DraftEstimate(self.draft_time, len(self.greedy.choice) + 1, tokens)
 
     def buffers(self) -> Sequence[Tensor]:
         return () if self.shortlists is None else self.shortlists.buffers()
@@ -144,83 +114,51 @@ class MedusaDrafter(Drafter):
         if self.shortlists is not None:
             self.shortlists.read_accepted(tree, verdict)
 
-    def proposed_nodes(self, sampled: bool) -> int:
-        return len((self.sampled if sampled else self.greedy).choice) + 1
-
-    def tree_sizes(self) -> Mapping[int, Sequence[float]]:
-        if not self.by_size:
-            return {}
-        return {size: shape.by_depth for size, shape in (*self.by_size.items(), (self.num_nodes, self.greedy))}
-
-    def _likeliest(self, acceptances: Sequence[float]) -> list[int]:
-        """The numbers of the topology's paths, likeliest first, each after its parent's."""
-        paths = self.topology.paths
-        return sorted(range(len(paths)), key=lambda path: (-acceptances[path], len(paths[path])))
-
-    def _paying(self, table: Sequence[float], draft_time: float) -> tuple[_Shape, float]:
-        """The likeliest paths, as many as maximise expected tokens / time, and the expected tokens."""
-        assert self.acceptances is not None
-        order, acceptances = self._likeliest(self.acceptances), self.acceptances
-        tokens = [*itertools.accumulate((acceptances[path] for path in order), initial=1.0)]
-        speeds = [1.0, *(reached / (time + draft_time) for reached, time in zip(tokens[1:], table[1:], strict=True))]
-        count = speeds.index(max(speeds))
-        return self._shape(order[:count]), tokens[count]
-
-    def _shape(self, numbers: Sequence[int]) -> _Shape:
-        """The tree of a subset of the topology's paths."""
-        numbers = sorted(numbers)  # paths are sorted
-        topology = Topology(tuple(self.topology.paths[number] for number in numbers))
-        shape = _Shape(topology, self.device, self.topology.max_rank + 1)
-        if self.acceptances is not None:
-            accepted = [1.0, *(self.acceptances[number] for number in numbers)]
-            shape.acceptance = torch.tensor([accepted], device=self.device)
-            shape.by_depth = [0.0] * (shape.depth + 1)
-            for depth, probability in zip(shape.tree.depth[0].tolist(), accepted, strict=True):
-                shape.by_depth[depth] += probability
-        return shape
+    def skip(self, state: State) -> None:
+        if self.shortlists is not None:
+            self.shortlists.read(state.root[:, None])
 
     def propose(self, state: State) -> TokenTree:
-        shape = self.by_size.get(state.nodes, self.greedy) if state.settings is None else self.sampled
-        acceptance = None if shape.acceptance is None else shape.acceptance.expand(len(state.root), -1)
-        if not len(shape.choice):
-            return shape.tree.fill(state.root[:, None], acceptance=acceptance)
+        acceptance = None if self.acceptance is None else self.acceptance.expand(len(state.root), -1)
+        if not len(self.choice):
+            return self.tree.fill(state.root[:, None], acceptance=acceptance)
         if self.shortlists is None and state.noise is not None:
-            logits = self.heads.logits(state.feature, self.draft_head, shape.depth).transpose(0, 1)  # [B, K, S]
+            logits = self.heads.logits(state.feature, self.draft_head, self.max_depth).transpose(0, 1)  # [B, K, S]
             logits = self.target.after_head(logits) if self.target.changes_logits else logits
-            depths, ids = self.depths[: shape.depth], self.heads.draft_vocab
-            *_, best = state.noise.best(logits, depths, shape.ranks, ids)
-            drafts = best.flatten(1).index_select(1, shape.choice)
+            depths, ids = self.depths[: self.max_depth], self.heads.draft_vocab
+            *_, best = state.noise.best(logits, depths, self.ranks, ids)
+            drafts = best.flatten(1).index_select(1, self.choice)
         elif self.shortlists is None:
-            best = self._best(state.feature, shape).transpose(0, 1).flatten(1)  # [B, K·R]
-            drafts = self.heads.tokens(best.index_select(1, shape.choice))  # [B, N − 1]
+            best = self._best(state.feature).transpose(0, 1).flatten(1)  # [B, K·R]
+            drafts = self.heads.tokens(best.index_select(1, self.choice))  # [B, N − 1]
         else:
-            drafts = self._shortlisted(self.shortlists, state, shape).index_select(1, shape.choice)
+            drafts = self._shortlisted(self.shortlists, state).index_select(1, self.choice)
         tokens = torch.cat([state.root[:, None], drafts], 1)
-        return shape.tree.fill(tokens, acceptance=acceptance)
+        return self.tree.fill(tokens, acceptance=acceptance)
 
-    def _best(self, feature: Tensor, shape: _Shape) -> Tensor:
+    def _best(self, feature: Tensor) -> Tensor:
         """The places of the R most likely tokens of each head: ``[B, d] → [K, B, R]``, 0 … S − 1."""
         # If all heads share a plain matrix, a kernel finds their best tokens without storing the logits.
         weight = kernel_weight(self.draft_head, feature) if self.shared else None
         if weight is None:
-            return self.heads.logits(feature, self.draft_head, shape.depth).topk(shape.ranks, -1).indices
-        features = self.heads.features(feature, shape.depth)
-        ids = head_topk(features.flatten(0, 1), weight, shape.ranks)[1]
+            return self.heads.logits(feature, self.draft_head, self.max_depth).topk(self.ranks, -1).indices
+        features = self.heads.features(feature, self.max_depth)
+        ids = head_topk(features.flatten(0, 1), weight, self.ranks)[1]
         return ids.unflatten(0, features.shape[:2])
 
-    def _shortlisted(self, shortlists: Shortlists, state: State, shape: _Shape) -> Tensor:
+    def _shortlisted(self, shortlists: Shortlists, state: State) -> Tensor:
         """The R most likely tokens of each head's shortlist, ``[B, K·R]``."""
         root = state.root[:, None]
         shortlists.read(root)
         embeddings = self.embed(root)
         tokens: list[Tensor] = []
-        for depth, feature in enumerate(self.heads.features(state.feature, shape.depth)[:, :, None]):  # [B, 1, d]
+        for depth, feature in enumerate(self.heads.features(state.feature, self.max_depth)[:, :, None]):  # [B, 1, d]
             shortlists.choose(embeddings, feature, depth)
             logits, ids = shortlists.logits(feature)
             if state.noise is None:
-                best = tokens_at(logits.topk(shape.ranks, -1).indices, ids)
+                best = tokens_at(logits.topk(self.ranks, -1).indices, ids)
             else:
-                *_, best = state.noise.best(logits, depth, shape.ranks, ids)
+                *_, best = state.noise.best(logits, depth, self.ranks, ids)
             tokens.append(best[:, 0])
         return torch.cat(tokens, 1)
 
@@ -297,11 +235,8 @@ def open_drafter(
     outputs = _fewest_outputs(heads.config, None if shortlist is None else shortlist.config, f"{folder}: ")
     _check_topology(topology, heads.config, outputs, f"{tree}: ")
 
-    def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Drafter:
-        drafter = MedusaDrafter(heads, topology, target, acceptances, shortlist=shortlist)
-        if costs is not None and acceptances is not None:
-            drafter.costs, drafter.draft_time = costs, draft_time(drafter, target, costs)
-        return drafter
+    def build(target: Target, options: dict[str, Any]) -> Drafter:
+        return MedusaDrafter(heads, topology, target, acceptances, shortlist=shortlist)
 
     return Part(build)
 

@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftsmith.inference.engine.costs import best_node_counts
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.verify.tree import Draws, TokenTree, one_hot_draws
+from draftsmith.inference.verify.tree import Draws, TokenTree, one_hot_draws, packed
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.kernels.verify import widened
 from draftsmith.models.target import Target
 
-DRAWN_TOKENS = 2.0  # expected tokens of a step from randomly drawn nodes, used when other nodes are chosen
 LEVEL_REDUCTION = 1e-5  # of acceptance probabilities, by depth: more than rounding
 
 
@@ -57,27 +55,23 @@ class TensorMerge:
 
     def __init__(
         self, drafters: Sequence[Drafter], sources: Sequence[str], target: Target, budget: int, rows: int,
-        max_depth: int, fixed: bool, times: Sequence[float], standard_times: Sequence[float],
+        max_depth: int,
     ) -> None:  # fmt: skip
-        self.drafters, self.sources, self.budget, self.fixed = drafters, sources, budget, fixed
+        self.drafters, self.sources, self.budget = drafters, sources, budget
         self.vocab_size, device = target.vocab_size, target.device
         self.max_depth = max(drafter.max_depth for drafter in drafters)
         self.random_nodes = 1 + sum(drafter.num_nodes - 1 for drafter in drafters if drafter.random)
-        self.times, self.standard_times = (torch.tensor(each, device=device) for each in (times, standard_times))
-        self.flags = torch.arange(2, device=device).bool()[:, None].repeat(1, len(times))  # a row False, a row True
-        self.numbers = torch.arange(max(len(times), max_depth + 1), device=device)
-        self.bit = torch.ones(1, dtype=torch.int64, device=device) << torch.arange(64, device=device)
+        most = 1 + sum(drafter.num_nodes - 1 for drafter in drafters)
+        self.flags = torch.arange(2, device=device).bool()[:, None].repeat(1, most)  # a row False, a row True
+        self.numbers = torch.arange(max(most, max_depth + 1), device=device)
         self.zeros = torch.zeros(rows, 1, dtype=torch.int64, device=device)
 
-    def merge(
-        self, trees: Sequence[TokenTree], drawn: Sequence[bool], whole_batch: bool
-    ) -> tuple[TokenTree, list[Tensor]]:
-        """Merge the trees, and keep the nodes that maximise expected tokens / time.
+    def merge(self, trees: Sequence[TokenTree], drawn: Sequence[bool]) -> tuple[TokenTree, list[Tensor]]:
+        """Merge the trees, and keep the likeliest nodes.
 
         Args:
             trees: of each drafter, with ``acceptance``.
             drawn: whether each tree was drawn at random.
-            whole_batch: choose one number of nodes for all rows, by the batch's costs.
 
         Returns:
             The merged tree; for each drafter ``[B, N]`` int64, the number that each merged node has in its tree, −1 if
@@ -85,7 +79,7 @@ class TensorMerge:
         """
         sizes = [tree.tokens.shape[1] - 1 for tree in trees]
         candidates = self._candidates(trees)
-        count = self._choose(candidates, sizes, drawn, whole_batch)
+        count = self._choose(candidates, sizes, drawn)
         tree, own_numbers = self._assemble(candidates, count, sizes)
         return (replace(tree, draws=self._draws(tree, own_numbers, trees, drawn)) if any(drawn) else tree), own_numbers
 
@@ -109,10 +103,10 @@ class TensorMerge:
         ]
         return Candidates(*joined, same=joined[0], proposed=joined[3])
 
-    def _choose(self, c: Candidates, sizes: Sequence[int], drawn: Sequence[bool], whole_batch: bool) -> int:
+    def _choose(self, c: Candidates, sizes: Sequence[int], drawn: Sequence[bool]) -> int:
         """Reduce ``kept`` to the nodes of the merged tree, one of each path; returns the number of its nodes."""
         total = c.tokens.shape[1]
-        numbers, times = self.numbers[:total], self.times if whole_batch else self.standard_times
+        numbers = self.numbers[:total]
         equal = (c.path[:, :, None] == c.path[:, None]).all(-1)  # [B, M, M]
         c.same = (equal & c.kept[:, None]).int().argmax(-1)
         joint = _joint_acceptance(c, c.kept, c.same)
@@ -120,28 +114,19 @@ class TensorMerge:
             c.kept = c.kept & (c.same == numbers)
             c.acceptance = joint
             c.acceptance[:, 0].fill_(1.0)
-            ranked, order = c.acceptance.sort(dim=-1, descending=True, stable=True)
+            order = c.acceptance.argsort(dim=-1, descending=True, stable=True)
             limit = min(self.budget, total)
-            if self.fixed:
-                counts = numbers[limit - 1 : limit] + 1
-            else:
-                counts = best_node_counts(ranked[:, :limit], times[:limit], whole_batch)
-            c.kept = c.kept & (order.argsort(-1) < counts[:, None])
-            return limit if self.fixed else int(counts.max())
+            c.kept = c.kept & (order.argsort(-1) < limit)
+            return limit
         # All randomly drawn nodes are kept; the others are chosen among themselves, whatever was drawn.
         parts = [self.flags[int(each), :size] for size, each in zip(sizes, drawn, strict=True)]
         is_drawn = torch.cat([self.flags[0, :1], *parts])  # [M]
         others = c.kept & ~is_drawn
         others[:, 0].fill_(False)
         first = (equal & others[:, None]).int().argmax(-1)
-        ranked, order = _joint_acceptance(c, others, first).sort(dim=-1, descending=True, stable=True)
-        reserved = self.random_nodes
-        room = min(max(self.budget - reserved, 0), total)
-        counts = torch.full_like(self.zeros[:1, 0], room)
-        if room and not self.fixed:
-            ranked = torch.cat((torch.full_like(ranked[:, :1], DRAWN_TOKENS), ranked[:, :room]), 1)
-            counts = best_node_counts(ranked, times[reserved - 1 : reserved + room], whole_batch=False) - 1
-        chosen = others & (order.argsort(-1) < counts[:, None]).gather(1, first)  # of every source
+        order = _joint_acceptance(c, others, first).argsort(dim=-1, descending=True, stable=True)
+        room = min(max(self.budget - self.random_nodes, 0), total)
+        chosen = others & (order.argsort(-1) < room).gather(1, first)  # of every source
         c.acceptance = joint.gather(1, c.same)
         c.acceptance[:, 0].fill_(1.0)
         c.kept = (c.kept & is_drawn) | chosen
@@ -150,7 +135,7 @@ class TensorMerge:
         equal = equal & c.kept[:, None]
         c.same = torch.where(equal.any(-1), equal.int().argmax(-1), total)
         c.kept = c.kept & (c.same == numbers)
-        return min(max(self.budget, reserved), total) if self.fixed else int(c.kept.sum(-1).max())
+        return min(max(self.budget, self.random_nodes), total)
 
     def _assemble(self, c: Candidates, count: int, sizes: Sequence[int]) -> tuple[TokenTree, list[Tensor]]:
         """The merged tree of the kept candidates, without draws; and each drafter's own node numbers."""
@@ -182,15 +167,10 @@ class TensorMerge:
             source = source + ((tree_numbers > 0).long() << number)
             first += size
         tree = TokenTree(
-            tokens, parent.int(), depth.int(), self._bitsets(mask), valid, mask, source=source[:, :count],
+            tokens, parent.int(), depth.int(), packed(mask), valid, mask, source=source[:, :count],
             acceptance=acceptance,
         )  # fmt: skip
         return tree, own_numbers
-
-    def _bitsets(self, mask: Tensor) -> Tensor:
-        """``[B, N, N]`` bool → ``[B, N, W]`` int64."""
-        words = mask.split(64, -1)
-        return torch.stack([(word * self.bit[: word.shape[-1]]).sum(-1) for word in words], -1)
 
     def _draws(
         self, tree: TokenTree, own_numbers: Sequence[Tensor], trees: Sequence[TokenTree], drawn: Sequence[bool]

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftsmith.inference.drafters.host_tree import HostTree, HostTreeBuilder, best_nodes
+from draftsmith.inference.drafters.host_tree import HostTree, HostTreeBuilder, kept_nodes
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.costs import STANDARD_COSTS, StepCosts
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.tree import StaticTree, TokenTree
 from draftsmith.inference.verify.verify import Verdict
@@ -69,20 +68,16 @@ class NgramDrafter(Drafter):
         max_match, min_match: tokens of a match; longer ones count as ``max_match``, which the target's context bounds.
         depth: tokens of a continuation.
         branches: maximum number of continuations.
-        costs: if given, eager steps propose only the likeliest nodes, as many as maximise expected tokens / time:
-            the same number in each row, chosen for the whole batch; in sampling mode each row's own number, by
-            standard costs, so that a seed gives the same text in any batch and on any machine.
 
     Raises:
         ValueError: a number is less than 1, or ``min_match`` greater than ``max_match`` or than the target's context.
     """
 
-    static = True
+    static = learns = True
     sources = ("ngram",)
 
     def __init__(
-        self, target: Target, *, max_match: int = 10, min_match: int = 2, depth: int = 10, branches: int = 2,
-        costs: StepCosts | None = None,
+        self, target: Target, *, max_match: int = 10, min_match: int = 2, depth: int = 10, branches: int = 2
     ) -> None:  # fmt: skip
         if not 1 <= min_match <= max_match:
             raise ValueError(f"min_match {min_match}, max_match {max_match}: must be 1 ≤ min_match ≤ max_match")
@@ -93,7 +88,7 @@ class NgramDrafter(Drafter):
         max_match = min(max_match, target.context)
         if depth < 1 or branches < 1:
             raise ValueError(f"depth {depth}, branches {branches}: each must be at least 1")
-        self.device, self.max_match, self.min_match, self.costs = target.device, max_match, min_match, costs
+        self.device, self.max_match, self.min_match = target.device, max_match, min_match
         self.num_nodes, self.max_depth, self.branching = 1 + branches * depth, depth, branches
         # By tokens of the match, earlier tokens of the continuation included.
         lengths = range(max_match + depth)
@@ -115,9 +110,6 @@ class NgramDrafter(Drafter):
         if self.on_host:
             self.text, self.host_counts = self.history.numpy(), self.counts.numpy()  # the same memory
             self.windows = np.lib.stride_tricks.sliding_window_view(self.text, self.max_match, axis=1)  # [B, S + 1, G]
-            if self.costs is not None:
-                self.times = self.costs.table(self.num_nodes, cache.rows)
-                self.standard_times = STANDARD_COSTS.table(self.num_nodes, 1)
             self.builder = HostTreeBuilder(self.device)
             self.root_tree = StaticTree([-1], self.device)
             self.zeros = torch.zeros(cache.rows, 1, dtype=torch.int64, device=self.device)
@@ -154,12 +146,10 @@ class NgramDrafter(Drafter):
         roots, self.lengths = state.root.tolist(), state.length.tolist()
         self.candidates = [self._find(row, root, self.lengths[row]) for row, root in enumerate(roots)]
         trees = [candidates.tree for candidates in self.candidates]
-        if self.costs is not None and any(len(tree.tokens) > 1 for tree in trees):
+        if state.budget is not None and not state.merged and any(len(tree.tokens) > 1 for tree in trees):
             acceptances = [tree.acceptance for tree in trees]
-            if state.settings is None:
-                kept = best_nodes(acceptances, self.times, [length > 0 for length in self.lengths])
-            else:
-                kept = best_nodes(acceptances, self.standard_times, None)
+            state.budget.proposed(0, torch.tensor([row + [0.0] * (self.num_nodes - len(row)) for row in acceptances]))
+            kept = kept_nodes(acceptances, state.budget, self.num_nodes)
             trees = [tree.subtree(nodes) for tree, nodes in zip(trees, kept, strict=True)]
         if all(len(tree.tokens) == 1 for tree in trees):
             return self.root_tree.fill(state.root[:, None], self.zeros, self.ones)

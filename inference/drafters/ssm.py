@@ -178,16 +178,12 @@ def open_drafter(
         raise ValueError(f"{tree}: the tree asks for rank {deepest} of a vocabulary of {outputs}")
     topologies = {part: topology for part, topology in zip(config["parts"], trees, strict=True) if topology.paths}
 
-    def build(target: Target, costs: StepCosts | None, options: dict[str, Any]) -> Mapping[str, Drafter]:
+    def build(target: Target, options: dict[str, Any]) -> Mapping[str, Drafter]:
         remote = options.get("trust_remote_code", False)
         ensemble = load_ensemble(folder, config, weights, target, list(topologies), remote, shortlist)
-        drafters: dict[str, Drafter] = {}
-        for part, topology in topologies.items():
-            draft_cost = None if costs is None or target.spread else ensemble.pass_time(part, target, costs)
-            drafters[part] = ensemble.drafter(part, target, topology, costs=costs, draft_cost=draft_cost)
-        return drafters
+        return {part: ensemble.drafter(part, target, topology) for part, topology in topologies.items()}
 
-    return Part(build, uses_costs=True)
+    return Part(build)
 
 
 def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:

@@ -1,12 +1,18 @@
-"""Cost of a target's step by its number of rows (nodes × batch), measured on this device as the engine runs steps: on a
-GPU they are static, and a graph's replays are timed by events, so that launches do not count as work."""
+"""What a step of the target costs, t(B, S, N) of B rows with S cached tokens each and trees of N nodes, measured on the
+device as the engine runs steps: on a GPU they are static, and a graph's replays are timed by events, so that launches
+do not count as work.
+
+    t(B, S, N) = products(B · N) + (S − 128) · B · (key + key_of_node · N)
+
+The products of a step depend on its number of rows B · N alone; its attention reads the keys and values of each of the
+B · S cached tokens once, and has each of the N nodes attend to them.
+"""
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
@@ -24,18 +30,25 @@ from draftsmith.kernels.measured import gpu_seconds, read_measured, write_measur
 from draftsmith.models.target import Target
 
 FILE = "steps.json"  # in the cache folder
-SECONDS, REMEASURE_SECONDS = 0.9, 4.0  # time limit at first use, and where a command measures again
-SIZES = (1, 8, 4, 2, 16, 32, 64)  # in the order of timing
+SECONDS, REMEASURE_SECONDS = 1.5, 4.0  # time limit at first use, and where a command measures again
+SIZES = (1, 8, 4, 16, 32, 64)  # nodes, in the order of timing
+LONG_SIZES = (1, 16)  # of steps with a long context
 ROUNDS = 100
-REPEATS = 4  # consecutive steps of one size; in the first ones the processor's caches hold other sizes' data
-MIN_ROUNDS = 5  # fewer are not kept
-CONTEXT = 128  # cached tokens
+REPEATS = 2  # consecutive steps of one size; in the first one the processor's caches hold other sizes' data
+MIN_ROUNDS = 3  # fewer are not kept
+CONTEXT, LONG_CONTEXT = 128, 1024  # cached tokens
 
 
 class StepCosts:
-    """Seconds of a step by its number of rows: measured at some, linear between them and beyond the last."""
+    """Seconds of steps: measured at some numbers of rows, linear between them and beyond the last.
 
-    def __init__(self, seconds: Mapping[int, float]) -> None:
+    Args:
+        seconds: of a step with 128 cached tokens, by its number of rows (B · N).
+        per_key: of each further cached token of each row of the batch.
+        per_key_and_node: of each further cached token and node.
+    """
+
+    def __init__(self, seconds: Mapping[int, float], per_key: float = 0.0, per_key_and_node: float = 0.0) -> None:
         rows, times = zip(*sorted(seconds.items()), strict=True)
         # If a larger step was measured to be cheaper, the smaller one's measurement was disturbed: take the larger's.
         points = list(zip(rows, list(itertools.accumulate(reversed(times), min))[::-1], strict=True))
@@ -43,43 +56,24 @@ class StepCosts:
             points.append((points[0][0] + 10, 2 * points[0][1]))
         self.plain_seconds = points[0][1]
         self.points = [(rows, each / self.plain_seconds) for rows, each in points]
+        self.per_key, self.per_key_and_node = per_key, per_key_and_node
 
     def relative(self, rows: int) -> float:
-        """Time of a step with ``rows`` rows, in plain steps."""
+        """Time of a step with ``rows`` rows and 128 cached tokens, in plain steps."""
         pairs = list(itertools.pairwise(self.points))
         (low, cost), (high, next_cost) = next((pair for pair in pairs if rows <= pair[1][0]), pairs[-1])
         return cost + (next_cost - cost) * (rows - low) / (high - low)
 
-    def seconds(self, batch: int) -> float:
-        """Seconds of a plain step of a batch."""
-        return self.plain_seconds * self.relative(batch)
+    def seconds(self, batch: int, cached: float, nodes: int) -> float:
+        """t(B, S, N)."""
+        attention = (cached - CONTEXT) * batch * (self.per_key + self.per_key_and_node * nodes)
+        return max(0.0, self.plain_seconds * self.relative(batch * nodes) + attention)
 
-    def table(self, nodes: int, batch: int) -> list[float]:
-        """Times of steps with trees of 1 … ``nodes`` nodes, in plain steps of the batch."""
-        plain = self.relative(batch)
-        return [self.relative(count * batch) / plain for count in range(1, nodes + 1)]
-
-
-# Used in sampling, where the proposed nodes decide which random numbers are used, so that a seed gives the same text on
-# every machine. About the costs of a model of 135 M parameters on a CPU (benchmarks/log/2026-11-22.md); 64 rows are
-# extrapolated.
-STANDARD_COSTS = StepCosts({1: 1.0, 2: 1.4, 4: 1.45, 8: 1.6, 16: 2.0, 32: 3.0, 64: 5.0})
-
-
-def best_node_counts(acceptance: Tensor, times: Tensor, whole_batch: bool) -> Tensor:
-    """Number of nodes per row that maximises expected tokens / time.
-
-    Args:
-        acceptance: ``[B, n]`` acceptance probabilities, in descending order, the root's 1 first.
-        times: ``[n]`` time of a step with 1 … n nodes.
-        whole_batch: choose one number for all rows, from the sum of their expected tokens; else each row's own number,
-            which does not depend on the others.
-
-    Returns:
-        ``[B or 1]`` int64, at least 1.
-    """
-    expected = acceptance.sum(0, keepdim=True) if whole_batch else acceptance
-    return (expected.cumsum(-1) / times).argmax(-1) + 1
+    def scaled(self, factors: Sequence[float]) -> "StepCosts":
+        """Costs whose measured points are multiplied, each by its own factor."""
+        times = zip(self.points, factors, strict=True)
+        seconds = {rows: cost * self.plain_seconds * factor for (rows, cost), factor in times}
+        return StepCosts(seconds, self.per_key, self.per_key_and_node)
 
 
 class _Chain(Drafter):
@@ -108,37 +102,51 @@ def step_costs(target: Target, lean: bool | None = None, remeasure: bool = False
     decoder = "transformers" if isinstance(found, str) else "lean" if found.native is None else "lean, cpu.cpp"
     key = f"{target.fingerprint}, {target.dtype}, {target.device}, {decoder}"
     known = read_measured(FILE).get(key)
-    if target.fingerprint and known and isinstance(known, dict) and not remeasure:
-        return StepCosts({int(rows): float(seconds) for rows, seconds in known.items()})
-    seconds, rounds = _measure(target, lean, REMEASURE_SECONDS if remeasure else SECONDS)
+    if target.fingerprint and isinstance(known, dict) and "rows" in known and not remeasure:
+        seconds = {int(rows): float(each) for rows, each in known["rows"].items()}
+        return StepCosts(seconds, float(known["per_key"]), float(known["per_key_and_node"]))
+    costs, rounds = _measure(target, lean, REMEASURE_SECONDS if remeasure else SECONDS)
     if target.fingerprint and rounds >= MIN_ROUNDS:
-        write_measured(FILE, {key: seconds})
-    return StepCosts(seconds)
+        rows = {number: cost * costs.plain_seconds for number, cost in costs.points}
+        per_key = {"per_key": costs.per_key, "per_key_and_node": costs.per_key_and_node}
+        write_measured(FILE, {key: {"rows": rows, **per_key}})
+    return costs
 
 
 @torch.inference_mode()
-def _measure(target: Target, lean: bool | None, budget: float) -> tuple[dict[int, float], int]:
-    """Minimum seconds of a step by rows (other work only adds to a step's time), and the number of rounds."""
+def _measure(target: Target, lean: bool | None, budget: float) -> tuple[StepCosts, int]:
+    """Costs from the shortest steps of each shape (other work only adds to a step's time), and the number of rounds."""
     context = min(CONTEXT, target.context // 2)
-    sizes = [size for size in SIZES if context + 2 * size < target.context] or [1]
-    steps: dict[int, Step] = {}
-    fastest: dict[int, float] = {}
+    long_context = min(LONG_CONTEXT, target.context // 2)
+    shapes = [(context, size) for size in SIZES if context + 2 * size < target.context] or [(context, 1)]
+    if long_context >= 4 * context:
+        shapes += [(long_context, size) for size in LONG_SIZES]
+    steps: dict[tuple[int, int], Step] = {}
+    fastest: dict[tuple[int, int], float] = {}
     deadline, timed = 0.0, 0
     with engine_attention([target]):
-        for _, size in itertools.product(range(ROUNDS), sizes):
+        for _, shape in itertools.product(range(ROUNDS), shapes):
             if deadline and time.perf_counter() > deadline:
                 break
-            if size not in steps:
+            cached, size = shape
+            if shape not in steps:
                 drafter = _Chain(size, target.device)
-                capacity, static = capacity_for(context, drafter), static_by_default(target)
-                steps[size] = Step(target, drafter, "greedy", 1, capacity, static=static, lean=lean)
-                steps[size].active.fill_(True)
-                _time(steps[size], context)  # the first step allocates, tunes and captures
-            seconds = min(_time(steps[size], context) for _ in range(REPEATS))
-            fastest[size] = min(seconds, fastest.get(size, seconds))
+                capacity, static = capacity_for(cached, drafter), static_by_default(target)
+                steps[shape] = Step(target, drafter, "greedy", 1, capacity, static=static, lean=lean)
+                steps[shape].active.fill_(True)
+                _time(steps[shape], cached)  # the first step allocates, tunes and captures
+            seconds = min(_time(steps[shape], cached) for _ in range(REPEATS))
+            fastest[shape] = min(seconds, fastest.get(shape, seconds))
             timed += 1
             deadline = deadline or time.perf_counter() + budget
-    return fastest, timed // len(sizes)
+    at_rows = {size: seconds for (cached, size), seconds in fastest.items() if cached == context}
+    few, many = LONG_SIZES
+    one, more = (fastest.get((long_context, size), 0.0) - at_rows.get(size, 0.0) for size in LONG_SIZES)
+    tokens, per_key, per_key_and_node = long_context - context, 0.0, 0.0
+    if len(fastest) == len(shapes) and long_context >= 4 * context:
+        per_key_and_node = max(0.0, (more - one) / (many - few) / tokens)
+        per_key = max(0.0, one / tokens - few * per_key_and_node)
+    return StepCosts(at_rows, per_key, per_key_and_node), timed // len(shapes)
 
 
 def _time(step: Step, context: int) -> float:

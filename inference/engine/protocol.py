@@ -3,9 +3,9 @@
 Shape letters: B rows of the batch, b rows that begin, T prompt tokens, N nodes, d hidden width, F features per token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from draftsmith.inference.verify.tree import StaticTree, TokenTree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import Plans
 from draftsmith.models.target import Target
+
+if TYPE_CHECKING:
+    from draftsmith.inference.engine.budget import Budget
+    from draftsmith.inference.engine.costs import StepCosts
 
 
 @dataclass
@@ -29,10 +33,12 @@ class State:
     settings: sampling parameters by row, for a drafter that draws at random (multi-step sampling); None otherwise.
     step: ``[B]`` int64, number of steps of each row's text so far; with the seed it selects the random numbers.
     stream: number of the drafter's random stream, at least 1 (the verifier's is 0).
-    nodes: of the tree to propose in this step, a key of the drafter's ``tree_sizes()``; 0 for all nodes.
-    weighs: whether the tree's ``acceptance`` is read, as a merge does; else a drafter may leave it out.
+    weighs: whether the tree's ``acceptance`` is read; else a drafter may leave it out.
     plans: of the attention kernel for this step, whose forward passes have prefixes of at most ``length``.
     noise: of coupled sampling, under which a drafter proposes its best tokens; None in other modes.
+    budget: what decides how many nodes an eager step drafts; None: all.
+    source: the drafter's number in it.
+    merged: another drafter merges the tree with others.
     """
 
     root: Tensor
@@ -42,24 +48,12 @@ class State:
     settings: Settings | None
     step: Tensor
     stream: int = 1
-    nodes: int = 0
     weighs: bool = True
     plans: Plans | None = None
     noise: Noise | None = None
-
-
-@dataclass(frozen=True)
-class DraftEstimate:
-    """Expected cost and gain of a drafter whose trees always have the same shape.
-
-    time: of drafting, in plain steps of the target.
-    nodes: of its tree, root included.
-    tokens: that a step with this tree alone is expected to commit.
-    """
-
-    time: float
-    nodes: int
-    tokens: float
+    budget: "Budget | None" = None
+    source: int = 0
+    merged: bool = False
 
 
 class Drafter(Protocol):
@@ -73,10 +67,11 @@ class Drafter(Protocol):
     captures: layers of the target whose input it also reads; F = d · (1 + number of layers).
     models: other causal LMs that it runs; the engine installs its attention in them.
     random: in multi-step sampling its nodes are drawn at random, and its trees carry ``draws`` with distributions.
-    estimate: expected cost and gain, if known before drafting; a merge runs it only where that raises the
-        expected speed.
     sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``.
-    one_size: steps do not choose among ``tree_sizes()``: all have all nodes.
+    learns, source_learns: whether it, or each of its sources if it merges several, corrects the acceptance
+        probabilities of its nodes by what comes true in a text itself.
+    costs: of the target's steps, by which eager steps keep the nodes that pay; None: all nodes.
+    one_size: static steps have all nodes, too.
     """
 
     num_nodes: int
@@ -87,7 +82,9 @@ class Drafter(Protocol):
     models: Sequence[Target] = ()
     sources: Sequence[str] = ()
     random: bool = False
-    estimate: DraftEstimate | None = None
+    learns: bool = False
+    source_learns: Sequence[bool] = ()
+    costs: "StepCosts | None" = None
     one_size: bool = False
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
@@ -100,16 +97,6 @@ class Drafter(Protocol):
                 ``StaticTree`` that it fills has to be made for this depth.
             static: as described for the class.
         """
-
-    def proposed_nodes(self, sampled: bool) -> int:
-        """Number of nodes of its trees, root included, in multi-step sampling (``sampled``) or the other modes: those
-        chosen by step costs where it chooses, else the upper bound."""
-        return self.num_nodes
-
-    def tree_sizes(self) -> Mapping[int, Sequence[float]]:
-        """Node counts, ascending, of the trees among which a static step may choose by ``state.nodes``; with the sums
-        of their nodes' estimated acceptance probabilities by depth. Called after ``allocate``; empty: all nodes."""
-        return {}
 
     def buffers(self) -> Sequence[Tensor]:
         """Tensors that a step changes and the next one reads, except K/V beyond a row's length.
@@ -133,6 +120,10 @@ class Drafter(Protocol):
         """
 
     def propose(self, state: State) -> TokenTree: ...
+
+    def skip(self, state: State) -> None:
+        """Instead of ``propose``, in a step with the root alone: keep up with the text. ``absorb`` follows."""
+        self.propose(state)
 
     @property
     def absorbs(self) -> bool:

@@ -18,18 +18,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from draftsmith.inference.engine.budget import Budget, Sizes
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner, joined_features
-from draftsmith.inference.engine.sizes import TreeSizes
 from draftsmith.inference.verify.sampling import Noise, Sampling
-from draftsmith.inference.verify.tree import TokenTree
+from draftsmith.inference.verify.tree import StaticTree, TokenTree, likeliest
 from draftsmith.inference.verify.verify import MODES, Mode, Verdict, Verifier
 from draftsmith.kernels.accept_greedy import accept_greedy, advance
 from draftsmith.kernels.head_topk import head_argmax
@@ -40,6 +41,8 @@ from draftsmith.models.lean import NO_KERNELS
 from draftsmith.models.target import Target
 
 PREFILL_CHUNK = 512
+SIZES = (1, 8, 16, 32)  # nodes of the trees among which static steps choose, beside the whole tree
+_UNIT = 1 << 20  # of expected tokens, in ``committed``
 WRITE_LOGITS = "DRAFTSMITH_WRITE_LOGITS"  # environment variable, for benchmarks: if it is set, greedy steps do, too
 PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 
@@ -137,29 +140,46 @@ class Step:
         )  # fmt: skip
         # By row: the number of tokens the step commits (−1: the target's logits are not finite), D drafted tokens (the
         # accepted path first), the bonus token. If the drafter names its sources, also: the source bits of each of the
-        # D tokens, the number of drafted nodes, and how many of them each source proposed.
+        # D tokens, the number of drafted nodes, and how many of them each source proposed. If steps choose their size,
+        # at last the expected tokens of each size, in units of 1 / _UNIT.
         self.num_sources = len(drafter.sources)
-        columns = drafter.max_depth + 2 + (drafter.max_depth + 1 + self.num_sources if self.num_sources else 0)
-        self.committed = torch.zeros(rows, columns, dtype=torch.int64, device=device)
-        self.counts_and_tokens = self.committed[:, : drafter.max_depth + 2]
-        self.tokens, self.by_source = self.counts_and_tokens[:, 1:], self.committed[:, drafter.max_depth + 2 :]
+        depth = drafter.max_depth
+        ends = [depth + 2, depth + 2 + (depth + 1 + self.num_sources if self.num_sources else 0)]
+        # A text of multi-step sampling depends on the trees' sizes through its random numbers, one of typical
+        # acceptance directly: they have one size, so that a seed gives one text. Compiled steps, too: each would be
+        # compiled.
+        chooses = mode in ("greedy", "sample") and not compiled and not drafter.one_size and drafter.num_nodes > 1
+        self.sizes: Sizes | None = None
+        if chooses and static:
+            self.sizes = Sizes([*(size for size in SIZES if size < drafter.num_nodes), drafter.num_nodes])
+        self.committed = torch.zeros(
+            rows, ends[1] + (len(self.sizes.counts) if self.sizes else 0), dtype=torch.int64, device=device
+        )
+        self.counts_and_tokens = self.committed[:, : ends[0]]
+        self.tokens, self.by_source = self.counts_and_tokens[:, 1:], self.committed[:, ends[0] : ends[1]]
+        self.expected = self.committed[:, ends[1] :]
         self.source_bits = torch.arange(self.num_sources, device=device)
+        if self.sizes:
+            self.last_of_size = torch.tensor([size - 1 for size in self.sizes.counts], device=device)
+            self.state.weighs = True
+        self.budget: Budget | None = None
+        if chooses and not static and drafter.costs is not None:
+            learns = drafter.source_learns or [drafter.learns]
+            self.budget = Budget(drafter.costs, rows, learns, drafter.max_depth, drafter.num_nodes)
+            self.state.budget, self.state.weighs = self.budget, True
+        self.root_tree = StaticTree([-1], device)
+        self.zeros, self.ones = (torch.full((rows, 1), value, device=device) for value in (0, 1.0))
         drafter.allocate(self.cache, drafter.max_depth, static)
         _STEP_OF[drafter] = weakref.ref(self)
         self.depths = torch.arange(drafter.max_depth + 1, device=device)
         graph = static and device.type == "cuda" and drafter.static
         self.eager = "" if graph else "eager"  # for `execution`; empty if steps run in a CUDA graph
         self.nodes = 0  # of the trees of the step last launched
+        self.size = 0  # of the next static step, one of the sizes; 0 for whole trees
         # By the verifier's key and the size of the tree, with the number of its nodes. Graphs share their memory: one
         # is replayed at a time, and what is read afterwards is not part of it.
         self._graphs: dict[tuple[tuple[bool, ...], int], tuple[torch.cuda.CUDAGraph, int]] = {}
         self._graph_memory: Any = None
-        # A text of multi-step sampling depends on the trees' sizes through its random numbers, one of typical
-        # acceptance directly: they have one size, so that a seed gives one text. Compiled steps, too: each would be
-        # compiled.
-        choose = static and mode in ("greedy", "sample") and not compiled and not drafter.one_size
-        by_size = drafter.tree_sizes() if choose else {}
-        self.sizes = TreeSizes(by_size) if len(by_size) > 1 else None
         if device.type == "cuda":
             self._host = [torch.empty(self.committed.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
 
@@ -191,6 +211,8 @@ class Step:
         device, cache = self.target.device, self.cache
         self.verifier.begin(rows, prompts, samplings)
         self.drafter.begin(rows)
+        if self.budget:
+            self.budget.begin(rows)
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         longest = max(map(len, prompts))
         padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
@@ -229,11 +251,12 @@ class Step:
 
     def run(self, clock: Clock | None = None) -> None:
         """Advance all rows by one step, and write what it commits to ``committed``."""
-        cache, state = self.cache, self.state
+        cache, state, budget = self.cache, self.state, self.budget
         state.plans = Plans(cache.lengths)
-        tree = self.drafter.propose(state)
+        tree, chosen, cached = self._propose()
         if clock:
             clock.lap("draft")
+        began = time.perf_counter()
         count = self.nodes = tree.tokens.shape[1]
         mask, by_argmax = tree.mask, self.mode in ("greedy", "sample")
         takes_bitsets = self.runner.kernel and by_argmax and not self.verifier.penalises
@@ -258,12 +281,64 @@ class Step:
         if self.drafter.max_depth and (self.static or bool((verdict.path != self.depths).any())):
             cache.commit(verdict.path, verdict.length)
         features = joined_features(hidden, captured)
+        if chosen is not None:  # the path in the drafter's own numbers
+            numbers = chosen.gather(1, verdict.path.clamp(max=count - 1))
+            verdict = replace(verdict, own_path=torch.where(self.depths <= verdict.length[:, None], numbers, -1))
         self.drafter.absorb(state, verdict, tree, features)
+        if budget and count > 1 and tree.acceptance is not None:
+            parts = tree.parent, tree.acceptance, tree.source if len(budget.learns) > 1 else None
+            parents, acceptance, sources = (None if p is None else p.expand(self.rows, -1).tolist() for p in parts)
+            assert parents is not None and acceptance is not None
+            budget.learn(verdict.path.tolist(), verdict.length.tolist(), parents, acceptance, sources)
         advance(
             cache.lengths, state.root, state.feature, features, verdict.node, verdict.bonus, verdict.length, self.active
         )
+        if budget and self.target.device.type == "cpu":
+            budget.ran(count, cached, time.perf_counter() - began)
         if clock:
             clock.lap("commit")
+
+    def _propose(self) -> tuple[TokenTree, Tensor | None, float]:
+        """The tree to verify; ``[B, N]`` the numbers of its nodes in the drafter's tree, if some of that are left out;
+        and the mean number of cached tokens, which only a budget needs."""
+        drafter, state, budget = self.drafter, self.state, self.budget
+        if budget is None:
+            if self.size == 1:
+                drafter.skip(state)
+                return self._root_alone(), None, 0.0
+            tree = drafter.propose(state)
+            if self.sizes is None or tree.acceptance is None:
+                return tree, None, 0.0
+            self._write_expected(tree.acceptance)
+            if 0 < self.size < tree.tokens.shape[1]:
+                return *likeliest(tree, tree.acceptance, self.size), 0.0
+            return tree, None, 0.0
+        lengths = self.cache.lengths.tolist()
+        cached, several = sum(lengths) / self.rows, len(drafter.sources) > 1  # of which a merge asks each
+        budget.start(lengths, self.active.tolist())
+        if not several and not budget.asks(0):
+            drafter.skip(state)
+            return self._root_alone(), None, cached
+        tree = drafter.propose(state)
+        acceptance = tree.acceptance
+        if acceptance is None or budget.kept:
+            return tree, None, cached
+        if not several:
+            acceptance = budget.corrected(0, acceptance, tree.depth)
+            budget.proposed(0, acceptance)
+        kept = budget.keep(acceptance)
+        if kept >= tree.tokens.shape[1]:
+            return replace(tree, acceptance=acceptance), None, cached
+        return *likeliest(tree, acceptance, kept), cached
+
+    def _root_alone(self) -> TokenTree:
+        return self.root_tree.fill(self.state.root[:, None], self.zeros if self.num_sources else None, self.ones)
+
+    def _write_expected(self, acceptance: Tensor) -> None:
+        """Write the expected tokens of each size to ``committed``, of the estimates ``[B, N]``."""
+        totals = acceptance.sort(1, descending=True).values.cumsum(1)
+        at = self.last_of_size.clamp(max=totals.shape[1] - 1)
+        self.expected.copy_((totals.index_select(1, at) * _UNIT).long())
 
     def _likeliest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The target's highest logit after each node and its token ``[B, N]``, without the logits where a kernel knows
@@ -308,7 +383,7 @@ class Step:
         cuda, sizes = self.target.device.type == "cuda", None if clock else self.sizes
         if cuda and self.eager:
             sizes = None
-        size = self.state.nodes = 0 if sizes is None else sizes.choose()
+        size = self.size = 0 if sizes is None else sizes.choose()
         began = time.perf_counter()
         events: list[torch.cuda.Event] = []
         if clock:
@@ -318,8 +393,7 @@ class Step:
         if not cuda:
             committed = self.committed.tolist()
             if sizes is not None:
-                sizes.timed(size, time.perf_counter() - began)
-                sizes.committed(size, [row[0] for row in committed])
+                self._chosen(sizes, size, time.perf_counter() - began, committed)
             return lambda: committed
         self._host.reverse()
         host, done = self._host[0], torch.cuda.Event()
@@ -330,11 +404,17 @@ class Step:
             done.synchronize()
             committed = host.tolist()
             if sizes is not None and events:
-                sizes.timed(size, events[0].elapsed_time(events[1]) / 1e3)
-                sizes.committed(size, [row[0] for row in committed])
+                self._chosen(sizes, size, events[0].elapsed_time(events[1]) / 1e3, committed)
             return committed
 
         return read
+
+    def _chosen(self, sizes: Sizes, size: int, seconds: float, committed: Sequence[Sequence[int]]) -> None:
+        """Record the time of a step of a chosen size, and what it committed."""
+        sizes.timed(size, seconds)
+        columns = len(sizes.counts)
+        expected = [[units / _UNIT for units in row[-columns:]] for row in committed]
+        sizes.committed(size, [row[0] for row in committed], expected)
 
     def buffers(self) -> list[Tensor]:
         """Tensors that a step changes and the next one reads, except K/V beyond a row's length; the lengths first."""
@@ -345,7 +425,7 @@ class Step:
     def advance(self) -> list[torch.cuda.Event]:
         """Run a step, or replay its graph, which is captured first where there is none; the events before and after a
         graph, if the step may have another size."""
-        key = self.verifier.graph_key, self.state.nodes
+        key = self.verifier.graph_key, self.size
         if self.eager or (key not in self._graphs and not self._capture()):
             self.run()
             return []
@@ -362,10 +442,10 @@ class Step:
         """Run three steps on the present state, so that later ones neither compile nor measure anything. Before the
         first graph also a step of each size, the smallest first, since products are measured in the order of their
         first use. The lengths stay, other ``buffers()`` change."""
-        lengths, size = self.cache.lengths.clone(), self.state.nodes
-        others = [] if self.sizes is None or self._graphs else [*self.sizes.by_depth]
+        lengths, size = self.cache.lengths.clone(), self.size
+        others = [] if self.sizes is None or self._graphs else self.sizes.counts
         for nodes in (*others, size, size, size):
-            self.state.nodes = nodes
+            self.size = nodes
             self.run()
             self.cache.lengths.copy_(lengths)  # rows must not outgrow the cache
 
@@ -410,5 +490,5 @@ class Step:
             buffer.copy_(before)
         torch.cuda.synchronize()  # an error of the device shows here, not in a later step
         if captured:
-            self._graphs[self.verifier.graph_key, self.state.nodes] = graph, self.nodes
+            self._graphs[self.verifier.graph_key, self.size] = graph, self.nodes
         return captured

@@ -425,7 +425,7 @@ def evaluate(
                     seeded = with_own_seeds(sampling, prompts) if mode == "sample" else None
                     lossless = check_texts(target, prompts, ours, plain_texts, advance, decoder.bitwise, seeded)
         bases = {base: timed[base] for base in compared}
-        nodes = decoder.drafter.proposed_nodes(by_distribution)
+        nodes = decoder.drafter.num_nodes
         figures = _figures(results, decoder.drafter, timed[name], bases)
         accepted = [length for n in timed_prompts for length in results[n].accepted]
         reports.append(

@@ -17,6 +17,7 @@ from draftsmith.common.files import parse_json, read_text
 from draftsmith.kernels.tree_attention import ancestor_mask
 
 Ranks = tuple[int, ...]
+MAX_PARTS = 256  # of a tree of fixed shape, kept
 MAX_NODES = 4096  # of a tree file: every node is a row of the target's logits
 _MAX_TEXT = 1 << 20  # characters of nested tuples; Python's parser needs a hundred times as much memory
 
@@ -59,7 +60,7 @@ class TokenTree:
     source: ``[B, N]`` int64, a bit for each of the drafter's ``sources`` that proposed the node; 0 at the root and at
         padding.
     acceptance: ``[B, N]`` float32, estimated probability that the node and all its ancestors are accepted: 1 at the
-        root, no more than the parent's elsewhere. Used only to choose the nodes of merged and cost-limited trees.
+        root, no more than the parent's elsewhere. Used only to choose the nodes that are verified.
     """
 
     tokens: Tensor
@@ -174,6 +175,19 @@ class StaticTree:
         self.mask = ancestor_mask(self.ancestors, len(parent))
         max_children = max((parent.count(node) for node in range(len(parent))), default=0)
         self.draws = one_hot_draws(self.parent, self.valid, max_children)
+        self.parts: dict[tuple[int, ...], StaticTree] = {}
+
+    def part(self, nodes: Sequence[int]) -> "StaticTree":
+        """The tree of some of its nodes, ascending, parents included; the latest ones are kept."""
+        key = tuple(nodes)
+        if key not in self.parts:
+            if len(self.parts) >= MAX_PARTS:
+                self.parts.clear()
+            number = {node: place for place, node in enumerate(nodes)}
+            above = self.parent[0].tolist()
+            parents = [number.get(above[node], -1) for node in nodes]
+            self.parts[key] = StaticTree(parents, self.parent.device)
+        return self.parts[key]
 
     def fill(self, tokens: Tensor, source: Tensor | None = None, acceptance: Tensor | None = None) -> TokenTree:
         """The tree with these tokens, sources and acceptance probabilities, each ``[B, N]``; the rest are views."""
@@ -185,6 +199,41 @@ class StaticTree:
             parts = [part.expand(rows, *part.shape[1:]) for part in parts]
         parent, depth, ancestors, valid, mask = parts
         return TokenTree(tokens, parent, depth, ancestors, valid, mask, draws, self, source, acceptance)
+
+
+def likeliest(tree: TokenTree, acceptance: Tensor, count: int) -> tuple[TokenTree, Tensor]:
+    """The tree of each row's ``count`` likeliest nodes.
+
+    Args:
+        tree: deterministic.
+        acceptance: ``[B, N]``, no more than the parent's; of equal ones the lower number counts more, so that a node is
+            never without its parent.
+
+    Returns:
+        The tree, with these probabilities; ``[B, count]`` int64, the number in ``tree`` of each of its nodes.
+    """
+    order = acceptance.argsort(dim=1, descending=True, stable=True)[:, :count].sort(1).values
+    order = order.expand(len(tree.tokens), -1)
+    tokens, acceptance = tree.tokens.gather(1, order), acceptance.expand(len(order), -1).gather(1, order)
+    source = None if tree.source is None else tree.source.gather(1, order)
+    on_host = tree.static is not None and tokens.device.type == "cpu"
+    if on_host and (len(order) == 1 or bool((order == order[:1]).all())):
+        assert tree.static is not None
+        return tree.static.part(order[0].tolist()).fill(tokens, source, acceptance), order
+    depth, valid = tree.depth.gather(1, order), tree.valid.gather(1, order)
+    above = tree.parent.gather(1, order).long().clamp(min=0)
+    parent = torch.where(valid, torch.searchsorted(order, above), 0).int()
+    parent[:, 0].fill_(-1)
+    mask = ancestor_mask(tree.ancestors, tree.tokens.shape[1]) if tree.mask is None else tree.mask
+    rows, columns = order[:, :, None].expand(-1, -1, mask.shape[2]), order[:, None].expand(-1, count, -1)
+    mask = mask.gather(1, rows).gather(2, columns)
+    return TokenTree(tokens, parent, depth, packed(mask), valid, mask, source=source, acceptance=acceptance), order
+
+
+def packed(mask: Tensor) -> Tensor:
+    """Bitsets ``[B, N, W]`` int64 of ``[B, N, M]`` bool."""
+    bits = torch.ones(1, dtype=torch.int64, device=mask.device) << torch.arange(64, device=mask.device)
+    return torch.stack([(word * bits[: word.shape[-1]]).sum(-1) for word in mask.split(64, -1)], -1)
 
 
 def read_tree(path: Path) -> Topology:

@@ -1,0 +1,377 @@
+"""How many nodes a step drafts: the one place where they are chosen, for every drafter, alone and merged, in greedy
+decoding and in coupled sampling. Drafters propose candidates with estimated acceptance probabilities, and trim nothing.
+
+    speed(n) = (tokens that a step with the n likeliest candidates is expected to commit) / (drafting + t(B, S, n))
+
+:class:`Budget` answers for eager steps: whether to ask a drafter at all, whether another level pays, how many nodes to
+keep. :class:`Sizes` chooses among the node counts of static steps, each a graph, before a step is launched.
+
+Whatever is measured can change, and heals: times are the shortest of the latest ones, and a drafter that did not pay
+is asked again after :data:`RETRY` steps. Estimated acceptance is corrected by what came true in the row's own text, by
+drafter and depth: for the nodes that the text reached, Σ accepted / Σ estimated. A text does not depend on any of it:
+in both modes it is that of plain decoding.
+
+Shape letters: B rows, S cached tokens, M candidates (root included), N nodes kept, D depth of the deepest node.
+"""
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from draftsmith.inference.engine.costs import StepCosts
+
+LATEST = 32  # times of a shape, of which the shortest counts
+FEWEST, STEPS = 3, 8  # times before they count, and those of steps before they correct the costs
+REVIEW, REVIEWS = 32, 4  # steps between corrections of the step costs; of these, how long an unused size's times count
+RETRY = 32  # steps after which a drafter that was not asked is asked again
+UNKNOWN = 0.05  # assumed time of a drafter's pass before one was timed, in plain steps
+CHEAP = 0.01  # a drafter that takes less, in plain steps, is always asked
+MARGIN = 1.01  # least gain in speed for which a drafter is asked
+RATE = 0.1  # of moving averages, per step
+PRIOR, DECAY = 4.0, 0.97  # of an estimate, in tokens beside what came true in the text; of the latter, per step
+FACTORS = (0.05, 2.0)  # bounds of a correction
+
+
+@dataclass
+class _Times:
+    """The shortest of the latest times of something."""
+
+    fewest: int = FEWEST
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+    unused: int = 0  # reviews since the last one
+
+    def add(self, seconds: float) -> None:
+        self.latest.append(seconds)
+        self.unused = 0
+
+    def review(self) -> None:
+        """Forget times that are old: a size that was slow for a while is then tried again."""
+        self.unused += 1
+        if self.unused > REVIEWS:
+            self.latest.clear()
+
+    @property
+    def shortest(self) -> float | None:
+        return min(self.latest) if len(self.latest) >= self.fewest else None
+
+
+@dataclass
+class _Source:
+    """What is known of a drafter.
+
+    passes: times of its passes by level.
+    gain, nodes, levels: moving averages over the steps in which it was asked: expected further tokens of a row, nodes
+        that this takes, and passes.
+    """
+
+    passes: list[_Times]
+    gain: float = 0.0
+    nodes: float = 1.0
+    levels: float = 1.0
+    asked: int = 0
+    waited: int = 0
+
+
+class Budget:
+    """The choices of eager steps.
+
+    Args:
+        costs: of the target's steps.
+        rows: B.
+        learns: of each source, whether it corrects its estimates itself.
+        max_depth: D of any tree.
+        limit: nodes of a tree, at most.
+    """
+
+    def __init__(self, costs: "StepCosts", rows: int, learns: Sequence[bool], max_depth: int, limit: int) -> None:
+        self.costs, self.rows, self.limit, self.learns = costs, rows, limit, learns
+        self.sources = [_Source([_Times() for _ in range(max_depth + 1)]) for _ in learns]
+        self.factors = torch.ones(len(learns), rows, max_depth + 1)  # of acceptance probabilities, by depth
+        self.corrected_sources = [False] * len(learns)
+        # By source, row and depth: what came true, and what was estimated; of all texts so far in the last row.
+        self.came_true, self.estimated = (
+            [[[0.0] * (max_depth + 1) for _ in range(rows + 1)] for _ in learns] for _ in range(2)
+        )
+        self.step_times = [_Times(STEPS) for _ in costs.points]  # over t(B, S, N), by the nearest measured rows
+        self.steps, self.table, self.shape = 0, list[float](), (0, 0)
+        self.present = costs
+        self.level = 0
+
+    def begin(self, rows: slice) -> None:
+        """New texts begin in these rows."""
+        for source, learns in enumerate(self.learns):
+            for row in range(rows.start, rows.stop):
+                for counts in (self.came_true, self.estimated):
+                    counts[source][row] = [0.0] * len(counts[source][row])
+                if not learns:
+                    self._correct(source, row)
+
+    def start(self, lengths: Sequence[int], active: Sequence[bool]) -> None:
+        """A step begins.
+
+        Args:
+            lengths: cached tokens of each row, 0 where there is no text.
+            active: whether each row has a text.
+        """
+        self.active, self.weights = active, None if all(active) else torch.tensor(active)[:, None].float()
+        self.tokens = self.roots = float(sum(active))  # expected of all rows
+        self.nodes, self.drafting, self.kept = 1, 0.0, False
+        if self.steps % REVIEW == 0:
+            self._review()
+        self.steps += 1
+        cached = sum(lengths) / self.rows
+        shape = (self.steps // REVIEW, int(cached) // 64)
+        if shape != self.shape:
+            self.shape = shape
+            self.table = [self.present.seconds(self.rows, cached, nodes) for nodes in range(1, self.limit + 1)]
+            self.table = [max(each, 1e-9) for each in itertools.accumulate(self.table, max)]
+
+    def order(self) -> list[int]:
+        """The drafters of a merge, the cheapest first."""
+        return sorted(range(len(self.sources)), key=self._cost)
+
+    def asks(self, number: int) -> bool:
+        """Whether a drafter is asked in this step, after those asked before."""
+        source = self.sources[number]
+        step, cost = self._step_seconds(self.nodes + source.nodes), self._cost(number)
+        asked = source.asked < FEWEST or source.waited >= RETRY or cost < CHEAP * self.table[0]
+        if not asked:
+            new = (self.tokens + source.gain * self.roots) / (self.drafting + cost + step)
+            asked = new > MARGIN * self.tokens / (self.drafting + self._step_seconds(self.nodes))
+        if not asked:
+            source.waited += 1
+            return False
+        source.asked, source.waited = source.asked + 1, 0
+        self.level, self.ended, self.levels = 0, False, [self.roots]
+        self.mark = time.perf_counter()
+        return True
+
+    def another_level(self, number: int, acceptance: Tensor, depth: Tensor) -> bool:
+        """Whether a drafter that is asked drafts another level.
+
+        Args:
+            acceptance: ``[B, M]`` of all candidates so far, the root included.
+            depth: ``[1 or B, M]`` of them.
+        """
+        self._passed(number)
+        totals = self._totals(self.corrected(number, acceptance, depth))
+        drafting = self.drafting + self._passes(number, self.level)
+        speed, count = self._best(totals, drafting)
+        self.levels.append(max(totals[count - 1], self.levels[-1]))
+        before, last = self.levels[-2:]
+        gain = last - before
+        ratio = min(1.0, gain / max(before - (self.levels[-3] if self.level > 1 else 0.0), 1e-9))
+        reached, pays = self.tokens - self.roots + last, False
+        for further in range(1, len(self.sources[number].passes) - self.level):
+            gain *= ratio
+            reached += gain
+            passes = self._passes(number, self.level + further)
+            if reached / (self.drafting + passes + self._step_seconds(self.nodes + count - 1 + further)) > speed:
+                pays = True
+                break
+        self.ended = not pays
+        self.mark = time.perf_counter()
+        return pays
+
+    def proposed(self, number: int, acceptance: Tensor) -> None:
+        """A drafter that was asked has proposed candidates of these corrected acceptance probabilities ``[B, M]``."""
+        if not self.ended:
+            self._passed(number)
+        cost, source = self._passes(number, self.level), self.sources[number]
+        totals = self._totals(acceptance)
+        _, count = self._best(totals, self.drafting + cost)
+        gain = totals[count - 1] - self.roots
+        rate = max(RATE, 1 / source.asked)
+        for name, value in (("gain", gain / max(self.roots, 1.0)), ("nodes", count - 1), ("levels", self.level)):
+            known = getattr(source, name)
+            setattr(source, name, known + rate * (value - known))
+        self.drafting, self.tokens, self.nodes = self.drafting + cost, self.tokens + gain, self.nodes + count - 1
+
+    def corrected(self, number: int, acceptance: Tensor, depth: Tensor) -> Tensor:
+        """Acceptance probabilities of a drafter's candidates ``[B, M]`` by what came true in each row's text."""
+        if not self.corrected_sources[number]:
+            return acceptance
+        factors = self.factors[number].to(acceptance.device)
+        return (acceptance * factors.gather(1, depth.long().expand(self.rows, -1))).clamp(max=1.0)
+
+    def keep(self, acceptance: Tensor) -> int:
+        """Number of nodes with the highest speed, the same in all rows, of ``[B, M]`` corrected probabilities."""
+        self.kept = True
+        return self._best(self._totals(acceptance), self.drafting, alone=True)[1]
+
+    def learn(
+        self, paths: Sequence[Sequence[int]], lengths: Sequence[int], parents: Sequence[Sequence[int]],
+        acceptance: Sequence[Sequence[float]], sources: Sequence[Sequence[int]] | None,
+    ) -> None:  # fmt: skip
+        """Record what was accepted of the verified trees, whose acceptance probabilities are corrected ones.
+
+        Args:
+            paths, lengths: nodes of each row's accepted path, and how many of them below the root are accepted.
+            parents, acceptance: of each row's nodes; padding has an acceptance of 0.
+            sources: of each node, the bits of its drafters; None: the only one.
+        """
+        for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):
+            if not self.active[row]:
+                continue
+            probabilities = acceptance[row]
+            for counts in (*self.came_true, *self.estimated):
+                counts[row] = [DECAY * each for each in counts[row]]
+            for depth in range(1, length + 2):
+                node, reached = path[depth - 1], depth <= length
+                children = [
+                    child for child, parent in enumerate(parents[row]) if parent == node and probabilities[child] > 0
+                ]
+                if not children:
+                    break
+                for source, learns in enumerate(self.learns):
+                    own = [child for child in children if sources is None or sources[row][child] >> source & 1]
+                    if learns or not own:
+                        continue
+                    estimate = min(1.0, sum(probabilities[child] for child in own) / max(probabilities[node], 1e-9))
+                    estimate /= self.ratio(source, row, depth)
+                    hit = float(reached and path[depth] in own)
+                    for at in (row, self.rows):
+                        self.came_true[source][at][depth] += hit
+                        self.estimated[source][at][depth] += estimate
+            for source, learns in enumerate(self.learns):
+                if not learns:
+                    self._correct(source, row)
+
+    def ran(self, nodes: int, cached: float, seconds: float) -> None:
+        """Record the time of a step of the target, drafting excluded."""
+        rows = self.rows * nodes
+        nearest = min(range(len(self.step_times)), key=lambda at: abs(math.log(self.costs.points[at][0] / rows)))
+        self.step_times[nearest].add(seconds / max(self.costs.seconds(self.rows, cached, nodes), 1e-9))
+
+    def ratio(self, source: int, row: int, depth: int) -> float:
+        """The correction of the probability that a child at this depth is accepted, given that its parent is."""
+        true, estimated = self.came_true[source], self.estimated[source]
+        prior = (PRIOR + true[-1][depth]) / (PRIOR + estimated[-1][depth])  # of all texts so far
+        ratio = (PRIOR * prior + true[row][depth]) / (PRIOR + estimated[row][depth])
+        # At most 1 below the first level, so that no child becomes likelier than its parent.
+        return min(max(ratio, FACTORS[0]), FACTORS[1] if depth == 1 else 1.0)
+
+    def _correct(self, source: int, row: int) -> None:
+        count = self.factors.shape[2]
+        ratios = [1.0, *(self.ratio(source, row, depth) for depth in range(1, count))]
+        self.factors[source, row] = torch.tensor([*itertools.accumulate(ratios, lambda a, b: a * b)])
+        self.corrected_sources[source] = True
+
+    def _review(self) -> None:
+        """Correct the step costs by the steps that ran. Sizes of which none ran change as the nearest one that did."""
+        for times in self.step_times:
+            times.review()
+        known = {at: times.shortest for at, times in enumerate(self.step_times) if times.shortest is not None}
+        if known:
+            factors = [
+                known[min(known, key=lambda other, at=at: abs(other - at))] for at in range(len(self.step_times))
+            ]
+            self.present = self.costs.scaled([factor or 1.0 for factor in factors])
+
+    def _passed(self, number: int) -> None:
+        self.sources[number].passes[min(self.level, len(self.sources[number].passes) - 1)].add(
+            time.perf_counter() - self.mark
+        )
+        self.level += 1
+
+    def _cost(self, number: int) -> float:
+        """Seconds of a drafter's usual passes."""
+        return self._passes(number, round(self.sources[number].levels))
+
+    def _passes(self, number: int, count: int) -> float:
+        """Seconds of a drafter's first passes."""
+        total, known = 0.0, UNKNOWN * self.table[0]
+        for times in self.sources[number].passes[:count]:
+            known = known if times.shortest is None else times.shortest
+            total += known
+        return total
+
+    def _step_seconds(self, nodes: float) -> float:
+        return self.table[min(max(round(nodes), 1), self.limit) - 1]
+
+    def _totals(self, acceptance: Tensor) -> list[float]:
+        """Expected tokens of all rows with the 1, 2, … likeliest candidates of each, at most ``limit``."""
+        if len(acceptance) == 1 and self.rows == 1:
+            ranked = sorted(acceptance[0].tolist(), reverse=True)[: self.limit]
+            return [*itertools.accumulate(ranked)]
+        weighted = acceptance.expand(self.rows, -1)
+        if self.weights is not None:
+            weighted = weighted * self.weights.to(acceptance.device)
+        return weighted.sort(1, descending=True).values[:, : self.limit].sum(0).cumsum(0).tolist()
+
+    def _best(self, totals: Sequence[float], drafting: float, alone: bool = False) -> tuple[float, int]:
+        """The highest speed and its number of nodes, beside those of the drafters asked before (unless ``alone``)."""
+        tokens, nodes = (0.0, 0) if alone else (self.tokens - self.roots, self.nodes - 1)
+        best, count = 0.0, 1
+        for number, total in enumerate(totals, 1):
+            speed = (tokens + total) / (drafting + self._step_seconds(nodes + number))
+            if speed > best:
+                best, count = speed, number
+        return best, count
+
+
+class Sizes:
+    """The choice of a static step's node count. The size with the most expected tokens per second is the best:
+
+        tokens_n = 1 + f · (mean over the latest steps of Σ of the n − 1 highest acceptance probabilities)
+
+    f says how much likelier than estimated a draft is accepted in the texts being decoded: after each step,
+    f ← f + rate · (committed tokens − tokens_n), whose fixed point is the f that explains the mean.
+
+    Args:
+        counts: of nodes, root included, ascending; the last one stands for whole trees.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = list(counts)
+        self.seconds = {count: _Times() for count in counts}  # of a step of each size
+        self.expected = dict.fromkeys(counts, 1.0)
+        self.factor, self.without_draft, self.drafted = 1.0, 0, 0
+
+    def tokens(self, count: int) -> float:
+        """Expected tokens of a step with a tree of so many nodes."""
+        return 1 + self.factor * (self.expected[count] - 1)
+
+    def choose(self) -> int:
+        """The size of the next step: one that is hardly timed yet, the largest first, or the one with the most tokens
+        per second."""
+        shortest = {count: times.shortest for count, times in self.seconds.items()}
+        for count in reversed(self.counts):
+            if shortest[count] is None:
+                return count
+        best = max(self.counts, key=lambda count: self.tokens(count) / (shortest[count] or 1.0))
+        self.without_draft = self.without_draft + 1 if best == 1 else 0
+        if self.without_draft > RETRY:
+            self.without_draft = 0
+            return self.counts[1]
+        return best
+
+    def timed(self, count: int, seconds: float) -> None:
+        """Record the time of a step."""
+        self.seconds[count].add(seconds)
+
+    def committed(self, count: int, tokens: Sequence[int], expected: Sequence[Sequence[float]]) -> None:
+        """Record what a step committed in each row; rows of 0 (no text) or −1 (not finite) do not count.
+
+        Args:
+            expected: of each row, the expected tokens of each size; not read where nothing was drafted.
+        """
+        rows = [row for row, number in enumerate(tokens) if number > 0]
+        if not rows or count == 1:
+            return
+        error = sum(tokens[row] for row in rows) / len(rows) - self.tokens(count)
+        self.drafted += 1
+        rate = max(RATE, 1 / self.drafted)
+        for at, size in enumerate(self.counts):
+            mean = sum(expected[row][at] for row in rows) / len(rows)
+            self.expected[size] += rate * (mean - self.expected[size])
+        if self.drafted > 1:
+            self.factor = min(max(self.factor + RATE / 2 * error, 0.0), FACTORS[1])
