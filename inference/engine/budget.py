@@ -101,7 +101,7 @@ class Budget:
             [[[0.0] * (max_depth + 1) for _ in range(rows + 1)] for _ in learns] for _ in range(2)
         )
         self.step_times = [_Times(STEPS) for _ in costs.points]  # over t(B, S, N), by the nearest measured rows
-        self.steps, self.table, self.shape = 0, list[float](), (0, 0)
+        self.steps, self.table, self.shape = 0, list[float](), (-1, -1)
         self.present = costs
         self.level = 0
 
