@@ -78,7 +78,7 @@ def code(path):
     return sum((token + 1) * (TOKENS + 1) ** place for place, token in enumerate(path)) % 1_000_003
 
 
-def grow(shape, table, rows=1, costs=None, draft_cost=None, settings=None, active=(True,)):
+def grow(shape, table, rows=1, budget=None, active=(True,)):
     """Grow trees of which every pass finds its nodes' paths by what it is given, and checks it.
 
     Returns:
@@ -86,7 +86,8 @@ def grow(shape, table, rows=1, costs=None, draft_cost=None, settings=None, activ
     """
     device = torch.device("cpu")
     zeros = torch.zeros(rows, dtype=torch.int64)
-    state = State(100 + zeros, zeros, torch.zeros(rows, WIDTH), (zeros == 0) & torch.tensor(active), settings, zeros)
+    state = State(100 + zeros, zeros, torch.zeros(rows, WIDTH), (zeros == 0) & torch.tensor(active), None, zeros)
+    state.budget = budget
     ran: list[list[tuple[int, ...]]] = [[] for _ in range(rows)]  # paths by number
 
     def run(frontier: Frontier):
@@ -105,7 +106,7 @@ def grow(shape, table, rows=1, costs=None, draft_cost=None, settings=None, activ
                 ran[row].append(path)
         return proposals_of(table, [paths[-shape.top_k :] for paths in ran], shape.top_k)
 
-    dynamic = DynamicTree(shape, rows, device, costs, draft_cost)
+    dynamic = DynamicTree(shape, rows, device)
     tree = dynamic.grow(state, proposals_of(table, [[()]] * rows, shape.top_k), run)
     return tree, 1 + len(ran[0]) // shape.top_k
 

@@ -118,10 +118,10 @@ class Watched(KeepsTexts, EagleDrafter):
             path = verdict.path[row, 1 : 1 + int(verdict.length[row])]
             text += tree.tokens[row, path].tolist()
 
-    def _choose(self, tokens, hidden, depth, read=None):
+    def _choose(self, tokens, hidden, depth):
         assert depth == len(self.asked)
         self.asked.append((tokens.clone(), hidden.clone()))
-        super()._choose(tokens, hidden, depth, read)
+        super()._choose(tokens, hidden, depth)
 
     def _logits(self, hidden):
         assert len(self.asked) == len(self.lists) + 1, "the list of a level is chosen before its logits"
