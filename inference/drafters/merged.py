@@ -140,7 +140,7 @@ class MergedDrafter(Drafter):
             tree = drafter.propose(view)
             assert tree.acceptance is not None, f"{self.sources[number]}: its trees have no acceptance probabilities"
             trees[number] = replace(tree, acceptance=budget.corrected(number, tree.acceptance, tree.depth))
-            budget.proposed(number, tree.acceptance)
+            budget.proposed(number, trees[number].acceptance)
         return trees
 
     def _root_alone(self, state: State) -> TokenTree:

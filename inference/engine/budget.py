@@ -15,13 +15,13 @@ Shape letters: B rows, S cached tokens, M candidates (root included), N nodes ke
 """
 
 import itertools
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 LATEST = 32  # times of a shape, of which the shortest counts
 FEWEST, STEPS = 3, 8  # times before they count, and those of steps before they correct the costs
 REVIEW, REVIEWS = 32, 4  # steps between corrections of the step costs; of these, how long an unused size's times count
-RETRY = 32  # steps after which a drafter that was not asked is asked again
+RETRY, TRIALS = 32, 0.01  # steps after which a drafter that was not asked is tried, and share of time for this, at most
 UNKNOWN = 0.05  # assumed time of a drafter's pass before one was timed, in plain steps
 CHEAP = 0.01  # a drafter that takes less, in plain steps, is always asked
 MARGIN = 1.01  # least gain in speed for which a drafter is asked
 RATE = 0.1  # of moving averages, per step
-PRIOR, DECAY = 4.0, 0.97  # of an estimate, in tokens beside what came true in the text; of the latter, per step
+PRIOR = 4.0  # weight of what all texts showed, in tokens, beside what came true in the row's own
+DECAY, SLOW_DECAY = 0.97, 0.999  # of what came true in a text, and in all, per step
 FACTORS = (0.05, 2.0)  # bounds of a correction
 
 
@@ -70,6 +71,8 @@ class _Source:
     passes: times of its passes by level.
     gain, nodes, levels: moving averages over the steps in which it was asked: expected further tokens of a row, nodes
         that this takes, and passes.
+    asked, waited: steps in which it was asked, and in which it was not since.
+    trial: it is asked because it waited: for one level, whose estimates are not corrected.
     """
 
     passes: list[_Times]
@@ -78,6 +81,7 @@ class _Source:
     levels: float = 1.0
     asked: int = 0
     waited: int = 0
+    trial: bool = False
 
 
 class Budget:
@@ -95,24 +99,20 @@ class Budget:
         self.costs, self.rows, self.limit, self.learns = costs, rows, limit, learns
         self.sources = [_Source([_Times() for _ in range(max_depth + 1)]) for _ in learns]
         self.factors = torch.ones(len(learns), rows, max_depth + 1)  # of acceptance probabilities, by depth
-        self.corrected_sources = [False] * len(learns)
+        self.most = np.full(max_depth + 1, 1.0)  # of ratios, by depth
+        self.most[1:2] = FACTORS[1]
         # By source, row and depth: what came true, and what was estimated; of all texts so far in the last row.
-        self.came_true, self.estimated = (
-            [[[0.0] * (max_depth + 1) for _ in range(rows + 1)] for _ in learns] for _ in range(2)
-        )
-        self.step_times = [_Times(STEPS) for _ in costs.points]  # over t(B, S, N), by the nearest measured rows
+        self.came_true, self.estimated = np.zeros((2, len(learns), rows + 1, max_depth + 1))
+        self.step_times: dict[int, _Times] = {}  # in units of t(B, S, N), by N
+        self.corrections: dict[int, float] = {}  # the shortest of them
         self.steps, self.table, self.shape = 0, list[float](), (-1, -1)
-        self.present = costs
         self.level = 0
 
     def begin(self, rows: slice) -> None:
         """New texts begin in these rows."""
-        for source, learns in enumerate(self.learns):
-            for row in range(rows.start, rows.stop):
-                for counts in (self.came_true, self.estimated):
-                    counts[source][row] = [0.0] * len(counts[source][row])
-                if not learns:
-                    self._correct(source, row)
+        for row in range(rows.start, rows.stop):
+            self.came_true[:, row] = self.estimated[:, row] = 0
+            self._correct(row)
 
     def start(self, lengths: Sequence[int], active: Sequence[bool]) -> None:
         """A step begins.
@@ -127,12 +127,18 @@ class Budget:
         if self.steps % REVIEW == 0:
             self._review()
         self.steps += 1
+        for counts in (self.came_true, self.estimated):
+            counts[:, :-1] *= DECAY
+            counts[:, -1] *= SLOW_DECAY
         cached = sum(lengths) / self.rows
         shape = (self.steps // REVIEW, int(cached) // 64)
         if shape != self.shape:
             self.shape = shape
-            self.table = [self.present.seconds(self.rows, cached, nodes) for nodes in range(1, self.limit + 1)]
-            self.table = [max(each, 1e-9) for each in itertools.accumulate(self.table, max)]
+            nodes = range(1, self.limit + 1)
+            seconds = np.array([max(self.costs.seconds(self.rows, cached, count), 1e-9) for count in nodes])
+            if self.corrections:
+                seconds *= np.interp(nodes, list(self.corrections), list(self.corrections.values()))
+            self.table = np.maximum.accumulate(seconds).tolist()
 
     def order(self) -> list[int]:
         """The drafters of a merge, the cheapest first."""
@@ -142,7 +148,8 @@ class Budget:
         """Whether a drafter is asked in this step, after those asked before."""
         source = self.sources[number]
         step, cost = self._step_seconds(self.nodes + source.nodes), self._cost(number)
-        asked = source.asked < FEWEST or source.waited >= RETRY or cost < CHEAP * self.table[0]
+        source.trial = source.waited >= max(RETRY, self._passes(number, 1) / self.table[0] / TRIALS)
+        asked = source.asked < FEWEST or source.trial or cost < CHEAP * self.table[0]
         if not asked:
             new = (self.tokens + source.gain * self.roots) / (self.drafting + cost + step)
             asked = new > MARGIN * self.tokens / (self.drafting + self._step_seconds(self.nodes))
@@ -162,6 +169,9 @@ class Budget:
             depth: ``[1 or B, M]`` of them.
         """
         self._passed(number)
+        if self.sources[number].trial:
+            self.ended = True
+            return False
         totals = self._totals(self.corrected(number, acceptance, depth))
         drafting = self.drafting + self._passes(number, self.level)
         speed, count = self._best(totals, drafting)
@@ -190,6 +200,8 @@ class Budget:
         _, count = self._best(totals, self.drafting + cost)
         gain = totals[count - 1] - self.roots
         rate = max(RATE, 1 / source.asked)
+        if source.trial:  # what was known of it before no longer counts
+            gain, rate = gain * float(self.factors[number, :, 1].mean()), 1.0
         for name, value in (("gain", gain / max(self.roots, 1.0)), ("nodes", count - 1), ("levels", self.level)):
             known = getattr(source, name)
             setattr(source, name, known + rate * (value - known))
@@ -197,7 +209,7 @@ class Budget:
 
     def corrected(self, number: int, acceptance: Tensor, depth: Tensor) -> Tensor:
         """Acceptance probabilities of a drafter's candidates ``[B, M]`` by what came true in each row's text."""
-        if not self.corrected_sources[number]:
+        if self.learns[number] or self.sources[number].trial:
             return acceptance
         factors = self.factors[number].to(acceptance.device)
         return (acceptance * factors.gather(1, depth.long().expand(self.rows, -1))).clamp(max=1.0)
@@ -205,7 +217,8 @@ class Budget:
     def keep(self, acceptance: Tensor) -> int:
         """Number of nodes with the highest speed, the same in all rows, of ``[B, M]`` corrected probabilities."""
         self.kept = True
-        return self._best(self._totals(acceptance), self.drafting, alone=True)[1]
+        count = self._best(self._totals(acceptance), self.drafting, alone=True)[1]
+        return max(count, 2) if any(source.trial for source in self.sources) else count
 
     def learn(
         self, paths: Sequence[Sequence[int]], lengths: Sequence[int], parents: Sequence[Sequence[int]],
@@ -218,12 +231,11 @@ class Budget:
             parents, acceptance: of each row's nodes; padding has an acceptance of 0.
             sources: of each node, the bits of its drafters; None: the only one.
         """
+        hits = [False] * len(self.sources)
         for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):
             if not self.active[row]:
                 continue
             probabilities = acceptance[row]
-            for counts in (*self.came_true, *self.estimated):
-                counts[row] = [DECAY * each for each in counts[row]]
             for depth in range(1, length + 2):
                 node, reached = path[depth - 1], depth <= length
                 children = [
@@ -231,50 +243,47 @@ class Budget:
                 ]
                 if not children:
                     break
-                for source, learns in enumerate(self.learns):
-                    own = [child for child in children if sources is None or sources[row][child] >> source & 1]
-                    if learns or not own:
+                for number, source in enumerate(self.sources):
+                    own = [child for child in children if sources is None or sources[row][child] >> number & 1]
+                    if self.learns[number] or not own:
                         continue
                     estimate = min(1.0, sum(probabilities[child] for child in own) / max(probabilities[node], 1e-9))
-                    estimate /= self.ratio(source, row, depth)
-                    hit = float(reached and path[depth] in own)
-                    for at in (row, self.rows):
-                        self.came_true[source][at][depth] += hit
-                        self.estimated[source][at][depth] += estimate
-            for source, learns in enumerate(self.learns):
-                if not learns:
-                    self._correct(source, row)
+                    if not source.trial:
+                        estimate /= self.ratios(number, row)[depth]
+                    hit = reached and path[depth] in own
+                    self.came_true[number, [row, -1], depth] += hit
+                    self.estimated[number, [row, -1], depth] += estimate
+                    hits[number] |= hit
+            self._correct(row)
+        for number, hit in enumerate(hits):  # one that is right now is tried again at once, unless it costs more
+            if hit and self.sources[number].trial and self._passes(number, 1) < self.table[0]:
+                self.sources[number].waited = 10**9
 
     def ran(self, nodes: int, cached: float, seconds: float) -> None:
         """Record the time of a step of the target, drafting excluded."""
-        rows = self.rows * nodes
-        nearest = min(range(len(self.step_times)), key=lambda at: abs(math.log(self.costs.points[at][0] / rows)))
-        self.step_times[nearest].add(seconds / max(self.costs.seconds(self.rows, cached, nodes), 1e-9))
+        times = self.step_times.setdefault(nodes, _Times(STEPS))
+        times.add(seconds / max(self.costs.seconds(self.rows, cached, nodes), 1e-9))
 
-    def ratio(self, source: int, row: int, depth: int) -> float:
-        """The correction of the probability that a child at this depth is accepted, given that its parent is."""
-        true, estimated = self.came_true[source], self.estimated[source]
-        prior = (PRIOR + true[-1][depth]) / (PRIOR + estimated[-1][depth])  # of all texts so far
-        ratio = (PRIOR * prior + true[row][depth]) / (PRIOR + estimated[row][depth])
-        # At most 1 below the first level, so that no child becomes likelier than its parent.
-        return min(max(ratio, FACTORS[0]), FACTORS[1] if depth == 1 else 1.0)
+    def ratios(self, number: int, row: int) -> "np.ndarray[Any, np.dtype[np.float64]]":
+        """The corrections of the probability that a child is accepted, given that its parent is, by the child's depth
+        ``[D + 1]``: at most 1 below the first level, so that no child becomes likelier than its parent."""
+        true, estimated = self.came_true[number], self.estimated[number]
+        prior = (PRIOR + true[-1]) / (PRIOR + estimated[-1])  # of all texts so far
+        ratios = (PRIOR * prior + true[row]) / (PRIOR + estimated[row])
+        return np.clip(ratios, FACTORS[0], self.most)
 
-    def _correct(self, source: int, row: int) -> None:
-        count = self.factors.shape[2]
-        ratios = [1.0, *(self.ratio(source, row, depth) for depth in range(1, count))]
-        self.factors[source, row] = torch.tensor([*itertools.accumulate(ratios, lambda a, b: a * b)])
-        self.corrected_sources[source] = True
+    def _correct(self, row: int) -> None:
+        for number, learns in enumerate(self.learns):
+            if not learns:
+                self.factors[number, row] = torch.from_numpy(self.ratios(number, row).cumprod())
 
     def _review(self) -> None:
-        """Correct the step costs by the steps that ran. Sizes of which none ran change as the nearest one that did."""
-        for times in self.step_times:
+        """Correct the step costs by the steps that ran: between node counts linearly, beyond them as the nearest one.
+        Forget times of what has not run for a while."""
+        for times in (*self.step_times.values(), *(each for source in self.sources for each in source.passes)):
             times.review()
-        known = {at: times.shortest for at, times in enumerate(self.step_times) if times.shortest is not None}
-        if known:
-            factors = [
-                known[min(known, key=lambda other, at=at: abs(other - at))] for at in range(len(self.step_times))
-            ]
-            self.present = self.costs.scaled([factor or 1.0 for factor in factors])
+        found = {nodes: times.shortest for nodes, times in self.step_times.items()}
+        self.corrections = {nodes: factor for nodes, factor in sorted(found.items()) if factor is not None}
 
     def _passed(self, number: int) -> None:
         self.sources[number].passes[min(self.level, len(self.sources[number].passes) - 1)].add(

@@ -276,7 +276,8 @@ def test_live_texts(run_main, drafter, target, prompts):
 def test_each_token_has_the_sources_that_drafted_it(drafter):
     """As many by source as are counted, and none where a step ended."""
     target, both = load_drafter(f"ngram+{drafter}")
-    decoder = SpeculativeDecoder(target, both, static=True)  # both draft at each step, whatever it costs
+    both.one_size = True  # both draft at each step, whatever it costs
+    decoder = SpeculativeDecoder(target, both, static=True)
     (result,) = decoder.generate([[5, 6, 7]], 120, stop_ids=frozenset())
     by_source = [sum(bits >> source & 1 for bits in result.drafted_by) for source in range(2)]
     assert by_source == result.accepted_from and by_source[1] > 0
@@ -426,7 +427,7 @@ class Terminal:
 
 def test_a_conversation_on_a_terminal(drafter):
     """The second line is the first, brought back by the up key; then Ctrl-D."""
-    terminal = Terminal(drafter, "--interactive", "--threads", 1, "--max-new-tokens", 40)
+    terminal = Terminal(drafter, "--interactive", "--threads", 1, "--max-new-tokens", 40, "--all-nodes")
     terminal.wait(b"> ", 1)
     terminal.type(b"import os\n")
     terminal.wait(b"> ", 2)

@@ -13,10 +13,8 @@ from draftsmith.inference.calibrate import COMPARED_TOKENS, SHAPES, Compared
 from draftsmith.inference.drafters import eagle
 from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import State
-from draftsmith.inference.verify.sampling import Sampling, Settings
 from draftsmith.inference.verify.tree import chain, one_hot_draws
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.artifact import read_drafter, write_drafter
@@ -180,80 +178,34 @@ def test_a_trees_nodes_are_draws_of_at_most_branching():
         assert sorted(child[child >= 0].tolist()) == list(range(1, shape.nodes))
 
 
-def doubtful(*doubts):
-    """The likeliest token of a node in a row of doubt r has q = ½^(r ÷ 4), 1 where it is 0."""
+class Levels:
+    """A budget that allows a number of levels, and keeps what it was given."""
 
-    def proposals(row, path, k):
-        best = 0.5 ** (doubts[row] / 4)
-        return [(rank, math.log(best if not rank else (1 - best) / k + 1e-9)) for rank in range(k)]
+    def __init__(self, levels):
+        self.levels, self.given = levels, []
 
-    return proposals
-
-
-def test_trees_without_costs_of_nodes_and_passes_are_whole():
-    free = StepCosts({1: 1.0, 64: 1.0})
-    for table in (quarters(0), doubtful(0, 1, 9)):
-        whole, _ = grow(DynamicShape(4, 5, 40), table, rows=3)
-        limited, passes = grow(DynamicShape(4, 5, 40), table, rows=3, costs=free, draft_cost=1e-9)
-        assert passes == 5
-        assert [paths_of(limited, row) for row in range(3)] == [paths_of(whole, row) for row in range(3)]
+    def another_level(self, source, acceptance, depth):
+        self.given.append((source, acceptance, depth))
+        return len(self.given) < self.levels
 
 
-def test_the_batch_has_the_levels_and_nodes_that_pay():
-    shape, costs = DynamicShape(4, 6, 40), StepCosts({1: 1.0, 8: 1.5, 64: 9.0})
-    depths, counts = set(), set()
-    for first, cost in itertools.product(range(0, 12, 2), (0.02, 0.2, 1.0)):
-        table = doubtful(first, first + 1)
-        tree, passes = grow(shape, table, rows=2, costs=costs, draft_cost=cost)
-        levels = DynamicShape(4, passes, min(40, DynamicShape(4, passes, 2).candidates))
-        drafting = cost * (costs.relative(2) + (passes - 1) * costs.relative(8))
-        found = [sorted((math.exp(v) for _, v in reference(r, table, levels)[1]), reverse=True) for r in range(2)]
-        speeds = [
-            sum(map(sum, (row[:nodes] for row in found))) / (drafting + costs.relative(2 * nodes))
-            for nodes in range(1, len(found[0]) + 1)
-        ]
-        assert tree.tokens.shape[1] == 1 + max(range(len(speeds)), key=speeds.__getitem__)
-        for row in range(2):
-            likeliest = DynamicShape(4, passes, max(2, tree.tokens.shape[1]))
-            expected = reference(row, table, likeliest)[1][: tree.tokens.shape[1]]
-            assert paths_of(tree, row) == [path for path, _ in expected]
-        depths.add(passes)
-        counts.add(tree.tokens.shape[1])
-    assert len(depths) > 2 and max(depths) == 6 and len(counts) > 3
-
-
-def test_drafts_that_cost_more_than_they_give_are_left_out():
-    tree, passes = grow(DynamicShape(4, 4, 9), doubtful(4), costs=StepCosts({1: 1.0, 8: 8.0}), draft_cost=0.1)
-    assert passes == 1 and tree.tokens.tolist() == [[100]] and paths_of(tree, 0) == [()]
-    # A level's pass runs k nodes.
-    costs = StepCosts({1: 1.0, 5: 1.0, 8: 9.0})
-    assert grow(DynamicShape(4, 4, 5), doubtful(0), costs=costs, draft_cost=0.5)[1] == 4
-    assert grow(DynamicShape(8, 4, 5), doubtful(0), costs=costs, draft_cost=0.5)[1] == 1
-
-
-def test_rows_without_a_text_do_not_count():
-    shape, costs = DynamicShape(4, 6, 40), StepCosts({1: 1.0, 8: 1.5, 64: 9.0})
-    first, passes = grow(shape, doubtful(8, 0), 2, costs, 0.1, active=(True, False))
-    second, same = grow(shape, doubtful(0, 8), 2, costs, 0.1, active=(False, True))
-    both, more = grow(shape, doubtful(0, 8), 2, costs, 0.1)
-    assert passes == same < more and paths_of(second, 1) == paths_of(first, 0) != paths_of(both, 1)
-    tree, passes = grow(shape, doubtful(0, 8), 2, costs, 0.1, active=(False, False))
-    assert passes == 1 and tree.tokens.shape == (2, 1)
-
-
-def test_in_sampling_mode_a_tree_does_not_depend_on_the_batch_or_the_machine():
-    shape, settings = DynamicShape(4, 6, 40), Settings([Sampling()] * 12, torch.device("cpu"))
-    cheap, dear = StepCosts({1: 1.0, 64: 1.0}), StepCosts({1: 1.0, 8: 8.0})
-    tree, _ = grow(shape, doubtful(*range(12)), 12, cheap, 0.01, settings)
-    sizes = set()
-    for row in range(12):
-        alone, _ = grow(shape, doubtful(row), 1, dear, 1.0, settings)
-        count = alone.tokens.shape[1]
-        assert paths_of(tree, row) == paths_of(alone, 0) and len(paths_of(alone, 0)) == count
-        # The same nodes have the same numbers: these select the random numbers.
-        assert torch.equal(tree.tokens[row, :count], alone.tokens[0])
-        sizes.add((count, int(alone.depth.max())))
-    assert len(sizes) > 4
+@pytest.mark.parametrize("levels", [1, 2, 3, 9])
+def test_trees_end_where_the_budget_says(levels):
+    """It is given the acceptance probabilities of all candidates so far, with their depth; the last level is not asked
+    for."""
+    shape, table, budget = DynamicShape(3, 4, 20), quarters(0), Levels(levels)
+    tree, passes = grow(shape, table, rows=2, budget=budget)
+    depth = min(levels, shape.depth)
+    assert passes == depth and len(budget.given) == min(levels, shape.depth - 1)
+    ended = DynamicShape(3, depth, min(20, DynamicShape(3, depth, 2).candidates))
+    for row in range(2):
+        candidates, kept = reference(row, table, ended)
+        assert paths_of(tree, row) == [path for path, _ in kept]
+        for number, (source, acceptance, depths) in enumerate(budget.given, 1):
+            known = [each for each in candidates if len(each[0]) <= number]
+            assert source == 0 and acceptance.shape[1] == depths.shape[1] == len(known)
+            assert acceptance[row].tolist() == pytest.approx([math.exp(value) for _, value in known])
+            assert depths[0].tolist() == [len(path) for path, _ in known]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.costs import StepCosts, best_node_counts
-from draftsmith.inference.engine.protocol import Drafter, DraftEstimate, State
+from draftsmith.inference.engine.costs import StepCosts
+from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.sampling import Sampling, Settings
 from draftsmith.inference.verify.tree import Draws, TokenTree, bitsets
 from draftsmith.inference.verify.verify import Verdict, verify_sample
@@ -77,6 +78,13 @@ class Given(Drafter):
         self.absorbed.append(None if verdict.own_path is None else verdict.own_path.tolist())
 
 
+def budget_of(drafter, costs):
+    """A budget of a merge's steps, in the first of one row."""
+    budget = Budget(costs, 1, drafter.source_learns, drafter.max_depth, drafter.num_nodes)
+    budget.start([0], [True])
+    return budget
+
+
 def state_of(drafter, rows, sampled=False):
     device = drafter.target.device
     zeros = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -84,9 +92,11 @@ def state_of(drafter, rows, sampled=False):
     return State(zeros, zeros, torch.zeros(rows, 32, device=device), zeros == 0, seeds, zeros)
 
 
-def proposed(drafter, rows, sampled=False):
+def proposed(drafter, rows, sampled=False, budget=None):
     """The drafter's tree, on the CPU."""
-    return moved(drafter.propose(state_of(drafter, rows, sampled)), CPU)
+    state = state_of(drafter, rows, sampled)
+    state.budget = budget
+    return moved(drafter.propose(state), CPU)
 
 
 def absorb(drafter, rows, verdict, tree):
@@ -95,9 +105,9 @@ def absorb(drafter, rows, verdict, tree):
     drafter.absorb(state_of(drafter, rows), moved(verdict, device), moved(tree, device), features)
 
 
-def merged(target, drafters, rows, *, nodes=1000, costs=None, static=False):
+def merged(target, drafters, rows, *, nodes=1000, static=False):
     names = {f"source {number}": drafter for number, drafter in enumerate(drafters)}
-    drafter = MergedDrafter(names, target, nodes, costs)
+    drafter = MergedDrafter(names, target, nodes)
     drafter.allocate(KVCache(target, rows, 8), drafter.max_depth, static)
     return drafter
 
@@ -258,16 +268,18 @@ def test_the_number_of_nodes_maximises_speed(target, data):
     one, other = data.draw(trees()), data.draw(trees())
     costs = StepCosts({1: 1.0, 3: data.draw(st.sampled_from([1.1, 2.0])), 12: data.draw(st.sampled_from([1.2, 6.0]))})
     most = data.draw(st.integers(2, 12))
-    drafter = merged(
-        target, [Given(one, nodes=10, depth=4), Given(other, nodes=10, depth=4)], 1, nodes=most, costs=costs
-    )
+    drafter = merged(target, [Given(one, nodes=10, depth=4), Given(other, nodes=10, depth=4)], 1, nodes=most)
+    budget = budget_of(drafter, costs)
     joint = {
         path: 1 - (1 - min(one.get(path, 0), 0.9999)) * (1 - min(other.get(path, 0), 0.9999))
         for path in {**one, **other}
     }
     likeliest = sorted(joint.values(), reverse=True)
     speeds = [(1 + sum(likeliest[:n])) / costs.relative(n + 1) for n in range(min(most, len(joint) + 1))]
-    tree = proposed(drafter, 1)
+    tree = proposed(drafter, 1, budget=budget)
+    assert budget.kept or tree.tokens.shape[1] == 1 or not other or not one
+    if not budget.kept:
+        return  # one of them alone: the step chooses
     kept = [path for path in paths_of(tree, 0) if path]
     assert len(kept) < most or not kept
     speed = (1 + sum(joint[path] for path in kept)) / costs.relative(len(kept) + 1)
@@ -386,14 +398,14 @@ def test_the_distribution_of_merged_draws(small, certain):
     if certain:
         always = {(1,): 0.5, (1, 0): 0.3, (0,): 0.2}
         drafters.append(Given(always))
-    drafter = merged(small, drafters, rows, costs=StepCosts({1: 1.0, 2: 1.1}))
+    drafter = merged(small, drafters, rows)
     tree = proposed(drafter, rows, sampled=True)
     agree = (tree.valid.sum(1) < tree.valid.shape[1]).float().mean()
     assert agree > 0.1, "they often propose the same token"
     assert chi_square(first_two(tree, rows, generator)) > 1e-6
     assert chi_square(first_two(merged_to_a_set(tree), rows, generator)) < 1e-6
     rows = 60_000  # of a difference this large
-    drafter = merged(small, drafters, rows, costs=StepCosts({1: 1.0, 2: 1.1}))
+    drafter = merged(small, drafters, rows)
     drafter._states = lambda state: [state] * len(drafters)
     assert chi_square(first_two(proposed(drafter, rows, sampled=True), rows, generator)) < 1e-6
 
@@ -402,40 +414,9 @@ def test_kept_nodes_do_not_depend_on_drawn_tokens(small):
     """The nodes of a deterministic source are the same whatever the others drew (C2)."""
     rows = 500
     sure = Given({(1,): 0.5, (0,): 0.4, (2,): 0.3, (3,): 0.2})
-    for nodes, costs, wanted in ((6, None, 3), (5, None, 2), (1000, StepCosts({1: 1.0, 2: 1.1}), 4)):
-        drafter = merged(small, [Drawing(Q), sure], rows, nodes=nodes, costs=costs)
+    for nodes, wanted in ((6, 3), (5, 2), (1000, 4)):
+        drafter = merged(small, [Drawing(Q), sure], rows, nodes=nodes)
         tree = proposed(drafter, rows, sampled=True)
         kept = {tuple(sorted(int(tree.tokens[row, n]) for n in range(tree.tokens.shape[1]) if tree.source[row, n] & 2))
                 for row in range(rows)}  # fmt: skip
         assert len(kept) == 1 and len(next(iter(kept))) == wanted
-
-
-def test_node_counts_by_row_and_for_the_whole_batch():
-    acceptance = torch.tensor([[1.0, 0.9, 0.8], [1.0, 0.1, 0.0]])
-    times = torch.tensor([1.0, 1.3, 1.75])
-    assert best_node_counts(acceptance, times, whole_batch=False).tolist() == [3, 1]
-    assert best_node_counts(acceptance, times, whole_batch=True).tolist() == [2]
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_drafters_with_an_estimate_run_where_that_raises_speed(target, right):
-    """It runs while its nodes are accepted as estimated, stops after some steps without accepted nodes, and runs again
-    in a new text."""
-    estimated = Given({(1,): 0.8, (1, 2): 0.7})
-    estimated.estimate = DraftEstimate(0.3, 3, 2.5)
-    other = Given({(5,): 0.4}, nodes=2)
-    drafter = merged(target, [estimated, other], 1, costs=StepCosts({1: 1e-2, 2: 1.1e-2, 8: 1.8e-2}))
-    ran = []
-    zeros = torch.zeros(1, dtype=torch.int64)
-    for _ in range(20):
-        tree = proposed(drafter, 1)
-        found = {path: node for path, (node, _) in paths_of(tree, 0).items()}
-        ran.append((1,) in found)
-        assert (5,) in found, "the other one always runs"
-        path = [0, found[1,], found[1, 2]] if right and ran[-1] else [0, 1, 2]
-        length = torch.tensor([2 if right and ran[-1] else 0])
-        verdict = Verdict(torch.tensor([path]), length, length, zeros, zeros.bool())
-        absorb(drafter, 1, verdict, tree)
-    assert ran[0] and (all(ran) if right else not any(ran[8:]))
-    drafter.begin(slice(0, 1))
-    assert (1,) in paths_of(proposed(drafter, 1), 0)

@@ -25,13 +25,13 @@ TREE = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0)))
 ACCEPTANCES = (0.6, 0.4, 0.25, 0.1, 0.2, 0.1)  # of the paths, in order
 
 
-def heads(target: Target, costs: StepCosts | None) -> MedusaDrafter:
+def heads(target: Target) -> MedusaDrafter:
     torch.manual_seed(1)
     found = MedusaHeads.for_target(target, 3, 1, "own")
     with torch.no_grad():
         for parameter in found.parameters():
             parameter.add_(torch.randn(parameter.shape).to(parameter.device) * 0.02)
-    return MedusaDrafter(found, TREE, target, ACCEPTANCES, costs, None if costs is None else 0.05)
+    return MedusaDrafter(found, TREE, target, ACCEPTANCES)
 
 
 def draft_model(target: Target, seed: int, expansion: list[int], **options) -> DraftModelDrafter:
@@ -99,12 +99,14 @@ def ensemble(name: str, made: list | None = None, change=lambda tree: tree):
 
 def merge(kind: str, costs: StepCosts | None = None, nodes: int = 40):
     def make(target: Target) -> MergedDrafter:
-        ngram = NgramDrafter(target, depth=3, min_match=1, costs=costs)
+        ngram = NgramDrafter(target, depth=3, min_match=1)
         members = {
-            "heads and n-grams": lambda: {"heads": heads(target, costs), "ngram": ngram},
+            "heads and n-grams": lambda: {"heads": heads(target), "ngram": ngram},
             "a draft model and n-grams": lambda: {"draft": draft_model(target, 1, [2, 1, 1]), "ngram": ngram},
         }
-        return MergedDrafter(members[kind](), target, nodes, costs)
+        drafter = MergedDrafter(members[kind](), target, nodes)
+        drafter.costs = costs
+        return drafter
 
     return make
 
@@ -124,16 +126,18 @@ def test_lossless(make_target, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("static", [False, True])
 def test_lossless_sampling(make_target, kind, static):
-    """Several steps jointly; eagerly, nodes are chosen by cost."""
-    check_sampling(make_target, merge(kind, None if static else COSTS), static=static, count=6000, rows=6000)
+    """Several steps jointly."""
+    check_sampling(make_target, merge(kind), static=static, count=6000, rows=6000)
 
 
 def test_lossless_by_cost(make_target):
     """Trees limited by cost, and heads that run only where they pay."""
 
     def deeper(target):  # than the heads, which draft three tokens
-        ngram = NgramDrafter(target, depth=5, min_match=1, costs=COSTS)
-        return MergedDrafter({"heads": heads(target, COSTS), "ngram": ngram}, target, 12, COSTS)
+        ngram = NgramDrafter(target, depth=5, min_match=1)
+        drafter = MergedDrafter({"heads": heads(target), "ngram": ngram}, target, 12)
+        drafter.costs = COSTS
+        return drafter
 
     check_greedy(make_target, deeper, own=False)
     check_coupled(make_target, deeper, own=False)

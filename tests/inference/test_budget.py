@@ -1,0 +1,450 @@
+"""Nodes chosen from step to step, of eager and of static steps: which, and the texts are the same. With --device cuda:
+a graph of each size."""
+
+import itertools
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lossless_suite import check_coupled, check_greedy
+
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
+from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.drafters.medusa import MedusaDrafter, open_drafter
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.engine import budget
+from draftsmith.inference.engine.budget import FEWEST, RETRY, REVIEW, REVIEWS, STEPS, Budget, Sizes
+from draftsmith.inference.engine.costs import StepCosts
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.step import why_no_graph
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.tree import Topology
+from draftsmith.models.medusa import MedusaHeads
+
+PATHS = ((0,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 1), (0, 1, 0), (1,), (1, 0), (1, 1), (2,), (2, 0))
+RATES = (0.6, 0.3, 0.2, 0.05, 0.1, 0.04, 0.2, 0.1, 0.03, 0.1, 0.02)
+PROMPTS = [[7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12], [21, 6, 17, 40, 8]]
+
+
+def drafter_of(target, acceptances=RATES):
+    """Heads near the LM head, which the random target's own text agrees with now and then."""
+    torch.manual_seed(2)
+    heads = MedusaHeads.for_target(target, 3, 1, "shared")
+    with torch.no_grad():
+        heads.weight.copy_((torch.randn(heads.weight.shape) * 0.1).to(heads.weight))
+    return MedusaDrafter(heads, Topology(PATHS), target, acceptances)
+
+
+# ---- eager steps
+
+
+class Text:
+    """A drafter of chains in a text where a draft at depth k is accepted with probability ``true``, given that the one
+    above is, and estimated with ``estimated``; by a clock of its own.
+
+    chosen: nodes of each step, root included; asked: whether the drafter was asked; tokens: that steps committed.
+    """
+
+    def __init__(self, monkeypatch, costs, *, rows=1, depth=6, pass_seconds=0.05, cached=128, seed=0):
+        self.now, self.rng = 0.0, random.Random(seed)
+        monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        self.costs, self.rows, self.depth, self.pass_seconds, self.cached = costs, rows, depth, pass_seconds, cached
+        self.budget = Budget(costs, rows, [False], depth, depth + 1)
+        self.budget.begin(slice(0, rows))
+        self.chosen, self.asked, self.tokens = [], [], []
+
+    def step(self, true, estimated, slow=1.0):
+        self.budget.start([self.cached] * self.rows, [True] * self.rows)
+        asked, nodes, began = self.budget.asks(0), 1, self.now
+        acceptance = torch.tensor([[estimated**depth for depth in range(self.depth + 1)]]).expand(self.rows, -1)
+        if asked:
+            for level in range(1, self.depth + 1):
+                self.now += self.pass_seconds
+                depths = torch.arange(level + 1)[None]
+                if level == self.depth or not self.budget.another_level(0, acceptance[:, : level + 1], depths):
+                    break
+            corrected = self.budget.corrected(0, acceptance[:, : level + 1], depths)
+            self.budget.proposed(0, corrected)
+            nodes = self.budget.keep(corrected)
+            corrected = corrected[:, :nodes].tolist()
+        seconds = slow * self.costs.seconds(self.rows, self.cached, nodes)
+        self.now += seconds
+        lengths = [next((d for d in range(nodes - 1) if self.rng.random() > true), nodes - 1) for _ in range(self.rows)]
+        if nodes > 1:
+            path = [*range(nodes), *[0] * (self.depth + 1 - nodes)]
+            self.budget.learn([path] * self.rows, lengths, [[*range(-1, nodes - 1)]] * self.rows, corrected, None)
+        self.budget.ran(nodes, self.cached, seconds)
+        self.chosen.append(nodes)
+        self.asked.append(asked)
+        self.tokens.append(self.rows + sum(lengths))
+        return self.now - began
+
+    def run(self, steps, *args):
+        """The mean seconds per token of so many steps."""
+        return sum(self.step(*args) for _ in range(steps)) / sum(self.tokens[-steps:])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("cached", [128, 20_000])
+def test_the_nodes_of_highest_speed_are_kept(rows, cached):
+    """By brute force; rows without a text do not count, and the step costs what all rows cost."""
+    rng = random.Random(rows)
+    counts = set()
+    for case in range(60):
+        slope = rng.choice((0.01, 0.1, 0.5))
+        costs = StepCosts({1: 1.0, 4: 1 + 3 * slope, 60: 1 + 30 * slope}, per_key=1e-6, per_key_and_node=1e-6)
+        active = [True] * rows if case % 2 else [row != 1 for row in range(rows)]
+        acceptance = [[1.0, *(rng.random() ** 3 for _ in range(11))] for _ in range(rows)]
+        chooses = Budget(costs, rows, [False], 4, 12)
+        chooses.start([cached] * rows, active)
+        found = chooses.keep(torch.tensor(acceptance))
+        sums = [
+            sum(sum(sorted(row, reverse=True)[:count]) for row, is_active in zip(acceptance, active, strict=True)
+                if is_active)
+            for count in range(1, 13)
+        ]  # fmt: skip
+        speeds = [total / costs.seconds(rows, cached, count) for count, total in enumerate(sums, 1)]
+        assert speeds[found - 1] == pytest.approx(max(speeds), rel=1e-6)
+        counts.add(found)
+    assert len(counts) > 4
+
+
+@pytest.mark.parametrize("pass_seconds", [0.01, 0.1, 0.4])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_as_many_levels_as_pay(monkeypatch, pass_seconds, share):
+    """Against the best fixed depth of chains, plain decoding among them."""
+    costs = StepCosts({1: 1.0, 8: 1.2})
+    text = Text(monkeypatch, costs, pass_seconds=pass_seconds)
+    text.run(100, share, share)
+    speed = 1 / text.run(900, share, share)
+    best = max(
+        sum(share**level for level in range(depth + 1)) / (pass_seconds * depth + costs.seconds(1, 128, depth + 1))
+        for depth in range(7)
+    )
+    assert speed > 0.93 * best and speed > 0.97
+
+
+def test_trees_shrink_as_rows_fill(monkeypatch):
+    """Up to 16 rows of a step cost what one costs; then each costs more. Down to plain decoding, and with a longer
+    context earlier."""
+    costs = StepCosts({1: 1.0, 16: 1.0, 1024: 64.0}, per_key_and_node=2e-6)
+    for cached in (128, 60_000):
+        counts = []
+        for rows in (1, 2, 4, 8, 16, 64):
+            text = Text(monkeypatch, costs, rows=rows, pass_seconds=0.01, cached=cached)
+            text.run(100, 0.8, 0.8)
+            counts.append(sum(text.chosen[-64:]) / 64)
+        assert counts == sorted(counts, reverse=True) and counts[-1] < 1.1, counts
+        assert counts[0] == 7 if cached == 128 else 1.1 < counts[0] < 7, counts
+
+
+def test_estimates_are_corrected_by_the_text(monkeypatch):
+    """A drafter that is wrong where it was estimated right is asked once in a while, and again when it is right."""
+    text = Text(monkeypatch, StepCosts({1: 1.0, 8: 1.5}), pass_seconds=0.1)
+    text.run(60, 0.8, 0.8)
+    assert all(text.asked) and sum(text.chosen[-20:]) > 60
+    text.run(100, 0.0, 0.8)
+    start = len(text.asked)
+    text.run(20 * RETRY, 0.0, 0.8)
+    assert 15 < sum(text.asked[start:]) <= 21
+    assert sum(text.chosen[start:]) < 1.2 * 20 * RETRY
+    text.run(12 * RETRY, 0.8, 0.8)
+    start = len(text.asked)
+    text.run(100, 0.8, 0.8)
+    assert all(text.asked[start:])
+    low = Text(monkeypatch, StepCosts({1: 1.0, 8: 1.5}), pass_seconds=0.1)
+    low.run(200, 0.8, 0.4)
+    assert 1.2 < low.budget.ratios(0, 0)[1] <= 2.0 and all(low.asked[-50:])
+    assert low.budget.ratios(0, 0)[2] <= 1.0, "no child becomes likelier than its parent"
+
+
+def test_a_text_teaches_itself_first():
+    """A new text begins with what all texts showed, and then has its own factors; rows do not share theirs."""
+    learns = Budget(StepCosts({1: 1.0, 8: 1.5}), 2, [False], 3, 4)
+    learns.begin(slice(0, 2))
+    for _ in range(60):
+        learns.start([9, 9], [True, True])
+        path, parents = [[0, 1, 2, 3]] * 2, [[-1, 0, 1, 2]] * 2
+        probabilities = learns.corrected(0, torch.tensor([[1.0, 0.5, 0.25, 0.125]] * 2), torch.arange(4)[None])
+        learns.learn(path, [3, 0], parents, probabilities.tolist(), None)
+    first, second = learns.ratios(0, 0)[1], learns.ratios(0, 1)[1]
+    assert first > 1.5 and second < 0.3
+    learns.begin(slice(0, 1))
+    assert second < learns.ratios(0, 0)[1] < first
+    assert learns.factors[0, 0, 1] == pytest.approx(learns.ratios(0, 0)[1])
+    assert learns.factors[0, 0, 3] == pytest.approx(
+        learns.ratios(0, 0)[1] * learns.ratios(0, 0)[2] * learns.ratios(0, 0)[3]
+    )
+
+
+def test_a_bad_moment_heals(monkeypatch):
+    """Steps, or a drafter's passes, that were slow for a while: nothing of it stays."""
+    text = Text(monkeypatch, StepCosts({1: 1.0, 8: 1.2}), pass_seconds=0.05)
+    text.run(2 * REVIEW, 0.8, 0.8)
+    before = sum(text.chosen[-20:])
+    for _ in range(2 * REVIEW):
+        text.step(0.8, 0.8, 6.0 if text.chosen[-1] > 1 else 1.0)
+    text.run(3 * REVIEWS * REVIEW, 0.8, 0.8)
+    assert sum(text.chosen[-20:]) >= 0.95 * before
+    text.pass_seconds = 3.0
+    text.run(3 * REVIEW, 0.8, 0.8)
+    assert sum(text.chosen[-REVIEW:]) < 1.3 * REVIEW, "too slow to pay"
+    text.pass_seconds = 0.05
+    text.run(60 * RETRY, 0.8, 0.8)
+    assert sum(text.chosen[-20:]) >= 0.95 * before
+
+
+def test_steps_that_run_correct_the_costs(monkeypatch):
+    """Costs that were timed at a bad moment; the shortest of the latest steps count."""
+    text = Text(monkeypatch, StepCosts({1: 1.0, 8: 1.2}), pass_seconds=0.01)
+    text.budget.costs = StepCosts({1: 1.0, 8: 9.0})
+    text.run(1, 0.9, 0.9)
+    assert text.chosen == [1], "each node seems to cost more than it gives"
+    text.budget.costs = StepCosts({1: 1.0, 8: 3.0})
+    text.run(3 * REVIEW + STEPS, 0.9, 0.9)
+    assert text.budget.table[6] < 1.5 and sum(text.chosen[-20:]) > 6 * 20
+
+
+def test_of_a_merge_the_cheap_drafter_comes_first(monkeypatch):
+    """The other one is asked where it adds enough; one that costs next to nothing always is."""
+    now = [0.0]
+    monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    both = Budget(StepCosts({1: 1.0, 8: 1.1}), 1, [True, True], 4, 9)
+    both.begin(slice(0, 1))
+    seconds, asked = (0.6, 0.001), [0, 0]
+    chain = torch.tensor([[1.0, 0.5, 0.25]])
+    for step in range(60):
+        both.start([9], [True])
+        order = both.order()
+        assert step < FEWEST or order == [1, 0]
+        for number in order:
+            if both.asks(number):
+                asked[number] += 1
+                now[0] += seconds[number]
+                both.proposed(number, chain)
+        assert both.keep(chain) == 3
+    assert asked[1] == 60 and FEWEST <= asked[0] <= FEWEST + 2
+
+
+def heads_of(target):
+    drafter = drafter_of(target)
+    drafter.costs = StepCosts({1: 1.0, 8: 1.1})
+    return drafter
+
+
+def draft_model_of(target):
+    return DraftModelDrafter(target, target, [2, 1, 1])
+
+
+@pytest.mark.parametrize("kind", ["heads", "draft model", "heads, draft model and n-grams"])
+def test_texts_do_not_depend_on_the_budget(make_target, monkeypatch, kind):
+    """Whatever it answers, here at random: any drafter left out, any number of levels, any number of nodes."""
+    rng = random.Random(1)
+    asks, level, keep = Budget.asks, Budget.another_level, Budget.keep
+    answers = set()
+
+    def asked(self, number):
+        if rng.random() < 0.4:
+            answers.add("not asked")
+            return False
+        self.sources[number].asked = 0
+        return asks(self, number)
+
+    def another(self, *args):
+        level(self, *args)
+        self.ended = rng.random() < 0.4
+        answers.add(self.ended)
+        return not self.ended
+
+    def kept(self, acceptance):
+        keep(self, acceptance)
+        answers.add("kept")
+        return rng.randint(1, min(acceptance.shape[1], self.limit))
+
+    monkeypatch.setattr(Budget, "asks", asked)
+    monkeypatch.setattr(Budget, "another_level", another)
+    monkeypatch.setattr(Budget, "keep", kept)
+
+    def make(target):
+        makers = {"heads": heads_of, "draft model": draft_model_of}
+        if kind in makers:
+            drafter = makers[kind](target)
+        else:
+            members = {name: make(target) for name, make in makers.items()}
+            drafter = MergedDrafter(members | {"ngram": NgramDrafter(target, depth=4, min_match=1)}, target, 16)
+        drafter.costs = StepCosts({1: 1.0, 8: 1.1})
+        return drafter
+
+    check_coupled(make_target, make, own=False)
+    if kind != "heads":  # whose deepest path is rarely kept
+        check_greedy(make_target, make, own=False)
+    assert answers >= ({"not asked", "kept"} if kind == "heads" else {"not asked", "kept", True, False})
+
+
+# ---- static steps
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+def test_texts_do_not_depend_on_the_sizes(make_target, greedy_texts, monkeypatch, mode):
+    target = make_target("llama")
+    requests = [
+        Request(prompt, 14, Sampling(temperature=0.5, seed=seed), frozenset()) for seed, prompt in enumerate(PROMPTS)
+    ]
+    if mode == "greedy":
+        truth = greedy_texts(target, PROMPTS, 14)
+    else:
+        truth = [SpeculativeDecoder(target).serve([request], 1, mode=mode)[0].tokens for request in requests]
+    order = itertools.cycle((1, 8, 12, 8, 12, 1))
+    chosen, shapes = [], []
+
+    def choose(sizes):
+        chosen.append(next(order))
+        return chosen[-1]
+
+    monkeypatch.setattr(Sizes, "choose", choose)
+    drafter = drafter_of(target)
+    absorb = drafter.absorb
+
+    def absorbed(state, verdict, tree, features):
+        shapes.append(tree.tokens.shape[1])
+        absorb(state, verdict, tree, features)
+
+    drafter.absorb = absorbed
+    decoder = SpeculativeDecoder(target, drafter, static=True)
+    counted = []
+    for batch in (1, 3):
+        drafted = {}
+
+        def on_step(number, result, drafted=drafted):
+            drafted.setdefault(number, []).append(result.drafted)
+
+        results = decoder.serve(requests, batch, mode=mode, on_step=on_step)
+        counted += [[b - a for a, b in itertools.pairwise(each)] for each in drafted.values()]
+        assert [result.tokens for result in results] == truth
+        assert any(count > 1 for result in results for count in result.accepted)
+    step = decoder._step
+    assert set(chosen) == {1, 8, 12}
+    if target.device.type == "cuda":
+        assert {nodes for _, nodes in step._graphs} == {1, 8, 12} and "cuda graph" in decoder.execution
+    else:
+        assert shapes == chosen
+    assert all(0 < (times.shortest or 0) < 60 for times in step.sizes.seconds.values()) and len(step.sizes.seconds) == 3
+    assert step.sizes.factor != 1.0, "what steps committed is recorded"
+    assert {nodes for one in counted for nodes in one} == {0, 7, 11}, "proposed nodes are counted"
+
+
+def test_trees_of_each_size(make_target):
+    """The likeliest paths, and the sums of their acceptance probabilities."""
+    decoder = SpeculativeDecoder(target := make_target("llama"), drafter_of(target), static=True)
+    decoder.generate([[5]], 40, stop_ids=frozenset())
+    sizes = decoder._step.sizes
+    assert sizes.counts == [1, 8, 12]
+    # 1, the seven likeliest paths: .6 .3 .2 .2 .1 .1 .1, all.
+    assert [sizes.expected[count] for count in sizes.counts] == pytest.approx([1.0, 2.6, 2.74], abs=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["mss", "typical"])
+def test_other_modes_have_one_size(make_target, mode):
+    """A seed's text must not depend on what steps cost."""
+    decoder = SpeculativeDecoder(target := make_target("llama"), drafter_of(target), static=True)
+    decoder.generate([[5, 6]], 4, mode=mode, sampling=Sampling(seed=1))
+    assert decoder._step.sizes is None and decoder._step.budget is None and decoder._step.size == 0
+
+
+def test_all_nodes_can_be_asked_for(target, drafter):
+    for all_nodes in (True, False):
+        _, loaded = load_drafter(str(drafter), target=target, all_nodes=all_nodes)
+        assert loaded.one_size == all_nodes
+        decoder = SpeculativeDecoder(target, loaded, static=True)
+        (result,) = decoder.generate([[5, 6]], 8, stop_ids=frozenset())
+        assert not all_nodes or (decoder._step.sizes is None and result.drafted == 5 * len(result.accepted))
+
+
+def test_instrumented_steps_have_all_nodes(make_target):
+    """They are not timed, and must not be left at the first size."""
+    decoder = SpeculativeDecoder(target := make_target("llama"), drafter_of(target), static=True)
+    (result,) = decoder.generate([[5, 6]], 12, stop_ids=frozenset(), instrument=True)
+    assert result.drafted == 11 * len(result.accepted) and all(
+        each.shortest is None for each in decoder._step.sizes.seconds.values()
+    )
+
+
+@pytest.mark.parametrize(("share", "best"), [(0.0, 1), (0.5, 8), (1.6, 64)])
+def test_the_size_with_the_most_tokens_per_second(share, best):
+    """Drafts are accepted ``share`` times as often as estimated; at 0 hardly any step drafts."""
+    expected = {1: 1.0, 8: 1.7, 64: 2.4}
+    sizes, rng = Sizes(list(expected)), random.Random(0)
+    chosen = []
+    for _ in range(4000):
+        nodes = sizes.choose()
+        sizes.timed(nodes, {1: 1.0, 8: 1.1, 64: 1.6}[nodes] * rng.uniform(1, 1.02))
+        mean = share * (expected[nodes] - 1)
+        draws = [1 + int(mean) + (rng.random() < mean % 1) for _ in range(2)]
+        sizes.committed(nodes, [*draws, 0, -1], [list(expected.values())] * 4)
+        chosen.append(nodes)
+    assert chosen[: 3 * FEWEST] == [64] * FEWEST + [8] * FEWEST + [1] * FEWEST, "each is timed"
+    late = chosen[1000:]
+    # f moves by a twentieth of an error: some steps choose another size.
+    assert late.count(best) > 0.8 * len(late)
+    assert sizes.factor == pytest.approx(share, abs=0.3)
+    if best == 1:
+        assert late.count(8) == pytest.approx(len(late) / (RETRY + 1), abs=3) and not late.count(64)
+
+
+def test_times_follow_the_texts():
+    """Steps take longer as texts grow, or as something else runs: the latest times count."""
+    sizes = Sizes([1, 8])
+    for nodes, seconds in ((8, 1.2), (8, 1.1), (8, 1.3), (1, 1.0), (1, 1.0), (1, 1.0)):
+        assert sizes.choose() == nodes
+        sizes.timed(nodes, seconds)
+        sizes.committed(nodes, [2], [[1.0, 1.6]])
+    assert sizes.choose() == 8
+    for _ in range(100):
+        sizes.timed(8, 3.0)
+    assert sizes.seconds[8].shortest == 3.0 and sizes.choose() == 1
+
+
+def test_the_factor_stays_in_its_range():
+    sizes = Sizes([1, 4])
+    for _ in range(500):
+        sizes.committed(4, [4, 4], [[1.0, 1.5]] * 2)
+    assert sizes.factor == 2.0
+    for _ in range(500):
+        sizes.committed(4, [1], [[1.0, 1.5]])
+    assert sizes.factor == pytest.approx(0, abs=1e-2)
+    sizes.committed(1, [9], [[1.0, 1.0]])
+    sizes.committed(4, [0, -1], [[1.0, 1.5]] * 2)
+    assert sizes.factor == pytest.approx(0, abs=1e-2), "no text, or not finite"
+
+
+def test_rates_of_a_calibrated_tree(make_target, tmp_path):
+    target = make_target("llama")
+    heads = drafter_of(target).heads
+    candidates = [{"path": list(path), "rate": rate} for path, rate in zip(PATHS, RATES, strict=True)]
+    for kept, known in ((candidates, True), (candidates[1:], False), (None, False)):
+        tree = {"paths": [list(path) for path in PATHS], "calibration": {"candidates": kept}}
+        (tmp_path / "tree.json").write_text(json.dumps(tree))
+        part = open_drafter(tmp_path, heads.config.to_dict(), heads.state_dict(), tmp_path / "tree.json", False)
+        drafter = part.build(target, {})
+        assert drafter.acceptances == (list(RATES) if known else None)
+
+
+def test_errors_around_a_capture():
+    """What a graph cannot hold is a reason to run steps eagerly; a device's error is not."""
+    reasons = (
+        "called a synchronizing CUDA operation",
+        "CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors might be …",
+        "CUDA error: operation failed due to a previous error during capture",
+    )
+    for reason in reasons:
+        assert why_no_graph(RuntimeError(reason)) == reason.splitlines()[0]
+    for error in (
+        RuntimeError("CUDA error: an illegal memory access was encountered\nduring graph capture"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError(""),
+        torch.OutOfMemoryError("CUDA out of memory while capturing"),
+    ):
+        assert why_no_graph(error) is None
