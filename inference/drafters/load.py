@@ -181,7 +181,7 @@ def load_drafter(
     drafters = _flat({each: part.build(loaded, options) for each, part in parts.items()})
     merged = MergedDrafter(drafters, loaded, MERGED_NODES) if len(drafters) > 1 else next(iter(drafters.values()), None)
     if merged is not None:
-        merged.one_size = all_nodes
+        merged.chooses = not all_nodes
         # Static steps (on a GPU) need no costs: trees of several sizes are timed as they run.
         if (loaded.device.type == "cpu" or loaded.spread) and not all_nodes:
             merged.costs = step_costs(loaded, lean)

@@ -84,6 +84,7 @@ class MedusaDrafter(Drafter):
         # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
         flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
         self.choice = torch.tensor(flat, dtype=torch.int64, device=self.device)
+        self.weighs = self.acceptances is not None
         self.acceptance: Tensor | None = None  # [1, N]
         if self.acceptances is not None:
             self.acceptance = torch.tensor([[1.0, *self.acceptances]], device=self.device)

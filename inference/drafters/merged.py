@@ -139,8 +139,9 @@ class MergedDrafter(Drafter):
                 continue
             tree = drafter.propose(view)
             assert tree.acceptance is not None, f"{self.sources[number]}: its trees have no acceptance probabilities"
-            trees[number] = replace(tree, acceptance=budget.corrected(number, tree.acceptance, tree.depth))
-            budget.proposed(number, trees[number].acceptance)
+            acceptance = budget.corrected(number, tree.acceptance, tree.depth)
+            trees[number] = replace(tree, acceptance=acceptance)
+            budget.proposed(number, acceptance)
         return trees
 
     def _root_alone(self, state: State) -> TokenTree:

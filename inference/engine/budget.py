@@ -99,8 +99,8 @@ class Budget:
         self.costs, self.rows, self.limit, self.learns = costs, rows, limit, learns
         self.sources = [_Source([_Times() for _ in range(max_depth + 1)]) for _ in learns]
         self.factors = torch.ones(len(learns), rows, max_depth + 1)  # of acceptance probabilities, by depth
-        self.most = np.full(max_depth + 1, 1.0)  # of ratios, by depth
-        self.most[1:2] = FACTORS[1]
+        self.highest = np.full(max_depth + 1, 1.0)  # of ratios, by depth
+        self.highest[1:2] = FACTORS[1]
         # By source, row and depth: what came true, and what was estimated; of all texts so far in the last row.
         self.came_true, self.estimated = np.zeros((2, len(learns), rows + 1, max_depth + 1))
         self.step_times: dict[int, _Times] = {}  # in units of t(B, S, N), by N
@@ -114,13 +114,15 @@ class Budget:
             self.came_true[:, row] = self.estimated[:, row] = 0
             self._correct(row)
 
-    def start(self, lengths: Sequence[int], active: Sequence[bool]) -> None:
+    def start(self, lengths: Sequence[int], active: Sequence[bool], most: int | None = None) -> None:
         """A step begins.
 
         Args:
             lengths: cached tokens of each row, 0 where there is no text.
             active: whether each row has a text.
+            most: nodes of this step's trees, at most.
         """
+        self.most = self.limit if most is None else min(most, self.limit)
         self.active, self.weights = active, None if all(active) else torch.tensor(active)[:, None].float()
         self.tokens = self.roots = float(sum(active))  # expected of all rows
         self.nodes, self.drafting, self.kept = 1, 0.0, False
@@ -149,8 +151,8 @@ class Budget:
         source = self.sources[number]
         step, cost = self._step_seconds(self.nodes + source.nodes), self._cost(number)
         source.trial = source.waited >= max(RETRY, self._passes(number, 1) / self.table[0] / TRIALS)
-        asked = source.asked < FEWEST or source.trial or cost < CHEAP * self.table[0]
-        if not asked:
+        asked = self.most > 1 and (source.asked < FEWEST or source.trial or cost < CHEAP * self.table[0])
+        if not asked and self.most > 1:
             new = (self.tokens + source.gain * self.roots) / (self.drafting + cost + step)
             asked = new > MARGIN * self.tokens / (self.drafting + self._step_seconds(self.nodes))
         if not asked:
@@ -218,7 +220,7 @@ class Budget:
         """Number of nodes with the highest speed, the same in all rows, of ``[B, M]`` corrected probabilities."""
         self.kept = True
         count = self._best(self._totals(acceptance), self.drafting, alone=True)[1]
-        return max(count, 2) if any(source.trial for source in self.sources) else count
+        return max(count, min(2, self.most)) if any(source.trial for source in self.sources) else count
 
     def learn(
         self, paths: Sequence[Sequence[int]], lengths: Sequence[int], parents: Sequence[Sequence[int]],
@@ -270,7 +272,7 @@ class Budget:
         true, estimated = self.came_true[number], self.estimated[number]
         prior = (PRIOR + true[-1]) / (PRIOR + estimated[-1])  # of all texts so far
         ratios = (PRIOR * prior + true[row]) / (PRIOR + estimated[row])
-        return np.clip(ratios, FACTORS[0], self.most)
+        return np.clip(ratios, FACTORS[0], self.highest)
 
     def _correct(self, row: int) -> None:
         for number, learns in enumerate(self.learns):
@@ -307,14 +309,14 @@ class Budget:
         return self.table[min(max(round(nodes), 1), self.limit) - 1]
 
     def _totals(self, acceptance: Tensor) -> list[float]:
-        """Expected tokens of all rows with the 1, 2, … likeliest candidates of each, at most ``limit``."""
+        """Expected tokens of all rows with the 1, 2, … likeliest candidates of each, at most ``most``."""
         if len(acceptance) == 1 and self.rows == 1:
-            ranked = sorted(acceptance[0].tolist(), reverse=True)[: self.limit]
+            ranked = sorted(acceptance[0].tolist(), reverse=True)[: self.most]
             return [*itertools.accumulate(ranked)]
         weighted = acceptance.expand(self.rows, -1)
         if self.weights is not None:
             weighted = weighted * self.weights.to(acceptance.device)
-        return weighted.sort(1, descending=True).values[:, : self.limit].sum(0).cumsum(0).tolist()
+        return weighted.sort(1, descending=True).values[:, : self.most].sum(0).cumsum(0).tolist()
 
     def _best(self, totals: Sequence[float], drafting: float, alone: bool = False) -> tuple[float, int]:
         """The highest speed and its number of nodes, beside those of the drafters asked before (unless ``alone``)."""
@@ -349,16 +351,16 @@ class Sizes:
         """Expected tokens of a step with a tree of so many nodes."""
         return 1 + self.factor * (self.expected[count] - 1)
 
-    def choose(self) -> int:
+    def choose(self, most: int | None = None) -> int:
         """The size of the next step: one that is hardly timed yet, the largest first, or the one with the most tokens
-        per second."""
-        shortest = {count: times.shortest for count, times in self.seconds.items()}
-        for count in reversed(self.counts):
+        per second; of those with at most ``most`` nodes."""
+        shortest = {count: self.seconds[count].shortest for count in self.counts if most is None or count <= most}
+        for count in reversed(shortest):
             if shortest[count] is None:
                 return count
-        best = max(self.counts, key=lambda count: self.tokens(count) / (shortest[count] or 1.0))
+        best = max(shortest, key=lambda count: self.tokens(count) / (shortest[count] or 1.0))
         self.without_draft = self.without_draft + 1 if best == 1 else 0
-        if self.without_draft > RETRY:
+        if self.without_draft > RETRY and len(shortest) > 1:
             self.without_draft = 0
             return self.counts[1]
         return best

@@ -41,6 +41,8 @@ class Request:
     sampling: sampling parameters, for modes other than greedy; temperature 1 if left out.
     stop_ids: token ids that end the text; the target's own if None.
     stop_strings: strings that end the text; the token that completes one is the last. Needs the target's tokenizer.
+    max_draft_nodes: nodes that are drafted in each of its steps, at most, by it or any text decoded beside it; 0: plain
+        decoding. Only in greedy decoding and coupled sampling, whose texts do not depend on it.
     """
 
     prompt: Sequence[int]
@@ -48,6 +50,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] | None = None
     stop_strings: Sequence[str] = ()
+    max_draft_nodes: int | None = None
 
     def __post_init__(self) -> None:
         prompt: Any = self.prompt
@@ -134,6 +137,7 @@ class SpeculativeDecoder:
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop_ids: frozenset[int] | None = None,
         stop_strings: Sequence[str] = (),
+        max_draft_nodes: int | None = None,
         batch_size: int | None = None,
         instrument: bool = False,
         on_tokens: Callable[[int, list[int]], None] | None = None,
@@ -160,7 +164,7 @@ class SpeculativeDecoder:
         if len(samplings) != len(prompts):
             raise ValueError(f"{len(samplings)} samplings for {len(prompts)} prompts; give one, or one for each")
         requests = [
-            Request(prompt, max_new_tokens, parameters, stop_ids, stop_strings)
+            Request(prompt, max_new_tokens, parameters, stop_ids, stop_strings, max_draft_nodes)
             for prompt, parameters in zip(prompts, samplings, strict=True)
         ]
         rows = max(1, len(requests)) if batch_size is None else batch_size
@@ -273,6 +277,9 @@ class SpeculativeDecoder:
             raise ValueError(f"{where}: stop_strings {strings!r}: must be a list of texts")
         if "" in strings:
             raise ValueError(f"{where}: an empty stop string would end every text; leave it out")
+        bound = request.max_draft_nodes
+        if bound is not None and not (_is_whole(bound) and bound >= 0):
+            raise ValueError(f"{where}: max_draft_nodes {bound!r}: must be a whole number of at least 0")
         if strings and self.target.tokenizer is None:
             raise ValueError(f"{where}: stop strings need a target with a tokenizer")
         return min(prompt + request.max_new_tokens, context)
@@ -358,7 +365,7 @@ class _Queue:
             for row, text, token in zip(range(rows.start, rows.stop), texts, first, strict=True):
                 if token < 0:
                     raise self._not_finite(text)
-                self.texts[row] = text
+                self.texts[row], self.step.bounds[row] = text, text.request.max_draft_nodes
                 self._add(row, text, [token], [0], step=False)
 
     def _next_texts(self) -> list[tuple[int, _Text]]:
@@ -379,6 +386,11 @@ class _Queue:
                 raise ValueError(
                     f"prompt {number + 1} needs {length} tokens with its answer, max_length is {self.max_length}; "
                     "raise it"
+                )
+            if request.max_draft_nodes is not None and not self.step.can_be_bounded:
+                raise ValueError(
+                    f"prompt {number + 1}: max_draft_nodes bounds trees of several sizes: those of greedy decoding and "
+                    "coupled sampling, unless all nodes are asked for, or compiled steps; leave it out"
                 )
             text = _Text(number, request, length - len(request.prompt))
             self.results.append(text.result)

@@ -70,8 +70,8 @@ class Drafter(Protocol):
     sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``.
     learns, source_learns: whether it, or each of its sources if it merges several, corrects the acceptance
         probabilities of its nodes by what comes true in a text itself.
-    costs: of the target's steps, by which eager steps keep the nodes that pay; None: all nodes.
-    one_size: static steps have all nodes, too.
+    weighs: its trees have ``acceptance`` where the state asks for it.
+    chooses: steps leave out the nodes that do not pay; for eager ones it also needs ``costs``, of the target's steps.
     """
 
     num_nodes: int
@@ -85,7 +85,8 @@ class Drafter(Protocol):
     learns: bool = False
     source_learns: Sequence[bool] = ()
     costs: "StepCosts | None" = None
-    one_size: bool = False
+    weighs: bool = True
+    chooses: bool = False
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         """Allocate caches and buffers for the rows and capacity of the target's cache; its ``lengths`` may be shared.

@@ -148,8 +148,10 @@ class Step:
         # A text of multi-step sampling depends on the trees' sizes through its random numbers, one of typical
         # acceptance directly: they have one size, so that a seed gives one text. Compiled steps, too: each would be
         # compiled.
-        chooses = mode in ("greedy", "sample") and not compiled and not drafter.one_size and drafter.num_nodes > 1
+        any_size = mode in ("greedy", "sample") and not compiled
+        self.bounds: list[int | None] = [None] * rows  # of each row's text: its ``max_draft_nodes``
         self.sizes: Sizes | None = None
+        chooses = any_size and drafter.chooses and drafter.weighs and drafter.num_nodes > 1
         if chooses and static:
             self.sizes = Sizes([*(size for size in SIZES if size < drafter.num_nodes), drafter.num_nodes])
         self.committed = torch.zeros(
@@ -161,12 +163,13 @@ class Step:
         self.source_bits = torch.arange(self.num_sources, device=device)
         if self.sizes:
             self.last_of_size = torch.tensor([size - 1 for size in self.sizes.counts], device=device)
-            self.state.weighs = True
         self.budget: Budget | None = None
+        self.state.weighs = chooses
+        self.can_be_bounded = any_size and (not static or self.sizes is not None or drafter.num_nodes == 1)
         if chooses and not static and drafter.costs is not None:
             learns = drafter.source_learns or [drafter.learns]
             self.budget = Budget(drafter.costs, rows, learns, drafter.max_depth, drafter.num_nodes)
-            self.state.budget, self.state.weighs = self.budget, True
+            self.state.budget = self.budget
         self.root_tree = StaticTree([-1], device)
         self.zeros, self.ones = (torch.full((rows, 1), value, device=device) for value in (0, 1.0))
         drafter.allocate(self.cache, drafter.max_depth, static)
@@ -240,14 +243,21 @@ class Step:
     def reset(self) -> None:
         """Empty all rows."""
         self.active.zero_()
+        self.bounds = [None] * self.rows
         self.cache.lengths.zero_()
         self.verifier.reset()
 
     def end(self, row: int) -> None:
         """End the text in this row; steps continue there with an empty prefix until another text begins."""
-        self.active[row] = False
+        self.active[row], self.bounds[row] = False, None
         self.cache.lengths[row] = 0
         self.drafter.end(row)
+
+    @property
+    def most_nodes(self) -> int | None:
+        """Nodes of the next step's trees, at most, roots included: the smallest of the rows' bounds."""
+        bounds = [bound for bound in self.bounds if bound is not None]
+        return 1 + min(bounds) if bounds else None
 
     def run(self, clock: Clock | None = None) -> None:
         """Advance all rows by one step, and write what it commits to ``committed``."""
@@ -302,34 +312,40 @@ class Step:
         """The tree to verify; ``[B, N]`` the numbers of its nodes in the drafter's tree, if some of that are left out;
         and the mean number of cached tokens, which only a budget needs."""
         drafter, state, budget = self.drafter, self.state, self.budget
+        most = self.size or None if self.static else self.most_nodes
         if budget is None:
-            if self.size == 1:
+            if most == 1:
                 drafter.skip(state)
                 return self._root_alone(), None, 0.0
             tree = drafter.propose(state)
-            if self.sizes is None or tree.acceptance is None:
-                return tree, None, 0.0
-            self._write_expected(tree.acceptance)
-            if 0 < self.size < tree.tokens.shape[1]:
-                return *likeliest(tree, tree.acceptance, self.size), 0.0
-            return tree, None, 0.0
+            if self.sizes:
+                assert tree.acceptance is not None
+                self._write_expected(tree.acceptance)
+            return *self._cut(tree, tree.acceptance, most), 0.0
         lengths = self.cache.lengths.tolist()
         cached, several = sum(lengths) / self.rows, len(drafter.sources) > 1  # of which a merge asks each
-        budget.start(lengths, self.active.tolist())
+        budget.start(lengths, self.active.tolist(), most)
         if not several and not budget.asks(0):
             drafter.skip(state)
             return self._root_alone(), None, cached
         tree = drafter.propose(state)
         acceptance = tree.acceptance
         if acceptance is None or budget.kept:
-            return tree, None, cached
+            return *self._cut(tree, acceptance, most), cached
         if not several:
             acceptance = budget.corrected(0, acceptance, tree.depth)
             budget.proposed(0, acceptance)
-        kept = budget.keep(acceptance)
-        if kept >= tree.tokens.shape[1]:
-            return replace(tree, acceptance=acceptance), None, cached
-        return *likeliest(tree, acceptance, kept), cached
+        return *self._cut(replace(tree, acceptance=acceptance), acceptance, budget.keep(acceptance)), cached
+
+    def _cut(self, tree: TokenTree, acceptance: Tensor | None, most: int | None) -> tuple[TokenTree, Tensor | None]:
+        """The tree of at most so many nodes, the likeliest or, without acceptance probabilities, the first; and their
+        numbers ``[B, most]`` if some are left out."""
+        count = tree.tokens.shape[1]
+        if most is None or most >= count:
+            return tree, None
+        if acceptance is None:  # parents come first
+            acceptance = torch.arange(count, 0, -1, device=tree.tokens.device).expand(tree.tokens.shape).float()
+        return likeliest(tree, acceptance, most, fixed=self.static)
 
     def _root_alone(self) -> TokenTree:
         return self.root_tree.fill(self.state.root[:, None], self.zeros if self.num_sources else None, self.ones)
@@ -383,7 +399,11 @@ class Step:
         cuda, sizes = self.target.device.type == "cuda", None if clock else self.sizes
         if cuda and self.eager:
             sizes = None
-        size = self.size = 0 if sizes is None else sizes.choose()
+        most = self.most_nodes
+        size = 0 if sizes is None else sizes.choose(most)
+        if sizes is None and self.sizes and most is not None:
+            size = max(count for count in self.sizes.counts if count <= most)
+        self.size = size
         began = time.perf_counter()
         events: list[torch.cuda.Event] = []
         if clock:

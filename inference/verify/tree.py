@@ -201,13 +201,14 @@ class StaticTree:
         return TokenTree(tokens, parent, depth, ancestors, valid, mask, draws, self, source, acceptance)
 
 
-def likeliest(tree: TokenTree, acceptance: Tensor, count: int) -> tuple[TokenTree, Tensor]:
+def likeliest(tree: TokenTree, acceptance: Tensor, count: int, fixed: bool = False) -> tuple[TokenTree, Tensor]:
     """The tree of each row's ``count`` likeliest nodes.
 
     Args:
         tree: deterministic.
         acceptance: ``[B, N]``, no more than the parent's; of equal ones the lower number counts more, so that a node is
             never without its parent.
+        fixed: the host reads nothing, as in steps that a CUDA graph holds.
 
     Returns:
         The tree, with these probabilities; ``[B, count]`` int64, the number in ``tree`` of each of its nodes.
@@ -216,9 +217,7 @@ def likeliest(tree: TokenTree, acceptance: Tensor, count: int) -> tuple[TokenTre
     order = order.expand(len(tree.tokens), -1)
     tokens, acceptance = tree.tokens.gather(1, order), acceptance.expand(len(order), -1).gather(1, order)
     source = None if tree.source is None else tree.source.gather(1, order)
-    on_host = tree.static is not None and tokens.device.type == "cpu"
-    if on_host and (len(order) == 1 or bool((order == order[:1]).all())):
-        assert tree.static is not None
+    if not fixed and tree.static is not None and (len(order) == 1 or bool((order == order[:1]).all())):
         return tree.static.part(order[0].tolist()).fill(tokens, source, acceptance), order
     depth, valid = tree.depth.gather(1, order), tree.valid.gather(1, order)
     above = tree.parent.gather(1, order).long().clamp(min=0)

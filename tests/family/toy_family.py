@@ -128,7 +128,7 @@ def open_drafter(folder, config, weights, tree, merged):
     else:
         topology, acceptances = read_candidates(tree) if merged else (read_tree(tree), None)
     table = followers(weights)
-    return Part(lambda target, costs, options: ToyDrafter(table, topology, target.device, acceptances))
+    return Part(lambda target, options: ToyDrafter(table, topology, target.device, acceptances))
 
 
 def calibration(folder, config, weights):

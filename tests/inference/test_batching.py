@@ -37,7 +37,6 @@ def test_a_queue(written, scripted, monkeypatch, family, rows, static):
     target, truth = written(family)
     drafter = scripted(target, PROMPTS, truth, LIMITS, 33, 5)
     reported, ended = [[] for _ in PROMPTS], []
-    drafter.one_size = True
     decoder = SpeculativeDecoder(target, drafter, static=static)
     requests = [Request(prompt, limit, stop_ids=NONE) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
     results = decoder.serve(

@@ -35,7 +35,9 @@ def drafter_of(target, acceptances=RATES):
     heads = MedusaHeads.for_target(target, 3, 1, "shared")
     with torch.no_grad():
         heads.weight.copy_((torch.randn(heads.weight.shape) * 0.1).to(heads.weight))
-    return MedusaDrafter(heads, Topology(PATHS), target, acceptances)
+    drafter = MedusaDrafter(heads, Topology(PATHS), target, acceptances)
+    drafter.chooses = True
+    return drafter
 
 
 # ---- eager steps
@@ -148,9 +150,11 @@ def test_estimates_are_corrected_by_the_text(monkeypatch):
     assert all(text.asked) and sum(text.chosen[-20:]) > 60
     text.run(100, 0.0, 0.8)
     start = len(text.asked)
+    assert text.run(20 * RETRY, 0.0, 0.8) < 1.02, "hardly slower than plain decoding"
+    assert 15 < sum(text.asked[start:]) < 60
+    start = len(text.asked)
     text.run(20 * RETRY, 0.0, 0.8)
-    assert 15 < sum(text.asked[start:]) <= 21
-    assert sum(text.chosen[start:]) < 1.2 * 20 * RETRY
+    assert 15 < sum(text.asked[start:]) < 25, "rarer as all texts show it"
     text.run(12 * RETRY, 0.8, 0.8)
     start = len(text.asked)
     text.run(100, 0.8, 0.8)
@@ -205,7 +209,7 @@ def test_steps_that_run_correct_the_costs(monkeypatch):
     assert text.chosen == [1], "each node seems to cost more than it gives"
     text.budget.costs = StepCosts({1: 1.0, 8: 3.0})
     text.run(3 * REVIEW + STEPS, 0.9, 0.9)
-    assert text.budget.table[6] < 1.5 and sum(text.chosen[-20:]) > 6 * 20
+    assert text.budget.table[6] < 1.5 and sum(text.chosen[-20:]) >= 5 * 20
 
 
 def test_of_a_merge_the_cheap_drafter_comes_first(monkeypatch):
@@ -275,13 +279,56 @@ def test_texts_do_not_depend_on_the_budget(make_target, monkeypatch, kind):
         else:
             members = {name: make(target) for name, make in makers.items()}
             drafter = MergedDrafter(members | {"ngram": NgramDrafter(target, depth=4, min_match=1)}, target, 16)
-        drafter.costs = StepCosts({1: 1.0, 8: 1.1})
+        drafter.costs, drafter.chooses = StepCosts({1: 1.0, 8: 1.1}), True
         return drafter
 
     check_coupled(make_target, make, own=False)
     if kind != "heads":  # whose deepest path is rarely kept
         check_greedy(make_target, make, own=False)
     assert answers >= ({"not asked", "kept"} if kind == "heads" else {"not asked", "kept", True, False})
+
+
+@pytest.mark.parametrize("kind", ["all nodes", "by costs", "static"])
+def test_a_request_bounds_its_trees(make_target, kind):
+    """And those beside it, until its text ends; the texts stay."""
+    target = make_target("llama")
+    drafter = heads_of(target)
+    drafter.costs, drafter.chooses = (StepCosts({1: 1.0, 64: 1.0}), True) if kind != "all nodes" else (None, False)
+    drafter.chooses |= kind == "static"
+    decoder = SpeculativeDecoder(target, drafter, static=kind == "static")
+    plain = SpeculativeDecoder(target)
+    for bounds, rows in (([None, 0, 3, None], 1), ([None, 0], 2), ([3, 9], 2)):
+        requests = [
+            Request(prompt, 12, stop_ids=frozenset(), max_draft_nodes=bound)
+            for prompt, bound in zip(PROMPTS, bounds, strict=False)
+        ]
+        nodes = []
+        results = decoder.serve(
+            requests, rows, on_step=lambda number, _, nodes=nodes: nodes.append(decoder._step.nodes)
+        )
+        assert [result.tokens for result in results] == [result.tokens for result in plain.serve(requests, 1)]
+        if rows == 1:
+            for result, bound in zip(results, bounds, strict=True):
+                assert result.drafted <= (11 if bound is None else bound) * len(result.accepted)
+            assert results[0].drafted and not results[1].drafted and (results[2].drafted or kind == "static")
+        else:
+            assert max(nodes[:6]) <= 1 + min(bound for bound in bounds if bound is not None)
+    assert decoder._step.bounds == [None] * 2
+
+
+def test_bounds_that_cannot_be_kept(make_target):
+    """A seed's text depends on its trees in multi-step sampling."""
+    target = make_target("llama")
+    decoder = SpeculativeDecoder(target, heads_of(target))
+    with pytest.raises(ValueError, match="prompt 1: max_draft_nodes -1: must be a whole number of at least 0"):
+        decoder.generate([[5]], 3, max_draft_nodes=-1)
+    for mode in ("mss", "typical"):
+        with pytest.raises(ValueError, match="prompt 1: max_draft_nodes bounds trees of several sizes: .*; leave it"):
+            decoder.generate([[5]], 3, mode=mode, max_draft_nodes=4)
+    static = SpeculativeDecoder(target, drafter := heads_of(target), static=True)
+    drafter.chooses = False
+    with pytest.raises(ValueError, match="unless all nodes are asked for"):
+        static.generate([[5]], 3, max_draft_nodes=4)
 
 
 # ---- static steps
@@ -300,7 +347,8 @@ def test_texts_do_not_depend_on_the_sizes(make_target, greedy_texts, monkeypatch
     order = itertools.cycle((1, 8, 12, 8, 12, 1))
     chosen, shapes = [], []
 
-    def choose(sizes):
+    def choose(sizes, most):
+        assert most is None
         chosen.append(next(order))
         return chosen[-1]
 
@@ -357,7 +405,7 @@ def test_other_modes_have_one_size(make_target, mode):
 def test_all_nodes_can_be_asked_for(target, drafter):
     for all_nodes in (True, False):
         _, loaded = load_drafter(str(drafter), target=target, all_nodes=all_nodes)
-        assert loaded.one_size == all_nodes
+        assert loaded.chooses != all_nodes
         decoder = SpeculativeDecoder(target, loaded, static=True)
         (result,) = decoder.generate([[5, 6]], 8, stop_ids=frozenset())
         assert not all_nodes or (decoder._step.sizes is None and result.drafted == 5 * len(result.accepted))
@@ -429,7 +477,7 @@ def test_rates_of_a_calibrated_tree(make_target, tmp_path):
         (tmp_path / "tree.json").write_text(json.dumps(tree))
         part = open_drafter(tmp_path, heads.config.to_dict(), heads.state_dict(), tmp_path / "tree.json", False)
         drafter = part.build(target, {})
-        assert drafter.acceptances == (list(RATES) if known else None)
+        assert isinstance(drafter, MedusaDrafter) and drafter.acceptances == (list(RATES) if known else None)
 
 
 def test_errors_around_a_capture():

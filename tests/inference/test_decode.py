@@ -276,7 +276,7 @@ def test_live_texts(run_main, drafter, target, prompts):
 def test_each_token_has_the_sources_that_drafted_it(drafter):
     """As many by source as are counted, and none where a step ended."""
     target, both = load_drafter(f"ngram+{drafter}")
-    both.one_size = True  # both draft at each step, whatever it costs
+    both.chooses = False  # both draft at each step, whatever it costs
     decoder = SpeculativeDecoder(target, both, static=True)
     (result,) = decoder.generate([[5, 6, 7]], 120, stop_ids=frozenset())
     by_source = [sum(bits >> source & 1 for bits in result.drafted_by) for source in range(2)]

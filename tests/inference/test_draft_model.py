@@ -31,6 +31,7 @@ from draftsmith.inference.drafters import levels
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
 from draftsmith.inference.drafters.levels import draw_children
 from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.engine import budget
 from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.verify.sampling import Noise, Sampling
@@ -394,7 +395,8 @@ def test_draws_without_replacement():
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_target, name):
+def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_target, monkeypatch, name):
+    monkeypatch.setattr(budget, "FEWEST", 10**9)  # it is asked in every step
     sizes = Counter()
 
     class Watched(Checked):
@@ -405,7 +407,7 @@ def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_targe
 
     def make(target):
         drafter = Watched(perturbed(target, 0.1), target, TREES[name])
-        drafter.costs = STEEP
+        drafter.costs, drafter.chooses = STEEP, True
         return drafter
 
     target = lossless_suite.phrases(make_target)
@@ -415,7 +417,7 @@ def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_targe
     assert len(sizes) > 1 and set(sizes) <= levels, sizes
     sizes.clear()
     drafter = make(target)
-    drafter.one_size = True
+    drafter.chooses = False
     serve(target, drafter, static=True)
     assert set(sizes) == {make(target).num_nodes}, "static steps have one shape"
 
@@ -423,7 +425,7 @@ def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_targe
 def test_trees_that_end_early_are_lossless(make_target):
     def make(target):
         drafter = DraftModelDrafter(perturbed(target, 0.04), target, SPARSE)
-        drafter.costs = STEEP
+        drafter.costs, drafter.chooses = StepCosts({1: 1.0, 8: 1.1}), True
         return drafter
 
     check_greedy(make_target, make, own=False)
@@ -433,7 +435,7 @@ def test_trees_that_end_early_are_lossless(make_target):
     results = []
     for rows in (1, 3):
         drafter = make(target)
-        drafter.costs = STEEP if rows == 1 else None
+        drafter.chooses = rows == 1
         results.append(SpeculativeDecoder(target, drafter, static=False).serve(requests, rows, mode="mss"))
     texts = [[(one.tokens, one.accepted, one.finish_reason) for one in each] for each in results]
     assert texts[0] == texts[1], "multi-step sampling has whole trees: a seed gives one text in any batch"

@@ -25,7 +25,7 @@ from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.engine import engine, step
+from draftsmith.inference.engine import budget, engine, step
 from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.verify.sampling import Sampling
@@ -309,15 +309,14 @@ def test_accepted_nodes_of_other_drafters(make_target, static):
     target = lossless_suite.phrases(make_target)
     drafter = Checked(fitted(target, make_target), target, (2,))
     deeper = EagleDrafter(fitted(target, make_target, "eagle1"), target, (1,) * 5)
-    both = MergedDrafter({"one": drafter, "deeper": deeper}, target, 12)
-    both.one_size = True
-    serve(target, both, static=static)
+    serve(target, MergedDrafter({"one": drafter, "deeper": deeper}, target, 12), static=static)
     assert any(drafter.seen[length] for length in (3, 4, 5)), drafter.seen
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_costs_end_trees(make_target, tree):
+def test_costs_end_trees(make_target, monkeypatch, tree):
     """Eager steps stop where another level does not pay; static ones of one size, and multi-step sampling, never."""
+    monkeypatch.setattr(budget, "FEWEST", 10**9)  # it is asked in every step
     sizes = Counter()
 
     class Watched(Checked):
@@ -326,18 +325,18 @@ def test_costs_end_trees(make_target, tree):
             sizes.update(tree.valid.sum(-1)[state.active].tolist())
             return tree
 
-    def make(target):
-        drafter = Watched(fitted(target, make_target), target, TREES[tree])
-        drafter.costs = STEEP
+    def make(target, kind=EagleDrafter):
+        drafter = kind(fitted(target, make_target), target, TREES[tree])
+        drafter.costs, drafter.chooses = STEEP, True
         return drafter
 
     target = lossless_suite.phrases(make_target)
-    serve(target, make(target))
+    serve(target, make(target, Watched))
     assert len(sizes) > 1, sizes
     for static, mode in ((True, "greedy"), (False, "mss")):
         sizes.clear()
-        drafter = make(target)
-        drafter.one_size = True
+        drafter = make(target, Watched)
+        drafter.chooses = not static
         serve(target, drafter, static=static, mode=mode, count=22)
         assert set(sizes) == {drafter.num_nodes}, (mode, sizes)
     check_coupled(make_target, make, own=False)

@@ -75,7 +75,7 @@ def test_a_dynamic_tree_has_precedence(folder, target):
     write_json(folder / "tree.json", PATHS)
     _, drafter = load_drafter(str(folder), target)
     assert isinstance(drafter, EagleDrafter) and drafter.shape is None and drafter.num_nodes == 4
-    assert drafter.costs is not None and not drafter.one_size and drafter.random
+    assert drafter.costs is not None and drafter.chooses and drafter.random
     write_json(folder / "tree.json", PATHS | DYNAMIC)
     _, drafter = load_drafter(str(folder), target)
     assert isinstance(drafter, EagleDrafter) and drafter.num_nodes == 8 and not drafter.random
@@ -92,7 +92,7 @@ def test_all_nodes(run_main, folder, prompts, monkeypatch):
         code, _, err = run_main(decode.main, folder, *options)
         assert code == 0, err
         _, drafter = loaded.pop()
-        assert (drafter.costs is not None) == limited == (not drafter.one_size)
+        assert (drafter.costs is not None) == limited == drafter.chooses
         assert limited or drafter.levels.deepest_run == 1
 
 

@@ -68,7 +68,6 @@ def test_a_path_that_leaves_the_first_nodes(make_target, greedy_texts, topology,
     prompts, wanted = PROMPTS[:rows], 30
     truth = greedy_texts(target, prompts, wanted + 5)
     drafter = BranchDrafter(target, prompts, truth, topology, [leaf])
-    drafter.one_size = True
     results = SpeculativeDecoder(target, drafter, static=static).generate(prompts, wanted, stop_ids=NONE)
     assert [r.tokens for r in results] == [row[:wanted] for row in truth]
     assert path in drafter.accepted
@@ -104,7 +103,6 @@ def test_repetition_penalty_with_a_drafter(make_target, penalty, mode, rows, sta
     if drafts != "none":
         leaves = [(1, 0), (0, 0)] if drafts == "all right" else [(0,), (1,), (1, 0), (0, 0)]
         drafter = BranchDrafter(target, prompts, truth, EARLY, leaves)
-        drafter.one_size = True
     sampling = [Sampling(temperature=0, repetition_penalty=penalty, seed=row) for row in range(rows)]
     decoder = SpeculativeDecoder(target, drafter, static=static)
     results = decoder.generate(prompts, wanted, mode=mode, sampling=sampling, stop_ids=NONE)

@@ -56,7 +56,7 @@ def test_a_family_of_one_entry(run_main, written, family, target, tmp_path, monk
     assert known["expected_mean_accepted_length"] > 1.3, "else nothing is accepted, and this tests nothing"
     assert len(known["accuracy_by_head_and_rank"]) == toy_family.DEPTH
 
-    _, drafter = load_drafter(str(folder), target)
+    _, drafter = load_drafter(str(folder), target, all_nodes=True)
     texts = encode_prompts(read_prompts(prompts), target)
     lengths = [n for result in SpeculativeDecoder(target, drafter).generate(texts, 32) for n in result.accepted]
     data = answer(target, texts, 32, 4)

@@ -318,7 +318,7 @@ def test_lossless_by_cost(make_target):
 
     def make(target):
         drafter = NgramDrafter(target, depth=4, min_match=1)
-        drafter.costs = StepCosts({1: 1.0, 9: 3.0, 27: 4.0})
+        drafter.costs, drafter.chooses = StepCosts({1: 1.0, 9: 3.0, 27: 4.0}), True
         return drafter
 
     lossless_suite.check_static(make_target, make)

@@ -325,6 +325,7 @@ def test_accepted_nodes_of_other_drafters_are_read(make_target, static):
     target = phrases(make_target)
     heads, model = medusa_drafter(target, "in_context"), ssm_drafter(target, "in_context")
     heads.acceptances = [0.5 ** len(path) for path in TREE.paths]
+    heads._take(TREE)
     steps = [watched(heads), watched(model)]
     merged = MergedDrafter({"more": ssm_drafter(target, None), "heads": heads, "ssm": model}, target, 40)
     results = SpeculativeDecoder(target, merged, static=static).generate(PROMPTS, 30, stop_ids=NONE)

@@ -141,7 +141,7 @@ def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: 
     assert reasons["context"] and reasons["length"] and reasons["stop"] == stopped_inside, reasons
     for kind, rows in (("eager", 3), ("static", 1), ("static", 3), ("static, of several sizes", 3)):
         drafter = make(target)
-        drafter.one_size = kind == "static"
+        drafter.chooses |= kind == "static, of several sizes"
         decoder = SpeculativeDecoder(target, drafter, static=kind != "eager")
         orders = [list(range(len(requests)))[::-1]]
         if (kind, rows) == ("static", 3):  # again, on the same buffers
@@ -207,7 +207,8 @@ def check_coupled(make_target: Callable[..., Target], make: MakeDrafter, *, own:
     alone: dict[int, Generation] = {}
     for static, rows in itertools.product((False, True), (1, 4)):
         drafter = make(target)
-        drafter.one_size = rows > 1  # of one row, static steps have several sizes
+        several_sizes = static and rows == 1
+        drafter.chooses |= several_sizes
         decoder = SpeculativeDecoder(target, drafter, static=static)
         order = range(len(requests))[:: 1 if static else -1]
         results = decoder.serve([requests[number] for number in order], rows, mode="sample")
@@ -222,7 +223,7 @@ def check_coupled(make_target: Callable[..., Target], make: MakeDrafter, *, own:
             alone = dict(zip(order, results, strict=True))
             lengths.update(length for result in results for length in result.accepted)
             assert sum(lengths.values()) > lengths[1] > 0, f"nothing, or everything, was accepted: {lengths}"
-        elif own and check.identical and drafter.one_size:
+        elif own and check.identical and not several_sizes:
             _compare(where, results, [alone[number] for number in order], steps=True)
     return lengths
 
@@ -565,6 +566,7 @@ def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
     modes: tuple[Mode, ...] = ("greedy", "sample", "mss")
     for mode, static in itertools.product(modes, (False, True)):
         drafter = make(target)
+        drafter.chooses = True
         shapes, propose = set(), drafter.propose
 
         def proposed(state, drafter=drafter, propose=propose, shapes=shapes, static=static):
@@ -582,7 +584,9 @@ def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
             step.reset()
             step.begin(slice(0, 2), STARTS[:2], [Sampling(seed=1), Sampling(seed=2, top_k=9)])
             if static and drafter.static:
-                simulate_capture(step)
+                for size in (0, *step.sizes.counts[:-1]) if step.sizes else (0,):
+                    step.size = size
+                    simulate_capture(step)
             else:
                 for _ in range(5):
                     step.run()
