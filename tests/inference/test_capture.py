@@ -132,15 +132,17 @@ def test_products_are_measured_for_steps_alone_and_in_order(make_target, monkeyp
     assert find_lean(target, None).not_fused == ""
     asked.clear()
     for rows in (1, 2):
-        step = Step(target, MedusaDrafter(heads, Topology(PATHS), target, RATES), "greedy", rows, 96, static=True)
+        drafter = MedusaDrafter(heads, Topology(PATHS), target, RATES)
+        drafter.chooses = True
+        step = Step(target, drafter, "greedy", rows, 96, static=True)
         with torch.inference_mode(), engine_attention([target]):
             step.reset()
             step.begin(slice(0, rows), [[5, 7, 11, 13, 2]] * rows, [Sampling()] * rows)
             assert asked and not any(measured for _, measured in asked), "a prompt is no step"
             asked.clear()
-            step.state.nodes = 12
+            step.size = 12
             step.warm_up()
-            assert step.state.nodes == 12
+            assert step.size == 12
         order = list(dict.fromkeys(asked))
         of_heads = (3 * rows, True)  # three heads on the shared LM head, from the first tree that has drafts
         assert [each for each in order if each != of_heads] == [(nodes * rows, True) for nodes in (1, 8, 12)]

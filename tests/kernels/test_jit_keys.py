@@ -49,7 +49,7 @@ def first_form(rows, matrix, packed=False, partial=False):
 @contextmanager
 def counted(monkeypatch, keys, record=set.add):
     """Launches are recorded by name in ``keys``, not run."""
-    monkeypatch.setattr("draftsmith.inference.drafters.medusa.SIZES", range(1, 65))
+    monkeypatch.setattr("draftsmith.inference.engine.step.SIZES", range(1, 65))
     for module in ("linear", "lean", "target"):
         room = "kernels" if module == "linear" else "models"
         monkeypatch.setattr(f"draftsmith.{room}.{module}.choose", first_form, raising=False)
@@ -95,6 +95,7 @@ def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch, drafts,
         if drafts == "medusa":
             heads = MedusaHeads.for_target(target, NUM_HEADS, 1, "shared")
             drafter = MedusaDrafter(heads, tree(64), target, [0.9 - 0.01 * path for path in range(63)])
+            drafter.chooses = True
         else:
             drafter = EagleDrafter(Eagle.for_target(target, 3, "own", captured_layers=(0,)), target, (4, 2, 1))
         step = make_step(target, drafter, "greedy", 8)
@@ -106,10 +107,10 @@ def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch, drafts,
             step.begin(slice(0, rows), [[1] * 5] * rows, [Sampling()] * rows)
             sizes = [0]
             if drafts == "medusa":
-                assert step.sizes is not None and len(step.sizes.by_depth) == 64
+                assert step.sizes is not None and len(step.sizes.counts) == 64
                 sizes = [*range(1, 65)] if rows in (1, 8) else [1, 7, 16, 33, 64]
             for nodes in sizes:
-                step.state.nodes = nodes
+                step.size = nodes
                 step.run()
             for samplings in ([Sampling()], [Sampling(temperature=0.7, top_k=20, top_p=0.9)]):
                 step = make_step(target, drafter, sampling_mode, rows)

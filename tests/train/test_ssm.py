@@ -309,7 +309,7 @@ def test_it_decodes_exactly(recipe, whole, run_main, tmp_path):
     for name in (whole, f"{whole}+ngram"):
         code, _, err = run_main(
             decode.main, name, "--prompts", prompts, "--max-new-tokens", "24", "--threads", "1", "--check-lossless",
-            "--baseline", "none", "--report", tmp_path,
+            "--all-nodes", "--baseline", "none", "--report", tmp_path,
         )  # fmt: skip
         assert code == 0, err
         report = json.loads((tmp_path / "report.json").read_text())
