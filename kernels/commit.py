@@ -24,9 +24,8 @@ def commit_reference(storage: Tensor, lengths: Tensor, path: Tensor, length: Ten
     if len(lengths) == 1:
         storage.index_copy_(4, target[0], storage.index_select(4, source[0]))
         return
-    shape = (*storage.shape[:4], path.shape[1], storage.shape[5])
-    gathered = storage.gather(4, source[None, None, :, None, :, None].expand(shape))
-    storage.scatter_(4, target[None, None, :, None, :, None].expand(shape), gathered)
+    slots, row = storage.permute(2, 4, 0, 1, 3, 5), torch.arange(len(lengths), device=path.device)[:, None]
+    slots.index_put_((row, target), slots[row, source])
 
 
 @jit(do_not_specialize=["path_stride"])

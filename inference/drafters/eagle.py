@@ -64,6 +64,7 @@ from draftsmith.models.target import Target
 
 DEPTH = 8  # K: of the deepest tree that is calibrated
 _ALL_CACHED = 1 << 40  # more tokens than any text has
+_MISSING = 32  # pairs of steps without a draft that may not be in the cache, at least
 Hidden = tuple[Tensor, Tensor]  # [B, n, d] what drafts continue with, and what the LM head reads
 
 
@@ -161,7 +162,11 @@ class EagleDrafter(Drafter):
         self.pass_buffers: dict[int, Buffers | FusedBuffers] = {}  # by number of nodes
         self.plans: Plans | None = None  # of the step
         self.one_row: dict[Pass, Tensor] = {}  # masks of eager passes with one row
-        self.max_missing = max_depth  # accepted tokens of a step, at most
+        self.verified_depth = max_depth
+        # Pairs that are not in the cache, at most: those of accepted tokens of a step; in eager steps also those of
+        # steps without a draft.
+        self.max_missing = max_depth if static else max(_MISSING, 2 * max_depth)
+        self.skipped = False
         self.chains = chain_passes(self.max_missing + 1, rows, device)
         if self.shape is None:
             self.levels.allocate(rows, device, static)
@@ -224,8 +229,16 @@ class EagleDrafter(Drafter):
         return kv
 
     def skip(self, state: State) -> None:
-        """Write the K/V of the missing pairs and the root's, without running the layer."""
+        """Record the root's pair as missing; where the buffer is full, write the K/V of what it holds, and the root's,
+        without running the layer."""
         before = (state.length - 1).clamp(min=0)
+        missing = (before - self.cached).clamp(min=0)
+        if self.eager and int(missing.max()) + 1 + self.verified_depth <= self.max_missing:
+            torch.minimum(self.cached, before, out=self.cached)
+            self.missing_tokens[self.row_numbers, missing] = state.root
+            self.missing_features[self.row_numbers, missing] = state.feature
+            self.skipped = True
+            return
         tokens, fused, missing = self._root_pairs(state, before)
         slots = (before - missing)[:, None] + self.numbers[: tokens.shape[1]]  # [B, n]
         rotations = self.table[slots.clamp(max=len(self.table) - 1)]
@@ -250,13 +263,18 @@ class EagleDrafter(Drafter):
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
         """Store the tokens and the features of the accepted path. Drafted K/V is never kept, so that in a merge nothing
         depends on which drafter proposed a node."""
-        assert verdict.path.shape[1] - 1 <= self.max_missing, "a tree is deeper than the max_depth that was given"
-        self.cached.copy_(state.length)  # the root's pair is the last one made of features
+        assert verdict.path.shape[1] - 1 <= self.verified_depth, "a tree is deeper than the max_depth that was given"
         longest = int(verdict.length.max()) if self.eager else verdict.path.shape[1] - 1
+        if not self.skipped:
+            self.cached.copy_(state.length)  # the root's pair is the last one made of features
         if longest:
-            path = verdict.path[:, : longest + 1].clamp(max=tree.tokens.shape[1] - 1)
-            self.missing_tokens[:, :longest] = tree.tokens.gather(1, path[:, 1:])
-            self.missing_features[:, :longest] = features[self.row_numbers[:, None], path[:, :-1]]
+            path, rows = verdict.path[:, : longest + 1].clamp(max=tree.tokens.shape[1] - 1), self.row_numbers[:, None]
+            after = (state.length - self.cached)[:, None] + self.numbers[
+                :longest
+            ]  # after the root's pair, if it is there
+            self.missing_tokens[rows, after] = tree.tokens.gather(1, path[:, 1:])
+            self.missing_features[rows, after] = features[rows, path[:, :-1]]
+        self.skipped = False
 
     def _run_root(self, state: State, before: Tensor) -> Hidden:
         """Run the missing pairs and the root's; returns the root's hidden states, ``[B, 1, d]`` each.

@@ -136,6 +136,15 @@ class NgramDrafter(Drafter):
     def propose(self, state: State) -> TokenTree:
         return self._propose_on_host(state) if self.on_host else self._propose_on_device(state)
 
+    def skip(self, state: State) -> None:
+        if not self.on_host:
+            self.propose(state)
+            return
+        roots, self.lengths = state.root.tolist(), state.length.tolist()
+        self.candidates = [_Candidates(HostTree([root], [-1], [0], [1.0])) for root in roots]
+        for row, (root, length) in enumerate(zip(roots, self.lengths, strict=True)):
+            self.text[row, self.max_match + length] = root
+
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
         if self.on_host:
             self._absorb_on_host(verdict, tree)

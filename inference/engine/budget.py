@@ -17,7 +17,7 @@ Shape letters: B rows, S cached tokens, M candidates (root included), N nodes ke
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,8 @@ FEWEST, STEPS = 3, 8  # times before they count, and those of steps before they 
 REVIEW, REVIEWS = 32, 4  # steps between corrections of the step costs; of these, how long an unused size's times count
 RETRY, TRIALS = 32, 0.01  # steps after which a drafter that was not asked is tried, and share of time for this, at most
 UNKNOWN = 0.05  # assumed time of a drafter's pass before one was timed, in plain steps
-CHEAP = 0.01  # a drafter that takes less, in plain steps, is always asked
-MARGIN = 1.01  # least gain in speed for which a drafter is asked
+CHEAP = 0.015  # a drafter that takes less, in plain steps, is always asked
+MARGIN = 1.03  # least gain in speed for which a drafter is asked
 RATE = 0.1  # of moving averages, per step
 PRIOR = 4.0  # weight of what all texts showed, in tokens, beside what came true in the row's own
 DECAY, SLOW_DECAY = 0.97, 0.999  # of what came true in a text, and in all, per step
@@ -93,9 +93,14 @@ class Budget:
         learns: of each source, whether it corrects its estimates itself.
         max_depth: D of any tree.
         limit: nodes of a tree, at most.
+        clock: seconds.
     """
 
-    def __init__(self, costs: "StepCosts", rows: int, learns: Sequence[bool], max_depth: int, limit: int) -> None:
+    def __init__(
+        self, costs: "StepCosts", rows: int, learns: Sequence[bool], max_depth: int, limit: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self.clock = clock
         self.costs, self.rows, self.limit, self.learns = costs, rows, limit, learns
         self.sources = [_Source([_Times() for _ in range(max_depth + 1)]) for _ in learns]
         self.factors = torch.ones(len(learns), rows, max_depth + 1)  # of acceptance probabilities, by depth
@@ -160,7 +165,7 @@ class Budget:
             return False
         source.asked, source.waited = source.asked + 1, 0
         self.level, self.ended, self.levels = 0, False, [self.roots]
-        self.mark = time.perf_counter()
+        self.mark = self.clock()
         return True
 
     def another_level(self, number: int, acceptance: Tensor, depth: Tensor) -> bool:
@@ -190,7 +195,7 @@ class Budget:
                 pays = True
                 break
         self.ended = not pays
-        self.mark = time.perf_counter()
+        self.mark = self.clock()
         return pays
 
     def proposed(self, number: int, acceptance: Tensor) -> None:
@@ -233,7 +238,7 @@ class Budget:
             parents, acceptance: of each row's nodes; padding has an acceptance of 0.
             sources: of each node, the bits of its drafters; None: the only one.
         """
-        hits = [False] * len(self.sources)
+        hits = [0] * len(self.sources)
         for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):
             if not self.active[row]:
                 continue
@@ -255,10 +260,11 @@ class Budget:
                     hit = reached and path[depth] in own
                     self.came_true[number, [row, -1], depth] += hit
                     self.estimated[number, [row, -1], depth] += estimate
-                    hits[number] |= hit
+                    hits[number] += hit and depth == 1
             self._correct(row)
-        for number, hit in enumerate(hits):  # one that is right now is tried again at once, unless it costs more
-            if hit and self.sources[number].trial and self._passes(number, 1) < self.table[0]:
+        for number, count in enumerate(hits):
+            speed = (1 + count / max(self.roots, 1.0)) / (self._passes(number, 1) + self._step_seconds(2))
+            if self.sources[number].trial and speed > 1 / self._step_seconds(1):  # it paid: tried again at once
                 self.sources[number].waited = 10**9
 
     def ran(self, nodes: int, cached: float, seconds: float) -> None:
@@ -288,9 +294,7 @@ class Budget:
         self.corrections = {nodes: factor for nodes, factor in sorted(found.items()) if factor is not None}
 
     def _passed(self, number: int) -> None:
-        self.sources[number].passes[min(self.level, len(self.sources[number].passes) - 1)].add(
-            time.perf_counter() - self.mark
-        )
+        self.sources[number].passes[min(self.level, len(self.sources[number].passes) - 1)].add(self.clock() - self.mark)
         self.level += 1
 
     def _cost(self, number: int) -> float:

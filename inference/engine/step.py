@@ -164,7 +164,7 @@ class Step:
         if self.sizes:
             self.last_of_size = torch.tensor([size - 1 for size in self.sizes.counts], device=device)
         self.budget: Budget | None = None
-        self.state.weighs = chooses
+        self.chooses = self.state.weighs = chooses
         self.can_be_bounded = any_size and (not static or self.sizes is not None or drafter.num_nodes == 1)
         if chooses and not static and drafter.costs is not None:
             learns = drafter.source_learns or [drafter.learns]
@@ -253,6 +253,17 @@ class Step:
         self.cache.lengths[row] = 0
         self.drafter.end(row)
 
+    def _commit(self, verdict: Verdict) -> None:
+        """Move the K/V of accepted paths; one of nodes 0, 1, 2, … is already in place."""
+        path = verdict.path
+        if not self.static:
+            path = path[:, : int(verdict.length.max()) + 1]
+            depths = self.depths[: path.shape[1]]
+            if not bool(((path != depths) & (depths <= verdict.length[:, None])).any()):
+                return
+        if self.drafter.max_depth:
+            self.cache.commit(path, verdict.length)
+
     @property
     def most_nodes(self) -> int | None:
         """Nodes of the next step's trees, at most, roots included: the smallest of the rows' bounds."""
@@ -287,9 +298,7 @@ class Step:
         verdict = self._verify(tree, mask, logits, likeliest)
         if clock:
             clock.lap("accept")
-        # A path of nodes 0, 1, 2, … is already in place.
-        if self.drafter.max_depth and (self.static or bool((verdict.path != self.depths).any())):
-            cache.commit(verdict.path, verdict.length)
+        self._commit(verdict)
         features = joined_features(hidden, captured)
         if chosen is not None:  # the path in the drafter's own numbers
             numbers = chosen.gather(1, verdict.path.clamp(max=count - 1))
@@ -380,7 +389,9 @@ class Step:
             tokens = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
             torch.cat([number[:, None], tokens, verdict.bonus[:, None]], 1, out=self.counts_and_tokens)
         self.verifier.mark_seen(self.tokens, verdict.length)
-        if self.num_sources:
+        if self.num_sources and count == 1:
+            self.by_source.zero_()
+        elif self.num_sources:
             assert tree.source is not None
             by_node = tree.source[..., None] >> self.source_bits & 1  # [B, N, sources]
             drafted_by = tree.source.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
@@ -400,6 +411,7 @@ class Step:
         if cuda and self.eager:
             sizes = None
         most = self.most_nodes
+        self.state.weighs = self.chooses or (self.drafter.weighs and most is not None)
         size = 0 if sizes is None else sizes.choose(most)
         if sizes is None and self.sizes and most is not None:
             size = max(count for count in self.sizes.counts if count <= most)

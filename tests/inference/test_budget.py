@@ -4,7 +4,6 @@ a graph of each size."""
 import itertools
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter, open_drafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.engine import budget
 from draftsmith.inference.engine.budget import FEWEST, RETRY, REVIEW, REVIEWS, STEPS, Budget, Sizes
 from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
@@ -50,11 +48,10 @@ class Text:
     chosen: nodes of each step, root included; asked: whether the drafter was asked; tokens: that steps committed.
     """
 
-    def __init__(self, monkeypatch, costs, *, rows=1, depth=6, pass_seconds=0.05, cached=128, seed=0):
+    def __init__(self, costs, *, rows=1, depth=6, pass_seconds=0.05, cached=128, seed=0):
         self.now, self.rng = 0.0, random.Random(seed)
-        monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: self.now))
         self.costs, self.rows, self.depth, self.pass_seconds, self.cached = costs, rows, depth, pass_seconds, cached
-        self.budget = Budget(costs, rows, [False], depth, depth + 1)
+        self.budget = Budget(costs, rows, [False], depth, depth + 1, lambda: self.now)
         self.budget.begin(slice(0, rows))
         self.chosen, self.asked, self.tokens = [], [], []
 
@@ -116,10 +113,10 @@ def test_the_nodes_of_highest_speed_are_kept(rows, cached):
 
 @pytest.mark.parametrize("pass_seconds", [0.01, 0.1, 0.4])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_as_many_levels_as_pay(monkeypatch, pass_seconds, share):
+def test_as_many_levels_as_pay(pass_seconds, share):
     """Against the best fixed depth of chains, plain decoding among them."""
     costs = StepCosts({1: 1.0, 8: 1.2})
-    text = Text(monkeypatch, costs, pass_seconds=pass_seconds)
+    text = Text(costs, pass_seconds=pass_seconds)
     text.run(100, share, share)
     speed = 1 / text.run(900, share, share)
     best = max(
@@ -129,23 +126,23 @@ def test_as_many_levels_as_pay(monkeypatch, pass_seconds, share):
     assert speed > 0.93 * best and speed > 0.97
 
 
-def test_trees_shrink_as_rows_fill(monkeypatch):
+def test_trees_shrink_as_rows_fill():
     """Up to 16 rows of a step cost what one costs; then each costs more. Down to plain decoding, and with a longer
     context earlier."""
     costs = StepCosts({1: 1.0, 16: 1.0, 1024: 64.0}, per_key_and_node=2e-6)
     for cached in (128, 60_000):
         counts = []
         for rows in (1, 2, 4, 8, 16, 64):
-            text = Text(monkeypatch, costs, rows=rows, pass_seconds=0.01, cached=cached)
+            text = Text(costs, rows=rows, pass_seconds=0.01, cached=cached)
             text.run(100, 0.8, 0.8)
             counts.append(sum(text.chosen[-64:]) / 64)
         assert counts == sorted(counts, reverse=True) and counts[-1] < 1.1, counts
         assert counts[0] == 7 if cached == 128 else 1.1 < counts[0] < 7, counts
 
 
-def test_estimates_are_corrected_by_the_text(monkeypatch):
+def test_estimates_are_corrected_by_the_text():
     """A drafter that is wrong where it was estimated right is asked once in a while, and again when it is right."""
-    text = Text(monkeypatch, StepCosts({1: 1.0, 8: 1.5}), pass_seconds=0.1)
+    text = Text(StepCosts({1: 1.0, 8: 1.5}), pass_seconds=0.1)
     text.run(60, 0.8, 0.8)
     assert all(text.asked) and sum(text.chosen[-20:]) > 60
     text.run(100, 0.0, 0.8)
@@ -159,7 +156,7 @@ def test_estimates_are_corrected_by_the_text(monkeypatch):
     start = len(text.asked)
     text.run(100, 0.8, 0.8)
     assert all(text.asked[start:])
-    low = Text(monkeypatch, StepCosts({1: 1.0, 8: 1.5}), pass_seconds=0.1)
+    low = Text(StepCosts({1: 1.0, 8: 1.5}), pass_seconds=0.1)
     low.run(200, 0.8, 0.4)
     assert 1.2 < low.budget.ratios(0, 0)[1] <= 2.0 and all(low.asked[-50:])
     assert low.budget.ratios(0, 0)[2] <= 1.0, "no child becomes likelier than its parent"
@@ -184,9 +181,9 @@ def test_a_text_teaches_itself_first():
     )
 
 
-def test_a_bad_moment_heals(monkeypatch):
+def test_a_bad_moment_heals():
     """Steps, or a drafter's passes, that were slow for a while: nothing of it stays."""
-    text = Text(monkeypatch, StepCosts({1: 1.0, 8: 1.2}), pass_seconds=0.05)
+    text = Text(StepCosts({1: 1.0, 8: 1.2}), pass_seconds=0.05)
     text.run(2 * REVIEW, 0.8, 0.8)
     before = sum(text.chosen[-20:])
     for _ in range(2 * REVIEW):
@@ -201,9 +198,9 @@ def test_a_bad_moment_heals(monkeypatch):
     assert sum(text.chosen[-20:]) >= 0.95 * before
 
 
-def test_steps_that_run_correct_the_costs(monkeypatch):
+def test_steps_that_run_correct_the_costs():
     """Costs that were timed at a bad moment; the shortest of the latest steps count."""
-    text = Text(monkeypatch, StepCosts({1: 1.0, 8: 1.2}), pass_seconds=0.01)
+    text = Text(StepCosts({1: 1.0, 8: 1.2}), pass_seconds=0.01)
     text.budget.costs = StepCosts({1: 1.0, 8: 9.0})
     text.run(1, 0.9, 0.9)
     assert text.chosen == [1], "each node seems to cost more than it gives"
@@ -212,11 +209,10 @@ def test_steps_that_run_correct_the_costs(monkeypatch):
     assert text.budget.table[6] < 1.5 and sum(text.chosen[-20:]) >= 5 * 20
 
 
-def test_of_a_merge_the_cheap_drafter_comes_first(monkeypatch):
+def test_of_a_merge_the_cheap_drafter_comes_first():
     """The other one is asked where it adds enough; one that costs next to nothing always is."""
     now = [0.0]
-    monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    both = Budget(StepCosts({1: 1.0, 8: 1.1}), 1, [True, True], 4, 9)
+    both = Budget(StepCosts({1: 1.0, 8: 1.1}), 1, [True, True], 4, 9, lambda: now[0])
     both.begin(slice(0, 1))
     seconds, asked = (0.6, 0.001), [0, 0]
     chain = torch.tensor([[1.0, 0.5, 0.25]])

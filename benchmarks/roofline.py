@@ -1,0 +1,198 @@
+"""Nodes that the budget (inference/engine/budget.py) chooses by a calculated table of costs, and the expected speed: of
+targets of 7 and 8 billion parameters on an H200, with 1 to 128 texts of 1k to 64k tokens, and a drafter of one layer.
+
+    python benchmarks/roofline.py --out roofline.json
+
+Nothing is measured. A step takes max(bytes ÷ bandwidth, operations ÷ rate) for its products, and the same for its
+attention; a drafter's pass likewise. A child's probability of being accepted depends on its rank alone (--ranks).
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.common.files import check_file
+from draftsmith.inference.commands.options import check_counts
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandLine(__doc__)
+    parser.add_argument(
+        "--ranks", type=float, nargs="+", default=[0.7, 0.1, 0.05, 0.03], metavar="P",
+        help="probability that the drafter's k-th token is accepted (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--depth", type=int, default=7, help="levels of a tree, at most (%(default)s)")
+    parser.add_argument("--nodes", type=int, default=64, help="nodes of a tree, at most (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, a plot beside it")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    check_counts(depth=args.depth, nodes=args.nodes)
+    check_file("--out", args.out)
+    if min(args.ranks) <= 0 or sum(args.ranks) > 1:
+        raise ValueError(f"--ranks {' '.join(map(str, args.ranks))}: must be above 0, and 1 at most together")
+
+
+if __name__ == "__main__":
+    before_imports(parser(), check)
+
+import torch
+
+from draftsmith.benchmarks.common import picture, print_table, table_of, write_report
+from draftsmith.inference.engine.budget import RETRY, Budget
+from draftsmith.inference.engine.costs import StepCosts
+
+BANDWIDTH, RATE, MEMORY = 4.8e12, 989e12, 141e9  # of an H200: bytes and bfloat16 operations in a second, bytes
+LAUNCH = 5e-6  # of a graph's replay
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A target in bfloat16, and its drafter of one layer, of an LM head as large as the target's or smaller."""
+
+    name: str
+    parameters: float
+    layers: int
+    width: int
+    kv_width: int
+    draft_rows: int
+
+    @property
+    def key_bytes(self) -> float:
+        """K/V of a token."""
+        return 2 * 2 * self.layers * self.kv_width
+
+    def fits(self, rows: int, cached: int) -> bool:
+        return 2 * self.parameters + rows * cached * self.key_bytes < 0.95 * MEMORY
+
+    def seconds(self, rows: int, cached: float, nodes: int, share: float = 1.0, parameters: float = 0.0) -> float:
+        """A forward pass of a share of the layers, or of so many parameters."""
+        weights = parameters or self.parameters
+        products = max(2 * weights / BANDWIDTH, 2 * weights * rows * nodes / RATE)
+        keys = rows * cached
+        operations = 4 * keys * nodes * self.width * self.layers  # of scores and of weighted values
+        return LAUNCH + products + share * max(keys * self.key_bytes / BANDWIDTH, operations / RATE)
+
+    def pass_seconds(self, rows: int, cached: float, nodes: int) -> float:
+        """A level of the drafter: a layer with three times the target's width as input, and its LM head."""
+        layer = 14 * self.width**2 + self.draft_rows * self.width
+        return self.seconds(rows, cached, nodes, 1 / self.layers, layer)
+
+
+class Roofline(StepCosts):
+    """t(B, S, N) of a shape."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__({1: shape.seconds(1, 128, 1), 64: shape.seconds(1, 128, 64)})
+        self.shape = shape
+
+    def seconds(self, batch: int, cached: float, nodes: int) -> float:
+        return self.shape.seconds(batch, cached, nodes)
+
+
+SHAPES = (
+    Shape("7B, 32 K/V heads", 6.74e9, 32, 4096, 4096, 32000),
+    Shape("8B, 8 K/V heads", 8.03e9, 32, 4096, 1024, 32000),
+)
+
+
+def choice(shape: Shape, rows: int, cached: int, levels: Sequence[torch.Tensor], most: int) -> dict[str, Any]:
+    """Nodes and levels that the budget chooses, and the expected speed over plain decoding.
+
+    Args:
+        levels: acceptance probabilities of the candidates of each depth, from the root's.
+        most: nodes of a tree, at most.
+    """
+    now = [0.0]
+    depth = len(levels) - 1
+    budget = Budget(Roofline(shape), rows, [True], depth, most, lambda: now[0])
+    nodes, passes, tokens, seconds = 1, 0, 1.0, 0.0
+    for _ in range(RETRY - 1):  # the first steps ask in any case
+        budget.start([cached] * rows, [True] * rows)
+        nodes, passes, tokens, drafting = 1, 0, 1.0, 0.0
+        if budget.asks(0):
+            began, candidates, depths = now[0], levels[0], torch.zeros(1)
+            for level in range(1, depth + 1):
+                now[0] += shape.pass_seconds(rows, cached, 1 if level == 1 else 8)
+                candidates = torch.cat([candidates, levels[level]])
+                depths = torch.cat([depths, torch.full((len(levels[level]),), float(level))])
+                passes = level
+                if level == depth or not budget.another_level(0, candidates[None], depths[None]):
+                    break
+            budget.proposed(0, candidates[None])
+            nodes, drafting = budget.keep(candidates[None]), now[0] - began
+            tokens = float(candidates.sort(descending=True).values[:nodes].sum())
+        seconds = drafting + shape.seconds(rows, cached, nodes)
+    speed = tokens / seconds * shape.seconds(rows, cached, 1)
+    return {
+        "batch": rows,
+        "cached": cached,
+        "nodes": nodes,
+        "levels": passes,
+        "tau": round(tokens, 3),
+        "speedup": round(speed, 3),
+    }
+
+
+def levels_of(ranks: Sequence[float], depth: int, most: int) -> list[torch.Tensor]:
+    """The likeliest candidates of each depth, if each child's probability depends on its rank alone."""
+    levels, children = [torch.ones(1)], torch.tensor(ranks)
+    for _ in range(depth):
+        levels.append((levels[-1][:, None] * children).flatten().sort(descending=True).values[:most])
+    return levels
+
+
+def plot(facts: dict[str, Any], path: Path) -> None:
+    """Expected speed-up as a colour and chosen nodes as a number, by batch and length."""
+    from matplotlib import pyplot as plt
+
+    with picture(path, 13, 4.6, len(facts["shapes"])) as axes:
+        for axis, (name, cells) in zip(axes, facts["shapes"].items(), strict=True):
+            grid = torch.full((len(LENGTHS), len(BATCHES)), torch.nan)
+            for each in cells:
+                at = LENGTHS.index(each["cached"]), BATCHES.index(each["batch"])
+                grid[at] = each["speedup"]
+                dark = each["speedup"] < 2.2
+                axis.text(at[1], at[0], each["nodes"], ha="center", va="center", color="white" if dark else "black")
+            shown = axis.imshow(grid.numpy(), origin="lower", aspect="auto", vmin=1, vmax=3.5, cmap="viridis")
+            axis.set_title(f"{name}, H200 by the roofline")
+            axis.set_xticks(range(len(BATCHES)), [str(rows) for rows in BATCHES])
+            axis.set_yticks(range(len(LENGTHS)), [f"{cached // 1024}k" for cached in LENGTHS])
+            axis.set_xlabel("texts in the batch")
+            axis.set_ylabel("cached tokens of each")
+            axis.grid(False)
+            plt.gcf().colorbar(shown, ax=axis, label="expected speed over plain decoding (number: nodes)")
+
+
+def main() -> None:
+    args = parser().parse_args()
+    levels = levels_of(args.ranks, args.depth, args.nodes)
+    found = {
+        shape.name: [
+            choice(shape, rows, cached, levels, args.nodes)
+            for cached in LENGTHS for rows in BATCHES if shape.fits(rows, cached)
+        ]
+        for shape in SHAPES
+    }  # fmt: skip
+    for name, cells in found.items():
+        table = table_of("cached tokens", *(f"B {rows}" for rows in BATCHES))
+        for cached in LENGTHS:
+            by_rows = {each["batch"]: each for each in cells if each["cached"] == cached}
+            table.add_row(
+                f"{cached:,}",
+                *(f"{by_rows[b]['nodes']} ({by_rows[b]['speedup']:.2f} ×)" if b in by_rows else "–" for b in BATCHES),
+            )
+        print_table(table, f"{name}: nodes, and expected speed over plain decoding; –: does not fit into the memory")
+    if args.out:
+        facts = {"ranks": args.ranks, "depth": args.depth, "nodes": args.nodes, "shapes": found}
+        write_report(args.out, facts, plot)
+
+
+if __name__ == "__main__":
+    run_command(main)
