@@ -131,6 +131,7 @@ def measure(
         figures.append({
             "drafter": name, "temperature": temperature, "batch": rows, "kind": kind,
             "tau": round(committed / count, 3), "nodes": round(drafted / count, 2), "speeds": speeds,
+            "execution": decoders["budget"].execution,
         })  # fmt: skip
     return figures
 
@@ -154,11 +155,12 @@ def main() -> None:
                 rows += found
                 for each in found:
                     speeds = [cell(one["speedup"], one["interval"]) for one in each["speeds"].values()]
-                    facts = f"{temperature:g}", str(batch), each["kind"], f"{each['tau']:.2f}", f"{each['nodes']:.1f}"
-                    table.add_row(name, *facts, *speeds)
+                    setting = f"{temperature:g}", str(batch), each["kind"], f"{each['tau']:.2f}", f"{each['nodes']:.1f}"
+                    table.add_row(name, *setting, *speeds)
                 advance(done * len(settings) + number)
                 if args.out:  # what is measured so far
-                    write_json(args.out, facts_of(__file__, target) | {"prompts": len(prompts), "rows": rows})
+                    facts = {"prompts": len(prompts), "planned": len(args.drafters) * len(settings), "rows": rows}
+                    write_json(args.out, facts_of(__file__, target) | facts)
     print_table(table)
 
 

@@ -26,11 +26,13 @@ def accept_greedy_reference(
     active: Tensor, committed: Tensor, max_depth: int, mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The definition of :func:`accept_greedy`."""
-    if max_depth == 0:  # plain decoding: the root alone
-        zero, bonus, finite = torch.zeros_like(choice[:, 0]), choice[:, 0], best[:, 0].abs() < torch.inf
-        committed[:, 0], committed[:, 1] = torch.where(finite, active.long(), -1), bonus
-        return zero[:, None], zero, zero, bonus, finite
     nodes = tokens.shape[1]
+    if nodes == 1:  # the root alone
+        zero, bonus, finite = torch.zeros_like(choice[:, 0]), choice[:, 0], best[:, 0].abs() < torch.inf
+        committed[:, 0], committed[:, max_depth + 1] = torch.where(finite, active.long(), -1), bonus
+        committed[:, 1 : max_depth + 1] = tokens
+        path = torch.arange(max_depth + 1, device=zero.device).expand(len(zero), -1)
+        return path, zero, zero, bonus, finite
     mask, depth = ancestor_mask(ancestors, nodes) if mask is None else mask, depth.long()
     wrong = (tokens != choice.gather(1, parent.clamp(min=0).long())) | ~valid
     wrong[:, 0].fill_(False)

@@ -377,6 +377,20 @@ def judge_serving(out: Path, rehearsal: bool) -> Finding:
     return Finding("; ".join(sentences), missing=missing(figures, report["planned"] + 1))
 
 
+def judge_budget(out: Path, rehearsal: bool) -> Finding:
+    """Trees of the sizes that steps choose are never slower than plain decoding, over all kinds of text."""
+    report = json_object(out / "budget" / "budget.json")
+    rows, shown, lowest = [row for row in report["rows"] if row["kind"] == "all"], [], []
+    for row in rows:
+        if not rehearsal and "cuda graph" not in row["execution"]:
+            raise ValueError(f"{row['drafter']}: steps ran {row['execution']}")
+        speed = row["speeds"]["budget"]
+        lowest.append((speed["interval"] or [speed["speedup"]])[0])
+        how = f"T {row['temperature']:g}, " if row["temperature"] else ""
+        shown.append(f"{how}{row['batch']} rows: {speed['speedup']:.2f} ×, {row['nodes']:.1f} nodes")
+    return Finding("; ".join(shown), min(lowest, default=0.0) >= 0.97, missing=missing(len(rows), report["planned"]))
+
+
 def judge_unroll(out: Path, rehearsal: bool) -> Finding:
     """Seven unrolled steps take no longer than with dense attention, and less memory."""
     report = json_object(out / "eagle-unroll" / "unroll.json")

@@ -117,6 +117,7 @@ def two_ssms(tree: str, place: str, *options: str) -> str:
 
 PROMPTS = "python data/prompts.py stdlib --split test --tokenizer models/tiny-lm --out {out}/models/prompts.jsonl"
 SERVING = "python benchmarks/serving.py {eagle} --prompts {out}/models/prompts.jsonl --out {here}/serving.json"
+BUDGET = "python benchmarks/budget.py {eagle} --prompts {out}/models/prompts.jsonl --out {here}/budget.json"
 UNROLL = "python benchmarks/unroll.py --out {here}/unroll.json --steps 1 4 7"
 LONG, SHORT = "--max-new-tokens 128 --seconds", "--max-new-tokens 8 --seconds 0.1 --threads 1"
 TOY_SSMS = "--target {ssms}/tiny-target --max-new-tokens 4 --seconds 0.1 --device cpu --threads 1"
@@ -303,6 +304,13 @@ PARTS = (
         judges.judge_serving, (*REPORT, "triton"), ("eagle",),
     ),
     Part(
+        "budget", "trees of the sizes that steps choose, 1, 8 and 32 rows, greedy and sampled at 0.7: texts identical, "
+        "CUDA graphs; never slower than plain decoding (lower end of the interval at least 0.97)", 170,
+        (BUDGET + " --temperatures 0 0.7 --max-new-tokens 96 --rounds 3",),
+        (BUDGET + " --temperatures 0 --batch-sizes 1 2 --max-new-tokens 8 --rounds 1 --threads 1",),
+        judges.judge_budget, (*REPORT, "triton"), ("eagle",),
+    ),
+    Part(
         "dynaspec", "shortlists for the drafter of eagle train, calibrate and decode: output identical, CUDA graphs; "
         "not slower (to within 3 %) with the router on a stream of its own", 170,
         (train("dynaspec", "tiny-dynaspec", "dynaspec", "target.name={target} drafter.base={eagle}"),
@@ -358,6 +366,7 @@ BUNDLES = {
     "ssm": ("ssm", "ssm-decode"),
     "streams": ("ssm-streams",),
     "offloaded": ("ssm-claim",),
+    "budget": ("budget",),
 }
 
 

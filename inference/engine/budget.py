@@ -310,7 +310,10 @@ class Budget:
         return total
 
     def _step_seconds(self, nodes: float) -> float:
-        return self.table[min(max(round(nodes), 1), self.limit) - 1]
+        """Between whole numbers linear."""
+        low = min(max(int(nodes), 1), self.limit)
+        seconds, more = self.table[low - 1], self.table[min(low, self.limit - 1)]
+        return seconds + (more - seconds) * max(0.0, nodes - low)
 
     def _totals(self, acceptance: Tensor) -> list[float]:
         """Expected tokens of all rows with the 1, 2, … likeliest candidates of each, at most ``most``."""

@@ -258,8 +258,7 @@ class Step:
         path = verdict.path
         if not self.static:
             path = path[:, : int(verdict.length.max()) + 1]
-            depths = self.depths[: path.shape[1]]
-            if not bool(((path != depths) & (depths <= verdict.length[:, None])).any()):
+            if not bool((path != self.depths[: path.shape[1]]).any()):
                 return
         if self.drafter.max_depth:
             self.cache.commit(path, verdict.length)
@@ -339,7 +338,7 @@ class Step:
             return self._root_alone(), None, cached
         tree = drafter.propose(state)
         acceptance = tree.acceptance
-        if acceptance is None or budget.kept:
+        if acceptance is None or budget.kept or tree.tokens.shape[1] == 1:
             return *self._cut(tree, acceptance, most), cached
         if not several:
             acceptance = budget.corrected(0, acceptance, tree.depth)

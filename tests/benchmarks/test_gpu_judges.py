@@ -285,6 +285,28 @@ def test_serving(tmp_path, write):
             judges.judge_serving(tmp_path, False)
 
 
+def test_budget(tmp_path, write):
+    """The lower ends of the intervals are judged, over all kinds of text; steps run in graphs."""
+
+    def row(speedup, low, **more):
+        speeds = {"budget": {"speedup": speedup, "interval": None if low is None else [low, 2.0]}}
+        return {"drafter": "eagle", "temperature": 0.0, "batch": 8, "kind": "all", "nodes": 3.25, "speeds": speeds,
+                "execution": "cuda graph, lean decoder"} | more  # fmt: skip
+
+    rows = [row(1.4, 1.2), row(0.5, 0.4, kind="code"), row(1.0, 0.98, temperature=0.7, batch=32)]
+    write("budget/budget.json", {"rows": rows, "planned": 2})
+    found = judges.judge_budget(tmp_path, False)
+    assert (found.value, found.met, found.missing) == (
+        "8 rows: 1.40 ×, 3.2 nodes; T 0.7, 32 rows: 1.00 ×, 3.2 nodes", True, "",
+    )  # fmt: skip
+    write("budget/budget.json", {"rows": [*rows[:2], row(1.0, 0.96)], "planned": 3})
+    found = judges.judge_budget(tmp_path, False)
+    assert (found.met, found.missing) == (False, "1 of 3 figures are missing")
+    write("budget/budget.json", {"rows": [row(1.2, None, execution="eager: no")], "planned": 1})
+    with pytest.raises(ValueError, match="eagle: steps ran eager: no"):
+        judges.judge_budget(tmp_path, False)
+
+
 def test_kernels_around_the_products(tmp_path, write):
     """Sampling verification over its floor, the other kernels' gains: one way's figure is not another's goal."""
 

@@ -4,12 +4,15 @@ a graph of each size."""
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from lossless_suite import check_coupled, check_greedy
+from eagles import TREES, fitted
+from lossless_suite import STARTS, check_coupled, check_greedy, phrases
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
+from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter, open_drafter
 from draftsmith.inference.drafters.merged import MergedDrafter
@@ -239,12 +242,14 @@ def draft_model_of(target):
     return DraftModelDrafter(target, target, [2, 1, 1])
 
 
-@pytest.mark.parametrize("kind", ["heads", "draft model", "heads, draft model and n-grams"])
-def test_texts_do_not_depend_on_the_budget(make_target, monkeypatch, kind):
-    """Whatever it answers, here at random: any drafter left out, any number of levels, any number of nodes."""
-    rng = random.Random(1)
+def answer_at_random(monkeypatch):
+    """The budget's answers are drawn: whether a drafter is asked, the number of levels, and of nodes.
+
+    Returns:
+        What it answered, filled in as it does.
+    """
+    rng, answers = random.Random(1), set()
     asks, level, keep = Budget.asks, Budget.another_level, Budget.keep
-    answers = set()
 
     def asked(self, number):
         if rng.random() < 0.4:
@@ -267,6 +272,13 @@ def test_texts_do_not_depend_on_the_budget(make_target, monkeypatch, kind):
     monkeypatch.setattr(Budget, "asks", asked)
     monkeypatch.setattr(Budget, "another_level", another)
     monkeypatch.setattr(Budget, "keep", kept)
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["heads", "draft model", "heads, draft model and n-grams"])
+def test_texts_do_not_depend_on_the_budget(make_target, monkeypatch, kind):
+    """Whatever it answers, here at random: any drafter left out, any number of levels, any number of nodes."""
+    answers = answer_at_random(monkeypatch)
 
     def make(target):
         makers = {"heads": heads_of, "draft model": draft_model_of}
@@ -282,6 +294,52 @@ def test_texts_do_not_depend_on_the_budget(make_target, monkeypatch, kind):
     if kind != "heads":  # whose deepest path is rarely kept
         check_greedy(make_target, make, own=False)
     assert answers >= ({"not asked", "kept"} if kind == "heads" else {"not asked", "kept", True, False})
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", [*TREES, "draft model", "merged"])
+def test_a_skipped_step_changes_no_later_draft(make_target, monkeypatch, kind, rows):
+    """A drafter that was left out for some steps, in which others' nodes were accepted, too, drafts afterwards what it
+    drafts if it ran in all of them."""
+    target = phrases(make_target)
+    trees = {}
+    for lazy in (True, False):
+
+        def make(one, lazy=lazy):
+            if one == "draft model":
+                drafter = draft_model_of(target)
+            else:
+                drafter = EagleDrafter(fitted(target, make_target), target, TREES[one])
+            if not lazy:
+                propose = drafter.propose
+                drafter.skip = lambda state: propose(replace(state, budget=None))
+            return drafter
+
+        its = trees[lazy] = []
+
+        def recorded(drafter, its=its):
+            propose = drafter.propose
+
+            def proposed(state):
+                tree = propose(state)
+                its.append((state.length.tolist(), tree.tokens.tolist(), tree.depth.tolist()))
+                return tree
+
+            drafter.propose = proposed
+            return drafter
+
+        if kind == "merged":
+            members = {"ngram": NgramDrafter(target, depth=4, min_match=1)}
+            members |= {one: recorded(make(one)) for one in ("chain", "draft model")}
+            drafter = MergedDrafter(members, target, 16)
+        else:
+            drafter = recorded(make(kind))
+        drafter.costs, drafter.chooses = StepCosts({1: 1.0, 8: 1.1}), True
+        requests = [Request(start, 50, stop_ids=frozenset()) for start in STARTS]
+        with monkeypatch.context() as patch:
+            assert answer_at_random(patch) is not None
+            SpeculativeDecoder(target, drafter, static=False).serve(requests, rows)
+    assert len(trees[True]) > 20 and trees[True] == trees[False]
 
 
 @pytest.mark.parametrize("kind", ["all nodes", "by costs", "static"])
