@@ -30,8 +30,10 @@ def accept_greedy_reference(
     if nodes == 1:  # the root alone
         zero, bonus, finite = torch.zeros_like(choice[:, 0]), choice[:, 0], best[:, 0].abs() < torch.inf
         committed[:, 0], committed[:, max_depth + 1] = torch.where(finite, active.long(), -1), bonus
-        committed[:, 1 : max_depth + 1] = tokens
-        path = torch.arange(max_depth + 1, device=zero.device).expand(len(zero), -1)
+        path = zero[:, None]
+        if max_depth:
+            committed[:, 1 : max_depth + 1] = tokens
+            path = torch.arange(max_depth + 1, device=zero.device).expand(len(zero), -1)
         return path, zero, zero, bonus, finite
     mask, depth = ancestor_mask(ancestors, nodes) if mask is None else mask, depth.long()
     wrong = (tokens != choice.gather(1, parent.clamp(min=0).long())) | ~valid

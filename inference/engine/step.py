@@ -255,13 +255,10 @@ class Step:
 
     def _commit(self, verdict: Verdict) -> None:
         """Move the K/V of accepted paths; one of nodes 0, 1, 2, … is already in place."""
-        path = verdict.path
-        if not self.static:
-            path = path[:, : int(verdict.length.max()) + 1]
-            if not bool((path != self.depths[: path.shape[1]]).any()):
-                return
-        if self.drafter.max_depth:
-            self.cache.commit(path, verdict.length)
+        if not self.drafter.max_depth or not (self.static or bool((verdict.path != self.depths).any())):
+            return
+        path = verdict.path if self.static else verdict.path[:, : int(verdict.length.max()) + 1]
+        self.cache.commit(path, verdict.length)
 
     @property
     def most_nodes(self) -> int | None:

@@ -1,4 +1,4 @@
-"""benchmarks/budget.py: speed by kind, temperature and batch; benchmarks/roofline.py: the budget by calculated costs."""
+"""benchmarks/budget.py: speed by kind, temperature and batch; benchmarks/roofline.py: nodes by calculated costs."""
 
 import json
 
