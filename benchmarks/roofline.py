@@ -3,8 +3,9 @@ targets of 7 and 8 billion parameters on an H200, with 1 to 128 texts of 1k to 6
 
     python benchmarks/roofline.py --out roofline.json
 
-Nothing is measured. A step takes max(bytes ÷ bandwidth, operations ÷ rate) for its products, and the same for its
-attention; a drafter's pass likewise. A child's probability of being accepted depends on its rank alone (--ranks).
+Nothing is measured. A step takes the least that its products, its attention and its launches can take
+(kernels/roofline.py); a drafter's pass likewise. A child's probability of being accepted depends on its rank alone
+(--ranks); the drafter runs the eight likeliest nodes of each level.
 """
 
 import argparse
@@ -44,10 +45,10 @@ import torch
 
 from draftsmith.benchmarks.common import picture, print_table, table_of, write_report
 from draftsmith.inference.engine.budget import RETRY, Budget
-from draftsmith.inference.engine.costs import StepCosts
+from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
 
-BANDWIDTH, RATE, MEMORY = 4.8e12, 989e12, 141e9  # of an H200: bytes and bfloat16 operations in a second, bytes
-LAUNCH = 5e-6  # of a graph's replay
+H200, MEMORY = Device(4.8e12, 989e12), 141e9  # as specified, in bfloat16; bytes
+BEAM = 8  # nodes of a level that the drafter runs, at most
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
@@ -71,29 +72,20 @@ class Shape:
     def fits(self, rows: int, cached: int) -> bool:
         return 2 * self.parameters + rows * cached * self.key_bytes < 0.95 * MEMORY
 
-    def seconds(self, rows: int, cached: float, nodes: int, share: float = 1.0, parameters: float = 0.0) -> float:
-        """A forward pass of a share of the layers, or of so many parameters."""
-        weights = parameters or self.parameters
-        products = max(2 * weights / BANDWIDTH, 2 * weights * rows * nodes / RATE)
-        keys = rows * cached
-        operations = 4 * keys * nodes * self.width * self.layers  # of scores and of weighted values
-        return LAUNCH + products + share * max(keys * self.key_bytes / BANDWIDTH, operations / RATE)
+    def seconds(self, rows: int, cached: float, nodes: int) -> float:
+        """t(B, S, N)."""
+        return self._floor(rows, cached, nodes, self.layers, self.parameters)
 
     def pass_seconds(self, rows: int, cached: float, nodes: int) -> float:
         """A level of the drafter: a layer with three times the target's width as input, and its LM head."""
-        layer = 14 * self.width**2 + self.draft_rows * self.width
-        return self.seconds(rows, cached, nodes, 1 / self.layers, layer)
+        return self._floor(rows, cached, nodes, 1, 14 * self.width**2 + self.draft_rows * self.width)
 
-
-class Roofline(StepCosts):
-    """t(B, S, N) of a shape."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__({1: shape.seconds(1, 128, 1), 64: shape.seconds(1, 128, 64)})
-        self.shape = shape
-
-    def seconds(self, batch: int, cached: float, nodes: int) -> float:
-        return self.shape.seconds(batch, cached, nodes)
+    def _floor(self, rows: int, cached: float, nodes: int, layers: int, parameters: float) -> float:
+        keys, (per_layer, around) = rows * cached, STEP_LAUNCHES
+        products = Work(2 * parameters, 2 * parameters * rows * nodes, per_layer * layers + around)
+        # Scores, and weighted values.
+        attention = Work(keys * self.key_bytes * layers / self.layers, 4 * keys * nodes * self.width * layers)
+        return H200.floor([products, attention])
 
 
 SHAPES = (
@@ -111,7 +103,7 @@ def choice(shape: Shape, rows: int, cached: int, levels: Sequence[torch.Tensor],
     """
     now = [0.0]
     depth = len(levels) - 1
-    budget = Budget(Roofline(shape), rows, [True], depth, most, lambda: now[0])
+    budget = Budget(shape.seconds, rows, [True], depth, most, lambda: now[0])
     nodes, passes, tokens, seconds = 1, 0, 1.0, 0.0
     for _ in range(RETRY - 1):  # the first steps ask in any case
         budget.start([cached] * rows, [True] * rows)
@@ -119,7 +111,7 @@ def choice(shape: Shape, rows: int, cached: int, levels: Sequence[torch.Tensor],
         if budget.asks(0):
             began, candidates, depths = now[0], levels[0], torch.zeros(1)
             for level in range(1, depth + 1):
-                now[0] += shape.pass_seconds(rows, cached, 1 if level == 1 else 8)
+                now[0] += shape.pass_seconds(rows, cached, 1 if level == 1 else BEAM)
                 candidates = torch.cat([candidates, levels[level]])
                 depths = torch.cat([depths, torch.full((len(levels[level]),), float(level))])
                 passes = level
@@ -130,21 +122,15 @@ def choice(shape: Shape, rows: int, cached: int, levels: Sequence[torch.Tensor],
             tokens = float(candidates.sort(descending=True).values[:nodes].sum())
         seconds = drafting + shape.seconds(rows, cached, nodes)
     speed = tokens / seconds * shape.seconds(rows, cached, 1)
-    return {
-        "batch": rows,
-        "cached": cached,
-        "nodes": nodes,
-        "levels": passes,
-        "tau": round(tokens, 3),
-        "speedup": round(speed, 3),
-    }
+    chosen = {"nodes": nodes, "levels": passes, "tau": round(tokens, 3), "speedup": round(speed, 3)}
+    return {"batch": rows, "cached": cached} | chosen
 
 
 def levels_of(ranks: Sequence[float], depth: int, most: int) -> list[torch.Tensor]:
     """The likeliest candidates of each depth, if each child's probability depends on its rank alone."""
     levels, children = [torch.ones(1)], torch.tensor(ranks)
     for _ in range(depth):
-        levels.append((levels[-1][:, None] * children).flatten().sort(descending=True).values[:most])
+        levels.append((levels[-1][:BEAM, None] * children).flatten().sort(descending=True).values[:most])
     return levels
 
 

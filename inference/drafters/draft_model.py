@@ -21,7 +21,7 @@ from copy import copy
 import torch
 from torch import Tensor, nn
 
-from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, best_by_head, chain_passes
+from draftsmith.inference.drafters.levels import ALL_CACHED, MISSING, DrawKind, Levels, Pass, best_by_head, chain_passes
 from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
@@ -33,9 +33,6 @@ from draftsmith.kernels.tree_attention import Plans
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab, head_rows
-
-_ALL_CACHED = 1 << 40  # more tokens than any text has
-_MISSING = 32  # tokens of steps without a draft that the model may not have run, at least
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
@@ -128,7 +125,7 @@ class DraftModelDrafter(Drafter):
         rows, device, self.verified_depth = cache.rows, cache.lengths.device, max_depth
         # Tokens that the model has not run, at most: accepted ones of a step; in eager steps also those of steps
         # without a draft.
-        self.max_missing = max_depth if static else max(_MISSING, 2 * max_depth)
+        self.max_missing = max_depth if static else max(MISSING, 2 * max_depth)
         self.skipped = False
         self.rows, self.eager = rows, not static
         self.cache = KVCache(self.model, rows, cache.capacity)
@@ -152,7 +149,7 @@ class DraftModelDrafter(Drafter):
         # Number of tokens of each text in the model's cache, and the tokens after these, up to the root. The number of
         # missing tokens follows from it, and is 0 in warm-up steps, which reset the lengths: these then write no slot
         # before the length.
-        self.cached = torch.full((rows,), _ALL_CACHED, dtype=torch.int64, device=device)
+        self.cached = torch.full((rows,), ALL_CACHED, dtype=torch.int64, device=device)
         self.missing_tokens = torch.zeros(rows, self.max_missing + 1, dtype=torch.int64, device=device)
         self.row_numbers = torch.arange(rows, device=device)
         self.numbers = torch.arange(max(self.num_nodes, self.max_depth, self.max_missing) + 2, device=device)
@@ -162,7 +159,7 @@ class DraftModelDrafter(Drafter):
         return own if self.shortlists is None else (*own, *self.shortlists.buffers())
 
     def begin(self, rows: slice) -> None:
-        self.cached[rows] = _ALL_CACHED  # the prefill runs the whole prompt
+        self.cached[rows] = ALL_CACHED  # the prefill runs the whole prompt
         if self.shortlists is not None:
             self.shortlists.begin(rows)
 

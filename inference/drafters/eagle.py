@@ -24,7 +24,16 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
-from draftsmith.inference.drafters.levels import DrawKind, Levels, Pass, best_by_head, chain_passes, step_time
+from draftsmith.inference.drafters.levels import (
+    ALL_CACHED,
+    MISSING,
+    DrawKind,
+    Levels,
+    Pass,
+    best_by_head,
+    chain_passes,
+    step_time,
+)
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.ranks import accuracy, eagle_ranks
 from draftsmith.inference.drafters.rollouts import Drafts, Rollout
@@ -63,8 +72,6 @@ from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
 
 DEPTH = 8  # K: of the deepest tree that is calibrated
-_ALL_CACHED = 1 << 40  # more tokens than any text has
-_MISSING = 32  # pairs of steps without a draft that may not be in the cache, at least
 Hidden = tuple[Tensor, Tensor]  # [B, n, d] what drafts continue with, and what the LM head reads
 
 
@@ -165,7 +172,7 @@ class EagleDrafter(Drafter):
         self.verified_depth = max_depth
         # Pairs that are not in the cache, at most: those of accepted tokens of a step; in eager steps also those of
         # steps without a draft.
-        self.max_missing = max_depth if static else max(_MISSING, 2 * max_depth)
+        self.max_missing = max_depth if static else max(MISSING, 2 * max_depth)
         self.skipped = False
         self.chains = chain_passes(self.max_missing + 1, rows, device)
         if self.shape is None:
@@ -178,7 +185,7 @@ class EagleDrafter(Drafter):
         # Number of each text's pairs in the cache, and the tokens and features of the pairs after these, up to the
         # root's. The number of missing pairs follows from it, and is 0 in warm-up steps, which reset the lengths: these
         # then write no slot before the root's pair.
-        self.cached = torch.full((rows,), _ALL_CACHED, dtype=torch.int64, device=device)
+        self.cached = torch.full((rows,), ALL_CACHED, dtype=torch.int64, device=device)
         self.missing_tokens = torch.zeros(rows, self.max_missing + 1, dtype=torch.int64, device=device)
         width = config.hidden_size * (1 + len(self.captures))
         self.missing_features = torch.zeros(rows, self.max_missing + 1, width, dtype=dtype, device=device)
@@ -191,7 +198,7 @@ class EagleDrafter(Drafter):
         return own if self.shortlists is None else (*own, *self.shortlists.buffers())
 
     def begin(self, rows: slice) -> None:
-        self.cached[rows] = _ALL_CACHED  # the prefill runs all pairs of the prompt but the last, which is the root's
+        self.cached[rows] = ALL_CACHED  # the prefill runs all pairs of the prompt but the last, which is the root's
         if self.shortlists is not None:
             self.shortlists.begin(rows)
 
@@ -269,9 +276,8 @@ class EagleDrafter(Drafter):
             self.cached.copy_(state.length)  # the root's pair is the last one made of features
         if longest:
             path, rows = verdict.path[:, : longest + 1].clamp(max=tree.tokens.shape[1] - 1), self.row_numbers[:, None]
-            after = (state.length - self.cached)[:, None] + self.numbers[
-                :longest
-            ]  # after the root's pair, if it is there
+            # After the missing pairs and the root's, where these are kept.
+            after = (state.length - self.cached)[:, None] + self.numbers[:longest]
             self.missing_tokens[rows, after] = tree.tokens.gather(1, path[:, 1:])
             self.missing_features[rows, after] = features[rows, path[:, :-1]]
         self.skipped = False

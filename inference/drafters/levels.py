@@ -34,6 +34,9 @@ from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, draw
 
 H = TypeVar("H")  # hidden states of a level, as its drafter has them
 DrawKind = Literal["without_replacement", "iid", "naive", "none"]
+# Of drafters with a cache of their own: more tokens than any text has; and how many of a text's last tokens may be
+# missing from the cache after steps without a draft, at least.
+ALL_CACHED, MISSING = 1 << 40, 32
 
 
 class Layout:

@@ -7,9 +7,9 @@ decoding and in coupled sampling. Drafters propose candidates with estimated acc
 keep. :class:`Sizes` chooses among the node counts of static steps, each a graph, before a step is launched.
 
 Whatever is measured can change, and heals: times are the shortest of the latest ones, and a drafter that did not pay
-is asked again after :data:`RETRY` steps. Estimated acceptance is corrected by what came true in the row's own text, by
-drafter and depth: for the nodes that the text reached, Σ accepted / Σ estimated. A text does not depend on any of it:
-in both modes it is that of plain decoding.
+is tried again after :data:`RETRY` steps, or so rarely that trials take :data:`TRIALS` of the time. Estimated acceptance
+is corrected by what came true in the row's own text, by drafter and depth: for the nodes that the text reached,
+Σ accepted / Σ estimated. A text does not depend on any of it: in both modes it is that of plain decoding.
 
 Shape letters: B rows, S cached tokens, M candidates (root included), N nodes kept, D depth of the deepest node.
 """
@@ -19,14 +19,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from draftsmith.inference.engine.costs import StepCosts
 
 LATEST = 32  # times of a shape, of which the shortest counts
 FEWEST, STEPS = 3, 8  # times before they count, and those of steps before they correct the costs
@@ -88,7 +85,7 @@ class Budget:
     """The choices of eager steps.
 
     Args:
-        costs: of the target's steps.
+        costs: t(B, S, N), seconds of the target's steps.
         rows: B.
         learns: of each source, whether it corrects its estimates itself.
         max_depth: D of any tree.
@@ -97,13 +94,15 @@ class Budget:
     """
 
     def __init__(
-        self, costs: "StepCosts", rows: int, learns: Sequence[bool], max_depth: int, limit: int,
+        self, costs: Callable[[int, float, int], float], rows: int, learns: Sequence[bool], max_depth: int, limit: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self.clock = clock
         self.costs, self.rows, self.limit, self.learns = costs, rows, limit, learns
         self.sources = [_Source([_Times() for _ in range(max_depth + 1)]) for _ in learns]
-        self.factors = torch.ones(len(learns), rows, max_depth + 1)  # of acceptance probabilities, by depth
+        # By source, row and depth: the corrections in use, given that the parent is accepted, and without.
+        self.conditional = np.ones((len(learns), rows, max_depth + 1))
+        self.factors = torch.ones(len(learns), rows, max_depth + 1)
         self.highest = np.full(max_depth + 1, 1.0)  # of ratios, by depth
         self.highest[1:2] = FACTORS[1]
         # By source, row and depth: what came true, and what was estimated; of all texts so far in the last row.
@@ -142,7 +141,7 @@ class Budget:
         if shape != self.shape:
             self.shape = shape
             nodes = range(1, self.limit + 1)
-            seconds = np.array([max(self.costs.seconds(self.rows, cached, count), 1e-9) for count in nodes])
+            seconds = np.array([max(self.costs(self.rows, cached, count), 1e-9) for count in nodes])
             if self.corrections:
                 seconds *= np.interp(nodes, list(self.corrections), list(self.corrections.values()))
             self.table = np.maximum.accumulate(seconds).tolist()
@@ -256,7 +255,7 @@ class Budget:
                         continue
                     estimate = min(1.0, sum(probabilities[child] for child in own) / max(probabilities[node], 1e-9))
                     if not source.trial:
-                        estimate /= self.ratios(number, row)[depth]
+                        estimate /= self.conditional[number, row, depth]
                     hit = reached and path[depth] in own
                     self.came_true[number, [row, -1], depth] += hit
                     self.estimated[number, [row, -1], depth] += estimate
@@ -270,7 +269,7 @@ class Budget:
     def ran(self, nodes: int, cached: float, seconds: float) -> None:
         """Record the time of a step of the target, drafting excluded."""
         times = self.step_times.setdefault(nodes, _Times(STEPS))
-        times.add(seconds / max(self.costs.seconds(self.rows, cached, nodes), 1e-9))
+        times.add(seconds / max(self.costs(self.rows, cached, nodes), 1e-9))
 
     def ratios(self, number: int, row: int) -> "np.ndarray[Any, np.dtype[np.float64]]":
         """The corrections of the probability that a child is accepted, given that its parent is, by the child's depth
@@ -283,7 +282,8 @@ class Budget:
     def _correct(self, row: int) -> None:
         for number, learns in enumerate(self.learns):
             if not learns:
-                self.factors[number, row] = torch.from_numpy(self.ratios(number, row).cumprod())
+                self.conditional[number, row] = self.ratios(number, row)
+                self.factors[number, row] = torch.from_numpy(self.conditional[number, row].cumprod())
 
     def _review(self) -> None:
         """Correct the step costs by the steps that ran: between node counts linearly, beyond them as the nearest one.

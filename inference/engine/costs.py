@@ -10,7 +10,7 @@ B · S cached tokens once, and has each of the N nodes attend to them.
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -68,12 +68,6 @@ class StepCosts:
         """t(B, S, N)."""
         attention = (cached - CONTEXT) * batch * (self.per_key + self.per_key_and_node * nodes)
         return max(0.0, self.plain_seconds * self.relative(batch * nodes) + attention)
-
-    def scaled(self, factors: Sequence[float]) -> "StepCosts":
-        """Costs whose measured points are multiplied, each by its own factor."""
-        times = zip(self.points, factors, strict=True)
-        seconds = {rows: cost * self.plain_seconds * factor for (rows, cost), factor in times}
-        return StepCosts(seconds, self.per_key, self.per_key_and_node)
 
 
 class _Chain(Drafter):

@@ -168,7 +168,7 @@ class Step:
         self.can_be_bounded = any_size and (not static or self.sizes is not None or drafter.num_nodes == 1)
         if chooses and not static and drafter.costs is not None:
             learns = drafter.source_learns or [drafter.learns]
-            self.budget = Budget(drafter.costs, rows, learns, drafter.max_depth, drafter.num_nodes)
+            self.budget = Budget(drafter.costs.seconds, rows, learns, drafter.max_depth, drafter.num_nodes)
             self.state.budget = self.budget
         self.root_tree = StaticTree([-1], device)
         self.zeros, self.ones = (torch.full((rows, 1), value, device=device) for value in (0, 1.0))

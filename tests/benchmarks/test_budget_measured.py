@@ -5,7 +5,7 @@ import json
 import pytest
 
 from draftsmith.benchmarks import budget, roofline
-from draftsmith.benchmarks.roofline import BATCHES, LENGTHS, SHAPES, choice, levels_of
+from draftsmith.benchmarks.roofline import BATCHES, BEAM, LENGTHS, SHAPES, choice, levels_of
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_roofline(run_main, tmp_path):
         assert all(cell["batch"] in BATCHES and cell["cached"] in LENGTHS for cell in cells)
         assert all(shape.fits(cell["batch"], cell["cached"]) and cell["speedup"] >= 1 for cell in cells)
         nodes = [cell["nodes"] for cell in cells if cell["cached"] == LENGTHS[0]]
-        assert nodes == sorted(nodes, reverse=True) or max(nodes[5:]) < nodes[0]
+        assert max(nodes[5:]) < nodes[0]
         assert nodes[0] == 15 and nodes[-1] < 8
     with pytest.raises(ValueError, match=r"^--ranks 0\.9 0\.2: must be above 0, and 1 at most together$"):
         roofline.check(roofline.parser().parse_args(["--ranks", "0.9", "0.2"]))
@@ -68,7 +68,7 @@ def test_a_choice_is_near_the_best(rows):
     plain, best = shape.seconds(rows, 2048, 1), 1.0
     for depth in range(1, 5):
         candidates = sorted((float(p) for level in levels[: depth + 1] for p in level), reverse=True)
-        drafting = sum(shape.pass_seconds(rows, 2048, 1 if level == 0 else 8) for level in range(depth))
+        drafting = sum(shape.pass_seconds(rows, 2048, 1 if level == 0 else BEAM) for level in range(depth))
         for nodes in range(2, 33):
             speed = sum(candidates[:nodes]) / (drafting + shape.seconds(rows, 2048, nodes)) * plain
             best = max(best, speed)

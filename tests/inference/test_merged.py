@@ -80,7 +80,7 @@ class Given(Drafter):
 
 def budget_of(drafter, costs):
     """A budget of a merge's steps, in the first of one row."""
-    budget = Budget(costs, 1, drafter.source_learns, drafter.max_depth, drafter.num_nodes)
+    budget = Budget(costs.seconds, 1, drafter.source_learns, drafter.max_depth, drafter.num_nodes)
     budget.start([0], [True])
     return budget
 
