@@ -237,7 +237,9 @@ def open_drafter(
     _check_topology(topology, heads.config, outputs, f"{tree}: ")
 
     def build(target: Target, options: dict[str, Any]) -> Drafter:
-        return MedusaDrafter(heads, topology, target, acceptances, shortlist=shortlist)
+        drafter = MedusaDrafter(heads, topology, target, acceptances, shortlist=shortlist)
+        drafter.raced = not merged
+        return drafter
 
     return Part(build)
 

@@ -71,6 +71,7 @@ class Drafter(Protocol):
     learns, source_learns: whether it, or each of its sources if it merges several, corrects the acceptance
         probabilities of its nodes by what comes true in a text itself.
     weighs: its trees have ``acceptance`` where the state asks for it.
+    raced: its tree was the fastest one for a text alone, on this machine: eager steps of one row have all of it.
     chooses: steps leave out the nodes that do not pay; for eager ones it also needs ``costs``, of the target's steps.
     """
 
@@ -86,6 +87,7 @@ class Drafter(Protocol):
     source_learns: Sequence[bool] = ()
     costs: "StepCosts | None" = None
     weighs: bool = True
+    raced: bool = False
     chooses: bool = False
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:

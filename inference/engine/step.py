@@ -166,7 +166,7 @@ class Step:
         self.budget: Budget | None = None
         self.chooses = self.state.weighs = chooses
         self.can_be_bounded = any_size and (not static or self.sizes is not None or drafter.num_nodes == 1)
-        if chooses and not static and drafter.costs is not None:
+        if chooses and not static and drafter.costs is not None and not (drafter.raced and rows == 1):
             learns = drafter.source_learns or [drafter.learns]
             self.budget = Budget(drafter.costs.seconds, rows, learns, drafter.max_depth, drafter.num_nodes)
             self.state.budget = self.budget

@@ -14,6 +14,7 @@ from filelock import FileLock
 from safetensors.torch import save_file
 
 from draftsmith.common import progress
+from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.calibrate import Choice, batches, pick, trees_by_size
 from draftsmith.inference.drafters import load, medusa
@@ -330,12 +331,12 @@ def test_a_tree_for_every_machine(run_main, heads_folder, monkeypatch):
     rates = [one["rate"] for one in tree["calibration"]["candidates"]]
     assert len(tree["paths"]) == len(rates) > 4 and tree["at_load"] is True
 
-    def drafted(measured, mode="greedy"):
+    def drafted(measured, mode="greedy", rows=1):
         """Nodes of the first steps' trees, before the text has taught anything."""
         monkeypatch.setattr(load, "step_costs", lambda target, lean: costs.StepCosts(measured))
         target, drafter = load_drafter(str(folder), device="cpu", dtype="float32")
         decoder = SpeculativeDecoder(target, drafter)
-        (result,) = decoder.generate([[5, 6, 7]], 2, mode=mode)
+        result, *_ = decoder.generate([[5, 6, 7]] * rows, 2, mode=mode)
         return result.drafted
 
     assert drafted({1: 1.0, 64: 1.0}) == drafted({1: 1.0, 64: 1.0}, "sample") == len(rates)
@@ -353,6 +354,12 @@ def test_a_tree_for_every_machine(run_main, heads_folder, monkeypatch):
         )  # fmt: skip
         assert code == 0, err
         assert json.loads((report / "report.json").read_text())["tree_nodes"] == len(rates) + 1
+    del tree["at_load"]
+    write_json(folder / "tree.json", tree)
+    assert drafted({1: 1.0, 2: 1.02 + best, 64: 60.0}) == len(rates), (
+        "a tree that was calibrated here is taken as it is"
+    )
+    assert drafted({1: 1.0, 2: 1.02 + best, 64: 60.0}, rows=2) == 0, "but for a text alone"
 
 
 def test_what_has_no_tree(run_main, heads_folder, tiny_lm, monkeypatch, tmp_path):
