@@ -53,7 +53,7 @@ def kept_nodes(acceptances: Sequence[Sequence[float]], budget: "Budget | None", 
     """The nodes that a step's budget keeps of each row's tree, at most ``limit``; without one, as many as that."""
     if budget is not None:
         longest = max(map(len, acceptances))
-        limit = min(limit, budget.keep(torch.tensor([[*row, *[0.0] * (longest - len(row))] for row in acceptances])))
+        limit = budget.keep(torch.tensor([[*row, *[0.0] * (longest - len(row))] for row in acceptances]), limit)
     return likeliest_nodes(acceptances, limit)
 
 

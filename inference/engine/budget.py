@@ -220,10 +220,11 @@ class Budget:
         factors = self.factors[number].to(acceptance.device)
         return (acceptance * factors.gather(1, depth.long().expand(self.rows, -1))).clamp(max=1.0)
 
-    def keep(self, acceptance: Tensor) -> int:
-        """Number of nodes with the highest speed, the same in all rows, of ``[B, M]`` corrected probabilities."""
+    def keep(self, acceptance: Tensor, most: int | None = None) -> int:
+        """Number of nodes with the highest speed, the same in all rows and at most ``most``, of ``[B, M]`` corrected
+        probabilities."""
         self.kept = True
-        count = self._best(self._totals(acceptance), self.drafting, alone=True)[1]
+        count = self._best(self._totals(acceptance)[:most], self.drafting, alone=True)[1]
         return max(count, min(2, self.most)) if any(source.trial for source in self.sources) else count
 
     def learn(

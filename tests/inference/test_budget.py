@@ -264,10 +264,10 @@ def answer_at_random(monkeypatch):
         answers.add(self.ended)
         return not self.ended
 
-    def kept(self, acceptance):
-        keep(self, acceptance)
+    def kept(self, acceptance, most=None):
+        keep(self, acceptance, most)
         answers.add("kept")
-        return rng.randint(1, min(acceptance.shape[1], self.limit))
+        return rng.randint(1, min(acceptance.shape[1], self.limit if most is None else most))
 
     monkeypatch.setattr(Budget, "asks", asked)
     monkeypatch.setattr(Budget, "another_level", another)
