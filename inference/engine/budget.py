@@ -36,6 +36,7 @@ RATE = 0.1  # of moving averages, per step
 PRIOR = 4.0  # weight of what all texts showed, in tokens, beside what came true in the row's own
 DECAY, SLOW_DECAY = 0.97, 0.999  # of what came true in a text, and in all, per step
 FACTORS = (0.05, 2.0)  # bounds of a correction
+MISJUDGED = 0.6  # steps that take this share of their measured cost, or less, say that it was measured in a bad moment
 
 
 @dataclass
@@ -91,6 +92,8 @@ class Budget:
         max_depth: D of any tree.
         limit: nodes of a tree, at most.
         clock: seconds.
+
+    misjudged: plain steps take far less than measured, and so may the others: the costs had better be measured again.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Budget:
     ) -> None:  # fmt: skip
         self.clock = clock
         self.costs, self.rows, self.limit, self.learns = costs, rows, limit, learns
+        self.misjudged = False
         self.sources = [_Source([_Times() for _ in range(max_depth + 1)]) for _ in learns]
         # By source, row and depth: the corrections in use, given that the parent is accepted, and without.
         self.conditional = np.ones((len(learns), rows, max_depth + 1))
@@ -111,6 +115,12 @@ class Budget:
         self.corrections: dict[int, float] = {}  # the shortest of them
         self.steps, self.table, self.shape = 0, list[float](), (-1, -1)
         self.level = 0
+
+    def measured_again(self, costs: Callable[[int, float, int], float]) -> None:
+        """Take these costs from now on; what corrected the others is forgotten."""
+        self.costs, self.misjudged, self.shape = costs, False, (-1, -1)
+        self.step_times.clear()
+        self.corrections.clear()
 
     def begin(self, rows: slice) -> None:
         """New texts begin in these rows."""
@@ -132,12 +142,12 @@ class Budget:
         self.nodes, self.drafting, self.kept = 1, 0.0, False
         if self.steps % REVIEW == 0:
             self._review()
-        self.steps += 1
         for counts in (self.came_true, self.estimated):
             counts[:, :-1] *= DECAY
             counts[:, -1] *= SLOW_DECAY
         cached = sum(lengths) / self.rows
         shape = (self.steps // REVIEW, int(cached) // 64)
+        self.steps += 1
         if shape != self.shape:
             self.shape = shape
             nodes = range(1, self.limit + 1)
@@ -293,6 +303,7 @@ class Budget:
             times.review()
         found = {nodes: times.shortest for nodes, times in self.step_times.items()}
         self.corrections = {nodes: factor for nodes, factor in sorted(found.items()) if factor is not None}
+        self.misjudged = min(self.corrections.values(), default=1.0) < MISJUDGED
 
     def _passed(self, number: int) -> None:
         self.sources[number].passes[min(self.level, len(self.sources[number].passes) - 1)].add(self.clock() - self.mark)

@@ -404,6 +404,8 @@ class Step:
         """
         # Instrumented steps, and eager ones on a GPU, are not timed: they have all nodes (0).
         cuda, sizes = self.target.device.type == "cuda", None if clock else self.sizes
+        if self.budget and self.budget.misjudged:
+            self._measure_again(self.budget)
         if cuda and self.eager:
             sizes = None
         most = self.most_nodes
@@ -436,6 +438,15 @@ class Step:
             return committed
 
         return read
+
+    def _measure_again(self, budget: Budget) -> None:
+        """Measure what steps cost, for a second or two, since real ones were far faster than the costs say."""
+        costs = self.drafter.costs
+        if costs is None or costs.again is None:
+            budget.misjudged = False
+            return
+        self.drafter.costs = costs = costs.again()
+        budget.measured_again(costs.seconds)
 
     def _chosen(self, sizes: Sizes, size: int, seconds: float, committed: Sequence[Sequence[int]]) -> None:
         """Record the time of a step of a chosen size, and what it committed."""

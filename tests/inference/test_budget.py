@@ -212,6 +212,31 @@ def test_steps_that_run_correct_the_costs():
     assert text.budget.table[6] < 1.5 and sum(text.chosen[-20:]) >= 5 * 20
 
 
+def test_costs_of_a_bad_moment_are_measured_again(make_target):
+    """Real steps are far faster than the costs say: they are measured again, at most as often as they may be; what
+    corrected the old ones is forgotten. Costs that fit stay."""
+    target = make_target("llama")
+    slow, right = StepCosts({1: 50.0, 8: 500.0}), StepCosts({1: 1e-4, 8: 1.1e-4})
+    asked = []
+    slow.again = lambda: (asked.append(1), right)[1]
+    for costs, times in ((slow, 1), (right, 0), (StepCosts({1: 50.0, 8: 500.0}), 0)):
+        asked.clear()
+        drafter = NgramDrafter(target)
+        drafter.chooses, drafter.costs = True, costs
+        decoder = SpeculativeDecoder(target, drafter)
+        decoder.generate([[5, 6, 7]], 3 * REVIEW, stop_ids=frozenset())
+        assert len(asked) == times
+        assert drafter.costs is (right if times else costs)
+    budget = Budget(slow.seconds, 1, [False], 4, 8)
+    for _ in range(REVIEW + 1):
+        budget.start([100], [True])
+        budget.ran(1, 100, 1e-3)
+    assert budget.misjudged and budget.table[0] < 1e-2
+    budget.measured_again(right.seconds)
+    budget.start([100], [True])
+    assert not budget.misjudged and budget.table[0] == pytest.approx(1e-4)
+
+
 def test_of_a_merge_the_cheap_drafter_comes_first():
     """The other one is asked where it adds enough; one that costs next to nothing always is."""
     now = [0.0]

@@ -45,6 +45,27 @@ def test_timed_once_and_kept(tiny_lm, tmp_path, monkeypatch):
         step_costs(load_target(str(tiny_lm), dtype="bfloat16"))  # and another dtype
 
 
+def test_measured_again_a_few_times(tiny_lm, tmp_path, monkeypatch):
+    """What is measured again replaces what was kept; after some times that is all."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    target = load_target(str(tiny_lm))
+    measured = []
+
+    def measure(target, lean, seconds):
+        measured.append(seconds)
+        return costs.StepCosts({1: 1.0 / len(measured), 8: 2.0}), costs.MIN_ROUNDS
+
+    monkeypatch.setattr(costs, "_measure", measure)
+    found = costs.step_costs(target, tries=2)
+    assert found.again is not None
+    found = found.again()
+    assert found.plain_seconds == 0.5 and found.again is not None
+    assert costs.step_costs(target).plain_seconds == 0.5  # kept
+    found = found.again()
+    assert found.plain_seconds == pytest.approx(1 / 3) and found.again is None
+    assert costs.step_costs(target, tries=0).again is None and len(measured) == 3
+
+
 def test_draft_time(make_target):
     target = make_target("llama")
     drafter = MedusaDrafter(MedusaHeads.for_target(target, 2, 1, "shared"), Topology(((0,), (0, 0))), target)
