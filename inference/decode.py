@@ -9,10 +9,12 @@
     python inference/decode.py ngram --target models/tiny-lm --prompts P.jsonl          # drafts from the text itself
     python inference/decode.py runs/demo+ngram --prompts P.jsonl                        # both, in one token tree
     python inference/decode.py draft_model:runs/tiny-draft@2,2,1 --target models/tiny-lm --prompts P.jsonl
+    python inference/decode.py snapkv:256 --target models/tiny-lm --prompts LONG.jsonl --batch-size 8   # long texts
 
 DRAFTER is a run folder or a Hub id, or one that needs no training: `none` (plain decoding), `ngram` (`ngram:2-10` for
 matches of 2 to 10 tokens), `draft_model:PATH` (any causal LM with the target's tokenizer; `@2,2,1` gives its children
-by depth, else it drafts a chain). Several joined by `+` are merged into one token tree.
+by depth, else it drafts a chain), `snapkv:K` and `streamingllm:K` (the target itself, over K of the cached tokens).
+Several joined by `+` are merged into one token tree.
 
 Exit codes: 0 done, 1 failed (also: output that is not the target's own under --check-lossless), 2 wrong usage or bad
 input.
@@ -38,9 +40,9 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument(
         "drafters",
-        nargs="+",
+        nargs="*",
         metavar="DRAFTER",
-        help="a run folder, a Hub id, none, ngram, draft_model:PATH, or several joined by +",
+        help="a run folder, a Hub id, none, ngram, draft_model:PATH, snapkv:K, or several joined by +",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="one prompt; the text is printed as it is decoded")
@@ -81,6 +83,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--all-nodes", action="store_true",
         help="run and verify whole trees, also where fewer nodes are faster here: to compare their τ",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-draft-nodes", type=int, metavar="N", help="draft at most N tokens a step and text; 0: plain decoding"
+    )
+    parser.add_argument(
+        "--plan", metavar="PLAN.json|auto",
+        help="in place of DRAFTER: what inference/planner.py chose for this batch size and such long texts; auto: plan "
+        "for these prompts now (a minute or so)",
     )  # fmt: skip
     parser.add_argument(
         "--baseline", choices=["none", "engine", "transformers", "all"], default="engine",
@@ -127,6 +137,16 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--show {args.show}: must be at least 0")
     if args.compile and args.device_map != "none":
         raise ValueError("--compile needs the whole target on one device; leave out --device-map")
+    if bool(args.drafters) == bool(args.plan):
+        raise ValueError("give a DRAFTER, or --plan in its place" + (", not both" if args.plan else ""))
+    if args.plan and args.plan != "auto" and not Path(args.plan).is_file():
+        raise FileNotFoundError(f"--plan {args.plan}: there is no such file; python inference/planner.py writes one")
+    if args.plan and (args.interactive or not args.target):
+        raise ValueError("--plan is for --prompt and --prompts" if args.interactive else "--plan needs --target")
+    if args.max_draft_nodes is not None and args.max_draft_nodes < 0:
+        raise ValueError(f"--max-draft-nodes {args.max_draft_nodes}: must be at least 0")
+    if args.max_draft_nodes is not None and args.mode in ("mss", "typical"):
+        raise ValueError("--max-draft-nodes is for greedy decoding and coupled sampling: other texts depend on it")
     if len({short_name(name) for name in args.drafters}) < len(args.drafters):
         raise ValueError("two of the drafters have the same name, and so would their reports")
     given_sampling = [name for name in SAMPLING if getattr(args, name) is not None]
@@ -160,7 +180,7 @@ def check(args: argparse.Namespace) -> None:
     if args.raw and args.prompts:
         raise ValueError('--raw is for --prompt and --interactive; of --prompts, lines of {"prompt": …} are raw text')
     check_folder("--report", args.report, {"report.json": "drafter"})
-    check_names(args.drafters, args.target)
+    check_names(args.drafters or ["none"], args.target)
 
 
 def main() -> None:
@@ -181,7 +201,9 @@ def main() -> None:
         from draftsmith.inference.engine.engine import SpeculativeDecoder
         from draftsmith.inference.evaluation import report as reporting
         from draftsmith.inference.evaluation.timing import engine_options, evaluate
+        from draftsmith.inference.planner import planned_drafter
         from draftsmith.inference.verify.sampling import Sampling
+        from draftsmith.models.target import Target
 
     given_sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     sampling = Sampling(**given_sampling)  # checks the ranges
@@ -190,6 +212,17 @@ def main() -> None:
         raise ValueError("--compile on a CPU needs a C++ compiler (g++ or clang++), and there is none on the path")
     torch.set_num_threads(args.threads or available_cores())
     target, drafters, lean = None, [], DECODERS[args.decoder]
+
+    def given_to(target: Target) -> list[Prompt]:
+        if args.prompt is None:
+            return given
+        chat = target.tokenizer and target.tokenizer.chat_template and not args.raw
+        return [Prompt([{"role": "user", "content": args.prompt}] if chat else args.prompt, "--prompt")]
+
+    if args.plan:
+        target, _ = load_drafter("none", target_name=args.target, **options)
+        prompts = encode_prompts(given_to(target), target)
+        args.drafters = [planned_drafter(args.plan, target, prompts, args.batch_size, args.max_new_tokens, lean)]
     for name in args.drafters:
         before = target
         target, drafter = load_drafter(
@@ -202,13 +235,12 @@ def main() -> None:
     first = SpeculativeDecoder(target, drafters[0], compiled=args.compile, lean=lean)
 
     def options_of(prompt: list[int]) -> dict[str, Any]:
-        return {"max_new_tokens": args.max_new_tokens, **engine_options(args.mode, sampling, [prompt])}
+        own = engine_options(args.mode, sampling, [prompt])
+        return {"max_new_tokens": args.max_new_tokens, "max_draft_nodes": args.max_draft_nodes, **own}
 
     if args.interactive:
         return interact(first, args.drafters[0], options_of, raw=args.raw)
-    if args.prompt is not None:
-        chat = target.tokenizer.chat_template and not args.raw
-        given = [Prompt([{"role": "user", "content": args.prompt}] if chat else args.prompt, "--prompt")]
+    given = given_to(target)
     prompts = encode_prompts(given, target)
     if args.live:
         return stream_prompts(first, args.drafters[0], given, prompts, options_of)
@@ -222,7 +254,8 @@ def main() -> None:
         target, dict(zip(args.drafters, drafters, strict=True)), prompts, mode=args.mode, sampling=sampling,
         max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, baseline=args.baseline,
         check_lossless=args.check_lossless, rounds=args.repeat, seconds=args.seconds, kinds=kinds,
-        compiled=args.compile, lean=lean, command="python inference/decode.py " + shlex.join(sys.argv[1:]),
+        compiled=args.compile, lean=lean, max_draft_nodes=args.max_draft_nodes,
+        command="python inference/decode.py " + shlex.join(sys.argv[1:]),
     )  # fmt: skip
     reports = [report | report_fields(name) for report, name in zip(reports, args.drafters, strict=True)]
     shown = max(args.show, 1) if args.prompt is not None else args.show

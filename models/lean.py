@@ -31,6 +31,8 @@ from draftsmith.kernels.linear import choose, folding_form, partial_buffer, part
 from draftsmith.kernels.rotate_write import rotate_write
 from draftsmith.kernels.tree_attention import TreeKeys, attend_tree, tree_attention
 
+# Called with a layer's queries ``[B, H, N, D]``, its scale, window and soft cap before its attention.
+Observer = Callable[[Tensor, float, int, float | None], None]
 NO_KERNELS = "there are no kernels"  # why layers are not fused, on a CPU without a compiler
 
 
@@ -267,7 +269,7 @@ class LeanDecoder:
         self, tokens: Tensor, positions: Tensor, slots: Tensor, views: Sequence[tuple[Tensor, Tensor, Tensor]],
         tables: Mapping[str, Tensor], *, biases: Mapping[int, Tensor | None] | None = None,
         tree_keys: TreeKeys | None = None, captures: Sequence[int] = (),
-        buffers: Sequence[Buffers | FusedBuffers] | None = None,
+        buffers: Sequence[Buffers | FusedBuffers] | None = None, observer: Observer | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """One forward pass.
 
@@ -280,6 +282,7 @@ class LeanDecoder:
             biases, tree_keys: as the engine's ``Runner.forward`` takes them; exactly one of them.
             captures: numbers of the layers whose inputs are returned.
             buffers: from :meth:`buffers` for this B and N; new ones if left out.
+            observer: called in each layer, once its keys and values are written; needs ``biases``.
 
         Returns:
             Hidden states ``[B, N, d]`` after the final norm, and the input of each captured layer.
@@ -311,7 +314,7 @@ class LeanDecoder:
                     view, tree_keys, after, last,
                 )  # fmt: skip
             else:
-                run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, tree_keys)
+                run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, tree_keys, observer)
         hidden = normed if isinstance(buffers[0], FusedBuffers) else self.norm(x)
         return hidden.view(rows, count, -1), [captured[number] for number in captures]
 
@@ -319,6 +322,7 @@ class LeanDecoder:
 def run_layer(
     layer: Layer, buffers: Buffers, x: Tensor, written: tuple[Tensor, Tensor], view: tuple[Tensor, Tensor, Tensor],
     rotation: Sequence[Tensor], biases: Mapping[int, Tensor | None] | None, tree_keys: TreeKeys | None,
+    observer: Observer | None = None,
 ) -> None:  # fmt: skip
     """Run a layer on ``x [M, d]`` in place. ``written``: rows and slots of the new keys; ``rotation``: cos and sin."""
     both, keys, values = view
@@ -330,6 +334,8 @@ def run_layer(
     other = rotated.roll(rotated.shape[-1] // 2, -1)
     rotated.mul_(cos).addcmul_(other, sin)
     both.index_put_(written, buffers.kv)
+    if observer is not None:
+        observer(q, layer.scale, layer.window, layer.softcap)
     if tree_keys is not None:
         out = attend_tree(q, keys, values, tree_keys, layer.scale, layer.window, layer.softcap)
     else:

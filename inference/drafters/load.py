@@ -36,12 +36,15 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.common.files import json_object
+from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.names import (
     DRAFT_MODEL,
+    NGRAM,
     check_name,
+    compressed_of,
     draft_model_of,
     has_folder,
     ngram_lengths,
@@ -136,7 +139,8 @@ def load_drafter(
     Args:
         name: ``none``; a folder or Hub id; ``ngram`` or ``ngram:SHORTEST-LONGEST``, matches of so many tokens;
             ``draft_model:PATH`` or ``draft_model:PATH@2,2,1``, a causal LM and its expansion (a chain of 8 if left
-            out); or several of these joined by ``+``, merged into one tree.
+            out); ``snapkv:K``, ``streamingllm:K`` or ``topk:K``, the target over a compressed cache, also with an
+            expansion; or several of these joined by ``+``, merged into one tree.
         target_name: folder or Hub id of the target; if left out, what the drafter's config says.
         tree: a file, or ``auto``: the drafter's own.
         all_nodes: every step has all nodes of the tree, also where fewer are faster.
@@ -158,7 +162,7 @@ def load_drafter(
     parts: dict[str, Part] = {}
     for each in names:
         if each not in stored:
-            parts[each] = _draft_model(each) if each.startswith(DRAFT_MODEL) else _ngram(each)
+            parts[each] = _untrained(each)
             continue
         folder, config, weights = stored[each]
         path = None
@@ -219,9 +223,15 @@ def report_fields(name: str) -> dict[str, Any]:
     return fields
 
 
-def _ngram(name: str) -> Part:
-    lengths = ngram_lengths(name)
-    return Part(lambda target, options: NgramDrafter(target, **lengths))
+def _untrained(name: str) -> Part:
+    if name.startswith(DRAFT_MODEL):
+        return _draft_model(name)
+    if name.startswith(NGRAM):
+        lengths = ngram_lengths(name)
+        return Part(lambda target, options: NgramDrafter(target, **lengths))
+    selector, entries, expansion = compressed_of(name)
+    chosen = Selector(selector, entries)
+    return Part(lambda target, options: CompressedDrafter(target, chosen, expansion))
 
 
 def _draft_model(name: str) -> Part:

@@ -100,6 +100,10 @@ class MergedDrafter(Drafter):
         for drafter in self.drafters:
             drafter.end(row)
 
+    def prepare(self, state: State) -> None:
+        for drafter, view in zip(self.drafters, self._states(state), strict=True):
+            drafter.prepare(view)
+
     def propose(self, state: State) -> TokenTree:
         self.single = -1
         trees = self._draft(state)

@@ -1,4 +1,5 @@
-"""Drafters by name: a folder, a Hub id, ``ngram``, ``draft_model:PATH``, several joined by ``+``. Light to import."""
+"""Drafters by name: a folder, a Hub id, ``ngram``, ``draft_model:PATH``, ``snapkv:K``, several joined by ``+``.
+Light to import."""
 
 import difflib
 import os
@@ -9,7 +10,8 @@ from pathlib import Path
 from draftsmith.models.stored import check_drafter_name, known_folder
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
-CHAIN = (1,) * 8  # the expansion of a draft model, if none is given
+SELECTORS = ("streamingllm", "snapkv", "topk")  # of the target's own compressed cache, :K entries
+CHAIN = (1,) * 8  # the expansion of a draft model or a compressed cache, if none is given
 
 
 def parts_of(name: str) -> list[str]:
@@ -30,7 +32,12 @@ def parts_of(name: str) -> list[str]:
 
 def has_folder(part: str) -> bool:
     """Whether one of :func:`parts_of` is a drafter folder or Hub id."""
-    return part not in ("none", NGRAM) and not part.startswith((f"{NGRAM}:", DRAFT_MODEL))
+    return part not in ("none", NGRAM) and not part.startswith((f"{NGRAM}:", DRAFT_MODEL)) and not is_compressed(part)
+
+
+def is_compressed(part: str) -> bool:
+    """Whether one of :func:`parts_of` is the target over a compressed cache."""
+    return part.partition(":")[0] in SELECTORS and not Path(part).exists()
 
 
 def ngram_lengths(name: str) -> dict[str, int]:
@@ -57,6 +64,21 @@ def draft_model_of(name: str) -> tuple[str, Sequence[int]]:
     return path, [int(k) for k in expansion.split(",")] if expansion else CHAIN
 
 
+def compressed_of(name: str) -> tuple[str, int, Sequence[int]]:
+    """Selector, entries and expansion of ``snapkv:256`` or ``snapkv:256@2,1``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    given = re.fullmatch(r"(\w+):([1-9]\d*)(?:@([1-9]\d*(?:,[1-9]\d*)*))?", name)
+    if given is None:
+        raise ValueError(
+            f"'{name}': write {name.partition(':')[0]}:256 for a cache of 256 entries, or …:256@2,1 to give its "
+            "children by depth, too"
+        )
+    return given[1], int(given[2]), [int(k) for k in given[3].split(",")] if given[3] else CHAIN
+
+
 def check_name(part: str) -> None:
     """What can be said of one of :func:`parts_of` before torch is imported.
 
@@ -67,12 +89,14 @@ def check_name(part: str) -> None:
         known_folder(draft_model_of(part)[0])
     elif part.startswith(NGRAM) and not has_folder(part):
         ngram_lengths(part)
+    elif is_compressed(part):
+        compressed_of(part)
     elif has_folder(part):
         try:
             check_drafter_name(part)
         except FileNotFoundError as error:
             kind = part.partition(":")[0]
-            matches = difflib.get_close_matches(kind, ("none", NGRAM, f"{DRAFT_MODEL}PATH"), n=1)
+            matches = difflib.get_close_matches(kind, ("none", NGRAM, f"{DRAFT_MODEL}PATH", *SELECTORS), n=1)
             if not matches or "/" in kind or os.path.lexists(part):
                 raise
             raise FileNotFoundError(f"{error}; did you mean {matches[0]}?") from None

@@ -5,12 +5,21 @@ Shape letters: B rows, Hkv key/value heads, S slots, D head width, N new tokens,
 
 from typing import Any, cast
 
+import psutil
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.kernels.commit import commit
 from draftsmith.models.target import Target
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is left on a device."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 class _Layer(CacheLayerMixin):
@@ -63,12 +72,27 @@ class KVCache(Cache):
     slots: ``[B or 1, N]`` int64: slots that the next forward pass writes; set by the engine before it.
     seen: number of slots, from the first, that the next forward pass attends to.
     window: rows of the next forward pass; all if None.
+    positions: number of positions that its tokens may have: its capacity, or more where it holds some tokens of a text.
+
+    Raises:
+        ValueError: it does not fit into the memory that is left; says how many rows would.
     """
 
-    def __init__(self, target: Target, rows: int, capacity: int) -> None:
+    def __init__(self, target: Target, rows: int, capacity: int, positions: int | None = None) -> None:
         places, device, dtype = list(zip(target.kv_shapes, target.kv_devices, strict=True)), target.device, target.dtype
+        each = [2 * heads * capacity * width * dtype.itemsize for heads, width in target.kv_shapes]  # bytes of a row
+        for place in {*target.kv_devices}:
+            row = sum(size for size, other in zip(each, target.kv_devices, strict=True) if other == place)
+            free = free_bytes(place)
+            if rows * row > free:
+                raise ValueError(
+                    f"{rows} texts of {capacity:,} tokens need {rows * row / 1e9:.1f} GB for keys and values on {place}, "
+                    f"where {free / 1e9:.1f} GB are free: at most {free // row} at a time; take a smaller batch size, or "
+                    "shorter texts"
+                )
         super().__init__(layers=[_Layer(self) for _ in places])
         self.rows, self.capacity, self.seen = rows, capacity, 0
+        self.positions = positions or capacity
         self.window: slice | None = None
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -99,6 +123,35 @@ class KVCache(Cache):
             keys_values = storage[..., : self.seen, :].flatten(0, 1).unbind(0)
             by_layer |= zip(layers, zip(both, keys_values[::2], keys_values[1::2], strict=True), strict=True)
         return [by_layer[number] for number in range(len(self.layers))]
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, ``[B, Hkv, S, D]`` each."""
+        layer = cast(CacheLayerMixin, self.layers[number])
+        assert layer.keys is not None and layer.values is not None
+        return layer.keys, layer.values
+
+    def take(self, other: "KVCache") -> None:
+        """Copy all K/V and the lengths of a cache of the same shape."""
+        self.lengths.copy_(other.lengths)
+        for to, source in zip(self._storages, other._storages, strict=True):
+            to.copy_(source)
+
+    def copy(self, other: "KVCache", places: Tensor, slots: Tensor) -> None:
+        """Copy K/V of another cache of the same model and rows, in every layer.
+
+        Args:
+            places: ``[B, A]`` int64, slots there.
+            slots: ``[B, A]`` int64, slots here.
+        """
+        for to, source in zip(self._storages, other._storages, strict=True):
+            at = torch.arange(self.rows, device=to.device)[:, None]
+            place, slot = places.to(to.device), slots.to(to.device)
+            mine, others = (each.permute(2, 4, 0, 1, 3, 5) for each in (to, source))  # [B, S, layers, 2, Hkv, D]
+            mine.index_put_((at, slot), others[at, place])
+
+    def of_row(self, row: int, start: int, end: int) -> list[Tensor]:
+        """Views of a row's slots from ``start`` to ``end``, by shape of layers: ``[layers, 2, Hkv, end − start, D]``."""
+        return [storage[:, :, row, :, start:end] for storage in self._storages]
 
     def commit(self, path: Tensor, length: Tensor) -> None:
         """Move the accepted nodes' K/V next to the prefix, in every layer: slot L + path[d] → L + d.

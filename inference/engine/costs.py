@@ -10,8 +10,9 @@ B · S cached tokens once, and has each of the N nodes attend to them.
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from draftsmith.inference.engine.cache import KVCache
@@ -89,9 +90,7 @@ class _Chain(Drafter):
         return self.tree.fill(state.root[:, None].expand(-1, self.num_nodes))
 
 
-def step_costs(
-    target: Target, lean: bool | None = None, remeasure: bool = False, tries: int = TRIES
-) -> StepCosts:
+def step_costs(target: Target, lean: bool | None = None, remeasure: bool = False, tries: int = TRIES) -> StepCosts:
     """Costs of this target's steps on this machine, measured once (about a second) and kept in the cache folder.
 
     Measurements of fewer than ``MIN_ROUNDS`` rounds (a large target, a busy machine) are not kept.
@@ -130,6 +129,40 @@ def _measure_and_keep(target: Target, lean: bool | None, key: str, seconds: floa
         per_key = {"per_key": costs.per_key, "per_key_and_node": costs.per_key_and_node}
         write_measured(FILE, {key: {"rows": rows, **per_key}})
     return costs
+
+
+@torch.inference_mode()
+def context_costs(
+    target: Target, contexts: Sequence[int], batches: Sequence[int], lean: bool | None = None
+) -> tuple[StepCosts, list[tuple[int, int, int, float]]]:
+    """Costs whose terms of cached tokens are fitted to steps with up to ``max(contexts)`` of them, at four lengths, of
+    the smallest and the largest batch and of one and five nodes: their relative errors, by least squares.
+
+    Returns:
+        The costs, and what was measured: (B, S, N, the shortest seconds of six steps).
+    """
+    known, longest = step_costs(target, lean), max(contexts)
+    lengths = sorted({max(CONTEXT, round(longest * share)) for share in (0.25, 0.5, 0.75, 1.0)})
+    measured: list[tuple[int, int, int, float]] = []
+    with engine_attention([target]):
+        for rows, cached, nodes in itertools.product(sorted({min(batches), max(batches)}), lengths, (1, 5)):
+            drafter = _Chain(nodes, target.device)
+            capacity, static = capacity_for(cached, drafter), static_by_default(target)
+            step = Step(target, drafter, "greedy", rows, capacity, static=static, lean=lean)
+            step.active.fill_(True)
+            measured.append((rows, cached, nodes, min(_time(step, cached) for _ in range(7))))
+    seconds = np.array([each[-1] for each in measured])
+    products = np.array([known.plain_seconds * known.relative(rows * nodes) for rows, _, nodes, _ in measured])
+    keys = np.array([(cached - CONTEXT) * rows for rows, cached, _, _ in measured])
+    nodes = np.array([each[2] for each in measured])
+    terms = np.stack((keys, keys * nodes), 1) / seconds[:, None]
+    per_key, per_key_and_node = np.linalg.lstsq(terms, (seconds - products) / seconds)[0].tolist()
+    if min(per_key, per_key_and_node) < 0:  # one of them explains all
+        only = 0 if per_key > 0 else 1
+        value = max(0.0, float(np.linalg.lstsq(terms[:, [only]], (seconds - products) / seconds)[0][0]))
+        per_key, per_key_and_node = (value, 0.0) if only == 0 else (0.0, value)
+    rows_seconds = {rows: cost * known.plain_seconds for rows, cost in known.points}
+    return StepCosts(rows_seconds, per_key, per_key_and_node), measured
 
 
 @torch.inference_mode()

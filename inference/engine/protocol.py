@@ -122,6 +122,9 @@ class Drafter(Protocol):
             start: position of the first token.
         """
 
+    def prepare(self, state: State) -> None:
+        """Before each step, outside of a CUDA graph, what cannot be part of one."""
+
     def propose(self, state: State) -> TokenTree: ...
 
     def skip(self, state: State) -> None:

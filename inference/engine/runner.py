@@ -28,7 +28,7 @@ from draftsmith.kernels.tree_attention import (
     tree_bias,
     tree_bias_one_row,
 )
-from draftsmith.models.lean import Buffers, FusedBuffers, LeanDecoder
+from draftsmith.models.lean import Buffers, FusedBuffers, LeanDecoder, Observer
 from draftsmith.models.lean_from import lean_decoder
 from draftsmith.models.target import Target, cache_argument
 
@@ -41,13 +41,15 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
     softcap: float | None = None, biases: Mapping[int, Tensor | None] | None = None,
-    tree_keys: TreeKeys | None = None, **kwargs: Any,
+    tree_keys: TreeKeys | None = None, observer: Observer | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention that ``transformers`` calls in every layer; ``biases`` or ``tree_keys`` come from :class:`Runner`."""
     if kwargs.get("s_aux") is not None:
         raise ValueError("this target's attention has learned sinks (GPT-OSS), which the engine does not support yet")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window or 0
+    if observer is not None:
+        observer(query, scale, window, softcap)
     if tree_keys is not None:
         out = attend_tree(query, key, value, tree_keys, scale, window, softcap)
     else:
@@ -110,7 +112,7 @@ class Runner:
         self.compiled = torch.compile(self.modules, dynamic=False, options=options) if compiled else self.modules
         self.not_compiled = ""  # why compiled steps were given up
         self._compared: set[torch.Size] = set()  # shapes of tokens whose compiled pass was compared with the modules'
-        self.tables = {} if self.lean is None else self.lean.tables(cache.capacity)
+        self.tables = {} if self.lean is None else self.lean.tables(cache.positions)
         self.buffers: dict[tuple[int, int, bool], Sequence[Buffers | FusedBuffers]] = {}  # of steps, by shape
         self.last_position = target.context - 1
         like = torch.empty(0, dtype=target.dtype, device=target.device)
@@ -135,8 +137,13 @@ class Runner:
         """Whether the bits of a row of a step do not depend on the other rows."""
         return self.kernel and self.lean is not None and not self.lean.rows_differ
 
-    def forward_chunk(self, tokens: Tensor, start: int, captures: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+    def forward_chunk(
+        self, tokens: Tensor, start: int, captures: Sequence[int] = (), observer: Observer | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run a chunk ``[b, T]`` of prompts from position ``start`` on, in the rows of the cache's window.
+
+        Args:
+            observer: called in each layer, in their order, once its keys and values are in the cache.
 
         Returns:
             As :meth:`forward`.
@@ -146,7 +153,7 @@ class Runner:
         slots = self.numbers[None, start:seen]
         biases: Mapping[int, Tensor | None] | None = None
         tree_keys: TreeKeys | None = None
-        if self.kernel and not self.on_cpu:  # a chain behind ``start`` tokens: no scores and no mask are kept in memory
+        if self.kernel and not self.on_cpu and observer is None:
             if self._chain.shape[1] < count:
                 self._chain = causal_ancestors(count, target.device)
             ancestors = self._chain[:, :count, : -(-count // 64)].expand(rows, -1, -1)
@@ -156,12 +163,14 @@ class Runner:
         else:
             biases = {w: causal_bias(start, count, w, target.dtype, target.device) for w in self.windows}
         positions = slots.clamp(max=self.last_position).expand(rows, -1)
-        return self.forward(tokens, positions, slots, seen, biases=biases, tree_keys=tree_keys, captures=captures)
+        return self.forward(
+            tokens, positions, slots, seen, biases=biases, tree_keys=tree_keys, captures=captures, observer=observer
+        )
 
     def forward_nodes(
         self, tokens: Tensor, lengths: Tensor, ancestors: Tensor, depth: Tensor, *, first: int = 0,
         key_depth: Tensor | None = None, mask: Tensor | None = None, fixed: bool = False, sees_all: bool = False,
-        captures: Sequence[int] = (), plans: Plans | None = None,
+        captures: Sequence[int] = (), plans: Plans | None = None, left_out: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run nodes ``first``, ``first + 1``, … of a tree after each row's prefix; earlier nodes have been run.
 
@@ -176,6 +185,8 @@ class Runner:
             sees_all: every query sees all T nodes (one node; the end of a chain).
             captures: as :meth:`forward`.
             plans: of the step; made for this pass alone if left out.
+            left_out: ``[B]`` int64, tokens of each row's prefix that the cache does not hold: node i is at position
+                length + left out + depth. None: it holds all of them.
 
         Returns:
             As :meth:`forward`.
@@ -193,7 +204,8 @@ class Runner:
         else:
             mask = ancestor_mask(ancestors, total) if mask is None else mask
             biases = {w: self._bias(lengths, mask, depth, key_depth, seen, w, fixed) for w in self.windows}
-        positions = (lengths[:, None] + depth).clamp(max=self.last_position)
+        ends = lengths if left_out is None else lengths + left_out
+        positions = (ends[:, None] + depth).clamp(max=self.last_position)
         slots = lengths[:, None] + self.numbers[first:total]
         return self.forward(
             tokens, positions, slots, seen, biases=biases, tree_keys=tree_keys, step=True, captures=captures
@@ -223,7 +235,7 @@ class Runner:
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: int, *,
         biases: Mapping[int, Tensor | None] | None = None, tree_keys: TreeKeys | None = None, step: bool = False,
-        captures: Sequence[int] = (),
+        captures: Sequence[int] = (), observer: Observer | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run ``tokens [B, N]`` at ``positions``, write their K/V into ``slots``, attend to the first ``seen`` slots.
 
@@ -232,6 +244,7 @@ class Runner:
             tree_keys: arguments of the Triton kernel, in place of ``biases``.
             step: shapes repeat from step to step: reuse buffers, or run compiled if the runner was made for it.
             captures: numbers of layers.
+            observer: see :meth:`forward_chunk`; needs ``biases``.
 
         Returns:
             Hidden states ``[B, N, d]`` after the final norm, and the input of each captured layer.
@@ -259,11 +272,13 @@ class Runner:
                     buffers = self.buffers[shape] = self.lean.buffers(*shape, step=True)
             return decoder(
                 tokens, positions, slots, self.cache.views(), self.tables, biases=biases, tree_keys=tree_keys,
-                captures=captures, buffers=buffers,
+                captures=captures, buffers=buffers, observer=observer,
             )  # fmt: skip
         options: dict[str, Any] = {self._cache_argument: self.cache}
         if captures:
             options["output_hidden_states"] = True
+        if observer is not None:
+            options["observer"] = observer
         out = decoder(
             input_ids=tokens, position_ids=positions, use_cache=True, biases=biases, tree_keys=tree_keys, **options,
         )  # fmt: skip

@@ -414,6 +414,7 @@ class Step:
         if sizes is None and self.sizes and most is not None:
             size = max(count for count in self.sizes.counts if count <= most)
         self.size = size
+        self.drafter.prepare(self.state)
         began = time.perf_counter()
         events: list[torch.cuda.Event] = []
         if clock:

@@ -304,7 +304,7 @@ def evaluate(
     target: Target, drafters: Mapping[str, Drafter | None], prompts: list[list[int]], *, mode: Mode = "greedy",
     sampling: Sampling | None = None, max_new_tokens: int = 128, batch_size: int = 1, baseline: Baseline = "engine",
     check_lossless: bool = False, rounds: int = 1, seconds: float | None = None, kinds: Sequence[str | None] = (),
-    compiled: bool = False, lean: bool | None = None, command: str = "",
+    compiled: bool = False, lean: bool | None = None, max_draft_nodes: int | None = None, command: str = "",
 ) -> tuple[list[dict[str, Any]], list[list[Generation]]]:  # fmt: skip
     """Decode all prompts with each drafter and the baselines, in turn, and report how fast and how exact each is.
 
@@ -320,6 +320,7 @@ def evaluate(
         rounds: over all prompts, at most; timing ends when every speed-up is known to within 3 %.
         seconds: time limit of timing; all prompts are decoded and checked.
         compiled, lean: as :class:`~draftsmith.inference.engine.engine.SpeculativeDecoder` takes them.
+        max_draft_nodes: of each step and text, as ``generate`` takes it.
         command: for the reports.
         kinds: the kind of text of each prompt, if it has one. Where there are several kinds, the reports have the field
             ``kinds``, the figures of each; prompts without a kind are those of kind ``other``.
@@ -340,8 +341,9 @@ def evaluate(
 
     def engine_method(decoder: SpeculativeDecoder, rows: int = batch_size) -> Method:
         return lambda group: decoder.generate(
-            group, max_new_tokens, batch_size=rows, **engine_options(mode, sampling, group)
-        )
+            group, max_new_tokens, batch_size=rows, max_draft_nodes=max_draft_nodes,
+            **engine_options(mode, sampling, group),
+        )  # fmt: skip
 
     for name, decoder in zip(names, decoders, strict=True):
         methods[name] = engine_method(decoder)

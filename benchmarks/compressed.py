@@ -1,0 +1,211 @@
+"""Self-speculation over a compressed cache (MagicDec, arXiv 2408.11049): acceptance by selector and number of entries,
+and speed over plain decoding by batch size and context length, beside what inference/planner.py predicts.
+
+    python benchmarks/compressed.py acceptance models/smollm2 --contexts 2048 --entries 64 128 256 512
+    python benchmarks/compressed.py speed models/tiny-lm --contexts 1024 3584 --batch-sizes 1 8 --entries 64 256
+    python benchmarks/compressed.py selection models/tiny-lm --contexts 3584 --batch-sizes 1 8
+
+Texts are windows of held-out modules (code), of packages' descriptions (english), and passages: a passage of a window
+of descriptions, a third into it, is repeated at its end, up to its middle: only tokens far back say how it goes on.
+
+Every batch is prefilled once. Methods take turns to continue from there, over real steps of the engine. Times contain
+drafting, selections and verification, not the prefill. α is the share of drafted tokens, each after accepted ones, that
+the target accepts. Intervals of 95 % are over texts (acceptance) or over batches and rounds (speed).
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from draftsmith.benchmarks.options import check_once, check_options, machine_options
+from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.inference.drafters.names import SELECTORS
+from draftsmith.models.stored import known_folder
+
+KINDS = ("code", "english", "passages")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandLine(__doc__)
+    parser.add_argument("what", choices=["acceptance", "speed", "selection"])
+    parser.add_argument("target", help="as for decode.py --target")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024], metavar="S", help="(%(default)s)")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1], metavar="B", help="of speeds (%(default)s)")
+    parser.add_argument("--entries", type=int, nargs="+", default=[64, 256], metavar="K", help="(%(default)s)")
+    parser.add_argument(
+        "--selectors", nargs="+", choices=SELECTORS, default=["streamingllm", "snapkv"], help="(%(default)s)"
+    )
+    parser.add_argument("--drafts", type=int, nargs="+", default=[4], metavar="N", help="tokens a step (%(default)s)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="(%(default)s)")
+    parser.add_argument("--count", type=int, default=4, help="texts of each kind, or batches (%(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of each text (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="of speeds (%(default)s)")
+    machine_options(parser, "of the target's weights")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    known_folder(args.target)
+    check_options(args, "contexts", "batch_sizes", "entries", "drafts", "count", "new_tokens", "rounds")
+    for option in ("contexts", "batch_sizes", "entries", "drafts"):
+        check_once(f"--{option.replace('_', '-')}", getattr(args, option))
+
+
+if __name__ == "__main__":
+    before_imports(parser(), check)
+
+import functools
+import itertools
+import time
+
+import torch
+
+from draftsmith.benchmarks.common import cell, facts_of, interval_of, print_table, share_of, table_of, take_turns
+from draftsmith.common.files import write_json
+from draftsmith.common.progress import ProgressBar
+from draftsmith.inference.commands.terminal import console
+from draftsmith.inference.engine.costs import context_costs
+from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.planner import (
+    Prefilled,
+    Setting,
+    by_depth,
+    drafter_of,
+    expected_tokens,
+    longest_context,
+    predict,
+    windows,
+)
+from draftsmith.models.options import choose_device
+from draftsmith.models.target import Target, load_target
+
+PASSAGE = 160  # tokens of a passage, of which the text repeats half
+
+
+def texts_of(kind: str, target: Target, count: int, length: int) -> list[list[int]]:
+    """Texts of ``length`` tokens."""
+    texts = windows(target, "stdlib" if kind == "code" else "readmes", count, length)
+    if kind != "passages":
+        return texts
+    size = min(PASSAGE, length // 4)
+    return [[*text[: length - size // 2], *text[length // 3 : length // 3 + size // 2]] for text in texts]
+
+
+def settings_of(args: argparse.Namespace, context: int) -> list[Setting]:
+    chosen = itertools.product(args.selectors, args.entries, args.drafts)
+    return [Setting(selector, entries, drafts) for selector, entries, drafts in chosen if entries < context]
+
+
+def acceptance(target: Target, args: argparse.Namespace, advance: Callable[[], None]) -> list[dict[str, Any]]:
+    """α by kind, context and setting."""
+    found: list[dict[str, Any]] = []
+    for kind, context in itertools.product(args.kinds, args.contexts):
+        settings = settings_of(args, context)
+        counts: dict[Setting, list[list[list[int]]]] = {setting: [] for setting in settings}  # of each text, by depth
+        for text in texts_of(kind, target, args.count, context):
+            batch = Prefilled(target, [text], args.new_tokens)
+            for setting in settings:
+                _, committed = batch.run(batch.step(drafter_of(target, setting)))
+                counts[setting].append(by_depth(committed, setting.drafts))
+            advance()
+        for setting, of_texts in counts.items():
+            drafted_accepted = torch.tensor(of_texts).sum(1)  # [texts, 2]
+            columns = drafted_accepted.flip(1).t()
+            total = torch.tensor(of_texts).sum(0)  # [depths, 2]
+            found.append({
+                "kind": kind, "context": context, **vars(setting),
+                "alpha": round(float(share_of(columns.sum(1))), 4), "interval": interval_of(columns),
+                "by_depth": [round(accepted / max(drafted, 1), 4) for drafted, accepted in total.tolist()],
+            })  # fmt: skip
+    return found
+
+
+def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None]) -> list[dict[str, Any]]:
+    """Speed-ups by batch, context and setting, and what is predicted from step costs and acceptance."""
+    costs, _ = context_costs(target, args.contexts, args.batch_sizes)
+    found: list[dict[str, Any]] = []
+    for context, rows in itertools.product(args.contexts, args.batch_sizes):
+        settings = settings_of(args, context)
+        seconds: dict[Setting | None, list[float]] = {each: [] for each in (None, *settings)}  # per token
+        depths = {setting: torch.zeros(setting.drafts, 2) for setting in settings}
+        for number in range(args.count):
+            kind = args.kinds[number % len(args.kinds)]
+            texts = texts_of(kind, target, (number + 1) * rows, context)[number * rows :]
+            batch = Prefilled(target, texts, args.new_tokens)
+            steps = {None: batch.plain} | {each: batch.step(drafter_of(target, each)) for each in settings}
+            runs = [functools.partial(batch.run, step) for step in steps.values()]
+            for method, results in zip(steps, take_turns(runs, args.rounds), strict=True):
+                for taken, committed in results:
+                    seconds[method].append(taken / sum(map(sum, committed)))
+                    if method is not None:
+                        depths[method] += torch.tensor(by_depth(committed, method.drafts))
+            advance()
+        for setting in settings:
+            columns = torch.tensor([seconds[None], seconds[setting]])
+            conditional = (depths[setting][:, 1] / depths[setting][:, 0].clamp(min=1)).tolist()
+            plan = predict(costs.seconds, rows, context + args.new_tokens / 2, setting, conditional)
+            found.append({
+                "batch": rows, "context": context, **vars(setting),
+                "speedup": round(float(share_of(columns.sum(1))), 4), "interval": interval_of(columns),
+                "by_depth": [round(each, 4) for each in conditional],
+                "tokens": round(expected_tokens(conditional), 3), "predicted": round(plan.speedup, 4),
+                "verify": round(plan.verify, 3), "draft": round(plan.draft, 3), "least_alpha": round(plan.least_alpha, 3),
+            })  # fmt: skip
+    return found
+
+
+def selection(target: Target, args: argparse.Namespace, advance: Callable[[], None]) -> list[dict[str, Any]]:
+    """T_select: seconds of a selection of all rows, in plain steps of the batch."""
+    found: list[dict[str, Any]] = []
+    for context, rows in itertools.product(args.contexts, args.batch_sizes):
+        batch = Prefilled(target, texts_of("code", target, rows, context), args.new_tokens)
+        plain = min(batch.run(batch.plain)[0] for _ in range(args.rounds)) / args.new_tokens
+        for selector, entries in itertools.product(args.selectors, args.entries):
+            if entries >= context:
+                continue
+            drafter = drafter_of(target, Setting(selector, entries, 1))
+            step = batch.step(drafter)
+            drafter.prefill(step.state.feature, torch.tensor(batch.texts), 0, slice(0, rows))
+            times = []
+            for _ in range(args.rounds + 1):
+                began = time.perf_counter()
+                for row in range(rows):
+                    drafter.select(row, context)
+                times.append(time.perf_counter() - began)
+            found.append({
+                "batch": rows, "context": context, "selector": selector, "entries": entries,
+                "seconds": round(min(times), 6), "plain_steps": round(min(times) / plain, 3),
+            })  # fmt: skip
+        advance()
+    return found
+
+
+def main() -> None:
+    args = parser().parse_intermixed_args()
+    check(args)
+    torch.set_num_threads(args.threads)
+    target = load_target(args.target, device=choose_device(args.device), dtype=args.dtype)
+    if max(args.contexts) > longest_context(target, args.new_tokens):
+        raise ValueError(f"--contexts {max(args.contexts)}: '{target.name}' has {target.context} positions")
+    measure = {"acceptance": acceptance, "speed": speed, "selection": selection}[args.what]
+    groups = len(args.kinds) if args.what == "acceptance" else len(args.batch_sizes)
+    total = len(args.contexts) * groups * (1 if args.what == "selection" else args.count)
+    with (
+        ProgressBar(args.what, total, console, transient=True) as advance, torch.inference_mode(),
+        engine_attention([target]),
+    ):  # fmt: skip
+        done = itertools.count(1)
+        rows = measure(target, args, lambda: advance(next(done)))
+    names = [name for name in rows[0] if name not in ("interval", "by_depth")]
+    table = table_of(*names)
+    for row in rows:
+        value = {**row, **{name: cell(row[name], row.get("interval")) for name in ("alpha", "speedup") if name in row}}
+        table.add_row(*(str(value[name]) for name in names))
+    print_table(table, f"{args.what}, {Path(target.name).name}")
+    if args.out:
+        write_json(args.out, facts_of(__file__, target) | {"rows": rows})
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,479 @@
+"""When self-speculation over a compressed cache pays, and how (MagicDec, arXiv 2408.11049 §3): for batch sizes and
+context lengths, the selector, the number of entries K and of drafted tokens γ with the highest predicted speed.
+
+    python inference/planner.py --target models/tiny-lm --contexts 512 2048 3584 --batch-sizes 1 4 16 --out PLAN.json
+    python inference/decode.py --plan PLAN.json --target models/tiny-lm --prompts LONG.jsonl --batch-size 4
+
+Step costs are measured on this machine. Acceptance by depth is measured, by selector and K, on what the target itself
+writes after texts of each length: held-out modules, or --prompts. Then, of B rows with S cached tokens each,
+
+    speed-up = E · T(B, S, 1) / (γ · T(B, K, 1) + T(B, S, γ + 1) + T_select),   E = 1 + α₁ + α₁ α₂ + … + α₁ … α_γ
+
+Where plain decoding is the fastest, the plan says so. PLAN.json has a plot beside it.
+
+Shape letters: B rows, S cached tokens, K entries, γ drafted tokens of a step.
+"""
+# ruff: noqa: E402
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
+from draftsmith.common.files import check_file
+from draftsmith.inference.commands.early import check_prompts
+from draftsmith.inference.commands.options import check_counts, check_threads
+from draftsmith.inference.drafters.names import SELECTORS
+from draftsmith.models.options import DECODERS, target_arguments, target_options
+from draftsmith.models.stored import known_folder
+
+MOST = 8  # drafted tokens of a step, by which acceptance is measured
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandLine(__doc__)
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[512, 1024, 2048], metavar="S", help="cached tokens (%(default)s)"
+    )
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="B", help="(%(default)s)")
+    parser.add_argument("--entries", type=int, nargs="+", default=[64, 128, 256], metavar="K", help="(%(default)s)")
+    parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=["streamingllm", "snapkv"])
+    parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="texts; those with S tokens or more are cut")
+    parser.add_argument("--texts", type=int, default=4, help="of each length, for acceptance (%(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of each text, and of an answer (%(default)s)")
+    target_options(parser)
+    parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
+    parser.add_argument("--out", type=Path, metavar="PLAN.json", help="write the plan there, and its plot beside it")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    if args.target is None:
+        raise ValueError("--target is missing: the model that drafts for itself")
+    known_folder(args.target)
+    for name in ("contexts", "batch_sizes", "entries"):
+        for value in getattr(args, name):
+            check_counts(**{name: value})
+    check_counts(texts=args.texts, new_tokens=args.new_tokens)
+    check_threads(args.threads)
+    check_prompts(args.prompts)
+    check_file("--out", args.out)
+
+
+if __name__ == "__main__":
+    before_imports(parser(), check)
+
+import itertools
+import math
+import time
+
+import torch
+from rich.table import Table
+
+from draftsmith.common.files import json_object, write_json
+from draftsmith.common.progress import ProgressBar
+from draftsmith.data import sources
+from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
+from draftsmith.inference.commands.terminal import console, make_console
+from draftsmith.inference.drafters.compressed import APPENDED, OBSERVED, CompressedDrafter, Selector
+from draftsmith.inference.engine.costs import StepCosts, context_costs
+from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
+from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.engine.step import Step, capacity_for
+from draftsmith.inference.evaluation.report import write_figure
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.models.target import Target, load_target
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A selector, its K, and γ."""
+
+    selector: str
+    entries: int
+    drafts: int
+
+    @property
+    def name(self) -> str:
+        """As decode.py takes it."""
+        return f"{self.selector}:{self.entries}@{','.join('1' * self.drafts)}"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a setting is expected to give.
+
+    speedup: over plain decoding. tokens: E. verify, draft, select: the times of verification, of all drafting and of
+    selections in a step, in plain steps of the target. least_alpha: the acceptance probability of every drafted token
+    from which on it would pay; above 1: none would.
+    """
+
+    speedup: float
+    tokens: float
+    verify: float
+    draft: float
+    select: float
+    least_alpha: float
+
+
+def expected_tokens(conditional: Sequence[float]) -> float:
+    """E of a chain whose tokens are accepted with these probabilities, each given that those before it are."""
+    total, reached = 1.0, 1.0
+    for alpha in conditional:
+        reached *= alpha
+        total += reached
+    return total
+
+
+def predict(
+    seconds: Callable[[int, float, int], float], batch: int, cached: float, setting: Setting,
+    conditional: Sequence[float],
+) -> Prediction:  # fmt: skip
+    """The speed of a setting by step costs and acceptance.
+
+    Args:
+        seconds: t(B, S, N) of a step.
+        conditional: α₁, α₂, …, at least γ.
+    """
+    plain = seconds(batch, cached, 1)
+    tokens = expected_tokens(conditional[: setting.drafts])
+    held = min(cached, setting.entries + APPENDED / 2)  # on average, until the next selection
+    draft = sum(seconds(batch, held + depth, 1) for depth in range(setting.drafts)) / plain
+    verify = seconds(batch, cached, setting.drafts + 1) / plain
+    # A selection computes the last queries of one row after the other.
+    select = OBSERVED[setting.selector] and batch * seconds(1, cached, OBSERVED[setting.selector]) / plain
+    if setting.selector != "topk":
+        select *= tokens / APPENDED
+    cost = draft + verify + select
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if expected_tokens([middle] * setting.drafts) >= cost else (middle, high)
+    least = high if setting.drafts + 1 >= cost else cost
+    return Prediction(tokens / cost, tokens, verify, draft, select, least)
+
+
+def inflection(costs: StepCosts, nodes: int) -> float:
+    """S*, above which the speed-up grows with the batch: reading a row's K/V takes as long as the products of its
+    ``nodes`` verified tokens. Infinite where cached tokens cost nothing."""
+    rows = costs.points[-1][0]
+    per_row = (costs.relative(2 * rows) - costs.relative(rows)) / rows * costs.plain_seconds
+    return nodes * per_row / costs.per_key if costs.per_key else float("inf")
+
+
+class Prefilled:
+    """A batch of texts of one length that is read once; steps of any drafter continue from there, in greedy mode."""
+
+    def __init__(self, target: Target, texts: Sequence[list[int]], new_tokens: int) -> None:
+        self.target, self.texts, self.rows = target, texts, len(texts)
+        drafter = PlainDrafter(target.device)
+        self.new_tokens = new_tokens
+        self.capacity = capacity_for(len(texts[0]) + 2 * new_tokens + 3 * MOST, drafter)
+        self.plain = Step(target, drafter, "greedy", self.rows, self.capacity)
+        began = time.perf_counter()
+        self.plain.begin(slice(0, self.rows), texts, [Sampling()] * self.rows)
+        self.prefill_seconds = time.perf_counter() - began
+        state = self.plain.state
+        self.kept = [each.clone() for each in (state.root, state.feature, self.plain.cache.lengths)]
+
+    def step(self, drafter: Drafter) -> Step:
+        """A step of a drafter that reads no features, on a copy of the cache."""
+        step = Step(self.target, drafter, "greedy", self.rows, self.capacity)
+        step.cache.take(self.plain.cache)
+        step.active.fill_(True)
+        step.verifier.begin(slice(0, self.rows), self.texts, [Sampling()] * self.rows)
+        return step
+
+    def run(self, step: Step) -> tuple[float, list[list[int]]]:
+        """Continue all texts by ``new_tokens`` tokens on average, none by more than twice as many: seconds, and by row
+        the tokens that each step committed."""
+        for to, kept in zip((step.state.root, step.state.feature, step.cache.lengths), self.kept, strict=True):
+            to.copy_(kept)
+        step.drafter.begin(slice(0, self.rows))
+        tokens = torch.tensor(self.texts, device=self.target.device)
+        step.drafter.prefill(step.state.feature, tokens, 0, slice(0, self.rows))
+        committed: list[list[int]] = [[] for _ in self.texts]
+        totals, began = torch.zeros(self.rows), time.perf_counter()
+        while totals.mean() < self.new_tokens and totals.max() < 2 * self.new_tokens:
+            rows = step.launch()()
+            for own, row in zip(committed, rows, strict=True):
+                own.append(row[0])
+            totals += torch.tensor([row[0] for row in rows])
+        return time.perf_counter() - began, committed
+
+
+def by_depth(committed: Sequence[Sequence[int]], drafts: int) -> list[list[int]]:
+    """For each depth from 1 on: how often a token was drafted after accepted ones, and how often it was accepted."""
+    accepted = [count - 1 for row in committed for count in row]
+    return [[sum(n >= d - 1 for n in accepted), sum(n >= d for n in accepted)] for d in range(1, drafts + 1)]
+
+
+def drafter_of(target: Target, setting: Setting) -> CompressedDrafter:
+    """The drafter of a setting, all of whose tokens are drafted in each step."""
+    return CompressedDrafter(target, Selector(setting.selector, setting.entries), (1,) * setting.drafts)
+
+
+def windows(target: Target, source: str, count: int, length: int) -> list[list[int]]:
+    """Texts of ``length`` tokens: the held-out documents of a source one after the other, in their order.
+
+    Raises:
+        ValueError: there are fewer, or the target has no tokenizer.
+    """
+    if target.tokenizer is None:
+        raise ValueError(f"target '{target.name}' has no tokenizer")
+    tokens: list[int] = []
+    for document in sources.documents(source, "test"):
+        tokens += target.tokenizer(document.text + "\n\n", add_special_tokens=False, verbose=False)["input_ids"]
+        if len(tokens) >= count * length:
+            return [tokens[number * length : (number + 1) * length] for number in range(count)]
+    raise ValueError(f"source '{source}' has {len(tokens) // length} texts of {length} tokens; {count} are needed")
+
+
+def longest_context(target: Target, new_tokens: int) -> int:
+    """The longest texts that :class:`Prefilled` can continue within the target's context."""
+    return target.context - 2 * new_tokens - 3 * MOST
+
+
+def measure_acceptance(
+    target: Target, texts: Sequence[list[int]], settings: Sequence[tuple[str, int]], new_tokens: int
+) -> tuple[dict[tuple[str, int], list[float]], float]:
+    """α by depth of each (selector, K) after texts of one length, and the seconds of a prefill of one of them."""
+    counts = {setting: torch.zeros(MOST, 2) for setting in settings}
+    prefill = float("inf")
+    for text in texts:
+        batch = Prefilled(target, [text], new_tokens)
+        prefill = min(prefill, batch.prefill_seconds)
+        for selector, entries in settings:
+            step = batch.step(drafter_of(target, Setting(selector, entries, MOST)))
+            counts[selector, entries] += torch.tensor(by_depth(batch.run(step)[1], MOST))
+    # A depth that was reached a few times says little: the mean of all depths counts as much as eight of its tokens.
+    found: dict[tuple[str, int], list[float]] = {}
+    for setting, drafted_accepted in counts.items():
+        drafted, accepted = drafted_accepted.unbind(1)
+        mean = accepted.sum() / drafted.sum()
+        found[setting] = ((accepted + 8 * mean) / (drafted + 8)).tolist()
+    return found, prefill
+
+
+def plan(
+    costs: StepCosts, alphas: dict[int, dict[tuple[str, int], list[float]]], prefills: dict[int, float],
+    batches: Sequence[int], new_tokens: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """For each B and S: the best setting, the time of its parts, and its speed with and without prefill.
+
+    Args:
+        alphas: by S and (selector, K).
+        prefills: seconds, by S.
+    """
+    cells: list[dict[str, Any]] = []
+    for batch, (cached, of_length) in itertools.product(batches, alphas.items()):
+        middle = cached + new_tokens / 2
+        options: list[tuple[Prediction, Setting]] = []
+        for (selector, entries), conditional in of_length.items():
+            for drafts in range(1, MOST + 1):
+                setting = Setting(selector, entries, drafts)
+                options.append((predict(costs.seconds, batch, middle, setting, conditional), setting))
+        best, setting = max(options, key=lambda option: option[0].speedup)
+        plain = new_tokens * costs.seconds(batch, middle, 1)
+        start = prefills[cached] * batch
+        cells.append({
+            "batch": batch, "context": cached, "drafter": setting.name if best.speedup > 1 else "none",
+            **{name: round(value, 4) for name, value in asdict(best).items()}, "best": setting.name,
+            "speedup_with_prefill": round((start + plain) / (start + plain / best.speedup), 4),
+            "alpha": [round(each, 4) for each in of_length[setting.selector, setting.entries][: setting.drafts]],
+            "seconds": round(costs.seconds(batch, middle, 1), 6),
+            "seconds_of_cached_tokens": round(costs.seconds(batch, middle, 1) - costs.seconds(batch, 0, 1), 6),
+        })  # fmt: skip
+    return cells
+
+
+def planned_drafter(
+    plan: str, target: Target, prompts: Sequence[list[int]], batch: int, new_tokens: int, lean: bool | None = None
+) -> str:
+    """The drafter of a plan's cell for the nearest batch size and context length, by their ratios; said on stderr.
+
+    Args:
+        plan: a file, or ``auto``: planned now, for these prompts, with 64, 128 and 256 entries.
+
+    Raises:
+        ValueError: the file is no plan, or one for another target; or the prompts are too short to plan for.
+    """
+    batch, cached = min(batch, len(prompts)), sum(map(len, prompts)) / len(prompts)
+    if plan == "auto":
+        new_tokens = min(new_tokens, 64)
+        context = min(round(cached), longest_context(target, new_tokens))
+        settings = [*itertools.product(("streamingllm", "snapkv"), (each for each in (64, 128, 256) if each < context))]
+        if not settings:
+            raise ValueError(f"--plan auto: prompts of {cached:.0f} tokens are too short to leave out any")
+        cells = make_plan(target, [context], [batch], settings, prompts, 4, new_tokens, lean)["cells"]
+    else:
+        facts = json_object(Path(plan), "plan")
+        cells = facts.get("cells")
+        if not isinstance(cells, list) or not cells:
+            raise ValueError(f"{plan}: is no plan of inference/planner.py")
+        if facts["target"]["fingerprint"] != target.fingerprint:
+            raise ValueError(f"{plan}: is for target '{facts['target']['name_or_path']}', not '{target.name}'")
+
+    def distance(cell: dict[str, Any]) -> float:
+        ratios = (cell["batch"] / batch, cell["context"] / max(cached, 1.0))
+        return sum(abs(math.log(ratio)) for ratio in ratios)
+
+    cell = min(cells, key=distance)
+    console.print(
+        f"plan for {cell['batch']} rows of {cell['context']} tokens: {cell['drafter']}"
+        + ("" if cell["drafter"] == "none" else f", {cell['speedup']:.2f} × plain decoding expected"),
+        markup=False, highlight=False,
+    )  # fmt: skip
+    return str(cell["drafter"])
+
+
+def make_plan(
+    target: Target, contexts: Sequence[int], batches: Sequence[int], settings: Sequence[tuple[str, int]],
+    prompts: Sequence[list[int]], texts: int, new_tokens: int, lean: bool | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure and plan: what PLAN.json holds.
+
+    Args:
+        settings: (selector, K); of a context, those with fewer entries.
+        prompts: texts for acceptance, those that are long enough; held-out modules where there are none.
+        texts: at most so many of each length.
+    """
+    alphas: dict[int, dict[tuple[str, int], list[float]]] = {}
+    prefills: dict[int, float] = {}
+    with (
+        ProgressBar("planning", len(contexts) + 1, console, transient=True) as advance, torch.inference_mode(),
+        engine_attention([target]),
+    ):  # fmt: skip
+        costs, measured = context_costs(target, contexts, batches, lean)
+        advance(1)
+        for done, context in enumerate(contexts, 2):
+            chosen = [prompt[:context] for prompt in prompts if len(prompt) >= context][:texts]
+            chosen = chosen or windows(target, "stdlib", texts, context)
+            fewer = [each for each in settings if each[1] < context]
+            alphas[context], prefills[context] = measure_acceptance(target, chosen, fewer, new_tokens)
+            advance(done)
+    return {
+        "target": target.describe(),
+        "cells": plan(costs, alphas, prefills, batches, new_tokens),
+        "inflection": {str(nodes): inflection(costs, nodes) for nodes in (2, 4)},
+        "alphas": [
+            {"context": context, "selector": selector, "entries": entries, "alpha": alpha}
+            for context, found in alphas.items()
+            for (selector, entries), alpha in found.items()
+        ],
+        "costs": [
+            {"batch": b, "context": s, "nodes": n, "seconds": t, "fitted": costs.seconds(b, s, n)}
+            for b, s, n, t in measured
+        ],
+    }
+
+
+def print_plan(facts: dict[str, Any]) -> None:
+    """One line for each batch size and context length, to stdout."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    columns = ("rows", "tokens", "drafter", "α", "E", "verify", "draft", "select", "speed-up", "with prefill", "α*")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
+    for cell in facts["cells"]:
+        alpha = sum(cell["alpha"]) / len(cell["alpha"])
+        parts = (f"{cell[name]:.2f}" for name in ("tokens", "verify", "draft", "select", "speedup"))
+        least = "none" if cell["least_alpha"] > 1 else f"{cell['least_alpha']:.2f}"
+        table.add_row(
+            str(cell["batch"]), str(cell["context"]), cell["drafter"], f"{alpha:.2f}", *parts,
+            f"{cell['speedup_with_prefill']:.2f}", least,
+        )  # fmt: skip
+    out = make_console(stderr=False)
+    out.print(table)
+    stars = ", ".join(f"{each:,.0f} at {nodes} verified tokens" for nodes, each in facts["inflection"].items())
+    out.print(
+        "Times are in plain steps. α*: acceptance from which on the best setting pays. none: plain decoding is the\n"
+        "fastest; the other columns are those of the best setting. S*, above which the speed-up grows with the\n"
+        f"batch: {stars}",
+        markup=False, highlight=False,
+    )  # fmt: skip
+
+
+def draw(facts: dict[str, Any], path: Path) -> None:
+    """Speed-up by batch size and context length; a plain step's time in three parts; α by K."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    cells = facts["cells"]
+    figure, (speeds, times, alphas) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    lengths = sorted({cell["context"] for cell in cells})
+    batches = sorted({cell["batch"] for cell in cells})
+    for length in lengths:
+        own = sorted((cell["batch"], cell["speedup"]) for cell in cells if cell["context"] == length)
+        speeds.plot(*zip(*own, strict=True), marker="o", label=f"{length} tokens")
+    speeds.axhline(1, color="grey", linewidth=1)
+    star = facts["inflection"]["4"]
+    speeds.set(
+        title=f"Predicted speed-up of the best setting\n(S* at 4 verified tokens: {star:,.0f})", xlabel="rows",
+        xscale="log", xticks=batches, xticklabels=batches, ylabel="× plain",
+    )  # fmt: skip
+    speeds.minorticks_off()
+    speeds.legend(frameon=False)
+    many = [cell for cell in cells if cell["batch"] == batches[-1]]
+    places = range(len(many))
+    one = {cell["context"]: cell for cell in cells if cell["batch"] == batches[0]}
+    base = [min(one[cell["context"]]["seconds"] - one[cell["context"]]["seconds_of_cached_tokens"],
+                cell["seconds"] - cell["seconds_of_cached_tokens"]) * 1e3 for cell in many]  # fmt: skip
+    keys = [cell["seconds_of_cached_tokens"] * 1e3 for cell in many]
+    rest = [cell["seconds"] * 1e3 - key - first for cell, key, first in zip(many, keys, base, strict=True)]
+    times.bar(places, base, label=f"as for {batches[0]} row(s), without cached tokens")
+    times.bar(places, rest, bottom=base, label=f"products of {batches[-1]} rows beyond that")
+    bottoms = [first + more for first, more in zip(base, rest, strict=True)]
+    times.bar(places, keys, bottom=bottoms, label="cached keys and values")
+    times.set(
+        title=f"A plain step of {batches[-1]} rows", xticks=places, xticklabels=[cell["context"] for cell in many],
+        xlabel="cached tokens", ylabel="ms",
+    )  # fmt: skip
+    times.legend(frameon=False, fontsize=8)
+    for selector, length in sorted({(each["selector"], each["context"]) for each in facts["alphas"]}):
+        own = sorted((each["entries"], each["alpha"][0]) for each in facts["alphas"]
+                     if (each["selector"], each["context"]) == (selector, length))  # fmt: skip
+        style = "-" if selector == "snapkv" else "--"
+        alphas.plot(*zip(*own, strict=True), style, marker="o", label=f"{selector}, {length} tokens")
+    entries = sorted({each["entries"] for each in facts["alphas"]})
+    alphas.set(
+        title="Acceptance of the first drafted token", xlabel="entries K", xscale="log", xticks=entries,
+        xticklabels=entries, ylabel="α",
+    )  # fmt: skip
+    alphas.minorticks_off()
+    alphas.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    for axes in (speeds, times, alphas):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    write_figure(figure, path)
+
+
+def main() -> None:
+    args = parser().parse_intermixed_args()
+    check(args)
+    torch.set_num_threads(args.threads)
+    target = load_target(args.target, **target_arguments(args))
+    if max(args.contexts) > longest_context(target, args.new_tokens):
+        raise ValueError(
+            f"--contexts {max(args.contexts)}: '{target.name}' has {target.context} positions, of which "
+            f"{longest_context(target, args.new_tokens)} are left beside --new-tokens {args.new_tokens}"
+        )
+    if min(args.entries) >= min(args.contexts):
+        raise ValueError(f"--contexts {min(args.contexts)}: no --entries are fewer")
+    given = [] if args.prompts is None else encode_prompts(read_prompts(args.prompts), target)
+    settings = [*itertools.product(args.selectors, args.entries)]
+    facts = make_plan(
+        target, args.contexts, args.batch_sizes, settings, given, args.texts, args.new_tokens, DECODERS[args.decoder]
+    )
+    print_plan(facts)
+    if args.out:
+        write_json(args.out, facts)
+        draw(facts, args.out.with_suffix(".png"))
+        console.print(f"wrote {args.out} and {args.out.with_suffix('.png')}", markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,278 @@
+"""Self-speculation over a compressed cache: what is selected, against plain definitions; exact through the checks of
+every drafter."""
+
+import itertools
+
+import lossless_suite
+import pytest
+import torch
+from lossless_suite import check_coupled, check_greedy, check_sampling, check_seeds, check_static, check_warm_up
+from transformers import DynamicCache
+
+from draftsmith.inference.drafters import compressed
+from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector, attention_scores
+from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.names import check_name, compressed_of, has_folder
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.engine import step
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.models.target import cache_argument
+
+PROMPT = [(7 * n * n + 3 * n) % 61 for n in range(70)]
+NAMES = list(compressed.OBSERVED)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Selections of short texts: few observed queries, and made anew after few tokens."""
+    monkeypatch.setitem(compressed.OBSERVED, "snapkv", 4)
+    monkeypatch.setattr(compressed, "APPENDED", 9)
+
+
+class Watched(CompressedDrafter):
+    """Keeps each row's caches as they are when the tree has been drafted; counts selections."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen, self.selections = [], []
+
+    def select(self, row, length):
+        before = [each.clone() for each in self.full.of_row(row, 0, self.full.capacity)]
+        super().select(row, length)
+        self.selections.append((row, length))
+        after = self.full.of_row(row, 0, self.full.capacity)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the target's cache was changed"
+
+    def propose(self, state):
+        tree = super().propose(state)
+        for row, (length, count) in enumerate(zip(state.length.tolist(), self.cache.lengths.tolist(), strict=True)):
+            if length:
+                own, full = (
+                    [tuple(part[row].clone() for part in each.layer(number)) for number in range(len(each.layers))]
+                    for each in (self.cache, self.full)
+                )
+                self.seen.append((row, length, count, own, full, self.text[row, : length + 1].tolist()))
+        return tree
+
+
+def decoded(target, selector, prompts, count, tree=(1, 1)):
+    drafter = Watched(target, Selector(*selector), tree)
+    results = SpeculativeDecoder(target, drafter).generate(prompts, count, stop_ids=frozenset())
+    return drafter, results
+
+
+def attention_weights(target, text, layer):
+    """The attention weights ``[Hq, S, S]`` of a layer over a text, by transformers."""
+    with target.attention("eager"):
+        out = target.model(torch.tensor([text]), output_attentions=True)
+    return out.attentions[layer][0]
+
+
+def reference_scores(weights, kv_heads, window, pool):
+    """SnapKV's scores by loops, ``[Hkv, S − w]``."""
+    heads, count = weights.shape[0], weights.shape[1]
+    before = count - window
+    scores = torch.zeros(kv_heads, before)
+    for head in range(heads):
+        votes = [sum(float(weights[head, query, key]) for query in range(before, count)) for key in range(before)]
+        for key in range(before):
+            near = [votes[n] for n in range(key - pool // 2, key + pool // 2 + 1) if 0 <= n < before]
+            scores[head // (heads // kv_heads), key] += sum(near) / pool
+    return scores
+
+
+@pytest.mark.parametrize("groups", [1, 3, 4, 7])
+def test_scores_are_those_of_the_definition(make_target, groups):
+    """Attention weights of the last queries as transformers computes them, averaged and summed by loops."""
+    heads = {"hidden_size": 16 * groups, "num_attention_heads": 2 * groups, "num_key_value_heads": 2, "head_dim": 8}
+    target = make_target("llama", **heads)
+    recorded = []
+    drafter, _ = decoded(target, ("snapkv", 16), [PROMPT], 2)
+    layers = iter(range(2))
+
+    def observe(queries, scale, window, softcap):
+        keys, _ = drafter.full.layer(next(layers))
+        recorded.append(attention_scores(queries[0], keys[0, :, : len(PROMPT)], scale, softcap))
+
+    start = len(PROMPT) - 6
+    with torch.inference_mode(), engine_attention([target]):
+        drafter.observer.forward_chunk(torch.tensor([PROMPT[start:]]), start, observer=observe)
+    for layer, scores in enumerate(recorded):
+        expected = reference_scores(attention_weights(target, PROMPT, layer), 2, 6, compressed.POOL)
+        torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [512, 16, 7])
+def test_snapkv_holds_what_the_definition_selects(make_target, monkeypatch, chunk):
+    """By key/value head, sorted by position, whatever the chunks of the prefill; then the last w tokens; rows shorter
+    than K are held whole; what is verified is appended."""
+    monkeypatch.setattr(step, "PREFILL_CHUNK", chunk)
+    target = make_target("llama")
+    prompts = [PROMPT, PROMPT[:50], PROMPT[5:15]]
+    drafter, _ = decoded(target, ("snapkv", 16), prompts, 5)
+    assert {row for row, *_ in drafter.seen} == {0, 1, 2}
+    whole, selected = 0, 0
+    for row, length, count, own, full, text in drafter.seen:
+        if length == len(prompts[row]) > 16:
+            for layer in range(2):
+                scores = reference_scores(attention_weights(target, text[:length], layer), 2, 4, compressed.POOL)
+                best = scores.topk(12).indices.sort().values
+                for head in range(2):
+                    places = [*best[head].tolist(), *range(length - 4, length)]
+                    assert count == 16
+                    for mine, all_ in zip(own[layer], full[layer], strict=True):
+                        torch.testing.assert_close(mine[head, :16], all_[head, places], atol=1e-5, rtol=1e-5)
+            selected += 1
+        elif length <= 16:
+            assert count == length
+            for mine, all_ in ((a, b) for pair in zip(own, full, strict=True) for a, b in zip(*pair, strict=True)):
+                assert torch.equal(mine[:, :length], all_[:, :length])
+            whole += 1
+        elif row < 2:  # appended: the last ones are the text's
+            new = length - len(prompts[row])
+            assert count == 16 + new
+            for mine, all_ in ((a, b) for pair in zip(own, full, strict=True) for a, b in zip(*pair, strict=True)):
+                assert torch.equal(mine[:, 16:count], all_[:, len(prompts[row]) : length])
+    assert selected == 2 and whole >= 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_sinks_keep_their_distance_within_the_cache(make_target, family):
+    """A sink's key is that of its token at the position that is as far from the window as in the cache, which in the
+    first layer depends on token and position alone."""
+    target = make_target(family)
+    drafter, _ = decoded(target, ("streamingllm", 20), [PROMPT], 4)
+    assert drafter.selections == [(0, len(PROMPT))]
+    for _, length, count, own, full, text in drafter.seen:
+        moved = len(PROMPT) - 20
+        keys = first_layer_keys(target, text[: compressed.SINKS], moved)
+        torch.testing.assert_close(own[0][0][:, : compressed.SINKS], keys, atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(own[0][0][:, : compressed.SINKS], full[0][0][:, : compressed.SINKS], atol=1e-3)
+        assert torch.equal(own[0][1][:, : compressed.SINKS], full[0][1][:, : compressed.SINKS])  # values
+        recent = range(length - count + compressed.SINKS, length)
+        for mine, all_ in zip(own[0], full[0], strict=True):
+            assert torch.equal(mine[:, compressed.SINKS : count], all_[:, recent.start : recent.stop])
+
+
+def first_layer_keys(target, tokens, start):
+    """``[Hkv, T, D]`` keys of tokens at positions from ``start`` on in the first layer, by the model's own modules."""
+    cache = DynamicCache()
+    place = torch.arange(start, start + len(tokens))[None]
+    options = {cache_argument(target.decoder): cache}
+    target.decoder(input_ids=torch.tensor([tokens]), position_ids=place, use_cache=True, **options)
+    keys = cache.layers[0].keys
+    assert keys is not None
+    return keys[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lean", [True, False])
+def test_with_all_entries_it_is_the_target(make_target, name, lean, monkeypatch):
+    """K ≥ S: every draft is the target's own token, and its estimated acceptance the target's probability."""
+    target = make_target("llama")
+    if not lean:
+        if name == "streamingllm":
+            return
+        monkeypatch.setattr(compressed, "find_lean", lambda *args: "left out")
+    drafter = CompressedDrafter(target, Selector(name, 200), (1, 1, 1))
+    results = SpeculativeDecoder(target, drafter, lean=lean).generate([PROMPT, PROMPT[:9]], 24, stop_ids=frozenset())
+    assert [set(result.accepted[:-1]) for result in results] == [{4}, {4}]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_selected_anew_when_full(make_target, name):
+    """A selection is made after the prefill and whenever APPENDED tokens were appended; topk in each step."""
+    target = make_target("llama")
+    prompts = [PROMPT, PROMPT[3:40]]
+    drafter, results = decoded(target, (name, 16), prompts, 40)
+    plain = SpeculativeDecoder(target).generate(prompts, 40, stop_ids=frozenset())
+    assert [result.tokens for result in results] == [result.tokens for result in plain]
+    for row, prompt in enumerate(prompts):
+        lengths = [length for number, length in drafter.selections if number == row and length]
+        assert lengths[0] == len(prompt)
+        if name == "topk":
+            assert len(lengths) >= len(results[row].accepted)
+        else:
+            between = [later - earlier for earlier, later in itertools.pairwise(lengths)]
+            assert between and min(between) > 9 - 3 and max(between) <= 9 + 3
+    for _, length, count, *_ in drafter.seen:
+        assert count <= 16 + 9 and count <= length
+
+
+def test_sliding_layers_keep_the_last_tokens(make_target):
+    """Whatever the selector: the window of the last K tokens."""
+    target = make_target("gemma2")
+    drafter, _ = decoded(target, ("snapkv", 24), [PROMPT], 4)
+    kinds = target.config.layer_types
+    assert {"sliding_attention", "full_attention"} == set(kinds)
+    _, length, count, own, full, _ = drafter.seen[0]
+    assert count == 24
+    for kind, mine, all_ in zip(kinds, own, full, strict=True):
+        last = all(torch.equal(a[:, :24], b[:, length - 24 : length]) for a, b in zip(mine, all_, strict=True))
+        assert last == (kind == "sliding_attention")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_and_coupled_decoding_are_exact(make_target, name):
+    def make(target):
+        return CompressedDrafter(target, Selector(name, 9), (1, 1, 1))
+
+    if name != "topk":  # selects in each step, by the host
+        check_static(make_target, make)
+    check_greedy(make_target, make)
+    check_coupled(make_target, make)
+    check_seeds(make_target, make)
+    check_warm_up(make_target, make)
+
+
+def test_sampling_has_the_targets_distribution(make_target):
+    check_sampling(make_target, lambda target: CompressedDrafter(target, Selector("snapkv", 6), (2,)), count=6000)
+
+
+def test_merged_with_ngrams(make_target):
+    """Exact, and each of both proposes what is accepted."""
+
+    def make(target):
+        own = CompressedDrafter(target, Selector("snapkv", 9), (1, 1))
+        return MergedDrafter({"snapkv:9": own, "ngram": NgramDrafter(target)}, target, 24)
+
+    check_greedy(make_target, make, own=False)
+    target = lossless_suite.phrases(make_target)
+    (result,) = SpeculativeDecoder(target, make(target)).generate([PROMPT], 24, stop_ids=frozenset())
+    assert all(result.accepted_from) and sum(result.accepted) == 23
+
+
+def test_names():
+    assert compressed_of("snapkv:256") == ("snapkv", 256, (1,) * 8)
+    assert compressed_of("streamingllm:64@2,1") == ("streamingllm", 64, [2, 1])
+    assert not has_folder("snapkv:256") and not has_folder("topk:9")
+    for wrong in ("snapkv", "snapkv:", "snapkv:0", "snapkv:9@", "topk:many"):
+        with pytest.raises(ValueError, match=r":256 for a cache of 256 entries"):
+            check_name(wrong)
+    with pytest.raises(FileNotFoundError, match="did you mean snapkv"):
+        check_name("snapvk:256")
+
+
+def test_what_cannot_be_is_refused(make_target, monkeypatch):
+    for name, entries, least in (("snapkv", 4, 5), ("streamingllm", 4, 5), ("topk", 1, 2)):
+        with pytest.raises(ValueError, match=f"{name}:{entries}: at least {least} entries"):
+            Selector(name, entries)
+        Selector(name, least)
+    with pytest.raises(ValueError, match="must be one of streamingllm, snapkv, topk"):
+        Selector("quest", 64)
+    longer = make_target("llama", rope_parameters={
+        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64})  # fmt: skip
+    with pytest.raises(ValueError, match="depends on the text's length.*use snapkv"):
+        CompressedDrafter(longer, Selector("streamingllm", 64), (1,))
+    CompressedDrafter(longer, Selector("snapkv", 64), (1,))
+
+
+def test_loads_by_name(make_target):
+    target = make_target("llama")
+    _, drafter = load_drafter("snapkv:24@1,1+ngram", target)
+    assert isinstance(drafter, MergedDrafter) and list(drafter.sources) == ["snapkv:24@1,1", "ngram"]
+    (result,) = SpeculativeDecoder(target, drafter).generate([PROMPT], 24, stop_ids=frozenset())
+    (plain,) = SpeculativeDecoder(target).generate([PROMPT], 24, stop_ids=frozenset())
+    assert result.tokens == plain.tokens

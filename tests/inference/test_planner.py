@@ -1,0 +1,197 @@
+"""The planner's formulas against their definitions; its command, and decode.py by a plan."""
+
+import json
+
+import pytest
+import torch
+
+from draftsmith.inference import decode, planner
+from draftsmith.inference.drafters.compressed import CompressedDrafter
+from draftsmith.inference.engine import cache as caches
+from draftsmith.inference.engine import costs
+from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.costs import StepCosts, context_costs
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.planner import Prefilled, Setting, by_depth, expected_tokens, inflection, plan, predict
+
+# A row's products 1 ms; a cached token of a row 1 µs, and 0.1 µs more for each node.
+COSTS = StepCosts({1: 0.011, 65: 0.075}, per_key=1e-6, per_key_and_node=1e-7)
+
+
+def t(batch, cached, nodes):
+    """COSTS by hand."""
+    return 0.010 + 0.001 * batch * nodes + (cached - 128) * batch * (1e-6 + 1e-7 * nodes)
+
+
+def test_expected_tokens():
+    """(1 − α^{γ+1}) / (1 − α) of equal probabilities; by enumeration of others."""
+    for alpha in (0.0, 0.3, 0.9):
+        assert expected_tokens([alpha] * 4) == pytest.approx((1 - alpha**5) / (1 - alpha))
+    assert expected_tokens([0.5, 0.2]) == pytest.approx(0.5 * 1 + 0.5 * 0.8 * 2 + 0.5 * 0.2 * 3)
+    assert expected_tokens([]) == 1
+
+
+@pytest.mark.parametrize(("selector", "observed", "share"), [("streamingllm", 0, 0), ("snapkv", 32, 1 / 128), ("topk", 1, 0)])
+def test_predictions_are_the_formula(selector, observed, share):
+    """share: of a selection, for each token; 0 for each step."""
+    setting, alphas = Setting(selector, 256, 3), [0.9, 0.8, 0.7, 0.1]
+    found = predict(COSTS.seconds, 8, 3000, setting, alphas)
+    tokens = 1 + 0.9 + 0.9 * 0.8 + 0.9 * 0.8 * 0.7
+    draft = sum(t(8, 256 + 64 + depth, 1) for depth in range(3))
+    select = 8 * t(1, 3000, observed) * (tokens * share if share else 1) if observed else 0
+    plain = t(8, 3000, 1)
+    assert found.tokens == pytest.approx(tokens)
+    assert found.draft == pytest.approx(draft / plain) and found.verify == pytest.approx(t(8, 3000, 4) / plain)
+    assert found.select == pytest.approx(select / plain)
+    assert found.speedup == pytest.approx(tokens * plain / (draft + t(8, 3000, 4) + select))
+    cost = found.draft + found.verify + found.select
+    if found.least_alpha < 1:
+        assert expected_tokens([found.least_alpha] * 3) == pytest.approx(cost, abs=1e-3)
+    else:
+        assert found.least_alpha == pytest.approx(cost, abs=1e-3) and cost > 4
+
+
+def test_the_inflection_is_where_keys_cost_what_products_do():
+    """n nodes of a row take n · 1 ms, and a cached token 1 µs; above it the speed-up grows with the batch, below it
+    falls, if what a step takes at least is left out."""
+    assert inflection(COSTS, 2) == pytest.approx(2000)
+    assert inflection(StepCosts({1: 1.0, 8: 2.0}), 2) == float("inf")
+    steep = StepCosts({1: 0.002, 65: 0.066}, per_key=1e-6)
+    speeds = {
+        (batch, cached): predict(steep.seconds, batch, cached, Setting("streamingllm", 128, 1), [0.8]).speedup
+        for batch in (1, 64) for cached in (300, 20_000)
+    }  # fmt: skip
+    assert speeds[64, 20_000] > speeds[1, 20_000] and speeds[64, 300] < speeds[1, 300]
+
+
+def test_plans_say_where_plain_decoding_is_the_fastest():
+    alphas = {128: {("snapkv", 64): [0.3] * 8}, 8192: {("snapkv", 64): [0.9] * 8, ("streamingllm", 64): [0.95] * 8}}
+    short, long, *_ = plan(COSTS, alphas, {128: 0.1, 8192: 6.0}, [16], 64)
+    assert short["drafter"] == "none" and short["speedup"] < 1 < short["least_alpha"] / short["alpha"][0]
+    assert long["drafter"].startswith("streamingllm:64@1,1") and long["speedup"] > 1.2
+    assert 1 < long["speedup_with_prefill"] < long["speedup"]
+
+
+def test_counts_by_depth():
+    assert by_depth([[1, 3, 4], [2]], 3) == [[4, 3], [3, 2], [2, 1]]
+
+
+@torch.inference_mode()
+def test_a_batch_that_was_read_once_goes_on_as_it_would(make_target):
+    """Plain and drafted continuations are those of the engine, each time anew."""
+    target = make_target("llama")
+    texts = [[(3 * n * n + row) % 61 for n in range(40)] for row in range(2)]
+    expected = SpeculativeDecoder(target).generate(texts, 12, stop_ids=frozenset())
+    batch = Prefilled(target, texts, 8)
+    drafter = planner.drafter_of(target, Setting("streamingllm", 16, 2))
+    step = batch.step(drafter)
+    with planner.engine_attention([target]):
+        for one in (batch.plain, step, batch.plain, step):
+            _, committed = batch.run(one)
+            assert batch.new_tokens * 2 <= sum(map(sum, committed)) < batch.new_tokens * 2 + 2 * 3
+            roots = one.state.root.tolist()
+            for row, own in enumerate(committed):
+                assert roots[row] == expected[row].tokens[sum(own)]
+    assert isinstance(drafter, CompressedDrafter)
+
+
+def test_costs_of_cached_tokens_are_fitted(make_target, monkeypatch):
+    """From steps that take what COSTS say, COSTS; steps that take less the longer they are cost nothing by length."""
+    target = make_target("llama", max_position_embeddings=4096)
+    monkeypatch.setattr(costs, "step_costs", lambda *args: StepCosts({1: 0.011, 65: 0.075}))
+    monkeypatch.setattr(costs, "_time", lambda step, cached: t(step.rows, cached, step.drafter.num_nodes))
+    found, measured = context_costs(target, [1000, 2000], [1, 3])
+    assert {(b, s, n) for b, s, n, _ in measured} == {
+        (b, s, n) for b in (1, 3) for s in (500, 1000, 1500, 2000) for n in (1, 5)
+    }
+    assert found.per_key == pytest.approx(1e-6) and found.per_key_and_node == pytest.approx(1e-7)
+    monkeypatch.setattr(costs, "_time", lambda step, cached: 0.02 - 1e-6 * cached)
+    found, _ = context_costs(target, [2000], [1])
+    assert found.per_key >= 0 and found.per_key_and_node >= 0
+
+
+@pytest.fixture
+def long_prompts(tmp_path):
+    rows = [{"prompt": ("for name in names: print(name, len(name)); " * 3)[number:][:90]} for number in (3, 5)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "long.jsonl"
+
+
+def test_the_command_and_decoding_by_its_plan(run_main, tiny_lm, long_prompts, tmp_path, monkeypatch):
+    out = tmp_path / "plan.json"
+    code, said, err = run_main(
+        planner.main, "--target", tiny_lm, "--contexts", 48, 64, "--batch-sizes", 1, 2, "--entries", 36, 40,
+        "--prompts", long_prompts, "--texts", 2, "--new-tokens", 8, "--threads", 1, "--device", "cpu", "--out", out,
+        script="inference/planner.py",
+    )  # fmt: skip
+    assert code == 0 and "S*, above which" in said, err
+    facts = json.loads(out.read_text())
+    assert [(cell["batch"], cell["context"]) for cell in facts["cells"]] == [(1, 48), (1, 64), (2, 48), (2, 64)]
+    assert len(facts["alphas"]) == 2 * 2 * 2 and len(facts["costs"]) == 2 * 2 * 2 * 2 // 2
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for cell in facts["cells"]:
+        cell["drafter"] = "snapkv:40@1,1" if cell["batch"] == 2 else "none"
+    out.write_text(json.dumps(facts))
+
+    def decoded(plan, *options):
+        return run_main(
+            decode.main, "--plan", plan, "--target", tiny_lm, "--prompts", long_prompts, "--max-new-tokens", 12,
+            "--threads", 1, "--device", "cpu", "--check-lossless", "--report", tmp_path / "report", *options,
+            script="inference/decode.py",
+        )  # fmt: skip
+
+    code, _, err = decoded(out, "--batch-size", 2)
+    assert code == 0 and "plan for 2 rows of 64 tokens: snapkv:40@1,1, " in err
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["drafter"] == "snapkv:40@1,1" and report["lossless"]["passed"]
+    code, _, err = decoded(out)
+    assert code == 0 and "plan for 1 rows of 64 tokens: none" in err
+    facts["target"]["fingerprint"] = "another"
+    out.write_text(json.dumps(facts))
+    assert "is for target" in decoded(out)[2]
+    out.write_text("{}")
+    assert "is no plan" in decoded(out)[2]
+    assert "there is no such file" in decoded(tmp_path / "missing.json")[2]
+    code, _, err = run_main(
+        decode.main, "ngram", "--plan", out, "--target", tiny_lm, "--prompt", "a", script="inference/decode.py"
+    )
+    assert code == 2 and "not both" in err
+
+
+def test_planned_now(run_main, tiny_lm, long_prompts, tmp_path):
+    code, _, err = run_main(
+        decode.main, "--plan", "auto", "--target", tiny_lm, "--prompts", long_prompts, "--max-new-tokens", 8,
+        "--batch-size", 2, "--threads", 1, "--device", "cpu", "--check-lossless", script="inference/decode.py",
+    )  # fmt: skip
+    assert code == 0 and "plan for 2 rows of " in err
+
+
+def test_bounded_drafts(run_main, tiny_lm, long_prompts, tmp_path):
+    """--max-draft-nodes bounds each step's drafts; 0 is plain decoding."""
+    for most in (0, 2):
+        code, _, err = run_main(
+            decode.main, "ngram", "--target", tiny_lm, "--prompts", long_prompts, "--max-new-tokens", 16,
+            "--max-draft-nodes", most, "--all-nodes", "--threads", 1, "--device", "cpu", "--report", tmp_path / "r",
+            "--check-lossless", script="inference/decode.py",
+        )  # fmt: skip
+        assert code == 0, err
+        report = json.loads((tmp_path / "r" / "report.json").read_text())
+        assert (report["mean_accepted_length"] == 1) == (most == 0)
+        assert report["mean_accepted_length"] <= 1 + most
+    for options, said in (
+        (["--max-draft-nodes", -1], "must be at least 0"), (["--max-draft-nodes", 1, "--verify", "mss"], "depend on it"),
+        (["--plan", "auto"], "not both"),
+    ):  # fmt: skip
+        code, _, err = run_main(
+            decode.main, "ngram", "--target", tiny_lm, "--prompt", "a", *options, script="inference/decode.py"
+        )
+        assert code == 2 and said in err
+
+
+def test_a_cache_that_does_not_fit_says_what_would(make_target, monkeypatch):
+    target = make_target("llama")
+    row = sum(2 * heads * 100 * width * 4 for heads, width in target.kv_shapes)
+    monkeypatch.setattr(caches, "free_bytes", lambda device: 5 * row + 1)
+    KVCache(target, 5, 100)
+    with pytest.raises(ValueError, match="6 texts of 100 tokens need .* at most 5 at a time; take a smaller batch"):
+        KVCache(target, 6, 100)
