@@ -9,8 +9,9 @@ Texts are windows of held-out modules (code), of packages' descriptions (english
 of descriptions, a third into it, is repeated at its end, up to its middle: only tokens far back say how it goes on.
 
 Every batch is prefilled once. Methods take turns to continue from there, over real steps of the engine. Times contain
-drafting, selections and verification, not the prefill. α is the share of drafted tokens, each after accepted ones, that
-the target accepts. Intervals of 95 % are over texts (acceptance) or over batches and rounds (speed).
+drafting, verification and later selections, not the prefill and the first selection. α is the share of drafted tokens,
+each after accepted ones, that the target accepts. Intervals of 95 % are over texts (acceptance) or over batches and
+rounds (speed).
 """
 
 import argparse
@@ -57,7 +58,6 @@ if __name__ == "__main__":
 
 import functools
 import itertools
-import time
 
 import torch
 
@@ -65,6 +65,7 @@ from draftsmith.benchmarks.common import cell, facts_of, interval_of, print_tabl
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
+from draftsmith.inference.drafters.compressed import APPENDED
 from draftsmith.inference.engine.costs import context_costs
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.planner import (
@@ -72,8 +73,8 @@ from draftsmith.inference.planner import (
     Setting,
     by_depth,
     drafter_of,
-    expected_tokens,
     longest_context,
+    measure,
     predict,
     windows,
 )
@@ -106,8 +107,8 @@ def acceptance(target: Target, args: argparse.Namespace, advance: Callable[[], N
         for text in texts_of(kind, target, args.count, context):
             batch = Prefilled(target, [text], args.new_tokens)
             for setting in settings:
-                _, committed = batch.run(batch.step(drafter_of(target, setting)))
-                counts[setting].append(by_depth(committed, setting.drafts))
+                run = batch.run(batch.step(drafter_of(target, setting)))
+                counts[setting].append(by_depth(run.committed, setting.drafts))
             advance()
         for setting, of_texts in counts.items():
             drafted_accepted = torch.tensor(of_texts).sum(1)  # [texts, 2]
@@ -122,36 +123,47 @@ def acceptance(target: Target, args: argparse.Namespace, advance: Callable[[], N
 
 
 def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None]) -> list[dict[str, Any]]:
-    """Speed-ups by batch, context and setting, and what is predicted from step costs and acceptance."""
-    costs, _ = context_costs(target, args.contexts, args.batch_sizes)
+    """Speed-ups by batch, context and setting, and what is predicted from step costs and acceptance, by what single
+    texts cost beyond these."""
+    costs = context_costs(target, args.contexts, args.batch_sizes)
     found: list[dict[str, Any]] = []
-    for context, rows in itertools.product(args.contexts, args.batch_sizes):
+    for context in args.contexts:
         settings = settings_of(args, context)
-        seconds: dict[Setting | None, list[float]] = {each: [] for each in (None, *settings)}  # per token
-        depths = {setting: torch.zeros(setting.drafts, 2) for setting in settings}
-        for number in range(args.count):
-            kind = args.kinds[number % len(args.kinds)]
-            texts = texts_of(kind, target, (number + 1) * rows, context)[number * rows :]
-            batch = Prefilled(target, texts, args.new_tokens)
-            steps = {None: batch.plain} | {each: batch.step(drafter_of(target, each)) for each in settings}
-            runs = [functools.partial(batch.run, step) for step in steps.values()]
-            for method, results in zip(steps, take_turns(runs, args.rounds), strict=True):
-                for taken, committed in results:
-                    seconds[method].append(taken / sum(map(sum, committed)))
-                    if method is not None:
-                        depths[method] += torch.tensor(by_depth(committed, method.drafts))
-            advance()
-        for setting in settings:
-            columns = torch.tensor([seconds[None], seconds[setting]])
-            conditional = (depths[setting][:, 1] / depths[setting][:, 0].clamp(min=1)).tolist()
-            plan = predict(costs.seconds, rows, context + args.new_tokens / 2, setting, conditional)
-            found.append({
-                "batch": rows, "context": context, **vars(setting),
-                "speedup": round(float(share_of(columns.sum(1))), 4), "interval": interval_of(columns),
-                "by_depth": [round(each, 4) for each in conditional],
-                "tokens": round(expected_tokens(conditional), 3), "predicted": round(plan.speedup, 4),
-                "verify": round(plan.verify, 3), "draft": round(plan.draft, 3), "least_alpha": round(plan.least_alpha, 3),
-            })  # fmt: skip
+        pairs = sorted({(each.selector, each.entries) for each in settings})
+        single, _ = measure(target, costs, texts_of(args.kinds[0], target, 2, context), pairs, 32)
+        for rows in args.batch_sizes:
+            seconds: dict[Setting | None, list[float]] = {each: [] for each in (None, *settings)}  # per token
+            depths = {setting: torch.zeros(setting.drafts, 2) for setting in settings}
+            executions: dict[Setting | None, str] = {}
+            for number in range(args.count):
+                kind = args.kinds[number % len(args.kinds)]
+                texts = texts_of(kind, target, (number + 1) * rows, context)[number * rows :]
+                batch = Prefilled(target, texts, args.new_tokens)
+                steps = {None: batch.plain} | {each: batch.step(drafter_of(target, each)) for each in settings}
+                runs = [functools.partial(batch.run, step) for step in steps.values()]
+                turns = take_turns(runs, args.rounds)
+                executions |= {method: step.execution for method, step in steps.items()}
+                for method, results in zip(steps, turns, strict=True):
+                    for run in results:
+                        seconds[method].append(run.seconds / sum(map(sum, run.committed)))
+                        if method is not None:
+                            depths[method] += torch.tensor(by_depth(run.committed, method.drafts))
+                advance()
+            for setting in settings:
+                columns = torch.tensor([seconds[None], seconds[setting]])
+                conditional = (depths[setting][:, 1] / depths[setting][:, 0].clamp(min=1)).tolist()
+                own = single[setting.selector, setting.entries]
+                cached = context + args.new_tokens / 2
+                select = own.select if args.new_tokens > APPENDED else 0.0
+                plan = predict(costs.seconds, rows, cached, setting, conditional, select, own.per_step, own.per_draft)
+                found.append({
+                    "batch": rows, "context": context, **vars(setting),
+                    "speedup": round(float(share_of(columns.sum(1))), 4), "interval": interval_of(columns),
+                    "by_depth": [round(each, 4) for each in conditional],
+                    "tokens": round(plan.tokens, 3), "predicted": round(plan.speedup, 4),
+                    "verify": round(plan.verify, 3), "draft": round(plan.draft, 3), "select": round(plan.select, 3),
+                    "least_alpha": round(plan.least_alpha, 3), "execution": executions[setting],
+                })  # fmt: skip
     return found
 
 
@@ -160,22 +172,15 @@ def selection(target: Target, args: argparse.Namespace, advance: Callable[[], No
     found: list[dict[str, Any]] = []
     for context, rows in itertools.product(args.contexts, args.batch_sizes):
         batch = Prefilled(target, texts_of("code", target, rows, context), args.new_tokens)
-        plain = min(batch.run(batch.plain)[0] for _ in range(args.rounds)) / args.new_tokens
+        plain = min(run.seconds / run.steps for run in (batch.run(batch.plain) for _ in range(args.rounds)))
         for selector, entries in itertools.product(args.selectors, args.entries):
             if entries >= context:
                 continue
-            drafter = drafter_of(target, Setting(selector, entries, 1))
-            step = batch.step(drafter)
-            drafter.prefill(step.state.feature, torch.tensor(batch.texts), 0, slice(0, rows))
-            times = []
-            for _ in range(args.rounds + 1):
-                began = time.perf_counter()
-                for row in range(rows):
-                    drafter.select(row, context)
-                times.append(time.perf_counter() - began)
+            step = batch.step(drafter_of(target, Setting(selector, entries, 1)))
+            select = min(batch.run(step).select for _ in range(args.rounds + 1))
             found.append({
                 "batch": rows, "context": context, "selector": selector, "entries": entries,
-                "seconds": round(min(times), 6), "plain_steps": round(min(times) / plain, 3),
+                "seconds": round(select, 6), "plain_steps": round(select / plain, 3),
             })  # fmt: skip
         advance()
     return found
@@ -188,7 +193,7 @@ def main() -> None:
     target = load_target(args.target, device=choose_device(args.device), dtype=args.dtype)
     if max(args.contexts) > longest_context(target, args.new_tokens):
         raise ValueError(f"--contexts {max(args.contexts)}: '{target.name}' has {target.context} positions")
-    measure = {"acceptance": acceptance, "speed": speed, "selection": selection}[args.what]
+    method = {"acceptance": acceptance, "speed": speed, "selection": selection}[args.what]
     groups = len(args.kinds) if args.what == "acceptance" else len(args.batch_sizes)
     total = len(args.contexts) * groups * (1 if args.what == "selection" else args.count)
     with (
@@ -196,15 +201,15 @@ def main() -> None:
         engine_attention([target]),
     ):  # fmt: skip
         done = itertools.count(1)
-        rows = measure(target, args, lambda: advance(next(done)))
-    names = [name for name in rows[0] if name not in ("interval", "by_depth")]
+        rows = method(target, args, lambda: advance(next(done)))
+    names = [name for name in rows[0] if name not in ("interval", "by_depth", "execution")]
     table = table_of(*names)
     for row in rows:
         value = {**row, **{name: cell(row[name], row.get("interval")) for name in ("alpha", "speedup") if name in row}}
         table.add_row(*(str(value[name]) for name in names))
     print_table(table, f"{args.what}, {Path(target.name).name}")
     if args.out:
-        write_json(args.out, facts_of(__file__, target) | {"rows": rows})
+        write_json(args.out, facts_of(__file__, target) | {"what": args.what, "rows": rows})
 
 
 if __name__ == "__main__":

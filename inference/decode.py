@@ -145,8 +145,6 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--plan is for --prompt and --prompts" if args.interactive else "--plan needs --target")
     if args.max_draft_nodes is not None and args.max_draft_nodes < 0:
         raise ValueError(f"--max-draft-nodes {args.max_draft_nodes}: must be at least 0")
-    if args.max_draft_nodes is not None and args.mode in ("mss", "typical"):
-        raise ValueError("--max-draft-nodes is for greedy decoding and coupled sampling: other texts depend on it")
     if len({short_name(name) for name in args.drafters}) < len(args.drafters):
         raise ValueError("two of the drafters have the same name, and so would their reports")
     given_sampling = [name for name in SAMPLING if getattr(args, name) is not None]
@@ -160,6 +158,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--verify {args.verify} needs --mode sample")
     if args.verify == "mss":
         args.mode = "mss"
+    if args.max_draft_nodes is not None and args.mode in ("mss", "typical"):
+        raise ValueError("--max-draft-nodes is for greedy decoding and coupled sampling: other texts depend on it")
     if args.mode == "typical" and args.check_lossless:
         raise ValueError("--mode typical is lossy by design, so there is nothing for --check-lossless to check")
     measured = args.report or args.check_lossless

@@ -77,11 +77,11 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.data import sources
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console, make_console
-from draftsmith.inference.drafters.compressed import APPENDED, OBSERVED, CompressedDrafter, Selector
-from draftsmith.inference.engine.costs import StepCosts, context_costs
+from draftsmith.inference.drafters.compressed import APPENDED, CompressedDrafter, Selector
+from draftsmith.inference.engine.costs import ContextCosts, context_costs
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention
-from draftsmith.inference.engine.step import Step, capacity_for
+from draftsmith.inference.engine.step import Step, capacity_for, static_by_default
 from draftsmith.inference.evaluation.report import write_figure
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.models.target import Target, load_target
@@ -118,10 +118,10 @@ class Prediction:
     least_alpha: float
 
 
-def expected_tokens(conditional: Sequence[float]) -> float:
+def expected_tokens(alphas: Sequence[float]) -> float:
     """E of a chain whose tokens are accepted with these probabilities, each given that those before it are."""
     total, reached = 1.0, 1.0
-    for alpha in conditional:
+    for alpha in alphas:
         reached *= alpha
         total += reached
     return total
@@ -129,38 +129,46 @@ def expected_tokens(conditional: Sequence[float]) -> float:
 
 def predict(
     seconds: Callable[[int, float, int], float], batch: int, cached: float, setting: Setting,
-    conditional: Sequence[float],
+    alpha: Sequence[float], select: float = 0.0, per_step: float = 0.0, per_draft: float = 0.0,
 ) -> Prediction:  # fmt: skip
     """The speed of a setting by step costs and acceptance.
 
     Args:
         seconds: t(B, S, N) of a step.
-        conditional: α₁, α₂, …, at least γ.
+        alpha: α₁, α₂, …, at least γ.
+        select: seconds in which one row's entries are selected.
+        per_step, per_draft: seconds that a step, and each of its drafting passes, takes beyond that; may be negative.
     """
-    plain = seconds(batch, cached, 1)
-    tokens = expected_tokens(conditional[: setting.drafts])
+    plain, drafts = seconds(batch, cached, 1), setting.drafts
+    tokens = expected_tokens(alpha[:drafts])
     held = min(cached, setting.entries + APPENDED / 2)  # on average, until the next selection
-    draft = sum(seconds(batch, held + depth, 1) for depth in range(setting.drafts)) / plain
-    verify = seconds(batch, cached, setting.drafts + 1) / plain
-    # A selection computes the last queries of one row after the other.
-    select = OBSERVED[setting.selector] and batch * seconds(1, cached, OBSERVED[setting.selector]) / plain
-    if setting.selector != "topk":
-        select *= tokens / APPENDED
+    draft = sum(seconds(batch, held + depth, 1) + per_draft for depth in range(drafts)) / plain
+    verify = (seconds(batch, cached, drafts + 1) + per_step) / plain
+    select *= batch / plain * (1 if setting.selector == "topk" else tokens / APPENDED)
     cost = draft + verify + select
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (low, middle) if expected_tokens([middle] * setting.drafts) >= cost else (middle, high)
-    least = high if setting.drafts + 1 >= cost else cost
+        low, high = (low, middle) if expected_tokens([middle] * drafts) >= cost else (middle, high)
+    least = high if drafts + 1 >= cost else cost
     return Prediction(tokens / cost, tokens, verify, draft, select, least)
 
 
-def inflection(costs: StepCosts, nodes: int) -> float:
-    """S*, above which the speed-up grows with the batch: reading a row's K/V takes as long as the products of its
-    ``nodes`` verified tokens. Infinite where cached tokens cost nothing."""
-    rows = costs.points[-1][0]
-    per_row = (costs.relative(2 * rows) - costs.relative(rows)) / rows * costs.plain_seconds
-    return nodes * per_row / costs.per_key if costs.per_key else float("inf")
+@dataclass(frozen=True)
+class Run:
+    """A continuation of a batch.
+
+    select: seconds of the first selection of all rows. seconds: of the steps, with later selections.
+    committed: by row, the tokens that each step committed.
+    """
+
+    select: float
+    seconds: float
+    committed: list[list[int]]
+
+    @property
+    def steps(self) -> int:
+        return len(self.committed[0])
 
 
 class Prefilled:
@@ -171,7 +179,7 @@ class Prefilled:
         drafter = PlainDrafter(target.device)
         self.new_tokens = new_tokens
         self.capacity = capacity_for(len(texts[0]) + 2 * new_tokens + 3 * MOST, drafter)
-        self.plain = Step(target, drafter, "greedy", self.rows, self.capacity)
+        self.plain = Step(target, drafter, "greedy", self.rows, self.capacity, static=static_by_default(target))
         began = time.perf_counter()
         self.plain.begin(slice(0, self.rows), texts, [Sampling()] * self.rows)
         self.prefill_seconds = time.perf_counter() - began
@@ -180,28 +188,37 @@ class Prefilled:
 
     def step(self, drafter: Drafter) -> Step:
         """A step of a drafter that reads no features, on a copy of the cache."""
-        step = Step(self.target, drafter, "greedy", self.rows, self.capacity)
+        static = static_by_default(self.target)
+        step = Step(self.target, drafter, "greedy", self.rows, self.capacity, static=static)
         step.cache.take(self.plain.cache)
         step.active.fill_(True)
         step.verifier.begin(slice(0, self.rows), self.texts, [Sampling()] * self.rows)
         return step
 
-    def run(self, step: Step) -> tuple[float, list[list[int]]]:
-        """Continue all texts by ``new_tokens`` tokens on average, none by more than twice as many: seconds, and by row
-        the tokens that each step committed."""
-        for to, kept in zip((step.state.root, step.state.feature, step.cache.lengths), self.kept, strict=True):
-            to.copy_(kept)
-        step.drafter.begin(slice(0, self.rows))
-        tokens = torch.tensor(self.texts, device=self.target.device)
-        step.drafter.prefill(step.state.feature, tokens, 0, slice(0, self.rows))
+    def run(self, step: Step) -> "Run":
+        """Continue all texts by ``new_tokens`` tokens on average, none by more than twice as many."""
+        if step.static:  # the first step is captured in a graph
+            self._restore(step)
+            step.launch()()
+        self._restore(step)
         committed: list[list[int]] = [[] for _ in self.texts]
-        totals, began = torch.zeros(self.rows), time.perf_counter()
+        began = time.perf_counter()
+        if isinstance(step.drafter, CompressedDrafter):
+            step.drafter.entries.select_where_due([len(text) for text in self.texts])
+        totals, selected = torch.zeros(self.rows), time.perf_counter()
         while totals.mean() < self.new_tokens and totals.max() < 2 * self.new_tokens:
             rows = step.launch()()
             for own, row in zip(committed, rows, strict=True):
                 own.append(row[0])
             totals += torch.tensor([row[0] for row in rows])
-        return time.perf_counter() - began, committed
+        return Run(selected - began, time.perf_counter() - selected, committed)
+
+    def _restore(self, step: Step) -> None:
+        for to, kept in zip((step.state.root, step.state.feature, step.cache.lengths), self.kept, strict=True):
+            to.copy_(kept)
+        tokens, rows = torch.tensor(self.texts, device=self.target.device), slice(0, self.rows)
+        step.drafter.begin(rows)
+        step.drafter.prefill(step.state.feature, tokens, 0, rows)
 
 
 def by_depth(committed: Sequence[Sequence[int]], drafts: int) -> list[list[int]]:
@@ -236,53 +253,85 @@ def longest_context(target: Target, new_tokens: int) -> int:
     return target.context - 2 * new_tokens - 3 * MOST
 
 
-def measure_acceptance(
-    target: Target, texts: Sequence[list[int]], settings: Sequence[tuple[str, int]], new_tokens: int
-) -> tuple[dict[tuple[str, int], list[float]], float]:
-    """α by depth of each (selector, K) after texts of one length, and the seconds of a prefill of one of them."""
+@dataclass
+class Measured:
+    """What was measured of a selector with K entries after texts of one length.
+
+    alpha: α₁, α₂, …. select: the least seconds of a row's selection. per_step, per_draft: as :func:`predict` takes
+    them.
+    """
+
+    alpha: list[float]
+    select: float
+    per_step: float
+    per_draft: float
+
+
+def measure(
+    target: Target, costs: ContextCosts, texts: Sequence[list[int]], settings: Sequence[tuple[str, int]],
+    new_tokens: int,
+) -> tuple[dict[tuple[str, int], Measured], float]:  # fmt: skip
+    """What each (selector, K) gives after texts of one length, one at a time; seconds of a prefill of one of them."""
     counts = {setting: torch.zeros(MOST, 2) for setting in settings}
-    prefill = float("inf")
+    selects: dict[tuple[str, int], float] = dict.fromkeys(settings, math.inf)
+    steps = {(*setting, drafts): math.inf for setting in settings for drafts in (1, MOST)}
+    prefill = math.inf
     for text in texts:
         batch = Prefilled(target, [text], new_tokens)
         prefill = min(prefill, batch.prefill_seconds)
-        for selector, entries in settings:
-            step = batch.step(drafter_of(target, Setting(selector, entries, MOST)))
-            counts[selector, entries] += torch.tensor(by_depth(batch.run(step)[1], MOST))
-    # A depth that was reached a few times says little: the mean of all depths counts as much as eight of its tokens.
-    found: dict[tuple[str, int], list[float]] = {}
-    for setting, drafted_accepted in counts.items():
+        for selector, entries, drafts in steps:
+            run = batch.run(batch.step(drafter_of(target, Setting(selector, entries, drafts))))
+            if drafts == MOST:
+                counts[selector, entries] += torch.tensor(by_depth(run.committed, MOST))
+            selects[selector, entries] = min(selects[selector, entries], run.select)
+            key = selector, entries, drafts
+            steps[key] = min(steps[key], run.seconds / run.steps)
+    found: dict[tuple[str, int], Measured] = {}
+    length = len(texts[0]) + new_tokens / 2
+    for (selector, entries), drafted_accepted in counts.items():
+        # A depth that was reached a few times says little: the mean of all depths counts as eight tokens there.
         drafted, accepted = drafted_accepted.unbind(1)
-        mean = accepted.sum() / drafted.sum()
-        found[setting] = ((accepted + 8 * mean) / (drafted + 8)).tolist()
+        alpha = ((accepted + 8 * accepted.sum() / drafted.sum()) / (drafted + 8)).tolist()
+        select = selects[selector, entries]
+        in_steps = select if selector == "topk" or new_tokens > APPENDED else 0.0
+        beyond: dict[int, float] = {}  # by number of drafted tokens
+        for drafts in (1, MOST):
+            known = predict(costs.seconds, 1, length, Setting(selector, entries, drafts), alpha, in_steps)
+            total = (known.draft + known.verify + known.select) * costs.seconds(1, length, 1)
+            beyond[drafts] = steps[selector, entries, drafts] - total
+        per_draft = (beyond[MOST] - beyond[1]) / (MOST - 1)
+        found[selector, entries] = Measured(alpha, select, beyond[1] - per_draft, per_draft)
     return found, prefill
 
 
 def plan(
-    costs: StepCosts, alphas: dict[int, dict[tuple[str, int], list[float]]], prefills: dict[int, float],
+    costs: ContextCosts, measured: dict[int, dict[tuple[str, int], Measured]], prefills: dict[int, float],
     batches: Sequence[int], new_tokens: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """For each B and S: the best setting, the time of its parts, and its speed with and without prefill.
 
     Args:
-        alphas: by S and (selector, K).
+        measured: by S and (selector, K).
         prefills: seconds, by S.
     """
     cells: list[dict[str, Any]] = []
-    for batch, (cached, of_length) in itertools.product(batches, alphas.items()):
+    for batch, (cached, of_length) in itertools.product(batches, measured.items()):
         middle = cached + new_tokens / 2
         options: list[tuple[Prediction, Setting]] = []
-        for (selector, entries), conditional in of_length.items():
+        for (selector, entries), own in of_length.items():
             for drafts in range(1, MOST + 1):
                 setting = Setting(selector, entries, drafts)
-                options.append((predict(costs.seconds, batch, middle, setting, conditional), setting))
+                found = predict(costs.seconds, batch, middle, setting, **vars(own))
+                options.append((found, setting))
         best, setting = max(options, key=lambda option: option[0].speedup)
         plain = new_tokens * costs.seconds(batch, middle, 1)
-        start = prefills[cached] * batch
+        of_best = of_length[setting.selector, setting.entries]
+        start, selecting = prefills[cached] * batch, of_best.select * batch
         cells.append({
             "batch": batch, "context": cached, "drafter": setting.name if best.speedup > 1 else "none",
             **{name: round(value, 4) for name, value in asdict(best).items()}, "best": setting.name,
-            "speedup_with_prefill": round((start + plain) / (start + plain / best.speedup), 4),
-            "alpha": [round(each, 4) for each in of_length[setting.selector, setting.entries][: setting.drafts]],
+            "speedup_with_prefill": round((start + plain) / (start + selecting + plain / best.speedup), 4),
+            "alpha": [round(each, 4) for each in of_best.alpha[: setting.drafts]],
             "seconds": round(costs.seconds(batch, middle, 1), 6),
             "seconds_of_cached_tokens": round(costs.seconds(batch, middle, 1) - costs.seconds(batch, 0, 1), 6),
         })  # fmt: skip
@@ -340,32 +389,31 @@ def make_plan(
         prompts: texts for acceptance, those that are long enough; held-out modules where there are none.
         texts: at most so many of each length.
     """
-    alphas: dict[int, dict[tuple[str, int], list[float]]] = {}
+    found: dict[int, dict[tuple[str, int], Measured]] = {}
     prefills: dict[int, float] = {}
     with (
         ProgressBar("planning", len(contexts) + 1, console, transient=True) as advance, torch.inference_mode(),
         engine_attention([target]),
     ):  # fmt: skip
-        costs, measured = context_costs(target, contexts, batches, lean)
+        costs = context_costs(target, contexts, batches, lean)
         advance(1)
         for done, context in enumerate(contexts, 2):
             chosen = [prompt[:context] for prompt in prompts if len(prompt) >= context][:texts]
             chosen = chosen or windows(target, "stdlib", texts, context)
             fewer = [each for each in settings if each[1] < context]
-            alphas[context], prefills[context] = measure_acceptance(target, chosen, fewer, new_tokens)
+            found[context], prefills[context] = measure(target, costs, chosen, fewer, new_tokens)
             advance(done)
     return {
         "target": target.describe(),
-        "cells": plan(costs, alphas, prefills, batches, new_tokens),
-        "inflection": {str(nodes): inflection(costs, nodes) for nodes in (2, 4)},
-        "alphas": [
-            {"context": context, "selector": selector, "entries": entries, "alpha": alpha}
-            for context, found in alphas.items()
-            for (selector, entries), alpha in found.items()
+        "cells": plan(costs, found, prefills, batches, new_tokens),
+        "inflection": {str(nodes): costs.inflection(nodes) for nodes in (2, 4)},
+        "measured": [
+            {"context": context, "selector": selector, "entries": entries, **vars(own)}
+            for context, of_length in found.items()
+            for (selector, entries), own in of_length.items()
         ],
         "costs": [
-            {"batch": b, "context": s, "nodes": n, "seconds": t, "fitted": costs.seconds(b, s, n)}
-            for b, s, n, t in measured
+            {"batch": b, "context": s, "nodes": n, "seconds": seconds} for (b, s, n), seconds in costs.measured.items()
         ],
     }
 
@@ -433,12 +481,12 @@ def draw(facts: dict[str, Any], path: Path) -> None:
         xlabel="cached tokens", ylabel="ms",
     )  # fmt: skip
     times.legend(frameon=False, fontsize=8)
-    for selector, length in sorted({(each["selector"], each["context"]) for each in facts["alphas"]}):
-        own = sorted((each["entries"], each["alpha"][0]) for each in facts["alphas"]
+    for selector, length in sorted({(each["selector"], each["context"]) for each in facts["measured"]}):
+        own = sorted((each["entries"], each["alpha"][0]) for each in facts["measured"]
                      if (each["selector"], each["context"]) == (selector, length))  # fmt: skip
         style = "-" if selector == "snapkv" else "--"
         alphas.plot(*zip(*own, strict=True), style, marker="o", label=f"{selector}, {length} tokens")
-    entries = sorted({each["entries"] for each in facts["alphas"]})
+    entries = sorted({each["entries"] for each in facts["measured"]})
     alphas.set(
         title="Acceptance of the first drafted token", xlabel="entries K", xscale="log", xticks=entries,
         xticklabels=entries, ylabel="α",

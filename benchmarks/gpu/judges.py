@@ -391,6 +391,23 @@ def judge_budget(out: Path, rehearsal: bool) -> Finding:
     return Finding("; ".join(shown), min(lowest, default=0.0) >= 0.97, missing=missing(len(rows), report["planned"]))
 
 
+def judge_magicdec(out: Path, rehearsal: bool) -> Finding:
+    """Speed-ups of self-speculation, the best setting of each batch size and context, beside the predicted ones."""
+    report = json_object(out / "magicdec" / "compressed.json")
+    best: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in report["rows"]:
+        if not rehearsal and "cuda graph" not in row["execution"]:
+            raise ValueError(f"{row['selector']}:{row['entries']}: steps ran {row['execution']}")
+        key = row["batch"], row["context"]
+        if key not in best or row["speedup"] > best[key]["speedup"]:
+            best[key] = row
+    shown = [
+        f"{rows} × {context}: {row['speedup']:.2f} × ({row['predicted']:.2f} predicted)"
+        for (rows, context), row in best.items()
+    ]
+    return Finding("; ".join(shown), missing="" if shown else "nothing was measured")
+
+
 def judge_unroll(out: Path, rehearsal: bool) -> Finding:
     """Seven unrolled steps take no longer than with dense attention, and less memory."""
     report = json_object(out / "eagle-unroll" / "unroll.json")

@@ -118,6 +118,7 @@ def two_ssms(tree: str, place: str, *options: str) -> str:
 PROMPTS = "python data/prompts.py stdlib --split test --tokenizer models/tiny-lm --out {out}/models/prompts.jsonl"
 SERVING = "python benchmarks/serving.py {eagle} --prompts {out}/models/prompts.jsonl --out {here}/serving.json"
 BUDGET = "python benchmarks/budget.py {eagle} --prompts {out}/models/prompts.jsonl --out {here}/budget.json"
+COMPRESSED = "python benchmarks/compressed.py speed {target} --out {here}/compressed.json"
 UNROLL = "python benchmarks/unroll.py --out {here}/unroll.json --steps 1 4 7"
 LONG, SHORT = "--max-new-tokens 128 --seconds", "--max-new-tokens 8 --seconds 0.1 --threads 1"
 TOY_SSMS = "--target {ssms}/tiny-target --max-new-tokens 4 --seconds 0.1 --device cpu --threads 1"
@@ -311,6 +312,14 @@ PARTS = (
         judges.judge_budget, (*REPORT, "triton"), ("eagle",),
     ),
     Part(
+        "magicdec", "the target as its own drafter over a compressed cache, 1, 8 and 64 rows of 1,024 and 3,584 "
+        "tokens: CUDA graphs; speed-up beside the planner's prediction: no goal", 170,
+        (COMPRESSED + " --contexts 1024 3584 --batch-sizes 1 8 64 --entries 256 --drafts 1 3 --kinds code --count 1",),
+        (COMPRESSED + " --contexts 48 --batch-sizes 1 2 --entries 40 --drafts 1 --kinds code --count 1 --rounds 1 "
+         "--new-tokens 8 --threads 1 --device cpu",),
+        judges.judge_magicdec, (*REPORT, "triton"), ("target",),
+    ),
+    Part(
         "dynaspec", "shortlists for the drafter of eagle train, calibrate and decode: output identical, CUDA graphs; "
         "not slower (to within 3 %) with the router on a stream of its own", 170,
         (train("dynaspec", "tiny-dynaspec", "dynaspec", "target.name={target} drafter.base={eagle}"),
@@ -367,6 +376,7 @@ BUNDLES = {
     "streams": ("ssm-streams",),
     "offloaded": ("ssm-claim",),
     "budget": ("budget",),
+    "magicdec": ("magicdec",),
 }
 
 

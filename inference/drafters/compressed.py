@@ -100,111 +100,108 @@ def attention_scores(
     return F.avg_pool1d(weights, pool, 1, pool // 2).sum(1)
 
 
-class CompressedDrafter(Drafter):
-    """The target as its own drafter, over a compressed cache.
+class CompressedCache:
+    """A cache of K entries of each row of a model's own cache, and of what is appended to them.
 
     Args:
-        target: also the model that drafts.
-        selector: of the cache's entries.
-        tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
+        model: whose K/V it holds.
+        selector: of the entries.
+
+    cache: the entries, after ``allocate``. full: the model's own cache, from which they are selected.
+    left_out: ``[B]`` int64, tokens before a row's last entry that have none.
+    most: entries at the beginning of a step, at most.
 
     Raises:
-        ValueError: the tree is empty, not positive, or too large; ``streamingllm`` for a target whose keys cannot be
-            rotated once more.
+        ValueError: ``streamingllm`` for a model whose keys cannot be rotated once more.
     """
 
-    def __init__(self, target: Target, selector: Selector, tree: Sequence[int] | Topology) -> None:
-        self.target, self.selector = target, selector
-        self.levels = Levels(tree, target.vocab_size, target.vocab_size)
-        self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
-        self.branching, self.random = self.levels.branching, self.levels.random
-        self.static = selector.name != "topk"
-        lean = find_lean(target, None)
+    cache: KVCache
+
+    def __init__(self, model: Target, selector: Selector) -> None:
+        self.model, self.selector = model, selector
+        lean = find_lean(model, None)
         self.lean = lean if isinstance(lean, LeanDecoder) else None
         if selector.name == "streamingllm":
-            rope = getattr(target.config, "rope_parameters", None) or {}
+            rope = getattr(model.config, "rope_parameters", None) or {}
             kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
             if self.lean is None or kinds & {*_BY_LENGTH}:
                 why = "its rotary embedding depends on the text's length" if self.lean else lean
-                raise ValueError(f"streamingllm: target '{target.name}': sinks cannot be rotated ({why}); use snapkv")
+                raise ValueError(f"streamingllm: model '{model.name}': sinks cannot be rotated ({why}); use snapkv")
 
-    def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
-        rows, device = cache.rows, cache.lengths.device
-        self.full, self.rows, self.in_graphs = cache, rows, static and self.static
-        self.step_tokens = max_depth + 1  # that are verified, at most
-        self.most = self.selector.entries + APPENDED  # entries at the beginning of a step, at most
-        capacity = self.most + self.step_tokens + self.num_nodes
-        self.cache = KVCache(self.target, rows, capacity, cache.positions)
-        self.runner, self.observer = Runner(self.target, self.cache, static), Runner(self.target, cache)
-        self.levels.allocate(rows, device, static)
+    def allocate(self, full: KVCache, room: int, step_tokens: int) -> None:
+        """Allocate it beside the model's own cache.
+
+        Args:
+            room: slots beyond ``most`` that a step needs.
+            step_tokens: tokens by which a text grows in a step, at most.
+        """
+        rows, device = full.rows, full.lengths.device
+        self.full, self.step_tokens, self.most = full, step_tokens, self.selector.entries + APPENDED
+        self.cache = KVCache(self.model, rows, self.most + room, full.positions)
+        self.observer = Runner(self.model, full)
         self.pending: set[int] = set()  # rows whose texts begin
-        # Of each row: tokens of its text that were selected from or appended, and how many of them are left out. In
-        # static steps the first is an upper bound: how many were accepted is known later.
-        self.held, self.without = [0] * rows, [0] * rows
+        # Of each row: tokens of its text that were selected from or appended, an upper bound in static steps; how many
+        # of them are left out; and how many the model's own cache holds.
+        self.held, self.without, self.stored = [0] * rows, [0] * rows, [0] * rows
         self.left_out = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.numbers = torch.arange(max(capacity, cache.capacity), device=device)
-        self.text = torch.zeros(rows, cache.capacity, dtype=torch.int64, device=device)
+        self.numbers = torch.arange(max(self.cache.capacity, full.capacity), device=device)
+        self.text = torch.zeros(rows, full.capacity, dtype=torch.int64, device=device)
         self.tables = {}
         if self.selector.name == "streamingllm":
             assert self.lean is not None
-            self.tables = {kind: table.float() for kind, table in self.lean.tables(cache.positions).items()}
-
-    def buffers(self) -> Sequence[Tensor]:
-        return self.text, self.cache.lengths
+            self.tables = {kind: table.float() for kind, table in self.lean.tables(full.positions).items()}
 
     def begin(self, rows: slice) -> None:
+        """New texts begin in these rows: their entries are selected before the next tree."""
         self.pending |= {*range(rows.start, rows.stop)}
 
     def end(self, row: int) -> None:
+        """The row's text has ended."""
         self.pending.discard(row)
-        self.held[row] = self.without[row] = 0
+        self.held[row] = self.without[row] = self.stored[row] = 0
         self.left_out[row] = 0
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+    def read_prompts(self, tokens: Tensor, start: int, rows: slice) -> None:
+        """Keep the tokens of a chunk of prompts, ``[b, T]``."""
         self.text[rows, start : start + tokens.shape[1]] = tokens
 
-    def prepare(self, state: State) -> None:
-        """For static steps, which append by themselves: select where a text begins, or where the next step's tokens may
-        not fit. That is known after waiting for the device, once in some steps."""
-        if not self.in_graphs:
-            return
+    def read_root(self, state: State) -> None:
+        """Keep the root."""
+        if self.selector.observed:
+            self.text.scatter_(1, state.length[:, None], state.root[:, None])
+
+    def read_accepted(self, state: State, verdict: Verdict, tree: TokenTree) -> None:
+        """Keep the verified tokens; those beyond a row's accepted ones are overwritten later."""
+        if self.selector.observed:
+            node = verdict.path[:, 1:].clamp(max=tree.tokens.shape[1] - 1)
+            places = state.length[:, None] + self.numbers[1 : verdict.path.shape[1]]
+            self.text.scatter_(1, places, tree.tokens.gather(1, node))
+
+    def may_be_full(self) -> bool:
+        """Whether, after another step, a selection may be due: by upper bounds of the rows' lengths."""
         self.held = [held + self.step_tokens if held else 0 for held in self.held]
-        if self.pending or max(map(operator.sub, self.held, self.without)) > self.most:
-            self.held = lengths = state.length.tolist()
-            self._select_where_full(lengths)
+        return bool(self.pending) or max(map(operator.sub, self.held, self.without)) > self.most
 
-    def propose(self, state: State) -> TokenTree:
-        if not self.in_graphs:
-            self._append(state.length.tolist())
-        torch.sub(state.length, self.left_out, out=self.cache.lengths)
-        self.cache.lengths.clamp_(max=self.most)  # in warm-up steps
-        self.text.scatter_(1, state.length[:, None], state.root[:, None])
-        root = self.levels.passes[0]
-        hidden = self._run(root, state.root[:, None], state.plans)
+    def due(self, lengths: Sequence[int]) -> list[int]:
+        """The rows whose texts begin, or of which more than ``most`` entries would be held; with ``topk`` more than K.
 
-        def run(depth: int, level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
-            return self._run(level, tokens, state.plans)
+        Args:
+            lengths: tokens of each row that the model's own cache holds, or is given before a selection.
+        """
+        most = self.selector.entries if self.selector.name == "topk" else self.most
+        return [n for n, length in enumerate(lengths) if n in self.pending or length - self.without[n] > most]
 
-        return self.levels.propose(state, hidden, run, self._logits, self._best)
+    def select_where_due(self, lengths: Sequence[int]) -> None:
+        """Select for the rows of :meth:`due`."""
+        rows = self.due(lengths)
+        for row in rows:
+            self.select(row, lengths[row])
+        self.pending.clear()
+        if rows:
+            self.left_out.copy_(torch.tensor(self.without, device=self.left_out.device))
 
-    def skip(self, state: State) -> None:
-        """What is verified until the next tree is appended then; in static steps at once."""
-        self.text.scatter_(1, state.length[:, None], state.root[:, None])
-
-    def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
-        """Keep the verified tokens, and in static steps their K/V; what is beyond a row's accepted ones is overwritten
-        later."""
-        node = verdict.path[:, 1:].clamp(max=tree.tokens.shape[1] - 1)
-        places = state.length[:, None] + self.numbers[: verdict.path.shape[1]]
-        self.text.scatter_(1, places[:, 1:], tree.tokens.gather(1, node))
-        if self.in_graphs:
-            slots = (places - self.left_out[:, None]).clamp(max=self.most + places.shape[1])
-            self.cache.copy(self.full, places, slots)
-
-    def _append(self, lengths: list[int]) -> None:
-        """Append what was verified since the last tree; select anew where it does not fit."""
-        for row in self._select_where_full(lengths):
-            self.held[row] = lengths[row]
+    def append(self, lengths: list[int]) -> None:
+        """Append what the model's own cache holds more than this one."""
         missing = [length - held for length, held in zip(lengths, self.held, strict=True)]
         longest = max(missing)
         if longest > 0:
@@ -214,42 +211,38 @@ class CompressedDrafter(Drafter):
             self.cache.copy(self.full, places.clamp(max=self.full.capacity - 1), slots)
         self.held = lengths
 
-    def _select_where_full(self, lengths: Sequence[int]) -> list[int]:
-        """Select where a text begins, or more than ``most`` entries would be held; returns these rows."""
-        every = self.selector.name == "topk"
-        rows = [
-            row for row, length in enumerate(lengths)
-            if row in self.pending or length - self.without[row] > (self.selector.entries if every else self.most)
-        ]  # fmt: skip
-        for row in rows:
-            self.select(row, lengths[row])
-        self.pending.clear()
-        if rows:
-            self.left_out.copy_(torch.tensor(self.without, device=self.left_out.device))
-        return rows
+    def store(self, lengths: list[int]) -> None:
+        """The other way: give the model's own cache what was written here alone."""
+        longest = max(length - stored for length, stored in zip(lengths, self.stored, strict=True))
+        if longest > 0:
+            starts = torch.tensor([self.stored, self.without], device=self.left_out.device)
+            slots = (starts[0, :, None] + self.numbers[:longest]).clamp(max=self.full.capacity - 1)
+            places = (slots - starts[1, :, None]).clamp(0, self.cache.capacity - 1)
+            # A row that is behind, beyond its own tokens: what follows is written over.
+            self.full.copy(self.cache, places, slots)
+        self.stored = lengths
 
     def select(self, row: int, length: int) -> None:
         """Fill a row of the compressed cache, from a text's ``length`` cached tokens."""
         entries = min(length, self.selector.entries)
-        self.without[row] = length - entries
+        self.held[row], self.without[row] = length, length - entries
         for to, source in zip(self.cache.of_row(row, 0, entries), self.full.of_row(row, 0, length), strict=True):
             to.copy_(source[..., length - entries :, :])  # the last ones
         if entries == length:
             return
         if self.selector.name == "streamingllm":
-            sinks = zip(self.cache.of_row(row, 0, SINKS), self.full.of_row(row, 0, SINKS), strict=True)
-            for to, source in sinks:
-                to.copy_(source)
-            self._rotate_sinks(row, length - entries)
+            self._keep_sinks(row, length - entries)
         else:
             self._select_by_attention(row, length)
 
-    def _rotate_sinks(self, row: int, distance: int) -> None:
-        """Rotate the keys of the sinks in layers without a window once more, by ``distance`` positions."""
+    def _keep_sinks(self, row: int, distance: int) -> None:
+        """Replace the first entries by the sinks in layers without a window, rotated by ``distance`` positions."""
         assert self.lean is not None
         for number, layer in enumerate(self.lean.layers):
             if layer.window:
                 continue
+            for to, source in zip(self.cache.layer(number), self.full.layer(number), strict=True):
+                to[row, :, :SINKS] = source[row, :, :SINKS]
             table, keys = self.tables[layer.rope], self.cache.layer(number)[0]
             width = layer.rotated or keys.shape[3]
             sinks = keys[row, :, :SINKS, :width]
@@ -288,10 +281,83 @@ class CompressedDrafter(Drafter):
     def _last(self, count: int, length: int) -> Tensor:
         return torch.arange(length - count, length, device=self.numbers.device)[None]
 
+
+class CompressedDrafter(Drafter):
+    """The target as its own drafter, over a compressed cache.
+
+    Args:
+        target: also the model that drafts.
+        selector: of the cache's entries.
+        tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
+
+    Raises:
+        ValueError: the tree is empty, not positive, or too large; or as :class:`CompressedCache`.
+    """
+
+    def __init__(self, target: Target, selector: Selector, tree: Sequence[int] | Topology) -> None:
+        self.target, self.selector, self.entries = target, selector, CompressedCache(target, selector)
+        self.levels = Levels(tree, target.vocab_size, target.vocab_size)
+        self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
+        self.branching, self.random = self.levels.branching, self.levels.random
+        self.static = selector.name != "topk"
+
+    def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
+        self.in_graphs = static and self.static
+        self.entries.allocate(cache, max_depth + 1 + self.num_nodes, max_depth + 1)
+        self.cache, self.runner = self.entries.cache, Runner(self.target, self.entries.cache, static)
+        self.levels.allocate(cache.rows, cache.lengths.device, static)
+
+    def buffers(self) -> Sequence[Tensor]:
+        return self.entries.text, self.cache.lengths
+
+    def begin(self, rows: slice) -> None:
+        self.entries.begin(rows)
+
+    def end(self, row: int) -> None:
+        self.entries.end(row)
+
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+        self.entries.read_prompts(tokens, start, rows)
+
+    def prepare(self, state: State) -> None:
+        """For static steps, which append by themselves: select where a text begins, or where it may be due. That is
+        known after waiting for the device, once in some steps."""
+        if self.in_graphs and self.entries.may_be_full():
+            self.entries.held = state.length.tolist()
+            self.entries.select_where_due(self.entries.held)
+
+    def propose(self, state: State) -> TokenTree:
+        if not self.in_graphs:
+            lengths = state.length.tolist()
+            self.entries.select_where_due(lengths)
+            self.entries.append(lengths)
+        torch.sub(state.length, self.entries.left_out, out=self.cache.lengths)
+        self.cache.lengths.clamp_(max=self.entries.most)  # in warm-up steps
+        self.entries.read_root(state)
+        root = self.levels.passes[0]
+        hidden = self._run(root, state.root[:, None], state.plans)
+
+        def run(depth: int, level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
+            return self._run(level, tokens, state.plans)
+
+        return self.levels.propose(state, hidden, run, self._logits, self._best)
+
+    def skip(self, state: State) -> None:
+        """What is verified until the next tree is appended then; in static steps at once."""
+        self.entries.read_root(state)
+
+    def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
+        """Keep the verified tokens, and in static steps their K/V."""
+        self.entries.read_accepted(state, verdict, tree)
+        if self.in_graphs:
+            places = state.length[:, None] + self.entries.numbers[: verdict.path.shape[1]]
+            slots = (places - self.entries.left_out[:, None]).clamp(max=self.cache.capacity - 1)
+            self.cache.copy(self.entries.full, places, slots)
+
     def _run(self, level: Pass, tokens: Tensor, plans: Plans | None) -> Tensor:
         return self.runner.forward_nodes(
             tokens, self.cache.lengths, level.ancestors, level.depth, first=level.first, key_depth=level.key_depth,
-            mask=level.mask, fixed=True, sees_all=level.sees_all, plans=plans, left_out=self.left_out,
+            mask=level.mask, fixed=True, sees_all=level.sees_all, plans=plans, left_out=self.entries.left_out,
         )[0]  # fmt: skip
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -21,6 +21,7 @@ from copy import copy
 import torch
 from torch import Tensor, nn
 
+from draftsmith.inference.drafters.compressed import CompressedCache, Selector
 from draftsmith.inference.drafters.levels import ALL_CACHED, MISSING, DrawKind, Levels, Pass, best_by_head, chain_passes
 from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
@@ -67,6 +68,7 @@ class DraftModelDrafter(Drafter):
         model: the draft model, on the target's device.
         tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
         draft_vocab: ``[S]`` int64, ascending: the ids that are drafted; logits are computed for these alone.
+        selector: attend to K of the text's tokens (:mod:`draftsmith.inference.drafters.compressed`): for long texts.
         draws: as :class:`~draftsmith.inference.drafters.levels.Levels` takes them.
         shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec).
 
@@ -79,7 +81,7 @@ class DraftModelDrafter(Drafter):
     def __init__(
         self, model: Target, target: Target, tree: Sequence[int] | Topology, *, draft_vocab: Tensor | None = None,
         draws: DrawKind = "without_replacement",
-        shortlist: ShortlistHead | None = None,
+        shortlist: ShortlistHead | None = None, selector: Selector | None = None,
     ) -> None:  # fmt: skip
         check_vocabulary(model, target)
         if model.device != target.device:
@@ -94,7 +96,8 @@ class DraftModelDrafter(Drafter):
             self.vocabulary, self.ids = draft_vocab.numel(), draft_vocab.long().to(model.device)
             self.head = copy(model)  # Target.logits then applies the model's own scale and cap to these rows
             self.head.lm_head = head_rows(model.lm_head, self.ids)
-        self.static, self.models = True, (model,)
+        self.entries = None if selector is None else CompressedCache(model, selector)
+        self.static, self.models = selector is None or selector.name != "topk", (model,)
         self.target_vocabulary, self.embed = target.vocab_size, model.embeddings
         embedding = self.embed.weight
         assert isinstance(embedding, Tensor)
@@ -111,7 +114,7 @@ class DraftModelDrafter(Drafter):
     ) -> "DraftModelDrafter":
         """A drafter of the same model and LM head, with another tree."""
         other = copy(self)
-        other.shortlists = copy(self.shortlists)  # with buffers of its own
+        other.shortlists, other.entries = copy(self.shortlists), copy(self.entries)  # with buffers of their own
         other._take(tree, draws)
         return other
 
@@ -127,10 +130,15 @@ class DraftModelDrafter(Drafter):
         # without a draft.
         self.max_missing = max_depth if static else max(MISSING, 2 * max_depth)
         self.skipped = False
-        self.rows, self.eager = rows, not static
-        self.cache = KVCache(self.model, rows, cache.capacity)
-        self.cache.lengths = cache.lengths  # shared: both hold the same text
-        self.runner = Runner(self.model, self.cache, static)
+        self.rows, self.eager = rows, not static or not self.static
+        self.own = self.cache = KVCache(self.model, rows, cache.capacity)
+        if self.entries is None:
+            self.cache.lengths = cache.lengths  # shared: both hold the same text
+        else:
+            room = self.max_missing + max_depth + 2 + self.num_nodes
+            self.entries.allocate(self.own, room, max_depth + 1)
+            self.cache, self.last_slot = self.entries.cache, self.entries.most + self.max_missing
+        self.reader, self.runner = Runner(self.model, self.own, static), Runner(self.model, self.cache, static)
         self.levels.allocate(rows, device, static)
         if self.shortlists is not None:
             self.shortlists.allocate(rows, static)
@@ -155,29 +163,54 @@ class DraftModelDrafter(Drafter):
         self.numbers = torch.arange(max(self.num_nodes, self.max_depth, self.max_missing) + 2, device=device)
 
     def buffers(self) -> Sequence[Tensor]:
-        own = self.cached, self.missing_tokens
+        own = [self.cached, self.missing_tokens]
+        if self.entries is not None:
+            own += [self.entries.text, self.cache.lengths]
         return own if self.shortlists is None else (*own, *self.shortlists.buffers())
 
     def begin(self, rows: slice) -> None:
         self.cached[rows] = ALL_CACHED  # the prefill runs the whole prompt
         if self.shortlists is not None:
             self.shortlists.begin(rows)
+        if self.entries is not None:
+            self.entries.begin(rows)
+
+    def end(self, row: int) -> None:
+        if self.entries is not None:
+            self.entries.end(row)
+
+    def prepare(self, state: State) -> None:
+        """For static steps: select where a text begins, or where it may be due, after waiting for the device."""
+        if self.entries is not None and not self.eager and self.entries.may_be_full():
+            self._select(self.entries, torch.minimum(self.cached, state.length).tolist())
+            self.entries.held = state.length.tolist()  # of which it has run all but the missing ones
+
+    def _select(self, entries: CompressedCache, lengths: list[int]) -> None:
+        """Select from all that was cached, ``lengths`` tokens, which the model's own cache is given first."""
+        for row in entries.pending:
+            entries.stored[row] = lengths[row]  # the prompt
+        entries.store(lengths)
+        entries.select_where_due(lengths)
 
     def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
         if self.shortlists is not None:
             self.shortlists.read(tokens, rows)
-        self.cache.window = None if rows.stop - rows.start == self.rows else rows
-        self.runner.forward_chunk(self._readable(tokens), start)
-        self.cache.window = None
+        if self.entries is not None:
+            self.entries.read_prompts(self._readable(tokens), start, rows)
+        self.own.window = None if rows.stop - rows.start == self.rows else rows
+        self.reader.forward_chunk(self._readable(tokens), start)
+        self.own.window = None
 
     def propose(self, state: State) -> TokenTree:
+        if self.entries is not None:
+            self._attend_to(self.entries, state)
         hidden = self._run_root(state)  # [B, 1, d]
         if self.shortlists is not None:
             self.shortlists.read(state.root[:, None])
             self._choose(self.shortlists, state.root[:, None], hidden, 0)
 
         def run(depth: int, level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
-            hidden = self._run(level, tokens, state.length, state.plans)
+            hidden = self._run(level, tokens, self._held(state.length), state.plans)
             if self.shortlists is not None:
                 self._choose(self.shortlists, tokens, hidden, depth)
             return hidden
@@ -188,6 +221,8 @@ class DraftModelDrafter(Drafter):
         """Record the root as missing; where the buffer is full, run what it holds."""
         if self.shortlists is not None:
             self.shortlists.read(state.root[:, None])
+        if self.entries is not None:
+            self._attend_to(self.entries, state)
         missing = (state.length - self.cached).clamp(min=0)
         if not self.eager or int(missing.max()) + self.verified_depth + 1 > self.max_missing:
             self._run_root(state)
@@ -197,6 +232,19 @@ class DraftModelDrafter(Drafter):
         self.missing_tokens.scatter_(1, missing[:, None], state.root[:, None])
         self.skipped = True
 
+    def _attend_to(self, entries: CompressedCache, state: State) -> None:
+        """Select, in eager steps where it is due, and take the selected entries as the text before the tree."""
+        if self.eager:
+            cached = torch.minimum(self.cached, state.length).tolist()
+            if entries.due(cached):
+                self._select(entries, cached)
+        torch.sub(state.length, entries.left_out, out=self.cache.lengths)
+        entries.read_root(state)
+
+    def _held(self, lengths: Tensor) -> Tensor:
+        """The slot that follows a text of such ``lengths [B]``."""
+        return lengths if self.entries is None else (lengths - self.entries.left_out).clamp(max=self.last_slot)
+
     def _choose(self, shortlists: Shortlists, tokens: Tensor, hidden: Tensor, depth: int) -> None:
         """Choose the shortlist of a level's nodes, after they were run: ``[B, n]``, ``[B, n, d]``. The router reads
         what the LM head reads, so that it cannot run beside the layers."""
@@ -205,6 +253,8 @@ class DraftModelDrafter(Drafter):
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
         if self.shortlists is not None:
             self.shortlists.read_accepted(tree, verdict)
+        if self.entries is not None:
+            self.entries.read_accepted(state, verdict, tree)
         path, length, own_path = verdict.path, verdict.length, verdict.own_path
         if self.skipped:  # the accepted tokens follow the root
             self.skipped = False
@@ -240,16 +290,16 @@ class DraftModelDrafter(Drafter):
         missing = (state.length - self.cached).clamp(min=0)  # [B]
         longest = int(missing.max()) if self.eager else self.max_missing
         if not longest:
-            return self._run(self.chains[0], state.root[:, None], state.length, state.plans)
+            return self._run(self.chains[0], state.root[:, None], self._held(state.length), state.plans)
         tokens = self.missing_tokens[:, : longest + 1].scatter(1, missing[:, None], state.root[:, None])
-        hidden = self._run(self.chains[longest], tokens, state.length - missing, state.plans)
+        hidden = self._run(self.chains[longest], tokens, self._held(state.length - missing), state.plans)
         return hidden[self.row_numbers, missing][:, None]
 
     def _run(self, level: Pass, tokens: Tensor, lengths: Tensor, plans: Plans | None) -> Tensor:
         return self.runner.forward_nodes(
             self._readable(tokens), lengths, level.ancestors, level.depth, first=level.first,
-            key_depth=level.key_depth, mask=level.mask, fixed=True,
-            sees_all=level.sees_all, plans=plans,
+            key_depth=level.key_depth, mask=level.mask, fixed=True, sees_all=level.sees_all, plans=plans,
+            left_out=None if self.entries is None else self.entries.left_out,
         )[0]  # fmt: skip
 
     def _readable(self, tokens: Tensor) -> Tensor:

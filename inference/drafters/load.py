@@ -235,12 +235,13 @@ def _untrained(name: str) -> Part:
 
 
 def _draft_model(name: str) -> Part:
-    path, children = draft_model_of(name)
+    path, children, cache = draft_model_of(name)
+    selector = None if cache is None else Selector(*cache)
 
     def build(target: Target, options: dict[str, Any]) -> Drafter:
         # On one device and unquantised, however the target is loaded: it is small and runs several times per step.
         shared = {name: options[name] for name in ("dtype", "trust_remote_code") if name in options}
         model = load_target(path, device=str(target.device), **shared)
-        return DraftModelDrafter(model, target, children)
+        return DraftModelDrafter(model, target, children, selector=selector)
 
     return Part(build)

@@ -52,16 +52,19 @@ def ngram_lengths(name: str) -> dict[str, int]:
     return {} if given[1] is None else {"min_match": int(given[1]), "max_match": int(given[2])}
 
 
-def draft_model_of(name: str) -> tuple[str, Sequence[int]]:
-    """Path and expansion of ``draft_model:PATH`` or ``draft_model:PATH@2,2,1``.
+def draft_model_of(name: str) -> tuple[str, Sequence[int], tuple[str, int] | None]:
+    """Path, expansion, and selector and entries of its cache, of ``draft_model:PATH``, ``draft_model:PATH@2,2,1`` or
+    ``draft_model:PATH,snapkv:256@2,2,1``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of these.
     """
     path, _, expansion = name.removeprefix(DRAFT_MODEL).partition("@")
+    cache = re.fullmatch(rf"(.+),({'|'.join(SELECTORS)}):([1-9]\d*)", path)
     if not path or (expansion and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", expansion)):
         raise ValueError(f"'{name}': write draft_model:PATH, or draft_model:PATH@2,2,1 for its children by depth")
-    return path, [int(k) for k in expansion.split(",")] if expansion else CHAIN
+    children = [int(k) for k in expansion.split(",")] if expansion else CHAIN
+    return (cache[1], children, (cache[2], int(cache[3]))) if cache else (path, children, None)
 
 
 def compressed_of(name: str) -> tuple[str, int, Sequence[int]]:

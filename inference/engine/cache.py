@@ -86,9 +86,9 @@ class KVCache(Cache):
             free = free_bytes(place)
             if rows * row > free:
                 raise ValueError(
-                    f"{rows} texts of {capacity:,} tokens need {rows * row / 1e9:.1f} GB for keys and values on {place}, "
-                    f"where {free / 1e9:.1f} GB are free: at most {free // row} at a time; take a smaller batch size, or "
-                    "shorter texts"
+                    f"{rows} texts of {capacity:,} tokens need {rows * row / 1e9:.1f} GB for keys and values on "
+                    f"{place}, where {free / 1e9:.1f} GB are free: at most {free // row} at a time; take a smaller "
+                    "batch size, or shorter texts"
                 )
         super().__init__(layers=[_Layer(self) for _ in places])
         self.rows, self.capacity, self.seen = rows, capacity, 0
@@ -150,7 +150,7 @@ class KVCache(Cache):
             mine.index_put_((at, slot), others[at, place])
 
     def of_row(self, row: int, start: int, end: int) -> list[Tensor]:
-        """Views of a row's slots from ``start`` to ``end``, by shape of layers: ``[layers, 2, Hkv, end − start, D]``."""
+        """Views of a row's slots from ``start`` to ``end``, by shape of layers: ``[layers, 2, Hkv, ·, D]``."""
         return [storage[:, :, row, :, start:end] for storage in self._storages]
 
     def commit(self, path: Tensor, length: Tensor) -> None:

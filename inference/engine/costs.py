@@ -12,7 +12,6 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from draftsmith.inference.engine.cache import KVCache
@@ -131,38 +130,64 @@ def _measure_and_keep(target: Target, lean: bool | None, key: str, seconds: floa
     return costs
 
 
+class ContextCosts:
+    """Seconds of steps of some batch sizes, at any length: what they take beyond their products, linear between the
+    lengths and numbers of nodes at which it was measured. Keys and values that the processor's caches hold cost less,
+    so that it is measured for each batch size.
+
+    Args:
+        known: the products' costs.
+        measured: seconds by (B, S, N), of each batch size at the same lengths and numbers of nodes.
+    """
+
+    def __init__(self, known: StepCosts, measured: Mapping[tuple[int, int, int], float]) -> None:
+        self.known, self.measured = known, measured
+        self.lengths, self.nodes = (sorted({key[place] for key in measured}) for place in (1, 2))
+
+    def _products(self, rows: int) -> float:
+        return self.known.plain_seconds * self.known.relative(rows)
+
+    def seconds(self, batch: int, cached: float, nodes: int) -> float:
+        """t(B, S, N)."""
+        high = next((place for place, each in enumerate(self.lengths) if place and cached <= each), -1)
+        low, high = self.lengths[high - 1], self.lengths[high]
+        few, many = self.nodes
+
+        def beyond(length: int) -> float:
+            first, last = (self.measured[batch, length, n] - self._products(batch * n) for n in (few, many))
+            return first + (last - first) * (nodes - few) / (many - few)
+
+        before, after = beyond(low), beyond(high)
+        return self._products(batch * nodes) + before + (after - before) * (cached - low) / (high - low)
+
+    def inflection(self, nodes: int) -> float:
+        """S*, the length above which a speed-up grows with the batch (MagicDec, arXiv 2408.11049 §3): the products of
+        ``nodes`` verified tokens of a row cost as much as reading its cached ones, both of the largest batch. Infinite
+        where cached tokens cost nothing."""
+        batch = max(key[0] for key in self.measured)
+        per_row = (self._products(batch * nodes) - self._products(batch)) / (batch * (nodes - 1))
+        first, last = (self.seconds(batch, length, 1) for length in (self.lengths[0], self.lengths[-1]))
+        per_key = (last - first) / (batch * (self.lengths[-1] - self.lengths[0]))
+        return nodes * per_row / per_key if per_key > 0 else float("inf")
+
+
 @torch.inference_mode()
 def context_costs(
     target: Target, contexts: Sequence[int], batches: Sequence[int], lean: bool | None = None
-) -> tuple[StepCosts, list[tuple[int, int, int, float]]]:
-    """Costs whose terms of cached tokens are fitted to steps with up to ``max(contexts)`` of them, at four lengths, of
-    the smallest and the largest batch and of one and five nodes: their relative errors, by least squares.
-
-    Returns:
-        The costs, and what was measured: (B, S, N, the shortest seconds of six steps).
-    """
+) -> ContextCosts:
+    """Measure steps of each of these batch sizes and of one row, of one and five nodes, with few cached tokens and with
+    a quarter, a half, three quarters and all of ``max(contexts)``; the shortest of six steps counts."""
     known, longest = step_costs(target, lean), max(contexts)
-    lengths = sorted({max(CONTEXT, round(longest * share)) for share in (0.25, 0.5, 0.75, 1.0)})
-    measured: list[tuple[int, int, int, float]] = []
+    lengths = sorted({min(CONTEXT, longest // 8), *(longest * quarters // 4 for quarters in (1, 2, 3, 4))})
+    measured: dict[tuple[int, int, int], float] = {}
     with engine_attention([target]):
-        for rows, cached, nodes in itertools.product(sorted({min(batches), max(batches)}), lengths, (1, 5)):
+        for rows, cached, nodes in itertools.product(sorted({1, *batches}), lengths, (1, 5)):
             drafter = _Chain(nodes, target.device)
             capacity, static = capacity_for(cached, drafter), static_by_default(target)
             step = Step(target, drafter, "greedy", rows, capacity, static=static, lean=lean)
             step.active.fill_(True)
-            measured.append((rows, cached, nodes, min(_time(step, cached) for _ in range(7))))
-    seconds = np.array([each[-1] for each in measured])
-    products = np.array([known.plain_seconds * known.relative(rows * nodes) for rows, _, nodes, _ in measured])
-    keys = np.array([(cached - CONTEXT) * rows for rows, cached, _, _ in measured])
-    nodes = np.array([each[2] for each in measured])
-    terms = np.stack((keys, keys * nodes), 1) / seconds[:, None]
-    per_key, per_key_and_node = np.linalg.lstsq(terms, (seconds - products) / seconds)[0].tolist()
-    if min(per_key, per_key_and_node) < 0:  # one of them explains all
-        only = 0 if per_key > 0 else 1
-        value = max(0.0, float(np.linalg.lstsq(terms[:, [only]], (seconds - products) / seconds)[0][0]))
-        per_key, per_key_and_node = (value, 0.0) if only == 0 else (0.0, value)
-    rows_seconds = {rows: cost * known.plain_seconds for rows, cost in known.points}
-    return StepCosts(rows_seconds, per_key, per_key_and_node), measured
+            measured[rows, cached, nodes] = min(_time(step, cached) for _ in range(7))
+    return ContextCosts(known, measured)
 
 
 @torch.inference_mode()

@@ -307,6 +307,24 @@ def test_budget(tmp_path, write):
         judges.judge_budget(tmp_path, False)
 
 
+def test_magicdec(tmp_path, write):
+    """The best setting of each batch size and context; steps run in graphs."""
+
+    def row(batch, speedup, **more):
+        return {"batch": batch, "context": 1024, "selector": "snapkv", "entries": 256, "speedup": speedup,
+                "predicted": 1.5, "execution": "cuda graph, lean decoder"} | more  # fmt: skip
+
+    write("magicdec/compressed.json", {"rows": [row(1, 0.9), row(1, 1.1), row(64, 1.75), row(64, 1.25)]})
+    found = judges.judge_magicdec(tmp_path, False)
+    assert found.value == "1 × 1024: 1.10 × (1.50 predicted); 64 × 1024: 1.75 × (1.50 predicted)"
+    assert (found.met, found.missing) == (None, "")
+    write("magicdec/compressed.json", {"rows": []})
+    assert judges.judge_magicdec(tmp_path, False).missing
+    write("magicdec/compressed.json", {"rows": [row(1, 1.0, execution="eager")]})
+    with pytest.raises(ValueError, match="snapkv:256: steps ran eager"):
+        judges.judge_magicdec(tmp_path, False)
+
+
 def test_kernels_around_the_products(tmp_path, write):
     """Sampling verification over its floor, the other kernels' gains: one way's figure is not another's goal."""
 

@@ -10,10 +10,11 @@ from lossless_suite import check_coupled, check_greedy, check_sampling, check_se
 from transformers import DynamicCache
 
 from draftsmith.inference.drafters import compressed
-from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector, attention_scores
+from draftsmith.inference.drafters.compressed import CompressedCache, CompressedDrafter, Selector, attention_scores
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.names import check_name, compressed_of, has_folder
+from draftsmith.inference.drafters.names import check_name, compressed_of, draft_model_of, has_folder
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine import step
 from draftsmith.inference.engine.engine import SpeculativeDecoder
@@ -31,19 +32,32 @@ def short(monkeypatch):
     monkeypatch.setattr(compressed, "APPENDED", 9)
 
 
-class Watched(CompressedDrafter):
-    """Keeps each row's caches as they are when the tree has been drafted; counts selections."""
+class WatchedCache(CompressedCache):
+    """Notes selections, which may not change the model's own cache."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.seen, self.selections = [], []
+        self.selections = []
 
     def select(self, row, length):
         before = [each.clone() for each in self.full.of_row(row, 0, self.full.capacity)]
         super().select(row, length)
         self.selections.append((row, length))
         after = self.full.of_row(row, 0, self.full.capacity)
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the target's cache was changed"
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the model's own cache was changed"
+
+
+class Watched(CompressedDrafter):
+    """Keeps each row's caches as they are when the tree has been drafted."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.entries = WatchedCache(self.target, self.selector)
+        self.seen = []
+
+    @property
+    def selections(self):
+        return self.entries.selections
 
     def propose(self, state):
         tree = super().propose(state)
@@ -51,9 +65,9 @@ class Watched(CompressedDrafter):
             if length:
                 own, full = (
                     [tuple(part[row].clone() for part in each.layer(number)) for number in range(len(each.layers))]
-                    for each in (self.cache, self.full)
+                    for each in (self.cache, self.entries.full)
                 )
-                self.seen.append((row, length, count, own, full, self.text[row, : length + 1].tolist()))
+                self.seen.append((row, length, count, own, full, self.entries.text[row, : length + 1].tolist()))
         return tree
 
 
@@ -93,12 +107,12 @@ def test_scores_are_those_of_the_definition(make_target, groups):
     layers = iter(range(2))
 
     def observe(queries, scale, window, softcap):
-        keys, _ = drafter.full.layer(next(layers))
+        keys, _ = drafter.entries.full.layer(next(layers))
         recorded.append(attention_scores(queries[0], keys[0, :, : len(PROMPT)], scale, softcap))
 
     start = len(PROMPT) - 6
     with torch.inference_mode(), engine_attention([target]):
-        drafter.observer.forward_chunk(torch.tensor([PROMPT[start:]]), start, observer=observe)
+        drafter.entries.observer.forward_chunk(torch.tensor([PROMPT[start:]]), start, observer=observe)
     for layer, scores in enumerate(recorded):
         expected = reference_scores(attention_weights(target, PROMPT, layer), 2, 6, compressed.POOL)
         torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-4)
@@ -201,10 +215,11 @@ def test_selected_anew_when_full(make_target, name):
         assert count <= 16 + 9 and count <= length
 
 
-def test_sliding_layers_keep_the_last_tokens(make_target):
+@pytest.mark.parametrize("name", NAMES)
+def test_sliding_layers_keep_the_last_tokens(make_target, name):
     """Whatever the selector: the window of the last K tokens."""
     target = make_target("gemma2")
-    drafter, _ = decoded(target, ("snapkv", 24), [PROMPT], 4)
+    drafter, _ = decoded(target, (name, 24), [PROMPT], 4)
     kinds = target.config.layer_types
     assert {"sliding_attention", "full_attention"} == set(kinds)
     _, length, count, own, full, _ = drafter.seen[0]
@@ -244,9 +259,55 @@ def test_merged_with_ngrams(make_target):
     assert all(result.accepted_from) and sum(result.accepted) == 23
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draft_model_over_a_compressed_cache_is_exact(make_target, name):
+    """Alone and merged, whose accepted tokens it has not run."""
+
+    def make(target):
+        return DraftModelDrafter(target, target, (1, 1, 1), selector=Selector(name, 9))
+
+    def merged(target):
+        own = DraftModelDrafter(target, target, (2, 1), selector=Selector(name, 9))
+        return MergedDrafter({"model": own, "ngram": NgramDrafter(target)}, target, 24)
+
+    if name != "topk":
+        check_static(make_target, make)
+    check_greedy(make_target, make)
+    check_coupled(make_target, make)
+    check_greedy(make_target, merged, own=False)
+
+
+def test_a_draft_models_own_cache_is_given_what_it_wrote(make_target):
+    """The target as its own draft model, of which nothing is left out until the second selection: until then every
+    draft is the target's own, and the selection is made of what the target's cache holds, too."""
+    target = make_target("llama")
+    drafter = DraftModelDrafter(target, target, (1, 1, 1), selector=Selector("snapkv", 30))
+    assert drafter.entries is not None
+    watched = drafter.entries = WatchedCache(target, drafter.entries.selector)
+    full, seen, select = [], [], watched.select
+    allocate = drafter.allocate
+    drafter.allocate = lambda cache, *args: (full.append(cache), allocate(cache, *args))
+
+    def selected(row, length):
+        for number in range(2):
+            for own, right in zip(drafter.own.layer(number), full[-1].layer(number), strict=True):
+                seen.append(float((own[0, :, :length] - right[0, :, :length]).abs().max()))
+        select(row, length)
+
+    watched.select = selected
+    (result,) = SpeculativeDecoder(target, drafter).generate([PROMPT[:20]], 30, stop_ids=frozenset())
+    (_, first), (_, second) = watched.selections[:2]
+    assert first == 20 and 39 < second <= 39 + 4
+    assert max(seen[:8]) < 1e-4
+    before = next(n for n in range(len(result.accepted)) if 20 + sum(result.accepted[:n]) >= second)
+    assert set(result.accepted[:before]) == {4}
+
+
 def test_names():
     assert compressed_of("snapkv:256") == ("snapkv", 256, (1,) * 8)
     assert compressed_of("streamingllm:64@2,1") == ("streamingllm", 64, [2, 1])
+    assert draft_model_of("draft_model:a/b,snapkv:256@2,1") == ("a/b", [2, 1], ("snapkv", 256))
+    assert draft_model_of("draft_model:a,b@2,1") == ("a,b", [2, 1], None)
     assert not has_folder("snapkv:256") and not has_folder("topk:9")
     for wrong in ("snapkv", "snapkv:", "snapkv:0", "snapkv:9@", "topk:many"):
         with pytest.raises(ValueError, match=r":256 for a cache of 256 entries"):

@@ -1,5 +1,6 @@
 """The planner's formulas against their definitions; its command, and decode.py by a plan."""
 
+import itertools
 import json
 
 import pytest
@@ -10,9 +11,17 @@ from draftsmith.inference.drafters.compressed import CompressedDrafter
 from draftsmith.inference.engine import cache as caches
 from draftsmith.inference.engine import costs
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.costs import StepCosts, context_costs
+from draftsmith.inference.engine.costs import ContextCosts, StepCosts, context_costs
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.planner import Prefilled, Setting, by_depth, expected_tokens, inflection, plan, predict
+from draftsmith.inference.planner import (
+    Measured,
+    Prefilled,
+    Setting,
+    by_depth,
+    expected_tokens,
+    plan,
+    predict,
+)
 
 # A row's products 1 ms; a cached token of a row 1 µs, and 0.1 µs more for each node.
 COSTS = StepCosts({1: 0.011, 65: 0.075}, per_key=1e-6, per_key_and_node=1e-7)
@@ -31,19 +40,20 @@ def test_expected_tokens():
     assert expected_tokens([]) == 1
 
 
-@pytest.mark.parametrize(("selector", "observed", "share"), [("streamingllm", 0, 0), ("snapkv", 32, 1 / 128), ("topk", 1, 0)])
-def test_predictions_are_the_formula(selector, observed, share):
-    """share: of a selection, for each token; 0 for each step."""
+@pytest.mark.parametrize(("selector", "share"), [("snapkv", 1 / 128), ("topk", 0)])
+def test_predictions_are_the_formula(selector, share):
+    """share: of a selection, for each token; 0: one in each step."""
     setting, alphas = Setting(selector, 256, 3), [0.9, 0.8, 0.7, 0.1]
-    found = predict(COSTS.seconds, 8, 3000, setting, alphas)
+    found = predict(COSTS.seconds, 8, 3000, setting, alphas, 0.003, 0.0004, -0.0002)
     tokens = 1 + 0.9 + 0.9 * 0.8 + 0.9 * 0.8 * 0.7
-    draft = sum(t(8, 256 + 64 + depth, 1) for depth in range(3))
-    select = 8 * t(1, 3000, observed) * (tokens * share if share else 1) if observed else 0
+    draft = sum(t(8, 256 + 64 + depth, 1) - 0.0002 for depth in range(3))
+    select = 8 * 0.003 * (tokens * share if share else 1)
+    verify = t(8, 3000, 4) + 0.0004
     plain = t(8, 3000, 1)
     assert found.tokens == pytest.approx(tokens)
-    assert found.draft == pytest.approx(draft / plain) and found.verify == pytest.approx(t(8, 3000, 4) / plain)
+    assert found.draft == pytest.approx(draft / plain) and found.verify == pytest.approx(verify / plain)
     assert found.select == pytest.approx(select / plain)
-    assert found.speedup == pytest.approx(tokens * plain / (draft + t(8, 3000, 4) + select))
+    assert found.speedup == pytest.approx(tokens * plain / (draft + verify + select))
     cost = found.draft + found.verify + found.select
     if found.least_alpha < 1:
         assert expected_tokens([found.least_alpha] * 3) == pytest.approx(cost, abs=1e-3)
@@ -51,11 +61,24 @@ def test_predictions_are_the_formula(selector, observed, share):
         assert found.least_alpha == pytest.approx(cost, abs=1e-3) and cost > 4
 
 
+def measured_of(known, batches, lengths, of=t):
+    return ContextCosts(known, {(b, s, n): of(b, s, n) for b in batches for s in lengths for n in (1, 5)})
+
+
+def test_costs_between_lengths_and_nodes():
+    """Exact where costs are linear, beyond the longest too; each batch size as it was measured."""
+    found = measured_of(StepCosts({1: 0.011, 65: 0.075}), (1, 8), (100, 1000, 2000))
+    for batch, cached, nodes in itertools.product((1, 8), (50, 100, 700, 1000, 1900, 2600), (1, 2, 5, 9)):
+        assert found.seconds(batch, cached, nodes) == pytest.approx(t(batch, cached, nodes))
+    bent = measured_of(StepCosts({1: 1.0, 9: 9.0}), (1, 4), (10, 20, 30), lambda b, s, n: b * n + b * max(s - 20, 0))
+    assert [bent.seconds(4, s, 1) for s in (15, 20, 25, 30)] == pytest.approx([4, 4, 24, 44])
+
+
 def test_the_inflection_is_where_keys_cost_what_products_do():
-    """n nodes of a row take n · 1 ms, and a cached token 1 µs; above it the speed-up grows with the batch, below it
+    """n nodes of a row take n · 1 ms, and a cached token 1.1 µs; above it the speed-up grows with the batch, below it
     falls, if what a step takes at least is left out."""
-    assert inflection(COSTS, 2) == pytest.approx(2000)
-    assert inflection(StepCosts({1: 1.0, 8: 2.0}), 2) == float("inf")
+    assert measured_of(COSTS, (1, 8), (100, 3000)).inflection(2) == pytest.approx(2000 / 1.1)
+    assert measured_of(COSTS, (1, 8), (100, 3000), lambda b, s, n: 1.0).inflection(2) == float("inf")
     steep = StepCosts({1: 0.002, 65: 0.066}, per_key=1e-6)
     speeds = {
         (batch, cached): predict(steep.seconds, batch, cached, Setting("streamingllm", 128, 1), [0.8]).speedup
@@ -65,8 +88,10 @@ def test_the_inflection_is_where_keys_cost_what_products_do():
 
 
 def test_plans_say_where_plain_decoding_is_the_fastest():
-    alphas = {128: {("snapkv", 64): [0.3] * 8}, 8192: {("snapkv", 64): [0.9] * 8, ("streamingllm", 64): [0.95] * 8}}
-    short, long, *_ = plan(COSTS, alphas, {128: 0.1, 8192: 6.0}, [16], 64)
+    weak, good, better = (Measured([alpha] * 8, 1e-3, 1e-4, 1e-4) for alpha in (0.3, 0.9, 0.95))
+    measured = {128: {("snapkv", 64): weak}, 8192: {("snapkv", 64): good, ("streamingllm", 64): better}}
+    known = measured_of(COSTS, (1, 16), (100, 2000, 8000))
+    short, long, *_ = plan(known, measured, {128: 0.1, 8192: 6.0}, [16], 64)
     assert short["drafter"] == "none" and short["speedup"] < 1 < short["least_alpha"] / short["alpha"][0]
     assert long["drafter"].startswith("streamingllm:64@1,1") and long["speedup"] > 1.2
     assert 1 < long["speedup_with_prefill"] < long["speedup"]
@@ -87,7 +112,7 @@ def test_a_batch_that_was_read_once_goes_on_as_it_would(make_target):
     step = batch.step(drafter)
     with planner.engine_attention([target]):
         for one in (batch.plain, step, batch.plain, step):
-            _, committed = batch.run(one)
+            committed = batch.run(one).committed
             assert batch.new_tokens * 2 <= sum(map(sum, committed)) < batch.new_tokens * 2 + 2 * 3
             roots = one.state.root.tolist()
             for row, own in enumerate(committed):
@@ -95,19 +120,18 @@ def test_a_batch_that_was_read_once_goes_on_as_it_would(make_target):
     assert isinstance(drafter, CompressedDrafter)
 
 
-def test_costs_of_cached_tokens_are_fitted(make_target, monkeypatch):
-    """From steps that take what COSTS say, COSTS; steps that take less the longer they are cost nothing by length."""
+def test_steps_are_measured_at_lengths_and_batches(make_target, monkeypatch):
     target = make_target("llama", max_position_embeddings=4096)
     monkeypatch.setattr(costs, "step_costs", lambda *args: StepCosts({1: 0.011, 65: 0.075}))
-    monkeypatch.setattr(costs, "_time", lambda step, cached: t(step.rows, cached, step.drafter.num_nodes))
-    found, measured = context_costs(target, [1000, 2000], [1, 3])
-    assert {(b, s, n) for b, s, n, _ in measured} == {
-        (b, s, n) for b in (1, 3) for s in (500, 1000, 1500, 2000) for n in (1, 5)
-    }
-    assert found.per_key == pytest.approx(1e-6) and found.per_key_and_node == pytest.approx(1e-7)
-    monkeypatch.setattr(costs, "_time", lambda step, cached: 0.02 - 1e-6 * cached)
-    found, _ = context_costs(target, [2000], [1])
-    assert found.per_key >= 0 and found.per_key_and_node >= 0
+    times = itertools.count()
+    monkeypatch.setattr(
+        costs, "_time", lambda step, cached: t(step.rows, cached, step.drafter.num_nodes) + 1e-3 * (next(times) % 7)
+    )
+    found = context_costs(target, [1000, 2000], [3])
+    assert {*found.measured} == {
+        (b, s, n) for b in (1, 3) for s in (128, 500, 1000, 1500, 2000) for n in (1, 5)
+    }  # fmt: skip
+    assert found.seconds(3, 1234, 4) == pytest.approx(t(3, 1234, 4)), "the shortest one of each"
 
 
 @pytest.fixture
@@ -127,7 +151,7 @@ def test_the_command_and_decoding_by_its_plan(run_main, tiny_lm, long_prompts, t
     assert code == 0 and "S*, above which" in said, err
     facts = json.loads(out.read_text())
     assert [(cell["batch"], cell["context"]) for cell in facts["cells"]] == [(1, 48), (1, 64), (2, 48), (2, 64)]
-    assert len(facts["alphas"]) == 2 * 2 * 2 and len(facts["costs"]) == 2 * 2 * 2 * 2 // 2
+    assert len(facts["measured"]) == 2 * 2 * 2 and len(facts["costs"]) == 2 * 5 * 2
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     for cell in facts["cells"]:
         cell["drafter"] = "snapkv:40@1,1" if cell["batch"] == 2 else "none"
@@ -170,7 +194,7 @@ def test_bounded_drafts(run_main, tiny_lm, long_prompts, tmp_path):
     """--max-draft-nodes bounds each step's drafts; 0 is plain decoding."""
     for most in (0, 2):
         code, _, err = run_main(
-            decode.main, "ngram", "--target", tiny_lm, "--prompts", long_prompts, "--max-new-tokens", 16,
+            decode.main, "snapkv:120@1,1,1,1", "--target", tiny_lm, "--prompts", long_prompts, "--max-new-tokens", 16,
             "--max-draft-nodes", most, "--all-nodes", "--threads", 1, "--device", "cpu", "--report", tmp_path / "r",
             "--check-lossless", script="inference/decode.py",
         )  # fmt: skip
@@ -179,7 +203,8 @@ def test_bounded_drafts(run_main, tiny_lm, long_prompts, tmp_path):
         assert (report["mean_accepted_length"] == 1) == (most == 0)
         assert report["mean_accepted_length"] <= 1 + most
     for options, said in (
-        (["--max-draft-nodes", -1], "must be at least 0"), (["--max-draft-nodes", 1, "--verify", "mss"], "depend on it"),
+        (["--max-draft-nodes", -1], "must be at least 0"),
+        (["--max-draft-nodes", 1, "--verify", "mss"], "depend on it"),
         (["--plan", "auto"], "not both"),
     ):  # fmt: skip
         code, _, err = run_main(

@@ -1,0 +1,69 @@
+"""benchmarks/compressed.py: acceptance, speed and selections of self-speculation over a compressed cache."""
+
+import json
+
+import pytest
+
+from draftsmith.benchmarks import compressed
+from draftsmith.benchmarks.compressed import PASSAGE, texts_of
+from draftsmith.models.target import load_target
+
+
+@pytest.fixture
+def run(run_main, tiny_lm, tmp_path):
+    def run(what, *options):
+        out = tmp_path / "out.json"
+        code, said, err = run_main(
+            compressed.main, what, tiny_lm, "--entries", 36, 40, "--new-tokens", 8, "--threads", 1, "--device", "cpu",
+            "--out", out, *options, script="benchmarks/compressed.py",
+        )  # fmt: skip
+        assert code == 0 and said.startswith(f"{what}, tiny-lm"), err
+        return json.loads(out.read_text())["rows"]
+
+    return run
+
+
+def test_acceptance_by_kind_and_setting(run):
+    rows = run("acceptance", "--contexts", 40, 64, "--count", 2, "--selectors", "snapkv", "topk")
+    settings = [(row["kind"], row["context"], row["selector"], row["entries"]) for row in rows]
+    entries = {40: (36,), 64: (36, 40)}
+    assert settings == [
+        (kind, context, selector, count) for kind in compressed.KINDS for context in (40, 64)
+        for selector in ("snapkv", "topk") for count in entries[context]
+    ]  # fmt: skip
+    for row in rows:
+        assert 0 <= row["alpha"] <= 1 and len(row["by_depth"]) == 4
+        assert row["interval"] is None or row["interval"][0] <= row["alpha"] <= row["interval"][1]
+
+
+def test_speed_and_its_prediction(run):
+    rows = run("speed", "--contexts", 64, "--batch-sizes", 1, 2, "--drafts", 1, 2, "--kinds", "code", "--count", 1)
+    assert [(row["batch"], row["selector"], row["entries"], row["drafts"]) for row in rows] == [
+        (batch, selector, entries, drafts) for batch in (1, 2) for selector in ("streamingllm", "snapkv")
+        for entries in (36, 40) for drafts in (1, 2)
+    ]  # fmt: skip
+    for row in rows:
+        assert row["speedup"] > 0 and row["predicted"] > 0 and 1 <= row["tokens"] <= row["drafts"] + 1
+        assert row["execution"].startswith("eager")
+        time = row["verify"] + row["draft"] + row["select"]
+        assert row["predicted"] == pytest.approx(row["tokens"] / time, rel=0.02)
+
+
+def test_selections(run):
+    rows = run("selection", "--contexts", 64, "--batch-sizes", 1, 3, "--selectors", "streamingllm", "snapkv")
+    assert len(rows) == 2 * 2 * 2 and all(row["seconds"] > 0 and row["plain_steps"] > 0 for row in rows)
+
+
+def test_texts(tiny_lm):
+    """The same at each call; a passage's repetition ends in its middle."""
+    target = load_target(str(tiny_lm))
+    for kind in compressed.KINDS:
+        texts = texts_of(kind, target, 3, 64)
+        assert texts == texts_of(kind, target, 3, 64) and [len(text) for text in texts] == [64] * 3
+        assert len({*map(tuple, texts)}) == 3
+        assert texts_of(kind, target, 2, 64) == texts[:2]
+    for text in texts_of("passages", target, 2, 2000):
+        half = PASSAGE // 2
+        assert text[-half:] == text[2000 // 3 : 2000 // 3 + half]
+    with pytest.raises(ValueError, match="has [0-9]+ texts of 10000000 tokens; 2 are needed"):
+        texts_of("code", target, 2, 10_000_000)
