@@ -21,7 +21,7 @@ from typing import Any
 
 from draftsmith.benchmarks.options import check_once, check_options, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.drafters.names import SELECTORS
+from draftsmith.inference.drafters.names import SELECTORS, check_names
 from draftsmith.models.stored import known_folder
 
 KINDS = ("code", "english", "passages")
@@ -38,6 +38,13 @@ def parser() -> argparse.ArgumentParser:
         "--selectors", nargs="+", choices=SELECTORS, default=["streamingllm", "snapkv"], help="(%(default)s)"
     )
     parser.add_argument("--drafts", type=int, nargs="+", default=[4], metavar="N", help="tokens a step (%(default)s)")
+    parser.add_argument(
+        "--drafters",
+        nargs="+",
+        default=[],
+        metavar="DRAFTER",
+        help="others to compare speeds with, as for decode.py: draft models and ngram",
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="(%(default)s)")
     parser.add_argument("--count", type=int, default=4, help="texts of each kind, or batches (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each text (%(default)s)")
@@ -48,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     known_folder(args.target)
+    check_names(args.drafters, args.target)
     check_options(args, "contexts", "batch_sizes", "entries", "drafts", "count", "new_tokens", "rounds")
     for option in ("contexts", "batch_sizes", "entries", "drafts"):
         check_once(f"--{option.replace('_', '-')}", getattr(args, option))
@@ -66,18 +74,13 @@ from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.compressed import APPENDED
+from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.costs import context_costs
+from draftsmith.inference.engine.protocol import PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention
-from draftsmith.inference.planner import (
-    Prefilled,
-    Setting,
-    by_depth,
-    drafter_of,
-    longest_context,
-    measure,
-    predict,
-    windows,
-)
+from draftsmith.inference.engine.step import Step
+from draftsmith.inference.evaluation.prefilled import Prefilled, by_depth, longest_context, windows
+from draftsmith.inference.planner import Setting, drafter_of, measure, predict
 from draftsmith.models.options import choose_device
 from draftsmith.models.target import Target, load_target
 
@@ -126,31 +129,37 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
     """Speed-ups by batch, context and setting, and what is predicted from step costs and acceptance, by what single
     texts cost beyond these."""
     costs = context_costs(target, args.contexts, args.batch_sizes)
+    loaded = {name: load_drafter(name, target, all_nodes=True)[1] for name in args.drafters}
+    others = {name: drafter or PlainDrafter(target.device) for name, drafter in loaded.items()}
     found: list[dict[str, Any]] = []
     for context in args.contexts:
         settings = settings_of(args, context)
         pairs = sorted({(each.selector, each.entries) for each in settings})
         single, _ = measure(target, costs, texts_of(args.kinds[0], target, 2, context), pairs, 32)
         for rows in args.batch_sizes:
-            seconds: dict[Setting | None, list[float]] = {each: [] for each in (None, *settings)}  # per token
+            seconds: dict[Setting | str, list[float]] = {
+                each: [] for each in ("plain", *settings, *others)
+            }  # per token
             depths = {setting: torch.zeros(setting.drafts, 2) for setting in settings}
-            executions: dict[Setting | None, str] = {}
+            executions: dict[Setting | str, str] = {}
             for number in range(args.count):
                 kind = args.kinds[number % len(args.kinds)]
                 texts = texts_of(kind, target, (number + 1) * rows, context)[number * rows :]
                 batch = Prefilled(target, texts, args.new_tokens)
-                steps = {None: batch.plain} | {each: batch.step(drafter_of(target, each)) for each in settings}
+                steps: dict[Setting | str, Step] = {"plain": batch.plain}
+                steps |= {each: batch.step(drafter_of(target, each)) for each in settings}
+                steps |= {name: batch.step(drafter) for name, drafter in others.items()}
                 runs = [functools.partial(batch.run, step) for step in steps.values()]
                 turns = take_turns(runs, args.rounds)
                 executions |= {method: step.execution for method, step in steps.items()}
                 for method, results in zip(steps, turns, strict=True):
                     for run in results:
                         seconds[method].append(run.seconds / sum(map(sum, run.committed)))
-                        if method is not None:
+                        if isinstance(method, Setting):
                             depths[method] += torch.tensor(by_depth(run.committed, method.drafts))
                 advance()
             for setting in settings:
-                columns = torch.tensor([seconds[None], seconds[setting]])
+                columns = torch.tensor([seconds["plain"], seconds[setting]])
                 conditional = (depths[setting][:, 1] / depths[setting][:, 0].clamp(min=1)).tolist()
                 own = single[setting.selector, setting.entries]
                 cached = context + args.new_tokens / 2
@@ -163,6 +172,13 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
                     "tokens": round(plan.tokens, 3), "predicted": round(plan.speedup, 4),
                     "verify": round(plan.verify, 3), "draft": round(plan.draft, 3), "select": round(plan.select, 3),
                     "least_alpha": round(plan.least_alpha, 3), "execution": executions[setting],
+                })  # fmt: skip
+            for name, drafter in others.items():
+                columns = torch.tensor([seconds["plain"], seconds[name]])
+                found.append({
+                    "batch": rows, "context": context, "selector": name, "entries": None, "drafts": drafter.max_depth,
+                    "speedup": round(float(share_of(columns.sum(1))), 4), "interval": interval_of(columns),
+                    "execution": executions[name],
                 })  # fmt: skip
     return found
 
@@ -206,7 +222,7 @@ def main() -> None:
     table = table_of(*names)
     for row in rows:
         value = {**row, **{name: cell(row[name], row.get("interval")) for name in ("alpha", "speedup") if name in row}}
-        table.add_row(*(str(value[name]) for name in names))
+        table.add_row(*("–" if value.get(name) is None else str(value[name]) for name in names))
     print_table(table, f"{args.what}, {Path(target.name).name}")
     if args.out:
         write_json(args.out, facts_of(__file__, target) | {"what": args.what, "rows": rows})

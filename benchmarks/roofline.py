@@ -49,7 +49,8 @@ import torch
 
 from draftsmith.benchmarks.common import picture, print_table, table_of, write_report
 from draftsmith.inference.engine.budget import RETRY, Budget
-from draftsmith.inference.planner import MOST, Setting, predict
+from draftsmith.inference.evaluation.prefilled import MOST
+from draftsmith.inference.planner import Setting, predict
 from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
 
 H200, MEMORY = Device(4.8e12, 989e12), 141e9  # as specified, in bfloat16; bytes

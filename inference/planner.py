@@ -29,8 +29,6 @@ from draftsmith.inference.drafters.names import SELECTORS
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 from draftsmith.models.stored import known_folder
 
-MOST = 8  # drafted tokens of a step, by which acceptance is measured
-
 
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
@@ -67,23 +65,19 @@ if __name__ == "__main__":
 
 import itertools
 import math
-import time
 
 import torch
 from rich.table import Table
 
 from draftsmith.common.files import json_object, write_json
 from draftsmith.common.progress import ProgressBar
-from draftsmith.data import sources
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console, make_console
 from draftsmith.inference.drafters.compressed import APPENDED, CompressedDrafter, Selector
 from draftsmith.inference.engine.costs import ContextCosts, context_costs
-from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention
-from draftsmith.inference.engine.step import Step, capacity_for, static_by_default
+from draftsmith.inference.evaluation.prefilled import MOST, Prefilled, by_depth, longest_context, windows
 from draftsmith.inference.evaluation.report import write_figure
-from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.models.target import Target, load_target
 
 
@@ -154,103 +148,9 @@ def predict(
     return Prediction(tokens / cost, tokens, verify, draft, select, least)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A continuation of a batch.
-
-    select: seconds of the first selection of all rows. seconds: of the steps, with later selections.
-    committed: by row, the tokens that each step committed.
-    """
-
-    select: float
-    seconds: float
-    committed: list[list[int]]
-
-    @property
-    def steps(self) -> int:
-        return len(self.committed[0])
-
-
-class Prefilled:
-    """A batch of texts of one length that is read once; steps of any drafter continue from there, in greedy mode."""
-
-    def __init__(self, target: Target, texts: Sequence[list[int]], new_tokens: int) -> None:
-        self.target, self.texts, self.rows = target, texts, len(texts)
-        drafter = PlainDrafter(target.device)
-        self.new_tokens = new_tokens
-        self.capacity = capacity_for(len(texts[0]) + 2 * new_tokens + 3 * MOST, drafter)
-        self.plain = Step(target, drafter, "greedy", self.rows, self.capacity, static=static_by_default(target))
-        began = time.perf_counter()
-        self.plain.begin(slice(0, self.rows), texts, [Sampling()] * self.rows)
-        self.prefill_seconds = time.perf_counter() - began
-        state = self.plain.state
-        self.kept = [each.clone() for each in (state.root, state.feature, self.plain.cache.lengths)]
-
-    def step(self, drafter: Drafter) -> Step:
-        """A step of a drafter that reads no features, on a copy of the cache."""
-        static = static_by_default(self.target)
-        step = Step(self.target, drafter, "greedy", self.rows, self.capacity, static=static)
-        step.cache.take(self.plain.cache)
-        step.active.fill_(True)
-        step.verifier.begin(slice(0, self.rows), self.texts, [Sampling()] * self.rows)
-        return step
-
-    def run(self, step: Step) -> "Run":
-        """Continue all texts by ``new_tokens`` tokens on average, none by more than twice as many."""
-        if step.static:  # the first step is captured in a graph
-            self._restore(step)
-            step.launch()()
-        self._restore(step)
-        committed: list[list[int]] = [[] for _ in self.texts]
-        began = time.perf_counter()
-        if isinstance(step.drafter, CompressedDrafter):
-            step.drafter.entries.select_where_due([len(text) for text in self.texts])
-        totals, selected = torch.zeros(self.rows), time.perf_counter()
-        while totals.mean() < self.new_tokens and totals.max() < 2 * self.new_tokens:
-            rows = step.launch()()
-            for own, row in zip(committed, rows, strict=True):
-                own.append(row[0])
-            totals += torch.tensor([row[0] for row in rows])
-        return Run(selected - began, time.perf_counter() - selected, committed)
-
-    def _restore(self, step: Step) -> None:
-        for to, kept in zip((step.state.root, step.state.feature, step.cache.lengths), self.kept, strict=True):
-            to.copy_(kept)
-        tokens, rows = torch.tensor(self.texts, device=self.target.device), slice(0, self.rows)
-        step.drafter.begin(rows)
-        step.drafter.prefill(step.state.feature, tokens, 0, rows)
-
-
-def by_depth(committed: Sequence[Sequence[int]], drafts: int) -> list[list[int]]:
-    """For each depth from 1 on: how often a token was drafted after accepted ones, and how often it was accepted."""
-    accepted = [count - 1 for row in committed for count in row]
-    return [[sum(n >= d - 1 for n in accepted), sum(n >= d for n in accepted)] for d in range(1, drafts + 1)]
-
-
 def drafter_of(target: Target, setting: Setting) -> CompressedDrafter:
     """The drafter of a setting, all of whose tokens are drafted in each step."""
     return CompressedDrafter(target, Selector(setting.selector, setting.entries), (1,) * setting.drafts)
-
-
-def windows(target: Target, source: str, count: int, length: int) -> list[list[int]]:
-    """Texts of ``length`` tokens: the held-out documents of a source one after the other, in their order.
-
-    Raises:
-        ValueError: there are fewer, or the target has no tokenizer.
-    """
-    if target.tokenizer is None:
-        raise ValueError(f"target '{target.name}' has no tokenizer")
-    tokens: list[int] = []
-    for document in sources.documents(source, "test"):
-        tokens += target.tokenizer(document.text + "\n\n", add_special_tokens=False, verbose=False)["input_ids"]
-        if len(tokens) >= count * length:
-            return [tokens[number * length : (number + 1) * length] for number in range(count)]
-    raise ValueError(f"source '{source}' has {len(tokens) // length} texts of {length} tokens; {count} are needed")
-
-
-def longest_context(target: Target, new_tokens: int) -> int:
-    """The longest texts that :class:`Prefilled` can continue within the target's context."""
-    return target.context - 2 * new_tokens - 3 * MOST
 
 
 @dataclass

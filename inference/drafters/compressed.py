@@ -40,7 +40,7 @@ from draftsmith.models.target import Target
 
 SINKS = 4  # first tokens that streamingllm keeps (arXiv 2309.17453 §3.2)
 WINDOW, POOL = 32, 5  # w of snapkv, and the neighbours over which its scores are averaged (arXiv 2404.14469 §4)
-APPENDED = 128  # verified tokens that are appended to a selection before it is made anew
+APPENDED = 256  # verified tokens that are appended to a selection before it is made anew
 OBSERVED = {"streamingllm": 0, "snapkv": WINDOW, "topk": 1}  # w, by selector
 # Rotary embeddings whose frequencies depend on the text's length: keys cannot be rotated once more.
 _BY_LENGTH = ("dynamic", "longrope")

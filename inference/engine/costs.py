@@ -36,7 +36,7 @@ LONG_SIZES = (1, 16)  # of steps with a long context
 ROUNDS = 100
 REPEATS = 2  # consecutive steps of one size; in the first one the processor's caches hold other sizes' data
 MIN_ROUNDS = 3  # fewer are not kept
-TRIES = 3  # times that a process measures again where real steps are much faster
+TRIES, AGAIN_SECONDS = 3, 1.0  # how often a process measures again where real steps are much faster, and how long
 CONTEXT, LONG_CONTEXT = 128, 1024  # cached tokens
 
 
@@ -113,7 +113,7 @@ def step_costs(target: Target, lean: bool | None = None, remeasure: bool = False
     def again() -> StepCosts:
         nonlocal left
         left -= 1
-        found = _measure_and_keep(target, lean, key, SECONDS)
+        found = _measure_and_keep(target, lean, key, AGAIN_SECONDS)
         found.again = again if left else None
         return found
 

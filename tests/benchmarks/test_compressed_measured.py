@@ -1,5 +1,6 @@
 """benchmarks/compressed.py: acceptance, speed and selections of self-speculation over a compressed cache."""
 
+import itertools
 import json
 
 import pytest
@@ -37,12 +38,17 @@ def test_acceptance_by_kind_and_setting(run):
 
 
 def test_speed_and_its_prediction(run):
-    rows = run("speed", "--contexts", 64, "--batch-sizes", 1, 2, "--drafts", 1, 2, "--kinds", "code", "--count", 1)
-    assert [(row["batch"], row["selector"], row["entries"], row["drafts"]) for row in rows] == [
-        (batch, selector, entries, drafts) for batch in (1, 2) for selector in ("streamingllm", "snapkv")
-        for entries in (36, 40) for drafts in (1, 2)
-    ]  # fmt: skip
+    rows = run(
+        "speed", "--contexts", 64, "--batch-sizes", 1, 2, "--drafts", 1, 2, "--kinds", "code", "--count", 1,
+        "--drafters", "ngram",
+    )  # fmt: skip
+    names = [(row["batch"], row["selector"], row["entries"], row["drafts"]) for row in rows]
+    settings = [*itertools.product(("streamingllm", "snapkv"), (36, 40), (1, 2))]
+    assert names == [(batch, *each) for batch in (1, 2) for each in (*settings, ("ngram", None, 10))]
     for row in rows:
+        if row["selector"] == "ngram":
+            assert row["speedup"] > 0 and "predicted" not in row
+            continue
         assert row["speedup"] > 0 and row["predicted"] > 0 and 1 <= row["tokens"] <= row["drafts"] + 1
         assert row["execution"].startswith("eager")
         time = row["verify"] + row["draft"] + row["select"]

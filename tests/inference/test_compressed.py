@@ -181,6 +181,31 @@ def first_layer_keys(target, tokens, start):
     return keys[0]
 
 
+class Again(CompressedDrafter):
+    """Runs each root once more, at its text's own position."""
+
+    checked = 0
+
+    def _run(self, level, tokens, plans):
+        hidden = super()._run(level, tokens, plans)
+        if level.first == 0:
+            (count,), (without,) = self.cache.lengths.tolist(), self.entries.left_out.tolist()
+            positions, slots = torch.tensor([[count + without]]), torch.tensor([[count]])
+            again, _ = self.runner.forward(tokens, positions, slots, count + 1, biases={0: None})
+            torch.testing.assert_close(hidden, again, atol=1e-4, rtol=1e-4)
+            self.checked += without > 0
+        return hidden
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_are_at_their_own_positions(make_target, name):
+    """Whatever the cache leaves out."""
+    target = make_target("llama")
+    drafter = Again(target, Selector(name, 16), (1, 1))
+    SpeculativeDecoder(target, drafter).generate([PROMPT], 20, stop_ids=frozenset())
+    assert drafter.checked > 5
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("lean", [True, False])
 def test_with_all_entries_it_is_the_target(make_target, name, lean, monkeypatch):

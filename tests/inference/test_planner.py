@@ -13,11 +13,10 @@ from draftsmith.inference.engine import costs
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.costs import ContextCosts, StepCosts, context_costs
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.evaluation.prefilled import Prefilled, by_depth
 from draftsmith.inference.planner import (
     Measured,
-    Prefilled,
     Setting,
-    by_depth,
     expected_tokens,
     plan,
     predict,
@@ -40,13 +39,13 @@ def test_expected_tokens():
     assert expected_tokens([]) == 1
 
 
-@pytest.mark.parametrize(("selector", "share"), [("snapkv", 1 / 128), ("topk", 0)])
+@pytest.mark.parametrize(("selector", "share"), [("snapkv", 1 / 256), ("topk", 0)])
 def test_predictions_are_the_formula(selector, share):
     """share: of a selection, for each token; 0: one in each step."""
     setting, alphas = Setting(selector, 256, 3), [0.9, 0.8, 0.7, 0.1]
     found = predict(COSTS.seconds, 8, 3000, setting, alphas, 0.003, 0.0004, -0.0002)
     tokens = 1 + 0.9 + 0.9 * 0.8 + 0.9 * 0.8 * 0.7
-    draft = sum(t(8, 256 + 64 + depth, 1) - 0.0002 for depth in range(3))
+    draft = sum(t(8, 256 + 128 + depth, 1) - 0.0002 for depth in range(3))
     select = 8 * 0.003 * (tokens * share if share else 1)
     verify = t(8, 3000, 4) + 0.0004
     plain = t(8, 3000, 1)
