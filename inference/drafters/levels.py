@@ -141,6 +141,8 @@ class Levels:
             node; ``naive``: without replacement, but verified as deterministic drafts (accepted iff the target's own
             sample is among them), which is exact and accepts less: for comparison. ``none``: nothing is drawn; its
             nodes are those of greedy mode, deterministic drafts, at all levels.
+        by_rank: estimated acceptance probability of a node's best token, the second best, …, where its parent is
+            accepted (the last one of all further ranks); the model's own probabilities if left out.
 
     Attributes:
         random: as :class:`~draftsmith.inference.engine.protocol.Drafter` has it.
@@ -152,13 +154,14 @@ class Levels:
 
     def __init__(
         self, tree: Sequence[int] | Topology, vocabulary: int, target_vocabulary: int,
-        draws: DrawKind = "without_replacement",
+        draws: DrawKind = "without_replacement", by_rank: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         topology = _topology(tree, vocabulary)
         self.layout = Layout(topology)
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(map(len, self.layout.children))
         self.target_vocabulary, self.draws = target_vocabulary, draws
+        self.likely, self.by_rank = by_rank, None
         # Naive draws are verified, and merged, as deterministic ones.
         self.random = draws in ("without_replacement", "iid")
 
@@ -167,6 +170,9 @@ class Levels:
         layout = self.layout
         self.rows, self.static = rows, static
         self.numbers = torch.arange(self.branching, device=device)
+        if self.likely is not None:
+            most = max(k for k, _ in layout.best)
+            self.by_rank = torch.tensor([*self.likely, *[self.likely[-1]] * most][:most], device=device)
         self.ones = torch.ones(rows, 1, device=device)
         self.deepest_run = 0
         # Trees with 0, 1, … levels below the root.
@@ -258,7 +264,8 @@ class Levels:
                 else:
                     scores, ids = logits(hidden)
                     log_q, best = state.noise.draft(scores, depth, choice.k, ids)
-                acceptance = above * log_q.exp() if weighs else self.ones
+                likely = log_q.exp() if self.by_rank is None else self.by_rank[: choice.k]
+                acceptance = above * likely if weighs else self.ones
             else:
                 choice = self.drawn[depth]
                 k = choice.k

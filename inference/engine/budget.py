@@ -71,6 +71,8 @@ class _Source:
         that this takes, and passes.
     asked, waited: steps in which it was asked, and in which it was not since.
     trial: it is asked because it waited: for one level, whose estimates are not corrected.
+    paid: so it was, and what came true would have paid: it is asked in the next step, too, on trial as long as its
+        corrected estimates say that it does not pay.
     """
 
     passes: list[_Times]
@@ -80,6 +82,7 @@ class _Source:
     asked: int = 0
     waited: int = 0
     trial: bool = False
+    paid: bool = False
 
 
 class Budget:
@@ -113,7 +116,7 @@ class Budget:
         self.came_true, self.estimated = np.zeros((2, len(learns), rows + 1, max_depth + 1))
         self.step_times: dict[int, _Times] = {}  # in units of t(B, S, N), by N
         self.corrections: dict[int, float] = {}  # the shortest of them
-        self.steps, self.table, self.shape = 0, list[float](), (-1, -1)
+        self.steps, self.reviews, self.table, self.shape = 0, 0, list[float](), (-1, -1)
         self.level = 0
 
     def measured_again(self, costs: Callable[[int, float, int], float]) -> None:
@@ -140,13 +143,13 @@ class Budget:
         self.active, self.weights = active, None if all(active) else torch.tensor(active)[:, None].float()
         self.tokens = self.roots = float(sum(active))  # expected of all rows
         self.nodes, self.drafting, self.kept = 1, 0.0, False
-        if self.steps % REVIEW == 0:
+        if self.steps == STEPS or self.steps % REVIEW == 0:
             self._review()
         for counts in (self.came_true, self.estimated):
             counts[:, :-1] *= DECAY
             counts[:, -1] *= SLOW_DECAY
         cached = sum(lengths) / self.rows
-        shape = (self.steps // REVIEW, int(cached) // 64)
+        shape = (self.reviews, int(cached) // 64)
         self.steps += 1
         if shape != self.shape:
             self.shape = shape
@@ -164,11 +167,12 @@ class Budget:
         """Whether a drafter is asked in this step, after those asked before."""
         source = self.sources[number]
         step, cost = self._step_seconds(self.nodes + source.nodes), self._cost(number)
-        source.trial = source.waited >= max(RETRY, self._passes(number, 1) / self.table[0] / TRIALS)
-        asked = self.most > 1 and (source.asked < FEWEST or source.trial or cost < CHEAP * self.table[0])
-        if not asked and self.most > 1:
-            new = (self.tokens + source.gain * self.roots) / (self.drafting + cost + step)
-            asked = new > MARGIN * self.tokens / (self.drafting + self._step_seconds(self.nodes))
+        new = (self.tokens + source.gain * self.roots) / (self.drafting + cost + step)
+        pays = new > MARGIN * self.tokens / (self.drafting + self._step_seconds(self.nodes))
+        pays = pays or source.asked < FEWEST or cost < CHEAP * self.table[0]
+        waits = max(RETRY, self._passes(number, 1) / self.table[0] / TRIALS)
+        source.trial = source.waited >= waits or (source.paid and not pays)
+        asked, source.paid = self.most > 1 and (pays or source.trial), False
         if not asked:
             source.waited += 1
             return False
@@ -274,8 +278,8 @@ class Budget:
             self._correct(row)
         for number, count in enumerate(hits):
             speed = (1 + count / max(self.roots, 1.0)) / (self._passes(number, 1) + self._step_seconds(2))
-            if self.sources[number].trial and speed > 1 / self._step_seconds(1):  # it paid: tried again at once
-                self.sources[number].waited = 10**9
+            if self.sources[number].trial and speed > 1 / self._step_seconds(1):
+                self.sources[number].paid = True
 
     def ran(self, nodes: int, cached: float, seconds: float) -> None:
         """Record the time of a step of the target, drafting excluded."""
@@ -303,6 +307,7 @@ class Budget:
             times.review()
         found = {nodes: times.shortest for nodes, times in self.step_times.items()}
         self.corrections = {nodes: factor for nodes, factor in sorted(found.items()) if factor is not None}
+        self.reviews += 1
         self.misjudged = min(self.corrections.values(), default=1.0) < MISJUDGED
 
     def _passed(self, number: int) -> None:

@@ -192,13 +192,36 @@ def test_a_bad_moment_heals():
     for _ in range(2 * REVIEW):
         text.step(0.8, 0.8, 6.0 if text.chosen[-1] > 1 else 1.0)
     text.run(3 * REVIEWS * REVIEW, 0.8, 0.8)
-    assert sum(text.chosen[-20:]) >= 0.95 * before
+    assert sum(text.chosen[-20:]) >= 0.85 * before  # 6 or 7 nodes
     text.pass_seconds = 3.0
     text.run(3 * REVIEW, 0.8, 0.8)
     assert sum(text.chosen[-REVIEW:]) < 1.3 * REVIEW, "too slow to pay"
     text.pass_seconds = 0.05
     text.run(60 * RETRY, 0.8, 0.8)
-    assert sum(text.chosen[-20:]) >= 0.95 * before
+    assert sum(text.chosen[-20:]) >= 0.85 * before  # 6 or 7 nodes
+    assert set(text.chosen[-20:]) <= {6, 7}
+
+
+def test_after_a_trial_that_paid_as_many_levels_as_pay():
+    """A drafter that failed in one text is asked for one level after a while, and where that would have paid for all
+    that pay, from the next step on."""
+    text = Text(StepCosts({1: 1.0, 8: 1.5}), pass_seconds=0.1)
+    text.run(3 * REVIEW, 0.0, 0.9)
+    assert sum(text.asked[-20:]) < 3
+    start = len(text.chosen)
+    text.run(2 * RETRY, 1.0, 0.9)
+    first = next(step for step in range(start, len(text.chosen)) if text.asked[step])
+    assert text.chosen[first] == 2 and text.chosen[-1] > 4
+    assert all(text.asked[first:])
+
+
+def test_the_first_steps_correct_the_costs_soon():
+    text = Text(StepCosts({1: 1.0, 8: 1.2}))
+    text.budget.costs = StepCosts({1: 0.5, 8: 0.6}).seconds
+    text.run(STEPS, 0.0, 0.0)
+    assert text.budget.table[0] == pytest.approx(0.5)
+    text.run(1, 0.0, 0.0)
+    assert text.budget.table[0] == pytest.approx(1.0)
 
 
 def test_steps_that_run_correct_the_costs():

@@ -2,6 +2,7 @@
 every drafter."""
 
 import itertools
+from dataclasses import replace
 
 import lossless_suite
 import pytest
@@ -218,6 +219,18 @@ def test_with_all_entries_it_is_the_target(make_target, name, lean, monkeypatch)
     drafter = CompressedDrafter(target, Selector(name, 200), (1, 1, 1))
     results = SpeculativeDecoder(target, drafter, lean=lean).generate([PROMPT, PROMPT[:9]], 24, stop_ids=frozenset())
     assert [set(result.accepted[:-1]) for result in results] == [{4}, {4}]
+
+
+def test_acceptance_is_estimated_by_rank(make_target):
+    """Whatever the model's probabilities are: those of a random target are low, and its own drafts accepted."""
+    target = make_target("llama")
+    drafter, trees = CompressedDrafter(target, Selector("snapkv", 200), (2, 1)), []
+    propose = drafter.propose
+    drafter.propose = lambda state: (trees.append(propose(replace(state, weighs=True))), trees[-1])[1]
+    SpeculativeDecoder(target, drafter).generate([PROMPT], 4, stop_ids=frozenset())
+    best, second = compressed.BY_RANK[:2]
+    expected = torch.tensor([[1.0, best, second, best * best, second * best]])
+    torch.testing.assert_close(trees[0].acceptance, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
