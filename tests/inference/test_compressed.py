@@ -182,14 +182,14 @@ def first_layer_keys(target, tokens, start):
     return keys[0]
 
 
-class Again(CompressedDrafter):
-    """Runs each root once more, at its text's own position."""
+class RunsAgain:
+    """Runs each root once more, at its text's own position. To be mixed into a drafter."""
 
     checked = 0
 
-    def _run(self, level, tokens, plans):
-        hidden = super()._run(level, tokens, plans)
-        if level.first == 0:
+    def _run(self, level, tokens, *args):
+        hidden = super()._run(level, tokens, *args)
+        if level.first == 0 and tokens.shape[1] == 1:
             (count,), (without,) = self.cache.lengths.tolist(), self.entries.left_out.tolist()
             positions, slots = torch.tensor([[count + without]]), torch.tensor([[count]])
             again, _ = self.runner.forward(tokens, positions, slots, count + 1, biases={0: None})
@@ -198,13 +198,23 @@ class Again(CompressedDrafter):
         return hidden
 
 
+class Again(RunsAgain, CompressedDrafter):
+    pass
+
+
+class ModelAgain(RunsAgain, DraftModelDrafter):
+    pass
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_are_at_their_own_positions(make_target, name):
     """Whatever the cache leaves out."""
     target = make_target("llama")
-    drafter = Again(target, Selector(name, 16), (1, 1))
-    SpeculativeDecoder(target, drafter).generate([PROMPT], 20, stop_ids=frozenset())
-    assert drafter.checked > 5
+    own = Again(target, Selector(name, 16), (1, 1))
+    model = ModelAgain(target, target, (1, 1), selector=Selector(name, 16))
+    for drafter in (own, model):
+        SpeculativeDecoder(target, drafter).generate([PROMPT], 20, stop_ids=frozenset())
+        assert drafter.checked > 5
 
 
 @pytest.mark.parametrize("name", NAMES)
