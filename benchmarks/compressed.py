@@ -29,7 +29,7 @@ KINDS = ("code", "english", "passages")
 
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
-    parser.add_argument("what", choices=["acceptance", "speed", "selection"])
+    parser.add_argument("what", choices=["acceptance", "speed", "selection"], help="what to measure")
     parser.add_argument("target", help="as for decode.py --target")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024], metavar="S", help="(%(default)s)")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1], metavar="B", help="of speeds (%(default)s)")

@@ -37,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="B", help="(%(default)s)")
     parser.add_argument("--entries", type=int, nargs="+", default=[64, 128, 256], metavar="K", help="(%(default)s)")
-    parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=["streamingllm", "snapkv"])
+    parser.add_argument(
+        "--selectors", nargs="+", choices=SELECTORS, default=["streamingllm", "snapkv"], help="(%(default)s)"
+    )
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="texts; those with S tokens or more are cut")
     parser.add_argument("--texts", type=int, default=4, help="of each length, for acceptance (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each text, and of an answer (%(default)s)")
