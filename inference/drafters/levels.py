@@ -264,8 +264,9 @@ class Levels:
                 else:
                     scores, ids = logits(hidden)
                     log_q, best = state.noise.draft(scores, depth, choice.k, ids)
-                likely = log_q.exp() if self.by_rank is None else self.by_rank[: choice.k]
-                acceptance = above * likely if weighs else self.ones
+                acceptance = self.ones
+                if weighs:
+                    acceptance = above * (log_q.exp() if self.by_rank is None else self.by_rank[: choice.k])
             else:
                 choice = self.drawn[depth]
                 k = choice.k
