@@ -164,7 +164,10 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
                 own = single[setting.selector, setting.entries]
                 cached = context + args.new_tokens / 2
                 select = own.select if args.new_tokens > APPENDED else 0.0
-                plan = predict(costs.seconds, rows, cached, setting, conditional, select, own.per_step, own.per_draft)
+                appended = min(APPENDED, args.new_tokens)
+                plan = predict(
+                    costs.seconds, rows, cached, setting, conditional, select, own.per_step, own.per_draft, appended
+                )
                 found.append({
                     "batch": rows, "context": context, **vars(setting),
                     "speedup": round(float(share_of(columns.sum(1))), 4), "interval": interval_of(columns),

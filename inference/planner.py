@@ -126,6 +126,7 @@ def expected_tokens(alphas: Sequence[float]) -> float:
 def predict(
     seconds: Callable[[int, float, int], float], batch: int, cached: float, setting: Setting,
     alpha: Sequence[float], select: float = 0.0, per_step: float = 0.0, per_draft: float = 0.0,
+    appended: int = APPENDED,
 ) -> Prediction:  # fmt: skip
     """The speed of a setting by step costs and acceptance.
 
@@ -134,13 +135,14 @@ def predict(
         alpha: α₁, α₂, …, at least γ.
         select: seconds in which one row's entries are selected.
         per_step, per_draft: seconds that a step, and each of its drafting passes, takes beyond that; may be negative.
+        appended: tokens until the next selection; of a text that ends before it, its new ones.
     """
     plain, drafts = seconds(batch, cached, 1), setting.drafts
     tokens = expected_tokens(alpha[:drafts])
-    held = min(cached, setting.entries + APPENDED / 2)  # on average, until the next selection
+    held = min(cached, setting.entries + appended / 2)  # on average
     draft = sum(seconds(batch, held + depth, 1) + per_draft for depth in range(drafts)) / plain
     verify = (seconds(batch, cached, drafts + 1) + per_step) / plain
-    select *= batch / plain * (1 if setting.selector == "topk" else tokens / APPENDED)
+    select *= batch / plain * (1 if setting.selector == "topk" else tokens / appended)
     cost = draft + verify + select
     low, high = 0.0, 1.0
     for _ in range(30):
@@ -198,7 +200,9 @@ def measure(
         in_steps = select if selector == "topk" or new_tokens > APPENDED else 0.0
         beyond: dict[int, float] = {}  # by number of drafted tokens
         for drafts in (1, MOST):
-            known = predict(costs.seconds, 1, length, Setting(selector, entries, drafts), alpha, in_steps)
+            setting = Setting(selector, entries, drafts)
+            appended = min(APPENDED, new_tokens)
+            known = predict(costs.seconds, 1, length, setting, alpha, in_steps, appended=appended)
             total = (known.draft + known.verify + known.select) * costs.seconds(1, length, 1)
             beyond[drafts] = steps[selector, entries, drafts] - total
         per_draft = (beyond[MOST] - beyond[1]) / (MOST - 1)
@@ -262,7 +266,8 @@ def planned_drafter(
     else:
         facts = json_object(Path(plan), "plan")
         cells = facts.get("cells")
-        if not isinstance(cells, list) or not cells:
+        needed = {"batch", "context", "drafter", "speedup"}
+        if not isinstance(cells, list) or not cells or any(needed - {*cell} for cell in cells) or "target" not in facts:
             raise ValueError(f"{plan}: is no plan of inference/planner.py")
         if facts["target"]["fingerprint"] != target.fingerprint:
             raise ValueError(f"{plan}: is for target '{facts['target']['name_or_path']}', not '{target.name}'")

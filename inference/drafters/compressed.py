@@ -268,7 +268,7 @@ class CompressedCache:
             by_head = queries[0].reshape(-1, window, keys.shape[2])
             scores = attention_scores(by_head, keys, scale, softcap, pool)
             best = scores.topk(entries - window).indices.sort().values  # [Hkv, K − w]
-            places = torch.cat((best, self._last(window, length).expand(len(keys), -1)), 1)
+            places = torch.cat((best, self.numbers[start:length].expand(len(keys), -1)), 1)
             places = places[..., None].expand(-1, -1, keys.shape[2])
             own_keys.copy_(keys.gather(1, places))
             own_values.copy_(values.gather(1, places))
@@ -280,9 +280,6 @@ class CompressedCache:
         self.full.window = None
         for each, kept in zip(changed, before, strict=True):
             each.copy_(kept)
-
-    def _last(self, count: int, length: int) -> Tensor:
-        return torch.arange(length - count, length, device=self.numbers.device)[None]
 
 
 class CompressedDrafter(Drafter):

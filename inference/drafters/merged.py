@@ -101,8 +101,8 @@ class MergedDrafter(Drafter):
             drafter.end(row)
 
     def prepare(self, state: State) -> None:
-        for drafter, view in zip(self.drafters, self._states(state), strict=True):
-            drafter.prepare(view)
+        for drafter in self.drafters:
+            drafter.prepare(state)
 
     def propose(self, state: State) -> TokenTree:
         self.single = -1

@@ -15,7 +15,7 @@ from draftsmith.inference.drafters.compressed import CompressedCache, Compressed
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.names import check_name, compressed_of, draft_model_of, has_folder
+from draftsmith.inference.drafters.names import SELECTORS, check_name, compressed_of, draft_model_of, has_folder
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine import step
 from draftsmith.inference.engine.engine import SpeculativeDecoder
@@ -356,6 +356,7 @@ def test_names():
     assert compressed_of("streamingllm:64@2,1") == ("streamingllm", 64, [2, 1])
     assert draft_model_of("draft_model:a/b,snapkv:256@2,1") == ("a/b", [2, 1], ("snapkv", 256))
     assert draft_model_of("draft_model:a,b@2,1") == ("a,b", [2, 1], None)
+    assert tuple(compressed.OBSERVED) == SELECTORS
     assert not has_folder("snapkv:256") and not has_folder("topk:9")
     for wrong in ("snapkv", "snapkv:", "snapkv:0", "snapkv:9@", "topk:many"):
         with pytest.raises(ValueError, match=r":256 for a cache of 256 entries"):

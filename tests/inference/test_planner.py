@@ -172,8 +172,9 @@ def test_the_command_and_decoding_by_its_plan(run_main, tiny_lm, long_prompts, t
     facts["target"]["fingerprint"] = "another"
     out.write_text(json.dumps(facts))
     assert "is for target" in decoded(out)[2]
-    out.write_text("{}")
-    assert "is no plan" in decoded(out)[2]
+    for damaged in ("{}", '{"cells": [{"batch": 1}], "target": {}}'):
+        out.write_text(damaged)
+        assert "is no plan" in decoded(out)[2]
     assert "there is no such file" in decoded(tmp_path / "missing.json")[2]
     code, _, err = run_main(
         decode.main, "ngram", "--plan", out, "--target", tiny_lm, "--prompt", "a", script="inference/decode.py"
