@@ -369,14 +369,16 @@ class _Queue:
                 self._add(row, text, [token], [0], step=False)
 
     def _next_texts(self) -> list[tuple[int, _Text]]:
-        """Rows and texts of new requests, for the first adjacent free rows; one at a time where the bits of a row
-        do not depend on the other rows, so that those of a prompt do not either."""
+        """Rows and texts of new requests, for the first adjacent free rows. One at a time where a text is a function of
+        its request alone, and the bits of a row do not depend on the other rows: those of a prompt then do not either.
+        """
+        alone = self.step.runner.bitwise and self.step.mode in ("greedy", "sample")
         new: list[tuple[int, _Text]] = []
-        for row, text in enumerate(self.texts):
-            if new and (text is not None or self.step.runner.bitwise):
+        if None not in self.texts:
+            return new
+        for row in range(self.texts.index(None), len(self.texts)):
+            if self.texts[row] is not None or (new and alone):
                 break
-            if text is not None:
-                continue
             request = next(self.waiting, None)
             if request is None:
                 break
