@@ -154,7 +154,7 @@ def test_law(device, top_k, top_p):
     interpreted = device.type == "cpu" and not why_not_triton(torch.empty(0)) and not cpu.runs(torch.empty(0))
     many = torch.arange(60 if interpreted else 60_000)
     some = torch.full_like(many, 12345)
-    for seeds, positions in ((many, some), (some, many), (many, many)):
+    for seeds, positions in ((many, many), *(() if interpreted else ((many, some), (some, many)))):
         assert chosen_law(device, seeds, positions, top_k=top_k, top_p=top_p) > ALPHA
 
 
