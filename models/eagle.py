@@ -49,6 +49,7 @@ class EagleConfig:
     captured_layers: layers of the target whose inputs it reads (EAGLE-3).
     norm_before_fc: a norm of the joined features before ``fc``; fc_norm: one norm for each captured layer;
     norm_output: the hidden state that a draft continues with is the normed one (EAGLE-3.1).
+    fc_bias: whether ``fc`` has a bias (EAGLE-1).
     """
 
     version: int
@@ -67,6 +68,7 @@ class EagleConfig:
     fc_norm: bool = False
     norm_output: bool = False
     draft_vocab_size: int | None = None
+    fc_bias: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "captured_layers", tuple(self.captured_layers))
@@ -99,7 +101,7 @@ class EagleConfig:
     @classmethod
     def for_target(
         cls, config: Any, vocab_size: int, context: int, version: int, projection: Literal["own", "shared"],
-        draft_vocab_size: int | None = None, captured_layers: Sequence[int] = (), **norms: bool,
+        draft_vocab_size: int | None = None, captured_layers: Sequence[int] = (), **options: bool,
     ) -> "EagleConfig":  # fmt: skip
         """The config that fits a target.
 
@@ -121,7 +123,7 @@ class EagleConfig:
             getattr(config, "head_dim", None) or width // heads,
             getattr(config, "intermediate_size", None) or 4 * width,
             context, _rope_parameters(config), rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-            captured_layers=layers, draft_vocab_size=draft_vocab_size, **norms,
+            captured_layers=layers, draft_vocab_size=draft_vocab_size, **options,
         )  # fmt: skip
 
     @property
@@ -205,7 +207,9 @@ class Eagle(nn.Module):
         self.config = config
         d, eps, captured = config.hidden_size, config.rms_norm_eps, len(config.captured_layers)
         options: dict[str, Any] = {"dtype": dtype}
-        self.fc = nn.Linear(captured * d if captured else 2 * d, d, bias=config.version == 1, **options)
+        self.fc = nn.Linear(
+            captured * d if captured else 2 * d, d, bias=config.version == 1 and config.fc_bias, **options
+        )
         self.midlayer = _Layer(config, **options)
         self.norm = nn.RMSNorm(d, eps, **options) if config.version == 3 else None
         self.input_norm = nn.RMSNorm(captured * d, eps, **options) if config.norm_before_fc else None
@@ -219,7 +223,7 @@ class Eagle(nn.Module):
     @classmethod
     def for_target(
         cls, target: Target, version: int, projection: Literal["own", "shared"], draft_vocab_size: int | None = None,
-        captured_layers: Sequence[int] = (), **norms: bool,
+        captured_layers: Sequence[int] = (), **options: bool,
     ) -> "Eagle":  # fmt: skip
         """An untrained drafter for a target; its own LM head has the target's rows. A draft vocabulary is the first
         ids, until :meth:`draft_from` is called.
@@ -229,7 +233,7 @@ class Eagle(nn.Module):
         """
         config = EagleConfig.for_target(
             target.config, target.vocab_size, target.context, version, projection, draft_vocab_size, captured_layers,
-            **norms,
+            **options,
         )  # fmt: skip
         eagle = cls(config).to(target.device)
         eagle._start_lm_head(target)
@@ -250,8 +254,12 @@ class Eagle(nn.Module):
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "Eagle":
         """A drafter from its folder's config and weights; raises as :func:`with_weights`."""
-        fields = EagleConfig.__dataclass_fields__
-        return with_weights(lambda: cls(EagleConfig(**{name: config[name] for name in fields})), weights, where)
+
+        def make() -> Eagle:
+            given = {"fc_bias": True, **config}  # older ones lack it
+            return cls(EagleConfig(**{name: given[name] for name in EagleConfig.__dataclass_fields__}))
+
+        return with_weights(make, weights, where)
 
     def draft_head(self, lm_head: nn.Module) -> nn.Module:
         """The linear layer that gives logits over the draft vocabulary: its own, or the target's LM head or a frozen

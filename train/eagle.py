@@ -193,7 +193,7 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=t.trust_remote_code).get_text_config()
     made = EagleConfig.for_target(
         config, shape.vocab_size, recipe.data.max_length, d.version, d.projection, d.draft_vocab_size,
-        d.captured_layers or (), **d.norms,
+        d.captured_layers or (), **d.options,
     )  # fmt: skip
     with torch.device("meta"):
         own = sum(p.numel() for p in Eagle(made).parameters())
@@ -220,7 +220,7 @@ def train(run: Run[EagleRecipe]) -> None:
     recipe, d = run.recipe, run.recipe.drafter
     target = run.load_target()
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
-    eagle = Eagle.for_target(target, d.version, d.projection, size, d.captured_layers or (), **d.norms)
+    eagle = Eagle.for_target(target, d.version, d.projection, size, d.captured_layers or (), **d.options)
     run.start_weights(eagle, target)
     module = EagleTraining(target, eagle, recipe)
     rows = run.read_rows(target)
