@@ -98,6 +98,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from draftsmith.common.command import first_line
@@ -109,8 +111,35 @@ from draftsmith.models.exported import difference
 from draftsmith.models.formats import Source, check_form, written
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import DTYPES
+from draftsmith.models.shortlist import ShortlistHead
 from draftsmith.models.stored import local_folder, resolve_folder, save_tensors, stored_dtype
 from draftsmith.models.target import load_target
+
+
+def _with_list(
+    folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and weights of the EAGLE drafter whose shortlists these are, with the one list of all depths (FR-Spec,
+    VocabTrim) as its draft vocabulary.
+
+    Raises:
+        FileNotFoundError, ValueError: it is damaged, or its lists depend on depth or text.
+    """
+    head = ShortlistHead.from_artifact(config, weights, str(folder))
+    part = folder / config["parts"][0]
+    sizes = set(head.config.capacity)
+    if head.config.shortlist not in ("fr_spec", "vocab_trim") or len(sizes) > 1:
+        raise ValueError(
+            f"{folder}: its shortlists ({head.config.shortlist}) differ by depth or text, for which servers have no "
+            f"place; its drafter alone can be exported: {part}"
+        )
+    _, config, weights = read_drafter(str(part))
+    if config["drafter_type"] != "eagle":
+        raise ValueError(f"{folder}: shortlists of a drafter of type {config['drafter_type']} have no place in servers")
+    kept = head.order[: sizes.pop()].sort().values
+    ids = weights.get("draft_vocab", torch.arange(config["vocab_size"]))[kept]
+    rows = {"lm_head.weight": weights["lm_head.weight"][kept]} if "lm_head.weight" in weights else {}
+    return {**config, "draft_vocab_size": len(ids)}, {**weights, **rows, "draft_vocab": ids}
 
 
 def open_source(name: str, to: str, target_name: str | None = None, trust_remote_code: bool = False) -> Source:
@@ -124,6 +153,8 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
             format has no place for such a drafter.
     """
     folder, config, weights = read_drafter(name)
+    if config["drafter_type"] == "dynaspec":
+        config, weights = _with_list(folder, config, weights)
     kind = config["drafter_type"]
     if kind not in ("eagle", "medusa"):
         instead = "EAGLE drafters and Medusa heads are"

@@ -21,6 +21,7 @@ from draftsmith.models.artifact import in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import difference
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
 from draftsmith.models.target import load_target
 
 TARGET = "models/tiny-lm"  # 12 layers, so that 2, 6 and 9 are captured
@@ -275,6 +276,31 @@ def write(source, to, change, monkeypatch):
         return contiguous(tensors), config, contract
 
     monkeypatch.setattr(export, "written", wrong)
+
+
+# ---- one list of tokens for all depths (FR-Spec, VocabTrim)
+
+
+@pytest.mark.parametrize("form", ["own", "whole vocabulary"])
+def test_a_static_shortlist_is_the_draft_vocabulary(drafter, target, tmp_path, run_main, form):
+    """The list's rows of the base's LM head, and their ids as d2t; lists that differ by depth have no place."""
+    base, folder = drafter(form), tmp_path / "listed"
+    stored = load_file(base / "model.safetensors")
+    ids = stored.get("draft_vocab", torch.arange(target.vocab_size))
+    for capacity, message in (([200] * 6, ""), ([200] * 5 + [100], f"can be exported: {folder}/drafter")):
+        head = ShortlistHead(ShortlistConfig("fr_spec", len(ids), tuple(capacity)))
+        head.order.copy_(torch.randperm(len(ids), generator=torch.Generator().manual_seed(3)))
+        shutil.copytree(base, folder / "drafter", dirs_exist_ok=True)
+        write_drafter(folder, "dynaspec", head.config.to_dict(), head.state_dict(), target, {}, parts=["drafter"])
+        code, _, err = run_main(export.main, folder, "--to", "vllm", "--out", tmp_path / "out")
+        if message:
+            assert code == 2 and err.count("\n") == 1 and message in err
+            continue
+        written = load_file(tmp_path / "out/model.safetensors")
+        kept = head.order[:200].sort().values
+        assert torch.equal(torch.arange(200) + written["d2t"], ids[kept])
+        assert torch.equal(written["lm_head.weight"], stored["lm_head.weight"][kept])
+        assert config_of(tmp_path / "out")["draft_vocab_size"] == 200
 
 
 # ---- Medusa heads
