@@ -26,6 +26,13 @@ DraftVocabSize = Annotated[
         "its weight); null: all tokens",
     ),
 ]
+TemplateArguments = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]*$")], bool | int | float | str],
+    Field(
+        description="values of the chat template's own variables, such as enable_thinking: false; a drafter keeps the "
+        "template with them, so that data, training and decoding render chats alike",
+    ),
+]
 SAMPLES = 100_000_000  # sequences of a stage, at most: their order is kept in memory
 TINY_STEPS, TINY_LENGTH = 2, 96  # of --tiny: steps of a stage, tokens of a row
 
@@ -165,6 +172,7 @@ class Data(Section):
     template: Name | None = Field(
         default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
     )
+    template_arguments: TemplateArguments = Field(default={})
     max_skipped: Share = Field(
         default=0.1, description="share of rows that cannot be used (unknown speaker, empty chat, …) that is an error"
     )

@@ -9,8 +9,9 @@ An error of one row is an :class:`draftsmith.data.rows.UnusableRow`, an error of
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -76,6 +77,17 @@ def template_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str
     if template is None:
         check_template(cast(str, own_template), "the tokenizer's own chat template")
     return template or cast(str, own_template)
+
+
+def with_arguments(template: str, arguments: Mapping[str, bool | int | float | str]) -> str:
+    """A template in which arguments have these values, as ``apply_chat_template(…, enable_thinking=False)`` would give
+    them: one text, the same wherever chats are rendered.
+
+    Args:
+        arguments: by names that :data:`~draftsmith.common.sections.TemplateArguments` lets through.
+    """
+    values = "".join(f"{{% set {name} = {json.dumps(value)} %}}" for name, value in arguments.items())
+    return f"{values}{{{{ '' }}}}{template}"  # a line break behind a block would be dropped, behind an expression not
 
 
 def apply_template(

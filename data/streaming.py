@@ -20,7 +20,7 @@ from draftsmith.common.files import json_object, write_text
 from draftsmith.common.sections import Data, Source
 from draftsmith.data.packing import Rows
 from draftsmith.data.rows import Skipped, rows
-from draftsmith.data.tokenized import check, encoded, read_template
+from draftsmith.data.tokenized import check, encoded, template_for
 
 WINDOW = 1000  # samples that are in memory at a time and shuffled among themselves
 
@@ -42,7 +42,7 @@ class StreamedRows:
         self.source, self.data, self.tokenizer, self.seed, self.note = source, data, tokenizer, seed, note
         self.keep = keep  # whether this process writes the note; all read it
         self.length = data.max_length
-        self.template = read_template(data.template)
+        self.template = template_for(data, tokenizer)
         self.request: dict[str, Any] = {
             "source": source.model_dump(exclude={"weight"}), "max_length": data.max_length, "packing": data.packing,
             "seed": seed,

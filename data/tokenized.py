@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from draftsmith.common.files import cache_folder, locked, read_text, replacing
 from draftsmith.common.sections import Data, Source
-from draftsmith.data.chat import check_template, encode
+from draftsmith.data.chat import check_template, encode, template_of, with_arguments
 from draftsmith.data.formats import read_sample
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
@@ -26,6 +26,22 @@ if TYPE_CHECKING:  # takes seconds to import, and a template is read without it
     from transformers import PreTrainedTokenizerBase
 
 _VERSION = "4"  # of the encoding; to be raised with every change of the results of data/chat.py or data/rows.py
+
+
+def template_for(data: Any, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """The chat template of a recipe's section, with its ``template_arguments``; None for the tokenizer's own.
+
+    Args:
+        data: the section ``data`` of a training recipe or of one for distillation.
+        tokenizer: None for a target that renders no chats.
+
+    Raises:
+        FileNotFoundError, ValueError, OSError: as :func:`read_template`; or there are arguments and no template.
+    """
+    template = read_template(data.template)
+    if not data.template_arguments or tokenizer is None:
+        return template
+    return with_arguments(template_of(tokenizer, template), data.template_arguments)
 
 
 def read_template(template: str | None) -> str | None:
@@ -60,7 +76,7 @@ def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) ->
             label; the cache cannot be written.
         OSError: the disk is full.
     """
-    template = read_template(data.template)
+    template = template_for(data, tokenizer)
     source_rows, known = rows(source)
     source_rows = itertools.islice(source_rows, source.limit)
     if source.streaming:  # the content of a stream is unknown before it was read

@@ -104,7 +104,7 @@ from transformers import AutoConfig
 
 from draftsmith.common.command import first_line
 from draftsmith.common.files import check_folder, json_object, read_text, replacing_folder, write_json, write_text
-from draftsmith.models.artifact import check_target, provenance, push, read_drafter
+from draftsmith.models.artifact import TEMPLATE, check_target, provenance, push, read_drafter
 from draftsmith.models.card import measured, named, with_measured
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import difference
@@ -234,6 +234,8 @@ def export(
         contract.check(temporary)
         apart = difference(temporary, source.drafter, source.target)
         write_json(temporary / "provenance.json", provenance(format=to, max_logit_difference=apart, **(facts or {})))
+        if (template := source.folder / TEMPLATE).exists():
+            write_text(temporary / TEMPLATE, read_text(template, "chat template"))
         card = _card(source, out.resolve().name, to, served_target, speculative_tokens)
         write_text(temporary / "README.md", card)
     return apart
@@ -282,6 +284,12 @@ def _card(source: Source, name: str, to: str, served_target: str | None, tokens:
     whose = named(source.target_name, source.fingerprint, source.target_config.model_type, served_target)
     licence = json_object(trained).get("licence") if trained.exists() else None
     server, method, commands = _commands(source, to, whose.argument, tokens)
+    template = ""
+    if (source.folder / TEMPLATE).exists():
+        template = f"""
+
+It was trained with the chat template of `{TEMPLATE}`, which is not the target's own: serve it with
+`--chat-template {TEMPLATE}`."""
     what, limit = f"{source.heads.config.num_draft_heads if method == 'medusa' else ''} Medusa heads", ""
     if isinstance(source.drafter, Eagle):
         what = f"an EAGLE-{source.drafter.config.version} drafter"
@@ -294,7 +302,7 @@ With this folder's path or Hub id in place of DRAFTER:
 
 ```bash
 {commands}
-```
+```{template}
 
 Logits computed from these files were compared with the drafter's own; `provenance.json` has the largest difference.
 

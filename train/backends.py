@@ -12,7 +12,7 @@ from draftsmith.data.chat import encode_prompt, encode_user_turn
 from draftsmith.data.endpoint import Server, in_threads
 from draftsmith.data.rows import UnusableRow
 from draftsmith.data.seeds import TOO_LONG, Conversation, RequestFailed, ask_for_user_turn
-from draftsmith.data.tokenized import read_template
+from draftsmith.data.tokenized import template_for
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.text import answer_text
@@ -53,7 +53,7 @@ def by_engine(recipe: Distillation, conversations: Iterator[Conversation], end: 
     # Template and drafter are checked before the target's weights are loaded. The template is never the drafter's: a
     # drafter changes no answer.
     tokenizer = load_tokenizer(t.name, t.revision, t.trust_remote_code)
-    template = read_template(recipe.data.template)
+    template = template_for(recipe.data, tokenizer)
     check_has_template(tokenizer, template)
     target, drafter = load_drafter(
         e.drafter, target_name=t.name, revision=t.revision, dtype=t.dtype, quantize=t.quantize,
@@ -111,6 +111,7 @@ def by_endpoint(
     e, d = recipe.endpoint, recipe.decoding
     assert e is not None
     server = Server(e.url, e.model, e.timeout, e.retries, e.backoff)
+    arguments = {"chat_template_kwargs": recipe.data.template_arguments} if recipe.data.template_arguments else {}
 
     def converse(conversation: Conversation) -> None:
         while conversation.pending is not None:
@@ -121,7 +122,7 @@ def by_endpoint(
                 options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
             messages = ask_for_user_turn(conversation.pending) if user else conversation.pending
             try:
-                conversation.add(*server.answer(messages, **options))
+                conversation.add(*server.answer(messages, **options, **arguments))
             except RequestFailed as error:
                 conversation.fail(error)
 

@@ -53,7 +53,7 @@ from draftsmith.data.seeds import (
     written_seeds,
 )
 from draftsmith.data.shards import Shards, open_shards
-from draftsmith.data.tokenized import read_template
+from draftsmith.data.tokenized import template_for
 from draftsmith.models.artifact import provenance, write_json
 from draftsmith.models.options import choose_device
 from draftsmith.models.precision import DTYPES, describe
@@ -99,7 +99,7 @@ def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
     except (OSError, ValueError) as error:
         console.print(f"not rendered: {error}")
         return
-    template = read_template(recipe.data.template)
+    template = template_for(recipe.data, tokenizer)
     check_has_template(tokenizer, template)
     try:
         with refusals():

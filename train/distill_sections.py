@@ -14,6 +14,7 @@ from draftsmith.common.sections import (
     Share,
     Source,
     TargetSection,
+    TemplateArguments,
     Threads,
     Tokens,
 )
@@ -32,6 +33,7 @@ class Seeds(Section):
     template: Name | None = Field(
         default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
     )
+    template_arguments: TemplateArguments = Field(default={})
     max_skipped: Share = Field(
         default=0.1, description="a larger share of rows that ask nothing or cannot be used is an error"
     )
@@ -138,6 +140,8 @@ class Distillation(Section):
         }
         fields |= {"run.seed": self.run.seed, "backend": self.backend, "self_talk": self.self_talk}
         fields |= {"data.seeds": self.data.model_dump(mode="json")["seeds"]}  # not 'written': more of them change none
+        if self.data.template_arguments:
+            fields |= {"data.template_arguments": self.data.template_arguments}
         if self.backend == "endpoint":
             assert self.endpoint is not None
             return {**fields, "endpoint.model": self.endpoint.model}

@@ -19,7 +19,7 @@ from draftsmith.common.files import json_object, write_json
 from draftsmith.common.recipe import read_recipe, write_recipe
 from draftsmith.common.sections import DrafterRecipe, R, Stage
 from draftsmith.data.packing import Rows
-from draftsmith.data.tokenized import read_template
+from draftsmith.data.tokenized import template_for
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.tree import Topology
@@ -250,7 +250,7 @@ class Run(RunState[R]):
         own = {"target_fingerprint": self.fingerprint, "dtype": t.dtype, "init_from": recipe.init_from}
         own |= {"licence": recipe.export.licence}
         own |= {"data_labels": self.data_labels, **facts}  # tokens that training predicts, by source
-        template = read_template(recipe.data.template)
+        template = template_for(recipe.data, target.tokenizer)
         stored = in_dtype(weights, recipe.export.dtype)
         write_drafter(folder, self.kind, shape, stored, target, self.facts(**own), template, parts)
         if tree is not None and (self.small or recipe.export.push_to_hub) and not (folder / "tree.json").exists():

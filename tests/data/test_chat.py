@@ -3,13 +3,16 @@
 import itertools
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
-from draftsmith.data.chat import check_template, encode
+from draftsmith.common.sections import Data
+from draftsmith.data.chat import apply_template, check_template, encode, with_arguments
 from draftsmith.data.formats import Completion, read_sample
 from draftsmith.data.rows import UnusableRow
+from draftsmith.data.tokenized import template_for
 
 ROOT = Path(__file__).parents[2]
 SPECIAL = {
@@ -292,3 +295,31 @@ def test_the_tokenizers_own_template_is_checked():
 @pytest.mark.parametrize("template", sorted((ROOT / "tests/data/templates").glob("*.jinja")), ids=lambda p: p.stem)
 def test_real_templates_pass(template):
     check_template(template.read_text())
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_arguments_of_a_template(thinks):
+    """Qwen3's own, whose prompts end in an empty thinking block where thinking is off: one text renders a chat as the
+    template does with the argument."""
+    tokenizer, template = tokenizer_of("chatml"), (ROOT / "tests/hub/templates/qwen3.jinja").read_text()
+    one = with_arguments(template, {"enable_thinking": thinks})
+    check_template(one)
+    for prompt in (True, False):
+        options = {"add_generation_prompt": prompt, "tokenize": False}
+        wanted = tokenizer.apply_chat_template(CHAT, chat_template=template, enable_thinking=thinks, **options)
+        assert apply_template(CHAT, tokenizer, one, **options) == wanted
+    block = apply_template(CHAT[:1], tokenizer, one, add_generation_prompt=True, tokenize=False)
+    assert block.endswith("<think>\n\n</think>\n\n") == (not thinks)
+    section = SimpleNamespace(
+        template=template, template_arguments={"enable_thinking": thinks, "style": 'a "b"', "n": 2}
+    )
+    assert template_for(section, tokenizer).endswith(template) and "set n = 2" in template_for(section, tokenizer)
+    quoted = with_arguments("\n{{ style }}", {"style": 'a "b"'})
+    assert apply_template(CHAT, tokenizer, quoted, tokenize=False) == '\na "b"'
+    section.template_arguments = {}
+    assert template_for(section, tokenizer) == template
+
+
+def test_arguments_need_names():
+    with pytest.raises(ValueError, match="template_arguments"):
+        Data(train=[{"source": "stdlib"}], validation=[{"source": "stdlib"}], template_arguments={"a b": True})

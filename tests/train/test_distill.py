@@ -730,6 +730,17 @@ def test_tiny_asks_no_server(ask, server, tmp_path):
     assert counts_of(tmp_path / "whole-tiny")["done"] == 8 and not server.requests
 
 
+def test_a_servers_template_gets_its_arguments(ask, server):
+    """Only where there are some, and they cannot change within a folder."""
+    assert ask("run.name=plain")[0] == 0
+    assert all("chat_template_kwargs" not in asked for _, asked, _, _ in server.requests)
+    server.requests = []
+    assert ask("run.name=off", "data.template_arguments={enable_thinking: false}")[0] == 0
+    assert server.requests
+    assert all(asked["chat_template_kwargs"] == {"enable_thinking": False} for _, asked, _, _ in server.requests)
+    assert "template_arguments" in ask("run.name=off", "data.template_arguments={enable_thinking: true}")[2]
+
+
 def test_sampled_requests_carry_their_own_seeds(ask, server):
     options = ["decoding.mode=sample", "decoding.top_p=0.9"]
 
