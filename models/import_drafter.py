@@ -55,6 +55,7 @@ if __name__ == "__main__":
 
 import shlex
 import sys
+from typing import cast
 
 import torch
 
@@ -74,11 +75,9 @@ CHAIN = 3  # tokens of an EAGLE drafter's chain until it is calibrated
 @torch.no_grad()
 def facts_of(target: Target) -> Facts:
     """What a conversion needs of a target."""
-    rows = target.embeddings(torch.arange(target.vocab_size, device=target.device))
-    config = target.config
-    return Facts(
-        target.hidden_size, target.vocab_size, config.num_hidden_layers, target.context, rows, target.lm_head.weight
-    )
+    rows, head = target.embeddings(torch.arange(target.vocab_size, device=target.device)), target.lm_head.weight
+    layers = target.config.num_hidden_layers
+    return Facts(target.hidden_size, target.vocab_size, layers, target.context, rows, cast(torch.Tensor, head))
 
 
 def read_published(folder: Path, target: Target, pickles: bool = False) -> Imported:

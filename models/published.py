@@ -10,7 +10,7 @@ Shape letters: d hidden width, W the target's, V vocabulary, S draft vocabulary,
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,24 +23,24 @@ from draftsmith.models.medusa import MedusaConfig
 Config = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_EAGLE1 = {"LlamaForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
-_EAGLE3 = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
+_ARCHITECTURES = set(
+    "LlamaForCausalLM Qwen2ForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM LlamaForCausalLMEagle3 "
+    "Eagle3LlamaForCausalLM Eagle3Speculator Eagle3DraftModel".split()
+)
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-
 # Fields that change no logit.
 _HARMLESS = set(
     "architectures model_type auto_map torch_dtype dtype transformers_version _name_or_path bos_token_id eos_token_id "
     "pad_token_id initializer_range use_cache pretraining_tp attention_dropout num_hidden_layers max_window_layers "
     "has_no_defaults_at_init embed_requires_grad speculators_config speculators_version speculators_model_type "
-    "tie_word_embeddings next_layer_regular has_lm_head num_aux_hidden_states parallel_draft_heads_num_layers "
-    "head_num_layers".split()
+    "tie_word_embeddings next_layer_regular has_lm_head parallel_draft_heads_num_layers".split()
 )
 # Fields that are read below, or whose tensors are.
 _READ = set(
     "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim intermediate_size rms_norm_eps rope_theta "
-    "max_position_embeddings rope_scaling rope_parameters hidden_act draft_vocab_size target_hidden_size bias "
-    "attention_bias qkv_bias eagle_fc_bias eagle_config transformer_layer_config norm_before_residual norm_before_fc "
-    "fc_norm norm_output".split()
+    "max_position_embeddings rope_scaling rope_parameters draft_vocab_size eagle_aux_hidden_state_layer_ids bias "
+    "target_hidden_size attention_bias qkv_bias eagle_fc_bias eagle_config transformer_layer_config norm_output "
+    "norm_before_residual norm_before_fc fc_norm num_aux_hidden_states".split()
 )
 # Fields that have one value here, where they are stated.
 _ONE_VALUE = {
@@ -96,25 +96,22 @@ def convert(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     if "medusa_num_heads" in config or config.get("model_type") == "medusa":
         return _medusa(config, tensors, facts)
     kind = config.get("speculators_model_type", "eagle3")
-    names = set(config.get("architectures") or [])
-    if kind != "eagle3" or not names <= _EAGLE1 | _EAGLE3:
-        unknown = f"speculators_model_type '{kind}'" if kind != "eagle3" else f"architectures {sorted(names)}"
+    names = config.get("architectures") or []
+    if kind != "eagle3" or not _ARCHITECTURES.issuperset(names):
+        unknown = f"speculators_model_type '{kind}'" if kind != "eagle3" else f"architectures {names}"
         raise ValueError(f"{unknown}: no format that is imported; those are EAGLE-1, EAGLE-3 and Medusa")
     return _eagle(config, tensors, facts)
 
 
-def _check_fields(config: Config, known: set[str], where: str = "") -> None:
+def _check_fields(config: Config, known: Container[str], where: str = "") -> None:
     """Refuse unknown fields. One that is null, false, 0 or empty switches nothing on."""
     for name, value in config.items():
         if name in _ONE_VALUE and value is not None and value != _ONE_VALUE[name]:
             raise ValueError(f"config.json: {where}{name} is {value!r}; only {_ONE_VALUE[name]!r} is known here")
         # Qwen2's configs state a window that is not used.
         unused = name == "sliding_window" and config.get("use_sliding_window") is False
-        if value and not unused and name not in known | _HARMLESS | _ONE_VALUE.keys():
-            raise ValueError(
-                f"config.json: field '{where}{name}' is {value!r}, and it is not known here whether that changes the "
-                "drafter's logits"
-            )
+        if value and not unused and not any(name in each for each in (known, _HARMLESS, _ONE_VALUE)):
+            raise ValueError(f"config.json: field '{where}{name}' is {value!r}; it is not known here what that changes")
 
 
 def _number(config: Config, name: str, default: int | None = None) -> int:
@@ -159,20 +156,19 @@ def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
         if not isinstance(part, dict):
             raise ValueError(f"config.json: field '{where[:-1]}' is {part!r}; it has to be an object")
         if part is not config or not where:
-            _check_fields(part, _READ | {_LAYER_IDS}, where)
-    own, notes = dict[str, Tensor](), list[str]()
-    named = {}
+            _check_fields(part, {_LAYER_IDS} if part is nested else _READ, where)
+    own, named, notes = dict[str, Tensor](), dict[str, str](), list[str]()
     for old, tensor in tensors.items():
         name = old.removeprefix("model.")
         if name.endswith("rotary_emb.inv_freq"):  # computed from the config
             continue
-        name = name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+        name = re.sub(r"^layers\.0\.", "midlayer.", name)
         if name in own:
             raise ValueError(f"'{old}' and '{named[name]}' are the same tensor by two names")
         own[name], named[name] = tensor, old
     if "fc.weight" not in own:
         raise ValueError("'fc.weight' is missing: this is no EAGLE drafter")
-    version = 3 if "midlayer.hidden_norm.weight" in own else 1
+    version = 3 if {"midlayer.hidden_norm.weight", "norm.weight"} & own.keys() else 1
     width, vocab_size = _number(layer, "hidden_size"), _number(layer, "vocab_size")
     reads = _number(config, "target_hidden_size", width)
     _check_target("target_hidden_size" if reads != width else "hidden_size", reads, facts.hidden_size)
@@ -189,6 +185,7 @@ def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     positions = _number(layer, "max_position_embeddings", facts.context)
     if positions != facts.context:
         notes.append(f"its config says {positions:,} positions; it is given the target's {facts.context:,}")
+    before = config.get("norm_before_residual")
     biased = bool(layer.get("attention_bias")) or any(f"midlayer.self_attn.{name}_proj.bias" in own for name in "qkv")
     shape = EagleConfig(
         version, "own" if "lm_head.weight" in own and version == 3 else "shared", width, vocab_size, heads,
@@ -197,8 +194,7 @@ def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
         _captured(config, nested, facts) if version == 3 else (), bool(config.get("norm_before_fc")),
         bool(config.get("fc_norm")), bool(config.get("norm_output")), None if ids is None else len(ids),
         # The package speculators, and vLLM for its folders, take a missing field for true.
-        norm_before_residual=version == 3 and bool(config.get("norm_before_residual", speculators)),
-        attention_bias=biased,
+        norm_before_residual=speculators if before is None else bool(before), attention_bias=biased,
         own_embeddings="embed_tokens.weight" in own, target_hidden_size=reads if reads != width else None,
     )  # fmt: skip
     with torch.device("meta"):
@@ -228,10 +224,8 @@ def _draft_vocab(own: dict[str, Tensor], size: int, vocab_size: int) -> Tensor |
     if int(ids.min()) >= 0 and int(ids.max()) < vocab_size:
         drafted[ids] = True
     if int(drafted.sum()) < size or (t2d is not None and not torch.equal(t2d.bool(), drafted)):
-        raise ValueError(
-            "'d2t' holds no offsets (token id − place) to distinct ids of the target"
-            + ("" if t2d is None else " that 't2d' marks")
-        )
+        marked = "" if t2d is None else " that 't2d' marks"
+        raise ValueError(f"'d2t' holds no offsets (token id − place) to distinct ids of the target{marked}")
     ids, order = ids.sort()
     if "lm_head.weight" in own and len(own["lm_head.weight"]) == size:
         own["lm_head.weight"] = own["lm_head.weight"][order]
@@ -245,7 +239,7 @@ def _captured(config: Config, nested: Config, facts: Facts) -> tuple[int, ...]:
         if ids and not (isinstance(ids, list) and all(type(layer) is int for layer in ids)):
             raise ValueError(f"config.json: field '{name}' is {ids!r}; it has to be a list of layers")
     layers = entered or [layer + 1 for layer in left or []] or layers_to_capture(facts.num_layers)
-    if config.get("num_aux_hidden_states", len(layers)) != len(layers):
+    if (config.get("num_aux_hidden_states") or len(layers)) != len(layers):
         raise ValueError(f"config.json: num_aux_hidden_states is {config['num_aux_hidden_states']}, layers {layers}")
     if max(layers) >= facts.num_layers or min(layers) < 0:
         raise ValueError(f"it reads the inputs of layers {list(layers)}; the target has 0 to {facts.num_layers - 1}")
@@ -282,9 +276,10 @@ def _rope(layer: Config) -> dict[str, Any]:
 
 def _medusa(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     _check_fields(config, _MEDUSA_FIELDS)
-    for name, wanted in (("hidden_size", facts.hidden_size), ("vocab_size", facts.vocab_size)):
-        _check_target(name, _number(config, name, wanted), wanted)
-    blocks, projections, own, named = dict[tuple[int, int, str], Tensor](), dict[int, str](), {}, {}
+    for name in ("hidden_size", "vocab_size"):
+        _check_target(name, _number(config, name, getattr(facts, name)), getattr(facts, name))
+    blocks, projections = dict[tuple[int, int, str], Tensor](), dict[int, str]()
+    own, named = dict[str, Tensor](), dict[str, str]()
     for old, tensor in tensors.items():
         name = re.sub(r"^medusa_heads?\.", "", old)
         block = re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)|blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", name)
@@ -305,7 +300,7 @@ def _medusa(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     stated = config.get("medusa_num_layers", layers)
     if not blocks or stated != layers:
         raise ValueError(
-            f"config.json: medusa_num_layers is {stated}; the weights hold {heads} heads of {layers} layers"
+            f"config.json: medusa_num_layers is {stated}; its weights are {heads} heads of {layers} layers"
         )
     size = len(own["draft_vocab"]) if "draft_vocab" in own else None
     shape = MedusaConfig(heads, layers, "own" if projections else "shared", facts.hidden_size, facts.vocab_size, size)
@@ -321,13 +316,11 @@ def _medusa(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     found |= {f"{head}.{layers}.weight": tensors[old] for head, old in projections.items()}
     named |= {f"{head}.{layers}.weight": old for head, old in projections.items()}
     _check_shapes(found, wanted, named)
-
-    def stacked(kind: str) -> Tensor:
-        each = torch.stack([blocks[head, layer, kind] for head, layer in pairs])
-        return each.unflatten(0, (layers, heads))
-
-    own["weight"] = stacked("weight").transpose(2, 3).contiguous()  # ours: x @ weight; nn.Linear: x @ weight.T
-    own["bias"] = stacked("bias")[:, :, None] if biased else own["weight"].new_zeros(layers, heads, 1, width)
+    weight = torch.stack([blocks[head, layer, "weight"].t() for head, layer in pairs])  # ours: x @ weight
+    bias = weight.new_zeros(len(pairs), width)
+    if biased:
+        bias = torch.stack([blocks[head, layer, "bias"] for head, layer in pairs])
+    own |= {"weight": weight.unflatten(0, (layers, heads)), "bias": bias.view(layers, heads, 1, width)}
     if projections:
         own["projection"] = torch.stack([tensors[projections[head]][order] for head in range(heads)])
     return Imported("medusa", shape, own, notes)

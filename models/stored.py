@@ -195,7 +195,9 @@ def published_folder(name: str, revision: str | None = None, pickles: bool = Fal
         return folder
     small = ["config.json", f"{_SINGLE}.index.json", "README.md"]
     folder = _download(name, revision, allow_patterns=[*small, "*.safetensors"])
-    if pickles and not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")):
+        if not pickles:
+            raise FileNotFoundError(f"'{name}': it has no safetensors files; pickled ones are read with --allow-pickle")
         pickled = [*_PICKLED, f"{_PICKLE}.index.json", f"{_MEDUSA}.pt"]
         folder = _download(
             name, revision, ": its pickled weights, there are no others", allow_patterns=[*small, *pickled]
@@ -216,14 +218,7 @@ def published_tensors(folder: Path, pickles: bool = False) -> "dict[str, Tensor]
     from safetensors.torch import load_file
 
     single = (folder / f"{_MEDUSA}{suffix}" for suffix in (".safetensors", ".pt"))
-    try:
-        files = [next(file for file in single if file.exists())]
-    except StopIteration:
-        try:
-            files = _weight_files(folder)
-        except FileNotFoundError as error:
-            hint = "" if pickles else "; pickled ones are fetched with --allow-pickle alone"
-            raise FileNotFoundError(f"{error}{hint}") from None
+    files = [file for file in single if file.exists()][:1] or _weight_files(folder)
     tensors: dict[str, Tensor] = {}
     for file in files:
         if file.suffix == ".safetensors":
