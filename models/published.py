@@ -33,14 +33,15 @@ _HARMLESS = set(
     "architectures model_type auto_map torch_dtype dtype transformers_version _name_or_path bos_token_id eos_token_id "
     "pad_token_id initializer_range use_cache pretraining_tp attention_dropout num_hidden_layers max_window_layers "
     "has_no_defaults_at_init embed_requires_grad speculators_config speculators_version speculators_model_type "
-    "tie_word_embeddings next_layer_regular has_lm_head parallel_draft_heads_num_layers".split()
+    "tie_word_embeddings next_layer_regular parallel_draft_heads_num_layers "
+    "target_model_type reuse_target_lm_head".split()
 )
 # Fields that are read below, or whose tensors are.
 _READ = set(
     "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim intermediate_size rms_norm_eps rope_theta "
     "max_position_embeddings rope_scaling rope_parameters draft_vocab_size eagle_aux_hidden_state_layer_ids bias "
     "target_hidden_size attention_bias qkv_bias eagle_fc_bias eagle_config transformer_layer_config norm_output "
-    "norm_before_residual norm_before_fc fc_norm num_aux_hidden_states".split()
+    "norm_before_residual norm_before_fc fc_norm num_aux_hidden_states truncated_vocab_size".split()
 )
 # Fields that have one value here, where they are stated.
 _ONE_VALUE = {
@@ -48,8 +49,8 @@ _ONE_VALUE = {
     "use_last_layernorm": True, "parallel_draft_step": 1,
 }  # fmt: skip
 _MEDUSA_FIELDS = set(
-    "medusa_num_heads medusa_num_layers num_heads num_hidden_layers base_model_name_or_path hidden_size vocab_size "
-    "truncated_vocab_size original_lm_head medusa_fc_bias max_paths topk version max_seq_len".split()
+    "medusa_num_heads medusa_num_layers num_heads base_model_name_or_path original_lm_head medusa_fc_bias max_paths "
+    "topk version max_seq_len".split()
 )
 
 
@@ -178,7 +179,8 @@ def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
         notes.append("its embeddings are the target's and are not stored again")
     if version == 1 and "lm_head.weight" in own and _same(own["lm_head.weight"], facts.lm_head):
         del own["lm_head.weight"]
-    ids = _draft_vocab(own, _number(config, "draft_vocab_size", vocab_size), vocab_size) if version == 3 else None
+    size = _number(config, "draft_vocab_size", _number(config, "truncated_vocab_size", vocab_size))
+    ids = _draft_vocab(own, size, vocab_size) if version == 3 else None
     if ids is not None:
         own["draft_vocab"] = ids
     heads = _number(layer, "num_attention_heads")
@@ -275,7 +277,7 @@ def _rope(layer: Config) -> dict[str, Any]:
 
 
 def _medusa(config: Config, tensors: Tensors, facts: Facts) -> Imported:
-    _check_fields(config, _MEDUSA_FIELDS)
+    _check_fields(config, _MEDUSA_FIELDS | _READ)  # some have the whole config of their target
     for name in ("hidden_size", "vocab_size"):
         _check_target(name, _number(config, name, getattr(facts, name)), getattr(facts, name))
     blocks, projections = dict[tuple[int, int, str], Tensor](), dict[int, str]()

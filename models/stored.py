@@ -110,18 +110,16 @@ def drafter_config(folder: Path, name: str) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder}: no config.json here: {hint}")
     config = json_object(folder / "config.json", "drafter config")
     if "drafter_type" not in config:
+        command = f"python models/import_drafter.py {name} --target TARGET --out runs/NAME"
         file = folder / "provenance.json"  # of models/export.py
         exported = json_object(file) if file.exists() else {}
         if "max_logit_difference" in exported:
             raise ValueError(
                 f"{folder}: exported for {exported.get('format')}, whose format is not read here; name the drafter "
-                f"that it was made from ({exported.get('drafter')})"
+                f"that it was made from ({exported.get('drafter')}), or import it: {command}"
             )
         if is_published(folder, config):
-            raise ValueError(
-                f"{folder}: a published drafter in another format; import it: python models/import_drafter.py {name} "
-                "--target TARGET --out runs/NAME"
-            )
+            raise ValueError(f"{folder}: a published drafter in another format; import it: {command}")
         raise ValueError(f"{folder}: this is a model, not a drafter; to decode with it alone: none --target {name}")
     return config
 

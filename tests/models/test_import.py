@@ -269,6 +269,55 @@ def test_more_heads_than_its_config_says(target):
     assert found.config.num_draft_heads == 3 and found.notes == ("its config says 2 heads, its weights hold 3",)
 
 
+# ---- configs of published drafters and of the programs that train them
+
+SIZES = {"hidden_size": D, "intermediate_size": INNER, "num_attention_heads": 4, "vocab_size": V}
+
+
+def miniature(config):
+    """A config with the sizes of this file's drafters; all else as it is."""
+    small = {**config, **{name: size for name, size in SIZES.items() if name in config}}
+    small |= {"num_key_value_heads": 2, "head_dim": 8} if "num_attention_heads" in config else {}
+    for name in ("draft_vocab_size", "truncated_vocab_size"):
+        small |= (
+            {name: V if config[name] == config["vocab_size"] else S}
+            if "vocab_size" in config and name in config
+            else {}
+        )
+    if "transformer_layer_config" in config:
+        small |= {"transformer_layer_config": miniature(config["transformer_layer_config"]), "draft_vocab_size": S}
+    if "eagle_config" in config:
+        small["eagle_config"] = {**config["eagle_config"], "eagle_aux_hidden_state_layer_ids": [0, 3, 5]}
+    return small
+
+
+CONFIGS = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+
+
+@pytest.mark.parametrize("source", CONFIGS)
+def test_configs_as_they_are_published(target, source):
+    """With the tensors that such a drafter has; what is expected is beside each in the file."""
+    given, expected = CONFIGS[source]["config"], CONFIGS[source]["expected"]
+    config = miniature(given)
+    if "refused" in expected:
+        with pytest.raises(ValueError, match=expected["refused"]):
+            convert(config, tensors_of(target, "midlayer."), facts_of(target))
+        return
+    if "medusa_num_heads" in given:
+        tensors = {n: t for n, t in medusa_tensors().items() if ".1.linear" not in n}
+        tensors = {n.replace(".2.weight", ".1.weight"): t for n, t in tensors.items()}
+    else:
+        version, whole = expected["version"], config.get("draft_vocab_size", V) == V
+        outputs = (V if whole else S) if version == 3 else None
+        tensors = tensors_of(target, "layers.0.", version=version, outputs=outputs)
+    if given.get("fc_norm"):
+        tensors |= {f"fc_norm.{number}.weight": torch.ones(D) for number in range(3)}
+    if given.get("norm_before_fc"):
+        tensors["input_norm.weight"] = torch.ones(3 * D)
+    found = convert(config, tensors, facts_of(target)).config.to_dict()
+    assert {name: found[name] for name in expected} == expected
+
+
 # ---- what is refused
 
 
