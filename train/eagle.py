@@ -204,23 +204,15 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     return [Plan.of(recipe, s, shape, own, d.unroll * rows, copied=copied, unrolled=d.unroll) for s in recipe.stages]
 
 
-def layers_of_init(recipe: EagleRecipe) -> EagleRecipe:
-    """The recipe, which reads the same layers as ``init_from`` unless it names others."""
-    d = recipe.drafter
-    if recipe.init_from is None or d.captured_layers is not None or d.version == 1:
-        return recipe
-    file = resolve_folder(recipe.init_from) / "config.json"
-    layers = json_object(file).get("captured_layers") if file.is_file() else None
-    return recipe.model_copy(update={"drafter": d.model_copy(update={"captured_layers": layers or None})})
-
-
 def shape_of_init(recipe: EagleRecipe, made: EagleConfig) -> EagleConfig:
-    """The config of a drafter that begins with ``init_from``: what no recipe says, such as the sizes of an imported
-    drafter, is that drafter's."""
+    """The config of a drafter that begins with ``init_from``: what the recipe does not say is that drafter's, which are
+    the layers that it reads and, of an imported one, sizes, rotary positions, biases and embeddings."""
     if recipe.init_from is None:
         return made
     stored = json_object(resolve_folder(recipe.init_from) / "config.json")
     own = {*EagleSection.model_fields, "vocab_size", "max_position_embeddings"}
+    if recipe.drafter.captured_layers is None:
+        own.remove("captured_layers")
     return replace(made, **{f.name: stored[f.name] for f in fields(made) if f.name in stored and f.name not in own})
 
 
@@ -228,7 +220,6 @@ def train(run: Run[EagleRecipe]) -> None:
     """From the target to the exported drafter."""
     if sharded.spreads():
         raise ValueError("an EAGLE drafter reads the target's embeddings: launch without ZeRO-3 and FSDP")
-    run.recipe = layers_of_init(run.recipe)
     recipe, d = run.recipe, run.recipe.drafter
     target = run.load_target()
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)

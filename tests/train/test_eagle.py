@@ -344,7 +344,8 @@ def test_begin_with_an_imported_drafter(recipe, tiny_lm, run_main):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         kill_in_step(patch, 8)
         run_main(eagle.main, *options[:3], "run.name=killed-further")
-    assert run_main(eagle.main, *options[:3], "run.name=killed-further", "--resume")[0] == 0
+    code, _, err = run_main(eagle.main, *options[:3], "run.name=killed-further", "--resume")
+    assert code == 0, err
     moved = load_file(recipe.parent / "killed-further/model.safetensors")
     assert all(not torch.equal(weight, made.state_dict()[name]) for name, weight in moved.items())
 
