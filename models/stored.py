@@ -133,8 +133,10 @@ def is_published(folder: Path, config: Mapping[str, Any]) -> bool:
     fields = {"speculators_model_type", "eagle_config", "draft_vocab_size", "medusa_num_heads", "dflash_config"}
     if fields & config.keys() or config.get("model_type") == "medusa":
         return True
-    file = folder / _SINGLE  # EAGLE-1 has the config of a Llama model
-    return file.exists() and "fc.weight" in safetensors_header(file)[1]
+    file = folder / _SINGLE  # EAGLE-1 has the config of a Llama model, of one layer
+    if not file.exists():
+        return config.get("num_hidden_layers") == 1 and (folder / _PICKLE).exists()
+    return "fc.weight" in safetensors_header(file)[1]
 
 
 def check_drafter_name(name: str) -> None:

@@ -2,12 +2,15 @@
 is refused, and export and import as each other's inverse."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from server import TOKEN, Hub
 from torch.nn import functional as F
 
 from draftsmith.inference.drafters.eagle import EagleDrafter
@@ -505,6 +508,27 @@ def test_a_pickle_that_holds_more_than_tensors_is_not_run(pickled, tmp_path, run
     assert code == 2 and err.count("\n") == 1 and "could run any code" in err and printed == ""
 
 
+def test_from_the_hub(pickled, tmp_path, tmp_path_factory, run_main, monkeypatch):
+    """Pickles are fetched with the flag alone; the card names the repository and its licence."""
+    with Hub(tmp_path_factory.mktemp("hub")) as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        address = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "downloads"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        shutil.copytree(pickled, server.folder / "models/somebody/heads")
+        (server.folder / "models/somebody/heads/README.md").write_text("---\nlicense: mit\n---\n")
+        arguments = ("somebody/heads", "--target", TARGET, "--out", tmp_path / "out")
+        code, _, err = run_main(import_drafter.main, *arguments)
+        assert code == 2 and "'somebody/heads': it has no safetensors files; pickled ones are read with --allow" in err
+        assert not any(name.endswith(".pt") for name in server.requested("models/somebody/heads"))
+        code, _, err = run_main(import_drafter.main, *arguments, "--allow-pickle")
+        assert code == 0, err
+    card = (tmp_path / "out/README.md").read_text()
+    assert "license: mit" in card and "imported from `somebody/heads`" in card
+
+
 def test_another_target_is_refused_in_one_line(tiny, target, tmp_path, run_main):
     write_published(tmp_path / "served", *published("EAGLE-3", target))
     code, _, err = run_main(import_drafter.main, tmp_path / "served", "--target", TARGET, "--out", tmp_path / "out")
@@ -512,9 +536,11 @@ def test_another_target_is_refused_in_one_line(tiny, target, tmp_path, run_main)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["EAGLE-1", "EAGLE-3", "speculators"])
-def test_other_commands_name_the_import(target, tmp_path, name):
-    write_published(tmp_path / "served", *published(name, target))
+@pytest.mark.parametrize(
+    "name, pickle", [("EAGLE-1", None), ("EAGLE-1", "pytorch_model.bin"), ("EAGLE-3", None), ("speculators", None)]
+)
+def test_other_commands_name_the_import(target, tmp_path, name, pickle):
+    write_published(tmp_path / "served", *published(name, target), pickle)
     with pytest.raises(ValueError, match=r"a published drafter in another format; import it: python models/import_dra"):
         read_drafter(str(tmp_path / "served"))
 
