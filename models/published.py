@@ -180,8 +180,7 @@ def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     if version == 1 and "lm_head.weight" in own and _same(own["lm_head.weight"], facts.lm_head):
         del own["lm_head.weight"]
     size = _number(config, "draft_vocab_size", _number(config, "truncated_vocab_size", vocab_size))
-    ids = _draft_vocab(own, size, vocab_size) if version == 3 else None
-    if ids is not None:
+    if version == 3 and (ids := _draft_vocab(own, size, vocab_size)) is not None:
         own["draft_vocab"] = ids
     heads = _number(layer, "num_attention_heads")
     positions = _number(layer, "max_position_embeddings", facts.context)
@@ -194,7 +193,7 @@ def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
         _number(layer, "num_key_value_heads", heads), _number(layer, "head_dim", width // heads),
         _number(layer, "intermediate_size"), facts.context, _rope(layer), float(layer.get("rms_norm_eps") or 1e-6),
         _captured(config, nested, facts) if version == 3 else (), bool(config.get("norm_before_fc")),
-        bool(config.get("fc_norm")), bool(config.get("norm_output")), None if ids is None else len(ids),
+        bool(config.get("fc_norm")), bool(config.get("norm_output")), size if "draft_vocab" in own else None,
         # The package speculators, and vLLM for its folders, take a missing field for true.
         norm_before_residual=speculators if before is None else bool(before), attention_bias=biased,
         own_embeddings="embed_tokens.weight" in own, target_hidden_size=reads if reads != width else None,
@@ -237,15 +236,15 @@ def _draft_vocab(own: dict[str, Tensor], size: int, vocab_size: int) -> Tensor |
 def _captured(config: Config, nested: Config, facts: Facts) -> tuple[int, ...]:
     """The target's layers whose inputs are read: by the layer that a state enters, or by the one that it leaves."""
     entered, left = config.get(_LAYER_IDS), nested.get(_LAYER_IDS)
-    for name, ids in ((_LAYER_IDS, entered), (f"eagle_config.{_LAYER_IDS}", left)):
-        if ids and not (isinstance(ids, list) and all(type(layer) is int for layer in ids)):
-            raise ValueError(f"config.json: field '{name}' is {ids!r}; it has to be a list of layers")
-    layers = entered or [layer + 1 for layer in left or []] or layers_to_capture(facts.num_layers)
+    ids = entered or left or list(layers_to_capture(facts.num_layers))
+    if not isinstance(ids, list) or any(type(layer) is not int for layer in ids):
+        raise ValueError(f"config.json: field '{_LAYER_IDS}' is {ids!r}; it has to be a list of layers")
+    layers = tuple(layer + 1 if left and not entered else layer for layer in ids)
     if (config.get("num_aux_hidden_states") or len(layers)) != len(layers):
-        raise ValueError(f"config.json: num_aux_hidden_states is {config['num_aux_hidden_states']}, layers {layers}")
+        raise ValueError(f"config.json: num_aux_hidden_states is {config['num_aux_hidden_states']}, layers {ids}")
     if max(layers) >= facts.num_layers or min(layers) < 0:
         raise ValueError(f"it reads the inputs of layers {list(layers)}; the target has 0 to {facts.num_layers - 1}")
-    return tuple(layers)
+    return layers
 
 
 def _rope(layer: Config) -> dict[str, Any]:
@@ -280,49 +279,45 @@ def _medusa(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     _check_fields(config, _MEDUSA_FIELDS | _READ)  # some have the whole config of their target
     for name in ("hidden_size", "vocab_size"):
         _check_target(name, _number(config, name, getattr(facts, name)), getattr(facts, name))
-    blocks, projections = dict[tuple[int, int, str], Tensor](), dict[int, str]()
-    own, named = dict[str, Tensor](), dict[str, str]()
+    found, named, own = dict[str, Tensor](), dict[str, str](), dict[str, Tensor]()
+    heads = layers = 0
     for old, tensor in tensors.items():
         name = re.sub(r"^medusa_heads?\.", "", old)
         block = re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)|blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", name)
         last = re.fullmatch(r"(\d+)\.\d+\.weight|lm_heads\.(\d+)\.weight", name)
+        if name == "token_map":
+            own["draft_vocab"] = tensor.long()
+            continue
+        if name == "lm_head.weight" and _same(tensor, facts.lm_head):
+            continue
         if block:
             head, layer, kind = (group for group in block.groups() if group is not None)
-            blocks[int(head), int(layer), kind] = tensor
-            named[f"{head}.{layer}.linear.{kind}"] = old
+            name, heads, layers = (
+                f"{head}.{layer}.linear.{kind}",
+                max(heads, int(head) + 1),
+                max(layers, int(layer) + 1),
+            )
         elif last:
-            projections[int(last[1] or last[2])] = old
-        elif name == "token_map":
-            own["draft_vocab"] = tensor.long()
-        elif not (name == "lm_head.weight" and _same(tensor, facts.lm_head)):
-            raise ValueError(f"'{old}' is a tensor that is not known here; it may change the drafter's logits")
-    heads, layers = 1 + max((key[0] for key in blocks), default=-1), 1 + max((key[1] for key in blocks), default=-1)
-    said = config.get("medusa_num_heads", config.get("num_heads", heads))
-    notes = () if said == heads else (f"its config says {said} heads, its weights hold {heads}",)
-    stated = config.get("medusa_num_layers", layers)
-    if not blocks or stated != layers:
-        raise ValueError(
-            f"config.json: medusa_num_layers is {stated}; its weights are {heads} heads of {layers} layers"
-        )
-    size = len(own["draft_vocab"]) if "draft_vocab" in own else None
-    shape = MedusaConfig(heads, layers, "own" if projections else "shared", facts.hidden_size, facts.vocab_size, size)
+            name = f"{last[1] or last[2]}.projection"
+        found[name], named[name] = tensor, old
+    said, depth = config.get("medusa_num_heads", config.get("num_heads")), config.get("medusa_num_layers", layers)
+    notes = () if said in (None, heads) else (f"its config says {said} heads, its weights hold {heads}",)
+    if not heads or depth != layers:
+        raise ValueError(f"config.json: medusa_num_layers is {depth}; its weights are {heads} heads of {layers} layers")
+    biased, projected = (any(name.endswith(end) for name in found) for end in (".bias", ".projection"))
+    size = len(own["draft_vocab"]) if own else None
+    shape = MedusaConfig(heads, layers, "own" if projected else "shared", facts.hidden_size, facts.vocab_size, size)
     width, order = facts.hidden_size, torch.arange(shape.outputs)
     if size is not None:
         own["draft_vocab"], order = own["draft_vocab"].sort()
-    biased = any(kind == "bias" for *_, kind in blocks)
-    pairs = [(head, layer) for layer in range(layers) for head in range(heads)]
-    wanted: dict[str, tuple[int, ...]] = {f"{head}.{layer}.linear.weight": (width, width) for head, layer in pairs}
-    wanted |= {f"{head}.{layer}.linear.bias": (width,) for head, layer in pairs if biased}
-    wanted |= {f"{head}.{layers}.weight": (shape.outputs, width) for head in range(heads) if projections}
-    found = {f"{head}.{layer}.linear.{kind}": tensor for (head, layer, kind), tensor in blocks.items()}
-    found |= {f"{head}.{layers}.weight": tensors[old] for head, old in projections.items()}
-    named |= {f"{head}.{layers}.weight": old for head, old in projections.items()}
+    blocks = [f"{head}.{layer}.linear" for layer in range(layers) for head in range(heads)]
+    wanted: dict[str, tuple[int, ...]] = {f"{block}.weight": (width, width) for block in blocks}
+    wanted |= {f"{block}.bias": (width,) for block in blocks if biased}
+    wanted |= {f"{head}.projection": (shape.outputs, width) for head in range(heads) if projected}
     _check_shapes(found, wanted, named)
-    weight = torch.stack([blocks[head, layer, "weight"].t() for head, layer in pairs])  # ours: x @ weight
-    bias = weight.new_zeros(len(pairs), width)
-    if biased:
-        bias = torch.stack([blocks[head, layer, "bias"] for head, layer in pairs])
+    weight = torch.stack([found[f"{block}.weight"].t() for block in blocks])  # ours: x @ weight
+    bias = torch.stack([found.get(f"{block}.bias", weight.new_zeros(width)) for block in blocks])
     own |= {"weight": weight.unflatten(0, (layers, heads)), "bias": bias.view(layers, heads, 1, width)}
-    if projections:
-        own["projection"] = torch.stack([tensors[projections[head]][order] for head in range(heads)])
+    if projected:
+        own["projection"] = torch.stack([found[f"{head}.projection"][order] for head in range(heads)])
     return Imported("medusa", shape, own, notes)

@@ -401,7 +401,7 @@ def test_broken_drafters_are_refused(target, name, change, message):
         (without("1.0.linear.weight"), "'1.0.linear.weight' is missing"),
         (tensor("1.0.linear.weight", lambda w: w[1:]), r"'1.0.linear.weight' is \[31, 32\]"),
         (tensor("2.2.weight", lambda w: w[1:]), r"'2.2.weight' is \[60, 32\]; config.json promises \[61, 32\]"),
-        (without("2.2.weight"), "'2.2.weight' is missing"),
+        (without("2.2.weight"), "'2.projection' is missing"),
         (tensor("extra.weight", lambda _: torch.zeros(1)), "'extra.weight' is a tensor that is not known"),
         (tensor("lm_head.weight", lambda _: torch.zeros(V, D)), "'lm_head.weight' is a tensor that is not known"),
         (field(medusa_num_layers=1), "medusa_num_layers is 1"),
