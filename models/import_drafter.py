@@ -42,6 +42,7 @@ def check(args: argparse.Namespace) -> None:
     check_own("--out", out, {"provenance.json": "imported_from"})
     if out.is_dir() and any(out.iterdir()) and not (out / "provenance.json").exists():
         raise ValueError(f"--out {out}: it holds other things; name another folder")
+    known_folder(args.target)
     folder = known_folder(args.published)
     if folder is not None and (folder / "config.json").exists():
         if "drafter_type" in json_object(folder / "config.json"):
