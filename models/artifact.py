@@ -332,7 +332,7 @@ def part_folders(folder: Path) -> list[str]:
 
 _FILES = (
     "config.json", "model.safetensors", "tree.json", "README.md", "recipe.yaml", "provenance.json", "metrics.jsonl",
-    TEMPLATE, "report.json", "report.png",
+    TEMPLATE, "report.json", "report.png", "medusa_lm_head.safetensors", "serving.json",
 )  # fmt: skip
 
 

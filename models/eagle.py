@@ -42,7 +42,7 @@ _SIZES = (
     "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "max_position_embeddings",
 )  # fmt: skip
-_LATER = ("norm_before_residual", "attention_bias", "own_embeddings", "target_hidden_size")  # older folders lack them
+_LATER = {"fc_bias", "norm_before_residual", "attention_bias", "own_embeddings", "target_hidden_size"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class EagleConfig:
     captured_layers: layers of the target whose inputs it reads (EAGLE-3).
     norm_before_fc: a norm of the joined features before ``fc``; fc_norm: one norm for each captured layer;
     norm_output: the hidden state that a draft continues with is the normed one (EAGLE-3.1).
+    fc_bias: whether ``fc`` has a bias (EAGLE-1).
     norm_before_residual: the layer's residual is the normed hidden state (EAGLE-3).
     attention_bias: q, k and v have a bias, as in Qwen2.
     own_embeddings: a matrix ``[V, d]`` of its own, instead of the target's embeddings.
@@ -76,6 +77,7 @@ class EagleConfig:
     fc_norm: bool = False
     norm_output: bool = False
     draft_vocab_size: int | None = None
+    fc_bias: bool = True
     norm_before_residual: bool = False
     attention_bias: bool = False
     own_embeddings: bool = False
@@ -124,7 +126,7 @@ class EagleConfig:
     @classmethod
     def for_target(
         cls, config: Any, vocab_size: int, context: int, version: int, projection: Literal["own", "shared"],
-        draft_vocab_size: int | None = None, captured_layers: Sequence[int] = (), **norms: bool,
+        draft_vocab_size: int | None = None, captured_layers: Sequence[int] = (), **options: bool,
     ) -> "EagleConfig":  # fmt: skip
         """The config that fits a target.
 
@@ -146,7 +148,7 @@ class EagleConfig:
             getattr(config, "head_dim", None) or width // heads,
             getattr(config, "intermediate_size", None) or 4 * width,
             context, _rope_parameters(config), rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-            captured_layers=layers, draft_vocab_size=draft_vocab_size, **norms,
+            captured_layers=layers, draft_vocab_size=draft_vocab_size, **options,
         )  # fmt: skip
 
     @property
@@ -236,7 +238,8 @@ class Eagle(nn.Module):
         d, eps, captured = config.hidden_size, config.rms_norm_eps, len(config.captured_layers)
         read = config.feature_size
         options: dict[str, Any] = {"dtype": dtype}
-        self.fc = nn.Linear(captured * read if captured else 2 * d, d, bias=config.version == 1, **options)
+        inputs = captured * read if captured else 2 * d
+        self.fc = nn.Linear(inputs, d, bias=config.version == 1 and config.fc_bias, **options)
         self.midlayer = _Layer(config, **options)
         self.norm = nn.RMSNorm(d, eps, **options) if config.version == 3 else None
         self.input_norm = nn.RMSNorm(captured * read, eps, **options) if config.norm_before_fc else None
@@ -252,7 +255,7 @@ class Eagle(nn.Module):
     @classmethod
     def for_target(
         cls, target: Target, version: int, projection: Literal["own", "shared"], draft_vocab_size: int | None = None,
-        captured_layers: Sequence[int] = (), **norms: bool,
+        captured_layers: Sequence[int] = (), **options: bool,
     ) -> "Eagle":  # fmt: skip
         """An untrained drafter for a target; its own LM head has the target's rows. A draft vocabulary is the first
         ids, until :meth:`draft_from` is called.
@@ -262,7 +265,7 @@ class Eagle(nn.Module):
         """
         config = EagleConfig.for_target(
             target.config, target.vocab_size, target.context, version, projection, draft_vocab_size, captured_layers,
-            **norms,
+            **options,
         )  # fmt: skip
         eagle = cls(config).to(target.device)
         eagle._start_lm_head(target)
@@ -283,6 +286,7 @@ class Eagle(nn.Module):
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "Eagle":
         """A drafter from its folder's config and weights; raises as :func:`with_weights`."""
+        # Older folders lack what was added later.
         fields = [name for name in EagleConfig.__dataclass_fields__ if name in config or name not in _LATER]
         return with_weights(lambda: cls(EagleConfig(**{name: config[name] for name in fields})), weights, where)
 

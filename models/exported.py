@@ -1,6 +1,6 @@
-"""Logits of an exported EAGLE folder, from its files alone by the names of its format, and how far they are from the
-drafter's own. What servers compute from config.json and model.safetensors is written down here a second time, without
-:mod:`draftsmith.models.eagle`, so that a wrong name, transpose, order or field shows.
+"""Logits of an exported folder, from its files alone by the names of its format, and how far they are from the
+drafter's own. What servers compute from config.json and the tensors is written down here a second time, without the
+drafters' modules, so that a wrong name, transpose, order or field shows.
 
 Shape letters: T positions, K tokens of a draft, C captured layers, d hidden width, D head width, V vocabulary.
 """
@@ -19,6 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.common.files import json_object
 from draftsmith.models.eagle import Eagle
+from draftsmith.models.formats import PUBLISHED_MEDUSA
+from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 
 TOLERANCE = 1e-4  # of logits in float32, times the largest one
@@ -84,8 +86,7 @@ def read_back(folder: Path, features: Tensor, tokens: Tensor, embed: nn.Module, 
             x = torch.cat((norm(e, f"{layer}input_layernorm"), normed), -1)
             residual = normed if config["norm_before_residual"] else g
         else:
-            bias = w["fc.bias"] if config["eagle_fc_bias"] else None
-            x = residual = F.linear(torch.cat((e, g), -1), w["fc.weight"], bias)
+            x = residual = F.linear(torch.cat((e, g), -1), w["fc.weight"], w.get("fc.bias"))
         q, k, v = (apply(f"self_attn.{n}_proj", x).unflatten(-1, (-1, width)) for n in "qkv")
         keys = torch.cat((keys, turn(k, start).repeat_interleave(repeats, 1)))
         values = torch.cat((values, v.repeat_interleave(repeats, 1)))
@@ -138,28 +139,59 @@ def own_logits(eagle: Eagle, features: Tensor, tokens: Tensor, embed: nn.Module,
     return logits.index_copy(1, eagle.tokens(torch.arange(eagle.config.outputs)), found)
 
 
-def difference(folder: Path, eagle: Eagle, target: Target | None, seed: int = 0) -> float:
+@torch.no_grad()
+def read_back_heads(folder: Path, hidden: Tensor) -> Tensor:
+    """Logits ``[K, P, V]`` float32 of a written folder of Medusa heads, for hidden states ``[P, d]``; −inf for tokens
+    that are not drafted."""
+    config, published = json_object(folder / "config.json"), folder / PUBLISHED_MEDUSA
+    w = load_file(published if published.exists() else folder / "model.safetensors")
+    place = w.pop("token_map", None)
+    w = {name: tensor.float() for name, tensor in w.items()}
+    logits = []
+    for k in range(config["medusa_num_heads"] if published.exists() else config["num_heads"]):
+        x, layer = hidden, 0
+        while (name := f"{k}.{layer}.linear" if published.exists() else f"blocks.{k}.layers.{layer}") + ".bias" in w:
+            x, layer = x + F.silu(F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])), layer + 1
+        shared = 0 if config.get("original_lm_head") else k
+        found = F.linear(x, w[f"{k}.{layer}.weight" if published.exists() else f"lm_heads.{shared}.weight"])
+        if place is not None:
+            whole = torch.full((len(found), config["vocab_size"]), float("-inf"))
+            found = whole.index_copy(1, place, found)
+        logits.append(found)
+    return torch.stack(logits)
+
+
+@torch.no_grad()
+def _heads_apart(folder: Path, heads: MedusaHeads, target: Target, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Logits of a written folder and of the heads."""
+    c = heads.config
+    hidden = torch.randn(_LENGTH, c.hidden_size, generator=random)
+    written, own = read_back_heads(folder, hidden), []
+    for features, (matrix, bias) in zip(heads.features(hidden), heads.projections(target.lm_head), strict=True):
+        whole = torch.full((_LENGTH, c.vocab_size), float("-inf"))
+        found = F.linear(features, matrix.float(), None if bias is None else bias.float())
+        own.append(whole.index_copy(1, heads.tokens(torch.arange(c.outputs)), found))
+    return written, torch.stack(own)
+
+
+def difference(folder: Path, drafter: Eagle | MedusaHeads, target: Target | None, seed: int = 0) -> float:
     """Largest difference of a written folder's logits from the drafter's own, on random features and tokens.
 
     Args:
-        eagle: the drafter, in float32.
+        drafter: in float32.
         target: None for a folder that needs no weights of it: then its embeddings are random, too.
 
     Raises:
         ValueError: it is larger than rounding explains, or other tokens are drafted.
     """
-    c, random = eagle.config, torch.Generator().manual_seed(seed)
-    d = c.hidden_size
-    features = torch.randn(_LENGTH, d * (1 + len(c.captured_layers)), generator=random)
-    if target is None:
-        embed, lm_head = nn.Embedding.from_pretrained(torch.randn(_LENGTH + _STEPS, d, generator=random)), None
-        tokens = torch.arange(_LENGTH + _STEPS)
+    random = torch.Generator().manual_seed(seed)
+    if isinstance(drafter, MedusaHeads):
+        assert target is not None
+        written, own = _heads_apart(folder, drafter, target, random)
     else:
-        embed, lm_head = target.model.get_input_embeddings(), target.lm_head
-        tokens = torch.randint(c.vocab_size, (_LENGTH + _STEPS,), generator=random)
-    written = read_back(folder, features[:, d:] if c.version == 3 else features, tokens, embed, lm_head)
-    own = own_logits(eagle, features, tokens, embed, lm_head)
-    if c.version == 1:  # its draft vocabulary is not written, and more tokens are drafted
+        written, own = _eagle_apart(folder, drafter, target, random)
+    all_drafted = drafter.config.version == 1 if isinstance(drafter, Eagle) else (folder / PUBLISHED_MEDUSA).exists()
+    if all_drafted:  # the format has no place for a draft vocabulary
         written = written.masked_fill(own.isinf(), float("-inf"))
     largest = float(own[own.isfinite()].abs().max())
     apart = float(torch.where(own == written, 0.0, (own - written).abs()).max())
@@ -169,3 +201,18 @@ def difference(folder: Path, eagle: Eagle, target: Target | None, seed: int = 0)
             "written"
         )
     return apart
+
+
+def _eagle_apart(folder: Path, eagle: Eagle, target: Target | None, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Logits of a written folder and of the drafter."""
+    c = eagle.config
+    d = c.hidden_size
+    features = torch.randn(_LENGTH, d * (1 + len(c.captured_layers)), generator=random)
+    if target is None:
+        embed, lm_head = nn.Embedding.from_pretrained(torch.randn(_LENGTH + _STEPS, d, generator=random)), None
+        tokens = torch.arange(_LENGTH + _STEPS)
+    else:
+        embed, lm_head = target.model.get_input_embeddings(), target.lm_head
+        tokens = torch.randint(c.vocab_size, (_LENGTH + _STEPS,), generator=random)
+    written = read_back(folder, features[:, d:] if c.version == 3 else features, tokens, embed, lm_head)
+    return written, own_logits(eagle, features, tokens, embed, lm_head)

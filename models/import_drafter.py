@@ -76,9 +76,10 @@ CHAIN = 3  # tokens of an EAGLE drafter's chain until it is calibrated
 @torch.no_grad()
 def facts_of(target: Target) -> Facts:
     """What a conversion needs of a target."""
-    rows, head = target.embeddings(torch.arange(target.vocab_size, device=target.device)), target.lm_head.weight
-    layers = target.config.num_hidden_layers
-    return Facts(target.hidden_size, target.vocab_size, layers, target.context, rows, cast(torch.Tensor, head))
+    rows = target.embeddings(torch.arange(target.vocab_size, device=target.device))
+    head, layers = cast(torch.Tensor, target.lm_head.weight), target.config.num_hidden_layers
+    head = head if getattr(target.lm_head, "bias", None) is None else head[:0]
+    return Facts(target.hidden_size, target.vocab_size, layers, target.context, rows, head)
 
 
 def read_published(folder: Path, target: Target, pickles: bool = False) -> Imported:

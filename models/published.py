@@ -11,7 +11,7 @@ Shape letters: d hidden width, W the target's, V vocabulary, S draft vocabulary,
 
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ _MEDUSA_FIELDS = set(
 @dataclass(frozen=True)
 class Facts:
     """What a conversion needs of the target: its sizes, its embeddings ``[V, W]`` as the first layer reads them and its
-    LM head's matrix ``[V, W]``."""
+    LM head's matrix ``[V, W]``, or ``[0, W]`` where that has a bias, too."""
 
     hidden_size: int
     vocab_size: int
@@ -194,14 +194,13 @@ def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
         _number(layer, "intermediate_size"), facts.context, _rope(layer), float(layer.get("rms_norm_eps") or 1e-6),
         _captured(config, nested, facts) if version == 3 else (), bool(config.get("norm_before_fc")),
         bool(config.get("fc_norm")), bool(config.get("norm_output")), size if "draft_vocab" in own else None,
+        fc_bias=version == 3 or "fc.bias" in own or bool(config.get("bias")),
         # The package speculators, and vLLM for its folders, take a missing field for true.
         norm_before_residual=speculators if before is None else bool(before), attention_bias=biased,
         own_embeddings="embed_tokens.weight" in own, target_hidden_size=reads if reads != width else None,
     )  # fmt: skip
     with torch.device("meta"):
         wanted = {name: tuple(weight.shape) for name, weight in Eagle(shape).state_dict().items()}
-    if version == 1 and "fc.bias" not in own and not config.get("bias"):
-        own["fc.bias"] = own["fc.weight"].new_zeros(width)  # fc_bias: see export
     _check_shapes(own, wanted, named)
     return Imported("eagle", shape, own, tuple(notes))
 
@@ -314,10 +313,16 @@ def _medusa(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     wanted: dict[str, tuple[int, ...]] = {f"{block}.weight": (width, width) for block in blocks}
     wanted |= {f"{block}.bias": (width,) for block in blocks if biased}
     wanted |= {f"{head}.projection": (shape.outputs, width) for head in range(heads) if projected}
+    if projected and config.get("original_lm_head"):  # one for all heads
+        found |= {f"{head}.projection": found["0.projection"] for head in range(heads) if "0.projection" in found}
     _check_shapes(found, wanted, named)
     weight = torch.stack([found[f"{block}.weight"].t() for block in blocks])  # ours: x @ weight
     bias = torch.stack([found.get(f"{block}.bias", weight.new_zeros(width)) for block in blocks])
     own |= {"weight": weight.unflatten(0, (layers, heads)), "bias": bias.view(layers, heads, 1, width)}
-    if projected:
-        own["projection"] = torch.stack([found[f"{head}.projection"][order] for head in range(heads)])
+    rows = facts.lm_head[own["draft_vocab"]] if size is not None and len(facts.lm_head) else facts.lm_head
+    projections = [found[f"{head}.projection"][order] for head in range(heads) if projected]
+    if projected and all(_same(matrix, rows) for matrix in projections):
+        shape = replace(shape, projection="shared")
+    elif projected:
+        own["projection"] = torch.stack(projections)
     return Imported("medusa", shape, own, notes)

@@ -42,17 +42,14 @@ def write_heads(folder: Path, heads: Any, target: Any, base: Path) -> None:
     Raises:
         ValueError: a layout that the published code has no place for.
     """
+    from draftsmith.models.formats import medusa_tensors  # their environment has none of it
+
     shape = heads.config
     if shape.num_draft_heads > MAX_HEADS:
         raise ValueError(f"{shape.num_draft_heads} draft heads: the published code loads {MAX_HEADS} at most")
-    if shape.draft_vocab_size is not None or getattr(target.lm_head, "bias", None) is not None:
-        raise ValueError("the published heads have the target's whole vocabulary and no bias in their last layer")
-    stored = {}
-    for head, (matrix, _) in enumerate(heads.projections(target.lm_head)):
-        for layer in range(shape.num_layers):  # ours: x @ weight + bias; nn.Linear: x @ weight.T + bias
-            stored[f"{head}.{layer}.linear.weight"] = heads.weight[layer, head].detach().float().t().contiguous()
-            stored[f"{head}.{layer}.linear.bias"] = heads.bias[layer, head, 0].detach().float().clone()
-        stored[f"{head}.{shape.num_layers}.weight"] = matrix.detach().float()  # a shared matrix is stored once
+    if shape.draft_vocab_size is not None:
+        raise ValueError("the published heads have the target's whole vocabulary")
+    stored = {name: tensor.float() for name, tensor in medusa_tensors(heads, target.lm_head).items()}
     folder.mkdir(parents=True)
     torch.save(stored, folder / "medusa_lm_head.pt")
     config = {

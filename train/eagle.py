@@ -194,7 +194,7 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=t.trust_remote_code).get_text_config()
     made = EagleConfig.for_target(
         config, shape.vocab_size, recipe.data.max_length, d.version, d.projection, d.draft_vocab_size,
-        d.captured_layers or (), **d.norms,
+        d.captured_layers or (), **d.options,
     )  # fmt: skip
     made = shape_of_init(recipe, made)
     with torch.device("meta"):
@@ -210,7 +210,7 @@ def shape_of_init(recipe: EagleRecipe, made: EagleConfig) -> EagleConfig:
     if recipe.init_from is None:
         return made
     stored = json_object(resolve_folder(recipe.init_from) / "config.json")
-    own = {*EagleSection.model_fields, "vocab_size", "max_position_embeddings"}
+    own = {*EagleSection.model_fields, "fc_bias", "vocab_size", "max_position_embeddings"}
     if recipe.drafter.captured_layers is None:
         own.remove("captured_layers")
     return replace(made, **{f.name: stored[f.name] for f in fields(made) if f.name in stored and f.name not in own})
@@ -223,7 +223,7 @@ def train(run: Run[EagleRecipe]) -> None:
     recipe, d = run.recipe, run.recipe.drafter
     target = run.load_target()
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
-    eagle = Eagle.for_target(target, d.version, d.projection, size, d.captured_layers or (), **d.norms)
+    eagle = Eagle.for_target(target, d.version, d.projection, size, d.captured_layers or (), **d.options)
     if (shape := shape_of_init(recipe, eagle.config)) != eagle.config:
         eagle = Eagle(shape)
     run.start_weights(eagle, target)

@@ -23,6 +23,7 @@ class EagleSection(Section):
     norm_before_fc: bool = Field(default=False, description="a norm of the joined features before they are mixed")
     fc_norm: bool = Field(default=False, description="or one norm for each captured layer")
     norm_output: bool = Field(default=False, description="a draft continues with the normed hidden state (EAGLE-3.1)")
+    bias: bool = Field(default=True, description="EAGLE-1: fc has a bias, as published; vLLM reads none")
     unroll: Layers = Field(default=7, description="steps of training-time test; EAGLE-1 has one")
     noise: float = Field(
         default=0.2, ge=0, le=10, description="EAGLE-1: width of the uniform noise on features, at rows of 512 tokens"
@@ -44,6 +45,8 @@ class EagleSection(Section):
             )
         if self.version == 1 and (self.norm_before_fc or self.fc_norm or self.norm_output):
             raise ValueError("norm_before_fc, fc_norm and norm_output are for version 3; leave them out")
+        if self.version == 3 and not self.bias:
+            raise ValueError("bias is for version 1; EAGLE-3 has none")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc are alternatives; set one of them")
         layers = self.captured_layers or []
@@ -52,5 +55,7 @@ class EagleSection(Section):
         return self
 
     @property
-    def norms(self) -> dict[str, bool]:
-        return {name: getattr(self, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+    def options(self) -> dict[str, bool]:
+        """Of :class:`~draftsmith.models.eagle.EagleConfig`."""
+        norms = {name: getattr(self, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+        return {**norms, "fc_bias": self.bias}

@@ -131,7 +131,7 @@ def test_exporting(hub, drafter, run_main, tmp_path, tiny_lm, monkeypatch, case)
     prepare, repository, said = FAILURES[case]
     prepare(SimpleNamespace(hub=hub, patch=monkeypatch))
     out, began = tmp_path / "served", time.monotonic()
-    words = [drafter, "--to", "vllm", "--target", tiny_lm, "--out", out, "--push-to-hub", repository]
+    words = [drafter, "--to", "sglang", "--target", tiny_lm, "--out", out, "--push-to-hub", repository]
     line = check(run_main(export.main, *words), began, out, tmp_path, hub.folder)
     assert said in line and repository in line, line
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "provenance.json", "README.md"}
@@ -174,7 +174,7 @@ def test_the_command_that_the_line_advises_is_one(hub, drafter, run_main, tmp_pa
     """It uploads the same, as a private repository where that was asked for."""
     monkeypatch.setattr(hub, "refuse", True)
     out = tmp_path / "a b"
-    words = [drafter, "--to", "vllm", "--target", tiny_lm, "--out", out, "--push-to-hub", MINE, "--private"]
+    words = [drafter, "--to", "sglang", "--target", tiny_lm, "--out", out, "--push-to-hub", MINE, "--private"]
     line = check(run_main(export.main, *words), time.monotonic(), out)
     monkeypatch.setattr(hub, "refuse", False)
     words = shlex.split(line.partition("then: ")[2])
@@ -195,7 +195,7 @@ def test_the_command_that_the_line_advises_is_one(hub, drafter, run_main, tmp_pa
 def test_names_that_no_repository_has(hub, drafter, run_main, tmp_path, tiny_lm, repository):
     """Of a recipe: tests/common/test_recipe.py."""
     out = tmp_path / "served"
-    words = [drafter, "--to", "vllm", "--target", tiny_lm, "--out", out, "--push-to-hub", repository]
+    words = [drafter, "--to", "sglang", "--target", tiny_lm, "--out", out, "--push-to-hub", repository]
     code, _, err = run_main(export.main, *words)
     lines = [line for line in err.splitlines() if not line.startswith("precision: ")]
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and repository in lines[0], err

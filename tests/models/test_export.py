@@ -20,6 +20,7 @@ from draftsmith.models import export
 from draftsmith.models.artifact import in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import difference
+from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 
 TARGET = "models/tiny-lm"  # 12 layers, so that 2, 6 and 9 are captured
@@ -36,7 +37,7 @@ FORMS = {  # name: version, projection, draft vocabulary, options of Eagle.for_t
     "two layers": (3, "own", 64, {"captured_layers": (2, 5)}, "float32"),
     "another order": (3, "own", 64, {"captured_layers": (7, 4, 1)}, "float32"),
     "EAGLE-1": (1, "shared", None, {}, "float32"),
-    "EAGLE-1 with a draft vocabulary": (1, "shared", 128, {}, "bfloat16"),
+    "EAGLE-1 without a bias": (1, "shared", 128, {"fc_bias": False}, "bfloat16"),
 }
 
 
@@ -127,12 +128,19 @@ def test_the_folder_of_speculators(exported):
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
 
 
-def test_eagle_1_has_no_lm_head(exported):
-    _, folder = exported("EAGLE-1 with a draft vocabulary", "vllm")
-    stored, config = load_file(folder / "model.safetensors"), config_of(folder)
-    names = {f"layers.0.{name}" for name in LAYER - {"input_layernorm.weight", "hidden_norm.weight"}}
-    assert set(stored) == names | {"fc.weight", "fc.bias"}
-    assert config["architectures"] == ["LlamaForCausalLM"] and config["eagle_fc_bias"] is True
+@pytest.mark.parametrize("form", ["EAGLE-1", "EAGLE-1 without a bias"])
+def test_eagle_1_has_no_lm_head(exported, form):
+    """SGLang's class makes fc with a bias, vLLM's without one."""
+    names = {f"layers.0.{name}" for name in LAYER - {"input_layernorm.weight", "hidden_norm.weight"}} | {"fc.weight"}
+    _, folder = exported(form, "sglang")
+    stored = load_file(folder / "model.safetensors")
+    assert set(stored) == names | {"fc.bias"} and bool(stored["fc.bias"].any()) == (form == "EAGLE-1")
+    assert config_of(folder)["architectures"] == ["LlamaForCausalLMEagle"]
+    if form == "EAGLE-1":
+        return  # --to vllm refuses it, see below
+    _, folder = exported(form, "vllm")
+    assert set(load_file(folder / "model.safetensors")) == names
+    assert config_of(folder)["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_layers_are_counted_as_each_server_does(exported):
@@ -148,20 +156,24 @@ def test_layers_are_counted_as_each_server_does(exported):
 @pytest.mark.parametrize(
     "form, to",
     [("whole vocabulary", "sglang"), ("whole vocabulary", "speculators"), ("norm before fc", "speculators"),
-     ("EAGLE-1", "vllm")],
+     ("norm before fc", "vllm"), ("two layers", "vllm"), ("EAGLE-1", "sglang")],
 )  # fmt: skip
 def test_other_forms(exported, form, to):
-    """Contract and logits are checked when they are written. A drafter of all of V has no maps in speculators."""
+    """Contract and logits are checked when they are written. A drafter of all of V has no maps: vLLM, which makes no
+    place for them then, would not load it."""
     source, folder = exported(form, to)
     stored, config = load_file(folder / "model.safetensors"), config_of(folder)
-    assert ("d2t" in stored) == (to == "sglang")
+    assert ("d2t" in stored) == ("t2d" in stored) == (form == "two layers")
+    if form == "two layers":
+        assert config["num_aux_hidden_states"] == 2 and config["eagle_aux_hidden_state_layer_ids"] == [2, 5]
     if form == "whole vocabulary":
-        assert not stored.get("d2t", torch.zeros(1)).any() and {"fc_norm.0.weight", "fc_norm.2.weight"} <= set(stored)
+        assert {"fc_norm.0.weight", "fc_norm.2.weight"} <= set(stored)
         assert (config["fc_norm"], config["norm_output"], config["draft_vocab_size"]) == (True, True, 4096)
         assert {w.dtype for w in stored.values()} <= {torch.bfloat16, torch.int64, torch.bool}
     if form == "norm before fc":
         lm_head = source.target.lm_head.weight.float()
         assert torch.equal(stored["lm_head.weight"], lm_head) and stored["input_norm.weight"].shape == (480,)
+        assert config["norm_before_fc"] is True
 
 
 def test_scaled_rotary_positions_are_written_both_ways(drafter, tmp_path):
@@ -255,15 +267,95 @@ def contiguous(stored):
 
 def write(source, to, change, monkeypatch):
     """Make the exporter of a format write something else."""
-    name = "_speculators" if to == "speculators" else "_eagle3"
-    right = getattr(export, name)
+    right = export.written
 
     def wrong(*args):
         tensors, config, contract = right(*args)
         change(tensors, config)
         return contiguous(tensors), config, contract
 
-    monkeypatch.setattr(export, name, wrong)
+    monkeypatch.setattr(export, "written", wrong)
+
+
+# ---- Medusa heads
+
+HEADS = {"shared rows": ("shared", 300), "shared": ("shared", None), "own": ("own", None), "own rows": ("own", 300)}
+
+
+@pytest.fixture(scope="module")
+def heads(target, tmp_path_factory):
+    """``heads(form)`` → the folder of three random heads of two layers."""
+
+    def make(form: str) -> Path:
+        torch.manual_seed(0)
+        made = MedusaHeads.for_target(target, 3, 2, *HEADS[form])
+        if made.draft_vocab is not None:
+            made.draft_from(torch.randperm(target.vocab_size)[:300].sort().values, target)
+        for weight in made.parameters():
+            nn.init.normal_(weight, std=0.1)
+        folder = tmp_path_factory.mktemp("heads") / "mine"
+        write_drafter(folder, "medusa", made.config.to_dict(), made.state_dict(), target, {})
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("form", ["shared rows", "shared", "own"])
+def test_heads_for_vllm(heads, tmp_path, form):
+    """Names of vllm/model_executor/models/medusa.py; the shared LM head once, with the ids of its rows."""
+    source = export.open_source(str(heads(form)), "vllm")
+    assert export.export(source, "vllm", tmp_path) < 1e-4
+    stored, config = load_file(tmp_path / "model.safetensors"), config_of(tmp_path)
+    blocks = {f"blocks.{k}.layers.{n}.{w}" for k in range(3) for n in range(2) for w in ("weight", "bias")}
+    matrices = {"lm_heads.0.weight"} if form != "own" else {f"lm_heads.{k}.weight" for k in range(3)}
+    assert set(stored) == blocks | matrices | ({"token_map"} if form == "shared rows" else set())
+    assert (config["num_heads"], config["num_hidden_layers"], config["medusa_fc_bias"]) == (3, 2, True)
+    assert config["original_lm_head"] is (form != "own")
+    rows = 300 if form == "shared rows" else 4096
+    assert config["truncated_vocab_size"] == len(stored["lm_heads.0.weight"]) == rows
+    card = (tmp_path / "README.md").read_text()
+    assert '"method": "medusa", "model": "DRAFTER", "num_speculative_tokens": 3' in card and "vLLM up to 0.32" in card
+
+
+@pytest.mark.parametrize("form", ["shared rows", "own"])
+def test_heads_in_the_published_layout(heads, tmp_path, form):
+    source = export.open_source(str(heads(form)), "medusa")
+    assert export.export(source, "medusa", tmp_path) < 1e-4
+    stored, config = load_file(tmp_path / "medusa_lm_head.safetensors"), config_of(tmp_path)
+    assert len(stored) == 3 * (2 * 2 + 1) and stored["2.2.weight"].shape == (4096, 160)
+    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 2) and "model_type" not in config
+
+
+@pytest.mark.parametrize(
+    "to, change, message",
+    [
+        ("vllm", with_tensor("blocks.1.layers.0.weight", lambda w: w.T), "logits"),
+        ("vllm", swap("blocks.0.layers.0.weight", "blocks.0.layers.1.weight"), "logits"),
+        ("vllm", with_tensor("token_map", lambda ids: ids + 1), "logits"),
+        ("vllm", with_tensor("token_map", lambda ids: ids.int()), "'token_map' is"),
+        ("vllm", lambda stored, config: stored.pop("blocks.2.layers.1.bias"), "layers.1.bias' is absent"),
+        ("vllm", with_field(medusa_fc_bias=False), "medusa_fc_bias"),
+        ("medusa", with_tensor("0.1.linear.weight", lambda w: w.T), "logits"),
+        ("medusa", swap("0.0.linear.bias", "1.0.linear.bias"), "logits"),
+        ("medusa", with_field(medusa_num_heads=4), "medusa_num_heads"),
+    ],
+)
+def test_wrong_heads_are_refused(heads, tmp_path, monkeypatch, to, change, message):
+    source = export.open_source(str(heads("shared rows")), to)
+    write(source, to, change, monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        export.export(source, to, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "form, to, message",
+    [("own rows", "vllm", "drafter.projection=shared"), ("own rows", "medusa", "rows of their own"),
+     ("own", "sglang", "sglang runs none"), ("shared", "speculators", "speculators runs none")],
+)  # fmt: skip
+def test_heads_without_a_place_are_refused(heads, tmp_path, run_main, form, to, message):
+    code, _, err = run_main(export.main, heads(form), "--to", to, "--out", tmp_path / "out")
+    assert code == 2 and err.count("\n") == 1 and message in err and not (tmp_path / "out").exists()
 
 
 # ---- the command
@@ -317,12 +409,12 @@ def test_a_card_names_no_path(drafter, tmp_path, run_main, to, served):
 @pytest.mark.parametrize(
     "form, fields, to, message",
     [
-        ("EAGLE-1", {}, "sglang", "use --to vllm"),
+        ("EAGLE-1", {}, "vllm", "use --to sglang, or train it with drafter.bias=false"),
         ("EAGLE-1", {}, "speculators", "use --to vllm"),
+        ("own", {}, "medusa", "holds Medusa heads alone"),
         ("two layers", {}, "speculators", r"layers \[2, 5\]"),
         ("another order", {}, "vllm", "ascending order"),
         ("first layer", {}, "sglang", "layer 0"),
-        ("norm before fc", {}, "vllm", "use --to speculators"),
     ],
 )
 def test_forms_without_a_place_are_refused(drafter, tmp_path, run_main, form, fields, to, message):
@@ -337,7 +429,7 @@ def test_other_families_are_refused(drafter, tmp_path, run_main):
     folder = tmp_path / "x"
     described = SimpleNamespace(name=TARGET, fingerprint="", tokenizer=None, adapter=None, describe=lambda: {
         "name_or_path": TARGET, "fingerprint": ""})  # fmt: skip
-    for kind, instead in (("medusa", "inference/decode.py"), ("ssm", "draft model"), ("other", "EAGLE drafters")):
+    for kind, instead in (("ssm", "draft model"), ("other", "EAGLE drafters")):
         write_drafter(folder, kind, {}, {"w": torch.zeros(1)}, described, {})
         code, _, err = run_main(export.main, folder, "--to", "vllm", "--out", tmp_path / "out")
         assert code == 2 and err.count("\n") == 1 and f"of type {kind}" in err and instead in err

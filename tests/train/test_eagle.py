@@ -37,7 +37,7 @@ def make_recipe(**drafter):
 def make_module(target, ids=None, **drafter):
     recipe = make_recipe(**drafter)
     d = recipe.drafter
-    made = Eagle.for_target(target, d.version, d.projection, None if ids is None else len(ids), (), **d.norms)
+    made = Eagle.for_target(target, d.version, d.projection, None if ids is None else len(ids), (), **d.options)
     if ids is not None:
         made.draft_from(ids, target)
     torch.manual_seed(3)
