@@ -289,6 +289,9 @@ def test_what_is_stored_loads_and_what_is_damaged_is_refused(make_target):
     assert all(
         torch.equal(one, other) for one, other in zip(again.state_dict().values(), weights.values(), strict=True)
     )
+    later = ("norm_before_residual", "attention_bias", "own_embeddings", "target_hidden_size")
+    older = {name: value for name, value in config.items() if name not in later}
+    assert Eagle.from_artifact(older, weights, "here").config == eagle.config
     for broken, message in (
         (config | {"version": 2}, "field 'version' is 2"),
         (config | {"captured_layers": []}, "EAGLE-3 reads some layers"),
