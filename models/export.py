@@ -4,8 +4,11 @@
     python models/export.py runs/mine --to speculators --out served/mine    # then: vllm serve served/mine
     python models/export.py runs/heads --to medusa --out served/heads       # Medusa heads in their published layout
     python models/export.py runs/mine --to sglang --out served/mine --push-to-hub USER/NAME
+    python models/export.py runs/mine --to hf --push-to-hub USER/NAME       # as it is, for draftsmith's own engine
 
-Each format has a contract (models/formats.py). After the files are written, logits are computed from them alone
+With --to hf the run's folder itself is uploaded: the calibrated tree, and the card with what was measured since.
+
+Each other format has a contract (models/formats.py). After the files are written, logits are computed from them alone
 (models/exported.py) and compared with the drafter's own on random features: at each position, and for the further
 tokens of a draft. If anything differs, nothing is kept. What a server makes of the folder, `make serve-check` finds.
 
@@ -22,7 +25,7 @@ from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import check_own
 from draftsmith.models.stored import check_drafter_name
 
-FORMATS = ("sglang", "vllm", "speculators", "medusa")
+FORMATS = ("sglang", "vllm", "speculators", "medusa", "hf")
 NO_SERVER = "No server has run this folder."  # the card's last line, until `make serve-check` has
 
 
@@ -30,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("drafter", help="the folder or Hub id of an EAGLE or Medusa drafter, for example runs/mine")
     parser.add_argument("--to", required=True, choices=FORMATS, help="the format")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to write")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the folder to write; none for --to hf")
     parser.add_argument("--target", help="the target, if it is not where the drafter's config says")
     parser.add_argument(
         "--served-target", metavar="NAME", help="what the server loads the target by, if not by the same name"
@@ -64,7 +67,12 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         FileNotFoundError, ValueError: one line.
     """
-    check_output(args.out)
+    if args.to == "hf" and (args.out is not None or args.push_to_hub is None):
+        raise ValueError("--to hf uploads the run's folder as it is: give --push-to-hub USER/NAME, and no --out")
+    if args.to != "hf" and args.out is None:
+        raise ValueError(f"--to {args.to}: name the folder to write by --out DIR")
+    if args.out is not None:
+        check_output(args.out)
     if args.speculative_tokens < 1:
         raise ValueError(f"--speculative-tokens {args.speculative_tokens}: it has to be above 0")
     if args.served_target == "":
@@ -93,15 +101,15 @@ from typing import Any
 from transformers import AutoConfig
 
 from draftsmith.common.command import first_line
-from draftsmith.common.files import check_folder, json_object, replacing_folder, write_json, write_text
+from draftsmith.common.files import check_folder, json_object, read_text, replacing_folder, write_json, write_text
 from draftsmith.models.artifact import check_target, provenance, push, read_drafter
-from draftsmith.models.card import measured, named
+from draftsmith.models.card import measured, named, with_measured
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import difference
 from draftsmith.models.formats import Source, check_form, written
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import DTYPES
-from draftsmith.models.stored import resolve_folder, save_tensors, stored_dtype
+from draftsmith.models.stored import local_folder, resolve_folder, save_tensors, stored_dtype
 from draftsmith.models.target import load_target
 
 
@@ -130,8 +138,14 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
         check_form(drafter, to)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    if config["target"].get("adapter"):
-        raise ValueError(f"{folder}: it was trained with an adapter of its target, which a server's target lacks")
+    merged = config["target"].get("merged_fingerprint")
+    if config["target"].get("adapter") and not (target_name and merged):
+        advice = (
+            "give the merged one by --target" if merged else "train with export.merged=true, which writes it merged"
+        )
+        raise ValueError(
+            f"{folder}: it was trained with an adapter of its target, which a server's target lacks; {advice}"
+        )
     name = target_name or trained_for
     empty = [part for part, weight in weights.items() if weight.dim() == 2 and not weight.any()]
     if empty:
@@ -156,6 +170,8 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
         name, revision=revision, dtype=dtype if dtype in DTYPES else "float32", trust_remote_code=trust_remote_code
     )
     check_target(folder, config, target)
+    if config["target"].get("adapter") and target.fingerprint != merged:
+        raise ValueError(f"{folder}: it was trained with an adapter, and --target {name} is the target without it")
     biased = getattr(target.lm_head, "bias", None) is not None
     if isinstance(drafter, Eagle) and drafter.config.version == 3 and c.projection == "shared" and biased:
         raise ValueError(f"{folder}: the LM head of target '{name}' has a bias, for which {to} has no place")
@@ -263,9 +279,30 @@ By draftsmith, before the export, with trees where a row says so; vLLM verifies 
 """
 
 
+def publish(name: str, repository: str, private: bool) -> None:
+    """Upload a run's folder with its calibrated tree, and the card with what was measured since training.
+
+    Raises:
+        FileNotFoundError, ValueError: it is no drafter's folder here, or not calibrated; or the Hub refuses.
+        OSError: the card cannot be written.
+    """
+    folder, _, _ = read_drafter(name)
+    if local_folder(name) is None:
+        raise ValueError(f"{name}: --to hf uploads a folder of this machine")
+    tree = folder / "tree.json"
+    if not tree.exists() or "calibration" not in json_object(tree):
+        raise ValueError(f"{folder}: its tree is not calibrated; first: python inference/calibrate.py {folder}")
+    card = folder / "README.md"
+    write_text(card, with_measured(read_text(card, "model card"), folder))
+    print(f"uploading to {repository} …")
+    print(push(folder, repository, private))
+
+
 def main() -> None:
     args = parser().parse_args()
     check(args)
+    if args.to == "hf":
+        return publish(args.drafter, args.push_to_hub, args.private)
     source = open_source(args.drafter, args.to, args.target, args.trust_remote_code)
     if isinstance(source.drafter, Eagle):
         positions = source.drafter.config.max_position_embeddings
@@ -282,11 +319,9 @@ def main() -> None:
         raise ValueError(f"{args.drafter} --to {args.to}: {error}") from None
     size = sum(file.stat().st_size for file in args.out.glob("*.safetensors")) / 1e6
     print(f"{args.out}: {size:,.1f} MB for {args.to}; its logits, read back, differ by {apart:.1e} at most")
-    if (
-        isinstance(source.drafter, Eagle)
-        and source.drafter.config.version == 1
-        and source.drafter.draft_vocab is not None
-    ):
+    drafter = source.drafter
+    everything = drafter.config.version == 1 if isinstance(drafter, Eagle) else True
+    if everything and drafter.draft_vocab is not None:
         print("a draft vocabulary has no place there: servers draft from all tokens, by the target's own LM head")
     if args.push_to_hub:
         print(f"uploading to {args.push_to_hub} …")

@@ -141,11 +141,9 @@ def own_logits(eagle: Eagle, features: Tensor, tokens: Tensor, embed: nn.Module,
 
 @torch.no_grad()
 def read_back_heads(folder: Path, hidden: Tensor) -> Tensor:
-    """Logits ``[K, P, V]`` float32 of a written folder of Medusa heads, for hidden states ``[P, d]``; −inf for tokens
-    that are not drafted."""
+    """Logits ``[K, P, V]`` float32 of a written folder of Medusa heads, for hidden states ``[P, d]``."""
     config, published = json_object(folder / "config.json"), folder / PUBLISHED_MEDUSA
     w = load_file(published if published.exists() else folder / "model.safetensors")
-    place = w.pop("token_map", None)
     w = {name: tensor.float() for name, tensor in w.items()}
     logits = []
     for k in range(config["medusa_num_heads"] if published.exists() else config["num_heads"]):
@@ -154,9 +152,6 @@ def read_back_heads(folder: Path, hidden: Tensor) -> Tensor:
             x, layer = x + F.silu(F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])), layer + 1
         shared = 0 if config.get("original_lm_head") else k
         found = F.linear(x, w[f"{k}.{layer}.weight" if published.exists() else f"lm_heads.{shared}.weight"])
-        if place is not None:
-            whole = torch.full((len(found), config["vocab_size"]), float("-inf"))
-            found = whole.index_copy(1, place, found)
         logits.append(found)
     return torch.stack(logits)
 
@@ -190,8 +185,7 @@ def difference(folder: Path, drafter: Eagle | MedusaHeads, target: Target | None
         written, own = _heads_apart(folder, drafter, target, random)
     else:
         written, own = _eagle_apart(folder, drafter, target, random)
-    all_drafted = drafter.config.version == 1 if isinstance(drafter, Eagle) else (folder / PUBLISHED_MEDUSA).exists()
-    if all_drafted:  # the format has no place for a draft vocabulary
+    if not isinstance(drafter, Eagle) or drafter.config.version == 1:  # no place for a draft vocabulary
         written = written.masked_fill(own.isinf(), float("-inf"))
     largest = float(own[own.isfinite()].abs().max())
     apart = float(torch.where(own == written, 0.0, (own - written).abs()).max())

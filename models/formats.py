@@ -354,8 +354,8 @@ def _medusa(source: Source) -> Written:
 
 
 def _vllm_medusa(source: Source) -> Written:
-    """Medusa heads as vLLM up to 0.32 reads them: shared rows of the target's LM head once, those of the draft
-    vocabulary with the ids in ``token_map``.
+    """Medusa heads as vLLM up to 0.32 reads them, the target's LM head once where heads share it, with the rows of all
+    tokens: that server has a place for a draft vocabulary (``token_map``), but then refuses it as not initialised.
 
     Raises:
         ValueError: an LM head with a bias.
@@ -364,29 +364,22 @@ def _vllm_medusa(source: Source) -> Written:
     shared = heads.projection is None
     if shared and getattr(lm_head, "bias", None) is not None:
         raise ValueError("the target's LM head has a bias, for which vLLM has no place")
-    published = _medusa_shapes(c)
     last = f".{c.num_layers}.weight"
-    blocks = {n: n.replace(".", ".layers.", 1).replace(".linear", "") for n in published if not n.endswith(last)}
-    every = range(c.num_draft_heads)
-    shapes: Shapes = {f"blocks.{new}": published[name] for name, new in blocks.items()}
-    shapes |= {f"lm_heads.{k}.weight": ((c.outputs, c.hidden_size), "float") for k in (every if not shared else [0])}
-    tensors = {}
-    for k in every:
-        for layer in range(c.num_layers):
-            tensors[f"blocks.{k}.layers.{layer}.weight"] = heads.weight[layer, k].t().contiguous()
-            tensors[f"blocks.{k}.layers.{layer}.bias"] = heads.bias[layer, k, 0].clone()
-        if heads.projection is not None:
-            tensors[f"lm_heads.{k}.weight"] = heads.projection[k].clone()
-    ids = heads.tokens(torch.arange(c.outputs)).long()
-    if shared:
-        tensors["lm_heads.0.weight"] = head_rows(lm_head, ids).weight.detach()
-    tensors = {name: source.rows(tensor) for name, tensor in tensors.items()}
-    if c.outputs < c.vocab_size:
-        tensors["token_map"], shapes["token_map"] = ids, ((c.outputs,), "int64")
+
+    def name_of(published: str) -> str:
+        if published.endswith(last):
+            return f"lm_heads.{published.removesuffix(last)}.weight"
+        return "blocks." + published.replace(".", ".layers.", 1).replace(".linear", "")
+
+    def once(name: str) -> bool:
+        return not shared or not name.endswith(last) or name == f"0{last}"
+
+    tensors = {name_of(n): source.rows(t) for n, t in medusa_tensors(heads, lm_head).items() if once(n)}
+    shapes = {name_of(name): shape for name, shape in _medusa_shapes(c).items() if once(name)}
     fields = {
         "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": c.hidden_size,
         "vocab_size": c.vocab_size, "num_heads": c.num_draft_heads, "num_hidden_layers": c.num_layers,
-        "medusa_fc_bias": True, "original_lm_head": shared, "truncated_vocab_size": c.outputs,
+        "medusa_fc_bias": True, "original_lm_head": shared, "truncated_vocab_size": c.vocab_size,
     }  # fmt: skip
     config = {**fields, "torch_dtype": str(source.dtype).removeprefix("torch.")}
     return tensors, config, Contract(shapes, fields, frozenset({"medusa_num_heads"}))

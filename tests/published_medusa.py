@@ -164,8 +164,6 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: the drafter has a form that the published code cannot hold, or the published code failed.
     """
-    from dataclasses import replace
-
     from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
     from draftsmith.inference.drafters.load import load_drafter, read_named
     from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -188,9 +186,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 f"{args.drafter}: its heads have their own projections of a draft vocabulary; the published code has "
                 "place for the whole vocabulary alone"
             )
-        whole = MedusaHeads(replace(heads.config, draft_vocab_size=None))
-        whole.load_state_dict({name: weight for name, weight in heads.state_dict().items() if name != "draft_vocab"})
-        drafters = {"ours": whole.eval().requires_grad_(False), "ours with the draft vocabulary": heads}
+        drafters = {"ours": heads.of_all_tokens(), "ours with the draft vocabulary": heads}
     prompts = encode_prompts(read_prompts(args.prompts), target)[: args.count]
     results: dict[str, list[Generation]] = {}
     for name, each in drafters.items():

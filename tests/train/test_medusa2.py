@@ -17,6 +17,7 @@ from draftsmith.data import packing
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.models import export
 from draftsmith.models.adapter import add_lora, merge_adapter, switched_off, untie, write_adapter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
@@ -312,6 +313,17 @@ def test_both_stages_run(whole, tiny_lm):
     assert len(stored) == 2 * 14 and sum("lora" in name for name in best) == 28
     card = (whole / "README.md").read_text()
     assert "| KL divergence of the trained target " in card and "The adapter in `adapter/` is part of it" in card
+
+
+def test_the_heads_are_exported_for_the_merged_target(whole, tiny_lm, tmp_path, run_main):
+    """A server has no adapter: the heads go with the merged target alone, whose LM head they share."""
+    words = [whole, "--to", "vllm", "--out", tmp_path / "out"]
+    for more, message in (([], "give the merged one by --target"), (["--target", tiny_lm], "trained for target")):
+        code, _, err = run_main(export.main, *words, *more)
+        assert code == 2 and err.count("\n") == 1 and message in err and not (tmp_path / "out").exists()
+    assert run_main(export.main, *words, "--target", whole / "target")[0] == 0
+    head = load_target(str(whole / "target")).lm_head.weight
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["lm_heads.0.weight"].float(), head.float())
 
 
 def test_the_teacher_of_kept_hidden_states(recipe, whole, run_main, monkeypatch):

@@ -1,0 +1,109 @@
+"""Exported drafters beside a server: what is counted, and that wrong folders differ. (The server itself needs its own
+environment: `make serve-check`.)"""
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from draftsmith.benchmarks import serve_check
+from draftsmith.benchmarks.serve_check import compare, cut, damage, in_server, sentence
+from draftsmith.inference.drafters.eagle import EagleDrafter
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.verify.tree import Topology
+from draftsmith.models import export
+from draftsmith.models.artifact import write_drafter
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.exported import difference
+from draftsmith.models.target import load_target
+
+pytestmark = pytest.mark.measurement
+NEW, TOKENS, PROMPTS = 12, 2, [[5, 9, 2, 7], [40, 41, 42], [300, 7, 300, 7, 300]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """An exported drafter whose tokens are sometimes accepted, and both engines' texts: the server's are ours, token by
+    token as a chain is verified."""
+    target = load_target("models/tiny-lm")
+    torch.manual_seed(0)
+    eagle = Eagle.for_target(target, 3, "own", 4000)
+    for name, weight in eagle.named_parameters():
+        if weight.dim() == 2 and name != "lm_head.weight":
+            nn.init.normal_(weight, std=0.03)
+    folder = tmp_path_factory.mktemp("drafter")
+    write_drafter(folder / "mine", "eagle", eagle.config.to_dict(), eagle.state_dict(), target, {})
+    source = export.open_source(str(folder / "mine"), "vllm")
+    export.export(source, "vllm", folder / "out")
+    plain = SpeculativeDecoder(target).generate(PROMPTS, NEW, stop_ids=frozenset())
+    drafter = EagleDrafter(eagle, target, Topology(((0,), (0, 0))))
+    drafter.chooses = False
+    longer = SpeculativeDecoder(target, drafter).generate(PROMPTS, NEW + TOKENS, stop_ids=frozenset())
+    ours = [cut(text, NEW, frozenset()) for text in longer]
+    return target, source, folder / "out", plain, ours
+
+
+def answer_of(ours):
+    """What a server would say."""
+    texts = [
+        {"tokens": text.tokens, "drafts": len(text.accepted),
+         "accepted": [sum(count > place for count in text.accepted) for place in (1, 2)]}
+        for text in ours
+    ]  # fmt: skip
+    return {"texts": texts, "seconds": 2.0, "server": "x 1"}
+
+
+def test_a_text_is_cut_where_it_ends():
+    """At the limit or behind the first stop id; the step that writes the end counts whole."""
+    target = load_target("models/tiny-lm")
+    (text,) = SpeculativeDecoder(target).generate([PROMPTS[0]], 8, stop_ids=frozenset())
+    text.accepted[:] = [3, 1, 2, 1]
+    for limit, stops, tokens, steps in ((4, [], 4, 1), (5, [], 5, 2), (6, [], 6, 3), (1, [], 1, 0), (8, [4], 5, 2)):
+        done = cut(text, limit, frozenset(text.tokens[place] for place in stops))
+        assert (done.tokens, done.accepted) == (text.tokens[:tokens], text.accepted[:steps])
+
+
+def test_equal_and_not(served):
+    target, _, _, plain, ours = served
+    found = compare(target, PROMPTS, plain, ours, answer_of(ours), TOKENS)
+    assert found["equal"] and found["identical_texts"] == 3 and found["tokens"] == 3 * NEW
+    assert found["drafts"][0] == found["drafts"][1] == sum(len(text.accepted) for text in ours)
+    assert found["mean_accepted_length"] == pytest.approx((3 * NEW - 3) / found["drafts"][0], abs=1e-4)
+    words = sentence({**found, "server": "x 1", "draft_tokens": TOKENS})
+    assert "as in draftsmith's engine" in words and "**" not in words and "0 mismatches" in words
+    for change in ({"drafts": 1}, {"accepted": [0, 1]}):
+        other = answer_of(ours)
+        for key in change:
+            value = other["texts"][0][key]
+            other["texts"][0][key] = [value[0] - 1, value[1]] if key == "accepted" else value + 1
+        assert not compare(target, PROMPTS, plain, ours, other, TOKENS)["equal"]
+    other = answer_of(ours)
+    other["texts"][1]["tokens"] = [*ours[1].tokens[:-1], 4095 - ours[1].tokens[-1]]
+    found = compare(target, PROMPTS, plain, ours, other, TOKENS)
+    assert not found["equal"] and found["mismatches"] == 1 and found["identical_texts"] == 2
+
+
+@pytest.mark.parametrize("how", ["transposed", "shifted-vocabulary", "shifted-layers"])
+def test_damage_is_none_that_the_contract_finds(served, tmp_path, how):
+    """A damaged folder has other logits, or reads other layers, and every tensor's shape and dtype."""
+    _, source, folder, *_ = served
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | {"num_target_layers": 12}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    damage(tmp_path, how)
+    if how == "shifted-layers":
+        assert json.loads((tmp_path / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [1, 5, 8]
+    else:
+        with pytest.raises(ValueError, match="logits|t2d"):
+            difference(tmp_path, source.eagle, source.target)
+    with pytest.raises(ValueError, match="no such place"):
+        damage(tmp_path, "no-bias")
+
+
+def test_a_server_that_fails_is_one_line():
+    """This environment has no vLLM."""
+    with pytest.raises(ValueError, match="the server failed: ModuleNotFoundError: No module named 'vllm'"):
+        in_server(serve_check.Path(sys.executable), {"prompts": []})
