@@ -456,13 +456,11 @@ def test_export_and_import_are_inverse(tiny, tmp_path, run_main, to, options):
 
 
 @pytest.mark.parametrize(
-    "to, projection, size",
-    [("medusa", "own", None), ("medusa", "shared", None), ("vllm", "own", None), ("vllm", "shared", 300)],
+    "to, projection", [("medusa", "own"), ("medusa", "shared"), ("vllm", "own"), ("vllm", "shared")]
 )
-def test_export_and_import_of_heads_are_inverse(tiny, tmp_path, run_main, to, projection, size):
-    heads = MedusaHeads.for_target(tiny, 2, 2, projection, size)
-    if size:
-        heads.draft_from(torch.randperm(tiny.vocab_size)[:size].sort().values, tiny)
+def test_export_and_import_of_heads_are_inverse(tiny, tmp_path, run_main, to, projection):
+    """Heads that use the target's LM head are written with copies of it, and recognised by them."""
+    heads = MedusaHeads.for_target(tiny, 2, 2, projection)
     for weight in heads.parameters():
         torch.nn.init.normal_(weight, 0.0, 0.1)
     wanted = {name: weight.detach() for name, weight in heads.state_dict().items()}
