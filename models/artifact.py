@@ -149,6 +149,7 @@ def _card(folder: Path, drafter_type: str, shape: Mapping[str, Any], target: Tar
     base = str(facts.get("target_fingerprint") or target.fingerprint)  # as it was, without an adapter
     whose, licence = named(target.name, base, str(target.describe().get("model_type"))), facts.get("licence")
     name = folder.resolve().name
+    made = f"imported from `{facts['imported_from']}`" if "imported_from" in facts else "trained"
     prompt = "def read_config(path):"
     if getattr(target.tokenizer, "chat_template", None):
         prompt = "Write a Python function that adds two numbers."
@@ -163,7 +164,7 @@ loaded, so that the output is that of the target so changed.
     return f"""{whose.front_matter(licence, drafter_type)}
 # {name}: a drafter of type {drafter_type} for {whose.name}
 
-A drafter for speculative decoding with `{whose.name}`, trained with draftsmith. It proposes tokens that the target
+A drafter for speculative decoding with `{whose.name}`, {made} with draftsmith. It proposes tokens that the target
 verifies: the output is the target's own greedy output, in fewer steps. It works with this target alone (fingerprint
 `{target.fingerprint[:16]}…`).{whose.about}
 {adapted}
@@ -184,7 +185,7 @@ not found, give it by `--target {whose.argument}`.
 
 {measured(folder, facts)}
 
-## Training
+## {"Import" if "imported_from" in facts else "Training"}
 
 | field | value |
 |---|---|
@@ -373,7 +374,9 @@ def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> Non
     """
     trained_for = config["target"]["name_or_path"]
     wrong = f"{folder}: this drafter was trained for target '{trained_for}', not for '{target.name}'"
-    for field, value in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+    # Only a drafter of another width than its target's has the field target_hidden_size.
+    width = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
+    for field, value in ((width, target.hidden_size), ("vocab_size", target.vocab_size)):
         if config.get(field, value) != value:
             raise ValueError(
                 f"{wrong}: {field} {config[field]} ≠ {value}; train one for it, or pass --target {trained_for}"

@@ -71,7 +71,7 @@ def named(name: str, fingerprint: str, model_type: str, served: str | None = Non
         fingerprint: as stored, without an adapter.
         served: what a server loads it by, if that was said.
     """
-    hub_id, licence = next((each for each in (served, name) if each and is_hub_id(each)), None), _stated_licence(name)
+    hub_id, licence = next((each for each in (served, name) if each and is_hub_id(each)), None), stated_licence(name)
     shown = served if served and not _is_path(served) else hub_id
     if fingerprint == _FETCHED:
         known, licence = _FETCHED_IS
@@ -95,7 +95,7 @@ def _is_path(name: str) -> bool:
     return path or name.rstrip("/") == FETCHED or local_folder(name) is not None
 
 
-def _stated_licence(name: str) -> str | None:
+def stated_licence(name: str) -> str | None:
     """The licence in the metadata of a target's card, in its folder or in the Hub's cache; nothing is downloaded."""
     folder = local_folder(name)
     card = folder / "README.md" if folder else None

@@ -10,11 +10,15 @@ them.
     EAGLE-3   g_t = fc(cat of the inputs of three layers);  q, k, v from cat(norm(e), norm(g)), residual g;
               logits = LM head on norm(o); the drafter's own LM head (own), or the target's (shared)
 
+Published EAGLE-3 drafters may take norm(g) for the residual (norm_before_residual), have embeddings of their own, and
+be of another width than the target.
+
 The layer has Llama's form (grouped-query attention with rotary positions, an MLP gated by SiLU, RMSNorm), whatever the
 target's family is: that is what servers load. Its sizes and rotary positions are the target's.
 
-Shape letters: B batch, T tokens, P positions, F features per token, C captured layers, d hidden width, H query heads,
-G key/value heads, D head width, V vocabulary, S draft vocabulary (V if there is none), K unrolled steps.
+Shape letters: B batch, T tokens, P positions, F features per token, C captured layers, d hidden width, W the target's
+(d, unless the config says otherwise), H query heads, G key/value heads, D head width, V vocabulary, S draft vocabulary
+(V if there is none), K unrolled steps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +42,7 @@ _SIZES = (
     "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "max_position_embeddings",
 )  # fmt: skip
+_LATER = {"fc_bias", "norm_before_residual", "attention_bias", "own_embeddings", "target_hidden_size"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,10 @@ class EagleConfig:
     norm_before_fc: a norm of the joined features before ``fc``; fc_norm: one norm for each captured layer;
     norm_output: the hidden state that a draft continues with is the normed one (EAGLE-3.1).
     fc_bias: whether ``fc`` has a bias (EAGLE-1).
+    norm_before_residual: the layer's residual is the normed hidden state (EAGLE-3).
+    attention_bias: q, k and v have a bias, as in Qwen2.
+    own_embeddings: a matrix ``[V, d]`` of its own, instead of the target's embeddings.
+    target_hidden_size: W, width of the features, where it is not the drafter's (EAGLE-3).
     """
 
     version: int
@@ -69,6 +78,10 @@ class EagleConfig:
     norm_output: bool = False
     draft_vocab_size: int | None = None
     fc_bias: bool = True
+    norm_before_residual: bool = False
+    attention_bias: bool = False
+    own_embeddings: bool = False
+    target_hidden_size: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "captured_layers", tuple(self.captured_layers))
@@ -96,6 +109,18 @@ class EagleConfig:
             raise ValueError("EAGLE-1 has the target's LM head and no norms of its own: projection 'shared', no norms")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fields 'fc_norm' and 'norm_before_fc': only one of them")
+        if self.version == 1 and self.norm_before_residual:
+            raise ValueError("field 'norm_before_residual': EAGLE-1 has no norm before its layer")
+        if (width := self.target_hidden_size) is not None:
+            if type(width) is not int or width < 1:
+                raise ValueError(
+                    f"field 'target_hidden_size' is {width!r}; it has to be a whole number above 0, or null"
+                )
+            if self.version == 1 or not self.own_embeddings or self.projection == "shared":
+                raise ValueError(
+                    "field 'target_hidden_size': a drafter of another width is of version 3 and has embeddings and an "
+                    "LM head of its own"
+                )
         check_size(self.draft_vocab_size, self.vocab_size)
 
     @classmethod
@@ -131,6 +156,11 @@ class EagleConfig:
         """S: the number of tokens that it chooses from."""
         return self.draft_vocab_size or self.vocab_size
 
+    @property
+    def feature_size(self) -> int:
+        """W: the target's hidden width."""
+        return self.target_hidden_size or self.hidden_size
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"captured_layers": list(self.captured_layers)}
 
@@ -164,10 +194,10 @@ def layers_to_capture(count: int) -> tuple[int, ...]:
 class _Attention(nn.Module):
     def __init__(self, config: EagleConfig, inputs: int, **options: Any) -> None:
         super().__init__()
-        width = config.head_dim
-        self.q_proj = nn.Linear(inputs, config.num_attention_heads * width, bias=False, **options)
-        self.k_proj = nn.Linear(inputs, config.num_key_value_heads * width, bias=False, **options)
-        self.v_proj = nn.Linear(inputs, config.num_key_value_heads * width, bias=False, **options)
+        width, bias = config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(inputs, config.num_attention_heads * width, bias=bias, **options)
+        self.k_proj = nn.Linear(inputs, config.num_key_value_heads * width, bias=bias, **options)
+        self.v_proj = nn.Linear(inputs, config.num_key_value_heads * width, bias=bias, **options)
         self.o_proj = nn.Linear(config.num_attention_heads * width, config.hidden_size, bias=False, **options)
 
 
@@ -206,14 +236,16 @@ class Eagle(nn.Module):
         super().__init__()
         self.config = config
         d, eps, captured = config.hidden_size, config.rms_norm_eps, len(config.captured_layers)
+        read = config.feature_size
         options: dict[str, Any] = {"dtype": dtype}
-        self.fc = nn.Linear(
-            captured * d if captured else 2 * d, d, bias=config.version == 1 and config.fc_bias, **options
-        )
+        inputs = captured * read if captured else 2 * d
+        self.fc = nn.Linear(inputs, d, bias=config.version == 1 and config.fc_bias, **options)
         self.midlayer = _Layer(config, **options)
         self.norm = nn.RMSNorm(d, eps, **options) if config.version == 3 else None
-        self.input_norm = nn.RMSNorm(captured * d, eps, **options) if config.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(d, eps, **options) for _ in range(captured)) if config.fc_norm else None
+        self.input_norm = nn.RMSNorm(captured * read, eps, **options) if config.norm_before_fc else None
+        norms = (nn.RMSNorm(read, eps, **options) for _ in range(captured))
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.embed_tokens = nn.Embedding(config.vocab_size, d, **options) if config.own_embeddings else None
         self.lm_head = nn.Linear(d, config.outputs, bias=False, **options) if config.projection == "own" else None
         draft_vocab = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_vocab", draft_vocab)
@@ -241,7 +273,7 @@ class Eagle(nn.Module):
 
     @torch.no_grad()
     def _start_lm_head(self, target: Target) -> None:
-        if self.lm_head is not None:
+        if self.lm_head is not None and self.config.target_hidden_size is None:
             ids = torch.arange(self.config.vocab_size) if self.draft_vocab is None else self.draft_vocab
             self.lm_head.weight.copy_(head_rows(target.lm_head, ids.to(target.device)).weight)
 
@@ -254,12 +286,9 @@ class Eagle(nn.Module):
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "Eagle":
         """A drafter from its folder's config and weights; raises as :func:`with_weights`."""
-
-        def make() -> Eagle:
-            given = {"fc_bias": True, **config}  # older ones lack it
-            return cls(EagleConfig(**{name: given[name] for name in EagleConfig.__dataclass_fields__}))
-
-        return with_weights(make, weights, where)
+        # Older folders lack what was added later.
+        fields = [name for name in EagleConfig.__dataclass_fields__ if name in config or name not in _LATER]
+        return with_weights(lambda: cls(EagleConfig(**{name: config[name] for name in fields})), weights, where)
 
     def draft_head(self, lm_head: nn.Module) -> nn.Module:
         """The linear layer that gives logits over the draft vocabulary: its own, or the target's LM head or a frozen
@@ -272,6 +301,10 @@ class Eagle(nn.Module):
             return self.lm_head
         return lm_head if self.draft_vocab is None else head_rows(lm_head, self.draft_vocab)
 
+    def embeddings(self, target: nn.Module) -> nn.Module:
+        """The token embeddings that it reads: its own, or the target's."""
+        return target if self.embed_tokens is None else self.embed_tokens
+
     def tokens(self, places: Tensor) -> Tensor:
         """The target's token ids of places in the draft vocabulary, of any shape."""
         return places if self.draft_vocab is None else self.draft_vocab[places]
@@ -280,16 +313,16 @@ class Eagle(nn.Module):
         """The target's features as the drafter reads them, g: ``[…, F] → […, d]``.
 
         Args:
-            features: the last hidden state, then the inputs of the captured layers; F = d · (1 + C).
+            features: the last hidden state, then the inputs of the captured layers; F = W · (1 + C).
         """
-        d = self.config.hidden_size
+        width = self.config.feature_size
         if self.config.version == 1:
-            return features[..., :d]
-        captured = features[..., d:]
+            return features[..., :width]
+        captured = features[..., width:]
         if self.input_norm is not None:
             captured = self.input_norm(captured)
         if self.fc_norm is not None:
-            parts = zip(self.fc_norm, captured.split(d, -1), strict=True)
+            parts = zip(self.fc_norm, captured.split(width, -1), strict=True)
             captured = torch.cat([norm(part) for norm, part in parts], -1)
         return self.fc(captured)
 
@@ -298,8 +331,9 @@ class Eagle(nn.Module):
         if self.config.version == 1:
             joined = self.fc(torch.cat((embeddings, hidden), -1))
             return joined, joined
-        layer = self.midlayer
-        return torch.cat((layer.input_layernorm(embeddings), layer.hidden_norm(hidden)), -1), hidden
+        normed = self.midlayer.hidden_norm(hidden)
+        pairs = torch.cat((self.midlayer.input_layernorm(embeddings), normed), -1)
+        return pairs, normed if self.config.norm_before_residual else hidden
 
     def outputs(self, out: Tensor) -> tuple[Tensor, Tensor]:
         """From the layer's output o: what the LM head reads, and what a draft continues with; ``[…, d]`` each."""
@@ -341,7 +375,7 @@ class Eagle(nn.Module):
 
         Args:
             features: ``[B, T, F]`` as :meth:`fuse` takes them, in the drafter's dtype.
-            embed: the target's token embeddings.
+            embed: the target's token embeddings; not read by a drafter that has its own.
             tokens: ``[B, T]`` of any integer dtype.
             positions: ``[B, T]``; counted from 0 if left out.
             segment: ``[B, T]``, which sample of its row a token belongs to; samples do not see each other.
@@ -364,6 +398,7 @@ class Eagle(nn.Module):
         places = torch.arange(length, device=tokens.device).expand(rows, -1)
         positions = places if positions is None else positions
         dtype = features.dtype  # also of the residuals under autocast
+        embed = self.embeddings(embed)
         hidden = self.fuse(features).to(dtype)
         following = F.pad(tokens[:, 1:].long(), (0, steps))  # x_{t+1}, and zeros behind the row's end
         x, residual = self.attention_input(embed(following[:, :length]).to(dtype), hidden)

@@ -71,7 +71,7 @@ def read_back(folder: Path, features: Tensor, tokens: Tensor, embed: nn.Module, 
         return x * (x.square().mean(-1, keepdim=True) + llama.rms_norm_eps).rsqrt() * w[f"{name}.weight"]
 
     def apply(name: str, x: Tensor) -> Tensor:
-        return F.linear(x, w[f"{layer}{name}.weight"])
+        return F.linear(x, w[f"{layer}{name}.weight"], w.get(f"{layer}{name}.bias"))
 
     def turn(x: Tensor, start: int) -> Tensor:  # [N, heads, D]
         cos, sin = rotary(x, torch.arange(start, start + len(x))[None])

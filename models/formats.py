@@ -208,6 +208,9 @@ def check_form(drafter: Eagle | MedusaHeads, to: str) -> None:
     if to == "medusa":
         raise ValueError("an EAGLE drafter: the format medusa holds Medusa heads alone; use --to vllm or --to sglang")
     captured = list(c.captured_layers)
+    for name in ("attention_bias", "own_embeddings", "target_hidden_size"):  # of drafters that were imported
+        if getattr(c, name):
+            raise ValueError(f"it has {name}, which is not exported: serve the published folder it was imported from")
     if c.version == 1:
         if to == "speculators":
             raise ValueError("an EAGLE-1 drafter: speculators holds EAGLE-3 alone; use --to vllm or --to sglang")
@@ -238,8 +241,8 @@ def _eagle3(source: Source) -> Written:
     c = source.eagle.config
     norms = {name: True for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(c, name)}
     own = {
-        "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": c.outputs, "norm_before_residual": False,
-        "num_aux_hidden_states": len(c.captured_layers),
+        "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": c.outputs,
+        "norm_before_residual": c.norm_before_residual, "num_aux_hidden_states": len(c.captured_layers),
     }  # fmt: skip
     config = {**_llama(source), **own, **norms, "target_hidden_size": c.hidden_size}
     layers = source.target_config.get_text_config().num_hidden_layers
@@ -283,7 +286,7 @@ def _speculators(source: Source, served_target: str, speculative_tokens: int) ->
     own = {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": SPECULATORS,
         "draft_vocab_size": c.outputs, "target_hidden_size": c.hidden_size, "embed_requires_grad": False,
-        "eagle_aux_hidden_state_layer_ids": list(c.captured_layers), "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": list(c.captured_layers), "norm_before_residual": c.norm_before_residual,
         "norm_before_fc": c.norm_before_fc, "fc_norm": c.fc_norm, "norm_output": c.norm_output,
     }  # fmt: skip
     verifier = {"name_or_path": served_target, "architectures": source.target_config.architectures or []}

@@ -110,15 +110,33 @@ def drafter_config(folder: Path, name: str) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder}: no config.json here: {hint}")
     config = json_object(folder / "config.json", "drafter config")
     if "drafter_type" not in config:
+        command = f"python models/import_drafter.py {name} --target TARGET --out runs/NAME"
         file = folder / "provenance.json"  # of models/export.py
         exported = json_object(file) if file.exists() else {}
         if "max_logit_difference" in exported:
             raise ValueError(
                 f"{folder}: exported for {exported.get('format')}, whose format is not read here; name the drafter "
-                f"that it was made from ({exported.get('drafter')})"
+                f"that it was made from ({exported.get('drafter')}), or import it: {command}"
             )
+        if is_published(folder, config):
+            raise ValueError(f"{folder}: a published drafter in another format; import it: {command}")
         raise ValueError(f"{folder}: this is a model, not a drafter; to decode with it alone: none --target {name}")
     return config
+
+
+def is_published(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a folder holds a drafter in a format that models/import_drafter.py reads or knows of.
+
+    Raises:
+        ValueError: its safetensors file is damaged.
+    """
+    fields = {"speculators_model_type", "eagle_config", "draft_vocab_size", "medusa_num_heads", "dflash_config"}
+    if fields & config.keys() or config.get("model_type") == "medusa":
+        return True
+    file = folder / _SINGLE  # EAGLE-1 has the config of a Llama model, of one layer
+    if not file.exists():
+        return config.get("num_hidden_layers") == 1 and (folder / _PICKLE).exists()
+    return "fc.weight" in safetensors_header(file)[1]
 
 
 def check_drafter_name(name: str) -> None:
@@ -156,6 +174,59 @@ def resolve_folder(name: str, revision: str | None = None, *, weights: bool = Tr
     if weights and not any(folder.glob("*.safetensors")):
         folder = _download(name, revision, ": its pickled weights, there are no others", allow_patterns=_PICKLED)
     return folder
+
+
+_MEDUSA = "medusa_lm_head"  # .safetensors, or .pt: a pickle
+
+
+def published_folder(name: str, revision: str | None = None, pickles: bool = False) -> Path:
+    """The folder of a drafter that somebody published: a local one, or the download of a Hub id.
+
+    Args:
+        pickles: download pickled weights where there are no others.
+
+    Raises:
+        FileNotFoundError: there is none, or it cannot be downloaded.
+    """
+    if gguf_file(name) is not None:
+        raise FileNotFoundError(f"'{name}': a GGUF file is a model; a folder or Hub id of a drafter is needed")
+    folder = known_folder(name)
+    if folder is not None:
+        return folder
+    small = ["config.json", f"{_SINGLE}.index.json", "README.md"]
+    folder = _download(name, revision, allow_patterns=[*small, "*.safetensors"])
+    if not any(folder.glob("*.safetensors")):
+        if not pickles:
+            raise FileNotFoundError(f"'{name}': it has no safetensors files; pickled ones are read with --allow-pickle")
+        pickled = [*_PICKLED, f"{_PICKLE}.index.json", f"{_MEDUSA}.pt"]
+        folder = _download(
+            name, revision, ": its pickled weights, there are no others", allow_patterns=[*small, *pickled]
+        )
+    return folder
+
+
+def published_tensors(folder: Path, pickles: bool = False) -> "dict[str, Tensor]":
+    """All tensors of a published drafter's folder, on the CPU.
+
+    Args:
+        pickles: pickled weights may be read, as tensors only.
+
+    Raises:
+        FileNotFoundError: there are no weights, or some are missing.
+        ValueError: a file is damaged, or it is a pickle and holds more than tensors or may not be read.
+    """
+    from safetensors.torch import load_file
+
+    single = (folder / f"{_MEDUSA}{suffix}" for suffix in (".safetensors", ".pt"))
+    files = [file for file in single if file.exists()][:1] or _weight_files(folder)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        if file.suffix == ".safetensors":
+            safetensors_header(file)
+        elif not pickles:
+            raise ValueError(f"{file}: pickled weights; with --allow-pickle they are read, as tensors only")
+        tensors |= load_file(file) if file.suffix == ".safetensors" else _read_pickle(file)
+    return tensors
 
 
 def _download(name: str, revision: str | None, what: str = "", **patterns: list[str]) -> Path:

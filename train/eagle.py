@@ -14,6 +14,7 @@ per token, d hidden width, V vocabulary, S draft vocabulary, K unrolled steps.
 """
 
 import copy
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -76,7 +77,7 @@ class EagleTraining(nn.Module):
         self.target, self.eagle, self.seed = target, eagle, recipe.run.seed
         self.steps, self.noise = recipe.drafter.unroll, recipe.drafter.noise
         self.captures = eagle.config.captured_layers
-        self.output_layers = ("eagle.lm_head",)  # not for Muon
+        self.output_layers = ("eagle.lm_head", "eagle.embed_tokens")  # not for Muon
         self.model = target.model  # registered, frozen: moves with the module, is in no optimizer
 
     def train(self, mode: bool = True) -> "EagleTraining":
@@ -143,7 +144,7 @@ class EagleTraining(nn.Module):
         taught = torch.zeros_like(labelled[0])  # where the target's distribution is needed
         for i, where in enumerate(labelled):
             taught[:, i + 1 :] |= where[:, : where.shape[1] - i - 1]
-        hidden = features[taught][:, : eagle.config.hidden_size]  # [N, d]
+        hidden = features[taught][:, : eagle.config.feature_size]  # [N, d]
         teacher, inside = self.teach(hidden)
         row_of = taught.flatten().cumsum(0).view_as(taught) - 1
         chosen = marked_places(labelled.any(0))
@@ -195,6 +196,7 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
         config, shape.vocab_size, recipe.data.max_length, d.version, d.projection, d.draft_vocab_size,
         d.captured_layers or (), **d.options,
     )  # fmt: skip
+    made = shape_of_init(recipe, made)
     with torch.device("meta"):
         own = sum(p.numel() for p in Eagle(made).parameters())
     rows = made.outputs * shape.hidden_size if d.projection == "shared" else 0
@@ -202,25 +204,28 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     return [Plan.of(recipe, s, shape, own, d.unroll * rows, copied=copied, unrolled=d.unroll) for s in recipe.stages]
 
 
-def layers_of_init(recipe: EagleRecipe) -> EagleRecipe:
-    """The recipe, which reads the same layers as ``init_from`` unless it names others."""
-    d = recipe.drafter
-    if recipe.init_from is None or d.captured_layers is not None or d.version == 1:
-        return recipe
-    file = resolve_folder(recipe.init_from) / "config.json"
-    layers = json_object(file).get("captured_layers") if file.is_file() else None
-    return recipe.model_copy(update={"drafter": d.model_copy(update={"captured_layers": layers or None})})
+def shape_of_init(recipe: EagleRecipe, made: EagleConfig) -> EagleConfig:
+    """The config of a drafter that begins with ``init_from``: what the recipe does not say is that drafter's, which are
+    the layers that it reads and, of an imported one, sizes, rotary positions, biases and embeddings."""
+    if recipe.init_from is None:
+        return made
+    stored = json_object(resolve_folder(recipe.init_from) / "config.json")
+    own = {*EagleSection.model_fields, "fc_bias", "vocab_size", "max_position_embeddings"}
+    if recipe.drafter.captured_layers is None:
+        own.remove("captured_layers")
+    return replace(made, **{f.name: stored[f.name] for f in fields(made) if f.name in stored and f.name not in own})
 
 
 def train(run: Run[EagleRecipe]) -> None:
     """From the target to the exported drafter."""
     if sharded.spreads():
         raise ValueError("an EAGLE drafter reads the target's embeddings: launch without ZeRO-3 and FSDP")
-    run.recipe = layers_of_init(run.recipe)
     recipe, d = run.recipe, run.recipe.drafter
     target = run.load_target()
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     eagle = Eagle.for_target(target, d.version, d.projection, size, d.captured_layers or (), **d.options)
+    if (shape := shape_of_init(recipe, eagle.config)) != eagle.config:
+        eagle = Eagle(shape)
     run.start_weights(eagle, target)
     module = EagleTraining(target, eagle, recipe)
     rows = run.read_rows(target)

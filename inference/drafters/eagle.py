@@ -79,14 +79,16 @@ class _PairInput:
     """Input of EAGLE-3's q, k and v: from the hidden states of a pass, cat(norm(embeddings), norm(hidden)).
 
     embeddings: ``[n, d]`` of the pass, set before it.
+    normed: hidden states come here normed, because the layer's residual is the normed one.
     """
 
-    def __init__(self, embedding_norm: RMSNorm, hidden_norm: RMSNorm) -> None:
-        self.embedding_norm, self.hidden_norm = embedding_norm, hidden_norm
+    def __init__(self, embedding_norm: RMSNorm, hidden_norm: RMSNorm, normed: bool) -> None:
+        self.embedding_norm, self.hidden_norm, self.normed = embedding_norm, hidden_norm, normed
         self.embeddings = torch.empty(0)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return torch.cat((self.embedding_norm(self.embeddings), self.hidden_norm(hidden)), -1)
+        normed = hidden if self.normed else self.hidden_norm(hidden)
+        return torch.cat((self.embedding_norm(self.embeddings), normed), -1)
 
 
 class EagleDrafter(Drafter):
@@ -117,7 +119,7 @@ class EagleDrafter(Drafter):
         check_context(eagle, target)
         self.eagle, self.target, self.device = to_target(eagle, target), target, target.device
         self.captures = config.captured_layers
-        self.embed = target.embeddings
+        self.embed = eagle.embeddings(target.embeddings)
         self.ids = eagle.draft_vocab
         self.draft_head = eagle.draft_head(target.lm_head)
         self.shared: Target | None = None
@@ -126,7 +128,7 @@ class EagleDrafter(Drafter):
             self.shared.lm_head = self.draft_head
         self.shortlists: Shortlists | None = None
         if shortlist is not None:
-            check_router(shortlist, target.hidden_size, config.hidden_size)
+            check_router(shortlist, config.hidden_size, config.hidden_size)
             after_head = after_head_of(target) if config.projection == "shared" else None
             self.shortlists = Shortlists(shortlist, self.draft_head, self.ids, target.vocab_size, after_head)
         self.layer, self.pair_input, self.norm = _lean_parts(eagle, target)
@@ -187,7 +189,7 @@ class EagleDrafter(Drafter):
         # then write no slot before the root's pair.
         self.cached = torch.full((rows,), ALL_CACHED, dtype=torch.int64, device=device)
         self.missing_tokens = torch.zeros(rows, self.max_missing + 1, dtype=torch.int64, device=device)
-        width = config.hidden_size * (1 + len(self.captures))
+        width = config.feature_size * (1 + len(self.captures))
         self.missing_features = torch.zeros(rows, self.max_missing + 1, width, dtype=dtype, device=device)
         self.waiting = torch.empty(0)  # [b, 1, d]: the fused feature of the last token of a prompt's previous chunk
         self.row_numbers = torch.arange(rows, device=device)
@@ -229,7 +231,10 @@ class EagleDrafter(Drafter):
         layer, (each, count) = self.layer, tokens.shape
         x = layer.before_attention(self._residual(tokens, hidden))
         width = layer.qkv.shape[1] // (layer.heads + 2 * layer.kv_heads)
-        kv = (x @ layer.qkv[:, layer.heads * width :]).view(each, count, 2, layer.kv_heads, width)
+        kv = x @ layer.qkv[:, layer.heads * width :]
+        if layer.qkv_bias is not None:
+            kv += layer.qkv_bias[layer.heads * width :]
+        kv = kv.view(each, count, 2, layer.kv_heads, width)
         keys = kv[:, :, 0]  # [b, n, G, D]
         cos, sin = rotations.view(-1, count, 2, 1, width).unbind(2)
         kv[:, :, 0] = keys * cos + keys.roll(width // 2, -1) * sin
@@ -343,7 +348,7 @@ class EagleDrafter(Drafter):
         if self.pair_input is None:
             return apply_linear(self.eagle.fc, torch.cat((embeddings, hidden), -1)).flatten(0, 1)
         self.pair_input.embeddings = embeddings.flatten(0, 1)
-        return hidden.flatten(0, 1)
+        return self.pair_input.hidden_norm(hidden.flatten(0, 1)) if self.pair_input.normed else hidden.flatten(0, 1)
 
     def _run(self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Hidden:
         """Run nodes of a tree that follows each row's first ``lengths [B]`` pairs.
@@ -413,6 +418,8 @@ class EagleDrafter(Drafter):
         )
         if norms is None:
             x = pairs = apply_linear(self.eagle.fc, pairs)
+        elif self.eagle.config.norm_before_residual:
+            x = pairs[:, x.shape[1] :].contiguous()  # the layer writes to it
         return x, pairs, positions, slots
 
     def _buffers(self, rows: int, count: int) -> Buffers | FusedBuffers:
@@ -493,15 +500,15 @@ def _lean_parts(eagle: Eagle, target: Target) -> tuple[Layer, _PairInput | None,
 
     pair_input = None
     if eagle.norm is not None:
-        pair_input = _PairInput(norm(module.input_layernorm), norm(module.hidden_norm))
-    qkv, _ = packed_linears(module.self_attn, ["q_proj", "k_proj", "v_proj"], target)
+        pair_input = _PairInput(norm(module.input_layernorm), norm(module.hidden_norm), config.norm_before_residual)
+    qkv, qkv_bias = packed_linears(module.self_attn, ["q_proj", "k_proj", "v_proj"], target)
     gate_up, _ = packed_linears(module.mlp, ["gate_proj", "up_proj"], target)
     out, _ = packed_linears(module.self_attn, ["o_proj"], target)
     down, _ = packed_linears(module.mlp, ["down_proj"], target)
     layer = Layer(
         config.num_attention_heads, config.num_key_value_heads, config.head_dim**-0.5, 0, None, "",
-        pair_input or (lambda x: x), qkv, None, None, out, None, None, norm(module.post_attention_layernorm), gate_up,
-        None, module.mlp.act, down, None, None, 1.0,
+        pair_input or (lambda x: x), qkv, qkv_bias, None, out, None, None, norm(module.post_attention_layernorm),
+        gate_up, None, module.mlp.act, down, None, None, 1.0,
     )  # fmt: skip
     return layer, pair_input, None if eagle.norm is None else norm(eagle.norm)
 
@@ -523,7 +530,7 @@ def pass_time(drafter: EagleDrafter, costs: StepCosts) -> float:
 def drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
     """A drafter as shortlists are made for it; the router reads what the layer reads, so both can run at once."""
     to_target(eagle, target)
-    head, embed = eagle.draft_head(target.lm_head), target.embeddings
+    head, embed = eagle.draft_head(target.lm_head), eagle.embeddings(target.embeddings)
     dtypes = eagle.fc.weight.dtype, next(head.parameters()).dtype
 
     def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
@@ -538,7 +545,7 @@ def drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
             yield Rollout(following.gather(1, places + k + 1)[begun], hidden[begun], out[begun].to(dtypes[1]))
 
     after_head = after_head_of(target) if eagle.config.projection == "shared" else None
-    return Drafts(run, embed, head, eagle.draft_vocab, target.hidden_size, eagle.config.hidden_size, after_head)
+    return Drafts(run, embed, head, eagle.draft_vocab, eagle.config.hidden_size, eagle.config.hidden_size, after_head)
 
 
 # ---- the family, as inference/drafters/load.py describes it

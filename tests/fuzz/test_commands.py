@@ -143,6 +143,8 @@ QUICK = [
     ("inference/decode.py", "nowhere", "--prompt", "a"), ("inference/decode.py", "ngram", "--prompt", "a"),
     ("inference/decode.py", "ngram", "--target", "nowhere", "--prompt", "a"), ("inference/calibrate.py", "nowhere"),
     ("models/export.py", "nowhere", "--to", "vllm", "--out", "x"), ("train/medusa.py", "nowhere.yaml"),
+    ("models/import_drafter.py", "nowhere", "--target", "models/tiny-lm", "--out", "x"),
+    ("models/import_drafter.py", "a/b", "--target", "nowhere", "--out", "x"),
     ("train/eagle.py", "recipes/tiny-eagle3.yaml", "run.name"), ("train/ssm.py", "README.md"),
     *((f"train/{script.partition('.')[2]}.py", f"recipes/{recipe}.yaml", "run.nam=x")
       for script, recipe in TRAINING.items()),
@@ -179,6 +181,7 @@ SLOW = [
     ("inference/decode.py", "a/b", "--prompt", "a"), ("inference/calibrate.py", "a/b"),
     ("models/export.py", "a/b", "--to", "vllm", "--out", "/dev/null/x"), ("train/lm.py", "recipes/tiny-lm.yaml"),
     ("data/prompts.py", "stdlib", "--tokenizer", "models/tiny-lm", "--out", "/tmp/new.jsonl"),
+    ("models/import_drafter.py", "a/b", "--target", "models/tiny-lm", "--out", "/dev/null/x"),
 ]  # fmt: skip
 
 

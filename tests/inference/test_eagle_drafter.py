@@ -21,6 +21,7 @@ from lossless_suite import (
     plain_texts,
 )
 
+from draftsmith.inference.drafters import eagle as eagle_drafter
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
@@ -136,6 +137,19 @@ def test_the_engines_logits_are_the_training_forwards(make_target, kind, tree, s
     assert all(drafter.seen[length] for length in range(4)), drafter.seen
     for mode in ("sample", "mss"):
         serve(target, drafter, static=static, mode=mode, rows=1, count=6, temperature=0.9)
+
+
+@pytest.mark.parametrize("path", ["plain", "kernels"])
+def test_other_ways_to_run_the_layer_of_an_imported_drafter(make_target, monkeypatch, path):
+    """Without tree attention as a kernel, and by the kernels that a GPU has, here by their definitions."""
+    if path == "plain":
+        monkeypatch.setattr(eagle_drafter, "runs_kernel", lambda *_: False)
+    else:
+        monkeypatch.setattr(eagle_drafter, "why_not_triton", lambda *_: None)
+    target = lossless_suite.phrases(make_target)
+    drafter = Checked(fitted(target, make_target, "imported"), target, TREES["sparse"])
+    serve(target, drafter, count=9)
+    assert drafter.native is None and drafter.seen["depth 2"], drafter.seen
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 512])

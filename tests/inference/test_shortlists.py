@@ -159,7 +159,7 @@ class Watched(KeepsTexts, EagleDrafter):
         if head.router is None or capacity == len(tokens):
             return {*tokens[:capacity]}
         nodes, hidden = self.asked[depth]
-        scores = head.router(self.target.embeddings(nodes[row]), hidden[row], depth).amax(0).tolist()
+        scores = head.router(self.embed(nodes[row]), hidden[row], depth).amax(0).tolist()
         wanted = config.clusters[min(depth, len(config.clusters) - 1)]
         taken: list[int] = []
         for cluster in sorted(range(len(scores)), key=lambda cluster: -scores[cluster])[:wanted]:
@@ -258,7 +258,7 @@ def test_the_router_reads_what_it_is_trained_on(make_target, target, plain, kind
                     same = nodes == tokens[0, length + depth]
                     assert int(rollout.tokens[length - 1]) == int(tokens[0, length + depth]) and bool(same.any())
                     right = head.router(made.embed(rollout.tokens[length - 1]), rollout.hidden[length - 1], depth)
-                    mine = head.router(target.embeddings(nodes[same]), hidden[same], depth)
+                    mine = head.router(made.embed(nodes[same]), hidden[same], depth)
                     assert float((mine - right).abs().amax(-1).amin()) < 1e-4, f"text {row} at {length}, depth {depth}"
                     compared[depth] += 1
     assert all(compared[depth] for depth in range(3)), compared

@@ -18,6 +18,7 @@ KINDS = {
     "eagle-3": (3, "own", {}),
     "eagle-3.1": (3, "own", {"norm_before_fc": True, "norm_output": True}),
     "fc norms": (3, "shared", {"fc_norm": True}),
+    "imported": (3, "own", {"norm_before_residual": True, "attention_bias": True, "own_embeddings": True}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 STEPS = 4
@@ -63,10 +64,10 @@ class OneByOne:
             x = residual = self.eagle.fc.weight @ torch.cat((e, g)) + self.eagle.fc.bias
         else:
             x = torch.cat((self.norm(e, layer.input_layernorm), self.norm(g, layer.hidden_norm)))
-            residual = g
-        q, k, v = (
-            (getattr(layer.self_attn, name).weight @ x).view(-1, c.head_dim) for name in ("q_proj", "k_proj", "v_proj")
-        )
+            residual = self.norm(g, layer.hidden_norm) if c.norm_before_residual else g
+        parts = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
+        biases = [part.bias if c.attention_bias else 0 for part in parts]
+        q, k, v = ((part.weight @ x + bias).view(-1, c.head_dim) for part, bias in zip(parts, biases, strict=True))
         angles = self.eagle.rotary.inv_freq.float().repeat(2) * position  # transformers rotates by float32 angles
         cos, sin = angles.cos()[None].to(x.dtype), angles.sin()[None].to(x.dtype)
         q, k = (part[0] for part in apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=0))
@@ -109,7 +110,8 @@ def case(target, kind, **fields):
     torch.manual_seed(5)
     tokens = torch.randint(target.vocab_size, (2, 12))
     width = target.hidden_size * (1 + len(eagle.config.captured_layers))
-    return eagle, torch.randn(2, 12, width, dtype=torch.float64), target.embeddings.weight.double(), tokens
+    embed = eagle.embeddings(target.embeddings).weight.double()
+    return eagle, torch.randn(2, 12, width, dtype=torch.float64), embed, tokens
 
 
 class Lookup(torch.nn.Module):
@@ -264,7 +266,7 @@ def test_ranks_are_those_of_drafting_token_by_token(make_target, kind, size):
     done = []
     found = eagle_ranks(target, eagle, tokens, supervised, STEPS, batch_size=2, on_done=done.append)
     labels, wanted = draft_labels(tokens, supervised, STEPS), torch.full((3, 12, STEPS), -1)
-    head, embed = eagle.draft_head(target.lm_head), target.embeddings.weight
+    head, embed = eagle.draft_head(target.lm_head), eagle.embeddings(target.embeddings).weight
     with torch.no_grad():
         for row, t in (labels >= 0).any(-1).nonzero().tolist():
             features = target.features(tokens[row : row + 1].long(), eagle.config.captured_layers)[0]
@@ -287,6 +289,9 @@ def test_what_is_stored_loads_and_what_is_damaged_is_refused(make_target):
     assert all(
         torch.equal(one, other) for one, other in zip(again.state_dict().values(), weights.values(), strict=True)
     )
+    later = ("norm_before_residual", "attention_bias", "own_embeddings", "target_hidden_size")
+    older = {name: value for name, value in config.items() if name not in later}
+    assert Eagle.from_artifact(older, weights, "here").config == eagle.config
     for broken, message in (
         (config | {"version": 2}, "field 'version' is 2"),
         (config | {"captured_layers": []}, "EAGLE-3 reads some layers"),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
+from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
+from draftsmith.models.target import load_target
 from draftsmith.train import eagle, features
 from draftsmith.train.dry_run import decode_a_little
 from draftsmith.train.losses import linear_soft_cross_entropy
@@ -318,6 +321,33 @@ def test_begin_with_another_drafter(recipe, run_main):
     ):
         code, _, err = run_main(eagle.main, *other, "run.name=z", change)
         assert code == 2 and err.startswith(f"error: init_from={folder}: {message}") and err.count("\n") == 1
+
+
+def test_begin_with_an_imported_drafter(recipe, tiny_lm, run_main):
+    """What no recipe says is the drafter's: sizes, rotary positions, biases, embeddings, the residual; also resumed."""
+    folder, target = recipe.parent / "imported", load_target(str(tiny_lm))
+    torch.manual_seed(0)
+    made = Eagle.for_target(target, 3, "own", captured_layers=(0, 1))
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    made = Eagle(replace(
+        made.config, hidden_size=24, target_hidden_size=32, own_embeddings=True, norm_before_residual=True,
+        attention_bias=True, intermediate_size=40, head_dim=6, rope_parameters=rope,
+    ))  # fmt: skip
+    write_drafter(folder, "eagle", made.config.to_dict(), made.state_dict(), target, {})
+    options = [recipe, "run.name=further", f"init_from={folder}", "stages.0.steps=2", "evaluate={every: 2}"]
+    code, _, err = run_main(eagle.main, *options, "stages.0.optim.lr=1e-9")
+    assert code == 0, err
+    config = json.loads((recipe.parent / "further/config.json").read_text())
+    assert Eagle.from_artifact(config, made.state_dict(), "here").config == made.config
+    for name, weight in load_file(recipe.parent / "further/model.safetensors").items():
+        torch.testing.assert_close(weight, made.state_dict()[name], atol=1e-6, rtol=0)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_in_step(patch, 8)
+        run_main(eagle.main, *options[:3], "run.name=killed-further")
+    code, _, err = run_main(eagle.main, *options[:3], "run.name=killed-further", "--resume")
+    assert code == 0, err
+    moved = load_file(recipe.parent / "killed-further/model.safetensors")
+    assert all(not torch.equal(weight, made.state_dict()[name]) for name, weight in moved.items())
 
 
 @pytest.mark.parametrize(

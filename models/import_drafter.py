@@ -1,0 +1,129 @@
+"""Import a drafter that was published for another program: EAGLE-1, EAGLE-3 or Medusa, a folder or Hub id.
+
+    python models/import_drafter.py USER/EAGLE3-NAME --target T --out runs/imported
+    python models/import_drafter.py USER/MEDUSA-NAME --target T --out runs/imported --allow-pickle
+
+The folder written is a drafter like those that training writes: decode.py, calibrate.py, export.py and `init_from` of a
+recipe take it. Formats are those of EAGLE, SGLang, vLLM, ModelOpt, speculators, Medusa and TGI (models/published.py).
+A tensor or a field that is not known here is refused, and so is a drafter of a target of another width or vocabulary.
+What target it was trained for is not stored in such a folder: accepted drafts show whether --target is the one.
+"""
+
+# ruff: noqa: E402
+
+import argparse
+from pathlib import Path
+
+from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.common.files import check_own, json_object
+from draftsmith.models.stored import known_folder
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandLine(__doc__)
+    parser.add_argument("published", metavar="PUBLISHED", help="the folder or Hub id of a published drafter")
+    parser.add_argument("--target", required=True, help="the folder or Hub id of its target")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the drafter's folder to write")
+    parser.add_argument("--revision", help="branch, tag or commit of the Hub id PUBLISHED")
+    parser.add_argument(
+        "--allow-pickle", action="store_true", help="read pickled weights (.bin, .pt), as tensors only, if need be"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """What can be known to be wrong before torch is imported.
+
+    Raises:
+        FileNotFoundError, ValueError: one line.
+    """
+    out: Path = args.out
+    check_own("--out", out, {"provenance.json": "imported_from"})
+    if out.is_dir() and any(out.iterdir()) and not (out / "provenance.json").exists():
+        raise ValueError(f"--out {out}: it holds other things; name another folder")
+    known_folder(args.target)
+    folder = known_folder(args.published)
+    if folder is not None and (folder / "config.json").exists():
+        if "drafter_type" in json_object(folder / "config.json"):
+            raise ValueError(f"{folder}: already a drafter of draftsmith; there is nothing to import")
+        if args.revision:
+            raise ValueError(f"--revision {args.revision}: {folder} is a folder on this machine; leave it out")
+
+
+if __name__ == "__main__":
+    before_imports(parser(), check)
+
+import shlex
+import sys
+from typing import cast
+
+import torch
+
+from draftsmith.common.files import check_folder, write_json
+from draftsmith.models.artifact import provenance, write_drafter
+from draftsmith.models.card import is_hub_id, stated_licence
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.precision import DTYPES
+from draftsmith.models.published import Facts, Imported, convert
+from draftsmith.models.stored import config_of, published_folder, published_tensors, resolve_folder, stored_dtype
+from draftsmith.models.target import Target, load_target
+
+CHAIN = 3  # tokens of an EAGLE drafter's chain until it is calibrated
+
+
+@torch.no_grad()
+def facts_of(target: Target) -> Facts:
+    """What a conversion needs of a target."""
+    rows = target.embeddings(torch.arange(target.vocab_size, device=target.device))
+    head, layers = cast(torch.Tensor, target.lm_head.weight), target.config.num_hidden_layers
+    head = head if getattr(target.lm_head, "bias", None) is None else head[:0]
+    return Facts(target.hidden_size, target.vocab_size, layers, target.context, rows, head)
+
+
+def read_published(folder: Path, target: Target, pickles: bool = False) -> Imported:
+    """Read a published drafter's folder and convert it for a target.
+
+    Raises:
+        FileNotFoundError, ValueError: it is missing, damaged, of an unknown form, or of another target.
+    """
+    config, tensors = config_of(folder), published_tensors(folder, pickles)
+    try:
+        imported = convert(config, tensors, facts_of(target))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    family = MedusaHeads if isinstance(imported.config, MedusaConfig) else Eagle
+    family.from_artifact(imported.config.to_dict(), imported.weights, str(folder))
+    return imported
+
+
+def main() -> None:
+    args = parser().parse_args()
+    check(args)
+    folder = published_folder(args.published, args.revision, args.allow_pickle)
+    dtype = stored_dtype(resolve_folder(args.target))
+    target = load_target(
+        args.target, dtype=dtype if dtype in DTYPES else "float32", trust_remote_code=args.trust_remote_code
+    )
+    imported = read_published(folder, target, args.allow_pickle)
+    check_folder("--out", args.out)
+    facts = provenance(
+        imported_from=args.published if is_hub_id(args.published) else folder.resolve().name,
+        revision=args.revision, licence=stated_licence(args.published) or "other", notes="; ".join(imported.notes),
+        command=f"python models/import_drafter.py {shlex.join(sys.argv[1:])}",
+    )  # fmt: skip
+    write_drafter(args.out, imported.drafter_type, imported.config.to_dict(), imported.weights, target, facts)
+    depth = imported.config.num_draft_heads if isinstance(imported.config, MedusaConfig) else CHAIN
+    write_json(args.out / "tree.json", {"paths": [[0] * length for length in range(1, depth + 1)]})
+    for note in imported.notes:
+        print(note)
+    size = sum(weight.numel() for weight in imported.weights.values()) / 1e6
+    print(
+        f"{args.out}: {imported.drafter_type}, {size:,.2f} M parameters; it drafts a chain of {depth} until calibrated"
+    )
+    print(f"next: python inference/calibrate.py {args.out} --prompts FILE.jsonl")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,590 @@
+"""Import of published drafters: each format as a miniature of random weights against an independent computation, what
+is refused, and export and import as each other's inverse."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from server import TOKEN, Hub
+from torch.nn import functional as F
+
+from draftsmith.inference.drafters.eagle import EagleDrafter
+from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.verify.tree import Topology
+from draftsmith.models import export, import_drafter
+from draftsmith.models.artifact import in_dtype, read_drafter, write_drafter
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.exported import own_logits, read_back
+from draftsmith.models.import_drafter import facts_of, read_published
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.published import convert
+from draftsmith.models.target import load_target
+
+TARGET = "models/tiny-lm"
+V, S, D, INNER, LAYERS, POSITIONS = 61, 20, 32, 48, 8, 256  # of the target of make_target
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 16,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "hidden_size": D, "intermediate_size": INNER, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": V, "max_position_embeddings": POSITIONS,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "initializer_range": 0.02, "torch_dtype": "float16", "use_cache": True,
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "transformers_version": "4.53.1",
+}  # fmt: skip
+QWEN2 = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+MODELOPT = {
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
+    "eagle_aux_hidden_state_layer_ids": [0, 3, 5],
+}  # fmt: skip
+
+
+def scaling(rope: dict) -> dict:
+    """Rotary parameters in the older way."""
+    kind = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": None if kind == {"rope_type": "default"} else kind}
+
+
+# name: config, prefix of the layer, options of ``tensors_of``, expected fields of our config
+FORMATS = {
+    "EAGLE-1": (
+        {**LLAMA, "architectures": ["LlamaForCausalLM"], "bias": True, "pretraining_tp": 1, **scaling(LLAMA3)},
+        "layers.0.", {"version": 1, "fc_bias": True, "outputs": None, "embed": "target"}, {"rope_parameters": LLAMA3},
+    ),
+    "EAGLE-1 of Qwen2": (
+        {**LLAMA, **QWEN2, "architectures": ["Qwen2ForCausalLM"], "bias": False},
+        "layers.0.", {"version": 1, "outputs": None, "qkv_bias": True, "embed": "own"},
+        {"attention_bias": True, "own_embeddings": True},
+    ),
+    "EAGLE-1 of SGLang": (
+        {**LLAMA, "architectures": ["LlamaForCausalLMEagle"]},
+        "model.layers.0.", {"version": 1, "fc_bias": True, "outputs": None}, {},
+    ),
+    "EAGLE-3": (
+        {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": S, "max_position_embeddings": 2048,
+         "num_hidden_layers": 40},
+        "midlayer.", {}, {"captured_layers": (2, 4, 5), "draft_vocab_size": S, "max_position_embeddings": POSITIONS},
+    ),
+    "EAGLE-3 of all tokens": (
+        {**LLAMA, "architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": V, "rope_theta": 1000000,
+         "eagle_aux_hidden_state_layer_ids": [1, 3, 6], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+         "num_aux_hidden_states": 3},
+        "layers.0.", {"outputs": V},
+        {"captured_layers": (1, 3, 6), "draft_vocab_size": None, "rope_parameters": {**PLAIN, "rope_theta": 1000000.0}},
+    ),
+    "EAGLE-3 without an LM head": (
+        {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": None},
+        "midlayer.", {"outputs": None}, {"projection": "shared"},
+    ),
+    "EAGLE-3 of another width": (
+        {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": S, "hidden_size": 24, "head_dim": 6,
+         "target_hidden_size": D},
+        "midlayer.", {"width": 24, "heads": 6, "embed": "own"}, {"own_embeddings": True, "target_hidden_size": D},
+    ),
+    "ModelOpt": (
+        {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": S, "eagle_config": MODELOPT,
+         **scaling(YARN)},
+        "layers.0.", {"maps": ("d2t",)}, {"captured_layers": (1, 4, 6), "rope_parameters": YARN},
+    ),
+    "speculators": (
+        {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.3.0",
+         "draft_vocab_size": S, "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": [2, 4, 7],
+         "speculators_config": {"algorithm": "eagle3"}, "has_no_defaults_at_init": False,
+         "transformer_layer_config": {**LLAMA, "head_dim": 16, "attention_bias": False, "mlp_bias": False,
+                                      "rope_parameters": LLAMA3}},
+        "layers.0.", {"heads": 16, "embed": "own"},
+        {"captured_layers": (2, 4, 7), "norm_before_residual": True, "own_embeddings": True, "head_dim": 16,
+         "rope_parameters": LLAMA3},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(make_target):
+    return make_target("llama", num_hidden_layers=LAYERS)
+
+
+def tensors_of(target, prefix, version=3, width=D, heads=8, outputs=S, maps=("d2t", "t2d"), fc_bias=False,
+               qkv_bias=False, embed=None):  # fmt: skip
+    """A published drafter's tensors, random. ``heads``: width of a head. ``outputs``: rows of the LM head."""
+    torch.manual_seed(7)
+    wide = 2 * width if version == 3 else width
+    shapes = {
+        "self_attn.q_proj": (4 * heads, wide), "self_attn.k_proj": (2 * heads, wide),
+        "self_attn.v_proj": (2 * heads, wide), "self_attn.o_proj": (width, 4 * heads), "mlp.gate_proj": (INNER, width),
+        "mlp.up_proj": (INNER, width), "mlp.down_proj": (width, INNER), "post_attention_layernorm": (width,),
+    }  # fmt: skip
+    shapes |= {"input_layernorm": (width,), "hidden_norm": (width,)} if version == 3 else {}
+    tensors = {f"{prefix}{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+    if qkv_bias:
+        tensors |= {f"{prefix}self_attn.{n}_proj.bias": torch.randn((4 if n == "q" else 2) * heads) for n in "qkv"}
+    tensors["fc.weight"] = torch.randn(width, 3 * D if version == 3 else 2 * D) * 0.3
+    tensors |= {"fc.bias": torch.randn(width)} if fc_bias else {}
+    tensors |= {"norm.weight": torch.randn(width)} if version == 3 else {}
+    if embed:
+        own = torch.randn(V, width)
+        tensors["embed_tokens.weight"] = target.embeddings.weight.clone() if embed == "target" else own
+    if outputs:
+        tensors["lm_head.weight"] = torch.randn(outputs, width)
+        ids = torch.randperm(V)[:outputs].sort().values
+        drafted = torch.zeros(V, dtype=torch.bool)
+        drafted[ids] = outputs < V  # the published code leaves the maps empty where all tokens are drafted
+        tensors |= {"d2t": ids - torch.arange(outputs)} if "d2t" in maps else {}
+        tensors |= {"t2d": drafted} if "t2d" in maps else {}
+    return tensors
+
+
+def published(name, target):
+    """Config and tensors of a format."""
+    config, prefix, options, _ = FORMATS[name]
+    return json.loads(json.dumps(config)), tensors_of(target, prefix, **options)
+
+
+def independent(folder, name, target, features, tokens):
+    """Logits by models/exported.py, from the published tensors and a config that leaves nothing to be assumed."""
+    config, tensors = published(name, target)
+    expected = FORMATS[name][3]
+    layer = config.get("transformer_layer_config", config)
+    rope = expected.get("rope_parameters", PLAIN)
+    layer |= {"rope_parameters": rope, **scaling(rope)}
+    config |= {"norm_before_residual": name == "speculators", "eagle_fc_bias": "fc.bias" in tensors}
+    if "norm.weight" in tensors:
+        tensors.setdefault("lm_head.weight", target.lm_head.weight.clone())
+    if len(tensors.get("lm_head.weight", ())) == V:
+        tensors = {n: t for n, t in tensors.items() if n not in ("d2t", "t2d")}
+    save_file({n.removeprefix("model."): t for n, t in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_back(folder, features, tokens, target.embeddings, target.lm_head)
+
+
+def imported(name, target):
+    config, tensors = published(name, target)
+    found = convert(config, tensors, facts_of(target))
+    return found, Eagle.from_artifact(found.config.to_dict(), found.weights, "here")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@torch.no_grad()
+def test_logits_are_the_published_drafters(target, tmp_path, name):
+    """Of random features and for the further tokens of a draft; and decoding with it changes no text."""
+    found, eagle = imported(name, target)
+    for field, value in FORMATS[name][3].items():
+        assert getattr(found.config, field) == value, field
+    torch.manual_seed(1)
+    features, tokens = torch.randn(12, D * (1 + len(eagle.config.captured_layers))), torch.randint(V, (15,))
+    read = features[:, D:] if eagle.config.version == 3 else features
+    wanted = independent(tmp_path, name, target, read, tokens)
+    logits = own_logits(eagle, features, tokens, target.embeddings, target.lm_head)
+    assert torch.equal(logits.isfinite(), wanted.isfinite()) and float(wanted[wanted.isfinite()].std()) > 0.5
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    prompts = [[5, 7, 11, 3], [9, 2]]
+    plain = SpeculativeDecoder(target).generate(prompts, 24)
+    drafted = SpeculativeDecoder(target, EagleDrafter(eagle, target, (2, 1, 1))).generate(prompts, 24)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+
+
+def test_what_is_said_of_an_import(target):
+    assert imported("EAGLE-3", target)[0].notes == ("its config says 2,048 positions; it is given the target's 256",)
+    found, _ = imported("EAGLE-1", target)
+    assert found.notes == ("its embeddings are the target's and are not stored again",)
+    assert "embed_tokens.weight" not in found.weights and not found.config.own_embeddings
+    assert [imported(name, target)[0].config.fc_bias for name in ("EAGLE-1", "EAGLE-1 of Qwen2")] == [True, False]
+
+
+def test_a_draft_vocabulary_in_another_order(target):
+    """Ours ascends: the LM head's rows are put in its order."""
+    config, tensors = published("EAGLE-3", target)
+    ids = torch.arange(S) + tensors["d2t"]
+    order = torch.randperm(S)
+    head = tensors["lm_head.weight"]
+    tensors |= {"lm_head.weight": head[order], "d2t": ids[order] - torch.arange(S)}
+    found = convert(config, tensors, facts_of(target))
+    assert torch.equal(found.weights["draft_vocab"], ids) and torch.equal(found.weights["lm_head.weight"], head)
+
+
+# ---- Medusa
+
+MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "org/base"}
+MEDUSA_NAMES = {  # weight and bias of a block, projection of a head
+    "Medusa": ("{h}.{n}.linear.{kind}", "{h}.2.weight"),
+    "prefixed": ("medusa_heads.{h}.{n}.linear.{kind}", "medusa_heads.{h}.2.weight"),
+    "vLLM": ("blocks.{h}.layers.{n}.{kind}", "lm_heads.{h}.weight"),
+}
+
+
+def medusa_tensors(names="Medusa", own=True):
+    torch.manual_seed(8)
+    block, last = MEDUSA_NAMES[names]
+    sizes = {"weight": (D, D), "bias": (D,)}
+    places = [(h, n, kind) for h in range(3) for n in range(2) for kind in sizes]
+    tensors = {block.format(h=h, n=n, kind=kind): torch.randn(sizes[kind]) * 0.3 for h, n, kind in places}
+    return tensors | ({last.format(h=h): torch.randn(V, D) for h in range(3)} if own else {})
+
+
+@pytest.mark.parametrize("names, own", [*((names, True) for names in MEDUSA_NAMES), ("Medusa", False)])
+@torch.no_grad()
+def test_medusa(target, names, own):
+    tensors = medusa_tensors(names, own)
+    found = convert(MEDUSA, tensors, facts_of(target))
+    assert found.drafter_type == "medusa" and found.config.projection == ("own" if own else "shared")
+    heads = MedusaHeads.from_artifact(found.config.to_dict(), found.weights, "here")
+    hidden = torch.randn(5, D)
+    block, last = MEDUSA_NAMES[names]
+    for h, logits in enumerate(heads.logits(hidden, heads.draft_head(target.lm_head))):
+        x = hidden
+        for n in range(2):
+            weight, bias = (tensors[block.format(h=h, n=n, kind=kind)] for kind in ("weight", "bias"))
+            x = x + F.silu(x @ weight.T + bias)
+        matrix = tensors[last.format(h=h)] if own else target.lm_head.weight
+        torch.testing.assert_close(logits, x @ matrix.T, rtol=1e-4, atol=1e-4)
+    drafter = MedusaDrafter(heads, Topology(((0,), (0, 0), (0, 0, 0), (1,))), target)
+    plain, drafted = (SpeculativeDecoder(target, each).generate([[5, 7, 11]], 24) for each in (None, drafter))
+    assert plain[0].tokens == drafted[0].tokens
+
+
+def test_medusa_of_fewer_tokens(target):
+    """vLLM's ``token_map``: output i is token ``token_map[i]``."""
+    tensors, ids = medusa_tensors("vLLM"), torch.tensor([9, 4, 60, 7])
+    tensors = {n: t[:4] if n.startswith("lm_heads") else t for n, t in tensors.items()} | {"token_map": ids}
+    config = {"model_type": "medusa", "num_heads": 3, "truncated_vocab_size": 4, "medusa_fc_bias": True}
+    found = convert(config, tensors, facts_of(target))
+    assert found.weights["draft_vocab"].tolist() == [4, 7, 9, 60]
+    assert torch.equal(found.weights["projection"][1], tensors["lm_heads.1.weight"][[1, 3, 0, 2]])
+
+
+def test_more_heads_than_its_config_says(target):
+    """The published code makes a fixed number, whatever its configs say."""
+    found = convert({**MEDUSA, "medusa_num_heads": 2}, medusa_tensors(), facts_of(target))
+    assert found.config.num_draft_heads == 3 and found.notes == ("its config says 2 heads, its weights hold 3",)
+
+
+# ---- configs of published drafters and of the programs that train them
+
+SIZES = {"hidden_size": D, "intermediate_size": INNER, "num_attention_heads": 4, "vocab_size": V}
+
+
+def miniature(config):
+    """A config with the sizes of this file's drafters; all else as it is."""
+    small = {**config, **{name: size for name, size in SIZES.items() if name in config}}
+    small |= {"num_key_value_heads": 2, "head_dim": 8} if "num_attention_heads" in config else {}
+    for name in ("draft_vocab_size", "truncated_vocab_size"):
+        small |= (
+            {name: V if config[name] == config["vocab_size"] else S}
+            if "vocab_size" in config and name in config
+            else {}
+        )
+    if "transformer_layer_config" in config:
+        small |= {"transformer_layer_config": miniature(config["transformer_layer_config"]), "draft_vocab_size": S}
+    if "eagle_config" in config:
+        small["eagle_config"] = {**config["eagle_config"], "eagle_aux_hidden_state_layer_ids": [0, 3, 5]}
+    return small
+
+
+CONFIGS = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+
+
+@pytest.mark.parametrize("source", CONFIGS)
+def test_configs_as_they_are_published(target, source):
+    """With the tensors that such a drafter has; what is expected is beside each in the file."""
+    given, expected = CONFIGS[source]["config"], CONFIGS[source]["expected"]
+    config = miniature(given)
+    if "refused" in expected:
+        with pytest.raises(ValueError, match=expected["refused"]):
+            convert(config, tensors_of(target, "midlayer."), facts_of(target))
+        return
+    if "medusa_num_heads" in given:
+        tensors = {n: t for n, t in medusa_tensors().items() if ".1.linear" not in n}
+        tensors = {n.replace(".2.weight", ".1.weight"): t for n, t in tensors.items()}
+    else:
+        version, whole = expected["version"], config.get("draft_vocab_size", V) == V
+        outputs = (V if whole else S) if version == 3 else None
+        tensors = tensors_of(target, "layers.0.", version=version, outputs=outputs)
+    if given.get("fc_norm"):
+        tensors |= {f"fc_norm.{number}.weight": torch.ones(D) for number in range(3)}
+    if given.get("norm_before_fc"):
+        tensors["input_norm.weight"] = torch.ones(3 * D)
+    found = convert(config, tensors, facts_of(target)).config.to_dict()
+    assert {name: found[name] for name in expected} == expected
+
+
+# ---- what is refused
+
+
+def field(**fields):
+    return lambda config, tensors: config.update(fields)
+
+
+def nested(**fields):
+    return lambda config, tensors: config["eagle_config"].update(fields)
+
+
+def tensor(name, new):
+    def change(config, tensors):
+        tensors[name] = new(tensors[name]).contiguous() if name in tensors else new(None)
+
+    return change
+
+
+def without(name):
+    return lambda config, tensors: tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("EAGLE-3", tensor("midlayer.mlp.down_proj.weight", lambda w: w.T), r"'midlayer.mlp.down_proj.weight' is \[48"),
+        ("EAGLE-3", without("midlayer.mlp.up_proj.weight"), "'midlayer.mlp.up_proj.weight' is missing"),
+        ("ModelOpt", without("layers.0.mlp.up_proj.weight"), "'layers.0.mlp.up_proj.weight' is missing"),
+        ("EAGLE-3", without("norm.weight"), "'norm.weight' is missing"),
+        ("EAGLE-3", without("fc.weight"), "'fc.weight' is missing"),
+        ("EAGLE-3", without("d2t"), "'d2t' is missing"),
+        ("EAGLE-3", tensor("mask_hidden", lambda _: torch.zeros(1, 3 * D)), "'mask_hidden' is a tensor that is not"),
+        (
+            "ModelOpt",
+            tensor("layers.1.mlp.up_proj.weight", lambda _: torch.zeros(1)),
+            "'layers.1.mlp.up_proj.weight' is",
+        ),
+        ("EAGLE-1", tensor("layers.0.self_attn.o_proj.bias", lambda _: torch.zeros(D)), "o_proj.bias' is a tensor"),
+        ("EAGLE-1 of Qwen2", without("layers.0.self_attn.k_proj.bias"), "k_proj.bias' is missing"),
+        ("EAGLE-1", without("fc.bias"), "'fc.bias' is missing"),
+        ("EAGLE-3", tensor("d2t", lambda d2t: d2t + torch.arange(S)), "'d2t' holds no offsets"),
+        ("ModelOpt", tensor("d2t", lambda d2t: d2t + torch.arange(S)), "'d2t' holds no offsets"),
+        ("EAGLE-3", tensor("d2t", lambda d2t: torch.zeros_like(d2t)), "that 't2d' marks"),
+        ("EAGLE-3", tensor("d2t", lambda d2t: d2t[1:]), "'d2t' is"),
+        ("EAGLE-3", tensor("norm.weight", lambda w: w / 0), "'norm.weight' holds NaN"),
+        ("EAGLE-3", tensor("fc.weight", lambda w: w.to(torch.int8)), "stored as torch.int8"),
+        ("EAGLE-3", tensor("lm_head.weight", lambda w: w[:-1]), r"'lm_head.weight' is \[19, 32\]"),
+        ("EAGLE-3", field(vocab_size=64), "vocab_size 64 ≠ 61 of the target"),
+        ("EAGLE-3", field(hidden_size=64), "hidden_size 64 ≠ 32 of the target"),
+        ("EAGLE-3 of another width", field(target_hidden_size=40), "target_hidden_size 40 ≠ 32 of the target"),
+        ("EAGLE-3 of another width", without("embed_tokens.weight"), "of another width"),
+        ("EAGLE-3 of all tokens", field(eagle_aux_hidden_state_layer_ids=[2, 4, 8]), r"layers \[2, 4, 8\]; the target"),
+        ("EAGLE-3 of all tokens", field(eagle_aux_hidden_state_layer_ids=[2, 4]), "num_aux_hidden_states is 3"),
+        ("ModelOpt", nested(eagle_aux_hidden_state_layer_ids=[1, 2]), r"'fc.weight' is \[32, 96\]"),
+        ("EAGLE-3", field(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        ("EAGLE-3", field(sliding_window=512), "field 'sliding_window' is 512"),
+        ("EAGLE-3", field(quantization_config={"quant_method": "fp8"}), "field 'quantization_config'"),
+        ("EAGLE-3", field(hidden_size="32"), "field 'hidden_size' is '32'"),
+        ("EAGLE-3", field(rope_scaling={"type": "dynamic", "factor": 2.0}), "of type 'dynamic'"),
+        ("EAGLE-3", field(rope_theta=5.0, rope_parameters=PLAIN), "say other rotary positions"),
+        ("EAGLE-3", field(architectures=["DFlashDraftModel"]), "architectures"),
+        ("ModelOpt", nested(use_mtp_layernorm=True), "field 'eagle_config.use_mtp_layernorm' is True"),
+        ("ModelOpt", nested(parallel_draft_step=4), "parallel_draft_step is 4"),
+        ("speculators", field(speculators_model_type="dflash"), "speculators_model_type 'dflash'"),
+        ("speculators", field(norm_output=True, fc_norm=True), "'fc_norm.0.weight' is missing"),
+    ],
+)
+def test_broken_drafters_are_refused(target, name, change, message):
+    config, tensors = published(name, target)
+    change(config, tensors)
+    with pytest.raises(ValueError, match=message):
+        convert(config, tensors, facts_of(target))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (without("1.0.linear.weight"), "'1.0.linear.weight' is missing"),
+        (tensor("1.0.linear.weight", lambda w: w[1:]), r"'1.0.linear.weight' is \[31, 32\]"),
+        (tensor("2.2.weight", lambda w: w[1:]), r"'2.2.weight' is \[60, 32\]; config.json promises \[61, 32\]"),
+        (without("2.2.weight"), "'2.projection' is missing"),
+        (tensor("extra.weight", lambda _: torch.zeros(1)), "'extra.weight' is a tensor that is not known"),
+        (tensor("lm_head.weight", lambda _: torch.zeros(V, D)), "'lm_head.weight' is a tensor that is not known"),
+        (field(medusa_num_layers=1), "medusa_num_layers is 1"),
+        (field(hidden_size=64), "hidden_size 64 ≠ 32 of the target"),
+        (field(medusa_choices=7), "field 'medusa_choices' is 7"),
+    ],
+)
+def test_broken_heads_are_refused(target, change, message):
+    config, tensors = dict(MEDUSA), medusa_tensors()
+    change(config, tensors)
+    with pytest.raises(ValueError, match=message):
+        convert(config, tensors, facts_of(target))
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_target(TARGET)
+
+
+def make_drafter(tiny, folder, version=3, projection="own", size=512, dtype="bfloat16", **fields):
+    torch.manual_seed(0)
+    eagle = Eagle.for_target(tiny, version, projection, size)
+    eagle = Eagle(replace(eagle.config, **fields))
+    if size:
+        eagle.draft_from(torch.randperm(tiny.vocab_size)[:size].sort().values, tiny)
+    for name, weight in eagle.named_parameters():
+        torch.nn.init.normal_(weight, 1.0 if weight.dim() == 1 and "norm" in name else 0.0, 0.1)
+    write_drafter(folder, "eagle", eagle.config.to_dict(), in_dtype(eagle.state_dict(), dtype), tiny, {})
+
+
+@pytest.mark.parametrize(
+    "to, options",
+    [("vllm", {}), ("speculators", {"norm_before_residual": True}), ("sglang", {"size": None, "norm_output": True}),
+     ("sglang", {"captured_layers": (1, 4, 7)}), ("vllm", {"norm_before_fc": True}),
+     ("sglang", {"version": 1, "projection": "shared", "size": None}),
+     ("vllm", {"version": 1, "projection": "shared", "size": None, "fc_bias": False})],
+)  # fmt: skip
+def test_export_and_import_are_inverse(tiny, tmp_path, run_main, to, options):
+    """Config and weights, bit for bit; what was exported is recognised where a drafter of ours is needed."""
+    make_drafter(tiny, tmp_path / "mine", **options)
+    assert run_main(export.main, tmp_path / "mine", "--to", to, "--out", tmp_path / "served")[0] == 0
+    code, printed, err = run_main(
+        import_drafter.main, tmp_path / "served", "--target", TARGET, "--out", tmp_path / "again"
+    )
+    assert (code, err) == (0, "") and "next: python inference/calibrate.py" in printed
+    (_, config, weights), (_, before, wanted) = (read_drafter(str(tmp_path / name)) for name in ("again", "mine"))
+    assert config == before and weights.keys() == wanted.keys()
+    for name, weight in weights.items():
+        assert weight.dtype == wanted[name].dtype and torch.equal(weight, wanted[name]), name
+
+
+@pytest.mark.parametrize(
+    "to, projection", [("medusa", "own"), ("medusa", "shared"), ("vllm", "own"), ("vllm", "shared")]
+)
+def test_export_and_import_of_heads_are_inverse(tiny, tmp_path, run_main, to, projection):
+    """Heads that use the target's LM head are written with copies of it, and recognised by them."""
+    heads = MedusaHeads.for_target(tiny, 2, 2, projection)
+    for weight in heads.parameters():
+        torch.nn.init.normal_(weight, 0.0, 0.1)
+    wanted = {name: weight.detach() for name, weight in heads.state_dict().items()}
+    write_drafter(tmp_path / "mine", "medusa", heads.config.to_dict(), wanted, tiny, {})
+    assert run_main(export.main, tmp_path / "mine", "--to", to, "--out", tmp_path / "served")[0] == 0
+    arguments = (tmp_path / "served", "--target", TARGET, "--out", tmp_path / "again", "--allow-pickle")
+    code, _, err = run_main(import_drafter.main, *arguments)
+    assert (code, err) == (0, "")
+    _, config, weights = read_drafter(str(tmp_path / "again"))
+    assert config == read_drafter(str(tmp_path / "mine"))[1] and weights.keys() == wanted.keys()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in weights.items())
+
+
+def write_published(folder: Path, config, tensors, pickle=None):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if pickle:
+        torch.save(tensors, folder / pickle)
+    else:
+        save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.fixture
+def pickled(tiny, tmp_path):
+    """Medusa heads for models/tiny-lm in a pickle, of which head 0 repeats the target's LM head."""
+    d = tiny.hidden_size
+    tensors = {f"{h}.0.linear.{kind}": torch.zeros(*size) for h in (0, 1) for kind, size in
+               (("weight", (d, d)), ("bias", (d,)))}  # fmt: skip
+    tensors |= {f"{h}.1.weight": tiny.lm_head.weight.detach().float().clone() for h in (0, 1)}
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": TARGET}
+    write_published(tmp_path / "heads", config, tensors, "medusa_lm_head.pt")
+    return tmp_path / "heads"
+
+
+def test_pickles_are_read_when_they_may_be(pickled, tmp_path, run_main):
+    arguments = (pickled, "--target", TARGET, "--out", tmp_path / "out")
+    code, _, err = run_main(import_drafter.main, *arguments)
+    assert code == 2 and err.count("\n") == 1 and "medusa_lm_head.pt: pickled weights; with --allow-pickle" in err
+    assert not (tmp_path / "out").exists()
+    code, printed, err = run_main(import_drafter.main, *arguments, "--allow-pickle")
+    assert (code, err) == (0, "") and "medusa, " in printed
+    target, drafter = load_drafter(str(tmp_path / "out"), all_nodes=True)
+    assert drafter is not None and drafter.max_depth == 2
+    (plain,), (drafted,) = (SpeculativeDecoder(target, each).generate([[5, 7, 11]], 12) for each in (None, drafter))
+    assert plain.tokens == drafted.tokens
+    card = (tmp_path / "out/README.md").read_text()
+    assert "imported from `heads` with draftsmith" in card and "license: other" in card and str(tmp_path) not in card
+    # Again into the same folder, and not into somebody else's.
+    assert run_main(import_drafter.main, *arguments, "--allow-pickle")[0] == 0
+    code, _, err = run_main(import_drafter.main, *arguments[:3], "--out", pickled, "--allow-pickle")
+    assert code == 2 and "it holds other things" in err
+    code, _, err = run_main(import_drafter.main, tmp_path / "out", "--target", TARGET, "--out", tmp_path / "other")
+    assert code == 2 and "already a drafter of draftsmith" in err
+
+
+class Harmful:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+def test_a_pickle_that_holds_more_than_tensors_is_not_run(pickled, tmp_path, run_main):
+    torch.save({"0.0.linear.weight": Harmful()}, pickled / "medusa_lm_head.pt")
+    arguments = (pickled, "--target", TARGET, "--out", tmp_path / "out", "--allow-pickle")
+    code, printed, err = run_main(import_drafter.main, *arguments)
+    assert code == 2 and err.count("\n") == 1 and "could run any code" in err and printed == ""
+
+
+def test_from_the_hub(pickled, tmp_path, tmp_path_factory, run_main, monkeypatch):
+    """Pickles are fetched with the flag alone; the card names the repository and its licence."""
+    with Hub(tmp_path_factory.mktemp("hub")) as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        address = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "downloads"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        shutil.copytree(pickled, server.folder / "models/somebody/heads")
+        (server.folder / "models/somebody/heads/README.md").write_text("---\nlicense: mit\n---\n")
+        arguments = ("somebody/heads", "--target", TARGET, "--out", tmp_path / "out")
+        code, _, err = run_main(import_drafter.main, *arguments)
+        assert code == 2 and "'somebody/heads': it has no safetensors files; pickled ones are read with --allow" in err
+        assert not any(name.endswith(".pt") for name in server.requested("models/somebody/heads"))
+        code, _, err = run_main(import_drafter.main, *arguments, "--allow-pickle")
+        assert code == 0, err
+    card = (tmp_path / "out/README.md").read_text()
+    assert "license: mit" in card and "imported from `somebody/heads`" in card
+
+
+def test_another_target_is_refused_in_one_line(tiny, target, tmp_path, run_main):
+    write_published(tmp_path / "served", *published("EAGLE-3", target))
+    code, _, err = run_main(import_drafter.main, tmp_path / "served", "--target", TARGET, "--out", tmp_path / "out")
+    assert code == 2 and err.count("\n") == 1 and "served: hidden_size 32 ≠ 160 of the target" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name, pickle", [("EAGLE-1", None), ("EAGLE-1", "pytorch_model.bin"), ("EAGLE-3", None), ("speculators", None)]
+)
+def test_other_commands_name_the_import(target, tmp_path, name, pickle):
+    write_published(tmp_path / "served", *published(name, target), pickle)
+    with pytest.raises(ValueError, match=r"a published drafter in another format; import it: python models/import_dra"):
+        read_drafter(str(tmp_path / "served"))
+
+
+def test_forms_that_no_server_format_of_ours_holds(target, tmp_path, tiny, run_main):
+    make_drafter(tiny, tmp_path / "mine", attention_bias=True)
+    code, _, err = run_main(export.main, tmp_path / "mine", "--to", "vllm", "--out", tmp_path / "served")
+    assert code == 2 and "it has attention_bias, which is not exported" in err
+
+
+def test_shards(target, tmp_path):
+    """All files of an index are read, and a missing one is named."""
+    config, tensors = published("EAGLE-3", target)
+    write_published(tmp_path / "whole", config, tensors)
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    names = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)}
+    for file in set(names.values()):
+        save_file({n: t for n, t in tensors.items() if names[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    one, other = (read_published(tmp_path / name, target).weights for name in ("whole", "shards"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00002-of-00002.safetensors: missing"):
+        read_published(folder, target)
+    assert load_file(folder / "model-00001-of-00002.safetensors")
