@@ -33,16 +33,15 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     Returns:
         By prompt: tokens, number of drafts, and of accepted tokens at each position; version and seconds.
     """
+    import importlib
     import time
 
-    import vllm  # type: ignore[import-not-found]
-    from vllm.sampling_params import SamplingParams  # type: ignore[import-not-found]
-
+    vllm: Any = importlib.import_module("vllm")
     llm = vllm.LLM(
         model=job["target"], dtype="float32", max_model_len=job["context"], max_num_seqs=1, enforce_eager=True,
         speculative_config=job["speculative"], disable_log_stats=False, enable_prefix_caching=False,
     )  # fmt: skip
-    sampling = SamplingParams(
+    sampling = vllm.SamplingParams(
         temperature=0.0, max_tokens=job["max_new_tokens"], stop_token_ids=job["stop_ids"], detokenize=False
     )
 

@@ -4,6 +4,7 @@
     python benchmarks/serving.py runs/demo ngram --prompts P.jsonl --batches 1 8 32 --out runs/serving.json
     python benchmarks/serving.py runs/demo --prompts P.jsonl --loads 0.5 0.8 0.9 1.1 --rounds 4 --seconds 60
     python benchmarks/serving.py none --target models/tiny-lm --prompts P.jsonl     # plain decoding alone
+    python benchmarks/serving.py none --target T --prompts P.jsonl --batches 8 --url http://localhost:8000/v1
 
 DRAFTER is a name as decode.py takes it; plain decoding is measured in any case. For each number of rows in --batches:
 
@@ -28,6 +29,10 @@ Decoding is greedy. Every answer is compared with plain decoding of its prompt i
 other numbers of rows round differently, so that tokens of nearly equal logits may swap: what differs is checked as
 decode.py --check-lossless does it, and exit code 1 says that an answer differs by more than rounding.
 
+--url adds a running server with OpenAI's protocol (vLLM, SGLang, …) that has the same target: the same requests at the
+same times, as many at once as the engine has rows, so that it is measured as we are. Its τ is not known here; its texts
+are compared where it returns token ids, as vLLM does.
+
 The engine reads a new prompt while the other rows wait, and a step computes all rows, occupied or not: both are in the
 figures.
 """
@@ -43,7 +48,7 @@ from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.drafters.names import check_names, short_name
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
-PLAIN = "none"
+PLAIN, SERVER = "none", "server"
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 MIN_REQUESTS = 5  # without which there is no interval
 RESAMPLES = 1000  # of the bootstrap over blocks of requests
@@ -74,6 +79,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer, at most (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, limits and arrivals (default 0)")
+    parser.add_argument("--url", help="also measure the server there, for example http://localhost:8000/v1")
+    parser.add_argument("--model", default="", help="the name that the server knows it by (default: its only one)")
     target_options(parser)
     machine_options(parser, device=False)
     return parser
@@ -82,8 +89,10 @@ def parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     before_imports(parser(), lambda args: (check_names(args.drafters, args.target), check_prompts(args.prompts)))
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +109,7 @@ from draftsmith.benchmarks.common import (
     table_of,
     write_report,
 )
+from draftsmith.benchmarks.remote import RemoteServer
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
@@ -250,6 +260,44 @@ def measure(
         answers += decoder.serve(waiting, rows, max_length=max_length, on_tokens=add_tokens, on_end=end)
     taken = waiting.taken + [math.inf] * (count - len(waiting.taken))
     return Served(workload, taken, first, last, answers, max(last[: len(answers)]))
+
+
+def measure_server(
+    server: RemoteServer, prompts: Sequence[Sequence[int]], workload: Workload, rows: int, stop: float,
+    on_end: Callable[[int], None] | None = None,
+) -> Served:  # fmt: skip
+    """:func:`measure` of a running server, with ``rows`` requests at once at most.
+
+    Raises:
+        ConnectionError: a request is not answered.
+    """
+    count = len(workload.arrivals)
+    taken, first, last = [math.inf] * count, [math.inf] * count, [math.inf] * count
+    answers: list[Generation | None] = [None] * count
+    began, lock, ended = time.perf_counter(), threading.Lock(), 0
+
+    def ask(number: int) -> None:
+        nonlocal ended
+        if (now := time.perf_counter() - began) >= stop:
+            return
+        taken[number] = now
+        found = server.answer(prompts[workload.prompts[number]], workload.limits[number])
+        first[number], last[number] = found.first - began, found.last - began
+        answers[number] = Generation(found.tokens)
+        with lock:
+            ended += 1
+            if on_end:
+                on_end(ended)
+
+    with ThreadPoolExecutor(rows) as threads:
+        asked = []
+        for number, arrival in enumerate(workload.arrivals):
+            time.sleep(max(0.0, arrival - (time.perf_counter() - began)))
+            asked.append(threads.submit(ask, number))
+        for each in asked:
+            each.result()
+    done = [answer for answer in answers if answer is not None]  # requests are taken in the order of their arrival
+    return Served(workload, taken, first, last, done, max(last[: len(done)]))
 
 
 # ---- figures
@@ -559,11 +607,12 @@ def load_decoders(args: argparse.Namespace) -> tuple[Target, dict[str, Speculati
     return target, {name: SpeculativeDecoder(target, drafter, lean=lean) for name, drafter in drafters.items()}
 
 
+Method = SpeculativeDecoder | RemoteServer
 Rounds = dict[str, list[Served]]  # method → its measurements, one of each round
 
 
 def measure_batch(
-    decoders: Mapping[str, SpeculativeDecoder], prompts: Sequence[Sequence[int]], rows: int,
+    decoders: Mapping[str, Method], target: Target, prompts: Sequence[Sequence[int]], rows: int,
     args: argparse.Namespace, on_done: Callable[[float, str], None],
 ) -> tuple[Rounds, dict[float, Rounds]]:  # fmt: skip
     """All measurements with a number of rows: with all requests there at once, and by load.
@@ -571,13 +620,16 @@ def measure_batch(
     Args:
         on_done: called with the number of measurements done so far (parts of one, too), and what is being measured.
     """
-    max_length = min(max(map(len, prompts)) + args.max_new_tokens, decoders[PLAIN].target.context)
+    max_length = min(max(map(len, prompts)) + args.max_new_tokens, target.context)
     count = args.requests or max(32, 4 * rows)
     workloads = [
         draw_workload(len(prompts), count, args.max_new_tokens, args.seed + number) for number in range(args.rounds)
     ]
     longest = sorted(prompts, key=len)[-rows:]
     for decoder in decoders.values():  # first calls allocate, tune and capture, with these rows and this capacity
+        if isinstance(decoder, RemoteServer):
+            decoder.answer(longest[0], min(8, args.max_new_tokens))
+            continue
         for some in (longest, longest[:1]):
             decoder.serve([Request(p, min(8, args.max_new_tokens)) for p in some], rows, max_length=max_length)
     order, done = list(decoders), 0
@@ -593,10 +645,15 @@ def measure_batch(
             for name in order:
                 note = f"batch {rows}, {'capacity' if load is None else f'load {load:g}'}, {_name(name)}"
                 size = len(part.arrivals)
-                served = measure(
-                    decoders[name], prompts, part, rows, max_length, stop,
-                    lambda ended, before=done, note=note, size=size: on_done(before + ended / size, note),
-                )  # fmt: skip
+                decoder = decoders[name]
+
+                def ended(count: int, before: int = done, note: str = note, size: int = size) -> None:
+                    on_done(before + count / size, note)
+
+                if isinstance(decoder, RemoteServer):
+                    served = measure_server(decoder, prompts, part, rows, stop, ended)
+                else:
+                    served = measure(decoder, prompts, part, rows, max_length, stop, ended)
                 found[name].append(served)
                 done += 1
             order = [*order[1:], order[0]]
@@ -621,8 +678,12 @@ def batch_figures(rows: int, capacity: Rounds, loads: Mapping[float, Rounds]) ->
     sentences = [
         sentence(name, rows, {part["load"]: part["methods"][name]["verdict"] for part in parts}, figures[name])
         for name in capacity
-        if name != PLAIN
+        if name not in (PLAIN, SERVER)
     ]
+    if SERVER in capacity:
+        found = figures[SERVER]
+        ratio = cell(found["over_plain"], found["over_plain_interval"])
+        sentences.append(f"batch {rows}: the server's capacity is {ratio} × that of plain decoding here")
     return {"rows": rows, "capacity": figures, "loads": parts, "sentences": sentences}
 
 
@@ -650,6 +711,8 @@ def check_texts(
     expected = {number: text.tokens for number, text in zip(used, texts, strict=True)}
     rows: dict[str, dict[str, int]] = {}
     for name, all_ in measured.items():
+        if name == SERVER and not any(any(answer.tokens) for served in all_ for answer in served.answers):
+            continue  # it returned no token ids
         answers = different = 0
         wrong: dict[tuple[int, int, tuple[int, ...]], None] = {}  # each text is checked once
         for served in all_:
@@ -675,7 +738,10 @@ def main() -> None:
     check(args)
     given = read_prompts(args.prompts)
     torch.set_num_threads(args.threads)
-    target, decoders = load_decoders(args)
+    target, engines = load_decoders(args)
+    decoders: dict[str, Method] = {**engines}
+    if args.url:
+        decoders[SERVER] = RemoteServer(args.url, args.model)
     prompts = encode_prompts(given, target)
     each = len(decoders) * args.rounds * (1 + len(args.loads))
     total = each * len(args.batches)
@@ -691,7 +757,12 @@ def main() -> None:
     with ProgressBar("serving", total, console, transient=True) as advance:
         for number, rows in enumerate(args.batches):
             capacity, loads = measure_batch(
-                decoders, prompts, rows, args, lambda done, note, before=number * each: advance(before + done, note)
+                decoders,
+                target,
+                prompts,
+                rows,
+                args,
+                lambda done, note, before=number * each: advance(before + done, note),
             )
             batches.append(batch_figures(rows, capacity, loads))
             found["execution"] = {name: decoder.execution for name, decoder in decoders.items()}
@@ -700,7 +771,7 @@ def main() -> None:
             for rounds in (capacity, *loads.values()):
                 for name, served in rounds.items():
                     measured[name] += served
-    found["texts"] = check_texts(decoders[PLAIN], prompts, args.max_new_tokens, measured)
+    found["texts"] = check_texts(engines[PLAIN], prompts, args.max_new_tokens, measured)
     print_tables(found)
     if args.out:
         write_report(args.out, found, plot)

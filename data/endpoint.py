@@ -40,7 +40,7 @@ def api_key() -> str:
     return key
 
 
-def check_server(url: str, seconds: float = CONNECT) -> None:
+def check_server(url: str, seconds: float = CONNECT, said_by: str = "endpoint.url") -> None:
     """Check that a server listens at a URL (or at its proxy), before any request is made.
 
     ``GET /`` is sent to a server without TLS, to find out whether it expects TLS.
@@ -52,7 +52,7 @@ def check_server(url: str, seconds: float = CONNECT) -> None:
         parts = urllib.parse.urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError:
-        raise ConnectionError(f"endpoint {url}: it names no host and port; correct endpoint.url") from None
+        raise ConnectionError(f"endpoint {url}: it names no host and port; correct {said_by}") from None
     host, tls = parts.hostname or "", parts.scheme == "https"
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy and not urllib.request.proxy_bypass(host):
@@ -67,7 +67,7 @@ def check_server(url: str, seconds: float = CONNECT) -> None:
         problem = f"no connection within {seconds:g} seconds"
     if problem:
         raise ConnectionError(
-            f"endpoint {url}: no server answers at {host}:{port} ({problem}); start it, or correct endpoint.url"
+            f"endpoint {url}: no server answers at {host}:{port} ({problem}); start it, or correct {said_by}"
         )
 
 

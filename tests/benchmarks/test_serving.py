@@ -3,6 +3,8 @@ percentiles and verdicts on made-up numbers."""
 
 import json
 import math
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from draftsmith.benchmarks.serving import (
 )
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import PlainDrafter
+from draftsmith.models.target import load_target
 
 pytestmark = pytest.mark.measurement
 
@@ -374,3 +377,106 @@ def test_sentence(verdicts, said):
     )
     alone = sentence("ngram", 1, by_load, {"over_plain": 1.5, "over_plain_interval": None})
     assert alone.endswith("capacity is 1.50 × plain decoding's")
+
+
+# ---- a running server
+
+
+class Answering(BaseHTTPRequestHandler):
+    """The bundled target by our engine behind OpenAI's protocol, a token in each part of an answer."""
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self._send(json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        server.asked.append(asked)
+        if server.status != 200:
+            self.send_error(server.status, "not now")
+            return
+        with server.one_at_a_time:
+            (result,) = server.decoder.generate([asked["prompt"]], asked["max_tokens"])
+        parts = [{"choices": [{"text": "x", "token_ids": [token + server.wrong]}]} for token in result.tokens]
+        if not server.ids:
+            parts = [{"choices": [{"text": "x"}]} for _ in result.tokens]
+        usage = {"choices": [], "usage": {"completion_tokens": len(result.tokens)}}
+        lines = [f"data: {json.dumps(part)}\n\n" for part in [*parts, usage]] + ["data: [DONE]\n\n"]
+        self._send("".join(lines[: server.lines]).encode())
+
+    def _send(self, content):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@pytest.fixture
+def server():
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    made.decoder = SpeculativeDecoder(load_target("models/tiny-lm"))
+    made.one_at_a_time, made.asked = threading.Lock(), []
+    made.status, made.ids, made.wrong, made.lines = 200, True, 0, None
+    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def serve(server, run_main, prompts, tmp_path):
+    """serve() → exit code, stdout, stderr of a measurement of the server, and its figures."""
+
+    def run(*more):
+        words = ["none", "--target", "models/tiny-lm", "--prompts", prompts, *COMMON, "--batches", 2, "--loads", 0.5]
+        words += ["--requests", 6, "--rounds", 1, "--seconds", 5, "--out", tmp_path / "out.json"]
+        found = run_main(serving.main, *words, "--url", f"http://127.0.0.1:{server.server_port}/v1", *more)
+        return *found, json.loads((tmp_path / "out.json").read_text()) if (tmp_path / "out.json").exists() else {}
+
+    return run
+
+
+def test_a_running_server(server, serve):
+    """The same requests as plain decoding's, at the same times; its texts are compared."""
+    code, printed, err, found = serve()
+    assert code == 0, err
+    assert "batch 2: the server's capacity is" in printed and "server: 12 answers, identical" in printed
+    (batch,) = found["batches"]
+    for methods in (batch["capacity"], batch["loads"][0]["methods"]):
+        assert methods["server"]["answered"] == methods["server"]["requests"] == 6
+        for key in ("prompt", "limit", "arrival", "tokens"):
+            assert methods["server"]["times"][0][key] == methods["none"]["times"][0][key]
+        times = methods["server"]["times"][0]
+        for arrival, taken, first, last in zip(*(times[k] for k in ("arrival", "taken", "first", "last")), strict=True):
+            assert arrival <= taken < first <= last
+    assert batch["capacity"]["server"]["tau"] is None and batch["capacity"]["server"]["over_plain"] > 0
+    assert all(a["model"] == "tiny" and a["temperature"] == 0 and a["stream"] for a in server.asked)
+
+
+def test_another_text_of_a_server_is_found(server, serve):
+    server.wrong = 1
+    code, printed, *_ = serve()
+    assert code == 1 and "mismatches" in printed
+
+
+def test_a_server_that_returns_no_ids_is_measured(server, serve):
+    server.ids = False
+    code, printed, _, found = serve()
+    assert code == 0 and "server: " not in printed.split("capacity is")[1] and "server" not in found["texts"]
+    capacity = found["batches"][0]["capacity"]
+    assert capacity["server"]["tokens"] == capacity["none"]["tokens"]
+
+
+@pytest.mark.parametrize(("status", "lines", "message"), [(503, None, "status 503"), (200, 0, "an answer without a")])
+def test_a_server_that_does_not_answer_ends_it(server, serve, status, lines, message):
+    server.status, server.lines = status, lines
+    code, _, err, _ = serve()
+    assert code != 0 and err.strip().splitlines()[-1].count(message) == 1 and "Traceback" not in err
+
+
+def test_no_server(run_main, prompts):
+    words = ["none", "--target", "models/tiny-lm", "--prompts", prompts, *COMMON, "--url", "http://127.0.0.1:9/v1"]
+    code, _, err = run_main(serving.main, *words)
+    assert code != 0 and "no server answers at 127.0.0.1:9" in err and "Traceback" not in err
