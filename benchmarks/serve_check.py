@@ -124,8 +124,8 @@ MODEL = "draft_model:"
 ROOM = 4.0  # GiB of K/V that the server may take
 
 
-def damage(folder: Path, how: str) -> None:
-    """Write an exported folder wrongly, in a way that its contract or its loader would not find.
+def damage(folder: Path, how: str, layers: int) -> None:
+    """Write an exported folder wrongly, in a way that no server's loader finds. ``layers``: of the target.
 
     Raises:
         ValueError: such a folder has no such place.
@@ -140,8 +140,7 @@ def damage(folder: Path, how: str) -> None:
         for name in biases:
             weights[name].zero_()
     elif how == "shifted-layers" and "norm.weight" in weights:
-        layers = config.get("eagle_aux_hidden_state_layer_ids")
-        given = layers or [2, config["num_target_layers"] // 2, config["num_target_layers"] - 3]
+        given = config.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
         config["eagle_aux_hidden_state_layer_ids"] = [layer - 1 for layer in given]
     else:
         raise ValueError(f"--damage {how}: {folder} has no such place")
@@ -239,9 +238,7 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
                 method = "eagle3" if source.drafter.config.version == 3 else "eagle"
             export(source, args.to, out, speculative_tokens=tokens)
             if args.damage:
-                layers = source.target_config.get_text_config().num_hidden_layers
-                write_json(out / "config.json", json_object(out / "config.json") | {"num_target_layers": layers})
-                damage(out, args.damage)
+                damage(out, args.damage, source.target_config.get_text_config().num_hidden_layers)
             speculative = {"method": method, "model": str(out.resolve())}
             write_json(tree, {"paths": [[0] * depth for depth in range(1, tokens + 1)]})
             target, drafter = load_drafter(

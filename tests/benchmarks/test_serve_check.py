@@ -91,16 +91,14 @@ def test_damage_is_none_that_the_contract_finds(served, tmp_path, how):
     _, source, folder, *_ = served
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "config.json").read_text()) | {"num_target_layers": 12}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    damage(tmp_path, how)
+    damage(tmp_path, how, 12)
     if how == "shifted-layers":
         assert json.loads((tmp_path / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [1, 5, 8]
     else:
         with pytest.raises(ValueError, match="logits|t2d"):
             difference(tmp_path, source.eagle, source.target)
     with pytest.raises(ValueError, match="no such place"):
-        damage(tmp_path, "no-bias")
+        damage(tmp_path, "no-bias", 12)
 
 
 def test_a_server_that_fails_is_one_line():
