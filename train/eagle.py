@@ -77,7 +77,8 @@ class EagleTraining(nn.Module):
         self.target, self.eagle, self.seed = target, eagle, recipe.run.seed
         self.steps, self.noise = recipe.drafter.unroll, recipe.drafter.noise
         self.captures = eagle.config.captured_layers
-        self.output_layers = ("eagle.lm_head", "eagle.embed_tokens")  # not for Muon
+        embeddings = ("eagle.embed_tokens",) if eagle.config.own_embeddings else ()
+        self.output_layers = ("eagle.lm_head", *embeddings)  # not for Muon
         self.model = target.model  # registered, frozen: moves with the module, is in no optimizer
 
     def train(self, mode: bool = True) -> "EagleTraining":
