@@ -457,8 +457,39 @@ static inline void product_block(const float *x, long x_row, const T *weight, co
     for (int r = 0; r < R; r++) for (int o = 0; o < O; o++) store(out + r * out_row + o, total(sums[r][o]) + (bias ? load(bias[o]) : 0));
 }
 
-template <class T, int O>
-static inline void product_rows(const float *x, long x_row, const T *weight, const T *bias, long inputs, T *out, long out_row, long rows) {
+#ifdef __AVX512BF16__
+// In bfloat16 by the CPU's own product of pairs, twice as many in an instruction and without a conversion: lane l of the
+// partial sums has inputs 2 l and 2 l + 1 of every 32. The instruction takes denormal numbers for zero.
+#define PAIRS
+template <class T, int R, int O>
+static inline void product_block(const bf16 *x, long x_row, const bf16 *weight, const bf16 *bias, long inputs, bf16 *out, long out_row, const char *next, long ahead) {
+    __m512 sums[R][O];
+    for (int r = 0; r < R; r++) for (int o = 0; o < O; o++) sums[r][o] = _mm512_setzero_ps();
+    long k = 0;
+    for (; k + 32 <= inputs; k += 32) {
+        for (long i = 0; i < ahead; i++, next += 64) __builtin_prefetch(next);
+        __m512bh w[O];
+        #pragma GCC unroll 4
+        for (int o = 0; o < O; o++) w[o] = (__m512bh)_mm512_loadu_si512(weight + o * inputs + k);
+        #pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            __m512bh own = (__m512bh)_mm512_loadu_si512(x + r * x_row + k);
+            #pragma GCC unroll 4
+            for (int o = 0; o < O; o++) sums[r][o] = _mm512_dpbf16_ps(sums[r][o], own, w[o]);
+        }
+    }
+    if (k < inputs) {
+        __mmask32 rest = (1u << (inputs - k)) - 1;
+        for (int r = 0; r < R; r++) for (int o = 0; o < O; o++)
+            sums[r][o] = _mm512_dpbf16_ps(sums[r][o], (__m512bh)_mm512_maskz_loadu_epi16(rest, x + r * x_row + k),
+                                          (__m512bh)_mm512_maskz_loadu_epi16(rest, weight + o * inputs + k));
+    }
+    for (int r = 0; r < R; r++) for (int o = 0; o < O; o++) store(out + r * out_row + o, total((vec)sums[r][o]) + (bias ? load(bias[o]) : 0));
+}
+#endif
+
+template <class T, int O, class X>
+static inline void product_rows(const X *x, long x_row, const T *weight, const T *bias, long inputs, T *out, long out_row, long rows) {
     long left = rows % ROWS, groups = rows / ROWS + left / 2 + left % 2, ahead = (O + groups - 1) / groups, r = 0;
     const char *next = (const char *)(weight + O * inputs);
     for (; r + ROWS <= rows; r += ROWS, next += ahead * inputs * sizeof(T))
@@ -545,6 +576,17 @@ static void product(const T *x, long x_row, const T *weight, const T *bias, T *o
 #endif
     enum { STEP = Line<T>::STEP, VECTORS = Line<T>::VECTORS };
     long padded = (inputs + STEP - 1) / STEP * STEP, blocks = (outputs + OUTPUTS - 1) / OUTPUTS;
+#ifdef PAIRS
+    if constexpr (sizeof(T) == 2) {
+        #pragma omp parallel for if (rows * inputs * outputs > 32768)
+        for (long block = 0; block < blocks; block++) {
+            long first = block * OUTPUTS;
+            if (first + OUTPUTS <= outputs) product_rows<T, OUTPUTS>(x, x_row, weight + first * inputs, bias ? bias + first : nullptr, inputs, out + first, out_row, rows);
+            else for (long o = first; o < outputs; o++) product_rows<T, 1>(x, x_row, weight + o * inputs, bias ? bias + o : nullptr, inputs, out + o, out_row, rows);
+        }
+        return;
+    }
+#endif
     float *lines = (float *)malloc(rows * padded * sizeof(float));
     for (long r = 0; r < rows; r++) for (long k = 0; k < inputs; k += STEP) {
         vec line[VECTORS];
