@@ -264,7 +264,11 @@ class Run(RunState[R]):
         if self.dry:
             return
         tau = f", simulated τ {facts['simulated_tau']:.2f}" if "simulated_tau" in facts else ""
-        console.print(f"done: {folder}{tau}; next: python inference/calibrate.py {folder}")
+        again = ""
+        if recipe.export.push_to_hub:
+            command = f"python models/export.py {folder} --to hf --push-to-hub {recipe.export.push_to_hub}"
+            again = f", and when it is measured: {command}"
+        console.print(f"done: {folder}{tau}; next: python inference/calibrate.py {folder}{again}")
 
 
 @dataclass(frozen=True)
