@@ -9,6 +9,7 @@ from dataclasses import replace
 import lossless_suite
 import pytest
 import torch
+from draws import occurs
 from kept_texts import KeepsTexts
 from lossless_suite import (
     CONTEXT,
@@ -290,7 +291,7 @@ def test_other_families(make_target, family):
     ids = some_ids(target) if family == "gemma2" else None
     drafter = Checked(perturbed(target, 0.02 if family == "mistral" else 0.1), target, [2, 1], draft_vocab=ids)
     serve(target, drafter, static=False)
-    assert drafter.seen[2] and drafter.seen[0], drafter.seen
+    occurs(drafter.seen[2] and drafter.seen[0], f"{drafter.seen}")
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import occurs
 from lossless_suite import (
     NONE,
     STARTS,
@@ -390,7 +391,7 @@ def test_rollouts_are_what_the_engine_chose_by(make_target, family, cut):
                 torch.testing.assert_close(embeddings[row, node], drafts.embed(rollout.tokens[at]))
                 torch.testing.assert_close(rollout.out[at], rollout.hidden[at])
                 compared[depth] += 1
-    assert compared[0] > 20 and min(compared[:3]) > 5, compared
+    occurs(compared[0] > 20 and min(compared[:3]) > 5, f"{compared}")
     # What is recorded of the whole head has the ranks by which trees are calibrated.
     recorded = record(drafts, tokens, supervised, 24)
     if isinstance(drafter, MedusaDrafter):

@@ -29,10 +29,10 @@ class fixed_seed:
         fixed_seed.entered -= 1
 
 
-def occurs(seen: object) -> None:
+def occurs(seen: object, what: str = "") -> None:
     """What a test's draws have to bring about, or it would test nothing: asserted of the seeds as they stand, which
     were chosen for it; other draws may have missed it."""
-    assert seen or SEED
+    assert seen or SEED, what
 
 
 def near_tie(what: str) -> NoReturn:

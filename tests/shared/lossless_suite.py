@@ -28,7 +28,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from draws import near_tie
+from draws import near_tie, occurs
 from scipy import stats
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -289,8 +289,8 @@ def check_sampling(
     """
     target = soft(make_target)
     outputs, steps = _sampled(target, make(target), SAMPLINGS[name], count, rows, static)
-    assert sum(steps.values()) - steps[1] > count / 2, f"most texts have less than two steps: {steps}"
-    assert steps[1] + steps[2] > count / 20, f"hardly any draft was accepted: {steps}"
+    occurs(sum(steps.values()) - steps[1] > count / 2, f"most texts have less than two steps: {steps}")
+    occurs(steps[1] + steps[2] > count / 20, f"hardly any draft was accepted: {steps}")
     probabilities = joint_distribution(target, SAMPLINGS[name])
     assert probabilities.max() < 0.5, "the distribution is too concentrated to test"
     p = p_value(outputs, probabilities)
