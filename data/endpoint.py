@@ -159,36 +159,50 @@ class Server:
                 self.stopped.wait(pause)
         raise AssertionError("unreachable")
 
-    def _post(self, body: bytes) -> tuple[str, str]:
+    def open(self, path: str, body: bytes | None = None) -> Any:
+        """Send a body to ``url`` + ``path``, or get what is there; the response, whose content is still to be read.
+
+        Raises:
+            RequestFailed: no connection, or an error of the server's; no detail holds the key.
+        """
         request = urllib.request.Request(
-            f"{self.url.rstrip('/')}/chat/completions", body,
-            {"Content-Type": "application/json", "User-Agent": "draftsmith"},
-        )  # fmt: skip
+            self.url.rstrip("/") + path, body, {"Content-Type": "application/json", "User-Agent": "draftsmith"}
+        )
         if self._key:
             request.add_unredirected_header("Authorization", f"Bearer {self._key}")
         try:
-            with self._opener.open(request, timeout=self.timeout) as response:
-                content = response.read()
+            return self._opener.open(request, timeout=self.timeout)
         except urllib.error.HTTPError as error:
             with error:
                 raise self._refusal(error.code, error, error.headers.get("Retry-After")) from None
         except (OSError, http.client.HTTPException) as error:
-            cause = getattr(error, "reason", error)  # urllib wraps what happens before the answer
-            reason = "timeout" if isinstance(cause, TimeoutError) else "connection"
-            raise RequestFailed(reason, self._short(str(cause)), retry=True) from None
+            raise self.broken(error) from None
+
+    def broken(self, error: Exception) -> RequestFailed:
+        """What a connection's error is."""
+        cause = getattr(error, "reason", error)  # urllib wraps what happens before the answer
+        reason = "timeout" if isinstance(cause, TimeoutError) else "connection"
+        return RequestFailed(reason, self.short(str(cause)), retry=True)
+
+    def _post(self, body: bytes) -> tuple[str, str]:
+        try:
+            with self.open("/chat/completions", body) as response:
+                content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self.broken(error) from None
         try:
             choice = json.loads(content)["choices"][0]
             text, finish_reason = choice["message"]["content"], choice.get("finish_reason") or "unknown"
             if not isinstance(text, str):
                 raise TypeError
         except (ValueError, LookupError, TypeError, AttributeError):
-            detail = self._short(content.decode("utf-8", "replace"))
+            detail = self.short(content.decode("utf-8", "replace"))
             raise RequestFailed("malformed answer", detail, retry=True) from None
         return text, str(finish_reason)
 
     def _refusal(self, code: int, body: IO[bytes], retry_after: str | None) -> RequestFailed:
         try:
-            detail = self._short(body.read(10_000).decode("utf-8", "replace"))
+            detail = self.short(body.read(10_000).decode("utf-8", "replace"))
         except (OSError, http.client.HTTPException):
             detail = ""
         if code in (400, 413, 422) and re.search("context.length", detail):
@@ -196,7 +210,8 @@ class Server:
         retry = code in (408, 429) or code >= 500
         return RequestFailed(f"http {code}", detail, retry, _seconds(retry_after))
 
-    def _short(self, message: str) -> str:
+    def short(self, message: str) -> str:
+        """The beginning of a server's message, on one line, without the key."""
         message = message.replace(self._key, "***") if self._key else message  # some servers repeat it
         return " ".join(message.split())[:_DETAIL]
 

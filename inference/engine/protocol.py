@@ -123,8 +123,8 @@ class Drafter(Protocol):
         """
 
     def prepare(self, state: State) -> None:
-        """Before each step, outside of a CUDA graph, what cannot be part of one. In a merge, too, ``state`` is the
-        engine's: its features may be those of other layers, too."""
+        """Before each step, outside of a CUDA graph, what cannot be part of one. In a merge ``state`` is the
+        engine's as well: its features may be those of further layers."""
 
     def propose(self, state: State) -> TokenTree: ...
 

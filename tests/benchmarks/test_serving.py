@@ -398,7 +398,7 @@ class Answering(BaseHTTPRequestHandler):
         server = self.server
         server.asked.append(asked)
         if server.status != 200:
-            self.send_error(server.status, "not now")
+            self.send_error(server.status, f"not now, {self.headers['Authorization']}")
             return
         with server.one_at_a_time:
             (result,) = server.decoder.generate([asked["prompt"]], asked["max_tokens"])
@@ -471,11 +471,14 @@ def test_a_server_that_returns_no_ids_is_measured(server, serve):
     assert capacity["server"]["tokens"] == capacity["none"]["tokens"]
 
 
-@pytest.mark.parametrize(("status", "lines", "message"), [(503, None, "status 503"), (200, 0, "an answer without a")])
-def test_a_server_that_does_not_answer_ends_it(server, serve, status, lines, message):
+@pytest.mark.parametrize(("status", "lines", "message"), [(503, None, "http 503"), (200, 0, "an answer without a")])
+def test_a_server_that_does_not_answer_ends_it(server, serve, monkeypatch, status, lines, message):
+    """In one line, in which the key is not, though the server repeats it."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
     server.status, server.lines = status, lines
     code, _, err, _ = serve()
     assert code != 0 and err.strip().splitlines()[-1].count(message) == 1 and "Traceback" not in err
+    assert "secret-key" not in err and (status == 200 or "***" in err)
 
 
 def test_no_server(run_main, prompts):
