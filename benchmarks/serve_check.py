@@ -102,7 +102,7 @@ if __name__ == "__main__":
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from safetensors.torch import load_file
 
@@ -112,8 +112,9 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.evaluation.lossless import check_texts
-from draftsmith.inference.verify.tree import read_tree
+from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import provenance
 from draftsmith.models.export import NO_SERVER, export, open_source
 from draftsmith.models.medusa import MedusaHeads
@@ -121,7 +122,7 @@ from draftsmith.models.stored import resolve_folder, save_tensors
 from draftsmith.models.target import Target
 
 MODEL = "draft_model:"
-ROOM = 4.0  # GiB of K/V that the server may take
+ROOM = "4"  # GiB of K/V that the server may take
 
 
 def damage(folder: Path, how: str, layers: int) -> None:
@@ -154,7 +155,7 @@ def in_server(python: Path, job: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the server failed; with its last words.
     """
-    room = {"VLLM_CPU_KVCACHE_SPACE": str(int(ROOM)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    room = {"VLLM_CPU_KVCACHE_SPACE": ROOM, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
     with tempfile.TemporaryDirectory() as temporary:
@@ -215,66 +216,82 @@ def compare(
     }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Case:
+    """A drafter in both engines. speculative: what the server is told. tokens: of a draft. folder: the exported one."""
+
+    target: Target
+    drafter: Drafter | None
+    speculative: dict[str, Any]
+    tokens: int
+    folder: Path | None
+
+
+def case_of(name: str, args: argparse.Namespace) -> Case:
+    """Load a drafter with the chain that the server verifies, and export it, if it needs that. A damaged folder has a
+    name of its own.
+
+    Raises:
+        ValueError: it cannot be exported.
+    """
+    if name.startswith(MODEL):
+        path, chain = resolve_folder(name.removeprefix(MODEL)), f"{name}@{','.join('1' * args.tokens)}"
+        target, drafter = load_drafter(chain, target_name=args.target, dtype="float32", all_nodes=True)
+        return Case(target, drafter, {"method": "draft_model", "model": str(path.resolve())}, args.tokens, None)
+    source = open_source(name, args.to, args.target)
+    folder = args.out / "-".join([Path(name).name, args.to, *(["damaged"] if args.damage else [])])
+    if isinstance(source.drafter, MedusaHeads):
+        method, tokens = "medusa", source.drafter.config.num_draft_heads
+    else:
+        method, tokens = "eagle3" if source.drafter.config.version == 3 else "eagle", args.tokens
+    export(source, args.to, folder, speculative_tokens=tokens)
+    if args.damage:
+        damage(folder, args.damage, source.target_config.get_text_config().num_hidden_layers)
+    chain = Topology(tuple((0,) * depth for depth in range(1, tokens + 1)))
+    with tempfile.TemporaryDirectory() as temporary:
+        tree = Path(temporary) / "chain.json"
+        write_json(tree, {"paths": chain.paths})
+        target, drafter = load_drafter(name, target_name=args.target, dtype="float32", tree=str(tree), all_nodes=True)
+    if isinstance(source.drafter, MedusaHeads) and source.drafter.draft_vocab is not None:
+        drafter = MedusaDrafter(source.drafter.of_all_tokens(), chain, target)
+    return Case(target, drafter, {"method": method, "model": str(folder.resolve())}, tokens, folder)
+
+
 def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> dict[str, Any]:
-    """Export a drafter, serve it and compare.
+    """Serve a drafter and compare. ``plain_of``: what plain decoding gave, by the target's fingerprint; added to.
 
     Raises:
         ValueError: it cannot be exported, or the server failed.
     """
-    out, tokens = args.out / f"{Path(name.removeprefix(MODEL)).name}-{args.to}", args.tokens
-    with tempfile.TemporaryDirectory() as temporary:
-        tree = Path(temporary) / "chain.json"
-        if name.startswith(MODEL):
-            path = resolve_folder(name.removeprefix(MODEL))
-            speculative: dict[str, Any] = {"method": "draft_model", "model": str(path.resolve())}
-            chain = f"{name}@{','.join('1' * tokens)}"
-            target, drafter = load_drafter(chain, target_name=args.target, dtype="float32", all_nodes=True)
-        else:
-            source = open_source(name, args.to, args.target)
-            method = "medusa"
-            if isinstance(source.drafter, MedusaHeads):
-                tokens = source.drafter.config.num_draft_heads
-            else:
-                method = "eagle3" if source.drafter.config.version == 3 else "eagle"
-            export(source, args.to, out, speculative_tokens=tokens)
-            if args.damage:
-                damage(out, args.damage, source.target_config.get_text_config().num_hidden_layers)
-            speculative = {"method": method, "model": str(out.resolve())}
-            write_json(tree, {"paths": [[0] * depth for depth in range(1, tokens + 1)]})
-            target, drafter = load_drafter(
-                name, target_name=args.target, dtype="float32", tree=str(tree), all_nodes=True
-            )
-            if isinstance(source.drafter, MedusaHeads):
-                heads = source.drafter if source.drafter.draft_vocab is None else source.drafter.of_all_tokens()
-                drafter = MedusaDrafter(heads, read_tree(tree), target)
+    case = case_of(name, args)
+    target, tokens = case.target, case.tokens
     prompts = encode_prompts(read_prompts(args.prompts), target)
     context = min(target.context, max(map(len, prompts)) + args.max_new_tokens + tokens + 8)
     job = {
         "target": str(resolve_folder(target.name).resolve()), "prompts": prompts, "max_new_tokens": args.max_new_tokens,
         "stop_ids": sorted(target.stop_ids), "context": context, "speculative": None,
     }  # fmt: skip
-    if target.name not in plain_of:
+    if target.fingerprint not in plain_of:
         plain = SpeculativeDecoder(target).generate(prompts, args.max_new_tokens, batch_size=1)
         theirs = in_server(args.python, job)
         checked = check_texts(target, prompts, [t["tokens"] for t in theirs["texts"]], [p.tokens for p in plain])
-        plain_of[target.name] = plain, theirs["seconds"], checked.near_ties, checked.mismatches
-    plain, seconds, near_ties, mismatches = plain_of[target.name]
-    longer = SpeculativeDecoder(target, drafter).generate(
+        plain_of[target.fingerprint] = plain, theirs["seconds"], checked.near_ties, checked.mismatches
+    plain, seconds, near_ties, mismatches = plain_of[target.fingerprint]
+    longer = SpeculativeDecoder(target, case.drafter).generate(
         prompts, args.max_new_tokens + tokens, batch_size=1, stop_ids=frozenset()
     )
     ours = [cut(text, args.max_new_tokens, target.stop_ids) for text in longer]
-    served = in_server(args.python, {**job, "speculative": {**speculative, "num_speculative_tokens": tokens}})
+    served = in_server(args.python, {**job, "speculative": {**case.speculative, "num_speculative_tokens": tokens}})
     found = compare(target, prompts, plain, ours, served, tokens)
     found |= {
         "server": served["server"], "format": args.to, "draft_tokens": tokens, "damage": args.damage,
-        "plain_near_ties": near_ties, "plain_mismatches": mismatches,
+        "plain_near_ties": near_ties, "plain_mismatches": mismatches, "equal": found["equal"] and not mismatches,
         "server_speedup": round(seconds / served["seconds"], 3), "dtype": "float32",
     }  # fmt: skip
-    if not name.startswith(MODEL):
-        write_json(out / "serving.json", provenance(**found))
-        if not args.damage:
-            card = read_text(out / "README.md", "model card")
-            write_text(out / "README.md", card.replace(NO_SERVER, sentence(found)))
+    if case.folder is not None:
+        write_json(case.folder / "serving.json", provenance(**found))
+        card = read_text(case.folder / "README.md", "model card")
+        write_text(case.folder / "README.md", card.replace(NO_SERVER, sentence(found)))
     return found
 
 
@@ -282,6 +299,8 @@ def sentence(found: dict[str, Any]) -> str:
     """What the model card says of a server."""
     places = ", ".join(f"{count / max(1, found['drafts'][0]):.2f}" for count in found["accepted_by_position"][0])
     verdict = "as in draftsmith's engine" if found["equal"] else "**not as in draftsmith's engine**"
+    if found["damage"]:
+        verdict += f"; **damaged on purpose** ({found['damage']})"
     return (
         f"In {found['server']} on a CPU, greedy in float32, {found['prompts']} prompts: drafts of "
         f"{found['draft_tokens']} tokens, accepted by position {places}, mean accepted length "

@@ -325,9 +325,9 @@ def publish(name: str, repository: str, private: bool) -> None:
         FileNotFoundError, ValueError: it is no drafter's folder here, or not calibrated; or the Hub refuses.
         OSError: the card cannot be written.
     """
-    folder, _, _ = read_drafter(name)
     if local_folder(name) is None:
         raise ValueError(f"{name}: --to hf uploads a folder of this machine")
+    folder, _, _ = read_drafter(name)
     tree = folder / "tree.json"
     if not tree.exists() or "calibration" not in json_object(tree):
         raise ValueError(f"{folder}: its tree is not calibrated; first: python inference/calibrate.py {folder}")

@@ -71,7 +71,7 @@ def test_equal_and_not(served):
     assert found["equal"] and found["identical_texts"] == 3 and found["tokens"] == 3 * NEW
     assert found["drafts"][0] == found["drafts"][1] == sum(len(text.accepted) for text in ours)
     assert found["mean_accepted_length"] == pytest.approx((3 * NEW - 3) / found["drafts"][0], abs=1e-4)
-    words = sentence({**found, "server": "x 1", "draft_tokens": TOKENS})
+    words = sentence({**found, "server": "x 1", "draft_tokens": TOKENS, "damage": None})
     assert "as in draftsmith's engine" in words and "**" not in words and "0 mismatches" in words
     for change in ({"drafts": 1}, {"accepted": [0, 1]}):
         other = answer_of(ours)
