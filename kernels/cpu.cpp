@@ -569,24 +569,27 @@ static void product_by_tiles(const bf16 *x, long x_row, const bf16 *weight, cons
 static void product_by_tiles(const float *, long, const float *, const float *, float *, long, long, long, long) {}  // never called
 #endif
 
+template <class T, class X>
+static void product_blocks(const X *x, long x_row, const T *weight, const T *bias, T *out, long out_row, long rows, long inputs, long outputs) {
+    long blocks = (outputs + OUTPUTS - 1) / OUTPUTS;
+    #pragma omp parallel for if (rows * inputs * outputs > 32768)
+    for (long block = 0; block < blocks; block++) {
+        long first = block * OUTPUTS;
+        if (first + OUTPUTS <= outputs) product_rows<T, OUTPUTS>(x, x_row, weight + first * inputs, bias ? bias + first : nullptr, inputs, out + first, out_row, rows);
+        else for (long o = first; o < outputs; o++) product_rows<T, 1>(x, x_row, weight + o * inputs, bias ? bias + o : nullptr, inputs, out + o, out_row, rows);
+    }
+}
+
 template <class T>
 static void product(const T *x, long x_row, const T *weight, const T *bias, T *out, long out_row, long rows, long inputs, long outputs) {
 #ifdef AMX
     if (sizeof(T) == 2 && has_tiles) { product_by_tiles(x, x_row, weight, bias, out, out_row, rows, inputs, outputs); return; }
 #endif
-    enum { STEP = Line<T>::STEP, VECTORS = Line<T>::VECTORS };
-    long padded = (inputs + STEP - 1) / STEP * STEP, blocks = (outputs + OUTPUTS - 1) / OUTPUTS;
 #ifdef PAIRS
-    if constexpr (sizeof(T) == 2) {
-        #pragma omp parallel for if (rows * inputs * outputs > 32768)
-        for (long block = 0; block < blocks; block++) {
-            long first = block * OUTPUTS;
-            if (first + OUTPUTS <= outputs) product_rows<T, OUTPUTS>(x, x_row, weight + first * inputs, bias ? bias + first : nullptr, inputs, out + first, out_row, rows);
-            else for (long o = first; o < outputs; o++) product_rows<T, 1>(x, x_row, weight + o * inputs, bias ? bias + o : nullptr, inputs, out + o, out_row, rows);
-        }
-        return;
-    }
+    if constexpr (sizeof(T) == 2) { product_blocks(x, x_row, weight, bias, out, out_row, rows, inputs, outputs); return; }
 #endif
+    enum { STEP = Line<T>::STEP, VECTORS = Line<T>::VECTORS };
+    long padded = (inputs + STEP - 1) / STEP * STEP;
     float *lines = (float *)malloc(rows * padded * sizeof(float));
     for (long r = 0; r < rows; r++) for (long k = 0; k < inputs; k += STEP) {
         vec line[VECTORS];
@@ -594,12 +597,7 @@ static void product(const T *x, long x_row, const T *weight, const T *bias, T *o
         else load_line(x + r * x_row + k, inputs - k, line);
         for (int v = 0; v < VECTORS; v++) store_vec(lines + r * padded + k + v * W, line[v]);
     }
-    #pragma omp parallel for if (rows * inputs * outputs > 32768)
-    for (long block = 0; block < blocks; block++) {
-        long first = block * OUTPUTS;
-        if (first + OUTPUTS <= outputs) product_rows<T, OUTPUTS>(lines, padded, weight + first * inputs, bias ? bias + first : nullptr, inputs, out + first, out_row, rows);
-        else for (long o = first; o < outputs; o++) product_rows<T, 1>(lines, padded, weight + o * inputs, bias ? bias + o : nullptr, inputs, out + o, out_row, rows);
-    }
+    product_blocks((const float *)lines, padded, weight, bias, out, out_row, rows, inputs, outputs);
     free(lines);
 }
 
