@@ -242,7 +242,8 @@ def export(
 
 
 def _commands(source: Source, to: str, target: str, tokens: int) -> tuple[str, str, str]:
-    """What serves a folder, the speculative method's name and the drafter's, and the commands, with DRAFTER for it."""
+    """What serves an exported folder, the name of the speculative method, and the commands, with DRAFTER for the
+    folder."""
     if isinstance(source.drafter, MedusaHeads):
         count = source.drafter.config.num_draft_heads
         options = json.dumps({"method": "medusa", "model": "DRAFTER", "num_speculative_tokens": count})
