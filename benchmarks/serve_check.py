@@ -209,7 +209,7 @@ def compare(
     return {
         "prompts": len(texts), "tokens": checked.checked, "identical_texts": len(same),
         "near_ties": checked.near_ties, "mismatches": checked.mismatches + here.mismatches, **counts,
-        "mean_accepted_length": round((new - len(same)) / max(1, counts["drafts"][1]), 4),
+        "mean_accepted_length": round((new - len(same)) / max(1, counts["drafts"][0]), 4),
         "server_tokens_per_second": round(sum(len(each["tokens"]) for each in texts) / served["seconds"], 1),
         "equal": not checked.mismatches + here.mismatches and len(same) > len(texts) // 2
         and all(one == other for one, other in counts.values()),
