@@ -27,9 +27,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft", required=True, metavar="FOLDER", help="a smaller model with the same tokenizer")
     prompts_option(parser)
     parser.add_argument(
-        "--expansion", type=int, nargs="+", default=[1, 1, 1, 1], metavar="K",
+        "--expansion",
+        type=int,
+        nargs="+",
+        default=[1, 1, 1, 1],
+        metavar="K",
         help="children of each node, by depth (default: a chain of four)",
-    )  # fmt: skip
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="rounds over all prompts (default 1)")
     parser.add_argument(

@@ -84,9 +84,15 @@ def groups_of(prompts: Sequence[list[int]], kinds: Sequence[str], rows: int) -> 
 
 
 def measure(
-    name: str, drafter: Drafter, target: Target, prompts: list[list[int]], kinds: Sequence[str], temperature: float,
-    rows: int, args: argparse.Namespace,
-) -> list[dict[str, Any]]:  # fmt: skip
+    name: str,
+    drafter: Drafter,
+    target: Target,
+    prompts: list[list[int]],
+    kinds: Sequence[str],
+    temperature: float,
+    rows: int,
+    args: argparse.Namespace,
+) -> list[dict[str, Any]]:
     """Speed by kind, of the budget's trees and of fixed ones, over plain decoding."""
     mode: Mode = "sample" if temperature else "greedy"
     groups = groups_of(prompts, kinds, rows)
@@ -128,11 +134,18 @@ def measure(
         for method in list(seconds)[1:]:
             columns = torch.tensor([[t for p in chosen for t in seconds[each][p]] for each in ("plain", method)])
             speeds[method] = {"speedup": round(float(share_of(columns.sum(1))), 4), "interval": interval_of(columns)}
-        figures.append({
-            "drafter": name, "temperature": temperature, "batch": rows, "kind": kind,
-            "tau": round(committed / count, 3), "nodes": round(drafted / count, 2), "speeds": speeds,
-            "execution": decoders["budget"].execution,
-        })  # fmt: skip
+        figures.append(
+            {
+                "drafter": name,
+                "temperature": temperature,
+                "batch": rows,
+                "kind": kind,
+                "tau": round(committed / count, 3),
+                "nodes": round(drafted / count, 2),
+                "speeds": speeds,
+                "execution": decoders["budget"].execution,
+            }
+        )
     return figures
 
 

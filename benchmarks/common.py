@@ -176,9 +176,7 @@ def picture(path: Path, width: float, height: float, panels: int = 1, **options:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(
-        1, panels, figsize=(width, height), layout="constrained", squeeze=False, **options
-    )  # fmt: skip
+    figure, axes = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False, **options)
     for each in axes[0]:
         each.grid(alpha=0.3)
         each.spines[["top", "right"]].set_visible(False)

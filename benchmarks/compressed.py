@@ -117,11 +117,16 @@ def acceptance(target: Target, args: argparse.Namespace, advance: Callable[[], N
             drafted_accepted = torch.tensor(of_texts).sum(1)  # [texts, 2]
             columns = drafted_accepted.flip(1).t()
             total = torch.tensor(of_texts).sum(0)  # [depths, 2]
-            found.append({
-                "kind": kind, "context": context, **vars(setting),
-                "alpha": round(float(share_of(columns.sum(1))), 4), "interval": interval_of(columns),
-                "by_depth": [round(accepted / max(drafted, 1), 4) for drafted, accepted in total.tolist()],
-            })  # fmt: skip
+            found.append(
+                {
+                    "kind": kind,
+                    "context": context,
+                    **vars(setting),
+                    "alpha": round(float(share_of(columns.sum(1))), 4),
+                    "interval": interval_of(columns),
+                    "by_depth": [round(accepted / max(drafted, 1), 4) for drafted, accepted in total.tolist()],
+                }
+            )
     return found
 
 
@@ -168,21 +173,37 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
                 plan = predict(
                     costs.seconds, rows, cached, setting, conditional, select, own.per_step, own.per_draft, appended
                 )
-                found.append({
-                    "batch": rows, "context": context, **vars(setting),
-                    "speedup": round(float(share_of(columns.sum(1))), 4), "interval": interval_of(columns),
-                    "by_depth": [round(each, 4) for each in conditional],
-                    "tokens": round(plan.tokens, 3), "predicted": round(plan.speedup, 4),
-                    "verify": round(plan.verify, 3), "draft": round(plan.draft, 3), "select": round(plan.select, 3),
-                    "least_alpha": round(plan.least_alpha, 3), "execution": executions[setting],
-                })  # fmt: skip
+                found.append(
+                    {
+                        "batch": rows,
+                        "context": context,
+                        **vars(setting),
+                        "speedup": round(float(share_of(columns.sum(1))), 4),
+                        "interval": interval_of(columns),
+                        "by_depth": [round(each, 4) for each in conditional],
+                        "tokens": round(plan.tokens, 3),
+                        "predicted": round(plan.speedup, 4),
+                        "verify": round(plan.verify, 3),
+                        "draft": round(plan.draft, 3),
+                        "select": round(plan.select, 3),
+                        "least_alpha": round(plan.least_alpha, 3),
+                        "execution": executions[setting],
+                    }
+                )
             for name, drafter in others.items():
                 columns = torch.tensor([seconds["plain"], seconds[name]])
-                found.append({
-                    "batch": rows, "context": context, "selector": name, "entries": None, "drafts": drafter.max_depth,
-                    "speedup": round(float(share_of(columns.sum(1))), 4), "interval": interval_of(columns),
-                    "execution": executions[name],
-                })  # fmt: skip
+                found.append(
+                    {
+                        "batch": rows,
+                        "context": context,
+                        "selector": name,
+                        "entries": None,
+                        "drafts": drafter.max_depth,
+                        "speedup": round(float(share_of(columns.sum(1))), 4),
+                        "interval": interval_of(columns),
+                        "execution": executions[name],
+                    }
+                )
     return found
 
 
@@ -197,10 +218,16 @@ def selection(target: Target, args: argparse.Namespace, advance: Callable[[], No
                 continue
             step = batch.step(drafter_of(target, Setting(selector, entries, 1)))
             select = min(batch.run(step).select for _ in range(args.rounds + 1))
-            found.append({
-                "batch": rows, "context": context, "selector": selector, "entries": entries,
-                "seconds": round(select, 6), "plain_steps": round(select / plain, 3),
-            })  # fmt: skip
+            found.append(
+                {
+                    "batch": rows,
+                    "context": context,
+                    "selector": selector,
+                    "entries": entries,
+                    "seconds": round(select, 6),
+                    "plain_steps": round(select / plain, 3),
+                }
+            )
         advance()
     return found
 
@@ -216,9 +243,10 @@ def main() -> None:
     groups = len(args.kinds) if args.what == "acceptance" else len(args.batch_sizes)
     total = len(args.contexts) * groups * (1 if args.what == "selection" else args.count)
     with (
-        ProgressBar(args.what, total, console, transient=True) as advance, torch.inference_mode(),
+        ProgressBar(args.what, total, console, transient=True) as advance,
+        torch.inference_mode(),
         engine_attention([target]),
-    ):  # fmt: skip
+    ):
         done = itertools.count(1)
         rows = method(target, args, lambda: advance(next(done)))
     names = [name for name in rows[0] if name not in ("interval", "by_depth", "execution")]

@@ -109,9 +109,12 @@ def measure(
             continue
         decoder = SpeculativeDecoder(drafter.target, drafter)  # type: ignore[attr-defined]
         outputs = decoder.generate(
-            prompts, args.max_new_tokens, mode=mode, sampling=with_own_seeds(sampling, prompts),
+            prompts,
+            args.max_new_tokens,
+            mode=mode,
+            sampling=with_own_seeds(sampling, prompts),
             batch_size=args.batch_size,
-        )  # fmt: skip
+        )
         columns[method] = columns_of(outputs)
     methods: dict[str, Any] = {}
     for method, own in columns.items():
@@ -151,9 +154,13 @@ def main() -> None:
                 rows.append({"tree": name, "nodes": nodes, "temperature": temperature, "methods": methods})
                 for method, found in methods.items():
                     table.add_row(
-                        name, str(nodes), f"{temperature:g}", method, cell(found["tau"], found["tau_interval"]),
+                        name,
+                        str(nodes),
+                        f"{temperature:g}",
+                        method,
+                        cell(found["tau"], found["tau_interval"]),
                         cell(found["coupled_over"], found["coupled_over_interval"]) if method != "coupled" else "",
-                    )  # fmt: skip
+                    )
                 advance(len(rows))
     print_table(table, f"{target.name} · {len(prompts)} prompts · {args.max_new_tokens} tokens")
     if args.out:

@@ -52,9 +52,13 @@ def parser() -> argparse.ArgumentParser:
         "--nodes", type=int, nargs="+", default=[8, 16, 24], metavar="N", help="of the merged tree, root included"
     )
     parser.add_argument(
-        "--expansion", type=int, nargs="+", default=[4, 2, 2, 1, 1], metavar="K",
+        "--expansion",
+        type=int,
+        nargs="+",
+        default=[4, 2, 2, 1, 1],
+        metavar="K",
         help="children of each node that an SSM drafts, by depth (default 4 2 2 1 1)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--match", type=int, metavar="M", help="tokens for coverage (default: what the first folder was marked by)"
     )
@@ -62,17 +66,22 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--sampling", type=float, metavar="T", help="also compare ways of sampling at temperature T")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="W", help="for --sampling")
     parser.add_argument(
-        "--pattern", nargs="+", default=["w", "1", "1", "1"], metavar="K",
+        "--pattern",
+        nargs="+",
+        default=["w", "1", "1", "1"],
+        metavar="K",
         help="expansion for --sampling, with a w for the width (default w 1 1 1)",
-    )  # fmt: skip
+    )
     parser.add_argument("--seed", type=int, default=0, help="for --sampling")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts decoded at once (default 8)")
     parser.add_argument(
-        "--seconds", type=float, metavar="S",
+        "--seconds",
+        type=float,
+        metavar="S",
         help="end decoding with drafters after so long, twice that with --sampling (16 groups of prompts are decoded "
         "in any case)",
-    )  # fmt: skip
+    )
     machine_options(parser, "of target and SSMs")
     return parser
 
@@ -163,14 +172,12 @@ def measure_text(ensemble: Ensemble, tokens: Tensor, supervised: Tensor, match: 
     return {
         "ssms": ssms,
         "coverage": coverage(matched),
-        "coverage_interval": [
-            interval_of(torch.stack((matched[: s + 1].any(0), ones))) for s in range(len(matched))
-        ],
+        "coverage_interval": [interval_of(torch.stack((matched[: s + 1].any(0), ones))) for s in range(len(matched))],
         "overlap": overlap(matched),
         "overlap_interval": [
             [interval_of(torch.stack((one & other, one | other)), either) for other in matched] for one in matched
         ],
-    }  # fmt: skip
+    }
 
 
 def parameters(model: Target) -> dict[str, int]:
@@ -185,9 +192,13 @@ def parameters(model: Target) -> dict[str, int]:
 
 
 def compare_budgets(
-    target: Target, ensembles: dict[str, Ensemble], args: argparse.Namespace, prompts: Sequence[list[int]],
-    expected: Sequence[list[int]], kinds: Sequence[str],
-) -> tuple[dict[str, dict[str, Any]], int]:  # fmt: skip
+    target: Target,
+    ensembles: dict[str, Ensemble],
+    args: argparse.Namespace,
+    prompts: Sequence[list[int]],
+    expected: Sequence[list[int]],
+    kinds: Sequence[str],
+) -> tuple[dict[str, dict[str, Any]], int]:
     """τ of each ensemble at each number of nodes, by the engine.
 
     Args:
@@ -257,9 +268,13 @@ def difference_fields(outputs: Outputs, base: Outputs) -> dict[str, Any]:
 
 
 def compare_sampling(
-    target: Target, ensemble: Ensemble, args: argparse.Namespace, prompts: Sequence[list[int]],
-    expected: Sequence[list[int]], kinds: Sequence[str],
-) -> tuple[dict[str, Any], int]:  # fmt: skip
+    target: Target,
+    ensemble: Ensemble,
+    args: argparse.Namespace,
+    prompts: Sequence[list[int]],
+    expected: Sequence[list[int]],
+    kinds: Sequence[str],
+) -> tuple[dict[str, Any], int]:
     """Multi-step and naive sampling, and greedy decoding, with the first SSM of the first folder's ensemble by the
     width of its tree.
 
@@ -289,9 +304,13 @@ def compare_sampling(
             row[draws] |= ratio_fields(accepted_columns([outputs[draws], outputs["naive"]]))
         widths[str(width)] = row
     return {
-        "ssm": f"{args.folders[0]}/{ssm}", "temperature": args.sampling, "pattern": args.pattern, "seed": args.seed,
-        "widths": widths, "published": PUBLISHED,
-    }, mismatches  # fmt: skip
+        "ssm": f"{args.folders[0]}/{ssm}",
+        "temperature": args.sampling,
+        "pattern": args.pattern,
+        "seed": args.seed,
+        "widths": widths,
+        "published": PUBLISHED,
+    }, mismatches
 
 
 def sampling_method(target: Target, drafter: Drafter, args: argparse.Namespace) -> Method:
@@ -331,12 +350,16 @@ def chain_forecast(shares: Sequence[dict[str, Any]], cost: float, costs: StepCos
             break
         expected += each["share"]
         step = costs.relative(gamma + 1)
-        rows.append({
-            "gamma": gamma, "tokens": round(expected, 4), "step": round(step, 4),
-            "speedup": round(expected / (gamma * cost + step), 4),
-            "break_even": round(max(0.0, expected - step) / gamma, 4),
-            "break_even_if_a_step_costs_1": round((expected - 1) / gamma, 4),
-        })  # fmt: skip
+        rows.append(
+            {
+                "gamma": gamma,
+                "tokens": round(expected, 4),
+                "step": round(step, 4),
+                "speedup": round(expected / (gamma * cost + step), 4),
+                "break_even": round(max(0.0, expected - step) / gamma, 4),
+                "break_even_if_a_step_costs_1": round((expected - 1) / gamma, 4),
+            }
+        )
     return rows
 
 
@@ -463,10 +486,17 @@ def main() -> None:
             row["cost"] = round(ensemble.pass_time(ssm, target, costs), 4)
             row["chains"] = chain_forecast(row["acceptance_by_depth"], row["cost"], costs)
     found = facts_of(__file__, target) | {
-        "prompts": len(prompts), "kinds": {kind: kinds.count(kind) for kind in kinds},
-        "max_new_tokens": args.max_new_tokens, "match": match, "depth": args.depth, "nodes": args.nodes,
-        "expansion": args.expansion, "folders": folders, "sampling": sampling, "threads": args.threads,
-    }  # fmt: skip
+        "prompts": len(prompts),
+        "kinds": {kind: kinds.count(kind) for kind in kinds},
+        "max_new_tokens": args.max_new_tokens,
+        "match": match,
+        "depth": args.depth,
+        "nodes": args.nodes,
+        "expansion": args.expansion,
+        "folders": folders,
+        "sampling": sampling,
+        "threads": args.threads,
+    }
     print_tables(found)
     if args.out:
         write_report(args.out, found)

@@ -39,8 +39,12 @@ from draftsmith.kernels.backend import triton
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on sm_90; a multiprocessor has one kilobyte more
 # A kernel's tile whose side of so many rows is the left one of tl.dot. Warp groups multiply 64 rows or more (HGMMA).
-LEFT = {"_tree_attention_kernel": "BLOCK_M", "_few_rows_kernel": "BLOCK_N", "_block_topk_kernel": "BLOCK_M",
-        "_res_block_kernel": "BLOCK_M"}  # fmt: skip
+LEFT = {
+    "_tree_attention_kernel": "BLOCK_M",
+    "_few_rows_kernel": "BLOCK_N",
+    "_block_topk_kernel": "BLOCK_M",
+    "_res_block_kernel": "BLOCK_M",
+}
 IN_PLACE = ("_commit_kernel", "_advance_kernel")  # an element is moved by one thread, so nothing is shared
 
 
@@ -87,9 +91,19 @@ def resources(done: Any) -> Resources:
 
     wide = 100 * sum(size for size in sizes if size == 16) // (sum(sizes) or 1)
     return Resources(
-        used["REG"], used["STACK"], shared, threads, by_registers, fit, count(r"\bHGMMA\."), count(r"\bHMMA\."),
-        count(r"\b(?:STL|LDL)\b"), count(r"\bBAR\."), len(loads), wide,
-    )  # fmt: skip
+        used["REG"],
+        used["STACK"],
+        shared,
+        threads,
+        by_registers,
+        fit,
+        count(r"\bHGMMA\."),
+        count(r"\bHMMA\."),
+        count(r"\b(?:STL|LDL)\b"),
+        count(r"\bBAR\."),
+        len(loads),
+        wide,
+    )
 
 
 def complaints(launch: Launch, found: Resources, main: bool) -> list[str]:
@@ -120,9 +134,16 @@ BF16, INT = torch.bfloat16, torch.int64
 
 
 def _attention(
-    queries: int, kv_heads: int, rows: int = 1, width: int = 128, heads: int = 32, dtype: torch.dtype = BF16,
-    window: int = 0, softcap: float | None = None, last_merges: bool = False,
-) -> None:  # fmt: skip
+    queries: int,
+    kv_heads: int,
+    rows: int = 1,
+    width: int = 128,
+    heads: int = 32,
+    dtype: torch.dtype = BF16,
+    window: int = 0,
+    softcap: float | None = None,
+    last_merges: bool = False,
+) -> None:
     q = empty(rows, queries, heads, width, dtype=dtype).transpose(1, 2)
     cache = empty(2, rows, kv_heads, 2048, width, dtype=dtype)
     lengths, depth = empty(rows, dtype=INT), empty(rows, queries, dtype=torch.int32)

@@ -62,10 +62,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--hidden", type=int, default=4096, help="hidden width (d)")
     parser.add_argument("--level", type=int, nargs="+", default=[1, 8], help="nodes of a text (n) for shortlist")
     parser.add_argument(
-        "--vocabulary", type=int, nargs="+",
+        "--vocabulary",
+        type=int,
+        nargs="+",
         help=f"V; {VOCABULARY} if left out, for shortlist {' '.join(map(str, VOCABULARIES))}, for few_rows "
         f"{' '.join(map(str, HEADS))}",
-    )  # fmt: skip
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64], help="rows (M) of few_rows")
     parser.add_argument("--compiled", action="store_true", help="few_rows beside torch.compile (max-autotune) too")
     parser.add_argument(
@@ -255,15 +257,21 @@ class Table:
             write_json(self.args.out, facts | {"rows": [asdict(row) for row in self.rows]})
 
     def add(
-        self, kernel: str, way: str, shape: dict[str, int], calls: Sequence[Callable[[], Any]], moved: float,
-        operations: float, difference: float,
-    ) -> None:  # fmt: skip
+        self,
+        kernel: str,
+        way: str,
+        shape: dict[str, int],
+        calls: Sequence[Callable[[], Any]],
+        moved: float,
+        operations: float,
+        difference: float,
+    ) -> None:
         """Time the calls; the other arguments are fields of :class:`Row`."""
         median, low, high = seconds(calls)
         bound = self.device.bound(Work(moved, operations))[1]
         row = Row(
             kernel, way, shape, median * 1e6, low * 1e6, high * 1e6, moved, operations, bound / median, difference
-        )  # fmt: skip
+        )
         self.rows.append(row)
         self.write()
         sizes = " ".join(f"{name}={size}" for name, size in shape.items())
@@ -313,12 +321,13 @@ def bench_attention(args: argparse.Namespace, table: Table, batch: int, context:
     if batch == 1 and importlib.util.find_spec("flashinfer"):
         flashinfer: Any = importlib.import_module("flashinfer")
         seen = bias[0, 0] == 0
-        ways["flashinfer"] = lambda k, v: (
-            flashinfer.single_prefill_with_kv_cache(
-                q[0].transpose(0, 1).contiguous(), k[0].transpose(0, 1), v[0].transpose(0, 1),
-                custom_mask=seen, sm_scale=scale,
-            ).transpose(0, 1)[None]
-        )  # fmt: skip
+        ways["flashinfer"] = lambda k, v: flashinfer.single_prefill_with_kv_cache(
+            q[0].transpose(0, 1).contiguous(),
+            k[0].transpose(0, 1),
+            v[0].transpose(0, 1),
+            custom_mask=seen,
+            sm_scale=scale,
+        ).transpose(0, 1)[None]
     expected = ways["SDPA"](*caches[0])
     shape = {"B": batch, "L": context, "N": nodes}
     keys = sum(cached) + batch * nodes
@@ -424,12 +433,26 @@ def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int,
         ("one-hot", ONE_HOT, None, (False, False, False)),
         ("one-hot, top-k and top-p", ONE_HOT, None, (False, True, False)),
         ("drawn", WITHOUT_REPLACEMENT, drawn_q, (False, False, False)),
-    ):  # fmt: skip
+    ):
         shape = {"B": batch, "N": nodes, "V": vocabulary}
         kinds = torch.full_like(child, kind, dtype=torch.int8)
         arguments = (
-            logits, temperature, top_k, top_p, top_p, tokens, child, kinds, q_row, q, uniforms, last, 4, None, uses,
-        )  # fmt: skip
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            top_p,
+            tokens,
+            child,
+            kinds,
+            q_row,
+            q,
+            uniforms,
+            last,
+            4,
+            None,
+            uses,
+        )
         expected = verify_logits_reference(*arguments)
         inner = min(nodes, -(-(nodes - 1) // draws))  # nodes that have draws
         # All logits once, those of the node where the walk stops again; q of the nodes that have draws.
@@ -522,16 +545,37 @@ def bench_shortlist(args: argparse.Namespace, table: Table, batch: int, nodes: i
     pairs = [(heads[number % len(heads)], one.rows) for number, one in enumerate(lists)]
     for way, calls, difference, bytes_moved, operations in (
         ("full head", [lambda h=h: full(h) for h in heads], compare(of_rows), size, size * per_byte * batch),
-        ("shortlist", [lambda h=h, r=r: logits(h, r) for h, r in pairs], compare(logits(head, rows)[:1]), moved,
-         moved * per_byte),
-        ("full head, topk", [lambda h=h: full_topk(h) for h in heads],
-         compare_best(full_topk(head), full(head)[:1].topk(count).values), size, size * per_byte * batch),
-        ("shortlist, topk", [lambda h=h, r=r: topk(h, r) for h, r in pairs],
-         compare_best(topk(head, rows), exact.topk(count).values), moved, moved * per_byte),
-        ("choice of rows", [lambda s=s: pack_shortlist(s, starts, clusters, capacity) for s in scores],
-         float((pack_shortlist(scores[0].cpu(), starts.cpu(), clusters, capacity).rows != rows.cpu()).float().mean()),
-         8.0 * rows.numel(), 0.0),
-    ):  # fmt: skip
+        (
+            "shortlist",
+            [lambda h=h, r=r: logits(h, r) for h, r in pairs],
+            compare(logits(head, rows)[:1]),
+            moved,
+            moved * per_byte,
+        ),
+        (
+            "full head, topk",
+            [lambda h=h: full_topk(h) for h in heads],
+            compare_best(full_topk(head), full(head)[:1].topk(count).values),
+            size,
+            size * per_byte * batch,
+        ),
+        (
+            "shortlist, topk",
+            [lambda h=h, r=r: topk(h, r) for h, r in pairs],
+            compare_best(topk(head, rows), exact.topk(count).values),
+            moved,
+            moved * per_byte,
+        ),
+        (
+            "choice of rows",
+            [lambda s=s: pack_shortlist(s, starts, clusters, capacity) for s in scores],
+            float(
+                (pack_shortlist(scores[0].cpu(), starts.cpu(), clusters, capacity).rows != rows.cpu()).float().mean()
+            ),
+            8.0 * rows.numel(),
+            0.0,
+        ),
+    ):
         table.add("shortlist", way, shape, calls, bytes_moved, operations, difference)
 
 
@@ -581,9 +625,16 @@ Way = Callable[..., Sequence[Tensor]]  # arguments, some of which are written to
 
 
 def add_fused(
-    table: Table, name: str, shape: dict[str, int], plain: Way, fused: Way, reference: Way,
-    data: Sequence[Sequence[Tensor]], moved: float, operations: float = 0.0,
-) -> None:  # fmt: skip
+    table: Table,
+    name: str,
+    shape: dict[str, int],
+    plain: Way,
+    fused: Way,
+    reference: Way,
+    data: Sequence[Sequence[Tensor]],
+    moved: float,
+    operations: float = 0.0,
+) -> None:
     """Both ways over all ``data``, the arguments of calls, beside the definition's result."""
     first = [part.clone() for part in data[0]]  # timing changes them
     expected = reference(*(part.clone() for part in first))
@@ -627,11 +678,12 @@ def bench_rotate_write(args: argparse.Namespace, table: Table, batch: int, nodes
     angles = torch.cat([cos, cos, -sin, sin], 1).to(dtype)  # [P, 2 · D]
     data = [
         (
-            qkv, qkv.new_zeros(batch, context + nodes, 2, kv_heads, width, dtype=dtype),
+            qkv,
+            qkv.new_zeros(batch, context + nodes, 2, kv_heads, width, dtype=dtype),
             qkv.new_full((batch, nodes, heads, width), torch.nan, dtype=dtype),
         )
         for qkv in partial_sums(table, rows, all_heads * width, parts)
-    ]  # fmt: skip
+    ]
     # Once per forward pass, for all layers.
     own_cos, own_sin = F.embedding(positions, angles).view(batch, nodes, 2, 1, width).unbind(2)
     numbers_of_rows = torch.arange(batch, device=args.device)[:, None]
@@ -681,10 +733,16 @@ def bench_res_block(args: argparse.Namespace, table: Table, batch: int) -> None:
     weights = table.cold(lambda: table.randn(heads, width, width).mul_(width**-0.5))
     moved = weights[0].nbytes + bias.nbytes + (batch + heads * batch) * width * float(table.dtype.itemsize)
     add_fused(
-        table, "res_block", {"K": heads, "P": batch, "d": width}, lambda *data: (res_block_reference(*data),),
-        lambda *data: (res_block(*data),), lambda *data: (res_block_reference(*(part.float() for part in data)),),
-        [(x, weight, bias) for weight in weights], moved, 2.0 * heads * batch * width**2,
-    )  # fmt: skip
+        table,
+        "res_block",
+        {"K": heads, "P": batch, "d": width},
+        lambda *data: (res_block_reference(*data),),
+        lambda *data: (res_block(*data),),
+        lambda *data: (res_block_reference(*(part.float() for part in data)),),
+        [(x, weight, bias) for weight in weights],
+        moved,
+        2.0 * heads * batch * width**2,
+    )
 
 
 def bench_acceptance(args: argparse.Namespace, table: Table, batch: int, nodes: int) -> None:

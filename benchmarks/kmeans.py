@@ -17,9 +17,12 @@ from draftsmith.common.command import CommandLine, before_imports, run_command
 
 PARSER = CommandLine(__doc__)
 PARSER.add_argument(
-    "--vocabulary", type=int, nargs="+", default=[49152, 128256, 262144],
+    "--vocabulary",
+    type=int,
+    nargs="+",
+    default=[49152, 128256, 262144],
     help="V, one or more (default: those of SmolLM2, Llama 3 and Gemma)",
-)  # fmt: skip
+)
 PARSER.add_argument("--hidden", type=int, default=576, help="d (default 576)")
 PARSER.add_argument("--clusters", type=int, default=256, help="M (default 256)")
 PARSER.add_argument("--iterations", type=int, default=20, help="at most (default 20)")
@@ -99,9 +102,13 @@ def main() -> None:
             iterations = int(found["iterations"])
             results.append({"vocabulary": vocabulary, "method": method, **found})
             table.add_row(
-                f"{vocabulary:,}", method, f"{found['seconds']:.1f}", str(found["iterations"]), f"{found['mib']:,.0f}",
+                f"{vocabulary:,}",
+                method,
+                f"{found['seconds']:.1f}",
+                str(found["iterations"]),
+                f"{found['mib']:,.0f}",
                 f"{found['objective']:.4f}",
-            )  # fmt: skip
+            )
     facts = facts_of(__file__, torch.device("cpu")) | {"options": options, "results": results}
     print_table(table, f"{facts['device']}, d = {args.hidden}, M = {args.clusters}")
     if args.out:

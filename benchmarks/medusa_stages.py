@@ -160,15 +160,26 @@ def main() -> None:
         rows[name] = measure(folder, args.prompts, args.max_new_tokens, args.repeat)
     facts = facts_of(__file__, DEVICE) | {"ways": rows}
     table = table_of(
-        "way", "τ", "τ before\nloops", "τ on the\noriginal's text", "× plain", "KL per\ntoken", "perplexity\nratio",
+        "way",
+        "τ",
+        "τ before\nloops",
+        "τ on the\noriginal's text",
+        "× plain",
+        "KL per\ntoken",
+        "perplexity\nratio",
         "exact",
-    )  # fmt: skip
+    )
     for name, row in rows.items():
         table.add_row(
-            name, f"{row['mean_accepted_length']:.2f}", f"{row['mean_accepted_length_before_first_loop'] or 1:.2f}",
-            f"{row['simulated_on_the_originals_text']:.2f}", f"{row['speedup']:.2f}", f"{row['kl']:.4f}",
-            f"{row['perplexity_ratio']:.4f}", "yes" if not row["lossless"]["mismatches"] else "NO",
-        )  # fmt: skip
+            name,
+            f"{row['mean_accepted_length']:.2f}",
+            f"{row['mean_accepted_length_before_first_loop'] or 1:.2f}",
+            f"{row['simulated_on_the_originals_text']:.2f}",
+            f"{row['speedup']:.2f}",
+            f"{row['kl']:.4f}",
+            f"{row['perplexity_ratio']:.4f}",
+            "yes" if not row["lossless"]["mismatches"] else "NO",
+        )
     print_table(table, f"{args.recipe} · {args.steps} steps of the heads · {facts['device']}")
     write_report(args.out / "bench.json", facts)
 

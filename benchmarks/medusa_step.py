@@ -30,9 +30,11 @@ PARSER.add_argument("--rows", type=int, default=2, help="sequences of a step (%(
 PARSER.add_argument("--length", type=int, default=512, help="tokens of a sequence (%(default)s)")
 PARSER.add_argument("--supervised", type=float, default=0.5, help="share of the tokens that are labels")
 PARSER.add_argument(
-    "--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
+    "--dtype",
+    choices=["auto", "float32", "bfloat16"],
+    default="auto",
     help="bfloat16: autocast; auto: that where this CPU has it in hardware (default)",
-)  # fmt: skip
+)
 PARSER.add_argument("--repeat", type=int, default=5, help="timed steps after one to warm up; the median counts")
 machine_options(PARSER, device=False)
 if __name__ == "__main__":
@@ -89,9 +91,13 @@ def measure(args: argparse.Namespace, ours: bool) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=args.vocab, hidden_size=args.width, intermediate_size=3 * args.width, num_hidden_layers=args.layers,
-        num_attention_heads=args.width // 64, num_key_value_heads=args.width // 64,
-    )  # fmt: skip
+        vocab_size=args.vocab,
+        hidden_size=args.width,
+        intermediate_size=3 * args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.width // 64,
+        num_key_value_heads=args.width // 64,
+    )
     target = Target(LlamaForCausalLM(config), None, "random", "")
     batch = batch_of(args)
     labels = torch.where(batch["supervised"], batch["tokens"].long(), -100)
@@ -166,8 +172,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     table = table_of("", "heads, s", "step, s", "tokens/s", "peak memory, MB")
     for name, found in results.items():
-        table.add_row(name, *(f"{found[k]:.3f}" for k in ("heads", "step")), f"{tokens / found['step']:,.0f}",
-                      f"{found['peak_bytes'] / 1e6:,.0f}")  # fmt: skip
+        table.add_row(
+            name,
+            *(f"{found[k]:.3f}" for k in ("heads", "step")),
+            f"{tokens / found['step']:,.0f}",
+            f"{found['peak_bytes'] / 1e6:,.0f}",
+        )
     print_table(table)
     ratios = {
         "heads_speedup": theirs["heads"] / mine["heads"],

@@ -58,9 +58,14 @@ class RemoteServer:
             ConnectionError: no answer, or none that can be read.
         """
         asked = {
-            "model": self.server.model, "prompt": list(prompt), "max_tokens": limit, "temperature": 0, "stream": True,
-            "stream_options": {"include_usage": True}, "return_token_ids": True,
-        }  # fmt: skip
+            "model": self.server.model,
+            "prompt": list(prompt),
+            "max_tokens": limit,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
         tokens, count, first, last = list[int](), 0, 0.0, 0.0
         try:
             with self.server.open("/completions", json.dumps(asked).encode()) as response:

@@ -24,9 +24,13 @@ from draftsmith.inference.commands.options import check_counts
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument(
-        "--ranks", type=float, nargs="+", default=[0.7, 0.1, 0.05, 0.03], metavar="P",
+        "--ranks",
+        type=float,
+        nargs="+",
+        default=[0.7, 0.1, 0.05, 0.03],
+        metavar="P",
         help="probability that the drafter's k-th token is accepted (%(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument("--depth", type=int, default=7, help="levels of a tree, at most (%(default)s)")
     parser.add_argument("--nodes", type=int, default=64, help="nodes of a tree, at most (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, a plot beside it")
@@ -183,10 +187,12 @@ def main() -> None:
     found = {
         shape.name: [
             choice(shape, rows, cached, levels, args.nodes)
-            for cached in LENGTHS for rows in BATCHES if shape.fits(rows, cached)
+            for cached in LENGTHS
+            for rows in BATCHES
+            if shape.fits(rows, cached)
         ]
         for shape in SHAPES
-    }  # fmt: skip
+    }
     (shape,) = SHAPES[1:]
     found[f"{shape.name}, itself over {ENTRIES} entries"] = [
         of_itself(shape, rows, cached) for cached in LENGTHS for rows in BATCHES if shape.fits(rows, cached)

@@ -38,9 +38,15 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 
     vllm: Any = importlib.import_module("vllm")
     llm = vllm.LLM(
-        model=job["target"], dtype="float32", max_model_len=job["context"], max_num_seqs=1, enforce_eager=True,
-        speculative_config=job["speculative"], disable_log_stats=False, enable_prefix_caching=False,
-    )  # fmt: skip
+        model=job["target"],
+        dtype="float32",
+        max_model_len=job["context"],
+        max_num_seqs=1,
+        enforce_eager=True,
+        speculative_config=job["speculative"],
+        disable_log_stats=False,
+        enable_prefix_caching=False,
+    )
     sampling = vllm.SamplingParams(
         temperature=0.0, max_tokens=job["max_new_tokens"], stop_token_ids=job["stop_ids"], detokenize=False
     )
@@ -189,9 +195,13 @@ def accepted_by_position(text: Generation, tokens: int) -> list[int]:
 
 
 def compare(
-    target: Target, prompts: Sequence[Sequence[int]], plain: Sequence[Generation], ours: Sequence[Generation],
-    served: dict[str, Any], tokens: int,
-) -> dict[str, Any]:  # fmt: skip
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    plain: Sequence[Generation],
+    ours: Sequence[Generation],
+    served: dict[str, Any],
+    tokens: int,
+) -> dict[str, Any]:
     """What is equal between our engine and the server."""
     texts = served["texts"]
     truth = [each.tokens for each in plain]
@@ -207,13 +217,18 @@ def compare(
     }
     new = sum(len(texts[n]["tokens"]) for n in same)
     return {
-        "prompts": len(texts), "tokens": checked.checked, "identical_texts": len(same),
-        "near_ties": checked.near_ties, "mismatches": checked.mismatches + here.mismatches, **counts,
+        "prompts": len(texts),
+        "tokens": checked.checked,
+        "identical_texts": len(same),
+        "near_ties": checked.near_ties,
+        "mismatches": checked.mismatches + here.mismatches,
+        **counts,
         "mean_accepted_length": round((new - len(same)) / max(1, counts["drafts"][0]), 4),
         "server_tokens_per_second": round(sum(len(each["tokens"]) for each in texts) / served["seconds"], 1),
-        "equal": not checked.mismatches + here.mismatches and len(same) > len(texts) // 2
+        "equal": not checked.mismatches + here.mismatches
+        and len(same) > len(texts) // 2
         and all(one == other for one, other in counts.values()),
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)
@@ -268,9 +283,13 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
     prompts = encode_prompts(read_prompts(args.prompts), target)
     context = min(target.context, max(map(len, prompts)) + args.max_new_tokens + tokens + 8)
     job = {
-        "target": str(resolve_folder(target.name).resolve()), "prompts": prompts, "max_new_tokens": args.max_new_tokens,
-        "stop_ids": sorted(target.stop_ids), "context": context, "speculative": None,
-    }  # fmt: skip
+        "target": str(resolve_folder(target.name).resolve()),
+        "prompts": prompts,
+        "max_new_tokens": args.max_new_tokens,
+        "stop_ids": sorted(target.stop_ids),
+        "context": context,
+        "speculative": None,
+    }
     if target.fingerprint not in plain_of:
         plain = SpeculativeDecoder(target).generate(prompts, args.max_new_tokens, batch_size=1)
         theirs = in_server(args.python, job)
@@ -284,10 +303,16 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
     served = in_server(args.python, {**job, "speculative": {**case.speculative, "num_speculative_tokens": tokens}})
     found = compare(target, prompts, plain, ours, served, tokens)
     found |= {
-        "server": served["server"], "format": args.to, "draft_tokens": tokens, "damage": args.damage,
-        "plain_near_ties": near_ties, "plain_mismatches": mismatches, "equal": found["equal"] and not mismatches,
-        "server_speedup": round(seconds / served["seconds"], 3), "dtype": "float32",
-    }  # fmt: skip
+        "server": served["server"],
+        "format": args.to,
+        "draft_tokens": tokens,
+        "damage": args.damage,
+        "plain_near_ties": near_ties,
+        "plain_mismatches": mismatches,
+        "equal": found["equal"] and not mismatches,
+        "server_speedup": round(seconds / served["seconds"], 3),
+        "dtype": "float32",
+    }
     if case.folder is not None:
         write_json(case.folder / "serving.json", provenance(**found))
         card = read_text(case.folder / "README.md", "model card")
@@ -326,9 +351,14 @@ def main() -> None:
         pairs = [" / ".join(map(str, found[key])) for key in ("drafts", "accepted_by_position")]
         texts = f"{found['identical_texts']} of {found['prompts']}"
         table.add_row(
-            name, texts, str(found["near_ties"]), str(found["mismatches"]), *pairs,
-            f"{found['mean_accepted_length']:.2f}", "yes" if found["equal"] else "NO",
-        )  # fmt: skip
+            name,
+            texts,
+            str(found["near_ties"]),
+            str(found["mismatches"]),
+            *pairs,
+            f"{found['mean_accepted_length']:.2f}",
+            "yes" if found["equal"] else "NO",
+        )
     print_table(table, "server / our engine")
     if not equal:
         sys.exit(1)

@@ -59,24 +59,38 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="as for decode.py; several are compared")
     prompts_option(parser)
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[1, 8, 32], metavar="ROWS",
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32],
+        metavar="ROWS",
         help="requests decoded at once, at most (default 1 8 32)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--loads", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0], metavar="L",
+        "--loads",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 0.75, 1.0],
+        metavar="L",
         help="arrival rates, as shares of plain decoding's capacity (default 0.25 0.5 0.75 1)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--requests", type=int, metavar="N", help="of a measurement, at most (default: 4 for each row, 32 at least)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=30.0, metavar="S",
+        "--seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
         help="a measurement's requests arrive within so long (default 30); what then waits has as long again",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--rounds", type=int, default=2, metavar="R",
+        "--rounds",
+        type=int,
+        default=2,
+        metavar="R",
         help="measurements of each method at each load, with other requests and arrivals each time (default 2)",
-    )  # fmt: skip
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer, at most (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, limits and arrivals (default 0)")
     parser.add_argument("--url", help="also measure the server there, for example http://localhost:8000/v1")
@@ -218,9 +232,14 @@ class Served:
 
 
 def measure(
-    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], workload: Workload, rows: int, max_length: int,
-    stop: float, on_end: Callable[[int], None] | None = None,
-) -> Served:  # fmt: skip
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[Sequence[int]],
+    workload: Workload,
+    rows: int,
+    max_length: int,
+    stop: float,
+    on_end: Callable[[int], None] | None = None,
+) -> Served:
     """Answer requests as they arrive, by the real clock.
 
     Args:
@@ -263,9 +282,13 @@ def measure(
 
 
 def measure_server(
-    server: RemoteServer, prompts: Sequence[Sequence[int]], workload: Workload, rows: int, stop: float,
+    server: RemoteServer,
+    prompts: Sequence[Sequence[int]],
+    workload: Workload,
+    rows: int,
+    stop: float,
     on_end: Callable[[int], None] | None = None,
-) -> Served:  # fmt: skip
+) -> Served:
     """:func:`measure` of a running server, with ``rows`` requests at once at most.
 
     Raises:
@@ -503,9 +526,18 @@ def print_tables(found: Mapping[str, Any]) -> None:
             table.add_row(_name(name), speed, ratio, cell(row["tau"]), str(row["answered"]))
         print_table(table, f"\nbatch {batch['rows']}: all requests at once")
         table = table_of(
-            "load", "requests/s", "method", "latency, s\np50 / p90 / p99", "p90\n× plain", "first token, s\np50 / p99",
-            "per token, ms\np50 / p99", "tokens/s", "rows", "waiting\nat the end", left=3,
-        )  # fmt: skip
+            "load",
+            "requests/s",
+            "method",
+            "latency, s\np50 / p90 / p99",
+            "p90\n× plain",
+            "first token, s\np50 / p99",
+            "per token, ms\np50 / p99",
+            "tokens/s",
+            "rows",
+            "waiting\nat the end",
+            left=3,
+        )
         for part in batch["loads"]:
             for name, row in part["methods"].items():
                 ratio = "1"
@@ -515,19 +547,28 @@ def print_tables(found: Mapping[str, Any]) -> None:
                 left = row["requests"] - row["answered"]
                 table.add_row(
                     *((f"{part['load']:g}", f"{part['requests_per_second']:.2f}") if name == PLAIN else ("", "")),
-                    _name(name), _times(row["latency"], ("p50", "p90", "p99")), ratio,
-                    _times(row["first_token"], ("p50", "p99")), _times(row["per_token"], ("p50", "p99"), 1e3, ".1f"),
-                    f"{row['tokens_per_second']:.1f}", f"{row['rows']:.2f}",
+                    _name(name),
+                    _times(row["latency"], ("p50", "p90", "p99")),
+                    ratio,
+                    _times(row["first_token"], ("p50", "p99")),
+                    _times(row["per_token"], ("p50", "p99"), 1e3, ".1f"),
+                    f"{row['tokens_per_second']:.1f}",
+                    f"{row['rows']:.2f}",
                     waiting + (": the queue grew" if row["grew"] else "") + (f", {left} not answered" if left else ""),
-                )  # fmt: skip
+                )
         print_table(table, f"\nbatch {batch['rows']}: Poisson arrivals")
     print()
     print(*(line for batch in found["batches"] for line in batch["sentences"]), sep="\n")
     for name, row in found["texts"].items():
         same = row["different"] == 0
-        verdict = "identical to plain decoding" if same else (
-            f"{row['different']} differ from plain decoding: {row['near_ties']} near-ties, "
-            f"{row['mismatches']} mismatches")  # fmt: skip
+        verdict = (
+            "identical to plain decoding"
+            if same
+            else (
+                f"{row['different']} differ from plain decoding: {row['near_ties']} near-ties, "
+                f"{row['mismatches']} mismatches"
+            )
+        )
         print(f"{_name(name)}: {row['answers']} answers, {verdict}")
 
 
@@ -612,9 +653,13 @@ Rounds = dict[str, list[Served]]  # method → its measurements, one of each rou
 
 
 def measure_batch(
-    decoders: Mapping[str, Method], target: Target, prompts: Sequence[Sequence[int]], rows: int,
-    args: argparse.Namespace, on_done: Callable[[float, str], None],
-) -> tuple[Rounds, dict[float, Rounds]]:  # fmt: skip
+    decoders: Mapping[str, Method],
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    rows: int,
+    args: argparse.Namespace,
+    on_done: Callable[[float, str], None],
+) -> tuple[Rounds, dict[float, Rounds]]:
     """All measurements with a number of rows: with all requests there at once, and by load.
 
     Args:
@@ -724,12 +769,17 @@ def check_texts(
                     different += 1
                     wrong[number, limit, tuple(answer.tokens)] = None
         found = lossless.check_texts(
-            decoder.target, [prompts[number] for number, _, _ in wrong], [tokens for _, _, tokens in wrong],
+            decoder.target,
+            [prompts[number] for number, _, _ in wrong],
+            [tokens for _, _, tokens in wrong],
             [expected[number][:limit] for number, limit, _ in wrong],
-        )  # fmt: skip
+        )
         rows[name] = {
-            "answers": answers, "different": different, "near_ties": found.near_ties, "mismatches": found.mismatches,
-        }  # fmt: skip
+            "answers": answers,
+            "different": different,
+            "near_ties": found.near_ties,
+            "mismatches": found.mismatches,
+        }
     return rows
 
 
@@ -750,10 +800,18 @@ def main() -> None:
     batches: list[dict[str, Any]] = []
     measured: dict[str, list[Served]] = {name: [] for name in decoders}
     found = facts_of(__file__, target) | {
-        "drafters": list(decoders), "prompts": len(prompts), "max_new_tokens": args.max_new_tokens,
-        "seed": args.seed, "rounds": args.rounds, "seconds": args.seconds,
-        "execution": {}, "planned": len(args.batches), "batches": batches, "texts": {}, "threads": args.threads,
-    }  # fmt: skip
+        "drafters": list(decoders),
+        "prompts": len(prompts),
+        "max_new_tokens": args.max_new_tokens,
+        "seed": args.seed,
+        "rounds": args.rounds,
+        "seconds": args.seconds,
+        "execution": {},
+        "planned": len(args.batches),
+        "batches": batches,
+        "texts": {},
+        "threads": args.threads,
+    }
     with ProgressBar("serving", total, console, transient=True) as advance:
         for number, rows in enumerate(args.batches):
             capacity, loads = measure_batch(

@@ -202,9 +202,7 @@ def list_of(head: ShortlistHead, depth: int, embeddings: Tensor, hidden: Tensor,
     return torch.where(chosen.rows < 0, -1, head.order[chosen.rows.clamp(min=0)])
 
 
-def keep(
-    lists: Iterable[Tensor | None], logits: Tensor, p: Tensor, label: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+def keep(lists: Iterable[Tensor | None], logits: Tensor, p: Tensor, label: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """What lists keep of the whole LM head, by node.
 
     Args:
@@ -254,9 +252,14 @@ class Found:
 
 @torch.inference_mode()
 def measure_lists(
-    target: Target, drafts: Drafts, heads: Heads, tokens: Tensor, supervised: Tensor, depths: int,
+    target: Target,
+    drafts: Drafts,
+    heads: Heads,
+    tokens: Tensor,
+    supervised: Tensor,
+    depths: int,
     on_done: Callable[[int], None] | None = None,
-) -> Found:  # fmt: skip
+) -> Found:
     """Apply all methods to the drafts of each position of the answers.
 
     Args:
@@ -321,9 +324,13 @@ class Drawn:
 
 @torch.inference_mode()
 def draw_nodes(
-    target: Target, drafts: Drafts, tokens: Tensor, supervised: Tensor, widths: Sequence[int],
+    target: Target,
+    drafts: Drafts,
+    tokens: Tensor,
+    supervised: Tensor,
+    widths: Sequence[int],
     generator: torch.Generator,
-) -> Drawn | None:  # fmt: skip
+) -> Drawn | None:
     """Nodes of a text ``[1, T]``, at positions drawn from those that have a label at every depth; None if none has."""
     length = int(supervised[0].nonzero().max()) + 1
     tokens, supervised = tokens[:, :length].long(), supervised[:, :length]
@@ -423,13 +430,14 @@ def figures(found: Found, tree: Topology, seconds: Tensor, timed: Sequence[int],
         tokens, steps = steps_of(tree, found.ranks[name][numbers])
         by_depth = {field: each.sum(0) / nodes.sum(0) for field, each in sums.items()}
         rows[name] = {
-            "tau": ratio(tokens, steps), "tau_over_whole": ratio(whole_steps, steps),
+            "tau": ratio(tokens, steps),
+            "tau_over_whole": ratio(whole_steps, steps),
             "acceptance_at_depth_0": ratio(sums["acceptance"][:, 0], nodes[:, 0]),
             **{field: depth_mean(each, nodes) for field, each in sums.items()},
             "by_depth": {field: [rounded(value) for value in values] for field, values in by_depth.items()},
             "head_seconds": round(float(times.mean()), 7) if some else None,
             "head_over_whole": ratio(times, seconds[0, some]) if some else None,
-        }  # fmt: skip
+        }
     return {"prompts": len(numbers), "positions": int(nodes[:, 0].sum()), "methods": rows}
 
 
@@ -445,19 +453,32 @@ def _percent(values: Sequence[float | None]) -> str:
 def print_methods(title: str, found: dict[str, Any]) -> None:
     """The methods by rows."""
     table = table_of(
-        "list", "τ", "τ / whole", "one draw,\ndepth 0", "mean over\ndepths", "recall, %, by depth:\n@1, below it @10",
-        "tokens", "labels", "head, ms", "head /\nwhole",
-    )  # fmt: skip
+        "list",
+        "τ",
+        "τ / whole",
+        "one draw,\ndepth 0",
+        "mean over\ndepths",
+        "recall, %, by depth:\n@1, below it @10",
+        "tokens",
+        "labels",
+        "head, ms",
+        "head /\nwhole",
+    )
     for name, row in found["methods"].items():
         recall = [_percent(row["by_depth"][field]) for field in ("top1", "top10")]
         tokens, labels = row["tokens"]["value"], row["labels"]["value"]
         table.add_row(
-            WHOLE if name == WHOLE else short_name(name), _cell(row["tau"]),
-            _cell(row["tau_over_whole"], ".3f") if name != WHOLE else "1", _cell(row["acceptance_at_depth_0"], ".3f"),
-            _cell(row["acceptance"], ".3f"), "\n".join(recall) if name != WHOLE else "", cell(tokens, form=",.0f"),
-            cell(labels, form=".3f"), f"{row['head_seconds'] * 1e3:.2f}" if row["head_seconds"] else "–",
+            WHOLE if name == WHOLE else short_name(name),
+            _cell(row["tau"]),
+            _cell(row["tau_over_whole"], ".3f") if name != WHOLE else "1",
+            _cell(row["acceptance_at_depth_0"], ".3f"),
+            _cell(row["acceptance"], ".3f"),
+            "\n".join(recall) if name != WHOLE else "",
+            cell(tokens, form=",.0f"),
+            cell(labels, form=".3f"),
+            f"{row['head_seconds'] * 1e3:.2f}" if row["head_seconds"] else "–",
             _cell(row["head_over_whole"]) if name != WHOLE else "1",
-        )  # fmt: skip
+        )
     count = found["prompts"]
     print_table(table, f"\n{title}: {count} prompt{'s' * (count != 1)}, {found['positions']:,} positions")
 
@@ -499,8 +520,10 @@ def check(args: argparse.Namespace) -> None:
     if args.depths > DEPTHS:
         raise ValueError(f"--depths {args.depths}: must be at most {DEPTHS}; deeper nodes have the last one's list")
     if args.max_new_tokens <= args.depths:
-        raise ValueError(f"--max-new-tokens {args.max_new_tokens}: must be above --depths {args.depths}, or no answer "
-                         "is as long as the drafts are deep")  # fmt: skip
+        raise ValueError(
+            f"--max-new-tokens {args.max_new_tokens}: must be above --depths {args.depths}, or no answer "
+            "is as long as the drafts are deep"
+        )
     check_once("", args.folders)
     check_folder("--report", args.report)
 
@@ -542,13 +565,21 @@ def main() -> None:
         return figures(found, tree, seconds, list(drawn), numbers)
 
     report = facts_of(__file__, target) | {
-        "folders": args.folders, "drafter_type": drafter_type, "outputs": len(drafts.weight), "prompts": len(prompts),
-        "max_new_tokens": args.max_new_tokens, "nodes": args.nodes, "depths": args.depths, "seed": args.seed,
-        "tree": [list(path) for path in tree.paths], "timed_nodes": widths, "timed_prompts": len(drawn),
+        "folders": args.folders,
+        "drafter_type": drafter_type,
+        "outputs": len(drafts.weight),
+        "prompts": len(prompts),
+        "max_new_tokens": args.max_new_tokens,
+        "nodes": args.nodes,
+        "depths": args.depths,
+        "seed": args.seed,
+        "tree": [list(path) for path in tree.paths],
+        "timed_nodes": widths,
+        "timed_prompts": len(drawn),
         "all": figures_of(range(len(prompts))),
         "kinds": {kind: figures_of(numbers) for kind, numbers in by_kind.items()} if len(by_kind) > 1 else {},
         "threads": args.threads,
-    }  # fmt: skip
+    }
     for kind, part in report["kinds"].items():
         print_methods(kind, part)
     print_methods("all texts", report["all"])

@@ -39,20 +39,31 @@ from draftsmith.models.stored import known_folder, local_folder
 
 Projection = Literal["own", "shared"]
 _LLAMA: dict[str, Any] = {
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
 SHAPES: dict[str, dict[str, Any] | None] = {
     "llama2-7b": {**_LLAMA, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
     "llama3-8b": {
-        **_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256,
+        **_LLAMA,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     },
     "smollm2-135m": {
-        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
     },
     "tiny-lm": None,  # what the bundled model's own config says
-}  # fmt: skip
+}
 ACCURACY = 0.55  # probability p that a head's best token is right in the trees of :func:`grow_tree`
 MAX_RANK = 10  # ranks per head, as many as calibration looks at
 PHASES = ("draft", "verify", "accept", "commit", "other")
@@ -74,9 +85,11 @@ def parser() -> argparse.ArgumentParser:
     decoder_option(parser)
     parser.add_argument("--graphs", action="store_true", help="fail unless every step was replayed from a CUDA graph")
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE.txt",
+        "--profile",
+        type=Path,
+        metavar="FILE.txt",
         help="write the kernels of one step of each tree (a graph replay on a GPU, else an eager step), by time",
-    )  # fmt: skip
+    )
     machine_options(parser, "of the weights (those of a --shape count as stored in bfloat16)")
     return parser
 
@@ -239,9 +252,15 @@ class Case:
     """
 
     def __init__(
-        self, target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int, compiled: bool,
+        self,
+        target: Target,
+        heads: MedusaHeads | None,
+        topology: Topology,
+        batch: int,
+        context: int,
+        compiled: bool,
         lean: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.heads, self.topology, self.batch, self.context = heads, topology, batch, context
         self.device = target.device
         drafter = PlainDrafter(self.device) if heads is None else MedusaDrafter(heads, topology, target)
@@ -376,15 +395,29 @@ def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -
     return {
         "shape": target.name,
         "projection": None if case.heads is None else case.heads.config.projection,
-        "batch": case.batch, "context": case.context, "nodes": case.topology.num_nodes,
-        "depth": case.topology.max_depth, "execution": case.step.execution,
-        "steps": case.steps, "graph_replays": case.replays,
-        "median": median, "low": low, "high": high, "ratio": None,
+        "batch": case.batch,
+        "context": case.context,
+        "nodes": case.topology.num_nodes,
+        "depth": case.topology.max_depth,
+        "execution": case.step.execution,
+        "steps": case.steps,
+        "graph_replays": case.replays,
+        "median": median,
+        "low": low,
+        "high": high,
+        "ratio": None,
         "work": [asdict(work) for work in works],
-        "bytes": moved_bytes, "flops": flops, "bound": bound, "bound_by": "bytes" if by_bytes > by_flops else "flops",
-        "of_bound": bound / median, "bytes_per_second": moved_bytes / median, "flops_per_second": flops / median,
-        "seconds": phases, "outside_target": outside, "moving_commit": {"nodes": moved, "seconds": commit},
-    }  # fmt: skip
+        "bytes": moved_bytes,
+        "flops": flops,
+        "bound": bound,
+        "bound_by": "bytes" if by_bytes > by_flops else "flops",
+        "of_bound": bound / median,
+        "bytes_per_second": moved_bytes / median,
+        "flops_per_second": flops / median,
+        "seconds": phases,
+        "outside_target": outside,
+        "moving_commit": {"nodes": moved, "seconds": commit},
+    }
 
 
 def measure_cases(
@@ -408,7 +441,7 @@ def measure_cases(
 
 def measure_target(
     target: Target, best: Device, args: argparse.Namespace, facts: dict[str, Any], tables: list[str]
-) -> None:  # fmt: skip
+) -> None:
     """Append the rows of every combination on a target; one that does not fit into memory is left out with one line.
     The file is written whenever there are new rows, so that a command that is killed keeps what it measured."""
     heads = functools.cache(lambda projection: projection and random_heads(target, args.heads, projection))
@@ -424,9 +457,12 @@ def measure_target(
                 with console.status(f"measuring {what}"):
                     options = batch, context, args.compile, DECODERS[args.decoder]
                     rows = measure_cases(
-                        target, [Case(target, heads(p), grow_tree(n, args.heads), *options) for p, n in group], best,
-                        args, tables,
-                    )  # fmt: skip
+                        target,
+                        [Case(target, heads(p), grow_tree(n, args.heads), *options) for p, n in group],
+                        best,
+                        args,
+                        tables,
+                    )
             except (MemoryError, torch.OutOfMemoryError) as error:
                 left_out(what, error)
                 rows = []
@@ -506,9 +542,14 @@ def main() -> None:
     trees = 1 + len(args.projection) * len(set(args.nodes) - {1})
     planned = len(args.shape or [args.target]) * len(args.batches) * len(args.contexts) * trees  # rows
     facts = facts_of(__file__, device) | {
-        "dtype": name, "draft_heads": args.heads, "repeat": args.repeat, "compiled": args.compile, "limits": {},
-        "rows": [], "planned": planned,
-    }  # fmt: skip
+        "dtype": name,
+        "draft_heads": args.heads,
+        "repeat": args.repeat,
+        "compiled": args.compile,
+        "limits": {},
+        "rows": [],
+        "planned": planned,
+    }
     tables: list[str] = []
     for shape in args.shape or [args.target]:
         release()

@@ -26,9 +26,11 @@ PARSER.add_argument("--sequences", type=int, default=4, help="of a step, at once
 PARSER.add_argument("--tokens", type=int, default=2048, help="of a sequence")
 PARSER.add_argument("--heads", type=int, default=5, help="Medusa heads (%(default)s)")
 PARSER.add_argument(
-    "--projection", choices=["own", "shared"], default="own",
+    "--projection",
+    choices=["own", "shared"],
+    default="own",
     help="own: an LM head each; shared: the target's (%(default)s)",
-)  # fmt: skip
+)
 PARSER.add_argument("--gradient-checkpointing", action="store_true", help="of the second stage")
 PARSER.add_argument("--repeat", type=int, default=5, help="timed steps (%(default)s)")
 machine_options(PARSER, "of the target, which counts as stored in bfloat16 (what trains is float32)")
@@ -141,9 +143,13 @@ def main() -> None:
     for r in results:
         memory = f"{r['peak_memory_bytes'] / 1e9:.1f} GB" if r["peak_memory_bytes"] else "–"
         table.add_row(
-            r["stage"], f"{r['seconds']:.3f}", f"{r['tokens_per_second']:,.0f}", f"{r['hours_per_70M_tokens']:.2f}",
-            f"{r['of_matmul_rate']:.0%}", memory,
-        )  # fmt: skip
+            r["stage"],
+            f"{r['seconds']:.3f}",
+            f"{r['tokens_per_second']:,.0f}",
+            f"{r['hours_per_70M_tokens']:.2f}",
+            f"{r['of_matmul_rate']:.0%}",
+            memory,
+        )
     print_table(table, f"{args.shape}, {args.dtype}, {args.sequences} × {args.tokens} tokens · {facts['device']}")
     if args.out:
         write_report(args.out, facts)

@@ -31,9 +31,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("drafter", metavar="DRAFTER", help="a drafter folder or Hub id")
     prompts_option(parser)
     parser.add_argument(
-        "--epsilons", type=float, nargs="+", default=list(EPSILONS), metavar="ε",
+        "--epsilons",
+        type=float,
+        nargs="+",
+        default=list(EPSILONS),
+        metavar="ε",
         help="thresholds to compare: higher accepts less (%(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument("--temperature", type=float, default=0.7, help="the paper's: 0.7")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded at a time (%(default)s)")
@@ -81,9 +85,15 @@ def nats_per_token(
 
 
 def sweep(
-    decoder: SpeculativeDecoder, prompts: list[list[int]], temperature: float, epsilons: Sequence[float],
-    max_new_tokens: int, batch_size: int, rounds: int, seed: int,
-) -> list[dict[str, Any]]:  # fmt: skip
+    decoder: SpeculativeDecoder,
+    prompts: list[list[int]],
+    temperature: float,
+    epsilons: Sequence[float],
+    max_new_tokens: int,
+    batch_size: int,
+    rounds: int,
+    seed: int,
+) -> list[dict[str, Any]]:
     """Decode all prompts by every method, ``rounds`` times in turn.
 
     Returns:
@@ -175,16 +185,23 @@ def main() -> None:
     table = table_of("method", "tokens/s", "× plain", "τ", "nats/token", "repeated\n4-grams")
     for row in rows:
         table.add_row(
-            row["name"] + (" (lossy)" if row["lossy"] else ""), f"{row['tokens_per_second']:.1f}",
-            cell(row["speedup"]), cell(row["mean_accepted_length"] or 1), f"{row['nats_per_token']:.3f}",
+            row["name"] + (" (lossy)" if row["lossy"] else ""),
+            f"{row['tokens_per_second']:.1f}",
+            cell(row["speedup"]),
+            cell(row["mean_accepted_length"] or 1),
+            f"{row['nats_per_token']:.3f}",
             f"{row['repeated_4gram_rate']:.0%}",
-        )  # fmt: skip
+        )
     print_table(table, f"{target.name} · {args.drafter} · temperature {args.temperature:g}")
     if args.out:
         facts = facts_of(__file__, target.device) | {
-            "drafter": args.drafter, "target": target.name, "temperature": args.temperature, "methods": rows,
-            "prompts": len(prompts), "execution": decoder.execution,
-        }  # fmt: skip
+            "drafter": args.drafter,
+            "target": target.name,
+            "temperature": args.temperature,
+            "methods": rows,
+            "prompts": len(prompts),
+            "execution": decoder.execution,
+        }
         write_report(args.out / "typical.json", facts, plot)
 
 

@@ -121,11 +121,14 @@ def measure(run: Run, steps: int, autocast: bool, repeat: int, device: torch.dev
 
     ours, dense = times = take_turns([partial(timed, form) for form in FORMS], repeat)
     return {
-        "steps": steps, "seconds": dict(zip(FORMS, map(statistics.median, times), strict=True)),
-        "all_seconds": dict(zip(FORMS, times, strict=True)), "peak_memory_bytes": memory,
-        "ratio": round(sum(ours) / sum(dense), 4), "ratio_interval": interval_of(torch.tensor(times)),
+        "steps": steps,
+        "seconds": dict(zip(FORMS, map(statistics.median, times), strict=True)),
+        "all_seconds": dict(zip(FORMS, times, strict=True)),
+        "peak_memory_bytes": memory,
+        "ratio": round(sum(ours) / sum(dense), 4),
+        "ratio_interval": interval_of(torch.tensor(times)),
         "errors": errors,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -29,8 +29,15 @@ if TYPE_CHECKING:  # --help needs none of it
 
 # A path that cannot be used, whether our code or a library's reads or writes there.
 _UNUSABLE = (
-    errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
-)  # fmt: skip
+    errno.EACCES,
+    errno.EROFS,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the largest file it takes
 _INTERRUPTED = "interrupted; files already written are whole"
 
@@ -255,11 +262,15 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def recipe_parser(
-    description: str | None, recipe: str, override: str, tiny: str | None = None, *,
+    description: str | None,
+    recipe: str,
+    override: str,
+    tiny: str | None = None,
+    *,
     resume: str = "go on from the newest checkpoint",
     restart: str = "begin anew, deleting earlier checkpoints of this run",
     dry_run: str = "print what it would cost; train nothing",
-) -> argparse.ArgumentParser:  # fmt: skip
+) -> argparse.ArgumentParser:
     """The command line of a command that reads a recipe.
 
     Args:

@@ -25,15 +25,28 @@ class ProgressBar:
     """
 
     def __init__(
-        self, what: str, total: int, console: "Console", *, start: int = 0, disable: bool = False,
+        self,
+        what: str,
+        total: int,
+        console: "Console",
+        *,
+        start: int = 0,
+        disable: bool = False,
         transient: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.what, self.total, self.start, self.disable, self.console = what, total, start, disable, console
         self.bar = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}", markup=False), TimeElapsedColumn(), TextColumn("eta"),
-            TimeRemainingColumn(), console=console, transient=transient, disable=disable or not console.is_terminal,
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=transient,
+            disable=disable or not console.is_terminal,
+        )
         self.task = self.bar.add_task(what, total=total, completed=start, note="")
         self.began = self.shown = time.monotonic()
 

@@ -23,14 +23,14 @@ DraftVocabSize = Annotated[
     Positive | None,
     Field(
         description="draft only the most frequent tokens of the training rows' answers, so many (each source counts by "
-        "its weight); null: all tokens",
+        "its weight); null: all tokens"
     ),
 ]
 TemplateArguments = Annotated[
     dict[Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]*$")], bool | int | float | str],
     Field(
         description="values of the chat template's own variables, such as enable_thinking: false; a drafter keeps the "
-        "template with them, so that data, training and decoding render chats alike",
+        "template with them, so that data, training and decoding render chats alike"
     ),
 ]
 SAMPLES = 100_000_000  # sequences of a stage, at most: their order is kept in memory
@@ -78,8 +78,7 @@ class TargetSection(Section):
         default=None, description="the target's family (llama, qwen3, …), so that --tiny and --dry-run need no download"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="of its weights; auto: on a GPU the dtype it is stored in, on a CPU float32",
+        default="auto", description="of its weights; auto: on a GPU the dtype it is stored in, on a CPU float32"
     )
     quantize: Literal["none", "8bit", "4bit"] = Field(
         default="none", description="load the frozen target's weights in 8 or 4 bits (needs bitsandbytes)"
@@ -308,9 +307,7 @@ StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
 class Stage(Section):
     """One call of the training loop."""
 
-    tiny: ClassVar[dict[str, Any]] = {
-        "steps": TINY_STEPS, "epochs": None, "batch": {"sequences": 4, "accumulate": 1},
-    }  # fmt: skip
+    tiny: ClassVar[dict[str, Any]] = {"steps": TINY_STEPS, "epochs": None, "batch": {"sequences": 4, "accumulate": 1}}
 
     name: StageName = "train"
     optim: Optim

@@ -57,9 +57,13 @@ def train_tokenizer(corpus: list[Source], vocab_size: int, max_position: int) ->
     )
     bpe.train_from_iterator((text for source in corpus for text in texts(source, None)), trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT,
-        extra_special_tokens=[END_OF_TURN, *ROLES], clean_up_tokenization_spaces=False, model_max_length=max_position,
-    )  # fmt: skip
+        tokenizer_object=bpe,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        extra_special_tokens=[END_OF_TURN, *ROLES],
+        clean_up_tokenization_spaces=False,
+        model_max_length=max_position,
+    )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

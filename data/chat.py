@@ -55,9 +55,10 @@ def check_template(template: str, where: str = "data.template") -> None:
     try:
         # The finalizer and ``optimized=False`` keep the compiler from computing constants: 9**(9**9) would never end.
         ImmutableSandboxedEnvironment(
-            extensions=[_Generation, "jinja2.ext.loopcontrols"], optimized=False,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
+            optimized=False,
             finalize=jinja2.pass_context(lambda context, value: value),
-        ).from_string(template)  # fmt: skip
+        ).from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"{where}: no Jinja template (line {error.lineno}: {error.message})") from None
     except (RecursionError, MemoryError, SyntaxError) as error:  # SyntaxError: Python's, from the generated code
@@ -144,9 +145,12 @@ def encode_prompt(
 
 
 def encode(
-    content: str | list[Message] | Completion, tokenizer: PreTrainedTokenizerBase, template: str | None,
-    max_length: int, finish_reasons: Sequence[str] = (),
-) -> Sample:  # fmt: skip
+    content: str | list[Message] | Completion,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    max_length: int,
+    finish_reasons: Sequence[str] = (),
+) -> Sample:
     """Token ids with the label mask, cut at ``max_length`` (never dropped).
 
     Args:
@@ -199,8 +203,10 @@ def _encode_chat(chat: list[Message], tokenizer: PreTrainedTokenizerBase, templa
     """Token ids of a whole chat, with the assistant's turns as labels."""
     used = template_of(tokenizer, template)
     if not tokenizer.is_fast:
-        raise ValueError("the tokenizer is a slow one, which does not give the places of tokens in the text; "
-                         "convert it to a fast one (tokenizer.json)")  # fmt: skip
+        raise ValueError(
+            "the tokenizer is a slow one, which does not give the places of tokens in the text; "
+            "convert it to a fast one (tokenizer.json)"
+        )
 
     if _GENERATION.search(used):
         rendered = cast(

@@ -218,8 +218,16 @@ def load(name: str) -> list[EvaluationPrompt]:
             )
         try:
             prompts += read(path)
-        except (ValueError, LookupError, TypeError, AttributeError, EOFError, csv.Error, zlib.error,
-                gzip.BadGzipFile) as error:  # fmt: skip
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            EOFError,
+            csv.Error,
+            zlib.error,
+            gzip.BadGzipFile,
+        ) as error:
             raise ValueError(
                 f"{path}: damaged, or of another version ({type(error).__name__}: {error}); run make models"
             ) from None

@@ -17,9 +17,14 @@ from draftsmith.data.rows import UnusableRow
 
 Message = dict[str, str]
 _SHAREGPT = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
-    "system": "system", "tool": "tool",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
 
 

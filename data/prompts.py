@@ -149,9 +149,11 @@ def write(path: Path, chosen: list[Prompt] | list[evaluation.EvaluationPrompt]) 
     """Write one ``{"prompt", "source"}`` or ``{"messages", "source", "kind"}`` per line, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = (
-        {"prompt": p.text, "source": p.source} if isinstance(p, Prompt)
-        else {"messages": p.messages, "source": p.source, "kind": p.kind} for p in chosen
-    )  # fmt: skip
+        {"prompt": p.text, "source": p.source}
+        if isinstance(p, Prompt)
+        else {"messages": p.messages, "source": p.source, "kind": p.kind}
+        for p in chosen
+    )
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
@@ -172,9 +174,11 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
 def main() -> None:
     parser = CommandLine(__doc__)
     parser.add_argument(
-        "source", nargs="+", help="'stdlib', 'package:NAME', or 'readmes': installed packages' descriptions; or one or "
+        "source",
+        nargs="+",
+        help="'stdlib', 'package:NAME', or 'readmes': installed packages' descriptions; or one or "
         f"several evaluation sets: {', '.join(evaluation.NAMES)}",
-    )  # fmt: skip
+    )
     parser.add_argument("--split", choices=get_args(sources.Split), help="of the windows' modules (default test)")
     parser.add_argument("--count", type=positive, default=48, help="how many prompts, of each set (default 48)")
     parser.add_argument(

@@ -21,9 +21,16 @@ Split = Literal["train", "validation", "test"]
 Form = Literal["text", "chat"]
 
 _SKIPPED = {
-    "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_vendor", "vendor",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "_vendor",
+    "vendor",
     "encodings",  # tables of bytes
-}  # fmt: skip
+}
 _SHARED_LINES = 0.3  # a training file that shares this part of its lines with one held-out file counts as its copy
 
 

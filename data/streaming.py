@@ -38,15 +38,17 @@ class StreamedRows:
 
     def __init__(
         self, source: Source, data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, note: Path, *, keep: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.source, self.data, self.tokenizer, self.seed, self.note = source, data, tokenizer, seed, note
         self.keep = keep  # whether this process writes the note; all read it
         self.length = data.max_length
         self.template = template_for(data, tokenizer)
         self.request: dict[str, Any] = {
-            "source": source.model_dump(exclude={"weight"}), "max_length": data.max_length, "packing": data.packing,
+            "source": source.model_dump(exclude={"weight"}),
+            "max_length": data.max_length,
+            "packing": data.packing,
             "seed": seed,
-        }  # fmt: skip
+        }
         self.ends: list[int] = []  # number of rows up to the end of each window, over all epochs
         self.per_epoch: int | None = None  # number of windows; known once the source has ended
         if note.exists() and (kept := json_object(note)).get("asked") == self.request:

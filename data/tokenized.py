@@ -130,9 +130,12 @@ def _cached(path: Path) -> Tokenized | None:
 
 
 def encoded(
-    placed_rows: Iterable[tuple[str, Any]], source: Source, data: Data, tokenizer: PreTrainedTokenizerBase,
+    placed_rows: Iterable[tuple[str, Any]],
+    source: Source,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
     template: str | None,
-) -> Tokenized:  # fmt: skip
+) -> Tokenized:
     """Encode rows, each with its place, as samples; unusable rows are counted in ``skipped``.
 
     Raises:

@@ -50,10 +50,11 @@ def parser() -> argparse.ArgumentParser:
         "--nodes", type=int, help="nodes of the tree, root included; measured on this device if left out"
     )
     parser.add_argument(
-        "--at-load", action="store_true",
+        "--at-load",
+        action="store_true",
         help="time no step: the nodes are chosen whenever the drafter is loaded, by what steps cost on that machine "
         "(a GPU runs them all)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -155,7 +156,7 @@ def pick(choices: Sequence[Choice]) -> Choice:
 
 def trees_by_size(
     ranks: Tensor, sizes: Sequence[int], step_time: Callable[[Trees], float] | None = None
-) -> list[Trees]:  # fmt: skip
+) -> list[Trees]:
     """The best trees of each size, until the text holds no more paths.
 
     Args:
@@ -191,9 +192,14 @@ def trees_by_size(
 
 
 def choose(
-    target: Target, calibration: Calibration, ranks: Tensor, prompts: Sequence[list[int]], sizes: Sequence[int],
-    time_is_up: Callable[[], bool], lean: bool | None = None,
-) -> tuple[list[Choice], Costs]:  # fmt: skip
+    target: Target,
+    calibration: Calibration,
+    ranks: Tensor,
+    prompts: Sequence[list[int]],
+    sizes: Sequence[int],
+    time_is_up: Callable[[], bool],
+    lean: bool | None = None,
+) -> tuple[list[Choice], Costs]:
     """Time the best trees of each size; returns those that were timed, with expected τ and cost on this device.
 
     Args:
@@ -240,9 +246,12 @@ class Compared:
 
 
 def compare(
-    target: Target, drafters: Sequence[Drafter], prompts: Sequence[list[int]], time_is_up: Callable[[], bool],
+    target: Target,
+    drafters: Sequence[Drafter],
+    prompts: Sequence[list[int]],
+    time_is_up: Callable[[], bool],
     lean: bool | None = None,
-) -> list[Compared]:  # fmt: skip
+) -> list[Compared]:
     """Decode the same texts with the fixed tree and the dynamic ones, each prompt by all of them in turn.
 
     Args:
@@ -352,11 +361,7 @@ def write_candidates(folder: Path, ranks: Tensor) -> None:
     taus: dict[int, float] = {}
     for trees in trees_by_size(ranks, [size for size in SIZES if size <= len(known) + 1]):
         taus[nodes_of(trees)] = round(simulate_ensemble(trees, ranks), 4)
-    calibration = {
-        "positions": int((ranks[:, :, 0, 0] >= 0).sum()),
-        **facts,
-        "mean_accepted_length_by_nodes": taus,
-    }
+    calibration = {"positions": int((ranks[:, :, 0, 0] >= 0).sum()), **facts, "mean_accepted_length_by_nodes": taus}
     paths = [one["path"] for one in known]
     write_json(folder / "tree.json", {"paths": paths, "at_load": True, "calibration": calibration})
     said = ", ".join(f"{nodes}: {tau:.2f}" for nodes, tau in taus.items())
@@ -472,8 +477,7 @@ def main() -> None:
         "chain_mean_accepted_length": round(chain_tau, 4),
         **(drafter.facts or head_facts)(ranks),
         "sizes": [
-            {"nodes": c.nodes, "tau": round(c.tau, 4), "seconds_per_step": c.seconds,
-             "speedup": round(c.speedup, 4)}
+            {"nodes": c.nodes, "tau": round(c.tau, 4), "seconds_per_step": c.seconds, "speedup": round(c.speedup, 4)}
             for c in choices
         ],
         "seconds": seconds,
@@ -482,7 +486,7 @@ def main() -> None:
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "decoder": "transformers" if isinstance(find_lean(target, lean), str) else "lean",
-    }  # fmt: skip
+    }
     if compared:
         calibration["dynamic"] = [
             {**asdict(c.shape), "tau": round(c.tau, 4), "speedup_over_fixed": round(c.speed, 4)} for c in compared

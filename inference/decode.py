@@ -47,27 +47,33 @@ def parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="one prompt; the text is printed as it is decoded")
     what.add_argument(
-        "--prompts", type=Path, action="append", metavar="FILE.jsonl",
+        "--prompts",
+        type=Path,
+        action="append",
+        metavar="FILE.jsonl",
         help='lines of {"prompt": …}, {"messages": …} or {"turns": …}; several files: give --prompts for each',
-    )  # fmt: skip
+    )
     what.add_argument(
         "--interactive", action="store_true", help="a conversation; texts to continue where there is no chat template"
     )
     parser.add_argument(
-        "--raw", action="store_true",
+        "--raw",
+        action="store_true",
         help="--prompt and --interactive are texts to continue; without it, messages for the target's chat template "
         "where it has one",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--mode", choices=["greedy", "sample", "typical"],
+        "--mode",
+        choices=["greedy", "sample", "typical"],
         help="greedy: the target's greedy text, token by token; sample: the text of plain sampling from the target "
         "with this seed, the default where one of the next options is given; typical: Medusa's criterion, lossy",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--verify", choices=["coupled", "mss"],
+        "--verify",
+        choices=["coupled", "mss"],
         help="of --mode sample. coupled: a seed is one text, whatever the drafter, tree and batch (default); mss: "
         "SpecInfer's multi-step speculative sampling, whose texts have the same distribution",
-    )  # fmt: skip
+    )
     parser.add_argument("--temperature", type=float, help="default 1")
     parser.add_argument("--top-k", type=int, help="only the K most likely tokens (default: all)")
     parser.add_argument("--top-p", type=float, help="only the most likely tokens that make up this share (default 1)")
@@ -81,30 +87,39 @@ def parser() -> argparse.ArgumentParser:
         "--tree", default="auto", metavar="FILE|auto", help="a tree file; auto: the drafter's own tree.json"
     )
     parser.add_argument(
-        "--all-nodes", action="store_true",
+        "--all-nodes",
+        action="store_true",
         help="run and verify whole trees, also where fewer nodes are faster here: to compare their τ",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--max-draft-nodes", type=int, metavar="N", help="draft at most N tokens a step and text; 0: plain decoding"
     )
     parser.add_argument(
-        "--plan", metavar="PLAN.json|auto",
+        "--plan",
+        metavar="PLAN.json|auto",
         help="in place of DRAFTER: what inference/planner.py chose for this batch size and such long texts; auto: plan "
         "for these prompts now (a minute or so)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--baseline", choices=["none", "engine", "transformers", "all"], default="engine",
+        "--baseline",
+        choices=["none", "engine", "transformers", "all"],
+        default="engine",
         help="what speeds are compared with: plain decoding by this engine, by transformers, or both (%(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument("--check-lossless", action="store_true", help="compare every token with plain decoding")
     parser.add_argument(
-        "--repeat", type=int, default=1, metavar="N",
+        "--repeat",
+        type=int,
+        default=1,
+        metavar="N",
         help="rounds over all prompts, of which the median counts; fewer once every speed-up is known to within 3%%",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--seconds", type=float, metavar="S",
+        "--seconds",
+        type=float,
+        metavar="S",
         help="end timing after so long (16 prompts are timed in any case); all prompts are decoded and checked",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--show", type=int, default=0, metavar="N", help="print N of the texts, drafted tokens coloured"
     )
@@ -251,12 +266,23 @@ def main() -> None:
 
     kinds = [prompt.kind for prompt in given]
     reports, outputs = evaluate(
-        target, dict(zip(args.drafters, drafters, strict=True)), prompts, mode=args.mode, sampling=sampling,
-        max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, baseline=args.baseline,
-        check_lossless=args.check_lossless, rounds=args.repeat, seconds=args.seconds, kinds=kinds,
-        compiled=args.compile, lean=lean, max_draft_nodes=args.max_draft_nodes,
+        target,
+        dict(zip(args.drafters, drafters, strict=True)),
+        prompts,
+        mode=args.mode,
+        sampling=sampling,
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size,
+        baseline=args.baseline,
+        check_lossless=args.check_lossless,
+        rounds=args.repeat,
+        seconds=args.seconds,
+        kinds=kinds,
+        compiled=args.compile,
+        lean=lean,
+        max_draft_nodes=args.max_draft_nodes,
         command="python inference/decode.py " + shlex.join(sys.argv[1:]),
-    )  # fmt: skip
+    )
     reports = [report | report_fields(name) for report, name in zip(reports, args.drafters, strict=True)]
     shown = max(args.show, 1) if args.prompt is not None else args.show
     reporting.print_texts(

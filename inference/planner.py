@@ -124,10 +124,16 @@ def expected_tokens(alphas: Sequence[float]) -> float:
 
 
 def predict(
-    seconds: Callable[[int, float, int], float], batch: int, cached: float, setting: Setting,
-    alpha: Sequence[float], select: float = 0.0, per_step: float = 0.0, per_draft: float = 0.0,
+    seconds: Callable[[int, float, int], float],
+    batch: int,
+    cached: float,
+    setting: Setting,
+    alpha: Sequence[float],
+    select: float = 0.0,
+    per_step: float = 0.0,
+    per_draft: float = 0.0,
     appended: int = APPENDED,
-) -> Prediction:  # fmt: skip
+) -> Prediction:
     """The speed of a setting by step costs and acceptance.
 
     Args:
@@ -172,9 +178,12 @@ class Measured:
 
 
 def measure(
-    target: Target, costs: ContextCosts, texts: Sequence[list[int]], settings: Sequence[tuple[str, int]],
+    target: Target,
+    costs: ContextCosts,
+    texts: Sequence[list[int]],
+    settings: Sequence[tuple[str, int]],
     new_tokens: int,
-) -> tuple[dict[tuple[str, int], Measured], float]:  # fmt: skip
+) -> tuple[dict[tuple[str, int], Measured], float]:
     """What each (selector, K) gives after texts of one length, one at a time; seconds of a prefill of one of them."""
     counts = {setting: torch.zeros(MOST, 2) for setting in settings}
     selects: dict[tuple[str, int], float] = dict.fromkeys(settings, math.inf)
@@ -211,9 +220,12 @@ def measure(
 
 
 def plan(
-    costs: ContextCosts, measured: dict[int, dict[tuple[str, int], Measured]], prefills: dict[int, float],
-    batches: Sequence[int], new_tokens: int,
-) -> list[dict[str, Any]]:  # fmt: skip
+    costs: ContextCosts,
+    measured: dict[int, dict[tuple[str, int], Measured]],
+    prefills: dict[int, float],
+    batches: Sequence[int],
+    new_tokens: int,
+) -> list[dict[str, Any]]:
     """For each B and S: the best setting, the time of its parts, and its speed with and without prefill.
 
     Args:
@@ -233,14 +245,19 @@ def plan(
         plain = new_tokens * costs.seconds(batch, middle, 1)
         of_best = of_length[setting.selector, setting.entries]
         start, selecting = prefills[cached] * batch, of_best.select * batch
-        cells.append({
-            "batch": batch, "context": cached, "drafter": setting.name if best.speedup > 1 else "none",
-            **{name: round(value, 4) for name, value in asdict(best).items()}, "best": setting.name,
-            "speedup_with_prefill": round((start + plain) / (start + selecting + plain / best.speedup), 4),
-            "alpha": [round(each, 4) for each in of_best.alpha[: setting.drafts]],
-            "seconds": round(costs.seconds(batch, middle, 1), 6),
-            "seconds_of_cached_tokens": round(costs.seconds(batch, middle, 1) - costs.seconds(batch, 0, 1), 6),
-        })  # fmt: skip
+        cells.append(
+            {
+                "batch": batch,
+                "context": cached,
+                "drafter": setting.name if best.speedup > 1 else "none",
+                **{name: round(value, 4) for name, value in asdict(best).items()},
+                "best": setting.name,
+                "speedup_with_prefill": round((start + plain) / (start + selecting + plain / best.speedup), 4),
+                "alpha": [round(each, 4) for each in of_best.alpha[: setting.drafts]],
+                "seconds": round(costs.seconds(batch, middle, 1), 6),
+                "seconds_of_cached_tokens": round(costs.seconds(batch, middle, 1) - costs.seconds(batch, 0, 1), 6),
+            }
+        )
     return cells
 
 
@@ -280,15 +297,22 @@ def planned_drafter(
     console.print(
         f"plan for {cell['batch']} rows of {cell['context']} tokens: {cell['drafter']}"
         + ("" if cell["drafter"] == "none" else f", {cell['speedup']:.2f} × plain decoding expected"),
-        markup=False, highlight=False,
-    )  # fmt: skip
+        markup=False,
+        highlight=False,
+    )
     return str(cell["drafter"])
 
 
 def make_plan(
-    target: Target, contexts: Sequence[int], batches: Sequence[int], settings: Sequence[tuple[str, int]],
-    prompts: Sequence[list[int]], texts: int, new_tokens: int, lean: bool | None,
-) -> dict[str, Any]:  # fmt: skip
+    target: Target,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    settings: Sequence[tuple[str, int]],
+    prompts: Sequence[list[int]],
+    texts: int,
+    new_tokens: int,
+    lean: bool | None,
+) -> dict[str, Any]:
     """Measure and plan: what PLAN.json holds.
 
     Args:
@@ -299,9 +323,10 @@ def make_plan(
     found: dict[int, dict[tuple[str, int], Measured]] = {}
     prefills: dict[int, float] = {}
     with (
-        ProgressBar("planning", len(contexts) + 1, console, transient=True) as advance, torch.inference_mode(),
+        ProgressBar("planning", len(contexts) + 1, console, transient=True) as advance,
+        torch.inference_mode(),
         engine_attention([target]),
-    ):  # fmt: skip
+    ):
         costs = context_costs(target, contexts, batches, lean)
         advance(1)
         for done, context in enumerate(contexts, 2):
@@ -336,9 +361,14 @@ def print_plan(facts: dict[str, Any]) -> None:
         parts = (f"{cell[name]:.2f}" for name in ("tokens", "verify", "draft", "select", "speedup"))
         least = "none" if cell["least_alpha"] > 1 else f"{cell['least_alpha']:.2f}"
         table.add_row(
-            str(cell["batch"]), str(cell["context"]), cell["drafter"], f"{alpha:.2f}", *parts,
-            f"{cell['speedup_with_prefill']:.2f}", least,
-        )  # fmt: skip
+            str(cell["batch"]),
+            str(cell["context"]),
+            cell["drafter"],
+            f"{alpha:.2f}",
+            *parts,
+            f"{cell['speedup_with_prefill']:.2f}",
+            least,
+        )
     out = make_console(stderr=False)
     out.print(table)
     stars = ", ".join(f"{each:,.0f} at {nodes} verified tokens" for nodes, each in facts["inflection"].items())
@@ -346,8 +376,9 @@ def print_plan(facts: dict[str, Any]) -> None:
         "Times are in plain steps. α*: acceptance from which on the best setting pays. none: plain decoding is the\n"
         "fastest; the other columns are those of the best setting. S*, above which the speed-up grows with the\n"
         f"batch: {stars}",
-        markup=False, highlight=False,
-    )  # fmt: skip
+        markup=False,
+        highlight=False,
+    )
 
 
 def draw(facts: dict[str, Any], path: Path) -> None:
@@ -367,16 +398,26 @@ def draw(facts: dict[str, Any], path: Path) -> None:
     speeds.axhline(1, color="grey", linewidth=1)
     star = facts["inflection"]["4"]
     speeds.set(
-        title=f"Predicted speed-up of the best setting\n(S* at 4 verified tokens: {star:,.0f})", xlabel="rows",
-        xscale="log", xticks=batches, xticklabels=batches, ylabel="× plain",
-    )  # fmt: skip
+        title=f"Predicted speed-up of the best setting\n(S* at 4 verified tokens: {star:,.0f})",
+        xlabel="rows",
+        xscale="log",
+        xticks=batches,
+        xticklabels=batches,
+        ylabel="× plain",
+    )
     speeds.minorticks_off()
     speeds.legend(frameon=False)
     many = [cell for cell in cells if cell["batch"] == batches[-1]]
     places = range(len(many))
     one = {cell["context"]: cell for cell in cells if cell["batch"] == batches[0]}
-    base = [min(one[cell["context"]]["seconds"] - one[cell["context"]]["seconds_of_cached_tokens"],
-                cell["seconds"] - cell["seconds_of_cached_tokens"]) * 1e3 for cell in many]  # fmt: skip
+    base = [
+        min(
+            one[cell["context"]]["seconds"] - one[cell["context"]]["seconds_of_cached_tokens"],
+            cell["seconds"] - cell["seconds_of_cached_tokens"],
+        )
+        * 1e3
+        for cell in many
+    ]
     keys = [cell["seconds_of_cached_tokens"] * 1e3 for cell in many]
     rest = [cell["seconds"] * 1e3 - key - first for cell, key, first in zip(many, keys, base, strict=True)]
     times.bar(places, base, label=f"as for {batches[0]} row(s), without cached tokens")
@@ -384,20 +425,30 @@ def draw(facts: dict[str, Any], path: Path) -> None:
     bottoms = [first + more for first, more in zip(base, rest, strict=True)]
     times.bar(places, keys, bottom=bottoms, label="cached keys and values")
     times.set(
-        title=f"A plain step of {batches[-1]} rows", xticks=places, xticklabels=[cell["context"] for cell in many],
-        xlabel="cached tokens", ylabel="ms",
-    )  # fmt: skip
+        title=f"A plain step of {batches[-1]} rows",
+        xticks=places,
+        xticklabels=[cell["context"] for cell in many],
+        xlabel="cached tokens",
+        ylabel="ms",
+    )
     times.legend(frameon=False, fontsize=8)
     for selector, length in sorted({(each["selector"], each["context"]) for each in facts["measured"]}):
-        own = sorted((each["entries"], each["alpha"][0]) for each in facts["measured"]
-                     if (each["selector"], each["context"]) == (selector, length))  # fmt: skip
+        own = sorted(
+            (each["entries"], each["alpha"][0])
+            for each in facts["measured"]
+            if (each["selector"], each["context"]) == (selector, length)
+        )
         style = "-" if selector == "snapkv" else "--"
         alphas.plot(*zip(*own, strict=True), style, marker="o", label=f"{selector}, {length} tokens")
     entries = sorted({each["entries"] for each in facts["measured"]})
     alphas.set(
-        title="Acceptance of the first drafted token", xlabel="entries K", xscale="log", xticks=entries,
-        xticklabels=entries, ylabel="α",
-    )  # fmt: skip
+        title="Acceptance of the first drafted token",
+        xlabel="entries K",
+        xscale="log",
+        xticks=entries,
+        xticklabels=entries,
+        ylabel="α",
+    )
     alphas.minorticks_off()
     alphas.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     for axes in (speeds, times, alphas):

@@ -22,9 +22,18 @@ from draftsmith.kernels.tree_attention import ancestor_mask
 
 
 def accept_greedy_reference(
-    choice: Tensor, best: Tensor, tokens: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, valid: Tensor,
-    active: Tensor, committed: Tensor, max_depth: int, mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    choice: Tensor,
+    best: Tensor,
+    tokens: Tensor,
+    parent: Tensor,
+    depth: Tensor,
+    ancestors: Tensor,
+    valid: Tensor,
+    active: Tensor,
+    committed: Tensor,
+    max_depth: int,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The definition of :func:`accept_greedy`."""
     nodes = tokens.shape[1]
     if nodes == 1:  # the root alone
@@ -79,10 +88,35 @@ def accepted_path(mask: Tensor, depth: Tensor, node: Tensor, best: Tensor, max_d
     ]
 )
 def _accept_greedy_kernel(
-    choice, best, tokens, parent, depth, ancestors, valid, active, committed, path, length, node, bonus, finite,
-    nodes, words, max_depth, choice_row, best_row, tokens_row, parent_row, depth_row, ancestors_row, ancestors_node,
-    valid_row, committed_row, BLOCK_N: constexpr, BLOCK_A: constexpr,
-):  # fmt: skip
+    choice,
+    best,
+    tokens,
+    parent,
+    depth,
+    ancestors,
+    valid,
+    active,
+    committed,
+    path,
+    length,
+    node,
+    bonus,
+    finite,
+    nodes,
+    words,
+    max_depth,
+    choice_row,
+    best_row,
+    tokens_row,
+    parent_row,
+    depth_row,
+    ancestors_row,
+    ancestors_node,
+    valid_row,
+    committed_row,
+    BLOCK_N: constexpr,
+    BLOCK_A: constexpr,
+):
     """One program per row of the batch, one lane per node."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
@@ -134,9 +168,18 @@ def _accept_greedy_kernel(
 
 
 def accept_greedy(
-    choice: Tensor, best: Tensor, tokens: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, valid: Tensor,
-    active: Tensor, committed: Tensor, max_depth: int, mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    choice: Tensor,
+    best: Tensor,
+    tokens: Tensor,
+    parent: Tensor,
+    depth: Tensor,
+    ancestors: Tensor,
+    valid: Tensor,
+    active: Tensor,
+    committed: Tensor,
+    max_depth: int,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The accepted path of each row's tree, and what the row commits.
 
     Parents precede their children. Rows may have any stride, 0 too (a tree of fixed shape); the last stride is 1.
@@ -175,19 +218,48 @@ def accept_greedy(
     finite = torch.empty(rows, dtype=torch.bool, device=choice.device)
     with torch.cuda.device_of(choice):
         _accept_greedy_kernel[(rows,)](
-            choice, best, tokens, parent, depth, ancestors, valid.view(torch.int8), active.view(torch.int8), committed,
-            path, length, node, bonus, finite.view(torch.int8), nodes, ancestors.shape[2], max_depth, choice.stride(0),
-            best.stride(0), tokens.stride(0), parent.stride(0), depth.stride(0), *ancestors.stride()[:2],
-            valid.stride(0), committed.stride(0), BLOCK_N=next_power(nodes, 64), BLOCK_A=next_power(max_depth + 1, 16),
+            choice,
+            best,
+            tokens,
+            parent,
+            depth,
+            ancestors,
+            valid.view(torch.int8),
+            active.view(torch.int8),
+            committed,
+            path,
+            length,
+            node,
+            bonus,
+            finite.view(torch.int8),
+            nodes,
+            ancestors.shape[2],
+            max_depth,
+            choice.stride(0),
+            best.stride(0),
+            tokens.stride(0),
+            parent.stride(0),
+            depth.stride(0),
+            *ancestors.stride()[:2],
+            valid.stride(0),
+            committed.stride(0),
+            BLOCK_N=next_power(nodes, 64),
+            BLOCK_A=next_power(max_depth + 1, 16),
             num_warps=1 if nodes <= 64 else 4,
-        )  # fmt: skip
+        )
     return path, length, node, bonus, finite
 
 
 def advance_reference(
-    lengths: Tensor, root: Tensor, feature: Tensor, features: Tensor, node: Tensor, bonus: Tensor, length: Tensor,
+    lengths: Tensor,
+    root: Tensor,
+    feature: Tensor,
+    features: Tensor,
+    node: Tensor,
+    bonus: Tensor,
+    length: Tensor,
     active: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """The definition of :func:`advance`."""
     lengths += (length + 1) * active
     root.copy_(bonus)
@@ -196,9 +268,20 @@ def advance_reference(
 
 @jit(do_not_specialize=["node", "bonus", "length"])
 def _advance_kernel(
-    lengths, root, feature, features, node, bonus, length, active, width, feature_row, features_row, features_node,
+    lengths,
+    root,
+    feature,
+    features,
+    node,
+    bonus,
+    length,
+    active,
+    width,
+    feature_row,
+    features_row,
+    features_node,
     BLOCK: constexpr,
-):  # fmt: skip
+):
     """One program per row and block of the feature; the first of a row also writes its length and root."""
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -211,9 +294,15 @@ def _advance_kernel(
 
 
 def advance(
-    lengths: Tensor, root: Tensor, feature: Tensor, features: Tensor, node: Tensor, bonus: Tensor, length: Tensor,
+    lengths: Tensor,
+    root: Tensor,
+    feature: Tensor,
+    features: Tensor,
+    node: Tensor,
+    bonus: Tensor,
+    length: Tensor,
     active: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Move a step's state on to the accepted node, in place.
 
         lengths += (length + 1) · active;   root ← bonus;   feature ← features[node]
@@ -236,6 +325,17 @@ def advance(
     assert feature.stride(1) == 1 and lengths.is_contiguous() and root.is_contiguous()
     with torch.cuda.device_of(features):
         _advance_kernel[(rows, -(-width // block))](
-            lengths, root, feature, features, node, bonus, length, active.view(torch.int8), width, feature.stride(0),
-            *features.stride()[:2], BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            lengths,
+            root,
+            feature,
+            features,
+            node,
+            bonus,
+            length,
+            active.view(torch.int8),
+            width,
+            feature.stride(0),
+            *features.stride()[:2],
+            BLOCK=block,
+            num_warps=4,
+        )

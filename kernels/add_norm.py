@@ -19,9 +19,17 @@ from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, wh
 
 
 def add_norm_reference(
-    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, out: Tensor, *, bias: Tensor | None = None,
-    after: Tensor | None = None, after_eps: float | None = None, factor: float = 1.0,
-) -> None:  # fmt: skip
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    after: Tensor | None = None,
+    after_eps: float | None = None,
+    factor: float = 1.0,
+) -> None:
     """The definition of :func:`add_norm`."""
     if y is not None:
         branch = y.sum(0, dtype=torch.float32)  # [M, d]
@@ -35,9 +43,23 @@ def add_norm_reference(
 
 @jit
 def _add_norm_kernel(
-    x, y, weight, bias, after, out, width, eps, after_eps, factor, x_row, y_part, y_row, out_row,
-    PARTS: constexpr, BLOCK: constexpr,
-):  # fmt: skip
+    x,
+    y,
+    weight,
+    bias,
+    after,
+    out,
+    width,
+    eps,
+    after_eps,
+    factor,
+    x_row,
+    y_part,
+    y_row,
+    out_row,
+    PARTS: constexpr,
+    BLOCK: constexpr,
+):
     """One program per row, which stays in registers."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -70,9 +92,17 @@ def add_norm_tile(width: int) -> dict[str, int]:
 
 
 def add_norm(
-    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, out: Tensor, *, bias: Tensor | None = None,
-    after: Tensor | None = None, after_eps: float | None = None, factor: float = 1.0,
-) -> None:  # fmt: skip
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    after: Tensor | None = None,
+    after_eps: float | None = None,
+    factor: float = 1.0,
+) -> None:
     """Add a branch to the residual, in place, and write the norm of the sum to ``out``.
 
     The last stride of each tensor but y is 1; no tensor may overlap ``out``.
@@ -95,10 +125,20 @@ def add_norm(
         if cpu.runs(x) and (y is None or (len(y) == 1 and y.dtype == x.dtype and y.stride(-1) == 1)):
             weight, after = weight.float(), None if after is None else after.float()
             cpu.function("add_norm", x.dtype)(
-                x.data_ptr(), cpu.address(y), cpu.address(bias), cpu.address(after), after_eps, factor,
-                weight.data_ptr(), eps, out.data_ptr(), *x.shape, x.stride(0), 0 if y is None else y.stride(1),
+                x.data_ptr(),
+                cpu.address(y),
+                cpu.address(bias),
+                cpu.address(after),
+                after_eps,
+                factor,
+                weight.data_ptr(),
+                eps,
+                out.data_ptr(),
+                *x.shape,
+                x.stride(0),
+                0 if y is None else y.stride(1),
                 out.stride(0),
-            )  # fmt: skip
+            )
             return
         add_norm_reference(x, y, weight, eps, out, bias=bias, after=after, after_eps=after_eps, factor=factor)
         return
@@ -108,7 +148,20 @@ def add_norm(
     assert all(one is None or one.stride(-1) == 1 for one in (x, weight, out, bias, after))
     with torch.cuda.device_of(x):
         _add_norm_kernel[(rows,)](
-            x, y, weight, bias, after, out, width, eps, after_eps, factor,
-            x.stride(0), 0 if y is None else y.stride(0), 0 if y is None else y.stride(1), out.stride(0),
-            PARTS=0 if y is None else len(y), **add_norm_tile(width),
-        )  # fmt: skip
+            x,
+            y,
+            weight,
+            bias,
+            after,
+            out,
+            width,
+            eps,
+            after_eps,
+            factor,
+            x.stride(0),
+            0 if y is None else y.stride(0),
+            0 if y is None else y.stride(1),
+            out.stride(0),
+            PARTS=0 if y is None else len(y),
+            **add_norm_tile(width),
+        )

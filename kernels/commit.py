@@ -30,9 +30,20 @@ def commit_reference(storage: Tensor, lengths: Tensor, path: Tensor, length: Ten
 
 @jit(do_not_specialize=["path_stride"])
 def _commit_kernel(
-    storage, lengths, path, length, heads, width, layer_stride, row_stride, head_stride, slot_stride, path_stride,
-    BLOCK_H: constexpr, BLOCK_D: constexpr,
-):  # fmt: skip
+    storage,
+    lengths,
+    path,
+    length,
+    heads,
+    width,
+    layer_stride,
+    row_stride,
+    head_stride,
+    slot_stride,
+    path_stride,
+    BLOCK_H: constexpr,
+    BLOCK_D: constexpr,
+):
     """One program per (layer, key or value), row and block of heads. The same thread loads and
     stores an element at every depth, so the moves happen in the program's order without a barrier."""
     row = tl.program_id(1).to(tl.int64)
@@ -75,6 +86,16 @@ def commit(storage: Tensor, lengths: Tensor, path: Tensor, length: Tensor) -> No
     tile = commit_tile(heads, width)
     with torch.cuda.device_of(storage):
         _commit_kernel[(2 * layers, rows, -(-heads // tile["BLOCK_H"]))](
-            storage, lengths, path, length, heads, width, layer_stride, row_stride, head_stride, slot_stride,
-            path.stride(0), **tile,
-        )  # fmt: skip
+            storage,
+            lengths,
+            path,
+            length,
+            heads,
+            width,
+            layer_stride,
+            row_stride,
+            head_stride,
+            slot_stride,
+            path.stride(0),
+            **tile,
+        )

@@ -47,9 +47,17 @@ def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
 
 
 def coupled_topk_reference(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, positions: Tensor,
-    count: int, tokens: Tensor | None = None, uses: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    positions: Tensor,
+    count: int,
+    tokens: Tensor | None = None,
+    uses: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Tensor, Tensor, Tensor]:
     """The definition of :func:`coupled_topk`."""
     x, noisy = logits.float(), (temperature > 0)[:, None, None]
     p = distribution_reference(
@@ -69,9 +77,26 @@ def coupled_topk_reference(
 
 @jit(do_not_specialize=["nodes", "candidates", "logits_row", "logits_node", "tokens_row", "seed_row"])
 def _coupled_kernel(
-    logits, scalars, best, seed, positions, tokens, values, ids, nodes, vocabulary, count, candidates, logits_row,
-    logits_node, tokens_row, seed_row, GREEDY: constexpr, STREAM: constexpr, BLOCK: constexpr,
-):  # fmt: skip
+    logits,
+    scalars,
+    best,
+    seed,
+    positions,
+    tokens,
+    values,
+    ids,
+    nodes,
+    vocabulary,
+    count,
+    candidates,
+    logits_row,
+    logits_node,
+    tokens_row,
+    seed_row,
+    GREEDY: constexpr,
+    STREAM: constexpr,
+    BLOCK: constexpr,
+):
     """One program per node and block of the vocabulary: scores, then ``count`` times the best remaining."""
     node = tl.program_id(0).to(tl.int64)
     row = node // nodes
@@ -84,9 +109,12 @@ def _coupled_kernel(
     key, position = tl.load(seed + row * seed_row), tl.load(positions + node)
     zero = token * 0
     c0, c1, c2, c3 = tl.philox(
-        key, (token // 64 * 16 + token % 16).to(tl.uint32), (zero + position).to(tl.uint32),
-        (zero + (position >> 32)).to(tl.uint32), (zero + STREAM).to(tl.uint32),
-    )  # fmt: skip
+        key,
+        (token // 64 * 16 + token % 16).to(tl.uint32),
+        (zero + position).to(tl.uint32),
+        (zero + (position >> 32)).to(tl.uint32),
+        (zero + STREAM).to(tl.uint32),
+    )
     word = token // 16 % 4
     words = tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
@@ -115,9 +143,17 @@ def _coupled_kernel(
 
 
 def coupled_topk(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, positions: Tensor,
-    count: int, tokens: Tensor | None = None, uses: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    positions: Tensor,
+    count: int,
+    tokens: Tensor | None = None,
+    uses: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Tensor, Tensor, Tensor]:
     """The ``count`` tokens of highest score after each node, best first. The first one is a draw from the target's
     distribution, if the logits are the target's.
 
@@ -145,10 +181,18 @@ def coupled_topk(
         scores = torch.empty(rows, nodes, count, device=device)
         ids = torch.empty(rows, nodes, count, dtype=torch.int64, device=device)
         cpu.function("coupled", logits.dtype)(
-            logits.data_ptr(), rows, nodes, vocabulary, cpu.address(tokens),
-            0 if tokens is None or tokens.ndim == 1 else vocabulary, *(x.data_ptr() for x in by_row), count,
-            finite.data_ptr(), scores.data_ptr(), ids.data_ptr(),
-        )  # fmt: skip
+            logits.data_ptr(),
+            rows,
+            nodes,
+            vocabulary,
+            cpu.address(tokens),
+            0 if tokens is None or tokens.ndim == 1 else vocabulary,
+            *(x.data_ptr() for x in by_row),
+            count,
+            finite.data_ptr(),
+            scores.data_ptr(),
+            ids.data_ptr(),
+        )
         return finite, scores, ids
     if why_not_triton(logits) or count > MAX_COUNT:
         return coupled_topk_reference(logits, *settings, seed, positions, count, tokens, uses)
@@ -160,11 +204,27 @@ def coupled_topk(
     places = torch.empty(rows * nodes, blocks * count, dtype=torch.int32, device=device)
     with torch.cuda.device_of(logits):
         _coupled_kernel[(rows * nodes, blocks)](
-            logits, scalars, greedy, seed, positions, None if tokens is None else tokens.contiguous(), values, places,
-            nodes, vocabulary, count, blocks * count, logits.stride(0), logits.stride(1),
-            0 if tokens is None or tokens.ndim == 1 else vocabulary, seed.stride(0), GREEDY=uses[0], STREAM=_STREAM,
-            BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            logits,
+            scalars,
+            greedy,
+            seed,
+            positions,
+            None if tokens is None else tokens.contiguous(),
+            values,
+            places,
+            nodes,
+            vocabulary,
+            count,
+            blocks * count,
+            logits.stride(0),
+            logits.stride(1),
+            0 if tokens is None or tokens.ndim == 1 else vocabulary,
+            seed.stride(0),
+            GREEDY=uses[0],
+            STREAM=_STREAM,
+            BLOCK=block,
+            num_warps=4,
+        )
         scores, ids = merge_topk(values, places, count, vocabulary)
     scores, ids = scores.view(rows, nodes, count), ids.view(rows, nodes, count)
     return scalars[..., 3], scores, tokens_at(ids, tokens)

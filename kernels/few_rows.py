@@ -109,9 +109,16 @@ def candidates(rows: int, inputs: int, outputs: int, dtype: torch.dtype, multipr
 
 
 def few_rows_reference(
-    x: Tensor, matrix: Tensor, form: FewRowsForm, *, norm: tuple[Tensor, float] | None = None,
-    bias: Tensor | None = None, act: str = "", residual: Tensor | None = None, factor: float = 1.0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    matrix: Tensor,
+    form: FewRowsForm,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    bias: Tensor | None = None,
+    act: str = "",
+    residual: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
     """The definition of :func:`few_rows_product`, in float32; ``residual``: what ``out`` held, with ``add``."""
     if norm is not None:
         x = F.rms_norm(x.float(), norm[0].shape, norm[0].float(), norm[1])
@@ -158,10 +165,26 @@ def _wait(matrix_place, inside, left, BLOCK_K: constexpr):
 
 @jit
 def _vector_kernel(
-    x, matrix, out, norm, bias, inputs, outputs, per_part, eps, factor, matrix_row, out_part,
-    ADD: constexpr, ACT: constexpr, GELU: constexpr, PDL: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    x,
+    matrix,
+    out,
+    norm,
+    bias,
+    inputs,
+    outputs,
+    per_part,
+    eps,
+    factor,
+    matrix_row,
+    out_part,
+    ADD: constexpr,
+    ACT: constexpr,
+    GELU: constexpr,
+    PDL: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
     STAGES: constexpr,
-):  # fmt: skip
+):
     """One program per block of outputs and part, for one row. ``matrix``: row n has the weights of output n."""
     part = tl.program_id(1)
     n, matrix_n = _outputs(BLOCK_N, outputs, ACT)
@@ -196,10 +219,29 @@ def _vector_kernel(
 
 @jit(do_not_specialize=["rows", "added"])
 def _few_rows_kernel(
-    x, matrix, out, norm, bias, rows, added, inputs, outputs, per_part, eps, factor, x_row, matrix_row, out_part,
-    out_row, ACT: constexpr, GELU: constexpr, PDL: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+    x,
+    matrix,
+    out,
+    norm,
+    bias,
+    rows,
+    added,
+    inputs,
+    outputs,
+    per_part,
+    eps,
+    factor,
+    x_row,
+    matrix_row,
+    out_part,
+    out_row,
+    ACT: constexpr,
+    GELU: constexpr,
+    PDL: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
     BLOCK_K: constexpr,
-):  # fmt: skip
+):
     """One program per block of outputs and part, for all rows. ``matrix``: row n has the weights of output n."""
     part = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
@@ -238,10 +280,17 @@ def _few_rows_kernel(
 
 
 def few_rows_product(
-    x: Tensor, matrix: Tensor, form: FewRowsForm, out: Tensor | None = None, *,
-    norm: tuple[Tensor, float] | None = None, bias: Tensor | None = None, act: str = "", add: bool = False,
+    x: Tensor,
+    matrix: Tensor,
+    form: FewRowsForm,
+    out: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    bias: Tensor | None = None,
+    act: str = "",
+    add: bool = False,
     factor: float = 1.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The parts of ``x matrix``; of one part also a layer's ``act(norm(x) matrix + bias)`` and ``out += factor · …``.
 
     Args:
@@ -282,16 +331,48 @@ def few_rows_product(
     with torch.cuda.device_of(x):
         if form.kernel == "vector":
             _vector_kernel[grid](
-                x, matrix, out, weight, bias, inputs, outputs, per_part, eps, factor, matrix.stride(1), out.stride(0),
-                ADD=add, BLOCK_N=form.outputs, BLOCK_K=form.inputs, STAGES=form.num_stages, **options,
-            )  # fmt: skip
+                x,
+                matrix,
+                out,
+                weight,
+                bias,
+                inputs,
+                outputs,
+                per_part,
+                eps,
+                factor,
+                matrix.stride(1),
+                out.stride(0),
+                ADD=add,
+                BLOCK_N=form.outputs,
+                BLOCK_K=form.inputs,
+                STAGES=form.num_stages,
+                **options,
+            )
         else:
             _few_rows_kernel[grid](
-                x, matrix, out, weight, bias, rows, rows if add else 0, inputs, outputs, per_part, eps,
-                factor if add else 1.0, x.stride(0), matrix.stride(1), out.stride(0), out.stride(1),
-                BLOCK_M=next_power(rows, 16), BLOCK_N=form.outputs, BLOCK_K=form.inputs, num_stages=form.num_stages,
+                x,
+                matrix,
+                out,
+                weight,
+                bias,
+                rows,
+                rows if add else 0,
+                inputs,
+                outputs,
+                per_part,
+                eps,
+                factor if add else 1.0,
+                x.stride(0),
+                matrix.stride(1),
+                out.stride(0),
+                out.stride(1),
+                BLOCK_M=next_power(rows, 16),
+                BLOCK_N=form.outputs,
+                BLOCK_K=form.inputs,
+                num_stages=form.num_stages,
                 **options,
-            )  # fmt: skip
+            )
     return out
 
 
@@ -302,9 +383,7 @@ def sum_parts_reference(parts: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @jit
-def _sum_parts_kernel(
-    parts, bias, out, outputs, part_stride, row_stride, out_row, PARTS: constexpr, BLOCK: constexpr
-):  # fmt: skip
+def _sum_parts_kernel(parts, bias, out, outputs, part_stride, row_stride, out_row, PARTS: constexpr, BLOCK: constexpr):
     """One program per row and block of outputs."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -337,7 +416,15 @@ def sum_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     block = min(1024, next_power(outputs))
     with torch.cuda.device_of(parts):
         _sum_parts_kernel[(rows, -(-outputs // block))](
-            parts, bias, out, outputs, parts.stride(0), parts.stride(1), out.stride(0), PARTS=count, BLOCK=block,
+            parts,
+            bias,
+            out,
+            outputs,
+            parts.stride(0),
+            parts.stride(1),
+            out.stride(0),
+            PARTS=count,
+            BLOCK=block,
             num_warps=4,
-        )  # fmt: skip
+        )
     return out

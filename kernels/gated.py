@@ -27,9 +27,13 @@ CPU_ACTS = (*ACTS, "gelu")  # in the order of kernels/cpu.cpp; the last is the e
 # transformers' classes, by name: it is not imported here, and renames them. All of them are functions of their input
 # alone.
 _TRANSFORMERS_ACTS = {
-    "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
-    "FastGELUActivation": "gelu_tanh", "GELUActivation": "gelu",
-}  # fmt: skip
+    "SiLUActivation": "silu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "GELUActivation": "gelu",
+}
 
 
 def act_name(act: Callable[..., Any]) -> str | None:
@@ -105,9 +109,14 @@ def gated(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | None = None)
     if why_not_triton(gate_up):
         if cpu.runs(out) and len(gate_up) == 1 and gate_up.dtype == out.dtype and gate_up.stride(-1) == 1:
             cpu.function("gated", out.dtype)(
-                gate_up.data_ptr(), out.data_ptr(), cpu.address(bias), CPU_ACTS.index(act), *out.shape,
-                gate_up.stride(1), out.stride(0),
-            )  # fmt: skip
+                gate_up.data_ptr(),
+                out.data_ptr(),
+                cpu.address(bias),
+                CPU_ACTS.index(act),
+                *out.shape,
+                gate_up.stride(1),
+                out.stride(0),
+            )
             return
         gated_reference(gate_up, out, act, bias=bias)
         return
@@ -118,6 +127,14 @@ def gated(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | None = None)
     tile = gated_tile(width)
     with torch.cuda.device_of(gate_up):
         _gated_kernel[(rows, -(-width // tile["BLOCK"]))](
-            gate_up, out, bias, width, gate_up.stride(0), gate_up.stride(1), out.stride(0),
-            PARTS=len(gate_up), GELU=act == "gelu_tanh", **tile,
-        )  # fmt: skip
+            gate_up,
+            out,
+            bias,
+            width,
+            gate_up.stride(0),
+            gate_up.stride(1),
+            out.stride(0),
+            PARTS=len(gate_up),
+            GELU=act == "gelu_tanh",
+            **tile,
+        )

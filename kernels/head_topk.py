@@ -65,9 +65,24 @@ def unpacked(both):
 
 @jit(do_not_specialize=["rows", "count", "candidates"])
 def _block_topk_kernel(
-    features, weight, values, ids, tops, sums, rows, width, vocabulary, features_row, weight_row, count, candidates,
-    ARGMAX: constexpr, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
-):  # fmt: skip
+    features,
+    weight,
+    values,
+    ids,
+    tops,
+    sums,
+    rows,
+    width,
+    vocabulary,
+    features_row,
+    weight_row,
+    count,
+    candidates,
+    ARGMAX: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_V: constexpr,
+    BLOCK_K: constexpr,
+):
     """One program per block of rows and of the vocabulary: logits by tl.dot, then ``count`` times the best remaining.
     ``tops`` and ``sums``: each block's max l and Σ exp(l − max l), or None. ARGMAX: see :func:`head_argmax`."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # first: programs that run together share the weight
@@ -105,9 +120,20 @@ def _block_topk_kernel(
 
 @jit(do_not_specialize=["count", "candidates"])
 def _merge_topk_kernel(
-    values, ids, out_values, out_ids, count, candidates, vocabulary, tops, sums, blocks, tokens,
-    BLOCK: constexpr, BLOCK_P: constexpr,
-):  # fmt: skip
+    values,
+    ids,
+    out_values,
+    out_ids,
+    count,
+    candidates,
+    vocabulary,
+    tops,
+    sums,
+    blocks,
+    tokens,
+    BLOCK: constexpr,
+    BLOCK_P: constexpr,
+):
     """One program per row and part of its candidates; the blocks of candidates go round the parts. Each block is read
     once, and its best are merged with those of the program's earlier blocks, if any.
 
@@ -150,9 +176,14 @@ def _merge_topk_kernel(
 
 
 def merge_topk(
-    values: Tensor, ids: Tensor, count: int, vocabulary: int, tops: Tensor | None = None, sums: Tensor | None = None,
+    values: Tensor,
+    ids: Tensor,
+    count: int,
+    vocabulary: int,
+    tops: Tensor | None = None,
+    sums: Tensor | None = None,
     tokens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """The best ``count`` of each row's candidates by the kernel above, best first, among equal values the lowest id.
 
     Args:
@@ -174,10 +205,18 @@ def merge_topk(
         with torch.cuda.device_of(values):
             last = (tops, sums, blocks, tokens) if parts == 1 else (None, None, 0, None)
             _merge_topk_kernel[(rows, parts)](
-                values, ids, best_values, best_ids, count, candidates, vocabulary, *last,
-                BLOCK=min(MERGED_AT_ONCE, 128 if candidates <= 128 else 1024), BLOCK_P=next_power(max(1, blocks)),
+                values,
+                ids,
+                best_values,
+                best_ids,
+                count,
+                candidates,
+                vocabulary,
+                *last,
+                BLOCK=min(MERGED_AT_ONCE, 128 if candidates <= 128 else 1024),
+                BLOCK_P=next_power(max(1, blocks)),
                 num_warps=4,
-            )  # fmt: skip
+            )
         if parts == 1:
             return best_values, best_ids
         values, ids = best_values, best_ids
@@ -260,9 +299,13 @@ def head_argmax(features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _head_topk(
-    features: Tensor, weight: Tensor, count: int, log_q: bool = False, tokens: Tensor | None = None,
+    features: Tensor,
+    weight: Tensor,
+    count: int,
+    log_q: bool = False,
+    tokens: Tensor | None = None,
     argmax: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Both kernels."""
     (rows, width), vocabulary = features.shape, len(weight)
     features = dense(features)
@@ -274,7 +317,20 @@ def _head_topk(
     tops, sums = features.new_empty((2, rows, blocks), dtype=torch.float32) if log_q else (None, None)
     with torch.cuda.device_of(features):
         _block_topk_kernel[(-(-rows // tile["BLOCK_M"]), blocks)](
-            features, weight, values, ids, tops, sums, rows, width, vocabulary, features.stride(0), weight.stride(0),
-            count, blocks * count, ARGMAX=argmax, **tile,
-        )  # fmt: skip
+            features,
+            weight,
+            values,
+            ids,
+            tops,
+            sums,
+            rows,
+            width,
+            vocabulary,
+            features.stride(0),
+            weight.stride(0),
+            count,
+            blocks * count,
+            ARGMAX=argmax,
+            **tile,
+        )
     return merge_topk(values, ids, count, vocabulary, tops, sums, tokens)

@@ -21,9 +21,16 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def pair_input_reference(
-    tokens: Tensor, embedding: Tensor, hidden: Tensor, above: Tensor | None, norms: Norms | None, lengths: Tensor,
-    depth: Tensor, first: int, last: int,
-) -> Inputs:  # fmt: skip
+    tokens: Tensor,
+    embedding: Tensor,
+    hidden: Tensor,
+    above: Tensor | None,
+    norms: Norms | None,
+    lengths: Tensor,
+    depth: Tensor,
+    first: int,
+    last: int,
+) -> Inputs:
     """The definition of :func:`pair_input`."""
     hidden = hidden if above is None else hidden.index_select(1, above)
     parts = [F.embedding(tokens.clamp(min=0), embedding), hidden]
@@ -48,9 +55,30 @@ def _normed(values, weight, place, inside, width, eps):
 
 @jit(do_not_specialize=["nodes", "first", "last", "tokens_row", "hidden_node", "depth_row"])
 def _pair_input_kernel(
-    tokens, embedding, hidden, above, embedding_norm, hidden_norm, lengths, depth, pairs, residual, positions, slots,
-    nodes, first, last, width, eps, tokens_row, embedding_row, hidden_row, hidden_node, depth_row, BLOCK: constexpr,
-):  # fmt: skip
+    tokens,
+    embedding,
+    hidden,
+    above,
+    embedding_norm,
+    hidden_norm,
+    lengths,
+    depth,
+    pairs,
+    residual,
+    positions,
+    slots,
+    nodes,
+    first,
+    last,
+    width,
+    eps,
+    tokens_row,
+    embedding_row,
+    hidden_row,
+    hidden_node,
+    depth_row,
+    BLOCK: constexpr,
+):
     """One program per node, whose vectors stay in registers."""
     number = tl.program_id(0).to(tl.int64)
     row, node = number // nodes, number % nodes
@@ -75,9 +103,16 @@ def _pair_input_kernel(
 
 
 def pair_input(
-    tokens: Tensor, embedding: Tensor, hidden: Tensor, above: Tensor | None, norms: Norms | None, lengths: Tensor,
-    depth: Tensor, first: int, last: int,
-) -> Inputs:  # fmt: skip
+    tokens: Tensor,
+    embedding: Tensor,
+    hidden: Tensor,
+    above: Tensor | None,
+    norms: Norms | None,
+    lengths: Tensor,
+    depth: Tensor,
+    first: int,
+    last: int,
+) -> Inputs:
     """The input of the layer for n nodes of each row.
 
     Args:
@@ -105,8 +140,28 @@ def pair_input(
     block = next_power(width)
     with torch.cuda.device_of(hidden):
         _pair_input_kernel[(rows * nodes,)](
-            tokens, embedding, hidden, above, embedding_norm, hidden_norm, lengths, depth, pairs, residual, positions,
-            slots, nodes, first, last, width, eps, tokens.stride(0), embedding.stride(0), *hidden.stride()[:2],
-            depth.stride(0), BLOCK=block, num_warps=max(1, min(block // 256, 16)),
-        )  # fmt: skip
+            tokens,
+            embedding,
+            hidden,
+            above,
+            embedding_norm,
+            hidden_norm,
+            lengths,
+            depth,
+            pairs,
+            residual,
+            positions,
+            slots,
+            nodes,
+            first,
+            last,
+            width,
+            eps,
+            tokens.stride(0),
+            embedding.stride(0),
+            *hidden.stride()[:2],
+            depth.stride(0),
+            BLOCK=block,
+            num_warps=max(1, min(block // 256, 16)),
+        )
     return pairs, residual, positions, slots

@@ -26,9 +26,21 @@ def res_block_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @jit(do_not_specialize=["rows"])
 def _res_block_kernel(
-    x, weight, bias, out, rows, width, x_head, x_row, weight_head, weight_row, bias_head,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    width,
+    x_head,
+    x_row,
+    weight_head,
+    weight_row,
+    bias_head,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_K: constexpr,
+):
     """One program per block of outputs and head; all rows in one tile."""
     head = tl.program_id(1).to(tl.int64)
     row = tl.arange(0, BLOCK_M)

@@ -21,9 +21,17 @@ from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, wh
 
 
 def rotate_write_reference(
-    qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, q_out: Tensor, *,
-    bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
-) -> None:  # fmt: skip
+    qkv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    q_out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
     """The definition of :func:`rotate_write`."""
     rows, count, heads, width = q_out.shape
     kv_heads = cache.shape[3]
@@ -42,11 +50,35 @@ def rotate_write_reference(
 
 @jit(do_not_specialize=["count", "positions_batch", "positions_node", "slots_batch", "slots_node"])
 def _rotate_write_kernel(
-    qkv, table, positions, slots, cache, q_out, bias, norm, eps,
-    count, qkv_part, qkv_row, table_row, positions_batch, positions_node, slots_batch, slots_node,
-    cache_batch, cache_slot, cache_kind, cache_head, norm_head,
-    PARTS: constexpr, HEADS: constexpr, KV_HEADS: constexpr, HALF: constexpr, BLOCK_H: constexpr, BLOCK_D: constexpr,
-):  # fmt: skip
+    qkv,
+    table,
+    positions,
+    slots,
+    cache,
+    q_out,
+    bias,
+    norm,
+    eps,
+    count,
+    qkv_part,
+    qkv_row,
+    table_row,
+    positions_batch,
+    positions_node,
+    slots_batch,
+    slots_node,
+    cache_batch,
+    cache_slot,
+    cache_kind,
+    cache_head,
+    norm_head,
+    PARTS: constexpr,
+    HEADS: constexpr,
+    KV_HEADS: constexpr,
+    HALF: constexpr,
+    BLOCK_H: constexpr,
+    BLOCK_D: constexpr,
+):
     """One program per node and block of heads, of queries, keys and values alike. A head's two halves are two tiles
     [BLOCK_H, BLOCK_D], so that an element and its partner are in the same thread."""
     row = tl.program_id(0).to(tl.int64)
@@ -107,9 +139,17 @@ def rotate_write_tile(heads: int, width: int) -> dict[str, int]:
 
 
 def rotate_write(
-    qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, q_out: Tensor, *,
-    bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
-) -> None:  # fmt: skip
+    qkv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    q_out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
     """Rotate the queries and keys of new nodes; write the queries to ``q_out``, keys and values to the cache.
 
     Args:
@@ -132,11 +172,28 @@ def rotate_write(
         if cpu.runs(q_out) and len(qkv) == 1 and qkv.dtype == table.dtype == q_out.dtype:
             norm = None if norm is None else norm.float()
             cpu.function("rotate_write", q_out.dtype)(
-                qkv.data_ptr(), table.data_ptr(), positions.data_ptr(), slots.data_ptr(), cache.data_ptr(),
-                q_out.data_ptr(), cpu.address(bias), cpu.address(norm), eps, rows, count, heads, kv_heads, width,
-                qkv.stride(1), table.stride(0), *positions.stride(), 0 if len(slots) == 1 else slots.stride(0),
-                slots.stride(1), *cache.stride()[:4], 0 if norm is None else norm.stride(0),
-            )  # fmt: skip
+                qkv.data_ptr(),
+                table.data_ptr(),
+                positions.data_ptr(),
+                slots.data_ptr(),
+                cache.data_ptr(),
+                q_out.data_ptr(),
+                cpu.address(bias),
+                cpu.address(norm),
+                eps,
+                rows,
+                count,
+                heads,
+                kv_heads,
+                width,
+                qkv.stride(1),
+                table.stride(0),
+                *positions.stride(),
+                0 if len(slots) == 1 else slots.stride(0),
+                slots.stride(1),
+                *cache.stride()[:4],
+                0 if norm is None else norm.stride(0),
+            )
             return
         rotate_write_reference(qkv, table, positions, slots, cache, q_out, bias=bias, norm=norm, eps=eps)
         return
@@ -146,9 +203,27 @@ def rotate_write(
     tile = rotate_write_tile(heads + 2 * kv_heads, width)
     with torch.cuda.device_of(qkv):
         _rotate_write_kernel[(rows * count, -(-(heads + 2 * kv_heads) // tile["BLOCK_H"]))](
-            qkv, table, positions, slots, cache, q_out, bias, norm, eps,
-            count, qkv.stride(0), qkv.stride(1), table.stride(0), *positions.stride(),
-            0 if len(slots) == 1 else slots.stride(0), slots.stride(1), *cache.stride()[:4],
+            qkv,
+            table,
+            positions,
+            slots,
+            cache,
+            q_out,
+            bias,
+            norm,
+            eps,
+            count,
+            qkv.stride(0),
+            qkv.stride(1),
+            table.stride(0),
+            *positions.stride(),
+            0 if len(slots) == 1 else slots.stride(0),
+            slots.stride(1),
+            *cache.stride()[:4],
             0 if norm is None else norm.stride(0),
-            PARTS=len(qkv), HEADS=heads, KV_HEADS=kv_heads, HALF=width // 2, **tile,
-        )  # fmt: skip
+            PARTS=len(qkv),
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HALF=width // 2,
+            **tile,
+        )

@@ -42,8 +42,11 @@ def philox_words(c0: Tensor, c1: Tensor, c2: Tensor, c3: int, key: Tensor) -> tu
     for _ in range(10):
         low0, low2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64-bit products; masks below remove the sign
         c0, c1, c2, last = (
-            ((low2 >> 32) & _LOW) ^ c1 ^ k0, low2 & _LOW, ((low0 >> 32) & _LOW) ^ last ^ k1, low0 & _LOW
-        )  # fmt: skip
+            ((low2 >> 32) & _LOW) ^ c1 ^ k0,
+            low2 & _LOW,
+            ((low0 >> 32) & _LOW) ^ last ^ k1,
+            low0 & _LOW,
+        )
         k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
     return c0, c1, c2, last
 
@@ -63,9 +66,12 @@ def _philox_kernel(seed, step, uniforms, count, stream, seed_row, step_row, BLOC
     number = tl.load(step + row * step_row)
     zero = place * 0
     c0, c1, c2, c3 = tl.philox(
-        tl.load(seed + row * seed_row), place.to(tl.uint32), (zero + number).to(tl.uint32),
-        (zero + (number >> 32)).to(tl.uint32), (zero + stream).to(tl.uint32),
-    )  # fmt: skip
+        tl.load(seed + row * seed_row),
+        place.to(tl.uint32),
+        (zero + number).to(tl.uint32),
+        (zero + (number >> 32)).to(tl.uint32),
+        (zero + stream).to(tl.uint32),
+    )
     first = uniforms + row * count + place * 4
     tl.store(first, (c0 >> 8).to(tl.float32) * 5.9604644775390625e-08, mask=place * 4 < count)  # 2^-24
     tl.store(first + 1, (c1 >> 8).to(tl.float32) * 5.9604644775390625e-08, mask=place * 4 + 1 < count)
@@ -99,9 +105,13 @@ def philox_uniforms(seed: Tensor, step: Tensor, count: int, stream: int = 0) -> 
 
 
 def distribution_reference(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
     uses: tuple[bool, bool, bool] = (True, True, True),
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The distribution ``[B, N, V]`` float32 that :func:`distribution_scalars` describes; NaN throughout where a
     node's logits hold NaN or +∞, or −∞ only. Arguments as there."""
     uses_greedy, uses_top, uses_min_p = uses
@@ -153,7 +163,7 @@ def p_at(logits, scalars, best, x, inside, GREEDY: constexpr):
     node_best = tl.load(best) if GREEDY else -1
     weights = weights_at(
         logits, x, inside, tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), node_best, GREEDY
-    )  # fmt: skip
+    )
     return weights / tl.load(scalars + 3)
 
 
@@ -200,7 +210,7 @@ def _number(key, LOW: constexpr):
 @jit
 def _search(
     logits, lowest, highest, bound, maximum, temperature, V, MASS: constexpr, LOW: constexpr, BLOCK_V: constexpr
-):  # fmt: skip
+):
     """The lowest key of lowest … highest above which there are fewer than ``bound`` tokens; with MASS, tokens whose
     exp(s) sum to less. True of ``highest``, which is the maximum's key, and not tested there."""
     while lowest < highest:
@@ -223,9 +233,7 @@ def _search(
 
 
 @jit
-def _top_floor(
-    logits, maxima, maximum, temperature, top_k, top_p, V, LOW: constexpr, BLOCK_V: constexpr
-):  # fmt: skip
+def _top_floor(logits, maxima, maximum, temperature, top_k, top_p, V, LOW: constexpr, BLOCK_V: constexpr):
     """The floor of top-k and top-p. ``maxima``: the maximum of every BLOCK_V-th token, from each of the first."""
     highest = _key(maximum, LOW).to(tl.int64)
     lanes = tl.arange(0, BLOCK_V)
@@ -237,7 +245,7 @@ def _top_floor(
     count = tl.minimum(top_k, V).to(tl.float32)
     key = _search(
         logits, lowest, tl.where(all_kept, lowest, highest), count, maximum, temperature, V, False, LOW, BLOCK_V
-    )  # fmt: skip
+    )
     floor = tl.div_rn(_number(key, LOW) - maximum, temperature)
     if top_p < 1:
         masses = tl.zeros([BLOCK_V], tl.float32)
@@ -257,11 +265,35 @@ def _top_floor(
 
 @jit(do_not_specialize=["N", "K", "temperature_row", "top_k_row", "top_p_row", "min_p_row", "child_row", "child_node"])
 def _distribution_kernel(
-    logits, temperature, top_k, top_p, min_p, tokens, child, scalars, best, acceptance, N, K, V, logits_row,
-    logits_node, temperature_row, top_k_row, top_p_row, min_p_row, child_row, child_node,
-    GREEDY: constexpr, TOP: constexpr, MIN_P: constexpr, DRAWS: constexpr, LOW: constexpr, BLOCK_K: constexpr,
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    tokens,
+    child,
+    scalars,
+    best,
+    acceptance,
+    N,
+    K,
+    V,
+    logits_row,
+    logits_node,
+    temperature_row,
+    top_k_row,
+    top_p_row,
+    min_p_row,
+    child_row,
+    child_node,
+    GREEDY: constexpr,
+    TOP: constexpr,
+    MIN_P: constexpr,
+    DRAWS: constexpr,
+    LOW: constexpr,
+    BLOCK_K: constexpr,
     BLOCK_V: constexpr,
-):  # fmt: skip
+):
     """One node per program: the maximum, the floor, then Z and the acceptance probabilities."""
     node = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(0).to(tl.int64)  # the axis that may be long
@@ -295,9 +327,16 @@ def _distribution_kernel(
     if finite:
         if TOP and node_best < 0:
             floor = _top_floor(
-                logits, maxima, maximum, row_temperature, tl.load(top_k + batch * top_k_row),
-                tl.load(top_p + batch * top_p_row), V, LOW, BLOCK_V,
-            )  # fmt: skip
+                logits,
+                maxima,
+                maximum,
+                row_temperature,
+                tl.load(top_k + batch * top_k_row),
+                tl.load(top_p + batch * top_p_row),
+                V,
+                LOW,
+                BLOCK_V,
+            )
         if MIN_P:
             row_min_p = tl.load(min_p + batch * min_p_row)
             floor = tl.maximum(floor, tl.where(row_min_p > 0, tl.log(tl.maximum(row_min_p, 1.2e-38)), float("-inf")))
@@ -338,10 +377,16 @@ def distribution_tile(vocabulary: int, uses_top: bool) -> dict[str, int]:
 
 
 def distribution_scalars(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-    uses: tuple[bool, bool, bool] = (True, True, True), tokens: Tensor | None = None, child: Tensor | None = None,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uses: tuple[bool, bool, bool] = (True, True, True),
+    tokens: Tensor | None = None,
+    child: Tensor | None = None,
     block: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Everything that defines the target's distribution at each node beside the logits. Triton alone.
 
     Args:
@@ -382,9 +427,32 @@ def distribution_scalars(
         tile["BLOCK_V"] = block
     with torch.cuda.device_of(logits):
         _distribution_kernel[(rows, nodes)](
-            logits, temperature, top_k, top_p, min_p, tokens, child, scalars, best, acceptance, nodes, max_draws,
-            vocabulary, logits.stride(0), logits.stride(1), temperature.stride(0), top_k.stride(0), top_p.stride(0),
-            min_p.stride(0), *strides, GREEDY=uses_greedy, TOP=uses_top, MIN_P=uses_min_p, DRAWS=max_draws > 0,
-            LOW=LOW_BITS.get(logits.dtype, 0), BLOCK_K=next_power(max_draws or 1), **tile,
-        )  # fmt: skip
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            tokens,
+            child,
+            scalars,
+            best,
+            acceptance,
+            nodes,
+            max_draws,
+            vocabulary,
+            logits.stride(0),
+            logits.stride(1),
+            temperature.stride(0),
+            top_k.stride(0),
+            top_p.stride(0),
+            min_p.stride(0),
+            *strides,
+            GREEDY=uses_greedy,
+            TOP=uses_top,
+            MIN_P=uses_min_p,
+            DRAWS=max_draws > 0,
+            LOW=LOW_BITS.get(logits.dtype, 0),
+            BLOCK_K=next_power(max_draws or 1),
+            **tile,
+        )
     return scalars, best, acceptance

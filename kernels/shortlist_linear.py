@@ -104,9 +104,18 @@ def _tokens(values: Tensor, places: Tensor, rows: Tensor, ids: Tensor) -> Tensor
 
 @jit
 def _gathered_product(
-    features, weight, head_row, row, rows, width, features_row, weight_row, BLOCK_M: constexpr, BLOCK_V: constexpr,
+    features,
+    weight,
+    head_row,
+    row,
+    rows,
+    width,
+    features_row,
+    weight_row,
+    BLOCK_M: constexpr,
+    BLOCK_V: constexpr,
     BLOCK_K: constexpr,
-):  # fmt: skip
+):
     """Logits ``[BLOCK_M, BLOCK_V]`` of a text's nodes ``row`` and of rows of the head; −inf for a negative row."""
     known = head_row >= 0
     feature_place = features + row.to(tl.int64)[:, None] * features_row
@@ -122,27 +131,63 @@ def _gathered_product(
 
 @jit(do_not_specialize=["rows", "capacity", "features_text", "head_rows_text"])
 def _shortlist_logits_kernel(
-    features, weight, head_rows, out, rows, width, capacity, features_text, features_row, weight_row, head_rows_text,
-    BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
-):  # fmt: skip
+    features,
+    weight,
+    head_rows,
+    out,
+    rows,
+    width,
+    capacity,
+    features_text,
+    features_row,
+    weight_row,
+    head_rows_text,
+    BLOCK_M: constexpr,
+    BLOCK_V: constexpr,
+    BLOCK_K: constexpr,
+):
     """One program per block of the shortlist, block of nodes and text."""
     text = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     place = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     head_row = tl.load(head_rows + text * head_rows_text + place, mask=place < capacity, other=-1)
     logits = _gathered_product(
-        features + text * features_text, weight, head_row, row, rows, width, features_row, weight_row,
-        BLOCK_M, BLOCK_V, BLOCK_K,
-    )  # fmt: skip
+        features + text * features_text,
+        weight,
+        head_row,
+        row,
+        rows,
+        width,
+        features_row,
+        weight_row,
+        BLOCK_M,
+        BLOCK_V,
+        BLOCK_K,
+    )
     out_place = out + (text * rows + row)[:, None] * capacity + place[None, :]
     tl.store(out_place, logits, mask=(row < rows)[:, None] & (place < capacity)[None, :])
 
 
 @jit(do_not_specialize=["rows", "capacity", "features_text", "head_rows_text", "candidates"])
 def _shortlist_topk_kernel(
-    features, weight, head_rows, values, places, rows, width, capacity, features_text, features_row, weight_row,
-    head_rows_text, candidates, COUNT: constexpr, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr,
-):  # fmt: skip
+    features,
+    weight,
+    head_rows,
+    values,
+    places,
+    rows,
+    width,
+    capacity,
+    features_text,
+    features_row,
+    weight_row,
+    head_rows_text,
+    candidates,
+    COUNT: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_V: constexpr,
+    BLOCK_K: constexpr,
+):
     """As :func:`_shortlist_logits_kernel`, then COUNT times the best remaining place of the block; value −inf and any
     place where there is none."""
     text = tl.program_id(2).to(tl.int64)
@@ -150,9 +195,18 @@ def _shortlist_topk_kernel(
     place = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     head_row = tl.load(head_rows + text * head_rows_text + place, mask=place < capacity, other=-1)
     left = _gathered_product(
-        features + text * features_text, weight, head_row, row, rows, width, features_row, weight_row,
-        BLOCK_M, BLOCK_V, BLOCK_K,
-    )  # fmt: skip
+        features + text * features_text,
+        weight,
+        head_row,
+        row,
+        rows,
+        width,
+        features_row,
+        weight_row,
+        BLOCK_M,
+        BLOCK_V,
+        BLOCK_K,
+    )
     out_place = (text * rows + row) * candidates + tl.program_id(1) * COUNT
     for rank in range(COUNT):
         best = tl.max(left, 1)
@@ -200,9 +254,19 @@ def shortlist_logits(features: Tensor, weight: Tensor, rows: Tensor, static: boo
     tile = topk_tile(nodes, features.dtype)
     with torch.cuda.device_of(features):
         _shortlist_logits_kernel[(-(-nodes // tile["BLOCK_M"]), -(-capacity // tile["BLOCK_V"]), texts)](
-            features, weight, rows, out, nodes, width, capacity, features.stride(0), features.stride(1),
-            weight.stride(0), rows.stride(0), **tile,
-        )  # fmt: skip
+            features,
+            weight,
+            rows,
+            out,
+            nodes,
+            width,
+            capacity,
+            features.stride(0),
+            features.stride(1),
+            weight.stride(0),
+            rows.stride(0),
+            **tile,
+        )
     return out
 
 
@@ -266,15 +330,48 @@ def shortlist_topk(
     best_ids = torch.empty_like(best_places)
     with torch.cuda.device_of(features):
         _shortlist_topk_kernel[(-(-nodes // tile["BLOCK_M"]), blocks, texts)](
-            features, weight, rows, values, places, nodes, width, capacity, features.stride(0), features.stride(1),
-            weight.stride(0), rows.stride(0), blocks * count, COUNT=count, **tile,
-        )  # fmt: skip
+            features,
+            weight,
+            rows,
+            values,
+            places,
+            nodes,
+            width,
+            capacity,
+            features.stride(0),
+            features.stride(1),
+            weight.stride(0),
+            rows.stride(0),
+            blocks * count,
+            COUNT=count,
+            **tile,
+        )
         _merge_topk_kernel[(texts * nodes,)](
-            values, places, best_values, best_places, count, blocks * count, capacity, None, None, 0, None,
-            BLOCK=128 if blocks * count <= 128 else 1024, BLOCK_P=1, num_warps=4,
-        )  # fmt: skip
+            values,
+            places,
+            best_values,
+            best_places,
+            count,
+            blocks * count,
+            capacity,
+            None,
+            None,
+            0,
+            None,
+            BLOCK=128 if blocks * count <= 128 else 1024,
+            BLOCK_P=1,
+            num_warps=4,
+        )
         _tokens_kernel[(texts * nodes,)](
-            best_values, best_places, rows, ids, best_ids, nodes, rows.stride(0), COUNT=count, BLOCK=next_power(count),
+            best_values,
+            best_places,
+            rows,
+            ids,
+            best_ids,
+            nodes,
+            rows.stride(0),
+            COUNT=count,
+            BLOCK=next_power(count),
             num_warps=1,
-        )  # fmt: skip
+        )
     return best_values, best_ids

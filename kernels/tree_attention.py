@@ -105,9 +105,14 @@ class TreeKeys(NamedTuple):
 
 
 def tree_bias(
-    lengths: Tensor, mask: Tensor, depth: Tensor, slots: int, window: int, dtype: torch.dtype,
+    lengths: Tensor,
+    mask: Tensor,
+    depth: Tensor,
+    slots: int,
+    window: int,
+    dtype: torch.dtype,
     key_depth: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The additive mask of a tree that follows each row's prefix.
 
     Args:
@@ -197,9 +202,18 @@ def tree_attention(
 
 
 def tree_attention_cached_reference(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, ancestors: Tensor, num_tree_keys: int, scale: float,
-    depth: Tensor | None = None, key_depth: Tensor | None = None, window: int = 0, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor,
+    num_tree_keys: int,
+    scale: float,
+    depth: Tensor | None = None,
+    key_depth: Tensor | None = None,
+    window: int = 0,
+    softcap: float | None = None,
+) -> Tensor:
     """The definition of :func:`tree_attention_cached`, row by row (it synchronises to read each row's length)."""
     mask = ancestor_mask(ancestors, num_tree_keys)  # [B, Q, T]
     out = torch.empty_like(q)
@@ -241,9 +255,18 @@ def tree_work_reference(
 
 @jit(do_not_specialize=["rows", "num_tree_keys", "num_items"])
 def _work_kernel(
-    lengths, items, first, count, rows, num_tree_keys, num_items,
-    WINDOW: constexpr, TILE: constexpr, MIN_SHARE: constexpr, BLOCK_B: constexpr,
-):  # fmt: skip
+    lengths,
+    items,
+    first,
+    count,
+    rows,
+    num_tree_keys,
+    num_items,
+    WINDOW: constexpr,
+    TILE: constexpr,
+    MIN_SHARE: constexpr,
+    BLOCK_B: constexpr,
+):
     """One program per item; each looks at all rows, and the first one writes what is known of them."""
     item = tl.program_id(0)
     row = tl.arange(0, BLOCK_B)
@@ -279,9 +302,19 @@ def _tree_work(
     count = torch.empty_like(first)
     with torch.cuda.device_of(lengths):
         traceable(_work_kernel)[(num_items,)](
-            lengths, items, first, count, len(lengths), num_tree_keys, num_items,
-            WINDOW=window, TILE=TILE, MIN_SHARE=min_share, BLOCK_B=next_power(len(lengths), 32), num_warps=1,
-        )  # fmt: skip
+            lengths,
+            items,
+            first,
+            count,
+            len(lengths),
+            num_tree_keys,
+            num_items,
+            WINDOW=window,
+            TILE=TILE,
+            MIN_SHARE=min_share,
+            BLOCK_B=next_power(len(lengths), 32),
+            num_warps=1,
+        )
     return items, first, count
 
 
@@ -340,9 +373,23 @@ class Plans:
 
 @jit
 def _add_tile(
-    q, k, v, slot, stored, seen, width, k_stride, v_stride, best, total, acc, log2_scale, softcap,
-    SOFTCAP: constexpr, BLOCK_D: constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    slot,
+    stored,
+    seen,
+    width,
+    k_stride,
+    v_stride,
+    best,
+    total,
+    acc,
+    log2_scale,
+    softcap,
+    SOFTCAP: constexpr,
+    BLOCK_D: constexpr,
+):
     """Add a tile of keys to the running softmax (base 2): its maximum, its sum, and the weighted values.
 
     ``stored`` [BLOCK_N]: slots that hold keys; ``seen`` [BLOCK_M or 1, BLOCK_N]: those that a row sees.
@@ -388,13 +435,51 @@ def _add_tile(
     ]
 )
 def _tree_attention_kernel(
-    q, k, v, lengths, ancestors, depth, key_depth, items, first_item, count, out, partial, partial_lse, arrived,
-    num_queries, num_tree_keys, width, log2_scale, softcap,
-    q_batch, q_head, q_query, k_batch, k_head, k_slot, v_batch, v_head, v_slot, out_batch, out_head, out_query,
-    ancestors_batch, ancestors_query, depth_batch, key_depth_batch,
-    KV_HEADS: constexpr, GROUP: constexpr, PLANNED: constexpr, WINDOW: constexpr,
-    SOFTCAP: constexpr, TILE: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    lengths,
+    ancestors,
+    depth,
+    key_depth,
+    items,
+    first_item,
+    count,
+    out,
+    partial,
+    partial_lse,
+    arrived,
+    num_queries,
+    num_tree_keys,
+    width,
+    log2_scale,
+    softcap,
+    q_batch,
+    q_head,
+    q_query,
+    k_batch,
+    k_head,
+    k_slot,
+    v_batch,
+    v_head,
+    v_slot,
+    out_batch,
+    out_head,
+    out_query,
+    ancestors_batch,
+    ancestors_query,
+    depth_batch,
+    key_depth_batch,
+    KV_HEADS: constexpr,
+    GROUP: constexpr,
+    PLANNED: constexpr,
+    WINDOW: constexpr,
+    SOFTCAP: constexpr,
+    TILE: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_D: constexpr,
+):
     """One program per block of (query, head of the group) rows, key/value head and item; without a plan, an item is all
     of a row of the batch.
 
@@ -447,9 +532,23 @@ def _tree_attention_kernel(
         if WINDOW:
             seen = seen & (slot[None, :] - length > own_depth[:, None] - WINDOW)
         best, total, acc = _add_tile(
-            queries, k, v, slot, stored, seen, width, k_slot, v_slot, best, total, acc, log2_scale, softcap,
-            SOFTCAP, BLOCK_D,
-        )  # fmt: skip
+            queries,
+            k,
+            v,
+            slot,
+            stored,
+            seen,
+            width,
+            k_slot,
+            v_slot,
+            best,
+            total,
+            acc,
+            log2_scale,
+            softcap,
+            SOFTCAP,
+            BLOCK_D,
+        )
     start = tl.maximum(start - prefix_tiles, 0) * (TILE // BLOCK_N)
     end = (end - prefix_tiles) * (TILE // BLOCK_N)
     for block in range(start, tl.minimum(end, tl.cdiv(num_tree_keys, BLOCK_N))):
@@ -465,9 +564,23 @@ def _tree_attention_kernel(
             its_depth = tl.load(key_depth + batch * key_depth_batch + node, mask=stored, other=0)
             seen = seen & (own_depth[:, None] - its_depth[None, :] < WINDOW)
         best, total, acc = _add_tile(
-            queries, k, v, length + node, stored, seen, width, k_slot, v_slot, best, total, acc, log2_scale, softcap,
-            SOFTCAP, BLOCK_D,
-        )  # fmt: skip
+            queries,
+            k,
+            v,
+            length + node,
+            stored,
+            seen,
+            width,
+            k_slot,
+            v_slot,
+            best,
+            total,
+            acc,
+            log2_scale,
+            softcap,
+            SOFTCAP,
+            BLOCK_D,
+        )
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if parts == 1:
@@ -495,9 +608,11 @@ def _tree_attention_kernel(
                         # Past the first-level cache: other multiprocessors wrote these.
                         lse = tl.load(partial_lse + at, mask=used, other=float("-inf"), cache_modifier=".cg")
                         values = tl.load(
-                            partial + at[:, None] * width + d[None, :], mask=inside & used[:, None], other=0.0,
+                            partial + at[:, None] * width + d[None, :],
+                            mask=inside & used[:, None],
+                            other=0.0,
                             cache_modifier=".cg",
-                        )  # fmt: skip
+                        )
                         new_best = tl.maximum(best, lse)
                         anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
                         weights, rescale = tl.exp2(lse - anchor), tl.exp2(best - anchor)
@@ -511,9 +626,21 @@ def _tree_attention_kernel(
 
 @jit(do_not_specialize=["num_queries"])
 def _merge_items_kernel(
-    partial, partial_lse, first, count, out, num_queries, width, out_batch, out_head, out_query,
-    HEADS: constexpr, BLOCK_I: constexpr, BLOCK_H: constexpr, BLOCK_D: constexpr,
-):  # fmt: skip
+    partial,
+    partial_lse,
+    first,
+    count,
+    out,
+    num_queries,
+    width,
+    out_batch,
+    out_head,
+    out_query,
+    HEADS: constexpr,
+    BLOCK_I: constexpr,
+    BLOCK_H: constexpr,
+    BLOCK_D: constexpr,
+):
     """Combine a row's items, weighted by their softmax sums: one query and block of heads per program."""
     batch = tl.program_id(2).to(tl.int64)
     items = tl.load(count + batch)
@@ -537,17 +664,19 @@ def _merge_items_kernel(
         rescale = tl.exp2(best - anchor)
         values = tl.load(
             partial + place[:, :, None] * width + d[None, None, :],
-            mask=used[:, :, None] & (d < width)[None, None, :], other=0.0,
-        )  # fmt: skip
+            mask=used[:, :, None] & (d < width)[None, None, :],
+            other=0.0,
+        )
         acc = acc * rescale[:, None] + tl.sum(weights[:, :, None] * values, 0)
         total = total * rescale + tl.sum(weights, 0)
         best = new_best
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     rows_out = out + batch * out_batch + head.to(tl.int64) * out_head + query * out_query
     tl.store(
-        rows_out[:, None] + d[None, :], acc.to(out.dtype.element_ty),
+        rows_out[:, None] + d[None, :],
+        acc.to(out.dtype.element_ty),
         mask=(head < HEADS)[:, None] & (d < width)[None, :],
-    )  # fmt: skip
+    )
 
 
 # By the bytes of an element and the widest head: rows of a program, keys of a block, pipeline stages. Sized by shared
@@ -607,9 +736,15 @@ def _wide_key(rows: int, queries: int, heads: int, kv_heads: int, width: int, dt
 
 
 def _tile(
-    rows: int, queries: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device,
+    rows: int,
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
     capped: bool = False,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """The measured tile of this shape, or that of :func:`attention_tile`."""
     of_head, key = queries * heads // kv_heads, _wide_key(rows, queries, heads, kv_heads, width, dtype)
     tile = attention_tile(of_head, width, dtype, rows * kv_heads, multiprocessors(device), capped)
@@ -690,10 +825,22 @@ def attention_items(
 
 
 def _tree_attention_cached(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, ancestors: Tensor, depth: Tensor | None,
-    key_depth: Tensor | None, items: Tensor | None, first: Tensor | None, count: Tensor | None,
-    num_tree_keys: int, scale: float, window: int, softcap: float, arrived: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor,
+    depth: Tensor | None,
+    key_depth: Tensor | None,
+    items: Tensor | None,
+    first: Tensor | None,
+    count: Tensor | None,
+    num_tree_keys: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    arrived: Tensor | None = None,
+) -> Tensor:
     """Launch the kernels; the arguments are those of :func:`tree_attention_cached`, softcap 0 for None; without a plan
     (items, first, count) each row is one item. ``arrived``: zeros, at least as many as the kernel's; None: a second
     kernel merges the items."""
@@ -709,20 +856,57 @@ def _tree_attention_cached(
     lse = q.new_empty((parts, queries, heads), dtype=torch.float32)
     with torch.cuda.device_of(q):
         traceable(_tree_attention_kernel)[(row_blocks, kv_heads, num_items)](
-            q, k, v, lengths, ancestors, depth, key_depth, items, first, count, out, partial, lse, arrived,
-            queries, num_tree_keys, width, scale * math.log2(math.e), softcap,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-            *ancestors.stride()[:2], 0 if depth is None else depth.stride(0),
+            q,
+            k,
+            v,
+            lengths,
+            ancestors,
+            depth,
+            key_depth,
+            items,
+            first,
+            count,
+            out,
+            partial,
+            lse,
+            arrived,
+            queries,
+            num_tree_keys,
+            width,
+            scale * math.log2(math.e),
+            softcap,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *out.stride()[:3],
+            *ancestors.stride()[:2],
+            0 if depth is None else depth.stride(0),
             0 if key_depth is None else key_depth.stride(0),
-            KV_HEADS=kv_heads, GROUP=group, PLANNED=items is not None, WINDOW=window, SOFTCAP=softcap != 0, TILE=TILE,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            PLANNED=items is not None,
+            WINDOW=window,
+            SOFTCAP=softcap != 0,
+            TILE=TILE,
             **tile,
-        )  # fmt: skip
+        )
         if items is not None and arrived is None:
             block_h = min(4, next_power(heads))
             traceable(_merge_items_kernel)[(queries, -(-heads // block_h), rows)](
-                partial, lse, first, count, out, queries, width, *out.stride()[:3],
-                HEADS=heads, BLOCK_I=8, BLOCK_H=block_h, BLOCK_D=tile["BLOCK_D"], num_warps=4,
-            )  # fmt: skip
+                partial,
+                lse,
+                first,
+                count,
+                out,
+                queries,
+                width,
+                *out.stride()[:3],
+                HEADS=heads,
+                BLOCK_I=8,
+                BLOCK_H=block_h,
+                BLOCK_D=tile["BLOCK_D"],
+                num_warps=4,
+            )
     return out
 
 
@@ -753,10 +937,20 @@ def _counters(number: int, device: torch.device) -> Tensor | None:
 
 
 def tree_attention_cached(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, ancestors: Tensor, num_tree_keys: int, scale: float,
-    depth: Tensor | None = None, key_depth: Tensor | None = None, window: int = 0, softcap: float | None = None,
-    work: Work | None = None, last_merges: bool | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor,
+    num_tree_keys: int,
+    scale: float,
+    depth: Tensor | None = None,
+    key_depth: Tensor | None = None,
+    window: int = 0,
+    softcap: float | None = None,
+    work: Work | None = None,
+    last_merges: bool | None = None,
+) -> Tensor:
     """Attention of Q queries to each row's cached prefix and to their ancestors among the T tree keys that follow it.
 
     Verification has Q = T; a drafter that drafts level by level has Q < T; a chunk of a prompt is a chain of T nodes.
@@ -785,9 +979,7 @@ def tree_attention_cached(
     """
     if why_not_triton(q):
         if cpu.runs(q) and q.shape[3] <= 256 and k.stride(-1) == v.stride(-1) == 1:
-            return _attend_on_cpu(
-                q, k, v, lengths, ancestors, num_tree_keys, scale, depth, key_depth, window, softcap
-            )  # fmt: skip
+            return _attend_on_cpu(q, k, v, lengths, ancestors, num_tree_keys, scale, depth, key_depth, window, softcap)
         return tree_attention_cached_reference(
             q, k, v, lengths, ancestors, num_tree_keys, scale, depth, key_depth, window, softcap
         )
@@ -803,9 +995,21 @@ def tree_attention_cached(
             work = tree_work(lengths, num_tree_keys, num_items, window)
     items, first, count = (None, None, None) if work is None or len(work.items) == rows else work
     arguments = (
-        q, k, v, lengths, ancestors, depth, key_depth, items, first, count, num_tree_keys, scale, window,
+        q,
+        k,
+        v,
+        lengths,
+        ancestors,
+        depth,
+        key_depth,
+        items,
+        first,
+        count,
+        num_tree_keys,
+        scale,
+        window,
         softcap or 0.0,
-    )  # fmt: skip
+    )
     # With more rows, the kernel has no registers left for the merge.
     if (
         items is not None
@@ -819,9 +1023,18 @@ def tree_attention_cached(
 
 
 def _attend_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, ancestors: Tensor, num_tree_keys: int, scale: float,
-    depth: Tensor | None, key_depth: Tensor | None, window: int, softcap: float | None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor,
+    num_tree_keys: int,
+    scale: float,
+    depth: Tensor | None,
+    key_depth: Tensor | None,
+    window: int,
+    softcap: float | None,
+) -> Tensor:
     """:func:`tree_attention_cached` in kernels/cpu.cpp."""
     q, lengths, ancestors = dense(q), dense(lengths), dense(ancestors)
     if window:
@@ -830,14 +1043,34 @@ def _attend_on_cpu(
     rows, heads, queries, width = q.shape
     out = q.new_empty(rows, queries, heads, width).transpose(1, 2)
     shape = (ctypes.c_long * 23)(
-        rows, queries, num_tree_keys, heads, k.shape[1], width, window, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], *out.stride()[:3], *ancestors.stride()[:2], 0 if depth is None else depth.stride(0),
+        rows,
+        queries,
+        num_tree_keys,
+        heads,
+        k.shape[1],
+        width,
+        window,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *out.stride()[:3],
+        *ancestors.stride()[:2],
+        0 if depth is None else depth.stride(0),
         0 if key_depth is None else key_depth.stride(0),
-    )  # fmt: skip
+    )
     cpu.function("attend", q.dtype)(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), lengths.data_ptr(), ancestors.data_ptr(), cpu.address(depth),
-        cpu.address(key_depth), out.data_ptr(), ctypes.addressof(shape), scale, softcap or 0.0,
-    )  # fmt: skip
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        lengths.data_ptr(),
+        ancestors.data_ptr(),
+        cpu.address(depth),
+        cpu.address(key_depth),
+        out.data_ptr(),
+        ctypes.addressof(shape),
+        scale,
+        softcap or 0.0,
+    )
     return out
 
 
@@ -846,6 +1079,16 @@ def attend_tree(
 ) -> Tensor:
     """:func:`tree_attention_cached` of a forward pass's keys: ``q [B, Hq, Q, D]``, ``k, v [B, Hkv, S, D]``."""
     return tree_attention_cached(
-        q, k, v, tree_keys.lengths, tree_keys.ancestors, tree_keys.key_depth.shape[1], scale, tree_keys.depth,
-        tree_keys.key_depth, window, softcap, None if tree_keys.work is None else tree_keys.work.get(window),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        tree_keys.lengths,
+        tree_keys.ancestors,
+        tree_keys.key_depth.shape[1],
+        scale,
+        tree_keys.depth,
+        tree_keys.key_depth,
+        window,
+        softcap,
+        None if tree_keys.work is None else tree_keys.work.get(window),
+    )

@@ -90,9 +90,17 @@ def acceptances_reference(
 
 
 def verify_sample_reference(
-    p: Tensor, tokens: Tensor, child: Tensor, kind: Tensor, q_row: Tensor, q: Tensor | None, uniforms: Tensor,
-    bonus_uniform: Tensor, max_depth: int, ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    p: Tensor,
+    tokens: Tensor,
+    child: Tensor,
+    kind: Tensor,
+    q_row: Tensor,
+    q: Tensor | None,
+    uniforms: Tensor,
+    bonus_uniform: Tensor,
+    max_depth: int,
+    ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Path, length, node and bonus token of :func:`verify_logits`, given the target's distribution
     ``p [B, N, V]``; the other arguments are the same."""
     acceptance, residual = acceptances_reference(p, tokens, child, kind, q_row, q, ids)
@@ -113,10 +121,22 @@ def verify_sample_reference(
 
 
 def verify_logits_reference(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, tokens: Tensor, child: Tensor,
-    kind: Tensor, q_row: Tensor, q: Tensor | None, uniforms: Tensor, bonus_uniform: Tensor, max_depth: int,
-    ids: Tensor | None = None, uses: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    tokens: Tensor,
+    child: Tensor,
+    kind: Tensor,
+    q_row: Tensor,
+    q: Tensor | None,
+    uniforms: Tensor,
+    bonus_uniform: Tensor,
+    max_depth: int,
+    ids: Tensor | None = None,
+    uses: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The definition of :func:`verify_logits`."""
     p = distribution_reference(logits, temperature, top_k, top_p, min_p, uses)
     path, length, node, bonus = verify_sample_reference(
@@ -173,9 +193,25 @@ def _draw_distribution(q, entry, x, token, kind, q_row, scale, turns, turn, V, V
 
 @jit
 def _residual(
-    logits, scalars, best, q, entry, x, token, kind, q_row, scale, mass, turns, last, V, VQ, entry_row,
-    GREEDY: constexpr, HAS_IDS: constexpr,
-):  # fmt: skip
+    logits,
+    scalars,
+    best,
+    q,
+    entry,
+    x,
+    token,
+    kind,
+    q_row,
+    scale,
+    mass,
+    turns,
+    last,
+    V,
+    VQ,
+    entry_row,
+    GREEDY: constexpr,
+    HAS_IDS: constexpr,
+):
     """r before draw ``last`` at tokens x. Turns of mass 0 are skipped: there is no draw, or r equals q."""
     r = p_at(logits, scalars, best, x, x < V, GREEDY)
     for turn in range(last):
@@ -188,10 +224,34 @@ def _residual(
 
 @jit(do_not_specialize=["N", "K", "R", "child_row", "child_node", "entry_batch"])
 def _acceptances_kernel(
-    logits, scalars, best, tokens, child, kind, q_row, q, entry, acceptance, mass_out, scale_out, N, K, R, V, VQ,
-    logits_row, logits_node, child_row, child_node, entry_batch, entry_row,
-    GREEDY: constexpr, HAS_IDS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr,
-):  # fmt: skip
+    logits,
+    scalars,
+    best,
+    tokens,
+    child,
+    kind,
+    q_row,
+    q,
+    entry,
+    acceptance,
+    mass_out,
+    scale_out,
+    N,
+    K,
+    R,
+    V,
+    VQ,
+    logits_row,
+    logits_node,
+    child_row,
+    child_node,
+    entry_batch,
+    entry_row,
+    GREEDY: constexpr,
+    HAS_IDS: constexpr,
+    BLOCK_K: constexpr,
+    BLOCK_V: constexpr,
+):
     """Phase A, any draws: one node per program, a pass over V for every draw (and one before it for the remaining
     mass of q of a draw without replacement)."""
     node = tl.program_id(1).to(tl.int64)
@@ -199,7 +259,7 @@ def _acceptances_kernel(
     turns = tl.arange(0, BLOCK_K)
     exists, token, draw_kind, draw_q_row = _draws_of(
         tokens, child, kind, q_row, batch, node, N, K, turns, child_row, child_node
-    )  # fmt: skip
+    )
     logits += batch * logits_row + node * logits_node
     scalars += (batch * N + node) * 4
     best += batch * N + node
@@ -220,7 +280,7 @@ def _acceptances_kernel(
                     x = start + tl.arange(0, BLOCK_V)
                     remaining += _remaining_q(
                         q, entry, x, token, draw_kind, draw_q_row, turns, turn, source, V, VQ, entry_row, HAS_IDS
-                    )  # fmt: skip
+                    )
                 scale = tl.where(turns == turn, tl.sum(remaining, 0), scale)
             draw_token = pick(token, turns, turn)
             left = tl.zeros([BLOCK_V], tl.float32)
@@ -229,12 +289,28 @@ def _acceptances_kernel(
             for start in range(0, V, BLOCK_V):
                 x = start + tl.arange(0, BLOCK_V)
                 r = _residual(
-                    logits, scalars, best, q, entry, x, token, draw_kind, draw_q_row, scale, mass, turns, turn, V, VQ,
-                    entry_row, GREEDY, HAS_IDS,
-                )  # fmt: skip
+                    logits,
+                    scalars,
+                    best,
+                    q,
+                    entry,
+                    x,
+                    token,
+                    draw_kind,
+                    draw_q_row,
+                    scale,
+                    mass,
+                    turns,
+                    turn,
+                    V,
+                    VQ,
+                    entry_row,
+                    GREEDY,
+                    HAS_IDS,
+                )
                 draw_q = _draw_distribution(
                     q, entry, x, token, draw_kind, draw_q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS
-                )  # fmt: skip
+                )
                 left += tl.maximum(r - draw_q, 0.0)
                 r_at_token += tl.where(x == draw_token, r, 0.0)
                 q_at_token += tl.where(x == draw_token, draw_q, 0.0)
@@ -252,15 +328,50 @@ def _acceptances_kernel(
 
 @jit
 def _weights(
-    logits, scalars, best, q, entry, x, start, token, kind, q_row, scale, mass, turns, draws, V, VQ, entry_row,
-    GREEDY: constexpr, HAS_Q: constexpr, HAS_IDS: constexpr, BLOCK_V: constexpr,
-):  # fmt: skip
+    logits,
+    scalars,
+    best,
+    q,
+    entry,
+    x,
+    start,
+    token,
+    kind,
+    q_row,
+    scale,
+    mass,
+    turns,
+    draws,
+    V,
+    VQ,
+    entry_row,
+    GREEDY: constexpr,
+    HAS_Q: constexpr,
+    HAS_IDS: constexpr,
+    BLOCK_V: constexpr,
+):
     """The residual at tokens x = start, start + 1, … after all draws of a node were rejected."""
     if HAS_Q:
         weights = _residual(
-            logits, scalars, best, q, entry, x, token, kind, q_row, scale, mass, turns, draws, V, VQ, entry_row,
-            GREEDY, HAS_IDS,
-        )  # fmt: skip
+            logits,
+            scalars,
+            best,
+            q,
+            entry,
+            x,
+            token,
+            kind,
+            q_row,
+            scale,
+            mass,
+            turns,
+            draws,
+            V,
+            VQ,
+            entry_row,
+            GREEDY,
+            HAS_IDS,
+        )
     else:
         weights = p_at(logits, scalars, best, x, x < V, GREEDY)
         weights = without_drawn(weights, x, start, token, turns, draws, BLOCK_V)
@@ -270,7 +381,7 @@ def _weights(
 @jit
 def _rejected_draws(
     tokens, child, kind, q_row, mass_in, scale_in, batch, node, N, K, turns, child_row, child_node, HAS_Q: constexpr
-):  # fmt: skip
+):
     """The draws of a node where the walk stopped: tokens, kinds, rows of q, phase A's scales and masses, their
     number. Of one-hot draws only the tokens are read."""
     place = (batch * N + node) * K + turns
@@ -279,7 +390,7 @@ def _rejected_draws(
     if HAS_Q:
         exists, token, draw_kind, draw_q_row = _draws_of(
             tokens, child, kind, q_row, batch, node, N, K, turns, child_row, child_node
-        )  # fmt: skip
+        )
         mass = tl.load(mass_in + place, mask=turns < K, other=0.0)
         scale = tl.load(scale_in + place, mask=turns < K, other=1.0)
     else:
@@ -305,11 +416,45 @@ def _rejected_draws(
     ]
 )
 def _walk_kernel(
-    logits, scalars, best, tokens, child, kind, q_row, q, entry, acceptance, mass_in, scale_in, uniforms, path,
-    length_out, node_out, finite_out, sums, N, K, R, V, VQ, logits_row, logits_node, child_row, child_node,
-    entry_batch, entry_row, uniforms_row, uniforms_node, max_depth,
-    GREEDY: constexpr, HAS_Q: constexpr, HAS_IDS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr, PART: constexpr,
-):  # fmt: skip
+    logits,
+    scalars,
+    best,
+    tokens,
+    child,
+    kind,
+    q_row,
+    q,
+    entry,
+    acceptance,
+    mass_in,
+    scale_in,
+    uniforms,
+    path,
+    length_out,
+    node_out,
+    finite_out,
+    sums,
+    N,
+    K,
+    R,
+    V,
+    VQ,
+    logits_row,
+    logits_node,
+    child_row,
+    child_node,
+    entry_batch,
+    entry_row,
+    uniforms_row,
+    uniforms_node,
+    max_depth,
+    GREEDY: constexpr,
+    HAS_Q: constexpr,
+    HAS_IDS: constexpr,
+    BLOCK_K: constexpr,
+    BLOCK_V: constexpr,
+    PART: constexpr,
+):
     """Phase B, and phase C's sums: one program per row and part of the vocabulary, the first of which stores the walk.
 
     The sum of a part is float64, as the cumulative sum of the definition.
@@ -340,25 +485,74 @@ def _walk_kernel(
 
     token, draw_kind, draw_q_row, scale, mass, draws = _rejected_draws(
         tokens, child, kind, q_row, mass_in, scale_in, batch, node, N, K, turns, child_row, child_node, HAS_Q
-    )  # fmt: skip
+    )
     total = tl.zeros([BLOCK_V], tl.float64)
     for step in range(0, PART, BLOCK_V):
         start = part * PART + step
         total += _weights(
-            logits + batch * logits_row + node * logits_node, scalars + (batch * N + node) * 4, best + batch * N + node,
-            q + batch * R * VQ, entry + batch * entry_batch, start + tl.arange(0, BLOCK_V), start, token, draw_kind,
-            draw_q_row, scale, mass, turns, draws, V, VQ, entry_row, GREEDY, HAS_Q, HAS_IDS, BLOCK_V,
-        )  # fmt: skip
+            logits + batch * logits_row + node * logits_node,
+            scalars + (batch * N + node) * 4,
+            best + batch * N + node,
+            q + batch * R * VQ,
+            entry + batch * entry_batch,
+            start + tl.arange(0, BLOCK_V),
+            start,
+            token,
+            draw_kind,
+            draw_q_row,
+            scale,
+            mass,
+            turns,
+            draws,
+            V,
+            VQ,
+            entry_row,
+            GREEDY,
+            HAS_Q,
+            HAS_IDS,
+            BLOCK_V,
+        )
     tl.store(sums + batch * tl.num_programs(1) + part, tl.sum(total, 0))
 
 
 @jit(do_not_specialize=["node_in", "parts", "N", "K", "R", "child_row", "child_node", "entry_batch", "bonus_row"])
 def _draw_kernel(
-    logits, scalars, best, tokens, child, kind, q_row, q, entry, mass_in, scale_in, node_in, sums, bonus_uniform, bonus,
-    parts, N, K, R, V, VQ, logits_row, logits_node, child_row, child_node, entry_batch, entry_row, bonus_row,
-    GREEDY: constexpr, HAS_Q: constexpr, HAS_IDS: constexpr, BLOCK_K: constexpr, BLOCK_V: constexpr, PART: constexpr,
+    logits,
+    scalars,
+    best,
+    tokens,
+    child,
+    kind,
+    q_row,
+    q,
+    entry,
+    mass_in,
+    scale_in,
+    node_in,
+    sums,
+    bonus_uniform,
+    bonus,
+    parts,
+    N,
+    K,
+    R,
+    V,
+    VQ,
+    logits_row,
+    logits_node,
+    child_row,
+    child_node,
+    entry_batch,
+    entry_row,
+    bonus_row,
+    GREEDY: constexpr,
+    HAS_Q: constexpr,
+    HAS_IDS: constexpr,
+    BLOCK_K: constexpr,
+    BLOCK_V: constexpr,
+    PART: constexpr,
     BLOCK_P: constexpr,
-):  # fmt: skip
+):
     """The draw of phase C: one row per program. The first token whose cumulative sum is above the uniform's share of
     the total lies in the first part of which this is true."""
     batch = tl.program_id(0).to(tl.int64)
@@ -373,7 +567,7 @@ def _draw_kernel(
         node = tl.load(node_in + batch)
         token, draw_kind, draw_q_row, scale, mass, draws = _rejected_draws(
             tokens, child, kind, q_row, mass_in, scale_in, batch, node, N, K, turns, child_row, child_node, HAS_Q
-        )  # fmt: skip
+        )
         before = tl.sum(tl.where(number == part - 1, after, 0.0), 0)
         found = V + tl.zeros([BLOCK_V], tl.int32)  # by lane, the first token whose cumulative sum is above
         last = tl.zeros([BLOCK_V], tl.int32)  # by lane, the last token of positive weight
@@ -381,10 +575,28 @@ def _draw_kernel(
             start = part * PART + step
             x = start + tl.arange(0, BLOCK_V)
             weights = _weights(
-                logits + batch * logits_row + node * logits_node, scalars + (batch * N + node) * 4,
-                best + batch * N + node, q + batch * R * VQ, entry + batch * entry_batch, x, start, token, draw_kind,
-                draw_q_row, scale, mass, turns, draws, V, VQ, entry_row, GREEDY, HAS_Q, HAS_IDS, BLOCK_V,
-            )  # fmt: skip
+                logits + batch * logits_row + node * logits_node,
+                scalars + (batch * N + node) * 4,
+                best + batch * N + node,
+                q + batch * R * VQ,
+                entry + batch * entry_batch,
+                x,
+                start,
+                token,
+                draw_kind,
+                draw_q_row,
+                scale,
+                mass,
+                turns,
+                draws,
+                V,
+                VQ,
+                entry_row,
+                GREEDY,
+                HAS_Q,
+                HAS_IDS,
+                BLOCK_V,
+            )
             above = before + tl.cumsum(weights, 0) > threshold
             found = tl.minimum(found, tl.where(above & (weights > 0), x, V))
             last = tl.where(weights > 0, x, last)
@@ -423,10 +635,23 @@ PARTS = 64  # at most, of the vocabulary, for the draw of the bonus token
 
 
 def verify_logits(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, tokens: Tensor, child: Tensor,
-    kind: Tensor, q_row: Tensor, q: Tensor | None, uniforms: Tensor, bonus_uniform: Tensor, max_depth: int,
-    ids: Tensor | None = None, uses: tuple[bool, bool, bool] = (True, True, True), block: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    tokens: Tensor,
+    child: Tensor,
+    kind: Tensor,
+    q_row: Tensor,
+    q: Tensor | None,
+    uniforms: Tensor,
+    bonus_uniform: Tensor,
+    max_depth: int,
+    ids: Tensor | None = None,
+    uses: tuple[bool, bool, bool] = (True, True, True),
+    block: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Test each node's draws in order against the target's distribution; draw the bonus token from the residual.
 
     Args:
@@ -455,9 +680,22 @@ def verify_logits(
     """
     if why_not_triton(logits):
         return verify_logits_reference(
-            logits, temperature, top_k, top_p, min_p, tokens, child, kind, q_row, q, uniforms, bonus_uniform, max_depth,
-            ids, uses,
-        )  # fmt: skip
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            tokens,
+            child,
+            kind,
+            q_row,
+            q,
+            uniforms,
+            bonus_uniform,
+            max_depth,
+            ids,
+            uses,
+        )
     rows, nodes, vocabulary = logits.shape
     max_draws = child.shape[2]
     logits = dense(logits)
@@ -466,7 +704,7 @@ def verify_logits(
     one_hot = (None, None) if has_q else (tokens, child)
     scalars, best, acceptance = distribution_scalars(
         logits, temperature, top_k, top_p, min_p, uses, *one_hot, block=block
-    )  # fmt: skip
+    )
     tile = verify_tile(max(max_draws, 1), vocabulary, has_q)
     if block:
         tile["BLOCK_V"] = block
@@ -494,17 +732,78 @@ def verify_logits(
     with torch.cuda.device_of(logits):
         if has_q:
             _acceptances_kernel[(rows, nodes)](
-                logits, scalars, best, tokens, child, kind, q_row, distributions, entries, acceptance, mass, scale,
-                nodes, max_draws, *sizes, *strides, **flags,
-            )  # fmt: skip
+                logits,
+                scalars,
+                best,
+                tokens,
+                child,
+                kind,
+                q_row,
+                distributions,
+                entries,
+                acceptance,
+                mass,
+                scale,
+                nodes,
+                max_draws,
+                *sizes,
+                *strides,
+                **flags,
+            )
         _walk_kernel[(rows, parts)](
-            logits, scalars, best, tokens, child, kind, q_row, distributions, entries, acceptance, mass, scale,
-            uniforms, path, length, node, finite, sums, nodes, max_draws, *sizes, *strides, *uniforms.stride()[:2],
-            max_depth, HAS_Q=has_q, PART=part, **flags,
-        )  # fmt: skip
+            logits,
+            scalars,
+            best,
+            tokens,
+            child,
+            kind,
+            q_row,
+            distributions,
+            entries,
+            acceptance,
+            mass,
+            scale,
+            uniforms,
+            path,
+            length,
+            node,
+            finite,
+            sums,
+            nodes,
+            max_draws,
+            *sizes,
+            *strides,
+            *uniforms.stride()[:2],
+            max_depth,
+            HAS_Q=has_q,
+            PART=part,
+            **flags,
+        )
         _draw_kernel[(rows,)](
-            logits, scalars, best, tokens, child, kind, q_row, distributions, entries, mass, scale, node, sums,
-            bonus_uniform, bonus, parts, nodes, max_draws, *sizes, *strides, bonus_uniform.stride(0), HAS_Q=has_q,
-            PART=part, BLOCK_P=next_power(parts), **flags,
-        )  # fmt: skip
+            logits,
+            scalars,
+            best,
+            tokens,
+            child,
+            kind,
+            q_row,
+            distributions,
+            entries,
+            mass,
+            scale,
+            node,
+            sums,
+            bonus_uniform,
+            bonus,
+            parts,
+            nodes,
+            max_draws,
+            *sizes,
+            *strides,
+            bonus_uniform.stride(0),
+            HAS_Q=has_q,
+            PART=part,
+            BLOCK_P=next_power(parts),
+            **flags,
+        )
     return path, length, node, bonus, finite.view(torch.bool)

@@ -28,13 +28,7 @@ from draftsmith.common.command import first_line
 from draftsmith.common.files import json_object, replacing_folder, write_json, write_text
 from draftsmith.common.files import read_json as read_json
 from draftsmith.models.card import MEASURED, measured, named
-from draftsmith.models.stored import (
-    check_safetensors,
-    drafter_config,
-    fingerprint,
-    resolve_folder,
-    save_tensors,
-)
+from draftsmith.models.stored import check_safetensors, drafter_config, fingerprint, resolve_folder, save_tensors
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab
 
@@ -111,9 +105,15 @@ def in_dtype(weights: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
 
 
 def write_drafter(
-    folder: Path, drafter_type: str, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target,
-    facts: Mapping[str, Any], template: str | None = None, parts: Sequence[str] = (),
-) -> None:  # fmt: skip
+    folder: Path,
+    drafter_type: str,
+    shape: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    target: Target,
+    facts: Mapping[str, Any],
+    template: str | None = None,
+    parts: Sequence[str] = (),
+) -> None:
     """Write a drafter's weights, ``config.json``, ``provenance.json`` and model card, each whole or not at all.
 
     Args:
@@ -221,9 +221,12 @@ _TARGET_FIELDS = ("fingerprint", "revision", "adapter", "merged_fingerprint")
 
 
 def with_weights(
-    make: Callable[[], M], weights: Mapping[str, Tensor], where: str, unmade: str = "no drafter can be made of it ({})",
+    make: Callable[[], M],
+    weights: Mapping[str, Tensor],
+    where: str,
+    unmade: str = "no drafter can be made of it ({})",
     few: bool = False,
-) -> M:  # fmt: skip
+) -> M:
     """The module that ``make`` makes of a folder's config, with the folder's weights, frozen and in eval mode.
 
     Args:
@@ -331,9 +334,19 @@ def part_folders(folder: Path) -> list[str]:
 
 
 _FILES = (
-    "config.json", "model.safetensors", "tree.json", "README.md", "recipe.yaml", "provenance.json", "metrics.jsonl",
-    TEMPLATE, "report.json", "report.png", "medusa_lm_head.safetensors", "serving.json",
-)  # fmt: skip
+    "config.json",
+    "model.safetensors",
+    "tree.json",
+    "README.md",
+    "recipe.yaml",
+    "provenance.json",
+    "metrics.jsonl",
+    TEMPLATE,
+    "report.json",
+    "report.png",
+    "medusa_lm_head.safetensors",
+    "serving.json",
+)
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
@@ -352,9 +365,12 @@ def push(folder: Path, repository: str, private: bool) -> str:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(
-            repo_id=repository, folder_path=folder, allow_patterns=published, ignore_patterns=[*unfinished],
+            repo_id=repository,
+            folder_path=folder,
+            allow_patterns=published,
+            ignore_patterns=[*unfinished],
             commit_message="Uploaded by draftsmith",
-        )  # fmt: skip
+        )
     except Exception as error:  # the Hub's client raises a dozen unrelated types
         reason = re.sub(r"Bearer [^'\"]*", "Bearer …", first_line(error))  # no token in a line that is passed on
         command = ["hf", "upload", repository, str(folder), ".", *(["--private"] if private else [])]

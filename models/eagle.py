@@ -39,9 +39,14 @@ Keys = tuple[Tensor, Tensor]  # rotated keys and values, each [B, G, T, D]
 SCORES = {"cpu": 1 << 21, "cuda": 1 << 26}  # attention scores that exist at one time in training
 
 _SIZES = (
-    "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "hidden_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
     "max_position_embeddings",
-)  # fmt: skip
+)
 _LATER = {"fc_bias", "norm_before_residual", "attention_bias", "own_embeddings", "target_hidden_size"}
 
 
@@ -125,9 +130,16 @@ class EagleConfig:
 
     @classmethod
     def for_target(
-        cls, config: Any, vocab_size: int, context: int, version: int, projection: Literal["own", "shared"],
-        draft_vocab_size: int | None = None, captured_layers: Sequence[int] = (), **options: bool,
-    ) -> "EagleConfig":  # fmt: skip
+        cls,
+        config: Any,
+        vocab_size: int,
+        context: int,
+        version: int,
+        projection: Literal["own", "shared"],
+        draft_vocab_size: int | None = None,
+        captured_layers: Sequence[int] = (),
+        **options: bool,
+    ) -> "EagleConfig":
         """The config that fits a target.
 
         Args:
@@ -144,12 +156,21 @@ class EagleConfig:
         if any(layer >= count for layer in layers):
             raise ValueError(f"drafter.captured_layers={list(layers)}: the target has layers 0 to {count - 1}")
         return cls(
-            version, projection, width, vocab_size, heads, getattr(config, "num_key_value_heads", None) or heads,
+            version,
+            projection,
+            width,
+            vocab_size,
+            heads,
+            getattr(config, "num_key_value_heads", None) or heads,
             getattr(config, "head_dim", None) or width // heads,
             getattr(config, "intermediate_size", None) or 4 * width,
-            context, _rope_parameters(config), rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-            captured_layers=layers, draft_vocab_size=draft_vocab_size, **options,
-        )  # fmt: skip
+            context,
+            _rope_parameters(config),
+            rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
+            captured_layers=layers,
+            draft_vocab_size=draft_vocab_size,
+            **options,
+        )
 
     @property
     def outputs(self) -> int:
@@ -167,9 +188,12 @@ class EagleConfig:
     def llama(self) -> LlamaConfig:
         """The layer's sizes and rotary positions as a ``transformers`` config."""
         return LlamaConfig(
-            num_hidden_layers=1, tie_word_embeddings=False, rms_norm_eps=self.rms_norm_eps,
-            rope_parameters=dict(self.rope_parameters), **{name: getattr(self, name) for name in _SIZES},
-        )  # fmt: skip
+            num_hidden_layers=1,
+            tie_word_embeddings=False,
+            rms_norm_eps=self.rms_norm_eps,
+            rope_parameters=dict(self.rope_parameters),
+            **{name: getattr(self, name) for name in _SIZES},
+        )
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
@@ -254,9 +278,14 @@ class Eagle(nn.Module):
 
     @classmethod
     def for_target(
-        cls, target: Target, version: int, projection: Literal["own", "shared"], draft_vocab_size: int | None = None,
-        captured_layers: Sequence[int] = (), **options: bool,
-    ) -> "Eagle":  # fmt: skip
+        cls,
+        target: Target,
+        version: int,
+        projection: Literal["own", "shared"],
+        draft_vocab_size: int | None = None,
+        captured_layers: Sequence[int] = (),
+        **options: bool,
+    ) -> "Eagle":
         """An untrained drafter for a target; its own LM head has the target's rows. A draft vocabulary is the first
         ids, until :meth:`draft_from` is called.
 
@@ -264,9 +293,15 @@ class Eagle(nn.Module):
             ValueError: the target has no such layers, or its LM head's rows cannot be taken.
         """
         config = EagleConfig.for_target(
-            target.config, target.vocab_size, target.context, version, projection, draft_vocab_size, captured_layers,
+            target.config,
+            target.vocab_size,
+            target.context,
+            version,
+            projection,
+            draft_vocab_size,
+            captured_layers,
             **options,
-        )  # fmt: skip
+        )
         eagle = cls(config).to(target.device)
         eagle._start_lm_head(target)
         return eagle
@@ -365,9 +400,15 @@ class Eagle(nn.Module):
         return out + layer.mlp(layer.post_attention_layernorm(out))
 
     def unroll(
-        self, features: Tensor, embed: nn.Module, tokens: Tensor, steps: int, positions: Tensor | None = None,
-        segment: Tensor | None = None, chosen: Tensor | None = None,
-    ) -> Iterator[Tensor]:  # fmt: skip
+        self,
+        features: Tensor,
+        embed: nn.Module,
+        tokens: Tensor,
+        steps: int,
+        positions: Tensor | None = None,
+        segment: Tensor | None = None,
+        chosen: Tensor | None = None,
+    ) -> Iterator[Tensor]:
         """Training-time test (arXiv 2503.01840 §3.2): K steps of drafting from many positions at once.
 
         In step i, index t has drafted x_{t+2} … x_{t+i+1}, the true tokens, and now predicts x_{t+i+2}. It sees the
@@ -389,9 +430,15 @@ class Eagle(nn.Module):
             yield for_head
 
     def unroll_pairs(
-        self, features: Tensor, embed: nn.Module, tokens: Tensor, steps: int, positions: Tensor | None = None,
-        segment: Tensor | None = None, chosen: Tensor | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+        self,
+        features: Tensor,
+        embed: nn.Module,
+        tokens: Tensor,
+        steps: int,
+        positions: Tensor | None = None,
+        segment: Tensor | None = None,
+        chosen: Tensor | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """:meth:`unroll` that yields for each step the hidden state of each pair that was run, g or the draft's own,
         and what the LM head reads: ``[B, P, d]`` each."""
         rows, length = tokens.shape

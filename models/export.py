@@ -39,9 +39,12 @@ def parser() -> argparse.ArgumentParser:
         "--served-target", metavar="NAME", help="what the server loads the target by, if not by the same name"
     )
     parser.add_argument(
-        "--speculative-tokens", type=int, default=3, metavar="N",
+        "--speculative-tokens",
+        type=int,
+        default=3,
+        metavar="N",
         help="length of a draft, in speculators' config and in the card's commands (default 3; Medusa: its heads)",
-    )  # fmt: skip
+    )
     parser.add_argument("--push-to-hub", metavar="USER/NAME", help="upload the folder")
     parser.add_argument("--private", action="store_true", help="as a private repository, if it is created")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
@@ -210,9 +213,13 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
 
 
 def export(
-    source: Source, to: str, out: Path, served_target: str | None = None, speculative_tokens: int = 3,
+    source: Source,
+    to: str,
+    out: Path,
+    served_target: str | None = None,
+    speculative_tokens: int = 3,
     facts: Mapping[str, Any] | None = None,
-) -> float:  # fmt: skip
+) -> float:
     """Write a folder, check its contract and read it back; all of it is kept, or nothing.
 
     Args:
@@ -350,9 +357,10 @@ def main() -> None:
             raise ValueError(f"--speculative-tokens {args.speculative_tokens}: the drafter has {positions} positions")
     check_folder("--out", args.out)
     facts = {
-        "drafter": Path(args.drafter).resolve().name, "target": source.target_name,
+        "drafter": Path(args.drafter).resolve().name,
+        "target": source.target_name,
         "command": f"python models/export.py {shlex.join(sys.argv[1:])}",
-    }  # fmt: skip
+    }
     try:
         apart = export(source, args.to, args.out, args.served_target, args.speculative_tokens, facts)
     except ValueError as error:

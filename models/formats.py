@@ -134,16 +134,27 @@ def _llama(source: Source) -> dict[str, Any]:
     c, text = source.eagle.config, source.target_config.get_text_config()
     scaling = {name: value for name, value in c.rope_parameters.items() if name != "rope_theta"}
     return {
-        "model_type": "llama", "num_hidden_layers": 1, "vocab_size": c.vocab_size, "hidden_size": c.hidden_size,
-        "num_attention_heads": c.num_attention_heads, "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.head_dim, "intermediate_size": c.intermediate_size, "hidden_act": "silu",
-        "rms_norm_eps": c.rms_norm_eps, "max_position_embeddings": c.max_position_embeddings,
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.intermediate_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        "max_position_embeddings": c.max_position_embeddings,
         "rope_theta": c.rope_parameters["rope_theta"],
         "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
-        "rope_parameters": c.rope_parameters, "attention_bias": False, "mlp_bias": False,
-        "tie_word_embeddings": False, "torch_dtype": str(source.dtype).removeprefix("torch."),
-        "bos_token_id": getattr(text, "bos_token_id", None), "eos_token_id": getattr(text, "eos_token_id", None),
-    }  # fmt: skip
+        "rope_parameters": c.rope_parameters,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(source.dtype).removeprefix("torch."),
+        "bos_token_id": getattr(text, "bos_token_id", None),
+        "eos_token_id": getattr(text, "eos_token_id", None),
+    }
 
 
 # ---- what the formats have in common
@@ -156,11 +167,16 @@ def _shapes(c: EagleConfig, layer: str) -> Shapes:
     heads, groups = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     wide = 2 * d if c.version == 3 else d
     shapes: dict[str, tuple[int, ...]] = {
-        f"{layer}self_attn.q_proj": (heads, wide), f"{layer}self_attn.k_proj": (groups, wide),
-        f"{layer}self_attn.v_proj": (groups, wide), f"{layer}self_attn.o_proj": (d, heads),
-        f"{layer}mlp.gate_proj": (inner, d), f"{layer}mlp.up_proj": (inner, d), f"{layer}mlp.down_proj": (d, inner),
-        f"{layer}post_attention_layernorm": (d,), "fc": (d, captured if c.version == 3 else 2 * d),
-    }  # fmt: skip
+        f"{layer}self_attn.q_proj": (heads, wide),
+        f"{layer}self_attn.k_proj": (groups, wide),
+        f"{layer}self_attn.v_proj": (groups, wide),
+        f"{layer}self_attn.o_proj": (d, heads),
+        f"{layer}mlp.gate_proj": (inner, d),
+        f"{layer}mlp.up_proj": (inner, d),
+        f"{layer}mlp.down_proj": (d, inner),
+        f"{layer}post_attention_layernorm": (d,),
+        "fc": (d, captured if c.version == 3 else 2 * d),
+    }
     if c.version == 3:
         shapes |= {
             f"{layer}input_layernorm": (d,),
@@ -180,11 +196,19 @@ def _map_shapes(c: EagleConfig) -> Shapes:
 def _fields(c: EagleConfig) -> dict[str, Any]:
     """Fields of a Llama's config in every format."""
     return {
-        "model_type": "llama", "num_hidden_layers": 1, "vocab_size": c.vocab_size, "hidden_size": c.hidden_size,
-        "head_dim": c.head_dim, "max_position_embeddings": c.max_position_embeddings, "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_parameters["rope_theta"], "rope_parameters": c.rope_parameters,
-        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "head_dim": c.head_dim,
+        "max_position_embeddings": c.max_position_embeddings,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": c.rope_parameters["rope_theta"],
+        "rope_parameters": c.rope_parameters,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
 
 
 def check_form(drafter: Eagle | MedusaHeads, to: str) -> None:
@@ -241,9 +265,11 @@ def _eagle3(source: Source) -> Written:
     c = source.eagle.config
     norms = {name: True for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(c, name)}
     own = {
-        "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": c.outputs,
-        "norm_before_residual": c.norm_before_residual, "num_aux_hidden_states": len(c.captured_layers),
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": c.outputs,
+        "norm_before_residual": c.norm_before_residual,
+        "num_aux_hidden_states": len(c.captured_layers),
+    }
     config = {**_llama(source), **own, **norms, "target_hidden_size": c.hidden_size}
     layers = source.target_config.get_text_config().num_hidden_layers
     ids = {"eagle_aux_hidden_state_layer_ids", "eagle_config"}
@@ -280,24 +306,37 @@ def _speculators(source: Source, served_target: str, speculative_tokens: int) ->
     """EAGLE-3 for the package speculators and for ``vllm serve``, with the embeddings that the drafter reads."""
     c, target = source.eagle.config, source.loaded()
     proposal = {
-        "proposal_type": "greedy", "speculative_tokens": speculative_tokens, "verifier_accept_k": 1,
+        "proposal_type": "greedy",
+        "speculative_tokens": speculative_tokens,
+        "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
-    }  # fmt: skip
+    }
     own = {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": SPECULATORS,
-        "draft_vocab_size": c.outputs, "target_hidden_size": c.hidden_size, "embed_requires_grad": False,
-        "eagle_aux_hidden_state_layer_ids": list(c.captured_layers), "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": c.norm_before_fc, "fc_norm": c.fc_norm, "norm_output": c.norm_output,
-    }  # fmt: skip
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS,
+        "draft_vocab_size": c.outputs,
+        "target_hidden_size": c.hidden_size,
+        "embed_requires_grad": False,
+        "eagle_aux_hidden_state_layer_ids": list(c.captured_layers),
+        "norm_before_residual": c.norm_before_residual,
+        "norm_before_fc": c.norm_before_fc,
+        "fc_norm": c.fc_norm,
+        "norm_output": c.norm_output,
+    }
     verifier = {"name_or_path": served_target, "architectures": source.target_config.architectures or []}
     config = {
-        **own, "tie_word_embeddings": False, "torch_dtype": str(source.dtype).removeprefix("torch."),
+        **own,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(source.dtype).removeprefix("torch."),
         "transformer_layer_config": {"architectures": ["LlamaForCausalLM"], **_llama(source)},
         "speculators_config": {
-            "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
             "verifier": verifier,
         },
-    }  # fmt: skip
+    }
     tensors, shapes = _tensors(source, "layers.0."), _shapes(c, "layers.0.")
     every = torch.arange(c.vocab_size, device=target.device)
     tensors["embed_tokens.weight"] = source.rows(target.model.get_input_embeddings()(every))
@@ -305,10 +344,13 @@ def _speculators(source: Source, served_target: str, speculative_tokens: int) ->
     if c.outputs < c.vocab_size:  # with all of V the package has no place for them
         tensors, shapes = tensors | _maps(source.eagle), shapes | _map_shapes(c)
     fields = {
-        **own, **{f"transformer_layer_config.{name}": value for name, value in _fields(c).items()},
-        "speculators_config.algorithm": "eagle3", "speculators_config.default_proposal_method": "greedy",
-        "speculators_config.proposal_methods": [proposal], "speculators_config.verifier": verifier,
-    }  # fmt: skip
+        **own,
+        **{f"transformer_layer_config.{name}": value for name, value in _fields(c).items()},
+        "speculators_config.algorithm": "eagle3",
+        "speculators_config.default_proposal_method": "greedy",
+        "speculators_config.proposal_methods": [proposal],
+        "speculators_config.verifier": verifier,
+    }
     return tensors, config, Contract(shapes, fields, frozenset({"model_type", "eagle_config"}))
 
 
@@ -377,10 +419,16 @@ def _vllm_medusa(source: Source) -> Written:
     tensors = {name_of(n): source.rows(t) for n, t in medusa_tensors(heads, lm_head).items() if once(n)}
     shapes = {name_of(name): shape for name, shape in _medusa_shapes(c).items() if once(name)}
     fields = {
-        "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": c.hidden_size,
-        "vocab_size": c.vocab_size, "num_heads": c.num_draft_heads, "num_hidden_layers": c.num_layers,
-        "medusa_fc_bias": True, "original_lm_head": shared, "truncated_vocab_size": c.vocab_size,
-    }  # fmt: skip
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": c.hidden_size,
+        "vocab_size": c.vocab_size,
+        "num_heads": c.num_draft_heads,
+        "num_hidden_layers": c.num_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": shared,
+        "truncated_vocab_size": c.vocab_size,
+    }
     config = {**fields, "torch_dtype": str(source.dtype).removeprefix("torch.")}
     return tensors, config, Contract(shapes, fields, frozenset({"medusa_num_heads"}))
 

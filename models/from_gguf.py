@@ -82,8 +82,9 @@ def _convert(file: Path, copy: Path, sha256: str) -> None:
     print(
         f"{file}: a GGUF file ({file.stat().st_size / 1e9:,.2f} GB), converted once to safetensors ({dtype}, "
         f"{size / 1e9:,.2f} GB) in {copy}; some seconds for each 10 MB of it",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         _write(file, copy, dtype, fields)
         versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
@@ -122,8 +123,9 @@ def _inspect(file: Path) -> tuple[str, int, dict[str, str]]:
         print(
             f"warning: {file}: transformers does not convert its rope_freqs; the copy is the model without them, "
             "which can matter in long texts",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            file=sys.stderr,
+            flush=True,
+        )
     kinds = {kind for _, kind, dimensions, _ in tensors if dimensions > 1}
     dtype = "bfloat16" if kinds - {"F32", "F16"} else "float16" if kinds == {"F16"} else "float32"
     return dtype, sum(count for *_, count in tensors), fields

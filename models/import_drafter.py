@@ -110,9 +110,11 @@ def main() -> None:
     check_folder("--out", args.out)
     facts = provenance(
         imported_from=args.published if is_hub_id(args.published) else folder.resolve().name,
-        revision=args.revision, licence=stated_licence(args.published) or "other", notes="; ".join(imported.notes),
+        revision=args.revision,
+        licence=stated_licence(args.published) or "other",
+        notes="; ".join(imported.notes),
         command=f"python models/import_drafter.py {shlex.join(sys.argv[1:])}",
-    )  # fmt: skip
+    )
     write_drafter(args.out, imported.drafter_type, imported.config.to_dict(), imported.weights, target, facts)
     depth = imported.config.num_draft_heads if isinstance(imported.config, MedusaConfig) else CHAIN
     write_json(args.out / "tree.json", {"paths": [[0] * length for length in range(1, depth + 1)]})

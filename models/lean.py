@@ -266,11 +266,19 @@ class LeanDecoder:
         return {kind: F.embedding(positions, table).view(shape).unbind(2) for kind, table in tables.items()}
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, views: Sequence[tuple[Tensor, Tensor, Tensor]],
-        tables: Mapping[str, Tensor], *, biases: Mapping[int, Tensor | None] | None = None,
-        tree_keys: TreeKeys | None = None, captures: Sequence[int] = (),
-        buffers: Sequence[Buffers | FusedBuffers] | None = None, observer: Observer | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        views: Sequence[tuple[Tensor, Tensor, Tensor]],
+        tables: Mapping[str, Tensor],
+        *,
+        biases: Mapping[int, Tensor | None] | None = None,
+        tree_keys: TreeKeys | None = None,
+        captures: Sequence[int] = (),
+        buffers: Sequence[Buffers | FusedBuffers] | None = None,
+        observer: Observer | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
         """One forward pass.
 
         Args:
@@ -310,9 +318,19 @@ class LeanDecoder:
                 last = number + 1 == len(self.layers)
                 after = weight_and_eps(self.norm if last else self.layers[number + 1].before_attention)
                 is_normed = run_fused_layer(
-                    layer, own_buffers, x, normed if is_normed else None, normed, tables[layer.rope], positions, slots,
-                    view, tree_keys, after, last,
-                )  # fmt: skip
+                    layer,
+                    own_buffers,
+                    x,
+                    normed if is_normed else None,
+                    normed,
+                    tables[layer.rope],
+                    positions,
+                    slots,
+                    view,
+                    tree_keys,
+                    after,
+                    last,
+                )
             else:
                 run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, tree_keys, observer)
         hidden = normed if isinstance(buffers[0], FusedBuffers) else self.norm(x)
@@ -320,10 +338,16 @@ class LeanDecoder:
 
 
 def run_layer(
-    layer: Layer, buffers: Buffers, x: Tensor, written: tuple[Tensor, Tensor], view: tuple[Tensor, Tensor, Tensor],
-    rotation: Sequence[Tensor], biases: Mapping[int, Tensor | None] | None, tree_keys: TreeKeys | None,
+    layer: Layer,
+    buffers: Buffers,
+    x: Tensor,
+    written: tuple[Tensor, Tensor],
+    view: tuple[Tensor, Tensor, Tensor],
+    rotation: Sequence[Tensor],
+    biases: Mapping[int, Tensor | None] | None,
+    tree_keys: TreeKeys | None,
     observer: Observer | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run a layer on ``x [M, d]`` in place. ``written``: rows and slots of the new keys; ``rotation``: cos and sin."""
     both, keys, values = view
     qk, rotated, q = buffers.qk, buffers.rotated, buffers.q
@@ -367,10 +391,17 @@ class NativeLayers:
         self.function = cpu.function("decoder_layers", self.dtype)
 
     def run(
-        self, x: Tensor, positions: Tensor, slots: Tensor, views: Sequence[tuple[Tensor, Tensor, Tensor]],
-        tables: Mapping[str, Tensor], tree_keys: TreeKeys, *, inputs: Tensor | None = None,
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        views: Sequence[tuple[Tensor, Tensor, Tensor]],
+        tables: Mapping[str, Tensor],
+        tree_keys: TreeKeys,
+        *,
+        inputs: Tensor | None = None,
         captures: Sequence[int] = (),
-    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run the layers on ``x [M, d]`` in place.
 
         Args:
@@ -391,15 +422,35 @@ class NativeLayers:
         (rows, queries), normed = positions.shape, torch.empty_like(x)
         width = 0 if inputs is None else inputs.shape[1]
         sizes = cpu.Pass(
-            rows, queries, key_depth.shape[1], x.shape[1], width, len(self.parts), *positions.stride(),
-            0 if len(slots) == 1 else slots.stride(0), slots.stride(1), *ancestors.stride()[:2], depth.stride(0),
-            key_depth.stride(0), self.norm.eps,
-        )  # fmt: skip
+            rows,
+            queries,
+            key_depth.shape[1],
+            x.shape[1],
+            width,
+            len(self.parts),
+            *positions.stride(),
+            0 if len(slots) == 1 else slots.stride(0),
+            slots.stride(1),
+            *ancestors.stride()[:2],
+            depth.stride(0),
+            key_depth.stride(0),
+            self.norm.eps,
+        )
         self.function(
-            self.parts, sizes, x.data_ptr(), cpu.address(inputs), normed.data_ptr(), self.norm.kernel_weight.data_ptr(),
-            _norm_bias(self.norm), positions.data_ptr(), slots.data_ptr(), lengths.data_ptr(), ancestors.data_ptr(),
-            depth.data_ptr(), key_depth.data_ptr(),
-        )  # fmt: skip
+            self.parts,
+            sizes,
+            x.data_ptr(),
+            cpu.address(inputs),
+            normed.data_ptr(),
+            self.norm.kernel_weight.data_ptr(),
+            _norm_bias(self.norm),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            lengths.data_ptr(),
+            ancestors.data_ptr(),
+            depth.data_ptr(),
+            key_depth.data_ptr(),
+        )
         return normed, [captured[number] for number in captures]
 
 
@@ -417,11 +468,25 @@ def _native_layer(layer: Layer) -> cpu.Layer:
     weights, eps = zip(*map(norm, norms), strict=True)
     width = layer.out.shape[0] // layer.heads
     return cpu.Layer(
-        *(cpu.address(one) for pair in pairs for one in pair), *weights, _norm_bias(layer.before_attention),
-        _norm_bias(layer.before_mlp), *eps, layer.scale, layer.softcap or 0.0, layer.factor, layer.heads,
-        layer.kv_heads, width, layer.down.shape[0], layer.window, CPU_ACTS.index(act_name(layer.act) or ""),
-        layer.gated, layer.parallel, layer.interleaved, layer.rotated or width,
-    )  # fmt: skip
+        *(cpu.address(one) for pair in pairs for one in pair),
+        *weights,
+        _norm_bias(layer.before_attention),
+        _norm_bias(layer.before_mlp),
+        *eps,
+        layer.scale,
+        layer.softcap or 0.0,
+        layer.factor,
+        layer.heads,
+        layer.kv_heads,
+        width,
+        layer.down.shape[0],
+        layer.window,
+        CPU_ACTS.index(act_name(layer.act) or ""),
+        layer.gated,
+        layer.parallel,
+        layer.interleaved,
+        layer.rotated or width,
+    )
 
 
 def _norm_bias(norm: object) -> int | None:
@@ -430,10 +495,19 @@ def _norm_bias(norm: object) -> int | None:
 
 
 def run_fused_layer(
-    layer: Layer, buffers: FusedBuffers, x: Tensor, inputs: Tensor | None, normed: Tensor, table: Tensor,
-    positions: Tensor, slots: Tensor, view: tuple[Tensor, Tensor, Tensor], tree_keys: TreeKeys,
-    after: tuple[Tensor, float], ends_normed: bool = True,
-) -> bool:  # fmt: skip
+    layer: Layer,
+    buffers: FusedBuffers,
+    x: Tensor,
+    inputs: Tensor | None,
+    normed: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    view: tuple[Tensor, Tensor, Tensor],
+    tree_keys: TreeKeys,
+    after: tuple[Tensor, float],
+    ends_normed: bool = True,
+) -> bool:
     """Run a layer by kernels on ``x [M, d]`` in place.
 
     A product whose form allows it (:func:`~draftsmith.kernels.linear.folding_form`) norms its input itself, gates its
@@ -458,17 +532,23 @@ def run_fused_layer(
     else:
         qkv = partial_product(qkv_form, inputs, layer.qkv, buffers.qkv)
     norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.kernel_weight, norm.eps)
-    rotate_write(
-        qkv, table, positions, slots, both, buffers.q, bias=layer.qkv_bias, norm=norm_weight, eps=norm_eps
-    )  # fmt: skip
+    rotate_write(qkv, table, positions, slots, both, buffers.q, bias=layer.qkv_bias, norm=norm_weight, eps=norm_eps)
     q = buffers.q.transpose(1, 2)  # [B, H, N, D]
     out = attend_tree(q, keys, values, tree_keys, layer.scale, layer.window, layer.softcap)
     out = out.transpose(1, 2).reshape(len(x), -1)
     before_mlp = weight_and_eps(layer.before_mlp)
     is_normed = _add_product(
-        x, out_form, out, layer.out, buffers.out, layer.out_bias, layer.after_attention, layer.factor, before_mlp,
+        x,
+        out_form,
+        out,
+        layer.out,
+        buffers.out,
+        layer.out_bias,
+        layer.after_attention,
+        layer.factor,
+        before_mlp,
         normed,
-    )  # fmt: skip
+    )
     act, folding = act_name(layer.act) or "", folding_form(gate_up_form)
     gate_up, bias = buffers.gate_up, layer.gate_up_bias
     if folding is None:
@@ -478,9 +558,17 @@ def run_fused_layer(
         own, fold = (normed, None) if is_normed else (x, before_mlp)
         few_rows_product(own, layer.gate_up, folding, buffers.mlp[None], norm=fold, bias=bias, act=act)
     is_normed = _add_product(
-        x, down_form, buffers.mlp, layer.down, buffers.down, layer.down_bias, layer.after_mlp, layer.factor, after,
+        x,
+        down_form,
+        buffers.mlp,
+        layer.down,
+        buffers.down,
+        layer.down_bias,
+        layer.after_mlp,
+        layer.factor,
+        after,
         normed,
-    )  # fmt: skip
+    )
     if ends_normed and not is_normed:
         add_norm(x, None, *after, normed)
     return ends_normed or is_normed
@@ -500,9 +588,17 @@ def _normed_product(
 
 
 def _add_product(
-    x: Tensor, form: str, y: Tensor, matrix: Tensor, parts: Tensor, bias: Tensor | None, branch_norm: Norm | None,
-    factor: float, after: tuple[Tensor, float], normed: Tensor,
-) -> bool:  # fmt: skip
+    x: Tensor,
+    form: str,
+    y: Tensor,
+    matrix: Tensor,
+    parts: Tensor,
+    bias: Tensor | None,
+    branch_norm: Norm | None,
+    factor: float,
+    after: tuple[Tensor, float],
+    normed: Tensor,
+) -> bool:
     """``x += factor · branch_norm(y matrix + bias)`` in place; returns whether ``normed`` holds the norm ``after`` of
     the sum."""
     folding = folding_form(form)

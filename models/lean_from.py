@@ -45,10 +45,17 @@ class NotLean(Exception):
 
 
 def _record(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    record: list[Any] | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    record: list[Any] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Causal attention that records its arguments; ``transformers`` calls it in every layer of the trial run."""
     if record is None:
         raise NotLean("its layers do not pass arguments on to attention")
@@ -87,12 +94,18 @@ def _stamp(decoder: nn.Module) -> list[Any]:
     """A value that changes when modules or their weights' memory are replaced, weights are written to, or hooks are
     added or removed."""
     return [
-        (type(module), module.__dict__.get("forward"), _hooks(module),
-         weight.data_ptr(), weight.requires_grad, _version(weight))
+        (
+            type(module),
+            module.__dict__.get("forward"),
+            _hooks(module),
+            weight.data_ptr(),
+            weight.requires_grad,
+            _version(weight),
+        )
         for module in decoder.modules()
         for weight in module._parameters.values() or [_NONE]
         if weight is not None
-    ]  # fmt: skip
+    ]
 
 
 def _hooks(module: nn.Module) -> list[Any]:
@@ -197,9 +210,18 @@ def _why_not_fused(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> s
                 x = inputs[number][0, :many].clone()
                 normed, place, level = torch.empty_like(x), places[:, :many], depth[:, :many]
                 run_fused_layer(
-                    layer, FusedBuffers(layer, 1, many, False, forms), x, None, normed, tables[layer.rope], place,
-                    place, view, TreeKeys(starts, chain[:, :many], level, level), weight_and_eps(after),
-                )  # fmt: skip
+                    layer,
+                    FusedBuffers(layer, 1, many, False, forms),
+                    x,
+                    None,
+                    normed,
+                    tables[layer.rope],
+                    place,
+                    place,
+                    view,
+                    TreeKeys(starts, chain[:, :many], level, level),
+                    weight_and_eps(after),
+                )
                 wanted = inputs[number + 1][0, :many]
                 _compare(x, wanted, f"its layer {number} by kernels")
                 _compare(normed, after(wanted), f"the norm after its layer {number} by kernels")
@@ -293,9 +315,13 @@ def _part(parent: Any, *names: str) -> Any:
 
 
 def _layer(
-    module: Any, settings: tuple[float, int, float | None], rope: str, rotated: int, kv_shape: tuple[int, int],
+    module: Any,
+    settings: tuple[float, int, float | None],
+    rope: str,
+    rotated: int,
+    kv_shape: tuple[int, int],
     target: Target,
-) -> Layer:  # fmt: skip
+) -> Layer:
     """Read the modules of one layer and pack its weights. ``rotated``: dimensions of a head that are rotated."""
     attention, mlp = _part(module, "self_attn", "attention"), _part(module, "mlp")
     act = _part(mlp, "act_fn", "activation_fn", "act")
@@ -319,11 +345,29 @@ def _layer(
     if qkv.shape[1] != (heads + 2 * kv_heads) * width or not known:
         raise NotLean("its projections have other shapes than Llama's or GPT-NeoX's")
     return Layer(
-        heads, kv_heads, *settings, rope, before, qkv, qkv_bias, _qk_norm(attention, heads, kv_heads, width, target),
-        out, out_bias, after, before_mlp, gate_up, gate_up_bias, act, down, down_bias, after_mlp,
-        float(getattr(module, "residual_multiplier", 1.0)), bool(getattr(module, "use_parallel_residual", False)),
-        interleaved, 0 if rotated == width else rotated,
-    )  # fmt: skip
+        heads,
+        kv_heads,
+        *settings,
+        rope,
+        before,
+        qkv,
+        qkv_bias,
+        _qk_norm(attention, heads, kv_heads, width, target),
+        out,
+        out_bias,
+        after,
+        before_mlp,
+        gate_up,
+        gate_up_bias,
+        act,
+        down,
+        down_bias,
+        after_mlp,
+        float(getattr(module, "residual_multiplier", 1.0)),
+        bool(getattr(module, "use_parallel_residual", False)),
+        interleaved,
+        0 if rotated == width else rotated,
+    )
 
 
 def _norm(module: Any, target: Target) -> Norm:

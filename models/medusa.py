@@ -83,9 +83,13 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def for_target(
-        cls, target: Target, num_draft_heads: int, num_layers: int, projection: Literal["own", "shared"],
+        cls,
+        target: Target,
+        num_draft_heads: int,
+        num_layers: int,
+        projection: Literal["own", "shared"],
         draft_vocab_size: int | None = None,
-    ) -> "MedusaHeads":  # fmt: skip
+    ) -> "MedusaHeads":
         """Untrained heads for a target: each equals its LM head. A draft vocabulary is the first ids, until
         :meth:`draft_from` is called.
 

@@ -19,10 +19,12 @@ def target_options(parser: argparse.ArgumentParser) -> None:
         "--quantize", default="none", choices=QUANTIZE, help="the target's linear layers (bitsandbytes)"
     )
     parser.add_argument(
-        "--device-map", default="none", choices=DEVICE_MAPS,
+        "--device-map",
+        default="none",
+        choices=DEVICE_MAPS,
         help="a target larger than the device's memory: its layers wait in CPU memory or on disk until they are used; "
         "auto: spread over GPUs, CPU memory and disk",
-    )  # fmt: skip
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
     decoder_option(parser)
 
@@ -30,19 +32,23 @@ def target_options(parser: argparse.ArgumentParser) -> None:
 def dtype_option(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--dtype``, with the values of ``load_target``'s ``dtype``. ``what`` begins the help: the dtype of what."""
     parser.add_argument(
-        "--dtype", default="auto", choices=("auto", *DTYPES),
+        "--dtype",
+        default="auto",
+        choices=("auto", *DTYPES),
         help=f"{what}; auto, the default: on a GPU the dtype that the target is stored in, on a CPU float32, or "
         "bfloat16 where that is faster",
-    )  # fmt: skip
+    )
 
 
 def decoder_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--decoder``, which chooses what runs the target's layers; its values are the keys of :data:`DECODERS`."""
     parser.add_argument(
-        "--decoder", default="auto", choices=tuple(DECODERS),
+        "--decoder",
+        default="auto",
+        choices=tuple(DECODERS),
         help="what runs the target's layers: lean, our own decoder of few operations, for families built like Llama; "
         "transformers, the model's own modules; auto: lean where that can be (default)",
-    )  # fmt: skip
+    )
 
 
 def target_arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -98,9 +98,14 @@ def choose_autocast(requested: str, device: "str | torch.device", began: str | N
 
 
 def choose_dtype(
-    requested: str, device: "str | torch.device", stored: Callable[[], str], *, quantized: bool = False,
-    began: str | None = None, weights: int = 0,
-) -> Choice:  # fmt: skip
+    requested: str,
+    device: "str | torch.device",
+    stored: Callable[[], str],
+    *,
+    quantized: bool = False,
+    began: str | None = None,
+    weights: int = 0,
+) -> Choice:
     """Choose one of :data:`DTYPES` for a target's weights.
 
     Args:

@@ -45,9 +45,12 @@ _READ = set(
 )
 # Fields that have one value here, where they are stated.
 _ONE_VALUE = {
-    "hidden_act": "silu", "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True, "parallel_draft_step": 1,
-}  # fmt: skip
+    "hidden_act": "silu",
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "parallel_draft_step": 1,
+}
 _MEDUSA_FIELDS = set(
     "medusa_num_heads medusa_num_layers num_heads base_model_name_or_path original_lm_head medusa_fc_bias max_paths "
     "topk version max_seq_len".split()
@@ -189,16 +192,29 @@ def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     before = config.get("norm_before_residual")
     biased = bool(layer.get("attention_bias")) or any(f"midlayer.self_attn.{name}_proj.bias" in own for name in "qkv")
     shape = EagleConfig(
-        version, "own" if "lm_head.weight" in own and version == 3 else "shared", width, vocab_size, heads,
-        _number(layer, "num_key_value_heads", heads), _number(layer, "head_dim", width // heads),
-        _number(layer, "intermediate_size"), facts.context, _rope(layer), float(layer.get("rms_norm_eps") or 1e-6),
-        _captured(config, nested, facts) if version == 3 else (), bool(config.get("norm_before_fc")),
-        bool(config.get("fc_norm")), bool(config.get("norm_output")), size if "draft_vocab" in own else None,
+        version,
+        "own" if "lm_head.weight" in own and version == 3 else "shared",
+        width,
+        vocab_size,
+        heads,
+        _number(layer, "num_key_value_heads", heads),
+        _number(layer, "head_dim", width // heads),
+        _number(layer, "intermediate_size"),
+        facts.context,
+        _rope(layer),
+        float(layer.get("rms_norm_eps") or 1e-6),
+        _captured(config, nested, facts) if version == 3 else (),
+        bool(config.get("norm_before_fc")),
+        bool(config.get("fc_norm")),
+        bool(config.get("norm_output")),
+        size if "draft_vocab" in own else None,
         fc_bias=version == 3 or "fc.bias" in own or bool(config.get("bias")),
         # The package speculators, and vLLM for its folders, take a missing field for true.
-        norm_before_residual=speculators if before is None else bool(before), attention_bias=biased,
-        own_embeddings="embed_tokens.weight" in own, target_hidden_size=reads if reads != width else None,
-    )  # fmt: skip
+        norm_before_residual=speculators if before is None else bool(before),
+        attention_bias=biased,
+        own_embeddings="embed_tokens.weight" in own,
+        target_hidden_size=reads if reads != width else None,
+    )
     with torch.device("meta"):
         wanted = {name: tuple(weight.shape) for name, weight in Eagle(shape).state_dict().items()}
     _check_shapes(own, wanted, named)

@@ -506,8 +506,9 @@ def _convert(folder: Path, files: list[Path], copy: Path, size: int) -> None:
     print(
         f"{folder}: pickled weights ({len(files)} files, {size / 1e9:,.2f} GB), read as tensors only and converted "
         f"once to safetensors in {copy}",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         written: dict[str, str] = {}
         total = 0

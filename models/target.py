@@ -499,8 +499,10 @@ def load_target(
             unknown, bitsandbytes is missing, or quantised layers are to be offloaded.
     """
     for what, value, known in (
-        ("dtype", dtype, ("auto", *DTYPES)), ("quantize", quantize, QUANTIZE), ("device_map", device_map, DEVICE_MAPS),
-    ):  # fmt: skip
+        ("dtype", dtype, ("auto", *DTYPES)),
+        ("quantize", quantize, QUANTIZE),
+        ("device_map", device_map, DEVICE_MAPS),
+    ):
         if value not in known:
             raise ValueError(f"{what} '{value}': unknown; use {', '.join(known)}")
     choose_device(device)
@@ -539,9 +541,11 @@ def load_target(
             model.to(device)  # type: ignore[arg-type]
     else:
         bits = BitsAndBytesConfig(
-            load_in_8bit=quantize == "8bit", load_in_4bit=quantize == "4bit", bnb_4bit_quant_type="nf4",
+            load_in_8bit=quantize == "8bit",
+            load_in_4bit=quantize == "4bit",
+            bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=options["dtype"],
-        )  # fmt: skip
+        )
         options.setdefault("device_map", {"": device})
         model = _from_pretrained(folder, options | {"quantization_config": bits})
         widths: set[int] = {getattr(m, "in_features", 0) for m in model.modules() if type(m).__name__ == "Linear4bit"}

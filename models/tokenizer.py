@@ -11,9 +11,17 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 # Files that may hold the vocabulary.
 _VOCABULARIES = (
-    "tokenizer.json", "tokenizer.model*", "*.tiktoken", "tiktoken.model", "vocab.json", "vocab.txt", "*.spm",
-    "spiece.model", "sentencepiece.bpe.model", "tekken.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer.model*",
+    "*.tiktoken",
+    "tiktoken.model",
+    "vocab.json",
+    "vocab.txt",
+    "*.spm",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
 
 
 def load_tokenizer(

@@ -45,11 +45,7 @@ _LLAMA_LIKE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-_MIXED = {
-    "head_dim": 8,
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+_MIXED = {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 # family → (model_type, its fields, standard deviation of the weights, a seed whose text does not repeat itself at once)
 FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
     "llama": ("llama", _LLAMA_LIKE, 0.4, 0),

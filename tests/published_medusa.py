@@ -53,9 +53,10 @@ def write_heads(folder: Path, heads: Any, target: Any, base: Path) -> None:
     folder.mkdir(parents=True)
     torch.save(stored, folder / "medusa_lm_head.pt")
     config = {
-        "base_model_name_or_path": str(base), "medusa_num_heads": shape.num_draft_heads,
+        "base_model_name_or_path": str(base),
+        "medusa_num_heads": shape.num_draft_heads,
         "medusa_num_layers": shape.num_layers,
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
@@ -200,15 +201,23 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         write_target(base, target)
         write_heads(folder, drafters["ours"], target, base)
         request = {
-            "prompts": prompts, "paths": [list(path) for path in tree.paths], "limit": args.max_new_tokens,
-            "stops": sorted(target.stop_ids), "layers": heads.config.num_layers, "threads": args.threads,
-        }  # fmt: skip
+            "prompts": prompts,
+            "paths": [list(path) for path in tree.paths],
+            "limit": args.max_new_tokens,
+            "stops": sorted(target.stop_ids),
+            "layers": heads.config.num_layers,
+            "threads": args.threads,
+        }
         # By a relative path: transformers takes a family's name anywhere in a path without model_type for its family.
         command = [str(Path(args.python).absolute()), str(Path(__file__).resolve()), "--worker"]
         done = subprocess.run(
-            [*command, str(args.checkout.resolve()), folder.name], input=json.dumps(request), stdout=subprocess.PIPE,
-            text=True, check=False, cwd=temporary,
-        )  # fmt: skip
+            [*command, str(args.checkout.resolve()), folder.name],
+            input=json.dumps(request),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd=temporary,
+        )
     if done.returncode:
         raise ValueError(f"the published code failed (exit code {done.returncode}); see its messages above")
     theirs = [json.loads(line) for line in done.stdout.splitlines()]
@@ -221,13 +230,16 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     tau["published"] = mean_length(steps)
     difference = abs(tau["published"] / tau["ours"] - 1)
     return {
-        "prompts": len(prompts), "tokens": checked.checked, "identical_answers": len(same),
-        "near_ties": checked.near_ties, "mismatches": checked.mismatches,
+        "prompts": len(prompts),
+        "tokens": checked.checked,
+        "identical_answers": len(same),
+        "near_ties": checked.near_ties,
+        "mismatches": checked.mismatches,
         "answers_with_equal_steps": sum(ours[place].accepted[:-1] == steps[place][:-1] for place in same),
         "mean_accepted_length": {name: round(value, 4) for name, value in tau.items()},
         "tree_nodes": tree.num_nodes,
         "equal": not checked.mismatches and checked.near_ties <= NEAR_TIES * checked.checked and difference <= TAU,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

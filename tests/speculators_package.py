@@ -63,9 +63,11 @@ def run_package(folder: Path, attention: str, steps: int) -> None:
     save_file(outputs, folder.parent / "outputs.safetensors")
     versions = {name: version(name) for name in ("speculators", "transformers", "torch")}
     found = {
-        "class": type(model).__name__, "versions": versions, "not_loaded": sorted(lost),
+        "class": type(model).__name__,
+        "versions": versions,
+        "not_loaded": sorted(lost),
         "layers": list(model.config.eagle_aux_hidden_state_layer_ids),
-    }  # fmt: skip
+    }
     print(json.dumps(found), file=answer)
 
 
@@ -114,11 +116,18 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     same_ids = torch.equal(theirs["ids"], eagle.tokens(torch.arange(c.outputs)).long())
     equal = same_ids and not found["not_loaded"] and max(apart) <= TOLERANCE * largest
     return {
-        **found, "tensors_in_float32_from": str(source.dtype).removeprefix("torch."), "attention": args.attention,
-        "positions": args.length, "draft_vocab_size": c.outputs, "vocab_size": c.vocab_size, "same_ids": same_ids,
-        "largest_logit": largest, "max_difference_by_step": apart, "max_difference_read_back": read_back,
+        **found,
+        "tensors_in_float32_from": str(source.dtype).removeprefix("torch."),
+        "attention": args.attention,
+        "positions": args.length,
+        "draft_vocab_size": c.outputs,
+        "vocab_size": c.vocab_size,
+        "same_ids": same_ids,
+        "largest_logit": largest,
+        "max_difference_by_step": apart,
+        "max_difference_read_back": read_back,
         "equal": equal and list(c.captured_layers) == found["layers"],
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

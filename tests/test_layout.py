@@ -33,8 +33,10 @@ MAY_IMPORT = {
 }
 INSIDE = ("verify", "engine", "drafters", "commands", "evaluation")  # of inference/: each imports those before it
 # Libraries this project or its dependencies import, installed here or not.
-LIBRARIES = set("accelerate bitsandbytes datasets deepspeed evaluate kernels numpy peft safetensors sklearn tokenizers "
-                "torch transformers triton wandb".split())  # fmt: skip
+LIBRARIES = set(
+    "accelerate bitsandbytes datasets deepspeed evaluate kernels numpy peft safetensors sklearn tokenizers "
+    "torch transformers triton wandb".split()
+)
 
 
 def modules(room: str) -> list[Path]:
@@ -200,8 +202,11 @@ def test_commands_run_from_the_wheel(wheel, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", "import draftsmith.data.prompts as p; print(p.__file__, p.sources.__file__)"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.split() == [str(tmp_path / f"draftsmith/data/{n}.py") for n in ("prompts", "sources")]
 
 

@@ -188,8 +188,9 @@ def test_the_example_of_requests(tmp_path, monkeypatch, capsys):
     names = {}
     exec(example, names)
     said = capsys.readouterr().out
-    committed = {n: [int(t) for line in re.findall(rf"^{n} \[(.+)\]$", said, re.M) for t in line.split(", ")]
-                 for n in range(2)}  # fmt: skip
+    committed = {
+        n: [int(t) for line in re.findall(rf"^{n} \[(.+)\]$", said, re.M) for t in line.split(", ")] for n in range(2)
+    }
     assert all(1 <= len(tokens) <= 64 for tokens in committed.values()), "tokens are printed as they come"
     for tokens in committed.values():
         assert names["target"].tokenizer.decode(tokens) in said

@@ -72,8 +72,10 @@ def passages(text: str) -> np.ndarray:
     long = np.zeros(windows, np.uint64)
     for offset, power in enumerate(_POWERS):
         long += hashes[offset : offset + windows] * power  # mod 2⁶⁴
-    short = [(np.array([_word_hash(word) for word in words], np.uint64) * _POWERS[: len(words)]).sum()
-             for words in _short(text)]  # fmt: skip
+    short = [
+        (np.array([_word_hash(word) for word in words], np.uint64) * _POWERS[: len(words)]).sum()
+        for words in _short(text)
+    ]
     return np.concatenate([long, np.array(short, np.uint64)])
 
 
@@ -137,8 +139,9 @@ class Passages:
                 found = json.loads((stored.metadata() or {})["passages"])
                 tensors = {name: stored.get_tensor(name) for name in _TENSORS}
         except (SafetensorError, LookupError, ValueError) as error:
-            raise ValueError(f"{path}: no file of passages ({first_line(error)}); tools/overlap.py --save writes "
-                             "one") from None  # fmt: skip
+            raise ValueError(
+                f"{path}: no file of passages ({first_line(error)}); tools/overlap.py --save writes one"
+            ) from None
         if found != _FORMAT or any(t.dtype != np.uint64 or t.ndim != 1 for t in tensors.values()):
             raise ValueError(f"{path}: passages of another version ({found}); this one reads {_FORMAT}")
         return cls(**tensors)
@@ -277,14 +280,19 @@ def main() -> None:
     good = True
     for path in stored:
         found = overlap.shared_with(Passages.load(path))
-        print(f"{path}: {len(found):,} of {len(overlap.prompts):,} evaluation prompts share a passage with it"
-              f"{': ' if found else ''}{', '.join(found[:_SHOWN])}")  # fmt: skip
+        print(
+            f"{path}: {len(found):,} of {len(overlap.prompts):,} evaluation prompts share a passage with it"
+            f"{': ' if found else ''}{', '.join(found[:_SHOWN])}"
+        )
         good &= not found
     if files:
         good &= _check_rows(overlap, files, args.clean, args.save)
     if not good:
-        print("error: training data shares a passage with an evaluation prompt; --clean leaves such rows out",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            "error: training data shares a passage with an evaluation prompt; --clean leaves such rows out",
+            file=sys.stderr,
+            flush=True,
+        )
         raise SystemExit(1)
 
 

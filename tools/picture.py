@@ -85,16 +85,30 @@ def draw_terminal(axes: Axes, lines: list[list[tuple[str, str]]], points: float)
     axes.set_ylim(len(lines) + 0.7, -0.7)
     axes.axis("off")
     box = FancyBboxPatch(
-        (0, 0), 1, 1, boxstyle="round,pad=0,rounding_size=0.012", mutation_aspect=1.8, transform=axes.transAxes,
-        color=BACKGROUND, clip_on=False,
-    )  # fmt: skip
+        (0, 0),
+        1,
+        1,
+        boxstyle="round,pad=0,rounding_size=0.012",
+        mutation_aspect=1.8,
+        transform=axes.transAxes,
+        color=BACKGROUND,
+        clip_on=False,
+    )
     axes.add_patch(box)
     for row, pieces in enumerate(lines):
         column = 0
         for text, colour in pieces:
             for word in re.finditer(r"\S+", text):
-                axes.text(column + word.start(), row + 0.75, word[0], color=colour, family="monospace", size=points,
-                          va="baseline", parse_math=False)  # fmt: skip
+                axes.text(
+                    column + word.start(),
+                    row + 0.75,
+                    word[0],
+                    color=colour,
+                    family="monospace",
+                    size=points,
+                    va="baseline",
+                    parse_math=False,
+                )
             column += len(text)
 
 
@@ -143,9 +157,10 @@ def draw_lengths(axes: Axes, reports: list[dict[str, Any]]) -> None:
         axes.bar(
             [length + (number - (len(reports) - 1) / 2) * width for length in histogram],
             [100 * count / total for count in histogram.values()],
-            width, color=BARS[kind(report["drafter"])],
+            width,
+            color=BARS[kind(report["drafter"])],
             label=f"{label(report['drafter'])}: {report['mean_accepted_length']:.2f}",
-        )  # fmt: skip
+        )
     axes.set_xticks(range(1, longest + 1))
     axes.tick_params(labelsize=13)
     axes.set_ylabel("% of steps", size=14)

@@ -28,8 +28,10 @@ Backend = Callable[[Distillation, Iterator[Conversation], Callable[[Conversation
 def check_has_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
     """Raises: ValueError: neither the recipe nor the target's tokenizer has a chat template."""
     if not (template or tokenizer.chat_template):
-        raise ValueError("the target's tokenizer has no chat template; set data.template, for example to "
-                         "recipes/templates/vicuna.jinja")  # fmt: skip
+        raise ValueError(
+            "the target's tokenizer has no chat template; set data.template, for example to "
+            "recipes/templates/vicuna.jinja"
+        )
 
 
 @contextmanager
@@ -56,9 +58,14 @@ def by_engine(recipe: Distillation, conversations: Iterator[Conversation], end: 
     template = template_for(recipe.data, tokenizer)
     check_has_template(tokenizer, template)
     target, drafter = load_drafter(
-        e.drafter, target_name=t.name, revision=t.revision, dtype=t.dtype, quantize=t.quantize,
-        device=choose_device(None), trust_remote_code=t.trust_remote_code,
-    )  # fmt: skip
+        e.drafter,
+        target_name=t.name,
+        revision=t.revision,
+        dtype=t.dtype,
+        quantize=t.quantize,
+        device=choose_device(None),
+        trust_remote_code=t.trust_remote_code,
+    )
     if target.adapter:
         raise ValueError(
             f"engine.drafter={e.drafter}: its adapter changes the target's answers; use a drafter without one, or none"
@@ -99,9 +106,7 @@ def by_engine(recipe: Distillation, conversations: Iterator[Conversation], end: 
     decoder = SpeculativeDecoder(target, drafter)
     # The user's turns are sampled in either mode; greedy answers in the same batch have temperature 0.
     mode = "sample" if recipe.self_talk or recipe.data.written else d.mode
-    serve_conversations(
-        decoder, conversations, next_request, on_answer, e.batch_size, mode=mode, max_length=longest
-    )  # fmt: skip
+    serve_conversations(decoder, conversations, next_request, on_answer, e.batch_size, mode=mode, max_length=longest)
 
 
 def by_endpoint(

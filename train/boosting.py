@@ -107,9 +107,14 @@ def subset(samples: Tokenized, labels: np.ndarray) -> Tokenized:
 
 
 def rows_of_round(
-    run: Run[Any], rows: Sequence[Rows], number: int, rounds: int, models: Sequence[Target], draft_vocab: Tensor | None,
+    run: Run[Any],
+    rows: Sequence[Rows],
+    number: int,
+    rounds: int,
+    models: Sequence[Target],
+    draft_vocab: Tensor | None,
     boost: Boost,
-) -> tuple[list[Rows], list[float], int]:  # fmt: skip
+) -> tuple[list[Rows], list[float], int]:
     """What round ``number`` (from 0) of ``rounds`` trains on.
 
     Args:

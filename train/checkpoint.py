@@ -38,9 +38,13 @@ def _sync(path: Path) -> None:
 
 
 def save(
-    folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any],
+    folder: Path,
+    step: int,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: dict[str, Any],
     keep: int,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write ``folder/step-N`` and delete all but the newest ``keep``.
 
     Args:

@@ -81,10 +81,17 @@ class _Rows:
 
 @torch.no_grad()
 def spherical_kmeans(
-    weight: Tensor, num_clusters: int, *, seed: int = 0, max_iterations: int = 50, tolerance: float = 1e-4,
-    balanced: float | None = None, chunk: int = 4096, start: Clusters | Tensor | None = None,
+    weight: Tensor,
+    num_clusters: int,
+    *,
+    seed: int = 0,
+    max_iterations: int = 50,
+    tolerance: float = 1e-4,
+    balanced: float | None = None,
+    chunk: int = 4096,
+    start: Clusters | Tensor | None = None,
     after: Callable[[Clusters], None] | None = None,
-) -> Clusters:  # fmt: skip
+) -> Clusters:
     """Cluster the rows of an LM head by direction; the same arguments give the same clusters on the same device.
 
     Args:

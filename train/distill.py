@@ -23,10 +23,14 @@ from draftsmith.common.command import before_imports, recipe_parser, run_command
 from draftsmith.common.content import check_recipe
 
 PARSER = recipe_parser(
-    __doc__, "recipes/tiny-distill.yaml", "self_talk=1", "a few answers of a small random target",
-    resume="go on where it stopped; it does so anyway", restart="begin anew, deleting this run's answers",
+    __doc__,
+    "recipes/tiny-distill.yaml",
+    "self_talk=1",
+    "a few answers of a small random target",
+    resume="go on where it stopped; it does so anyway",
+    restart="begin anew, deleting this run's answers",
     dry_run="show what would be sent; send and write nothing",
-)  # fmt: skip
+)
 if __name__ == "__main__":
     before_imports(PARSER, check_recipe)
 
@@ -171,9 +175,7 @@ def main() -> None:
         distill(recipe, seeds, shards, facts, by_engine if recipe.backend == "engine" else by_endpoint)
 
 
-def distill(
-    recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dict[str, Any], backend: Backend
-) -> None:  # fmt: skip
+def distill(recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dict[str, Any], backend: Backend) -> None:
     """Get the answers that are missing, and keep the manifest with its ``facts`` up to date.
 
     Raises:

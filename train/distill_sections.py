@@ -27,9 +27,12 @@ from draftsmith.models.stored import fingerprint, resolve_folder
 class Seeds(Section):
     seeds: list[Source] = Field(default=[], description="sources of the user's messages; the assistant's are dropped")
     written: int = Field(
-        default=0, ge=0, le=10_000_000, description="conversations more, of which the target writes the user's first "
+        default=0,
+        ge=0,
+        le=10_000_000,
+        description="conversations more, of which the target writes the user's first "
         "message, too: it goes on where the template lets the user speak; backend engine",
-    )  # fmt: skip
+    )
     template: Name | None = Field(
         default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
     )

@@ -93,9 +93,16 @@ class Plan:
 
     @classmethod
     def of(
-        cls, recipe: DrafterRecipe, stage: Stage, shape: TargetShape, trained: int, projected: int = 0, passes: int = 1,
-        copied: int = 0, unrolled: int = 1,
-    ) -> "Plan":  # fmt: skip
+        cls,
+        recipe: DrafterRecipe,
+        stage: Stage,
+        shape: TargetShape,
+        trained: int,
+        projected: int = 0,
+        passes: int = 1,
+        copied: int = 0,
+        unrolled: int = 1,
+    ) -> "Plan":
         """A stage beside a frozen target. Under ZeRO-3 and FSDP a process holds its part of all but the LM head."""
         t = recipe.target
         held = BYTES[t.dtype if t.quantize == "none" else t.quantize]
@@ -148,9 +155,14 @@ def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, 
     for plan in stages:
         seconds = plan.operations / rate / processes
         table.add_row(
-            plan.name, f"{plan.frozen / 1e6:,.1f} M", f"{plan.trained / 1e6:,.1f} M", f"{plan.memory / 1e9:,.1f} GB",
-            f"{plan.positions:,}", f"{seconds:,.2f} s", _duration(plan, seconds),
-        )  # fmt: skip
+            plan.name,
+            f"{plan.frozen / 1e6:,.1f} M",
+            f"{plan.trained / 1e6:,.1f} M",
+            f"{plan.memory / 1e9:,.1f} GB",
+            f"{plan.positions:,}",
+            f"{seconds:,.2f} s",
+            _duration(plan, seconds),
+        )
     console.print(table)
     console.print(
         "Memory: weights, gradients, moments and logits; activations come on top. Time: at the "

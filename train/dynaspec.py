@@ -61,8 +61,14 @@ SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)  # of the clusters: values
 
 class Drafter(Section):
     tiny: ClassVar[dict[str, Any]] = {
-        "base": None, "corpus": None, "num_clusters": 8, "router_width": 16, "positions": 256, "size": 64, "static": 32,
-    }  # fmt: skip
+        "base": None,
+        "corpus": None,
+        "num_clusters": 8,
+        "router_width": 16,
+        "positions": 256,
+        "size": 64,
+        "static": 32,
+    }
 
     base: Name | None = Field(default=None, description="the trained drafter, a folder or Hub id; null: --tiny alone")
     all_tokens: bool = Field(default=False, description="drop its draft vocabulary, where its LM head is the target's")

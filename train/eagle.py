@@ -154,9 +154,14 @@ class EagleTraining(nn.Module):
         if eagle.config.version == 1 and self.noise and self.training:
             read = self.noisy(read, batch, step)
         unrolled = eagle.unroll(
-            read, self.target.embeddings, batch["tokens"], self.steps, batch.get("positions"), batch.get("segment"),
+            read,
+            self.target.embeddings,
+            batch["tokens"],
+            self.steps,
+            batch.get("positions"),
+            batch.get("segment"),
             chosen,
-        )  # fmt: skip
+        )
         for i, out in enumerate(unrolled):
             where, count = labelled[i].gather(1, chosen), counts[i].clamp(min=1)
             behind = (chosen + i + 1).clamp(max=taught.shape[1] - 1)  # where the target predicts the same token
@@ -194,9 +199,15 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     folder = resolve_folder(t.name, t.revision, weights=False)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=t.trust_remote_code).get_text_config()
     made = EagleConfig.for_target(
-        config, shape.vocab_size, recipe.data.max_length, d.version, d.projection, d.draft_vocab_size,
-        d.captured_layers or (), **d.options,
-    )  # fmt: skip
+        config,
+        shape.vocab_size,
+        recipe.data.max_length,
+        d.version,
+        d.projection,
+        d.draft_vocab_size,
+        d.captured_layers or (),
+        **d.options,
+    )
     made = shape_of_init(recipe, made)
     with torch.device("meta"):
         own = sum(p.numel() for p in Eagle(made).parameters())

@@ -17,9 +17,11 @@ class EagleSection(Section):
     )
     draft_vocab_size: DraftVocabSize = None
     captured_layers: list[int] | None = Field(
-        default=None, min_length=1, description="EAGLE-3 reads the inputs of these layers of the target; null: those "
+        default=None,
+        min_length=1,
+        description="EAGLE-3 reads the inputs of these layers of the target; null: those "
         "of init_from, else 2, n/2 and n − 3 of n layers",
-    )  # fmt: skip
+    )
     norm_before_fc: bool = Field(default=False, description="a norm of the joined features before they are mixed")
     fc_norm: bool = Field(default=False, description="or one norm for each captured layer")
     norm_output: bool = Field(default=False, description="a draft continues with the normed hidden state (EAGLE-3.1)")

@@ -26,9 +26,14 @@ SAME = 0.2  # of a token's features: relative difference by rounding at most, al
 
 
 def hidden_states(
-    target: Target, rows: Rows, dtype: torch.dtype, accelerator: Accelerator, stored: Path | None = None,
-    batch_size: int = 16, captures: Sequence[int] = (),
-) -> Tensor:  # fmt: skip
+    target: Target,
+    rows: Rows,
+    dtype: torch.dtype,
+    accelerator: Accelerator,
+    stored: Path | None = None,
+    batch_size: int = 16,
+    captures: Sequence[int] = (),
+) -> Tensor:
     """The hidden states of all rows, on the CPU: ``[S, T, F]``, F = d · (1 + number of captured layers).
 
     Args:
@@ -49,11 +54,16 @@ def hidden_states(
     done = torch.zeros(-(-shape[0] // batch_size), dtype=torch.uint8)  # by batch
     if stored:
         request = {
-            "target": target.fingerprint, "made_in": [str(target.dtype), torch.is_autocast_enabled(target.device.type)],
+            "target": target.fingerprint,
+            "made_in": [str(target.dtype), torch.is_autocast_enabled(target.device.type)],
             "quantized": str(getattr(target.model.config, "quantization_config", None)),
-            "rows": rows.samples.sha256(), "share": rows.share, "dtype": str(dtype), "shape": list(shape),
-            "batch_size": batch_size, **({"captures": list(captures)} if captures else {}),
-        }  # fmt: skip
+            "rows": rows.samples.sha256(),
+            "share": rows.share,
+            "dtype": str(dtype),
+            "shape": list(shape),
+            "batch_size": batch_size,
+            **({"captures": list(captures)} if captures else {}),
+        }
         with accelerator.main_process_first():
             reusable = stored.exists() and _read(stored.with_suffix(".json")) == request
             if not reusable:

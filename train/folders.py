@@ -27,12 +27,17 @@ from draftsmith.train import checkpoint, sharded
 _MARK, _LOCK = ".run", ".lock"
 _OWN = {_LOCK, _MARK, _MARK + ".tmp"}  # a folder that holds only these is empty
 # What --restart deletes.
-_FILES = (
-    "metrics.jsonl", "model.safetensors", "config.json", "tree.json", "wandb_id", "clusters.json", "clusters.png",
-)  # fmt: skip
+_FILES = ("metrics.jsonl", "model.safetensors", "config.json", "tree.json", "wandb_id", "clusters.json", "clusters.png")
 _FOLDERS = (  # and a drafter's parts
-    "features", "streams", "held_out", "draft_vocab", "marks", "tensorboard", "clusters", "rollouts",
-)  # fmt: skip
+    "features",
+    "streams",
+    "held_out",
+    "draft_vocab",
+    "marks",
+    "tensorboard",
+    "clusters",
+    "rollouts",
+)
 
 
 @contextmanager

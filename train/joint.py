@@ -29,9 +29,10 @@ class Lora(Section):
     alpha: Factor = 16
     dropout: float = Field(default=0.05, ge=0, lt=1)
     modules: list[Name] = Field(
-        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1,
+        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        min_length=1,
         description="names of linear layers; lm_head may be one, and is untied from the embeddings first",
-    )  # fmt: skip
+    )
 
 
 class Joint(Section):
@@ -46,7 +47,7 @@ class Joint(Section):
         default=None,
         description="λ0: 0.2 with ce, 0.01 with kl if left out; with kl it is divided by the supervised share of the "
         "positions, because the published 0.01 goes with a sum over all of them",
-    )  # fmt: skip
+    )
     ramp: Literal["constant", "linear", "sine"] | None = Field(
         default=None, description="how λ0 is reached; if left out, constant with ce and along a sine with kl"
     )
@@ -112,8 +113,10 @@ def cross_entropy(target: Target, hidden: Tensor, labels: Tensor) -> Tensor:
     """Σ −log p(label) over positions ``[P, d]`` and ``[P]``."""
     return in_chunks(
         lambda x, y: nn.functional.cross_entropy(target.logits(x).float(), y, reduction="sum"),
-        target.vocab_size, hidden, labels,
-    )  # fmt: skip
+        target.vocab_size,
+        hidden,
+        labels,
+    )
 
 
 @torch.no_grad()
@@ -133,9 +136,11 @@ def drift(target: Target, tokens: Tensor, supervised: Tensor, batch_size: int = 
         sums += torch.stack([moved, after, before, used.sum()]).double().cpu()
     moved, after, before = (sums[:3] / sums[3].clamp(min=1)).tolist()
     return {
-        "kl": moved, "perplexity": math.exp(after), "original_perplexity": math.exp(before),
+        "kl": moved,
+        "perplexity": math.exp(after),
+        "original_perplexity": math.exp(before),
         "perplexity_ratio": math.exp(after - before),
-    }  # fmt: skip
+    }
 
 
 def guarded(joint: Joint, tau: float, kl: float) -> float:

@@ -211,15 +211,19 @@ def train(run: Run[LmRecipe]) -> None:
     model.generation_config.eos_token_id = [end, end_of_turn]
     run.data_sha256 = [rows_of(source)[1] for source in recipe.data.train]
     facts = run.facts(
-        parameters=parameters, init_from=recipe.init_from, validation_loss=round(loss, 4),
+        parameters=parameters,
+        init_from=recipe.init_from,
+        validation_loss=round(loss, 4),
         trained_tokens=sum(s.samples * s.max_length for s in run.recipe.stages),  # on top of init_from's
         licences={source.source: sources.licence(source.source) for source in recipe.data.train},
-    )  # fmt: skip
+    )
     write_model(folder, model, tokenizer, facts)
     if run.dry:
         return
-    loop.console.print(f"done: {folder} (validation loss {loss:.3f}); try: python inference/decode.py none "
-                       f"--target {folder} --prompt 'def read('")  # fmt: skip
+    loop.console.print(
+        f"done: {folder} (validation loss {loss:.3f}); try: python inference/decode.py none "
+        f"--target {folder} --prompt 'def read('"
+    )
 
 
 def plans(recipe: LmRecipe) -> list[Plan]:

@@ -23,9 +23,15 @@ Width = Annotated[int, Field(gt=0, le=1 << 18)]
 
 class Model(Section):
     tiny: ClassVar[dict[str, Any]] = {
-        "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 48,
-        "max_position_embeddings": 512, "vocab_size": 512,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "max_position_embeddings": 512,
+        "vocab_size": 512,
+    }
 
     vocab_size: int = Field(
         default=4096, ge=256 + 2 + len(ROLES), le=1 << 20, description="at least the bytes and special tokens"
@@ -85,12 +91,20 @@ def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
 def config_of(m: Model, end: int) -> LlamaConfig:
     """The architecture of a recipe's ``model`` section; ``end`` is the end token's id."""
     return LlamaConfig(
-        vocab_size=m.vocab_size, hidden_size=m.hidden_size, num_hidden_layers=m.num_layers,
-        num_attention_heads=m.num_heads, num_key_value_heads=m.num_kv_heads, head_dim=m.head_dim,
-        intermediate_size=m.intermediate_size, max_position_embeddings=m.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": m.rope_theta}, tie_word_embeddings=True,
-        bos_token_id=end, eos_token_id=end, pad_token_id=end,
-    )  # fmt: skip
+        vocab_size=m.vocab_size,
+        hidden_size=m.hidden_size,
+        num_hidden_layers=m.num_layers,
+        num_attention_heads=m.num_heads,
+        num_key_value_heads=m.num_kv_heads,
+        head_dim=m.head_dim,
+        intermediate_size=m.intermediate_size,
+        max_position_embeddings=m.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": m.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
 
 
 def parameters_of(m: Model) -> int:
@@ -108,8 +122,14 @@ def check_beginning(init_from: str, m: Model) -> None:
     if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{where}: no model with its tokenizer there (config.json, tokenizer.json)")
     stored, own = json_object(folder / "config.json"), config_of(m, 0).to_dict()
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                 "intermediate_size"):  # fmt: skip
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+    ):
         if stored.get(name) != own[name]:
             raise ValueError(f"{where}: its shape is not the recipe's model: {name} {stored.get(name)} ≠ {own[name]}")
     check_ends(where, load_tokenizer(folder).get_vocab())

@@ -45,9 +45,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int,
+        ctx: Any,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chunk: int,
         with_gradients: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         kind = features.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         needs = [with_gradients and bool(needed) for needed in ctx.needs_input_grad[:3]]
@@ -131,9 +136,15 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, teacher: Tensor, rows: Tensor, chunk: int,
+        ctx: Any,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher: Tensor,
+        rows: Tensor,
+        chunk: int,
         with_gradients: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         kind = features.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         needs = [with_gradients and bool(needed) for needed in ctx.needs_input_grad[:2]]
@@ -171,9 +182,13 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
 
 
 def linear_soft_cross_entropy(
-    features: Tensor, weight: Tensor, teacher: Tensor, rows: Tensor, bias: Tensor | None = None,
+    features: Tensor,
+    weight: Tensor,
+    teacher: Tensor,
+    rows: Tensor,
+    bias: Tensor | None = None,
     chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """As :func:`linear_cross_entropy`, of distributions instead of labels: −Σ_v p_v log softmax(…)_v, summed over the
     positions, and the number of positions whose likeliest token is the teacher's.
 

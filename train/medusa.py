@@ -18,9 +18,11 @@ from draftsmith.common.command import before_imports, recipe_parser, run_command
 from draftsmith.common.content import check_recipe
 
 PARSER = recipe_parser(
-    __doc__, "recipes/tiny-medusa.yaml", "stages.0.optim.lr=1e-3",
+    __doc__,
+    "recipes/tiny-medusa.yaml",
+    "stages.0.optim.lr=1e-3",
     "two steps of each stage on a small random target and bundled samples",
-)  # fmt: skip
+)
 if __name__ == "__main__":
     before_imports(PARSER, check_recipe)
 

@@ -67,9 +67,14 @@ class Run(RunState[R]):
         t = recipe.target
         with sharded.placing(self.accelerator, t.dtype) as place:
             target = load_target(
-                t.name, revision=t.revision, dtype=t.dtype, device=str(self.accelerator.device), quantize=t.quantize,
-                trust_remote_code=t.trust_remote_code, place=place,
-            )  # fmt: skip
+                t.name,
+                revision=t.revision,
+                dtype=t.dtype,
+                device=str(self.accelerator.device),
+                quantize=t.quantize,
+                trust_remote_code=t.trust_remote_code,
+                place=place,
+            )
         self.save_recipe()
         self.fingerprint = target.fingerprint
         torch.manual_seed(recipe.run.seed)  # for the weights that the script makes next
@@ -185,9 +190,17 @@ class Run(RunState[R]):
         return counted
 
     def fit(
-        self, stage: Stage, module: nn.Module, rows: Sequence[Batches], evaluate: Evaluate, best_on: str, *,
-        weights: Sequence[float] | None = None, beside: Mapping[str, Tensor] | None = None, take_best: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        stage: Stage,
+        module: nn.Module,
+        rows: Sequence[Batches],
+        evaluate: Evaluate,
+        best_on: str,
+        *,
+        weights: Sequence[float] | None = None,
+        beside: Mapping[str, Tensor] | None = None,
+        take_best: bool = True,
+    ) -> None:
         """Train one stage of the recipe; afterwards the module has the weights of its best evaluation.
 
         Args:
@@ -228,14 +241,22 @@ class Run(RunState[R]):
         """What provenance.json records of the training."""
         recipe = self.recipe
         return provenance(
-            command=self.command, steps=sum(stage.steps or 0 for stage in recipe.stages), data_sha256=self.data_sha256,
-            autocast=recipe.precision.autocast, **more,
-        )  # fmt: skip
+            command=self.command,
+            steps=sum(stage.steps or 0 for stage in recipe.stages),
+            data_sha256=self.data_sha256,
+            autocast=recipe.precision.autocast,
+            **more,
+        )
 
     def export(
-        self, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target, facts: Mapping[str, Any],
-        tree: Topology | Sequence[Topology] | None = None, parts: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        shape: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        target: Target,
+        facts: Mapping[str, Any],
+        tree: Topology | Sequence[Topology] | None = None,
+        parts: Sequence[str] = (),
+    ) -> None:
         """Write the drafter's folder and upload it where the recipe says so.
 
         Args:

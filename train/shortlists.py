@@ -148,9 +148,14 @@ def cluster(run: Run[Any], target: Target, drafts: Drafts) -> Clusters:
         _store(folder, asked, {name: tensor.cpu() for name, tensor in tensors.items()})
 
     clusters = spherical_kmeans(
-        drafts.weight, d.num_clusters, seed=run.recipe.run.seed, max_iterations=d.iterations, balanced=d.balanced,
-        start=start, after=save if run.main else None,
-    )  # fmt: skip
+        drafts.weight,
+        d.num_clusters,
+        seed=run.recipe.run.seed,
+        max_iterations=d.iterations,
+        balanced=d.balanced,
+        start=start,
+        after=save if run.main else None,
+    )
     if run.main:
         found = report(clusters, drafts.weight, target.tokenizer if drafts.ids is None else None, run.folder)
         sizes = found["sizes"]
@@ -168,9 +173,16 @@ def make_head(run: Run[Any], target: Target, drafts: Drafts, rows: Sequence[Rows
     if d.shortlist == "dynaspec":
         clusters = cluster(run, target, drafts)
         config = ShortlistConfig(
-            "dynaspec", outputs, (1,), 0, (1,), d.num_clusters, d.router_width, drafts.embedding_size,
+            "dynaspec",
+            outputs,
+            (1,),
+            0,
+            (1,),
+            d.num_clusters,
+            d.router_width,
+            drafts.embedding_size,
             drafts.feature_size,
-        )  # fmt: skip
+        )
         # While the router trains, it is measured by a quarter of the vocabulary.
         head = ShortlistHead(config.with_budget(max(1, d.num_clusters // 4), "position_aware"))
         head.starts.copy_(clusters.starts)
@@ -287,7 +299,12 @@ def table_of(measured: Sequence[dict[str, Any]], best: dict[str, Any]) -> Table:
     for line in measured:
         first, ten, tokens = (statistics.fmean(line[name]) for name in ("top1", "top10", "tokens"))
         table.add_row(
-            f"{line['k_max']}{' ←' if line is best else ''}", line["schedule"], f"{line['simulated_tau']:.3f}",
-            f"{first:.3f}", f"{ten:.3f}", f"{tokens:,.0f}", f"{line['seconds'] * 1e3:.2f} ms",
-        )  # fmt: skip
+            f"{line['k_max']}{' ←' if line is best else ''}",
+            line["schedule"],
+            f"{line['simulated_tau']:.3f}",
+            f"{first:.3f}",
+            f"{ten:.3f}",
+            f"{tokens:,.0f}",
+            f"{line['seconds'] * 1e3:.2f} ms",
+        )
     return table

@@ -153,8 +153,9 @@ def evaluate(run: Run[SsmRecipe], earlier: list[Tensor], module: nn.Module) -> d
         "simulated_tau": simulate_ensemble(_trees(ranks), ranks),
         "tau_alone": simulate_ensemble(_trees(ranks[:, :, -1:]), ranks[:, :, -1:]),
         "held_out_top1": float((own == 0).sum() / (own >= 0).sum()),
-        "coverage_alone": float(matched[-1].float().mean()), "coverage": coverage(matched)[-1],
-    }  # fmt: skip
+        "coverage_alone": float(matched[-1].float().mean()),
+        "coverage": coverage(matched)[-1],
+    }
 
     def drafter() -> DraftModelDrafter:
         model: Any = copy.deepcopy(module.ssm.model)
@@ -212,9 +213,13 @@ def train(run: Run[SsmRecipe]) -> None:
 
 
 def export(
-    run: Run[SsmRecipe], target: Target, ssms: list[Target], ranks: list[Tensor], ids: Tensor | None,
+    run: Run[SsmRecipe],
+    target: Target,
+    ssms: list[Target],
+    ranks: list[Tensor],
+    ids: Tensor | None,
     facts: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Write the SSMs, each a model folder, and what holds for all of them."""
     recipe, parts = run.recipe, [part_name(number) for number in range(len(ssms))]
     of_depth, matched = _held_out(run, ranks)
@@ -222,10 +227,14 @@ def export(
     facts |= {"simulated_tau": simulate_ensemble(trees, of_depth), "loss": recipe.drafter.loss}
     facts |= {"boost": recipe.boost.model_dump()}
     shape = {
-        "num_ssms": len(ssms), "layers": recipe.drafter.layers, "draft_vocab_size": None if ids is None else len(ids),
-        "vocab_size": target.vocab_size, "mark_tokens": recipe.boost.tokens, "coverage": coverage(matched),
+        "num_ssms": len(ssms),
+        "layers": recipe.drafter.layers,
+        "draft_vocab_size": None if ids is None else len(ids),
+        "vocab_size": target.vocab_size,
+        "mark_tokens": recipe.boost.tokens,
+        "coverage": coverage(matched),
         "overlap": overlap(matched),
-    }  # fmt: skip
+    }
     if run.main:
         for name, ssm in zip(parts, ssms, strict=True):
             stored = in_dtype(ssm.model.state_dict(), recipe.export.dtype)

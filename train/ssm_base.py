@@ -23,18 +23,19 @@ class Ssms(Section):
         description="a causal LM with the target's tokenizer; each SSM begins as a copy, and all of it trains",
     )
     layers: list[int] | None = Field(
-        default=None, min_length=1, description="or an SSM is made of these layers of the target, with its embeddings "
+        default=None,
+        min_length=1,
+        description="or an SSM is made of these layers of the target, with its embeddings "
         "and LM head, which stay as they are",
-    )  # fmt: skip
+    )
     draft_vocab_size: DraftVocabSize = None
     loss: Literal["ce", "kl"] = Field(
-        default="ce", description="ce: the answers' tokens; kl: the target's distribution at each of them, which runs "
+        default="ce",
+        description="ce: the answers' tokens; kl: the target's distribution at each of them, which runs "
         "the target in every step",
-    )  # fmt: skip
+    )
     expansion: list[Layers] = Field(
-        default=[2, 1, 1, 1],
-        min_length=1,
-        description="children by depth, of the tree of evaluate.decode",
+        default=[2, 1, 1, 1], min_length=1, description="children by depth, of the tree of evaluate.decode"
     )
 
 

@@ -17,9 +17,14 @@ from draftsmith.models.stored import local_folder, resolve_folder
 _BUNDLED = "models/tiny-lm"  # its tokenizer serves every tiny target
 SAMPLES = Path(__file__).resolve().parent.parent / "data" / "samples.jsonl"
 _SHAPE = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
 
 
 def tiny(recipe: R, suffix: str = "tiny", processes: int = 1) -> R:

@@ -42,9 +42,13 @@ class Trackers:
         identity = (read_text(note).strip() if note.exists() else "") or uuid.uuid4().hex[:8]
         write_text(note, identity)
         given: dict[str, Any] = {
-            "project": track.project, "name": folder.name, "id": identity, "resume": "allow", "dir": str(folder),
+            "project": track.project,
+            "name": folder.name,
+            "id": identity,
+            "resume": "allow",
+            "dir": str(folder),
             "config": config,
-        }  # fmt: skip
+        }
         settings = wandb.Settings(init_timeout=WAIT, silent=True, console="off", x_disable_stats=True)
         offline = track.offline or os.environ.get("WANDB_MODE") == "offline"
         try:

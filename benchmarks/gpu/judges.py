@@ -349,8 +349,9 @@ def judge_streams(out: Path, rehearsal: bool) -> Finding:
     two, one = (report["tokens_per_second"] for report in reports)
     return Finding(
         f"two SSMs, τ {reports[0]['mean_accepted_length']:.2f}: {two:,.0f} tokens/s at the same time, {one:,.0f} one "
-        f"after the other ({two / one:.2f} ×)", two > one,
-    )  # fmt: skip
+        f"after the other ({two / one:.2f} ×)",
+        two > one,
+    )
 
 
 def judge_eagle_decode(out: Path, rehearsal: bool) -> Finding:

@@ -125,10 +125,14 @@ def run_part(part: Part, work: Path, rehearsal: bool, limit: float) -> tuple[str
                 output.flush()
                 variables, words = words_of(command)
                 process = subprocess.Popen(
-                    [sys.executable if words[0] == "python" else words[0], *words[1:]], cwd=ROOT, stdout=output,
-                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                    [sys.executable if words[0] == "python" else words[0], *words[1:]],
+                    cwd=ROOT,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
                     env=environment(part, work, rehearsal) | variables,
-                )  # fmt: skip
+                )
                 code = process.wait(max(0.0, began + limit - time.monotonic()))
                 if code:
                     problem = f"exit code {code}: {last_line(log)}"

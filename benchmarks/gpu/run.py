@@ -102,9 +102,18 @@ def to_run(
 
 
 def run_all(
-    parts: Sequence[Part], work: Path, *, rehearsal: bool, minutes: float, again: bool, device: str,
-    wanted: Collection[str] = (), out: Path | None = None, name: str = "gpu", workers: int = 1,
-) -> list[Result]:  # fmt: skip
+    parts: Sequence[Part],
+    work: Path,
+    *,
+    rehearsal: bool,
+    minutes: float,
+    again: bool,
+    device: str,
+    wanted: Collection[str] = (),
+    out: Path | None = None,
+    name: str = "gpu",
+    workers: int = 1,
+) -> list[Result]:
     """Run the parts that have no result yet; write and return the results of all.
 
     Args:
@@ -131,9 +140,18 @@ def run_all(
     def end(part: Part, result: str, finding: Finding, seconds: float) -> None:
         (work / part.name).mkdir(parents=True, exist_ok=True)
         results[part.name] = Result(
-            part.name, part.goal, finding.value, result, round(seconds, 1), sources[part.name], rehearsal,
-            commands_of(part, work, rehearsal), finding.facts, device, installed,
-        )  # fmt: skip
+            part.name,
+            part.goal,
+            finding.value,
+            result,
+            round(seconds, 1),
+            sources[part.name],
+            rehearsal,
+            commands_of(part, work, rehearsal),
+            finding.facts,
+            device,
+            installed,
+        )
         if result != "not run":  # which is no reason to lose an earlier result
             write_json(work / part.name / "result.json", asdict(results[part.name]))
         write()
@@ -240,9 +258,17 @@ def main() -> None:
     with locked(work / ".lock"):
         kill(None, mark_of(work))  # what a run that was killed here has left behind
         results = run_all(
-            parts, work, rehearsal=args.rehearsal, minutes=args.minutes, again=args.again, device=device,
-            wanted=wanted, out=out, name=name, workers=min(available_cores(), 2) if args.rehearsal else 1,
-        )  # fmt: skip
+            parts,
+            work,
+            rehearsal=args.rehearsal,
+            minutes=args.minutes,
+            again=args.again,
+            device=device,
+            wanted=wanted,
+            out=out,
+            name=name,
+            workers=min(available_cores(), 2) if args.rehearsal else 1,
+        )
     print(f"\n{table_of(results)}\nwritten to {out / 'table.md'}")
     if not args.rehearsal:
         print("Paste it into benchmarks/log/DATE.md and its figures into RESULTS.md; what passed leaves AWAITING.md.")

@@ -356,9 +356,18 @@ class CompressedDrafter(Drafter):
 
     def _run(self, level: Pass, tokens: Tensor, plans: Plans | None) -> Tensor:
         return self.runner.forward_nodes(
-            tokens, self.cache.lengths, level.ancestors, level.depth, first=level.first, key_depth=level.key_depth,
-            mask=level.mask, fixed=True, sees_all=level.sees_all, plans=plans, left_out=self.entries.left_out,
-        )[0]  # fmt: skip
+            tokens,
+            self.cache.lengths,
+            level.ancestors,
+            level.depth,
+            first=level.first,
+            key_depth=level.key_depth,
+            mask=level.mask,
+            fixed=True,
+            sees_all=level.sees_all,
+            plans=plans,
+            left_out=self.entries.left_out,
+        )[0]
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.target.logits(hidden), None

@@ -79,10 +79,16 @@ class DraftModelDrafter(Drafter):
     """
 
     def __init__(
-        self, model: Target, target: Target, tree: Sequence[int] | Topology, *, draft_vocab: Tensor | None = None,
+        self,
+        model: Target,
+        target: Target,
+        tree: Sequence[int] | Topology,
+        *,
+        draft_vocab: Tensor | None = None,
         draws: DrawKind = "without_replacement",
-        shortlist: ShortlistHead | None = None, selector: Selector | None = None,
-    ) -> None:  # fmt: skip
+        shortlist: ShortlistHead | None = None,
+        selector: Selector | None = None,
+    ) -> None:
         check_vocabulary(model, target)
         if model.device != target.device:
             raise ValueError(
@@ -297,10 +303,18 @@ class DraftModelDrafter(Drafter):
 
     def _run(self, level: Pass, tokens: Tensor, lengths: Tensor, plans: Plans | None) -> Tensor:
         return self.runner.forward_nodes(
-            self._readable(tokens), lengths, level.ancestors, level.depth, first=level.first,
-            key_depth=level.key_depth, mask=level.mask, fixed=True, sees_all=level.sees_all, plans=plans,
+            self._readable(tokens),
+            lengths,
+            level.ancestors,
+            level.depth,
+            first=level.first,
+            key_depth=level.key_depth,
+            mask=level.mask,
+            fixed=True,
+            sees_all=level.sees_all,
+            plans=plans,
             left_out=None if self.entries is None else self.entries.left_out,
-        )[0]  # fmt: skip
+        )[0]
 
     def _readable(self, tokens: Tensor) -> Tensor:
         """Token ids within the model's embedding; ids beyond it become the last one."""

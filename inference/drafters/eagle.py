@@ -112,9 +112,14 @@ class EagleDrafter(Drafter):
     static = True
 
     def __init__(
-        self, eagle: Eagle, target: Target, tree: Sequence[int] | Topology | DynamicShape, *,
-        draws: DrawKind = "without_replacement", shortlist: ShortlistHead | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        eagle: Eagle,
+        target: Target,
+        tree: Sequence[int] | Topology | DynamicShape,
+        *,
+        draws: DrawKind = "without_replacement",
+        shortlist: ShortlistHead | None = None,
+    ) -> None:
         config = eagle.config
         check_context(eagle, target)
         self.eagle, self.target, self.device = to_target(eagle, target), target, target.device
@@ -384,9 +389,19 @@ class EagleDrafter(Drafter):
             x, inputs, positions, slots = self._fused_input(level, tokens, hidden, lengths)
             normed, after = torch.empty_like(x), self.norm or self.layer.before_mlp
             run_fused_layer(
-                self.layer, buffers, x, inputs, normed, self.table, positions, slots, view, tree_keys,
-                (after.kernel_weight, after.eps), self.norm is not None,
-            )  # fmt: skip
+                self.layer,
+                buffers,
+                x,
+                inputs,
+                normed,
+                self.table,
+                positions,
+                slots,
+                view,
+                tree_keys,
+                (after.kernel_weight, after.eps),
+                self.norm is not None,
+            )
             if self.norm is None:
                 normed = x
         else:
@@ -506,10 +521,28 @@ def _lean_parts(eagle: Eagle, target: Target) -> tuple[Layer, _PairInput | None,
     out, _ = packed_linears(module.self_attn, ["o_proj"], target)
     down, _ = packed_linears(module.mlp, ["down_proj"], target)
     layer = Layer(
-        config.num_attention_heads, config.num_key_value_heads, config.head_dim**-0.5, 0, None, "",
-        pair_input or (lambda x: x), qkv, qkv_bias, None, out, None, None, norm(module.post_attention_layernorm),
-        gate_up, None, module.mlp.act, down, None, None, 1.0,
-    )  # fmt: skip
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim**-0.5,
+        0,
+        None,
+        "",
+        pair_input or (lambda x: x),
+        qkv,
+        qkv_bias,
+        None,
+        out,
+        None,
+        None,
+        norm(module.post_attention_layernorm),
+        gate_up,
+        None,
+        module.mlp.act,
+        down,
+        None,
+        None,
+        1.0,
+    )
     return layer, pair_input, None if eagle.norm is None else norm(eagle.norm)
 
 
@@ -552,9 +585,13 @@ def drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
 
 
 def open_drafter(
-    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool,
+    folder: Path,
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    tree: Path | None,
+    merged: bool,
     shortlist: ShortlistHead | None = None,
-) -> Part:  # fmt: skip
+) -> Part:
     """The layer and its tree, checked against each other. A dynamic tree has precedence over a fixed one.
 
     Raises:

@@ -100,10 +100,14 @@ class HostTreeBuilder:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
         return TokenTree(
-            tensor(tokens, torch.int64), tensor(parents, torch.int32), tensor(depths, torch.int32),
-            tensor(bits, torch.int64), tensor(valid, torch.bool), source=tensor(sources, torch.int64),
+            tensor(tokens, torch.int64),
+            tensor(parents, torch.int32),
+            tensor(depths, torch.int32),
+            tensor(bits, torch.int64),
+            tensor(valid, torch.bool),
+            source=tensor(sources, torch.int64),
             acceptance=tensor(acceptance, torch.float32),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

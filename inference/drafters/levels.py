@@ -153,9 +153,13 @@ class Levels:
     """
 
     def __init__(
-        self, tree: Sequence[int] | Topology, vocabulary: int, target_vocabulary: int,
-        draws: DrawKind = "without_replacement", by_rank: Sequence[float] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        tree: Sequence[int] | Topology,
+        vocabulary: int,
+        target_vocabulary: int,
+        draws: DrawKind = "without_replacement",
+        by_rank: Sequence[float] | None = None,
+    ) -> None:
         topology = _topology(tree, vocabulary)
         self.layout = Layout(topology)
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
@@ -182,9 +186,11 @@ class Levels:
         for level, (first, count) in enumerate(zip(layout.firsts, layout.runs[:-1], strict=False)):
             end = first + count
             parts = (
-                whole.ancestors[:, first:end], whole.depth[:, first:end], whole.depth[:, :end],
+                whole.ancestors[:, first:end],
+                whole.depth[:, first:end],
+                whole.depth[:, :end],
                 whole.mask[:, first:end, :end],
-            )  # fmt: skip
+            )
             ancestors, depth, key_depth, mask = (part.expand(self.rows, *part.shape[1:]) for part in parts)
             above: Tensor | None = None
             if level:
@@ -217,9 +223,13 @@ class Levels:
         self.q_rows = torch.tensor(q_rows, device=device)[None, :, None]
 
     def propose(
-        self, state: State, hidden: H, run: Callable[[int, Pass, Tensor, H], H],
-        logits: Callable[[H], tuple[Tensor, Tensor | None]], best_of: Callable[[H, int], tuple[Tensor, Tensor]],
-    ) -> TokenTree:  # fmt: skip
+        self,
+        state: State,
+        hidden: H,
+        run: Callable[[int, Pass, Tensor, H], H],
+        logits: Callable[[H], tuple[Tensor, Tensor | None]],
+        best_of: Callable[[H, int], tuple[Tensor, Tensor]],
+    ) -> TokenTree:
         """Draft a tree.
 
         Args:
@@ -331,9 +341,13 @@ class Levels:
 
 
 def best_by_head(
-    hidden: Tensor, head: nn.Module | None, outputs: int, ids: Tensor | None, count: int,
+    hidden: Tensor,
+    head: nn.Module | None,
+    outputs: int,
+    ids: Tensor | None,
+    count: int,
     logits: Callable[[Tensor], tuple[Tensor, Tensor | None]],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """The best tokens after each node, by a kernel that writes no logits where it knows the LM head.
 
     Args:

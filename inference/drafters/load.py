@@ -128,9 +128,15 @@ def read_named(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
 
 
 def load_drafter(
-    name: str, target: Target | None = None, *, target_name: str | None = None, tree: str = "auto",
-    all_nodes: bool = False, lean: bool | None = None, **options: Any,
-) -> tuple[Target, Drafter | None]:  # fmt: skip
+    name: str,
+    target: Target | None = None,
+    *,
+    target_name: str | None = None,
+    tree: str = "auto",
+    all_nodes: bool = False,
+    lean: bool | None = None,
+    **options: Any,
+) -> tuple[Target, Drafter | None]:
     """Load a drafter by name and, unless given, its target. All files but the target's are read and checked first.
 
     A drafter folder may hold the chat template of the recipe it was trained with; a target loaded here then uses it. A

@@ -53,9 +53,13 @@ class MedusaDrafter(Drafter):
     static = True
 
     def __init__(
-        self, heads: MedusaHeads, topology: Topology, target: Target, acceptances: Sequence[float] | None = None,
+        self,
+        heads: MedusaHeads,
+        topology: Topology,
+        target: Target,
+        acceptances: Sequence[float] | None = None,
         shortlist: ShortlistHead | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.outputs = _fewest_outputs(heads.config, None if shortlist is None else shortlist.config)
         self.heads, self.target = heads.to(target.device, target.dtype), target
         self.draft_head, self.embed = heads.draft_head(target.lm_head), target.embeddings
@@ -215,9 +219,13 @@ def drafts(heads: MedusaHeads, target: Target, depth: int = DEPTHS) -> Drafts:
 
 
 def open_drafter(
-    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool,
+    folder: Path,
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    tree: Path | None,
+    merged: bool,
     shortlist: ShortlistHead | None = None,
-) -> Part:  # fmt: skip
+) -> Part:
     """Heads and their tree, checked against each other.
 
     Raises:

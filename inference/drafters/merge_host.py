@@ -49,9 +49,14 @@ def merge_on_host(
 
 
 def _add(
-    bit: int, merged: HostTree, known: dict[tuple[int, int], int], tokens: Sequence[int], parents: Sequence[int],
-    valid: Sequence[bool], acceptance: Sequence[float],
-) -> list[int]:  # fmt: skip
+    bit: int,
+    merged: HostTree,
+    known: dict[tuple[int, int], int],
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    valid: Sequence[bool],
+    acceptance: Sequence[float],
+) -> list[int]:
     """Add a source's nodes to a row's merged tree.
 
     Acceptance probabilities of several sources are combined as if they were independent.

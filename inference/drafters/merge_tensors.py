@@ -54,9 +54,14 @@ class TensorMerge:
     """
 
     def __init__(
-        self, drafters: Sequence[Drafter], sources: Sequence[str], target: Target, budget: int, rows: int,
+        self,
+        drafters: Sequence[Drafter],
+        sources: Sequence[str],
+        target: Target,
+        budget: int,
+        rows: int,
         max_depth: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.drafters, self.sources, self.budget = drafters, sources, budget
         self.vocab_size, device = target.vocab_size, target.device
         self.max_depth = max(drafter.max_depth for drafter in drafters)
@@ -167,9 +172,15 @@ class TensorMerge:
             source = source + ((tree_numbers > 0).long() << number)
             first += size
         tree = TokenTree(
-            tokens, parent.int(), depth.int(), packed(mask), valid, mask, source=source[:, :count],
+            tokens,
+            parent.int(),
+            depth.int(),
+            packed(mask),
+            valid,
+            mask,
+            source=source[:, :count],
             acceptance=acceptance,
-        )  # fmt: skip
+        )
         return tree, own_numbers
 
     def _draws(

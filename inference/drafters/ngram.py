@@ -78,7 +78,7 @@ class NgramDrafter(Drafter):
 
     def __init__(
         self, target: Target, *, max_match: int = 10, min_match: int = 2, depth: int = 10, branches: int = 2
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not 1 <= min_match <= max_match:
             raise ValueError(f"min_match {min_match}, max_match {max_match}: must be 1 ≤ min_match ≤ max_match")
         if min_match > target.context:

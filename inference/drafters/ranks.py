@@ -111,9 +111,14 @@ def head_ranks(
 
 @torch.inference_mode()
 def eagle_ranks(
-    target: Target, eagle: Eagle, tokens: Tensor, supervised: Tensor, depth: int, batch_size: int = 16,
+    target: Target,
+    eagle: Eagle,
+    tokens: Tensor,
+    supervised: Tensor,
+    depth: int,
+    batch_size: int = 16,
     on_done: Callable[[int], None] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The rank that an EAGLE drafter gives to the true token at each depth, after the true ones before it, which it has
     drafted itself: the target's features end at the position where the step begins.
 

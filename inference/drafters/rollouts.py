@@ -100,9 +100,14 @@ def first_places(tokens: Tensor, vocabulary: int) -> Tensor:
 
 @torch.no_grad()
 def record(
-    drafts: Drafts, tokens: Tensor, supervised: Tensor, best: int, dtype: torch.dtype = torch.float32,
-    batch_size: int = 4, on_done: Callable[[int], None] | None = None,
-) -> Recorded:  # fmt: skip
+    drafts: Drafts,
+    tokens: Tensor,
+    supervised: Tensor,
+    best: int,
+    dtype: torch.dtype = torch.float32,
+    batch_size: int = 4,
+    on_done: Callable[[int], None] | None = None,
+) -> Recorded:
     """Record a drafter on texts, on the CPU.
 
     Args:

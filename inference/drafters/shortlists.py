@@ -38,9 +38,13 @@ class Shortlists:
     """
 
     def __init__(
-        self, shortlist: ShortlistHead, head: nn.Module, ids: Tensor | None, vocabulary: int,
+        self,
+        shortlist: ShortlistHead,
+        head: nn.Module,
+        ids: Tensor | None,
+        vocabulary: int,
         after_head: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         weight = head_rows_of(head)
         if len(weight) != shortlist.config.outputs:
             raise ValueError(f"the shortlists order {shortlist.config.outputs} rows, and the LM head has {len(weight)}")

@@ -114,9 +114,9 @@ class Ensemble:
 
     def next_ranks(self, tokens: Tensor, supervised: Tensor) -> Tensor:
         """:func:`next_token_ranks` of each SSM, ``[n, S, T]``."""
-        return torch.stack([
-            next_token_ranks(model, tokens, supervised, self.draft_vocab) for model in self.models.values()
-        ])  # fmt: skip
+        return torch.stack(
+            [next_token_ranks(model, tokens, supervised, self.draft_vocab) for model in self.models.values()]
+        )
 
     def pass_time(self, part: str, target: Target, costs: StepCosts) -> float:
         """Time of an SSM's forward pass with one row and the choice of its tokens, in plain steps of the target;
@@ -126,9 +126,14 @@ class Ensemble:
 
 
 def load_ensemble(
-    folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target,
-    parts: Sequence[str] | None = None, trust_remote_code: bool = False, shortlist: ShortlistHead | None = None,
-) -> Ensemble:  # fmt: skip
+    folder: Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    target: Target,
+    parts: Sequence[str] | None = None,
+    trust_remote_code: bool = False,
+    shortlist: ShortlistHead | None = None,
+) -> Ensemble:
     """The SSMs of a checked folder (:func:`check_config`), on the target's device and in its dtype.
 
     Args:
@@ -142,9 +147,11 @@ def load_ensemble(
     ids = weights["draft_vocab"].long().to(target.device) if "draft_vocab" in weights else None
     for part in config["parts"] if parts is None else parts:
         model = models[part] = load_target(
-            str(folder / part), device=str(target.device), dtype=str(target.dtype).removeprefix("torch."),
+            str(folder / part),
+            device=str(target.device),
+            dtype=str(target.dtype).removeprefix("torch."),
             trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        )
         check_vocabulary(model, target)
         if ids is not None and int(ids[-1]) >= model.vocab_size:
             raise ValueError(
@@ -158,9 +165,13 @@ def load_ensemble(
 
 
 def open_drafter(
-    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool,
+    folder: Path,
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    tree: Path | None,
+    merged: bool,
     shortlist: ShortlistHead | None = None,
-) -> Part:  # fmt: skip
+) -> Part:
     """The SSMs and their trees, checked against each other. An SSM whose tree is empty is not loaded.
 
     Raises:

@@ -48,9 +48,12 @@ def answer(
         add(new_tokens - len(result.tokens))
 
     decoder.generate(
-        [prompts[i] for i in order], new_tokens, batch_size=batch_size, on_end=end,
+        [prompts[i] for i in order],
+        new_tokens,
+        batch_size=batch_size,
+        on_end=end,
         on_tokens=lambda _, new: add(len(new)),
-    )  # fmt: skip
+    )
     rows = [[*prompt, *continuation] for prompt, continuation in zip(prompts, answers, strict=True)]
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int32)
     supervised = torch.zeros(tokens.shape, dtype=torch.bool)

@@ -100,9 +100,14 @@ class Budget:
     """
 
     def __init__(
-        self, costs: Callable[[int, float, int], float], rows: int, learns: Sequence[bool], max_depth: int, limit: int,
+        self,
+        costs: Callable[[int, float, int], float],
+        rows: int,
+        learns: Sequence[bool],
+        max_depth: int,
+        limit: int,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.clock = clock
         self.costs, self.rows, self.limit, self.learns = costs, rows, limit, learns
         self.misjudged = False
@@ -242,9 +247,13 @@ class Budget:
         return max(count, min(2, self.most)) if any(source.trial for source in self.sources) else count
 
     def learn(
-        self, paths: Sequence[Sequence[int]], lengths: Sequence[int], parents: Sequence[Sequence[int]],
-        acceptance: Sequence[Sequence[float]], sources: Sequence[Sequence[int]] | None,
-    ) -> None:  # fmt: skip
+        self,
+        paths: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        parents: Sequence[Sequence[int]],
+        acceptance: Sequence[Sequence[float]],
+        sources: Sequence[Sequence[int]] | None,
+    ) -> None:
         """Record what was accepted of the verified trees, whose acceptance probabilities are corrected ones.
 
         Args:

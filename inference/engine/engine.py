@@ -104,9 +104,14 @@ class SpeculativeDecoder:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, *, static: bool | None = None, compiled: bool = False,
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        static: bool | None = None,
+        compiled: bool = False,
         lean: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.target = target
         self.drafter: Drafter = PlainDrafter(target.device) if drafter is None else drafter
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
@@ -299,9 +304,15 @@ class SpeculativeDecoder:
                 # Rounded up, so that the next call can reuse captured graphs and compiled code.
                 capacity = -(-capacity // CACHE_GRANULE) * CACHE_GRANULE
             self._step = step = Step(
-                self.target, self.drafter, mode, rows, capacity, static=self.static, compiled=self.compiled,
+                self.target,
+                self.drafter,
+                mode,
+                rows,
+                capacity,
+                static=self.static,
+                compiled=self.compiled,
                 lean=self.lean,
-            )  # fmt: skip
+            )
         return step
 
 
@@ -341,10 +352,16 @@ class _Queue:
     """The waiting requests, and the texts in the rows of a batch."""
 
     def __init__(
-        self, decoder: SpeculativeDecoder, step: Step, waiting: Iterable[Request], max_length: int,
-        results: list[Generation], on_tokens: Callable[[int, list[int]], None] | None,
-        on_step: Callable[[int, Generation], None] | None, on_end: Callable[[int, Generation], None] | None,
-    ) -> None:  # fmt: skip
+        self,
+        decoder: SpeculativeDecoder,
+        step: Step,
+        waiting: Iterable[Request],
+        max_length: int,
+        results: list[Generation],
+        on_tokens: Callable[[int, list[int]], None] | None,
+        on_step: Callable[[int, Generation], None] | None,
+        on_end: Callable[[int, Generation], None] | None,
+    ) -> None:
         self.decoder, self.step, self.waiting, self.max_length = decoder, step, iter(waiting), max_length
         self.results, self.on_tokens, self.on_step, self.on_end = results, on_tokens, on_step, on_end
         self.texts: list[_Text | None] = [None] * step.rows

@@ -38,11 +38,20 @@ COMPILE_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cu
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    softcap: float | None = None, biases: Mapping[int, Tensor | None] | None = None,
-    tree_keys: TreeKeys | None = None, observer: Observer | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    biases: Mapping[int, Tensor | None] | None = None,
+    tree_keys: TreeKeys | None = None,
+    observer: Observer | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Attention that ``transformers`` calls in every layer; ``biases`` or ``tree_keys`` come from :class:`Runner`."""
     if kwargs.get("s_aux") is not None:
         raise ValueError("this target's attention has learned sinks (GPT-OSS), which the engine does not support yet")
@@ -168,10 +177,21 @@ class Runner:
         )
 
     def forward_nodes(
-        self, tokens: Tensor, lengths: Tensor, ancestors: Tensor, depth: Tensor, *, first: int = 0,
-        key_depth: Tensor | None = None, mask: Tensor | None = None, fixed: bool = False, sees_all: bool = False,
-        captures: Sequence[int] = (), plans: Plans | None = None, left_out: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        ancestors: Tensor,
+        depth: Tensor,
+        *,
+        first: int = 0,
+        key_depth: Tensor | None = None,
+        mask: Tensor | None = None,
+        fixed: bool = False,
+        sees_all: bool = False,
+        captures: Sequence[int] = (),
+        plans: Plans | None = None,
+        left_out: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run nodes ``first``, ``first + 1``, … of a tree after each row's prefix; earlier nodes have been run.
 
         Args:
@@ -219,9 +239,15 @@ class Runner:
         return {window: work for window, work in by_window.items() if work is not None}
 
     def _bias(
-        self, lengths: Tensor, mask: Tensor, depth: Tensor, key_depth: Tensor | None, seen: int, window: int,
+        self,
+        lengths: Tensor,
+        mask: Tensor,
+        depth: Tensor,
+        key_depth: Tensor | None,
+        seen: int,
+        window: int,
         fixed: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         dtype, capacity = self.target.dtype, self.cache.capacity
         if self.static or self.cache.rows > 1 or window:
             return tree_bias(lengths, mask, depth, seen, window, dtype, key_depth)
@@ -233,10 +259,18 @@ class Runner:
         return self._fixed[shape][1][..., capacity - seen :]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: int, *,
-        biases: Mapping[int, Tensor | None] | None = None, tree_keys: TreeKeys | None = None, step: bool = False,
-        captures: Sequence[int] = (), observer: Observer | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        seen: int,
+        *,
+        biases: Mapping[int, Tensor | None] | None = None,
+        tree_keys: TreeKeys | None = None,
+        step: bool = False,
+        captures: Sequence[int] = (),
+        observer: Observer | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run ``tokens [B, N]`` at ``positions``, write their K/V into ``slots``, attend to the first ``seen`` slots.
 
         Args:
@@ -271,17 +305,25 @@ class Runner:
                 if buffers is None:
                     buffers = self.buffers[shape] = self.lean.buffers(*shape, step=True)
             return decoder(
-                tokens, positions, slots, self.cache.views(), self.tables, biases=biases, tree_keys=tree_keys,
-                captures=captures, buffers=buffers, observer=observer,
-            )  # fmt: skip
+                tokens,
+                positions,
+                slots,
+                self.cache.views(),
+                self.tables,
+                biases=biases,
+                tree_keys=tree_keys,
+                captures=captures,
+                buffers=buffers,
+                observer=observer,
+            )
         options: dict[str, Any] = {self._cache_argument: self.cache}
         if captures:
             options["output_hidden_states"] = True
         if observer is not None:
             options["observer"] = observer
         out = decoder(
-            input_ids=tokens, position_ids=positions, use_cache=True, biases=biases, tree_keys=tree_keys, **options,
-        )  # fmt: skip
+            input_ids=tokens, position_ids=positions, use_cache=True, biases=biases, tree_keys=tree_keys, **options
+        )
         captured = [out.hidden_states[number].to(tokens.device) for number in captures]
         return out.last_hidden_state.to(tokens.device), captured
 

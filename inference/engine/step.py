@@ -117,9 +117,17 @@ class Step:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, mode: Mode, rows: int, capacity: int, *, static: bool = False,
-        compiled: bool = False, lean: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        target: Target,
+        drafter: Drafter,
+        mode: Mode,
+        rows: int,
+        capacity: int,
+        *,
+        static: bool = False,
+        compiled: bool = False,
+        lean: bool | None = None,
+    ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode {mode!r}: must be one of {', '.join(MODES)}")
         device = target.device
@@ -135,9 +143,15 @@ class Step:
         root = torch.zeros(rows, dtype=torch.int64, device=device)
         settings = self.verifier.settings
         self.state = State(
-            root, self.cache.lengths, feature, self.active, settings if mode == "mss" else None, self.verifier.step,
-            weighs=False, noise=Noise(settings, self.cache.lengths) if mode == "sample" else None,
-        )  # fmt: skip
+            root,
+            self.cache.lengths,
+            feature,
+            self.active,
+            settings if mode == "mss" else None,
+            self.verifier.step,
+            weighs=False,
+            noise=Noise(settings, self.cache.lengths) if mode == "sample" else None,
+        )
         # By row: the number of tokens the step commits (−1: the target's logits are not finite), D drafted tokens (the
         # accepted path first), the bonus token. If the drafter names its sources, also: the source bits of each of the
         # D tokens, the number of drafted nodes, and how many of them each source proposed. If steps choose their size,
@@ -280,9 +294,16 @@ class Step:
         if mask is None and not takes_bitsets:
             mask = ancestor_mask(tree.ancestors, count)
         hidden, captured = self.runner.forward_nodes(
-            tree.tokens, cache.lengths, tree.ancestors, tree.depth, mask=mask, fixed=tree.static is not None,
-            sees_all=count == 1, captures=self.captures, plans=state.plans,
-        )  # fmt: skip
+            tree.tokens,
+            cache.lengths,
+            tree.ancestors,
+            tree.depth,
+            mask=mask,
+            fixed=tree.static is not None,
+            sees_all=count == 1,
+            captures=self.captures,
+            plans=state.plans,
+        )
         greedy = self.mode == "greedy"
         likeliest = self._likeliest(hidden) if greedy else None
         logits = None if greedy else self.target.logits(hidden)
@@ -515,10 +536,7 @@ class Step:
                 if self._graph_memory is None:
                     self._graph_memory = torch.cuda.graph_pool_handle()
                 memory = self._graph_memory
-                with (
-                    no_collection(),
-                    torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"),
-                ):
+                with no_collection(), torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):
                     self.run()
         except RuntimeError as error:
             reason = why_no_graph(error)

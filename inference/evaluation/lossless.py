@@ -129,9 +129,7 @@ def check_distribution(
             seeds = [
                 replace(sampling, seed=(sampling.seed + 1_000_003 * (number + 1) + row) % (1 << 62)) for row in rows
             ]
-            outputs = decoder.generate(
-                [prompt] * len(rows), 3, mode="mss", sampling=seeds, stop_ids=frozenset()
-            )  # fmt: skip
+            outputs = decoder.generate([prompt] * len(rows), 3, mode="mss", sampling=seeds, stop_ids=frozenset())
             texts = torch.tensor([[*prompt, *output.tokens] for output in outputs], device=target.device)
             logits = target.logits(target.hidden(texts[:, :-1])[:, len(prompt) :])  # after the prefill's token
             for place in range(logits.shape[1]):  # fewer than two if the context ends
@@ -286,9 +284,13 @@ def _scores(logits: Tensor, prompt: Sequence[int], tokens: Sequence[int], s: Sam
 
 
 def _judge(
-    target: Target, prompt: Sequence[int], output: Sequence[int], reference: Sequence[int], tolerance: float,
+    target: Target,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    reference: Sequence[int],
+    tolerance: float,
     sampling: Sampling,
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """The numbers of near-ties and of mismatches of an output."""
     logits = _plain_logits(target, prompt, output)
     chosen = torch.tensor(output, device=logits.device)[:, None]

@@ -19,11 +19,7 @@ from draftsmith.inference.engine.engine import Generation
 from draftsmith.inference.engine.text import TextStream, decode_text, visible
 
 # baseline → the report's field of the speed-up over it; its interval is in NAME_interval
-SPEEDUPS = {
-    "engine": "speedup",
-    "transformers": "speedup_vs_transformers",
-    "prompt_lookup": "speedup_vs_prompt_lookup",
-}
+SPEEDUPS = {"engine": "speedup", "transformers": "speedup_vs_transformers", "prompt_lookup": "speedup_vs_prompt_lookup"}
 TABLE_WIDTH = 80  # columns of a terminal that holds the whole table
 OTHER = "other"  # the kind of prompts without one, where others have one
 REPEAT = 8  # length of the repeated n-gram at which ``repetition`` ends its count
@@ -134,7 +130,7 @@ def acceptance(results: Sequence[Generation], max_depth: int, sources: Sequence[
             "num_accepted_tokens_per_pos": per_position,
         },
         **({"sources": by_source} if sources else {}),
-    }  # fmt: skip
+    }
 
 
 def ratio_cell(fields: dict[str, Any], name: str) -> str:
@@ -180,9 +176,11 @@ def print_kinds(reports: Sequence[dict[str, Any]], console: Console) -> None:
             rates = " ".join(f"{100 * rate:.0f}" for rate in figures["acceptance_per_position"][:SHOWN_DEPTHS])
             table.add_row(
                 f"  {escape(_fitting_name(report['drafter']))}" + (f"\n  [dim]{rates}[/dim]" if rates else ""),
-                ratio_cell(figures, "mean_accepted_length"), f"{before:.2f}" if before else "–",
-                *(ratio_cell(figures, SPEEDUPS[base]) for base in compared), end_section=report is reports[-1],
-            )  # fmt: skip
+                ratio_cell(figures, "mean_accepted_length"),
+                f"{before:.2f}" if before else "–",
+                *(ratio_cell(figures, SPEEDUPS[base]) for base in compared),
+                end_section=report is reports[-1],
+            )
     console.print(table)
     loops = [
         f"{kind} {figures['loops']['mean_tokens_before']:.0f} ({figures['loops']['median_tokens_before']:.0f}), "
@@ -226,15 +224,20 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
         before = report["loops"]["mean_accepted_length_before"]
         ratios = [ratio_cell(report, field) for field in SPEEDUPS.values()]
         add_row(
-            f"[bold]{escape(name)}[/bold]", f"[bold]{report['tokens_per_second']:.1f}[/bold]", *ratios,
-            f"{report['mean_accepted_length'] or 0:.2f}", f"{before:.2f}" if before else "–",
-        )  # fmt: skip
+            f"[bold]{escape(name)}[/bold]",
+            f"[bold]{report['tokens_per_second']:.1f}[/bold]",
+            *ratios,
+            f"{report['mean_accepted_length'] or 0:.2f}",
+            f"{before:.2f}" if before else "–",
+        )
     console.print(table)
     if any(first.get(f"{name}_interval") for name in SPEEDUPS.values()):
         console.print(
             f"Ratios of tokens/s with 95 % intervals: {first['timed_prompts']} prompts in {first['pairs']} groups, "
-            "each decoded by all methods in turn", markup=False, soft_wrap=True,
-        )  # fmt: skip
+            "each decoded by all methods in turn",
+            markup=False,
+            soft_wrap=True,
+        )
     print_kinds(reports, console)
     for report in reports:
         lossless = report["lossless"]
@@ -279,9 +282,13 @@ def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, int]]:
 
 
 def print_texts(
-    tokenizer: Any, prompts: Sequence[list[int]], results: Sequence[Generation], console: Console, drafter: str,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    results: Sequence[Generation],
+    console: Console,
+    drafter: str,
     sources: Sequence[str] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Write answers to stdout, a line feed between two; headings and the ends of the prompts to ``console``.
 
     Args:
@@ -326,11 +333,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     fig, axes = plt.subplots(rows, 3, figsize=(13, 4.2 * rows), layout="constrained", squeeze=False)
     speed, lengths, places = axes[0]
     baselines = report["baselines"]
-    names = {
-        "engine": "plain,\nour engine",
-        "transformers": "trans-\nformers",
-        "prompt_lookup": "prompt-\nlookup",
-    }
+    names = {"engine": "plain,\nour engine", "transformers": "trans-\nformers", "prompt_lookup": "prompt-\nlookup"}
     bars = {names[key]: baselines[key]["tokens_per_second"] for key in names if key in baselines}
     bars[short_name(report["drafter"]).replace("+", "\n+ ")] = report["tokens_per_second"]
     drawn = speed.bar(list(bars), list(bars.values()), color=["#b8bcc6"] * (len(bars) - 1) + ["#2f7d4f"])

@@ -74,9 +74,11 @@ class Timed:
         groups = [self.groups[place] for place in places]
         return Timed(
             {number: self.outputs[number] for group in groups for number in group},
-            [self.tokens[place] for place in places], [self.seconds[place] for place in places],
-            [self.cpu_seconds[place] for place in places], groups,
-        )  # fmt: skip
+            [self.tokens[place] for place in places],
+            [self.seconds[place] for place in places],
+            [self.cpu_seconds[place] for place in places],
+            groups,
+        )
 
     @property
     def typical_seconds(self) -> list[float]:
@@ -135,7 +137,7 @@ def speedup(method: Timed, base: Timed) -> Speedup:
 
 def bootstrap_interval(
     columns: torch.Tensor, statistic: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[float, float] | None:  # fmt: skip
+) -> tuple[float, float] | None:
     """95 % interval of a statistic ``[C, …] → […]`` of the sums of ``columns [C, G]`` over G groups, see
     :func:`speedup`; None below :data:`MIN_PAIRS` groups."""
     from scipy.stats import norm, t  # takes half a second to import
@@ -201,9 +203,13 @@ def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1
         try:
             with torch.inference_mode():
                 out = model.generate(
-                    ids, attention_mask=mask, max_new_tokens=limit, eos_token_id=stops, pad_token_id=pad,
+                    ids,
+                    attention_mask=mask,
+                    max_new_tokens=limit,
+                    eos_token_id=stops,
+                    pad_token_id=pad,
                     **{"do_sample": False, **options},
-                )  # fmt: skip
+                )
         finally:
             target.model.generation_config = config
         outputs: list[list[int]] = []
@@ -234,10 +240,15 @@ def group_prompts(kinds: Sequence[str], batch_size: int) -> list[list[int]]:
 
 
 def run_rounds(
-    methods: dict[str, Method], prompts: Sequence[list[int]], rounds: int, warm_up: list[list[int]],
-    batch_size: int = 1, seconds: float | None = None, settled: Callable[[dict[str, Timed]], bool] | None = None,
+    methods: dict[str, Method],
+    prompts: Sequence[list[int]],
+    rounds: int,
+    warm_up: list[list[int]],
+    batch_size: int = 1,
+    seconds: float | None = None,
+    settled: Callable[[dict[str, Timed]], bool] | None = None,
     kinds: Sequence[str] | None = None,
-) -> dict[str, Timed]:  # fmt: skip
+) -> dict[str, Timed]:
     """Time every method on groups of prompts, ``rounds`` times over all of them.
 
     The methods take turns on each group, in rotating order, so that other load on the machine affects all of them
@@ -301,11 +312,24 @@ def generate_options(mode: Mode, s: Sampling) -> dict[str, Any]:
 
 
 def evaluate(
-    target: Target, drafters: Mapping[str, Drafter | None], prompts: list[list[int]], *, mode: Mode = "greedy",
-    sampling: Sampling | None = None, max_new_tokens: int = 128, batch_size: int = 1, baseline: Baseline = "engine",
-    check_lossless: bool = False, rounds: int = 1, seconds: float | None = None, kinds: Sequence[str | None] = (),
-    compiled: bool = False, lean: bool | None = None, max_draft_nodes: int | None = None, command: str = "",
-) -> tuple[list[dict[str, Any]], list[list[Generation]]]:  # fmt: skip
+    target: Target,
+    drafters: Mapping[str, Drafter | None],
+    prompts: list[list[int]],
+    *,
+    mode: Mode = "greedy",
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 128,
+    batch_size: int = 1,
+    baseline: Baseline = "engine",
+    check_lossless: bool = False,
+    rounds: int = 1,
+    seconds: float | None = None,
+    kinds: Sequence[str | None] = (),
+    compiled: bool = False,
+    lean: bool | None = None,
+    max_draft_nodes: int | None = None,
+    command: str = "",
+) -> tuple[list[dict[str, Any]], list[list[Generation]]]:
     """Decode all prompts with each drafter and the baselines, in turn, and report how fast and how exact each is.
 
     Args:
@@ -341,9 +365,12 @@ def evaluate(
 
     def engine_method(decoder: SpeculativeDecoder, rows: int = batch_size) -> Method:
         return lambda group: decoder.generate(
-            group, max_new_tokens, batch_size=rows, max_draft_nodes=max_draft_nodes,
+            group,
+            max_new_tokens,
+            batch_size=rows,
+            max_draft_nodes=max_draft_nodes,
             **engine_options(mode, sampling, group),
-        )  # fmt: skip
+        )
 
     for name, decoder in zip(names, decoders, strict=True):
         methods[name] = engine_method(decoder)
@@ -397,8 +424,9 @@ def evaluate(
         duration = per_prompt * (len(untimed) * len(names) + len(without_reference))
         console.print(
             f"decoding {len(untimed)} prompts that were not timed, and {len(without_reference)} without the drafter "
-            f"to compare: at most about {format_duration(duration)} here", markup=False,
-        )  # fmt: skip
+            f"to compare: at most about {format_duration(duration)} here",
+            markup=False,
+        )
     for name in names if untimed else ():
         timed[name].outputs.update(zip(untimed, methods[name]([prompts[n] for n in untimed]), strict=True))
     plain = engine_method(SpeculativeDecoder(target, **options), max(batch_size, CHECK_ROWS))
@@ -412,9 +440,12 @@ def evaluate(
         # The phases of a step are timed in a separate run, since reading clocks between them costs time.
         execution, instrumented = decoder.execution, prompts[: max(INSTRUMENTED, batch_size)]
         decoder.generate(
-            instrumented, max_new_tokens, batch_size=batch_size, instrument=True,
+            instrumented,
+            max_new_tokens,
+            batch_size=batch_size,
+            instrument=True,
             **engine_options(mode, sampling, instrumented),
-        )  # fmt: skip
+        )
         lossless = None
         if check_lossless:
             console.print(f"checking {name} against plain decoding …", markup=False)
@@ -468,9 +499,7 @@ def evaluate(
     return reports, outputs
 
 
-def _figures(
-    results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]
-) -> dict[str, Any]:  # fmt: skip
+def _figures(results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]) -> dict[str, Any]:
     """The report's fields about acceptance and speed, of all prompts or of one kind's."""
     speedups = {base: speedup(timed, other) for base, other in bases.items() if timed.tokens}
     figures: dict[str, Any] = reporting.acceptance(results, drafter.max_depth, drafter.sources)
@@ -483,7 +512,7 @@ def _figures(
 
 def _figures_of_kind(
     numbers: Sequence[int], results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The fields of a kind of text within the report: those of the prompts with these numbers."""
 
     def speed(method: Timed) -> float | None:

@@ -56,9 +56,14 @@ class Verdict:
 
 
 def verify_sample(
-    tree: TokenTree, logits: Tensor, settings: Settings, uniforms: Tensor, bonus_uniform: Tensor, max_depth: int,
+    tree: TokenTree,
+    logits: Tensor,
+    settings: Settings,
+    uniforms: Tensor,
+    bonus_uniform: Tensor,
+    max_depth: int,
     draws: Draws | None = None,
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """Test each node's draws in order against the target's distribution p; draw the bonus token from the residual.
 
         r ← p;  for each draw (x, q):  accept x iff u < r[x] / q[x],  else  r ← norm((r − q)+);  bonus ~ r
@@ -79,10 +84,23 @@ def verify_sample(
     s = settings
     return Verdict(
         *kernels.verify_logits(
-            logits, s.temperature, s.top_k, s.top_p, s.min_p, tree.tokens, draws.child, draws.kind, draws.q_row,
-            draws.q, uniforms, bonus_uniform, max_depth, draws.ids, s.uses[:3],
+            logits,
+            s.temperature,
+            s.top_k,
+            s.top_p,
+            s.min_p,
+            tree.tokens,
+            draws.child,
+            draws.kind,
+            draws.q_row,
+            draws.q,
+            uniforms,
+            bonus_uniform,
+            max_depth,
+            draws.ids,
+            s.uses[:3],
         )
-    )  # fmt: skip
+    )
 
 
 def verify_typical(
@@ -168,9 +186,21 @@ class Verifier:
             uniform = philox_uniforms(settings.seed, self.step[rows], 1)[:, 0]
             none = root[..., None][..., :0]
             *_, token, finite = kernels.verify_logits(
-                penalised(logits[:, None], s, seen), s.temperature, s.top_k, s.top_p, s.min_p, root, none, none, none,
-                None, uniform[:, None, None][..., :0], uniform, 0, uses=s.uses[:3],
-            )  # fmt: skip
+                penalised(logits[:, None], s, seen),
+                s.temperature,
+                s.top_k,
+                s.top_p,
+                s.min_p,
+                root,
+                none,
+                none,
+                none,
+                None,
+                uniform[:, None, None][..., :0],
+                uniform,
+                0,
+                uses=s.uses[:3],
+            )
         if self.seen is not None:
             self.seen[rows] = self.seen[rows].scatter(1, token[:, None], 1)
         return torch.where(finite, token, -1)

@@ -21,8 +21,11 @@ def draft(tiny_lm, tmp_path_factory):
     shutil.copytree(tiny_lm, folder)
     weights = load_file(folder / "model.safetensors")
     torch.manual_seed(0)
-    save_file({name: w + 0.02 * w.std() * torch.randn_like(w) for name, w in weights.items()},
-              folder / "model.safetensors", {"format": "pt"})  # fmt: skip
+    save_file(
+        {name: w + 0.02 * w.std() * torch.randn_like(w) for name, w in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     return folder
 
 
@@ -72,5 +75,8 @@ def test_other_text_is_counted():
         timed[name].run(lambda some, answer=answer: answer, [[1]], range(1), 0)
     rows = assisted.compare(timed)
     assert {name: row["different"] for name, row in rows.items()} == {
-        "draft_model": 0, "plain": 0, "assisted": 1, "generate": 0
-    }  # fmt: skip
+        "draft_model": 0,
+        "plain": 0,
+        "assisted": 1,
+        "generate": 0,
+    }

@@ -19,10 +19,33 @@ def prompts(tmp_path):
 def test_speed_by_kind_and_batch(run_main, tiny_lm, prompts, tmp_path):
     out = tmp_path / "out.json"
     code, said, err = run_main(
-        budget.main, "ngram:1-3", "--target", tiny_lm, "--prompts", prompts, "--batch-sizes", 1, 3, "--fixed", 1, 4,
-        "--temperatures", 0, 0.7, "--max-new-tokens", 8, "--rounds", 2, "--threads", 1, "--device", "cpu", "--out", out,
+        budget.main,
+        "ngram:1-3",
+        "--target",
+        tiny_lm,
+        "--prompts",
+        prompts,
+        "--batch-sizes",
+        1,
+        3,
+        "--fixed",
+        1,
+        4,
+        "--temperatures",
+        0,
+        0.7,
+        "--max-new-tokens",
+        8,
+        "--rounds",
+        2,
+        "--threads",
+        1,
+        "--device",
+        "cpu",
+        "--out",
+        out,
         script="benchmarks/budget.py",
-    )  # fmt: skip
+    )
     assert code == 0 and "× plain" in said, err
     report = json.loads(out.read_text())
     assert report["planned"] == 4 and report["command"].startswith("python benchmarks/budget.py ")

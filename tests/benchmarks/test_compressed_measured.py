@@ -15,9 +15,23 @@ def run(run_main, tiny_lm, tmp_path):
     def run(what, *options):
         out = tmp_path / "out.json"
         code, said, err = run_main(
-            compressed.main, what, tiny_lm, "--entries", 36, 40, "--new-tokens", 8, "--threads", 1, "--device", "cpu",
-            "--out", out, *options, script="benchmarks/compressed.py",
-        )  # fmt: skip
+            compressed.main,
+            what,
+            tiny_lm,
+            "--entries",
+            36,
+            40,
+            "--new-tokens",
+            8,
+            "--threads",
+            1,
+            "--device",
+            "cpu",
+            "--out",
+            out,
+            *options,
+            script="benchmarks/compressed.py",
+        )
         assert code == 0 and said.startswith(f"{what}, tiny-lm"), err
         return json.loads(out.read_text())["rows"]
 
@@ -29,9 +43,12 @@ def test_acceptance_by_kind_and_setting(run):
     settings = [(row["kind"], row["context"], row["selector"], row["entries"]) for row in rows]
     entries = {40: (36,), 64: (36, 40)}
     assert settings == [
-        (kind, context, selector, count) for kind in compressed.KINDS for context in (40, 64)
-        for selector in ("snapkv", "topk") for count in entries[context]
-    ]  # fmt: skip
+        (kind, context, selector, count)
+        for kind in compressed.KINDS
+        for context in (40, 64)
+        for selector in ("snapkv", "topk")
+        for count in entries[context]
+    ]
     for row in rows:
         assert 0 <= row["alpha"] <= 1 and len(row["by_depth"]) == 4
         assert row["interval"] is None or row["interval"][0] <= row["alpha"] <= row["interval"][1]
@@ -39,9 +56,22 @@ def test_acceptance_by_kind_and_setting(run):
 
 def test_speed_and_its_prediction(run):
     rows = run(
-        "speed", "--contexts", 64, "--batch-sizes", 1, 2, "--drafts", 1, 2, "--kinds", "code", "--count", 1,
-        "--drafters", "ngram",
-    )  # fmt: skip
+        "speed",
+        "--contexts",
+        64,
+        "--batch-sizes",
+        1,
+        2,
+        "--drafts",
+        1,
+        2,
+        "--kinds",
+        "code",
+        "--count",
+        1,
+        "--drafters",
+        "ngram",
+    )
     names = [(row["batch"], row["selector"], row["entries"], row["drafts"]) for row in rows]
     settings = [*itertools.product(("streamingllm", "snapkv"), (36, 40), (1, 2))]
     assert names == [(batch, *each) for batch in (1, 2) for each in (*settings, ("ngram", None, 10))]

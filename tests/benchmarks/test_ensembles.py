@@ -37,10 +37,13 @@ def folders(tiny_lm, target, tmp_path_factory):
         weights = {"draft_vocab": torch.arange(target.vocab_size)[torch.arange(target.vocab_size) % 7 > 0]}
         weights = weights if name == "pair" else {}
         shape = {
-            "num_ssms": len(parts), "vocab_size": target.vocab_size, "mark_tokens": 8,
+            "num_ssms": len(parts),
+            "vocab_size": target.vocab_size,
+            "mark_tokens": 8,
             "draft_vocab_size": len(weights["draft_vocab"]) if weights else None,
-            "coverage": [0.5] * len(parts), "overlap": [[1.0] * len(parts)] * len(parts),
-        }  # fmt: skip
+            "coverage": [0.5] * len(parts),
+            "overlap": [[1.0] * len(parts)] * len(parts),
+        }
         write_drafter(root / name, "ssm", shape, weights, target, {}, parts=list(parts))
     return root
 
@@ -153,8 +156,10 @@ def test_accepted_length(found, folders, ssms, texts, name, nodes):
 def test_coverage_and_chains(found, folders, ssms, texts, name):
     """Coverage, overlap and acceptance by depth are those of SSMs that write token by token."""
     folder = found["folders"][str(folders / name)]
-    matched = [{n for n, (prompt, answer) in enumerate(texts)
-                if ssm.chain(prompt, MATCH)[: len(answer)] == answer[:MATCH]} for ssm in ssms[name]]  # fmt: skip
+    matched = [
+        {n for n, (prompt, answer) in enumerate(texts) if ssm.chain(prompt, MATCH)[: len(answer)] == answer[:MATCH]}
+        for ssm in ssms[name]
+    ]
     expected = [len(set().union(*matched[: s + 1])) / len(texts) for s in range(len(matched))]
     assert folder["coverage"] == pytest.approx(expected, abs=1e-4)
     assert 0 < expected[0] < 1 and len(folder["coverage_interval"]) == len(expected)
@@ -164,8 +169,11 @@ def test_coverage_and_chains(found, folders, ssms, texts, name):
             assert folder["overlap"][i][j] == pytest.approx(of, abs=1e-4)
     for ssm, row in zip(ssms[name], folder["ssms"].values(), strict=True):
         for k in range(1, DEPTH + 1):
-            right = [ssm.chain([*prompt, *answer[:root]], k) == answer[root : root + k]
-                     for prompt, answer in texts for root in range(1, len(answer) - k + 1)]  # fmt: skip
+            right = [
+                ssm.chain([*prompt, *answer[:root]], k) == answer[root : root + k]
+                for prompt, answer in texts
+                for root in range(1, len(answer) - k + 1)
+            ]
             of_depth = row["acceptance_by_depth"][k - 1]
             assert of_depth["share"] == pytest.approx(sum(right) / len(right), abs=1e-4)
             assert of_depth["interval"][0] <= of_depth["share"] <= of_depth["interval"][1]

@@ -85,12 +85,15 @@ def test_a_failing_part_does_not_stop_the_rest(tmp_path):
         part("wrong", "pass", judge=lambda out, rehearsal: [][0]),
         counted("good"),
         part("late", "pass", after=("good", "fails")),
-    )  # fmt: skip
+    )
     assert [(r.part, r.result, r.value) for r in results] == [
-        ("fails", "fail", "exit code 1: no memory; measured"), ("unreadable", "fail", "KeyError: 'rows'"),
-        ("slow", "fail", "2 ms | 3 ms"), ("wrong", "fail", "IndexError: list index out of range"),
-        ("good", "pass", "measured"), ("late", "not run", "needs fails, which has not passed"),
-    ]  # fmt: skip
+        ("fails", "fail", "exit code 1: no memory; measured"),
+        ("unreadable", "fail", "KeyError: 'rows'"),
+        ("slow", "fail", "2 ms | 3 ms"),
+        ("wrong", "fail", "IndexError: list index out of range"),
+        ("good", "pass", "measured"),
+        ("late", "not run", "needs fails, which has not passed"),
+    ]
     assert json.loads((tmp_path / "good" / "result.json").read_text())["result"] == "pass"
     assert (tmp_path / "fails" / "log.txt").read_text().splitlines()[1:] == ["so far", "no memory"]
     table = (tmp_path / "table.md").read_text()
@@ -142,9 +145,11 @@ def test_the_time_limit_kills_children(tmp_path):
         raise FileNotFoundError("step.json")
 
     results = run(
-        tmp_path, part("long", script, limit=3, judge=nothing),
-        part("half", script, limit=3, judge=lambda *_: Finding("2 of 4 rows", False)), part("orphan", orphan),
-    )  # fmt: skip
+        tmp_path,
+        part("long", script, limit=3, judge=nothing),
+        part("half", script, limit=3, judge=lambda *_: Finding("2 of 4 rows", False)),
+        part("orphan", orphan),
+    )
     assert [r.result for r in results] == ["cut short", "cut short", "pass"]
     assert [r.value for r in results[:2]] == ["killed after 3 s: half of it", "killed after 3 s; 2 of 4 rows"]
     assert all(2.9 < r.seconds < 8 for r in results[:2])
@@ -234,9 +239,18 @@ def test_a_killed_run_goes_on(tmp_path, how):
 # ---- packages and files behind a part
 
 WITHOUT_PYDANTIC = {
-    "products", "profile", "step", "lean", "kernels", "kernel-bench", "around", "shortlist", "eagle-unroll", "compile",
+    "products",
+    "profile",
+    "step",
+    "lean",
+    "kernels",
+    "kernel-bench",
+    "around",
+    "shortlist",
+    "eagle-unroll",
+    "compile",
     "switches",
-}  # fmt: skip
+}
 IMAGE = Path(__file__).with_name("gpu_image.txt")  # of a rented GPU, as `pip list` prints it
 CARRIED = "pydantic 2.14.3\npydantic-core 2.50.4\nannotated-types 0.8.0\ntyping-inspection 0.4.5\n"
 
@@ -246,9 +260,7 @@ def test_packages_of_each_part():
     assert {one.name for one in PARTS if "pydantic" not in needs_of(one)} == WITHOUT_PYDANTIC
     needs = {one.name: needs_of(one) for one in PARTS}
     assert needs["kernel-bench"] == ["torch", "triton"]
-    assert needs["eagle-unroll"] == [
-        "numpy", "psutil", "rich", "safetensors", "scipy", "torch", "transformers", "yaml",
-    ]  # fmt: skip
+    assert needs["eagle-unroll"] == ["numpy", "psutil", "rich", "safetensors", "scipy", "torch", "transformers", "yaml"]
     assert "hypothesis" in needs["kernels"] and "sklearn" in needs["dynaspec"] and "peft" in needs["train-step"]
     assert {name for names in needs.values() for name in names} == set(PACKAGES)
 
@@ -269,13 +281,14 @@ def test_what_an_import_is(tmp_path, monkeypatch):
     for name, text in {
         "train/a.py": "import json, one\nfrom draftsmith.data import b\nif TYPE_CHECKING:\n    import never\n"
         "def f():\n    import two\n    from draftsmith.train.c import g\n",
-        "data/b.py": "try:\n    import three\nexcept ImportError:\n    pass\nNAME = \"draftsmith.models.d\"\n",
-        "train/c.py": "class C:\n    import four.five\n", "models/d.py": "import six\n",
+        "data/b.py": 'try:\n    import three\nexcept ImportError:\n    pass\nNAME = "draftsmith.models.d"\n',
+        "train/c.py": "class C:\n    import four.five\n",
+        "models/d.py": "import six\n",
         "tests/conftest.py": "import seven\n@fixture\ndef asked(also):\n    import eight\n@fixture\ndef also():\n"
         "    import nine\n@fixture\ndef unasked():\n    import never\n",
         "tests/test_x.py": "def test(asked):\n    import ten\n    import helper\n",
         "tests/helper.py": "import eleven\n",
-    }.items():  # fmt: skip
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     found = gpu_closure.closure_of([tmp_path / "train/a.py"])
@@ -332,7 +345,7 @@ def test_undeclared_packages_are_hidden_in_a_rehearsal(tmp_path):
     script = "import importlib.util as u; print(u.find_spec('scipy')); import scipy"
     found = run(
         tmp_path, part("undeclared", script), part("declared", script, uses=("scipy",)), rehearsal=True, workers=2
-    )  # fmt: skip
+    )
     assert [one.result for one in found] == ["fail", "pass"]
     assert "None\n" in (tmp_path / "undeclared" / "log.txt").read_text() and "'scipy'" in found[0].value
     assert run(tmp_path, part("undeclared", script), again=True)[0].result == "pass"
@@ -403,8 +416,13 @@ def test_the_archive(tmp_path):
         names = set(packed.getnames())
         packed.extractall(there, filter="data")
     assert names == {
-        "one/result.json", "one/step.json", "one/log.txt", "two/result.json", "two/log.txt", "models/m/tree.json"
-    }  # fmt: skip
+        "one/result.json",
+        "one/step.json",
+        "one/log.txt",
+        "two/result.json",
+        "two/log.txt",
+        "models/m/tree.json",
+    }
     log = (there / "one" / "log.txt").read_text()
     assert len(log) == 1_000_000 and log.endswith("xxx end\n"), "the end of it"
     assert (
@@ -440,8 +458,9 @@ def test_figures_that_are_missing(tmp_path):
     judge = lambda out, rehearsal: Finding("2 ms", True, missing="3 of 4 are missing")  # noqa: E731
     killed = part("killed", "import time; time.sleep(60)", limit=1, judge=judge)
     assert [(r.result, r.value) for r in run(tmp_path, killed, part("ended", "pass", judge=judge))] == [
-        ("cut short", "killed after 1 s; 2 ms; 3 of 4 are missing"), ("fail", "2 ms; 3 of 4 are missing")
-    ]  # fmt: skip
+        ("cut short", "killed after 1 s; 2 ms; 3 of 4 are missing"),
+        ("fail", "2 ms; 3 of 4 are missing"),
+    ]
 
 
 def test_parts_of_a_rehearsal_run_beside_each_other(tmp_path):
@@ -476,8 +495,13 @@ def test_every_command_can_be_typed(run_main, tmp_path):
                 module = importlib.import_module("draftsmith." + script.removesuffix(".py").replace("/", "."))
                 options = getattr(module, "PARSER", None) or module.parser()
                 asked = options.parse_intermixed_args(words)
-                kinds = {"train/lm.py": "LmRecipe", "train/medusa.py": "MedusaRecipe", "train/ssm.py": "SsmRecipe",
-                         "train/eagle.py": "EagleRecipe", "train/dynaspec.py": "DynaspecRecipe"}  # fmt: skip
+                kinds = {
+                    "train/lm.py": "LmRecipe",
+                    "train/medusa.py": "MedusaRecipe",
+                    "train/ssm.py": "SsmRecipe",
+                    "train/eagle.py": "EagleRecipe",
+                    "train/dynaspec.py": "DynaspecRecipe",
+                }
                 if script in kinds:
                     read_recipe(gpu_closure.ROOT / asked.recipe, getattr(module, kinds[script]), asked.overrides)
     code, printed, _ = run_main(gpu.main, "--list", "--only", "step", "--work", tmp_path)
@@ -523,12 +547,12 @@ def test_without_installing(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment, check=False
-    )  # fmt: skip
+    )
     assert done.returncode == 0 and "\nkernels: " in done.stdout, done.stderr
     there = processes.environment(PARTS[0], tmp_path, False)
     asked = "import draftsmith.common.files as f, draftsmith.kernels.backend; print(f.__file__)"
     code = "import sys; sys.meta_path = [f for f in sys.meta_path if '__editable__' not in repr(f)]; " + asked
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=there, check=False
-    )  # fmt: skip
+    )
     assert Path(done.stdout.strip()).resolve() == gpu_closure.ROOT / "common" / "files.py", done.stderr

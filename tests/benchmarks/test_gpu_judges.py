@@ -10,9 +10,11 @@ pytestmark = pytest.mark.measurement
 
 LIMITS = {"copy_bandwidth": 4e12, "matmul_rate": 1e15}
 REPORT = {  # of decode.py
-    "execution": "cuda graph, lean decoder", "mean_accepted_length": 2.0, "speedup": 1.5,
+    "execution": "cuda graph, lean decoder",
+    "mean_accepted_length": 2.0,
+    "speedup": 1.5,
     "lossless": {"passed": True, "checked": 99, "near_ties": 1, "mismatches": 0},
-}  # fmt: skip
+}
 TOLD = "τ 2.00, 1.50 × plain, cuda graph, lean decoder, 99 tokens checked, 1 near-ties"  # of it
 
 
@@ -30,10 +32,18 @@ def write(tmp_path):
 def step_row(shape, context, nodes, projection, median, ratio=1.0, operations=1e12):
     """12 GB of products at 4 TB/s and 330 kernels: 3 ms + 429 µs; attention of 4 GB, or of so many operations."""
     work = [
-        {"moved": 12e9, "operations": 1e9, "launches": 330}, {"moved": 4e9, "operations": operations, "launches": 0}
-    ]  # fmt: skip
-    return {"shape": shape, "context": context, "nodes": nodes, "projection": projection, "median": median,
-            "ratio": ratio, "work": work}  # fmt: skip
+        {"moved": 12e9, "operations": 1e9, "launches": 330},
+        {"moved": 4e9, "operations": operations, "launches": 0},
+    ]
+    return {
+        "shape": shape,
+        "context": context,
+        "nodes": nodes,
+        "projection": projection,
+        "median": median,
+        "ratio": ratio,
+        "work": work,
+    }
 
 
 def test_goals_of_steps(tmp_path, write):
@@ -41,10 +51,11 @@ def test_goals_of_steps(tmp_path, write):
 
     def judged(plain, many, other=0.0, **more):
         rows = [
-            step_row("llama3-8b", 1024, 1, None, plain), step_row("llama3-8b", 1024, 16, "shared", other),
+            step_row("llama3-8b", 1024, 1, None, plain),
+            step_row("llama3-8b", 1024, 16, "shared", other),
             step_row("llama3-8b", 1024, 64, "shared", many, many / plain, 2e12),
             step_row("llama3-8b", 1024, 64, "own", 0.0),
-        ]  # fmt: skip
+        ]
         write("step/step.json", {"rows": rows, "limits": {"llama3-8b": LIMITS}, "planned": 4} | more)
         return judges.judge_step(tmp_path, False)
 
@@ -92,8 +103,15 @@ def test_goals_of_kernels(tmp_path, write):
 
     def row(way, nodes, ms, difference=0.01, context=8192, moved=4e9, operations=1e11):
         shape = {"B": 1, "L": context} | ({"N": nodes} if nodes else {"T": 512})
-        return {"kernel": "attention", "way": way, "shape": shape, "median_us": ms * 1e3, "moved": moved,
-                "operations": operations, "difference": difference}  # fmt: skip
+        return {
+            "kernel": "attention",
+            "way": way,
+            "shape": shape,
+            "median_us": ms * 1e3,
+            "moved": moved,
+            "operations": operations,
+            "difference": difference,
+        }
 
     def judged(*rows, done=9):
         write("kernel-bench/kernels.json", {"rows": rows, **LIMITS, "shapes": {"done": done, "planned": 9}})
@@ -181,10 +199,14 @@ def test_goals_of_eagle(tmp_path, write):
 
     def judged(*rows):
         results = [
-            {"steps": steps, "ratio": ratio, "seconds": {"draftsmith": 0.1 * ratio, "dense": 0.1},
-             "peak_memory_bytes": {"draftsmith": memory, "dense": 2e9 if memory else None}}
+            {
+                "steps": steps,
+                "ratio": ratio,
+                "seconds": {"draftsmith": 0.1 * ratio, "dense": 0.1},
+                "peak_memory_bytes": {"draftsmith": memory, "dense": 2e9 if memory else None},
+            }
             for steps, ratio, memory in rows
-        ]  # fmt: skip
+        ]
         write("eagle-unroll/unroll.json", {"results": results, "shape": {"steps": [1, 7]}})
         return judges.judge_unroll(tmp_path, False)
 
@@ -204,19 +226,28 @@ def test_goals_of_shortlists(tmp_path, write):
 
     def row(way, vocabulary, width, nodes, us, difference):
         moved = (2e8 if width == 4096 else 1.1e7) * (1 if way == "shortlist" else 5)
-        return {"kernel": "shortlist", "way": way, "shape": {"V": vocabulary, "d": width, "n": nodes}, "median_us": us,
-                "moved": moved, "operations": 0.0, "difference": difference}  # fmt: skip
+        return {
+            "kernel": "shortlist",
+            "way": way,
+            "shape": {"V": vocabulary, "d": width, "n": nodes},
+            "median_us": us,
+            "moved": moved,
+            "operations": 0.0,
+            "difference": difference,
+        }
 
     def judged(us, vocabularies=((128256, 262144), (49152,)), rehearsal=False, difference=0.01):
         for width, numbers in zip((4096, 576), vocabularies, strict=True):
             rows = [
                 row(way, vocabulary, width, nodes, time, difference)
-                for vocabulary in numbers for nodes in (1, 8)
+                for vocabulary in numbers
+                for nodes in (1, 8)
                 for way, time in (
-                    ("full head", 300.0), ("shortlist", us if (vocabulary, nodes) == (262144, 8) else 60.0),
+                    ("full head", 300.0),
+                    ("shortlist", us if (vocabulary, nodes) == (262144, 8) else 60.0),
                     ("shortlist, topk", 999.0),
                 )
-            ]  # fmt: skip
+            ]
             shapes = {"done": 2 * len(numbers), "planned": 4 if width == 4096 else 2}
             write(f"shortlist/{width}.json", {"rows": rows, **LIMITS, "shapes": shapes})
         return judges.judge_shortlist(tmp_path, rehearsal)
@@ -271,15 +302,18 @@ def test_serving(tmp_path, write):
     """Every sentence is reported; texts are plain decoding's, and steps run in graphs."""
     right = {
         "batches": [{"sentences": ["1 row: pays"]}, {"sentences": ["8 rows: does not"]}],
-        "texts": {"eagle": {"mismatches": 0}}, "execution": {"eagle": "cuda graph, lean decoder"}, "planned": 2,
-    }  # fmt: skip
+        "texts": {"eagle": {"mismatches": 0}},
+        "execution": {"eagle": "cuda graph, lean decoder"},
+        "planned": 2,
+    }
     write("serving/serving.json", right)
     assert judges.judge_serving(tmp_path, False).value == "1 row: pays; 8 rows: does not"
     write("serving/serving.json", right | {"texts": {}, "batches": right["batches"][:1]})
     assert judges.judge_serving(tmp_path, False).missing == "2 of 3 figures are missing"
     for wrong, message in (
-        ({"texts": {"eagle": {"mismatches": 2}}}, "2 mismatches"), ({"execution": {"eagle": "eager: no"}}, "eager: no")
-    ):  # fmt: skip
+        ({"texts": {"eagle": {"mismatches": 2}}}, "2 mismatches"),
+        ({"execution": {"eagle": "eager: no"}}, "eager: no"),
+    ):
         write("serving/serving.json", right | wrong)
         with pytest.raises(ValueError, match=message):
             judges.judge_serving(tmp_path, False)
@@ -290,15 +324,24 @@ def test_budget(tmp_path, write):
 
     def row(speedup, low, **more):
         speeds = {"budget": {"speedup": speedup, "interval": None if low is None else [low, 2.0]}}
-        return {"drafter": "eagle", "temperature": 0.0, "batch": 8, "kind": "all", "nodes": 3.25, "speeds": speeds,
-                "execution": "cuda graph, lean decoder"} | more  # fmt: skip
+        return {
+            "drafter": "eagle",
+            "temperature": 0.0,
+            "batch": 8,
+            "kind": "all",
+            "nodes": 3.25,
+            "speeds": speeds,
+            "execution": "cuda graph, lean decoder",
+        } | more
 
     rows = [row(1.4, 1.2), row(0.5, 0.4, kind="code"), row(1.0, 0.98, temperature=0.7, batch=32)]
     write("budget/budget.json", {"rows": rows, "planned": 2})
     found = judges.judge_budget(tmp_path, False)
     assert (found.value, found.met, found.missing) == (
-        "8 rows: 1.40 ×, 3.2 nodes; T 0.7, 32 rows: 1.00 ×, 3.2 nodes", True, "",
-    )  # fmt: skip
+        "8 rows: 1.40 ×, 3.2 nodes; T 0.7, 32 rows: 1.00 ×, 3.2 nodes",
+        True,
+        "",
+    )
     write("budget/budget.json", {"rows": [*rows[:2], row(1.0, 0.96)], "planned": 3})
     found = judges.judge_budget(tmp_path, False)
     assert (found.met, found.missing) == (False, "1 of 3 figures are missing")
@@ -311,8 +354,15 @@ def test_magicdec(tmp_path, write):
     """The best setting of each batch size and context; steps run in graphs."""
 
     def row(batch, speedup, **more):
-        return {"batch": batch, "context": 1024, "selector": "snapkv", "entries": 256, "speedup": speedup,
-                "predicted": 1.5, "execution": "cuda graph, lean decoder"} | more  # fmt: skip
+        return {
+            "batch": batch,
+            "context": 1024,
+            "selector": "snapkv",
+            "entries": 256,
+            "speedup": speedup,
+            "predicted": 1.5,
+            "execution": "cuda graph, lean decoder",
+        } | more
 
     write("magicdec/compressed.json", {"rows": [row(1, 0.9), row(1, 1.1), row(64, 1.75), row(64, 1.25)]})
     found = judges.judge_magicdec(tmp_path, False)
@@ -330,14 +380,23 @@ def test_kernels_around_the_products(tmp_path, write):
 
     def row(kernel, way, vocabulary, us, nodes=64):
         shape = {"B": 1, "N": nodes, "V": vocabulary}
-        return {"kernel": kernel, "way": way, "shape": shape, "median_us": us, "difference": 0.0, "moved": 14.8e6,
-                "operations": 0.0}  # fmt: skip
+        return {
+            "kernel": kernel,
+            "way": way,
+            "shape": shape,
+            "median_us": us,
+            "difference": 0.0,
+            "moved": 14.8e6,
+            "operations": 0.0,
+        }
 
     kinds = {"one-hot": 50.0, "one-hot, top-k and top-p": 300.0, "drawn": 90.0}
     rows = [
         row("verify", f"{way}, {kind}", 128256, us * (1 if way == "triton" else 10), nodes)
-        for kind, us in kinds.items() for nodes in (16, 64) for way in ("plain PyTorch", "triton")
-    ]  # fmt: skip
+        for kind, us in kinds.items()
+        for nodes in (16, 64)
+        for way in ("plain PyTorch", "triton")
+    ]
     rows += [row("fused", "plain PyTorch, gated", 1, 30.0), row("fused", "triton, gated", 1, 10.0)]
     write("around/kernels.json", {**LIMITS, "shapes": {"done": 2, "planned": 3}, "rows": rows})
     found = judges.judge_around(tmp_path, False)

@@ -60,9 +60,22 @@ def verify(dtype: torch.dtype, most: int, with_q: bool, reduced: int = 0, uses=(
     uniforms, numbers = torch.zeros(1, 4, most), torch.zeros(1, 4, dtype=torch.int64)
     of_row, top_k = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     verify_logits(
-        logits, of_row, top_k, of_row, of_row, numbers, child, child.to(torch.int8), child, q, uniforms, of_row, 3, ids,
+        logits,
+        of_row,
+        top_k,
+        of_row,
+        of_row,
+        numbers,
+        child,
+        child.to(torch.int8),
+        child,
+        q,
+        uniforms,
+        of_row,
+        3,
+        ids,
         uses,
-    )  # fmt: skip
+    )
 
 
 def coupled(dtype: torch.dtype, reduced: bool) -> None:
@@ -215,14 +228,32 @@ def compiled() -> dict[str, list[tuple[Launch, Any]]]:
 def test_every_kernel_compiles_and_fits(compiled):
     launched = {launch.key: (launch.name, done) for one in compiled.values() for launch, done in one}.values()
     assert {name for name, _ in launched} == {
-        "_tree_attention_kernel", "_merge_items_kernel", "_work_kernel", "_commit_kernel", "_acceptances_kernel",
-        "_distribution_kernel", "_walk_kernel", "_draw_kernel", "_philox_kernel", "_block_topk_kernel",
-        "_merge_topk_kernel", "_coupled_kernel",
-        "_shortlist_logits_kernel", "_shortlist_topk_kernel", "_tokens_kernel",
-        "_accept_greedy_kernel", "_advance_kernel", "_res_block_kernel",
-        "_add_norm_kernel", "_pair_input_kernel", "_rotate_write_kernel", "_gated_kernel",
-        "_vector_kernel", "_few_rows_kernel", "_sum_parts_kernel",
-    }  # fmt: skip
+        "_tree_attention_kernel",
+        "_merge_items_kernel",
+        "_work_kernel",
+        "_commit_kernel",
+        "_acceptances_kernel",
+        "_distribution_kernel",
+        "_walk_kernel",
+        "_draw_kernel",
+        "_philox_kernel",
+        "_block_topk_kernel",
+        "_merge_topk_kernel",
+        "_coupled_kernel",
+        "_shortlist_logits_kernel",
+        "_shortlist_topk_kernel",
+        "_tokens_kernel",
+        "_accept_greedy_kernel",
+        "_advance_kernel",
+        "_res_block_kernel",
+        "_add_norm_kernel",
+        "_pair_input_kernel",
+        "_rotate_write_kernel",
+        "_gated_kernel",
+        "_vector_kernel",
+        "_few_rows_kernel",
+        "_sum_parts_kernel",
+    }
     assert all(done.asm["cubin"] and done.metadata.shared <= SHARED_MEMORY for _, done in launched)
     assert not [
         (name, narrow) for name, done in launched if name in WIDE and (narrow := narrow_products(done.asm["ttir"]))

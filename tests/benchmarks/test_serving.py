@@ -190,9 +190,8 @@ def test_overload(run_main, tiny_lm, prompts, tmp_path):
     """Far more requests than can be answered: the measurement ends all the same, and says so."""
     sizes = ["--batches", 2, "--loads", 1e6, "--requests", 5000, "--rounds", 1, "--seconds", 0.2]
     code, out, err = run_main(
-        serving.main, "none", "--target", tiny_lm, "--prompts", prompts, *COMMON, *sizes,
-        "--out", tmp_path / "out.json",
-    )  # fmt: skip
+        serving.main, "none", "--target", tiny_lm, "--prompts", prompts, *COMMON, *sizes, "--out", tmp_path / "out.json"
+    )
     assert code == 0, err
     assert ": the queue grew, " in out and " not answered" in out
     (batch,) = json.loads((tmp_path / "out.json").read_text())["batches"]
@@ -294,8 +293,15 @@ def served(latency, tokens=4, arrivals=None):
 def test_percentile():
     values = torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0])
     assert [float(percentile(values, share)) for share in (0.01, 0.2, 0.21, 0.5, 0.8, 0.9, 0.99, 1)] == [
-        1, 1, 2, 3, 4, 5, 5, 5
-    ]  # fmt: skip
+        1,
+        1,
+        2,
+        3,
+        4,
+        5,
+        5,
+        5,
+    ]
     assert float(percentile(torch.tensor([1.0, math.inf]), 0.5)) == 1
     assert float(percentile(torch.tensor([1.0, math.inf]), 0.9)) == math.inf
     assert float(percentile(torch.arange(1.0, 11), 0.7)) == 7, "0.7 · 10 is above 7 in binary"
@@ -346,8 +352,12 @@ def test_verdicts():
         assert figures["per_token"]["p50"] == pytest.approx(factor * 1.3 / 2 / 3, abs=1e-6)
     assert load_figures(plain, plain)["verdict"] is None
     assert [verdict_of(each) for each in (None, (0.8, 0.9), (0.9, 1.0), (1.0, 1.2), (1.1, math.inf))] == [
-        "even", "faster", "even", "even", "slower"
-    ]  # fmt: skip
+        "even",
+        "faster",
+        "even",
+        "even",
+        "slower",
+    ]
 
 
 def test_the_queue_grew():

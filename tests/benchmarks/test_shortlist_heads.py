@@ -40,10 +40,16 @@ def shortlists(outputs: int, width: int) -> dict[str, ShortlistHead]:
         "vocab_trim": ShortlistConfig("vocab_trim", outputs, (60,)),
         "in_context": ShortlistConfig("in_context", outputs, (34, 28), static=16),
         "dynaspec": ShortlistConfig(
-            "dynaspec", outputs, (110, 110, 70), clusters=(6, 6, 3), num_clusters=12, router_width=8,
-            embedding_size=width, feature_size=width,
+            "dynaspec",
+            outputs,
+            (110, 110, 70),
+            clusters=(6, 6, 3),
+            num_clusters=12,
+            router_width=8,
+            embedding_size=width,
+            feature_size=width,
         ),
-    }  # fmt: skip
+    }
     generator = torch.Generator().manual_seed(5)
     heads: dict[str, ShortlistHead] = {}
     for name, config in configs.items():
@@ -169,11 +175,16 @@ def nodes(target, drafts, heads, texts):
                     q[tokens], inside[tokens] = logits.softmax(-1), True
                     order = [tokens[place] for place in logits.argsort(descending=True).tolist()]
                     rank = order.index(label) if label in order[:MAX_RANK] else MAX_RANK
-                    row[names[name]] = rank, [
-                        float(torch.where(inside, torch.minimum(following[node], q), 0).sum()),
-                        float(inside[best[0]]), float(inside[best].float().mean()), float(inside.sum()),
-                        float(inside[label]),
-                    ]  # fmt: skip
+                    row[names[name]] = (
+                        rank,
+                        [
+                            float(torch.where(inside, torch.minimum(following[node], q), 0).sum()),
+                            float(inside[best[0]]),
+                            float(inside[best].float().mean()),
+                            float(inside.sum()),
+                            float(inside[label]),
+                        ],
+                    )
                 by_depth.append(row)
             steps.append(by_depth)
         found.append(steps)
@@ -204,9 +215,7 @@ def test_what_a_list_keeps(found, folders, nodes, kind, name):
     row = method_of(found, folders, kind, name)
     means = dict.fromkeys(STATISTICS, 0.0)
     for depth in range(DEPTHS):
-        values = [
-            step[depth][name][1] for number in numbers_of(kind) for step in nodes[number] if len(step) > depth
-        ]  # fmt: skip
+        values = [step[depth][name][1] for number in numbers_of(kind) for step in nodes[number] if len(step) > depth]
         for place, field in enumerate(STATISTICS):
             mean = sum(each[place] for each in values) / len(values)
             means[field] += mean / DEPTHS
@@ -446,7 +455,7 @@ def test_refused(run_main, folders, heads, target, base, prompts, tmp_path):
         (["--nodes", 1], "--nodes 1: must be at least 2, the root and a draft"),
         (["--max-new-tokens", 5], "--max-new-tokens 5: must be above --depths 5"),
         (["--report", file_in_the_way], f"--report {file_in_the_way}: cannot write here"),
-    ):  # fmt: skip
+    ):
         code, out, err = run_main(shortlist_heads.main, first, *arguments, "--prompts", prompts, "--threads", 1)
         *before, line = err.splitlines()
         assert (code, out) == (2, "") and line.startswith("error: ") and message in line, (arguments, err)

@@ -29,9 +29,14 @@ pytestmark = pytest.mark.measurement
 
 CPU = torch.device("cpu")
 SMALL = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
 
 
 def required_work(*step):
@@ -118,10 +123,7 @@ def test_required_work_by_hand(dtype):
         return 2 * 2 * keys * 4 * 8
 
     plain = required_work(target, None, Topology(()), 3, 10)
-    assert plain == (
-        dtype.itemsize * (matrices + norms + 3 * 10 * kv),
-        2 * 3 * (matrices + attention(10 + 1)),
-    )
+    assert plain == (dtype.itemsize * (matrices + norms + 3 * 10 * kv), 2 * 3 * (matrices + attention(10 + 1)))
 
     tree = Topology(((0,), (0, 0), (1,)))  # four nodes that see 1, 2, 3 and 2 nodes; two of the heads are run
     for projection in ("shared", "own"):
@@ -258,9 +260,10 @@ def test_the_command(run_main, quick, tmp_path):
     rows = report["rows"]
     wanted = [
         (batch, context, projection, nodes)
-        for batch in (1, 2) for context in (9, 17)
+        for batch in (1, 2)
+        for context in (9, 17)
         for projection, nodes in ((None, 1), ("own", 3), ("own", 6), ("shared", 3), ("shared", 6))
-    ]  # fmt: skip
+    ]
     assert [(r["batch"], r["context"], r["projection"], r["nodes"]) for r in rows] == wanted
     target = random_target("small", 100, torch.float32, CPU)
     for row in rows:
@@ -313,9 +316,26 @@ def test_a_profile(run_main, quick, monkeypatch, tmp_path):
     monkeypatch.setattr(cpu, "runs", lambda tensor: False)
     out, profile = tmp_path / "step.json", tmp_path / "new" / "profile.txt"
     code, _, _ = run_main(
-        step_times.main, "--shape", "small", "--device", "cpu", "--threads", 1, "--repeat", 1, "--contexts", 9,
-        "--nodes", 3, "--heads", 3, "--profile", profile, "--out", out,
-    )  # fmt: skip
+        step_times.main,
+        "--shape",
+        "small",
+        "--device",
+        "cpu",
+        "--threads",
+        1,
+        "--repeat",
+        1,
+        "--contexts",
+        9,
+        "--nodes",
+        3,
+        "--heads",
+        3,
+        "--profile",
+        profile,
+        "--out",
+        out,
+    )
     assert code == 0
     text, rows = profile.read_text(), json.loads(out.read_text())["rows"]
     for row in rows:

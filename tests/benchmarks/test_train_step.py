@@ -32,9 +32,24 @@ def test_operations(make_target):
 def test_the_command(run_main, tmp_path):
     out = tmp_path / "step.json"
     code, text, err = run_main(
-        train_step.main, "--shape", "tiny-lm", "--sequences", 1, "--tokens", 24, "--heads", 2, "--repeat", 1,
-        "--projection", "shared", "--device", "cpu", "--out", out,
-    )  # fmt: skip
+        train_step.main,
+        "--shape",
+        "tiny-lm",
+        "--sequences",
+        1,
+        "--tokens",
+        24,
+        "--heads",
+        2,
+        "--repeat",
+        1,
+        "--projection",
+        "shared",
+        "--device",
+        "cpu",
+        "--out",
+        out,
+    )
     assert code == 0 and err.startswith("precision: float32 weights (") and "medusa-2" in text
     found = json.loads(out.read_text())
     assert found["shape"]["dtype"] == "float32"

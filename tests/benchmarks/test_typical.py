@@ -26,9 +26,22 @@ def test_the_command(run_main, drafter, tmp_path, monkeypatch, write_prompts):
     monkeypatch.setattr(typical, "available_cores", lambda: 1)
     prompts = write_prompts(["import os", "def f(x):"])
     code, out, err = run_main(
-        typical.main, drafter, "--prompts", prompts, "--epsilons", 0.001, 0.9, "--temperature", 1.5,
-        "--max-new-tokens", 30, "--batch-size", 2, "--out", tmp_path / "out",
-    )  # fmt: skip
+        typical.main,
+        drafter,
+        "--prompts",
+        prompts,
+        "--epsilons",
+        0.001,
+        0.9,
+        "--temperature",
+        1.5,
+        "--max-new-tokens",
+        30,
+        "--batch-size",
+        2,
+        "--out",
+        tmp_path / "out",
+    )
     assert code == 0 and "(lossy)" in out and f"wrote {tmp_path / 'out' / 'typical.json'}" in err
     found = json.loads((tmp_path / "out" / "typical.json").read_text())
     by_name = {row["name"]: row for row in found["methods"]}
@@ -43,15 +56,17 @@ def test_the_command(run_main, drafter, tmp_path, monkeypatch, write_prompts):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--temperature", 0], "--temperature 0.0: must be at least 1e-10; below, every mode is greedy"),
-     (["--epsilons", 2], "epsilon 2.0: must be above 0 and at most 1"),
-     (["--temperature", "nan"], "temperature nan: must be at least 0"),
-     (["--repeat", 0], "--repeat 0: must be at least 1"),
-     (["--repeat", 10**12], "--repeat 1000000000000: must be at most 2147483647"),
-     (["--epsilons", 0.1, 0.2, 0.1], "--epsilons 0.1 0.2 0.1: 0.1 is given twice; leave one out"),
-     (["--seed", -1], "seed -1: "),
-     (["--out", "/dev/null/x"], "--out /dev/null/x: cannot write here (Not a directory); choose another folder")],
-)  # fmt: skip
+    [
+        (["--temperature", 0], "--temperature 0.0: must be at least 1e-10; below, every mode is greedy"),
+        (["--epsilons", 2], "epsilon 2.0: must be above 0 and at most 1"),
+        (["--temperature", "nan"], "temperature nan: must be at least 0"),
+        (["--repeat", 0], "--repeat 0: must be at least 1"),
+        (["--repeat", 10**12], "--repeat 1000000000000: must be at most 2147483647"),
+        (["--epsilons", 0.1, 0.2, 0.1], "--epsilons 0.1 0.2 0.1: 0.1 is given twice; leave one out"),
+        (["--seed", -1], "seed -1: "),
+        (["--out", "/dev/null/x"], "--out /dev/null/x: cannot write here (Not a directory); choose another folder"),
+    ],
+)
 def test_bad_input(run_main, options, message):
     code, _, err = run_main(typical.main, "x", "--prompts", "p.jsonl", *options)
     assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1

@@ -30,9 +30,7 @@ def test_dense_attention_is_the_same_operation():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_command(run_main, tmp_path, dtype):
     out = tmp_path / "unroll.json"
-    code, text, err = run_main(
-        unroll.main, *TOY, "--dtype", dtype, "--steps", 1, 3, "--repeat", 5, "--out", out
-    )  # fmt: skip
+    code, text, err = run_main(unroll.main, *TOY, "--dtype", dtype, "--steps", 1, 3, "--repeat", 5, "--out", out)
     assert (
         code == 0 and err == f"wrote {out}\n" and "draftsmith, s" in text and f"tiny-lm, {dtype}, 2 × 12 tokens" in text
     )

@@ -32,19 +32,35 @@ def fail_with(error):
         (FloatingPointError("loss nan at step 3"), 1, "error: loss nan at step 3"),
         (KeyboardInterrupt(), 2, "error: interrupted; files already written are whole"),
         (KeyboardInterrupt("stopped at step 3; saved"), 2, "error: stopped at step 3; saved"),
-        (OSError(errno.ENOSPC, "No space", "runs/x"), 1, "error: runs/x: the disk is full; free some space and run "
-         "again (finished files are intact)"),
-        (OSError(errno.EFBIG, "File too large", "a"), 1, "error: a: nothing more can be written (File too large); free "
-         "some space and run again (finished files are intact)"),
+        (
+            OSError(errno.ENOSPC, "No space", "runs/x"),
+            1,
+            "error: runs/x: the disk is full; free some space and run again (finished files are intact)",
+        ),
+        (
+            OSError(errno.EFBIG, "File too large", "a"),
+            1,
+            "error: a: nothing more can be written (File too large); free "
+            "some space and run again (finished files are intact)",
+        ),
         (ConnectionError("nobody answers"), 1, "error: nobody answers"),
-        (OSError(errno.ELOOP, "Too many levels", "a"), 2, "error: a: cannot write or read here (Too many levels); "
-         "choose another folder"),
-        (OSError(errno.ENOTDIR, "Not a directory", "a"), 2, "error: a: cannot write or read here (Not a directory); "
-         "choose another folder"),
-        (OSError(errno.EACCES, "Permission denied", "runs/x"), 2, "error: runs/x: cannot write or read here "
-         "(Permission denied); choose another folder"),
+        (
+            OSError(errno.ELOOP, "Too many levels", "a"),
+            2,
+            "error: a: cannot write or read here (Too many levels); choose another folder",
+        ),
+        (
+            OSError(errno.ENOTDIR, "Not a directory", "a"),
+            2,
+            "error: a: cannot write or read here (Not a directory); choose another folder",
+        ),
+        (
+            OSError(errno.EACCES, "Permission denied", "runs/x"),
+            2,
+            "error: runs/x: cannot write or read here (Permission denied); choose another folder",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors_are_one_line_and_an_exit_code(error, code, line, capsys, monkeypatch):
     monkeypatch.setitem(fail_with.__globals__, "__name__", "draftsmith.x")  # as if raised by us
     with pytest.raises(SystemExit) as stopped:
@@ -60,8 +76,7 @@ def test_a_full_disk_of_a_command_with_resume(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error, line",
-    [(ValueError("\n a\nb"), "a"), (ValueError(" "), "ValueError"), (ValueError("x" * 30), "x" * 20)],
+    "error, line", [(ValueError("\n a\nb"), "a"), (ValueError(" "), "ValueError"), (ValueError("x" * 30), "x" * 20)]
 )
 def test_the_first_line_of_an_error(error, line):
     assert first_line(error, most=20) == line
@@ -193,7 +208,8 @@ def test_every_option_is_explained(monkeypatch, file):
 def test_options_of_other_tools(words, said):
     done = subprocess.run(
         [sys.executable, str(ROOT / "inference/decode.py"), "ngram", "--prompt", "a", *words],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"error: {said}")

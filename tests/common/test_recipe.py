@@ -204,15 +204,19 @@ WRONG = {
     "data.max_unsupervised=1.5": "'data.max_unsupervised': input should be less than or equal to 1, got 1.5",
     "batch.sequences=1000000000": "'batch.sequences': input should be less than or equal to 65536, got 1000000000",
     "batch.accumulate=1000000000": "'batch': sequences=8 is not a multiple of accumulate=1000000000",
-    "stages=[{steps: 100000000, batch: {sequences: 2}, optim: {lr: 1}}]":
-        "'stages.0': steps=100000000 × batch.sequences=2 are more than the 100,000,000 sequences that a stage may have",
-    "stages=[{steps: 1000000000000000000, batch: {sequences: 1}, optim: {lr: 1}}]":
-        "'stages.0.steps': input should be less than or equal to 1000000000, got 1000000000000000000",
+    "stages=[{steps: 100000000, batch: {sequences: 2}, optim: {lr: 1}}]": (
+        "'stages.0': steps=100000000 × batch.sequences=2 are more than the 100,000,000 sequences that a stage may have"
+    ),
+    "stages=[{steps: 1000000000000000000, batch: {sequences: 1}, optim: {lr: 1}}]": (
+        "'stages.0.steps': input should be less than or equal to 1000000000, got 1000000000000000000"
+    ),
     "stages=[{batch: {sequences: 2}, optim: {lr: 1}}]": "'stages.0': it has neither steps nor epochs; add one of them",
-    "stages=[{steps: 3, epochs: 2, batch: {sequences: 2}, optim: {lr: 1}}]":
-        "'stages.0': it has steps=3 and epochs=2; set one of them to null",
-    "stages=[{epochs: 0, batch: {sequences: 2}, optim: {lr: 1}}]":
-        "'stages.0.epochs': input should be greater than or equal to 0.000001, got 0",
+    "stages=[{steps: 3, epochs: 2, batch: {sequences: 2}, optim: {lr: 1}}]": (
+        "'stages.0': it has steps=3 and epochs=2; set one of them to null"
+    ),
+    "stages=[{epochs: 0, batch: {sequences: 2}, optim: {lr: 1}}]": (
+        "'stages.0.epochs': input should be greater than or equal to 0.000001, got 0"
+    ),
     "precision.threads=0": "'precision.threads': input should be greater than 0",
     "precision.threads=100000": "'precision.threads': input should be less than or equal to 1024, got 100000",
     "checkpoint.keep=-1": "'checkpoint.keep': input should be greater than 0, got -1",
@@ -245,7 +249,7 @@ WRONG = {
     "export.push_to_hub=x": "'export.push_to_hub': a Hub id is USER/NAME",
     "export.push_to_hub=me/x/y": "'export.push_to_hub': a Hub id is USER/NAME",
     f"export.push_to_hub=me/{'x' * 97}": "'export.push_to_hub': a Hub id is USER/NAME",
-}  # fmt: skip
+}
 
 
 def shown(override):
@@ -297,8 +301,17 @@ def test_hub_ids(read):
 
 def test_long_overrides_are_cut(read):
     long = "x" * 100_000
-    for override in (f"run.{long}=1", f"{long}=1", f"run.name={long}", f"steps={long}", f"run.name=!{long} x",
-                     f"run={{? {long} : 1}}", f"data.train.0.source={long}", "a." * 10_000 + "b=1", long):  # fmt: skip
+    for override in (
+        f"run.{long}=1",
+        f"{long}=1",
+        f"run.name={long}",
+        f"steps={long}",
+        f"run.name=!{long} x",
+        f"run={{? {long} : 1}}",
+        f"data.train.0.source={long}",
+        "a." * 10_000 + "b=1",
+        long,
+    ):
         with pytest.raises(ValueError) as caught:
             read(override)
         assert len(str(caught.value)) < 1000 and "…" in str(caught.value)

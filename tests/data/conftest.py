@@ -21,14 +21,24 @@ QUERIES = [
 NAMES = ["Björk Ægisdóttir", "Łucja Śliwa", "Đorđe Žužić", "Ngozi Ọláyínká", "Søren Kjær", "Zoë Müller"]
 PEOPLE = [{"name": NAMES[i % 6] + f" {i}", "email": f"keeper{i}@example.org", "id": f"Keeper{i}"} for i in range(18)]
 RESERVATIONS = [
-    {"reservation_id": f"QX{i}ZK", "origin": "KEF", "destination": "TOS",
-     "passengers": [{"first_name": name.split()[0], "last_name": name.split()[1]} for name in NAMES[: 1 + i % 2]]}
+    {
+        "reservation_id": f"QX{i}ZK",
+        "origin": "KEF",
+        "destination": "TOS",
+        "passengers": [{"first_name": name.split()[0], "last_name": name.split()[1]} for name in NAMES[: 1 + i % 2]],
+    }
     for i in range(6)
-]  # fmt: skip
+]
 LAMPS = {
-    "be": "Лямпа маяка", "de": "Lampe", "el": "Λάμπα φάρου", "fa": "چراغ " * 20, "he": "מנורת המגדלור",
-    "ka": "შუქურის ნათურა", "sr@latin": "Lampa svetioničara Žužića", "uk": "Лампа маяка",
-}  # fmt: skip
+    "be": "Лямпа маяка",
+    "de": "Lampe",
+    "el": "Λάμπα φάρου",
+    "fa": "چراغ " * 20,
+    "he": "מנורת המגדלור",
+    "ka": "შუქურის ნათურა",
+    "sr@latin": "Lampa svetioničara Žužića",
+    "uk": "Лампа маяка",
+}
 DESKTOP_ENTRY = "[Desktop Entry]\nComment=Lamp\n" + "".join(
     f"Comment[{k}]={v}\nName[{k}]={v}\n" for k, v in LAMPS.items()
 )

@@ -76,10 +76,7 @@ SYSTEM = (
             "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
             "⟦<think>\n\n</think>\n\nYes: naïve 日本.<|im_end|>⟧\n",
         ),
-        (
-            "mistral",
-            "<s>[INST] Add 1 and 2. [/INST]⟦ 3, I think.</s>⟧[INST] Sure? [/INST]⟦ Yes: naïve 日本.</s>⟧",
-        ),
+        ("mistral", "<s>[INST] Add 1 and 2. [/INST]⟦ 3, I think.</s>⟧[INST] Sure? [/INST]⟦ Yes: naïve 日本.</s>⟧"),
         (
             "chatml",
             "<|im_start|>user\nAdd 1 and 2.<|im_end|>\n<|im_start|>assistant\n⟦3, I think.<|im_end|>⟧\n"
@@ -162,7 +159,7 @@ SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": 
         {"conversations": [{"from": "gpt", "value": "cut off"}, *SHAREGPT]},
         {"messages": CHAT, "prompt": None, "completion": None, "text": None},
     ],
-)  # fmt: skip
+)
 def test_formats(row):
     assert read_sample(row) == CHAT
 

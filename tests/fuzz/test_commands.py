@@ -14,21 +14,39 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LONGEST = 20  # seconds that an answer may take
 TRAINING = {
-    "train.medusa": "tiny-medusa", "train.eagle": "tiny-eagle3", "train.ssm": "tiny-ssm", "train.lm": "tiny-lm",
-    "train.dynaspec": "tiny-dynaspec", "train.distill": "tiny-distill",
-}  # fmt: skip
+    "train.medusa": "tiny-medusa",
+    "train.eagle": "tiny-eagle3",
+    "train.ssm": "tiny-ssm",
+    "train.lm": "tiny-lm",
+    "train.dynaspec": "tiny-dynaspec",
+    "train.distill": "tiny-distill",
+}
 # What no recipe may say, and what the answer has to name.
 OVERRIDES = [
-    ("x=1", "unknown key 'x'"), ("run.nam=x", "unknown key 'run.nam'"), ("run.name=..", "'run.name'"),
-    ("run.name=", "'run.name'"), ("run.name=/etc", "'run.name'"), ("run.seed=-1", "'run.seed'"),
-    ("run.seed=one", "'run.seed'"), ("run.seed=.nan", "'run.seed'"), ("run=3", "'run'"), ("=3", "is no override"),
-    ("run.name", "is no override"), ("run..name=x", "is no override"), ("run.output_dir=/dev/null", "/dev/null"),
-    ("run.seed=[", "run.seed=["), ("run.seed=!!int 3", "tags"), ("run.name.x=1", "is a value, not a section"),
-]  # fmt: skip
+    ("x=1", "unknown key 'x'"),
+    ("run.nam=x", "unknown key 'run.nam'"),
+    ("run.name=..", "'run.name'"),
+    ("run.name=", "'run.name'"),
+    ("run.name=/etc", "'run.name'"),
+    ("run.seed=-1", "'run.seed'"),
+    ("run.seed=one", "'run.seed'"),
+    ("run.seed=.nan", "'run.seed'"),
+    ("run=3", "'run'"),
+    ("=3", "is no override"),
+    ("run.name", "is no override"),
+    ("run..name=x", "is no override"),
+    ("run.output_dir=/dev/null", "/dev/null"),
+    ("run.seed=[", "run.seed=["),
+    ("run.seed=!!int 3", "tags"),
+    ("run.name.x=1", "is a value, not a section"),
+]
 RECIPES = [
-    ("nowhere.yaml", "nowhere.yaml: there is no such recipe"), (".", "this is a folder"),
-    ("README.md", "README.md"), ("notes.yaml", "a recipe is a mapping"), ("", ""),
-]  # fmt: skip
+    ("nowhere.yaml", "nowhere.yaml: there is no such recipe"),
+    (".", "this is a folder"),
+    ("README.md", "README.md"),
+    ("notes.yaml", "a recipe is a mapping"),
+    ("", ""),
+]
 # Commands without a recipe: options that make them complete, and options with values that they cannot use.
 NUMBERS = ("-1", "0", "nan", "many")
 OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
@@ -83,13 +101,20 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
 }  # fmt: skip
 
 CASES = [
-    *((name, [f"{ROOT}/recipes/{recipe}.yaml", given], said) for name, recipe in TRAINING.items()
-      for given, said in OVERRIDES),
+    *(
+        (name, [f"{ROOT}/recipes/{recipe}.yaml", given], said)
+        for name, recipe in TRAINING.items()
+        for given, said in OVERRIDES
+    ),
     *((name, [given], said) for name in TRAINING for given, said in RECIPES),
-    *((name, [*complete, option, value], f"{option} {value}") for name, (complete, options) in OTHERS.items()
-      for option, values in options.items() for value in values),
+    *(
+        (name, [*complete, option, value], f"{option} {value}")
+        for name, (complete, options) in OTHERS.items()
+        for option, values in options.items()
+        for value in values
+    ),
     *((name, [*complete, "--nonsense"], "there is no option --nonsense") for name, (complete, _) in OTHERS.items()),
-]  # fmt: skip
+]
 
 
 def names(line: str, said: str) -> bool:
@@ -140,30 +165,44 @@ def test_no_case_is_there_twice():
 
 
 QUICK = [
-    ("inference/decode.py", "nowhere", "--prompt", "a"), ("inference/decode.py", "ngram", "--prompt", "a"),
-    ("inference/decode.py", "ngram", "--target", "nowhere", "--prompt", "a"), ("inference/calibrate.py", "nowhere"),
-    ("models/export.py", "nowhere", "--to", "vllm", "--out", "x"), ("train/medusa.py", "nowhere.yaml"),
+    ("inference/decode.py", "nowhere", "--prompt", "a"),
+    ("inference/decode.py", "ngram", "--prompt", "a"),
+    ("inference/decode.py", "ngram", "--target", "nowhere", "--prompt", "a"),
+    ("inference/calibrate.py", "nowhere"),
+    ("models/export.py", "nowhere", "--to", "vllm", "--out", "x"),
+    ("train/medusa.py", "nowhere.yaml"),
     ("models/import_drafter.py", "nowhere", "--target", "models/tiny-lm", "--out", "x"),
     ("models/import_drafter.py", "a/b", "--target", "nowhere", "--out", "x"),
-    ("train/eagle.py", "recipes/tiny-eagle3.yaml", "run.name"), ("train/ssm.py", "README.md"),
-    *((f"train/{script.partition('.')[2]}.py", f"recipes/{recipe}.yaml", "run.nam=x")
-      for script, recipe in TRAINING.items()),
+    ("train/eagle.py", "recipes/tiny-eagle3.yaml", "run.name"),
+    ("train/ssm.py", "README.md"),
+    *(
+        (f"train/{script.partition('.')[2]}.py", f"recipes/{recipe}.yaml", "run.nam=x")
+        for script, recipe in TRAINING.items()
+    ),
     ("train/medusa.py", "recipes/tiny-medusa.yaml", "stages.0.optim.learning_rate=1"),
     ("benchmarks/medusa_stages.py", "--prompts", "LICENSE"),
     ("inference/calibrate.py", "ngram", "--target", "models/tiny-lm", "--prompts", "nowhere.jsonl"),
-    *(tuple(f"benchmarks/{name}".split()) for name in (
-        "typical.py nowhere --prompts README.md", "typical.py ngram --target models/tiny-lm --prompts README.md",
-        "step_times.py --target nowhere", "serving.py none nowhere --target models/tiny-lm --prompts README.md",
-        "serving.py none --target models/tiny-lm --prompts nowhere.jsonl",
-        "assisted.py --target nowhere --draft models/tiny-lm --prompts README.md",
-        "assisted.py --target models/tiny-lm --draft models/tiny-lm --prompts .",
-        "ensembles.py nowhere --prompts README.md", "ensembles.py a/b --prompts nowhere.jsonl",
-        "shortlist_heads.py nowhere --prompts README.md", "shortlist_heads.py a/b --prompts nowhere.jsonl",
-    )),
+    *(
+        tuple(f"benchmarks/{name}".split())
+        for name in (
+            "typical.py nowhere --prompts README.md",
+            "typical.py ngram --target models/tiny-lm --prompts README.md",
+            "step_times.py --target nowhere",
+            "serving.py none nowhere --target models/tiny-lm --prompts README.md",
+            "serving.py none --target models/tiny-lm --prompts nowhere.jsonl",
+            "assisted.py --target nowhere --draft models/tiny-lm --prompts README.md",
+            "assisted.py --target models/tiny-lm --draft models/tiny-lm --prompts .",
+            "ensembles.py nowhere --prompts README.md",
+            "ensembles.py a/b --prompts nowhere.jsonl",
+            "shortlist_heads.py nowhere --prompts README.md",
+            "shortlist_heads.py a/b --prompts nowhere.jsonl",
+        )
+    ),
     ("benchmarks/medusa_stages.py", "--prompts", "nowhere.jsonl"),
     ("data/prompts.py", "stdlib", "--tokenizer", "nowhere", "--out", "/tmp/new.jsonl"),
-    ("data/preview.py", "nowhere.yaml"), ("data/preview.py", "recipes/tiny-medusa.yaml", "--tokenizer", "nowhere"),
-]  # fmt: skip
+    ("data/preview.py", "nowhere.yaml"),
+    ("data/preview.py", "recipes/tiny-medusa.yaml", "--tokenizer", "nowhere"),
+]
 
 
 @pytest.mark.parametrize("command", QUICK, ids=[" ".join(command) for command in QUICK])
@@ -178,11 +217,13 @@ def test_answered_before_torch_is_imported(command):
 
 
 SLOW = [
-    ("inference/decode.py", "a/b", "--prompt", "a"), ("inference/calibrate.py", "a/b"),
-    ("models/export.py", "a/b", "--to", "vllm", "--out", "/dev/null/x"), ("train/lm.py", "recipes/tiny-lm.yaml"),
+    ("inference/decode.py", "a/b", "--prompt", "a"),
+    ("inference/calibrate.py", "a/b"),
+    ("models/export.py", "a/b", "--to", "vllm", "--out", "/dev/null/x"),
+    ("train/lm.py", "recipes/tiny-lm.yaml"),
     ("data/prompts.py", "stdlib", "--tokenizer", "models/tiny-lm", "--out", "/tmp/new.jsonl"),
     ("models/import_drafter.py", "a/b", "--target", "models/tiny-lm", "--out", "/dev/null/x"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says which libraries a process has loaded")

@@ -208,9 +208,13 @@ def plain(run_main, tiny_lm):
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 OF_SCRIPT = {
-    "medusa": medusa.MedusaRecipe, "ssm": ssm.SsmRecipe, "eagle": eagle.EagleRecipe, "lm": lm.LmRecipe,
-    "distill": distill.DistillRecipe, "dynaspec": dynaspec.DynaspecRecipe,
-}  # fmt: skip
+    "medusa": medusa.MedusaRecipe,
+    "ssm": ssm.SsmRecipe,
+    "eagle": eagle.EagleRecipe,
+    "lm": lm.LmRecipe,
+    "distill": distill.DistillRecipe,
+    "dynaspec": dynaspec.DynaspecRecipe,
+}
 
 
 def class_of(path: Path) -> Any:
@@ -287,9 +291,11 @@ ODD_ARGUMENTS = ["", "-1", "0", "1", "2", "3", "x", "nan", "inf", "1e-300", "1e4
 def command_line(draw: Any, parser: argparse.ArgumentParser, good: list[str], never: tuple[str, ...] = ()) -> list[str]:
     """Good arguments, some of them changed or left out, with random options of the command."""
     options = [
-        name for action in parser._actions for name in action.option_strings
+        name
+        for action in parser._actions
+        for name in action.option_strings
         if name.startswith("--") and name not in (*never, "--help", "--compile", "--trust-remote-code")
-    ]  # fmt: skip
+    ]
     words = list(good)
     for _ in range(draw(st.integers(0, 2))):
         at = draw(st.integers(0, len(words) - 1))
@@ -348,8 +354,19 @@ def commands(folder, drafter, tiny_lm, jsonl, tiny_recipes):
         ),
         "prompts": (
             cutting.main,
-            ["package:yaml", "--tokenizer", str(tiny_lm), "--out", str(folder / "cut.jsonl"), "--count", "2",
-             "--prompt-tokens", "8", "--split", "train"],
+            [
+                "package:yaml",
+                "--tokenizer",
+                str(tiny_lm),
+                "--out",
+                str(folder / "cut.jsonl"),
+                "--count",
+                "2",
+                "--prompt-tokens",
+                "8",
+                "--split",
+                "train",
+            ],
             (),
         ),
         "preview": (preview.main, [str(tiny_recipes["medusa"])], ()),
@@ -357,10 +374,12 @@ def commands(folder, drafter, tiny_lm, jsonl, tiny_recipes):
         "ssm": (ssm.main, [str(tiny_recipes["ssm"]), "--dry-run", "run.name=fuzz-ssm"], ("--tiny",)),
         "eagle": (eagle.main, [str(tiny_recipes["eagle"]), "--dry-run", "run.name=fuzz-eagle"], ("--tiny",)),
         "dynaspec": (
-            dynaspec.main, [str(tiny_recipes["dynaspec"]), "--dry-run", "run.name=fuzz-dynaspec"], ("--tiny",),
+            dynaspec.main,
+            [str(tiny_recipes["dynaspec"]), "--dry-run", "run.name=fuzz-dynaspec"],
+            ("--tiny",),
         ),
         "distill": (distill.main, [str(tiny_recipes["distill"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -370,21 +389,25 @@ def tiny_recipes(folder, tiny_lm):
     source = {"source": str(folder / "rows.jsonl")}
     run = {"name": "fuzz", "output_dir": str(folder / "runs")}
     training = {
-        "run": run, "target": {"name": str(tiny_lm)},
+        "run": run,
+        "target": {"name": str(tiny_lm)},
         "data": {"train": [source], "validation": [source], "max_length": 64},
         "stages": [{"optim": {"lr": 1e-3}, "batch": {"sequences": 2}, "steps": 2}],
         "precision": {"autocast": "none", "threads": 1},
-    }  # fmt: skip
+    }
     contents: dict[str, Any] = {
         "medusa": training | {"drafter": {"num_draft_heads": 2}},
         "ssm": training | {"drafter": {"layers": [0]}, "boost": {"min_prompts": 1}},
         "eagle": training | {"drafter": {"version": 3, "unroll": 2}},
         "dynaspec": training | {"drafter": {"num_clusters": 4, "router_width": 8, "positions": 100}},
         "distill": {
-            "run": run, "target": {"name": str(tiny_lm)}, "data": {"seeds": [source]},
-            "engine": {"batch_size": 2, "max_length": 64, "threads": 1}, "decoding": {"max_new_tokens": 4},
+            "run": run,
+            "target": {"name": str(tiny_lm)},
+            "data": {"seeds": [source]},
+            "engine": {"batch_size": 2, "max_length": 64, "threads": 1},
+            "decoding": {"max_new_tokens": 4},
         },
-    }  # fmt: skip
+    }
     paths = {name: folder / f"tiny-{name}.yaml" for name in contents}
     for name, content in contents.items():
         paths[name].write_text(yaml.safe_dump(content))
@@ -393,9 +416,19 @@ def tiny_recipes(folder, tiny_lm):
 
 FEWER = {"decode": 6, "typical": 4, "bench": 4, "calibrate": 6}  # they measure
 COMMANDS = [
-    "decode", "decode one", "calibrate", "typical", "bench", "prompts", "preview", "medusa", "ssm", "eagle",
-    "dynaspec", "distill",
-]  # fmt: skip
+    "decode",
+    "decode one",
+    "calibrate",
+    "typical",
+    "bench",
+    "prompts",
+    "preview",
+    "medusa",
+    "ssm",
+    "eagle",
+    "dynaspec",
+    "distill",
+]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -688,10 +721,15 @@ def test_target_tokenizers(folder, tiny_lm, data):
     loads_or_says(odd)
 
 
-NAMES = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", *(
-    f"model.layers.1.{part}.weight"
-    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj", "input_layernorm")
-)]  # fmt: skip
+NAMES = [
+    "model.embed_tokens.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+    *(
+        f"model.layers.1.{part}.weight"
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj", "input_layernorm")
+    ),
+]
 KINDS = ["gone", "renamed", "turned", "cut", "flat", "nan", "integers", "half", "bytes"]
 
 

@@ -116,8 +116,14 @@ class Training:
 
     script, main = "train/medusa.py", medusa.main
     # provenance.json and recipe.yaml hold the command, the card the run's name; metrics.jsonl holds seconds.
-    same = ("model.safetensors", "config.json", "held_out/model.safetensors", "checkpoints/step-60/model.safetensors",
-            "checkpoints/step-60/optimizer.safetensors", "checkpoints/best/medusa-1/model.safetensors")  # fmt: skip
+    same = (
+        "model.safetensors",
+        "config.json",
+        "held_out/model.safetensors",
+        "checkpoints/step-60/model.safetensors",
+        "checkpoints/step-60/optimizer.safetensors",
+        "checkpoints/best/medusa-1/model.safetensors",
+    )
 
     def __init__(self, world: World, name: str) -> None:
         self.folder, self.whole = world.folder / "runs" / name, world.folder / "runs/whole"
@@ -142,8 +148,15 @@ class Boosting(Training):
     """train/ssm.py: every SSM, its marks and the draft vocabulary are those of the whole run."""
 
     script, main = "train/ssm.py", ssm.main
-    same = ("model.safetensors", "config.json", "held_out/model.safetensors", "ssm-0/model.safetensors",
-            "ssm-1/model.safetensors", "marks/0/model.safetensors", "marks/1/model.safetensors")  # fmt: skip
+    same = (
+        "model.safetensors",
+        "config.json",
+        "held_out/model.safetensors",
+        "ssm-0/model.safetensors",
+        "ssm-1/model.safetensors",
+        "marks/0/model.safetensors",
+        "marks/1/model.safetensors",
+    )
 
     def __init__(self, world: World, name: str) -> None:
         self.folder, self.whole = world.folder / "runs" / name, world.folder / "runs/ensemble"
@@ -285,10 +298,13 @@ def cut(world: World, kind: Any, name: str, moment: float, working: bool, what: 
 @pytest.mark.parametrize(
     ("case", "what"),
     [
-        (Training, signal.SIGINT), (Training, signal.SIGKILL), (Boosting, signal.SIGINT), (Boosting, signal.SIGKILL),
+        (Training, signal.SIGINT),
+        (Training, signal.SIGKILL),
+        (Boosting, signal.SIGINT),
+        (Boosting, signal.SIGKILL),
         (Decoding, signal.SIGINT),
     ],
-)  # fmt: skip
+)
 def test_a_moment_of_its_work(world, case, what):
     """A little after its first output; decoding writes nothing that being killed could leave half. While a command
     still imports: tests/train/test_folders.py."""

@@ -27,9 +27,13 @@ from draftsmith.train.folders import held
 
 ROOT = Path(__file__).parents[2]
 TRAINING = {
-    "medusa": "tiny-medusa", "eagle": "tiny-eagle3", "ssm": "tiny-ssm", "lm": "tiny-lm", "dynaspec": "tiny-dynaspec",
+    "medusa": "tiny-medusa",
+    "eagle": "tiny-eagle3",
+    "ssm": "tiny-ssm",
+    "lm": "tiny-lm",
+    "dynaspec": "tiny-dynaspec",
     "distill": "tiny-distill",
-}  # fmt: skip
+}
 _OVERRIDES_MODES = 0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
 
 
@@ -200,11 +204,17 @@ WRITERS = {
     "step_times": ("benchmarks.step_times", ["--target", "TARGET", "--nodes", "1", "--out", "OUT"], "x.json"),
     "a profile": ("benchmarks.step_times", ["--target", "TARGET", "--nodes", "1", "--profile", "OUT"], "x.txt"),
     "serving": ("benchmarks.serving", ["ngram", *PROMPTS, "--target", "TARGET", "--out", "OUT"], "x.json"),
-    "assisted": ("benchmarks.assisted",
-                 [*PROMPTS, "--target", "TARGET", "--draft", "TARGET", "--out", "OUT"], "x.json"),
-    "medusa_stages": ("benchmarks.medusa_stages",
-                      [*PROMPTS, "--recipe", f"{ROOT}/recipes/tiny-medusa2.yaml", "--out", "OUT"], "runs"),
-}  # fmt: skip
+    "assisted": (
+        "benchmarks.assisted",
+        [*PROMPTS, "--target", "TARGET", "--draft", "TARGET", "--out", "OUT"],
+        "x.json",
+    ),
+    "medusa_stages": (
+        "benchmarks.medusa_stages",
+        [*PROMPTS, "--recipe", f"{ROOT}/recipes/tiny-medusa2.yaml", "--out", "OUT"],
+        "runs",
+    ),
+}
 
 
 @pytest.mark.parametrize("module, words, below", WRITERS.values(), ids=WRITERS)
@@ -246,8 +256,9 @@ def test_a_run_in_which_another_command_works(places, run_main, script, options)
         return
     assert options == ["--dry-run"] or not out
     assert (code, err) == (
-        2, f"error: {folder}: another command is working in this run; wait for it, or set run.name\n"
-    )  # fmt: skip
+        2,
+        f"error: {folder}: another command is working in this run; wait for it, or set run.name\n",
+    )
 
 
 @pytest.mark.parametrize("name", ["{}", "{}+ngram"])
@@ -269,11 +280,15 @@ def recipe(tiny_lm, tmp_path_factory):
     (folder / "text.txt").write_text("import os\ndef read(path):\n    return path\n" * 40)
     stage = {"batch": {"sequences": 2}, "steps": 60, "optim": {"lr": 1e-3}}
     content = {
-        "run": {"name": "x", "output_dir": str(folder / "runs")}, "target": {"name": str(tiny_lm)},
-        "drafter": {"num_draft_heads": 2}, "data": {"train": [source], "validation": [source], "max_length": 64},
-        "stages": [stage], "precision": {"autocast": "none", "threads": 1}, "checkpoint": {"every": 5, "keep": 2},
+        "run": {"name": "x", "output_dir": str(folder / "runs")},
+        "target": {"name": str(tiny_lm)},
+        "drafter": {"num_draft_heads": 2},
+        "data": {"train": [source], "validation": [source], "max_length": 64},
+        "stages": [stage],
+        "precision": {"autocast": "none", "threads": 1},
+        "checkpoint": {"every": 5, "keep": 2},
         "evaluate": {"every": 20},
-    }  # fmt: skip
+    }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
     return folder / "recipe.yaml"
 

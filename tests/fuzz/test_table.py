@@ -348,5 +348,13 @@ def test_one_line(world, run_main, main, arguments, code, message):
 
 def test_every_command_is_in_it():
     assert {main.__module__.rpartition(".")[2] for _, main, *_ in TABLE} == {
-        "medusa", "lm", "distill", "preview", "prompts", "decode", "calibrate", "typical", "step_times"
-    }  # fmt: skip
+        "medusa",
+        "lm",
+        "distill",
+        "preview",
+        "prompts",
+        "decode",
+        "calibrate",
+        "typical",
+        "step_times",
+    }

@@ -57,10 +57,13 @@ def recipe(tiny_lm, tmp_path_factory):
     (folder / "text.txt").write_text("import os\ndef read(path):\n    return path\n" * 40)
     stage = {"batch": {"sequences": 1}, "steps": 1, "optim": {"lr": 1e-3}}
     content = {
-        "run": {"name": "x"}, "target": {"name": str(tiny_lm)}, "drafter": {"num_draft_heads": 1}, "stages": [stage],
+        "run": {"name": "x"},
+        "target": {"name": str(tiny_lm)},
+        "drafter": {"num_draft_heads": 1},
+        "stages": [stage],
         "data": {"train": [source], "validation": [source], "max_length": 64},
         "precision": {"autocast": "none", "threads": 1},
-    }  # fmt: skip
+    }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
     return folder / "recipe.yaml"
 
@@ -102,9 +105,12 @@ FAILURES: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "somebody else's repository": (of_others, OTHERS, 'under the namespace "else"'),
     "no network": (lambda w: w.patch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9"), MINE, ""),
     "offline": (lambda w: w.patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True), MINE, "ffline"),
-    **{f"{step}: {status or 'hangs up'}": (failing(step, status), MINE, str(status or ""))
-       for step in ("create", "preupload", "commit") for status in (500, 503, 0)},
-}  # fmt: skip
+    **{
+        f"{step}: {status or 'hangs up'}": (failing(step, status), MINE, str(status or ""))
+        for step in ("create", "preupload", "commit")
+        for status in (500, 503, 0)
+    },
+}
 
 
 def check(done: tuple[int, str, str], began: float, folder: Path, *places: Path) -> str:
@@ -158,10 +164,14 @@ def test_training(hub, recipe, run_main, tmp_path, monkeypatch, case):
     assert hub.files(f"models/{repository}").keys() <= {"config.json"}
 
 
-@pytest.mark.parametrize("case, said", [
-    ("no token", "nobody is logged in to the Hub here; run hf auth login, or leave the upload out"),
-    ("an empty token", "nobody is logged in"), ("offline", "HF_HUB_OFFLINE is set; unset it, or leave the upload out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "case, said",
+    [
+        ("no token", "nobody is logged in to the Hub here; run hf auth login, or leave the upload out"),
+        ("an empty token", "nobody is logged in"),
+        ("offline", "HF_HUB_OFFLINE is set; unset it, or leave the upload out"),
+    ],
+)
 def test_training_that_could_not_upload_does_not_begin(hub, recipe, run_main, tmp_path, monkeypatch, case, said):
     FAILURES[case][0](SimpleNamespace(hub=hub, patch=monkeypatch))
     words = [recipe, f"run.output_dir={tmp_path}", f"export.push_to_hub={MINE}"]

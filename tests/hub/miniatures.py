@@ -70,10 +70,27 @@ def write_tokenizer(root: Path, manifest: dict[str, Any]) -> dict[int, int]:
     """The tokenizer's files; returns the real id → the id here, for the ids that the configs name."""
     wanted = manifest["tokenizer"]
     special = {str(token): number for token, number in wanted.get("special_ids", {}).items()}
-    fields: dict[str, Any] = {name: value for name, value in wanted.items() if name in (
-        "bos_token", "eos_token", "unk_token", "pad_token", "add_bos_token", "add_eos_token", "legacy",
-        "model_max_length", "clean_up_tokenization_spaces", "additional_special_tokens", "model_input_names",
-        "add_prefix_space", "errors", "split_special_tokens")}  # fmt: skip
+    fields: dict[str, Any] = {
+        name: value
+        for name, value in wanted.items()
+        if name
+        in (
+            "bos_token",
+            "eos_token",
+            "unk_token",
+            "pad_token",
+            "add_bos_token",
+            "add_eos_token",
+            "legacy",
+            "model_max_length",
+            "clean_up_tokenization_spaces",
+            "additional_special_tokens",
+            "model_input_names",
+            "add_prefix_space",
+            "errors",
+            "split_special_tokens",
+        )
+    }
     fields["tokenizer_class"] = wanted["class"]
     if wanted["chat_template"]:
         fields["chat_template"] = (HERE / "templates" / wanted["chat_template"]).read_text(encoding="utf-8")
@@ -82,11 +99,22 @@ def write_tokenizer(root: Path, manifest: dict[str, Any]) -> dict[int, int]:
         numbers = {number: number for number in range(len(order))}
         stream = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter("\n".join(_texts()).splitlines()), model_writer=stream, model_type="bpe",
-            vocab_size=PIECES, byte_fallback=True, split_digits=True, normalization_rule_name="identity",
-            remove_extra_whitespaces=False, add_dummy_prefix=True, allow_whitespace_only_pieces=True, unk_id=0,
-            bos_id=1, eos_id=2, pad_id=-1, minloglevel=2,
-        )  # fmt: skip
+            sentence_iterator=iter("\n".join(_texts()).splitlines()),
+            model_writer=stream,
+            model_type="bpe",
+            vocab_size=PIECES,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=True,
+            allow_whitespace_only_pieces=True,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            minloglevel=2,
+        )
         (root / "tokenizer.model").write_bytes(stream.getvalue())
     else:
         base = Tokenizer(models.BPE())
@@ -98,8 +126,11 @@ def write_tokenizer(root: Path, manifest: dict[str, Any]) -> dict[int, int]:
         assert base.get_vocab_size() == PIECES
         named = {number - wanted["base_size"]: token for token, number in special.items()}
         spare = iter(wanted.get("added") or [f"<|reserved_special_token_{n}|>" for n in range(wanted["special_count"])])
-        named |= {place: next(token for token in spare if token not in special) for place in range(
-            wanted["special_count"]) if place not in named}  # fmt: skip
+        named |= {
+            place: next(token for token in spare if token not in special)
+            for place in range(wanted["special_count"])
+            if place not in named
+        }
         order = [named[place] for place in range(wanted["special_count"])]
         base.add_special_tokens(order[: len(order) - len(wanted.get("added", ()))])
         base.add_tokens(order[len(order) - len(wanted.get("added", ())) :])
@@ -116,10 +147,16 @@ def write_tokenizer(root: Path, manifest: dict[str, Any]) -> dict[int, int]:
     first = 0 if wanted["kind"] == "sentencepiece" else PIECES
     added = set(wanted.get("added", ()))
     fields["added_tokens_decoder"] = {
-        str(first + place): {"content": token, "lstrip": False, "normalized": False, "rstrip": False,
-                             "single_word": False, "special": token not in added}
+        str(first + place): {
+            "content": token,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": token not in added,
+        }
         for place, token in enumerate(order)
-    }  # fmt: skip
+    }
     _json(root / "tokenizer_config.json", fields)
     if "special_tokens_map.json" in manifest["files"]:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -188,9 +225,15 @@ def write_weights(root: Path, manifest: dict[str, Any], ids: dict[int, int]) -> 
 
 CHATS = 640  # of the ShareGPT file: recipes take 500 of them for validation
 ODD = {  # row → what is odd about it; both splits have each kind
-    7: "bard", 90: "gpt first", 150: "empty", 200: "system", 503: "bing", 530: "empty", 560: "gpt first",
+    7: "bard",
+    90: "gpt first",
+    150: "empty",
+    200: "system",
+    503: "bing",
+    530: "empty",
+    560: "gpt first",
     600: "user, chatgpt",
-}  # fmt: skip
+}
 
 
 def _sentence(chance: random.Random, low: int, high: int) -> str:

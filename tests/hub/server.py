@@ -98,9 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def deny(self, code: int, error: str, message: str, headers: dict[str, str] | None = None) -> None:
-        self.answer(
-            code, {"error": message}, {"X-Error-Code": error, "X-Error-Message": message} | (headers or {})
-        )  # fmt: skip
+        self.answer(code, {"error": message}, {"X-Error-Code": error, "X-Error-Message": message} | (headers or {}))
 
     # ---- requests
 
@@ -161,9 +159,20 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": file} for file in self.hub.files(repository)]
         gated = "manual" if repository in self.hub.gated else False
         self.answer(
-            200, {"id": name, "author": name.split("/")[0], "sha": commit, "private": False, "gated": gated,
-                  "disabled": False, "tags": [], "downloads": 0, "likes": 0, "siblings": siblings}
-        )  # fmt: skip
+            200,
+            {
+                "id": name,
+                "author": name.split("/")[0],
+                "sha": commit,
+                "private": False,
+                "gated": gated,
+                "disabled": False,
+                "tags": [],
+                "downloads": 0,
+                "likes": 0,
+                "siblings": siblings,
+            },
+        )
 
     def tree(self, kind: str, name: str, revision: str, folder: str, recursive: bool) -> None:
         """A gated repository's list of files is open to all; their content is not."""
@@ -178,8 +187,12 @@ class _Handler(BaseHTTPRequestHandler):
             parts = file.removeprefix(begin).split("/")
             for depth in range(1, len(parts) if recursive else min(2, len(parts))):
                 inner = begin + "/".join(parts[:depth])
-                entries[inner] = {"type": "directory", "path": inner, "size": 0, "oid": hashlib.sha1(
-                    inner.encode()).hexdigest()}  # fmt: skip
+                entries[inner] = {
+                    "type": "directory",
+                    "path": inner,
+                    "size": 0,
+                    "oid": hashlib.sha1(inner.encode()).hexdigest(),
+                }
             if recursive or len(parts) == 1:
                 entries[file] = self.entry(file, path)
         if folder and not entries:
@@ -197,10 +210,14 @@ class _Handler(BaseHTTPRequestHandler):
         if repository in self.hub.gated and self.token() not in self.hub.gated[repository]:
             said = f"Access to {kind.removesuffix('s')} {name} is restricted"
             if self.token() is None:
-                return self.deny(401, "GatedRepo", f"{said}. You must have access to it and be authenticated to access "
-                                 "it. Please log in.")  # fmt: skip
-            return self.deny(403, "GatedRepo", f"{said} and you are not in the authorized list. Visit {page} to ask "
-                             "for access.")  # fmt: skip
+                return self.deny(
+                    401,
+                    "GatedRepo",
+                    f"{said}. You must have access to it and be authenticated to access it. Please log in.",
+                )
+            return self.deny(
+                403, "GatedRepo", f"{said} and you are not in the authorized list. Visit {page} to ask for access."
+            )
         self.hub.requests.append((self.command, f"{repository}/{file}"))
         path = self.hub.files(repository).get(file)
         headers = {"X-Repo-Commit": commit}
@@ -272,8 +289,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, found)
 
     def preupload(self, repository: str, name: str, content: bytes) -> None:
-        files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                 for file in json.loads(content)["files"]]  # fmt: skip
+        files = [
+            {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+            for file in json.loads(content)["files"]
+        ]
         self.answer(200, {"files": files})
 
     def commit(self, repository: str, name: str, content: bytes) -> None:

@@ -48,10 +48,16 @@ NOTHING_OF_THE_HUB = {
     "tiny-ssm",
 }
 SIZES = [
-    "target.dtype=float32", "data.max_length=224", "stages.0.steps=4", "stages.0.epochs=null",
+    "target.dtype=float32",
+    "data.max_length=224",
+    "stages.0.steps=4",
+    "stages.0.epochs=null",
     "stages.0.batch={sequences: 4, accumulate: 2}",
-    "precision.autocast=none", "precision.threads=1", "checkpoint.every=4", "evaluate={every: 2, sequences: 8}",
-]  # fmt: skip
+    "precision.autocast=none",
+    "precision.threads=1",
+    "checkpoint.every=4",
+    "evaluate={every: 2, sequences: 8}",
+]
 JOINT = [
     "stages.1.steps=4",
     "stages.1.epochs=null",
@@ -76,14 +82,24 @@ class World:
             (root / name).symlink_to(ROOT / name)
         left_out = ("HF_", "HUGGING", "TRANSFORMERS_", "DRAFTSMITH_", "WANDB_", "ACCELERATE_")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)} | {
-            "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(root / "hf"), "DRAFTSMITH_CACHE": str(root / "cache"),
-            "HF_UPDATE_DOWNLOAD_COUNTS": "0", "HF_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1",
-            "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200",
-        }  # fmt: skip
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(root / "hf"),
+            "DRAFTSMITH_CACHE": str(root / "cache"),
+            "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+            "HF_TOKEN": TOKEN,
+            "OMP_NUM_THREADS": "1",
+            "NO_PROXY": "127.0.0.1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "COLUMNS": "200",
+        }
         self._process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("hub_commands.py")], cwd=root, env=self.environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, Path(__file__).with_name("hub_commands.py")],
+            cwd=root,
+            env=self.environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -154,10 +170,21 @@ def finish(world: World, name: str, weights: Sequence[str] = ("model.safetensors
     assert (run / "tree.json").exists()
     for drafter in (f"runs/{name}", f"{USER}/{name}"):
         report = world.root / "report"
-        succeed(world.python(
-            "inference/decode.py", drafter, "--prompt", "A river of stone", "--max-new-tokens", "12", "--threads", "1",
-            "--check-lossless", "--report", str(report),
-        ))  # fmt: skip
+        succeed(
+            world.python(
+                "inference/decode.py",
+                drafter,
+                "--prompt",
+                "A river of stone",
+                "--max-new-tokens",
+                "12",
+                "--threads",
+                "1",
+                "--check-lossless",
+                "--report",
+                str(report),
+            )
+        )
         found = json.loads((report / "report.json").read_text())
         assert found["lossless"]["passed"] and found["lossless"]["identical"] == found["prompts"] == 1
         assert found["target"] == yaml.safe_load(RECIPES[name].read_text())["target"]["name"]
@@ -309,8 +336,11 @@ def distil(world: World, name: str, trains: str, first: str, second: str, *overr
 
 def shards(world: World, run: str) -> list[list[dict[str, str]]]:
     """The chats that were answered."""
-    lines = [line for path in sorted((world.root / "runs" / run).glob("shard-*.jsonl"))
-             for line in path.read_text().splitlines()]  # fmt: skip
+    lines = [
+        line
+        for path in sorted((world.root / "runs" / run).glob("shard-*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
     return [json.loads(line)["messages"] for line in lines]
 
 
@@ -329,14 +359,17 @@ def check_answers(world: World, run: str, asked: list[list[tuple[str, str]]]) ->
 
 SHAREGPT = ("train[:12]", sharegpt_chats(range(12)), "train[496:506]", sharegpt_chats(range(496, 506)))
 ULTRACHAT = (
-    "train_sft[:12]", [miniatures.chat(5000 + n) for n in range(12)],
-    "test_sft[:8]", [miniatures.chat(1000 + n) for n in range(8)],
-)  # fmt: skip
+    "train_sft[:12]",
+    [miniatures.chat(5000 + n) for n in range(12)],
+    "test_sft[:8]",
+    [miniatures.chat(1000 + n) for n in range(8)],
+)
 
 
-@pytest.mark.parametrize("stem, target, seeds", [
-    ("vicuna33b", "lmsys/vicuna-33b-v1.3", SHAREGPT), ("zephyr7b", "HuggingFaceH4/zephyr-7b-beta", ULTRACHAT),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stem, target, seeds",
+    [("vicuna33b", "lmsys/vicuna-33b-v1.3", SHAREGPT), ("zephyr7b", "HuggingFaceH4/zephyr-7b-beta", ULTRACHAT)],
+)
 def test_self_distillation(world, stem, target, seeds):
     """Seeds of the Hub, answered by our engine; then both stages of training on the answers."""
     first, asked, second, held_out = seeds
@@ -357,8 +390,15 @@ def test_self_distillation(world, stem, target, seeds):
 
 
 def answer_for_llama3_70b(world: World, url: str) -> None:
-    distil(world, "llama3-70b-distill", "llama3-70b-zero3", "train_sft[:12]", "test_sft[:8]",
-           f"endpoint.url={url}", "endpoint.concurrency=2")  # fmt: skip
+    distil(
+        world,
+        "llama3-70b-distill",
+        "llama3-70b-zero3",
+        "train_sft[:12]",
+        "test_sft[:8]",
+        f"endpoint.url={url}",
+        "endpoint.concurrency=2",
+    )
 
 
 def train_llama3_70b(world: World, processes: int, *options: str) -> None:
@@ -417,18 +457,18 @@ def test_qwen3_8b(world):
     finish(world, "qwen3-8b")
 
 
-@pytest.mark.parametrize("name, target", [
-    ("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct"), ("qwen3-8b", "Qwen/Qwen3-8B"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, target", [("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct"), ("qwen3-8b", "Qwen/Qwen3-8B")]
+)
 def test_eagle3(world, name, target):
     train(world, f"{name}-eagle3", "drafter.draft_vocab_size=200", "drafter.unroll=2")
     check_requests(world, target)
     finish(world, f"{name}-eagle3")
 
 
-@pytest.mark.parametrize("stem, target", [
-    ("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct"), ("qwen2-7b", "Qwen/Qwen2-7B-Instruct"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stem, target", [("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct"), ("qwen2-7b", "Qwen/Qwen2-7B-Instruct")]
+)
 def test_dynaspec(world, stem, target):
     """On the EAGLE-3 drafter of all tokens that the recipe's comment trains; it is uploaded as a part."""
     name = f"{stem}-dynaspec"
@@ -447,8 +487,11 @@ def test_llama7b_68m_ssm(world):
     """The base of the SSMs is on the Hub, too, with pickled weights; every SSM is uploaded."""
     name, parts = "llama7b-68m-ssm", ["ssm-0", "ssm-1", "ssm-2"]
     ask = "{prompts: 24, prompt_tokens: 12, new_tokens: 12, batch_size: 8}"
-    sources = [f"data.{part}.{field}" for part in ("train.0", "train.1", "validation.0")
-               for field in ("limit=40", f"answers={ask}")]  # fmt: skip
+    sources = [
+        f"data.{part}.{field}"
+        for part in ("train.0", "train.1", "validation.0")
+        for field in ("limit=40", f"answers={ask}")
+    ]
     rounds = [f"stages.{n}.{size}" for n in range(3) for size in ("steps=4", "batch={sequences: 4, accumulate: 2}")]
     out = train(world, name, *rounds, *sources, "boost.min_prompts=4")
     assert all(f"{part}: " in out for part in parts)

@@ -33,9 +33,15 @@ class ScriptedDrafter(Drafter):
     """
 
     def __init__(
-        self, target: Any, prompts: Sequence[Sequence[int]], truth: Sequence[Sequence[int]], wanted: Sequence[int],
-        num_nodes: int, max_depth: int, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        target: Any,
+        prompts: Sequence[Sequence[int]],
+        truth: Sequence[Sequence[int]],
+        wanted: Sequence[int],
+        num_nodes: int,
+        max_depth: int,
+        seed: int = 0,
+    ) -> None:
         self.target, self.prompts, self.truth, self.wanted = target, prompts, truth, wanted
         self.num_nodes, self.max_depth, self.branching, self.static = num_nodes, max_depth, num_nodes, False
         self.random = random.Random(seed)

@@ -21,9 +21,14 @@ from draftsmith.models.target import load_target
 
 NONE = frozenset()
 PROMPTS = [
-    [7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12],
-    [21, 6, 17, 40, 8, 8, 14, 25, 39, 60, 4, 10, 31, 52, 16, 47, 23], [44, 2, 6], [12, 12, 9, 1], [33, 5, 20, 8, 51],
-]  # fmt: skip
+    [7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33],
+    [9],
+    [58, 1, 30, 12],
+    [21, 6, 17, 40, 8, 8, 14, 25, 39, 60, 4, 10, 31, 52, 16, 47, 23],
+    [44, 2, 6],
+    [12, 12, 9, 1],
+    [33, 5, 20, 8, 51],
+]
 LIMITS = [25, 3, 0, 12, 30, 1, 17]
 LONGEST = max(LIMITS) + 8
 
@@ -40,9 +45,11 @@ def test_a_queue(written, scripted, monkeypatch, family, rows, static):
     decoder = SpeculativeDecoder(target, drafter, static=static)
     requests = [Request(prompt, limit, stop_ids=NONE) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
     results = decoder.serve(
-        requests, rows, on_tokens=lambda number, new: reported[number].extend(new),
+        requests,
+        rows,
+        on_tokens=lambda number, new: reported[number].extend(new),
         on_end=lambda number, result: ended.append((number, result.finish_reason)),
-    )  # fmt: skip
+    )
     assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)] == reported
     assert [r.accepted for r in results] == drafter.accepted
     assert sorted(ended) == [(number, "length") for number in range(7)]
@@ -98,9 +105,14 @@ def test_seeds_and_temperatures_in_one_batch(make_target, static, mode):
     heads = MedusaHeads.for_target(target, 3, 1, "own")
     drafter = MedusaDrafter(heads, Topology(((0,), (0, 0), (0, 1), (1,))), target)
     samplings = [
-        Sampling(seed=3), Sampling(temperature=0), Sampling(seed=3, top_p=0.8), Sampling(seed=6, min_p=0.1),
-        Sampling(seed=5, repetition_penalty=1.5, temperature=2.0), Sampling(seed=7, top_k=4), Sampling(seed=8),
-    ]  # fmt: skip
+        Sampling(seed=3),
+        Sampling(temperature=0),
+        Sampling(seed=3, top_p=0.8),
+        Sampling(seed=6, min_p=0.1),
+        Sampling(seed=5, repetition_penalty=1.5, temperature=2.0),
+        Sampling(seed=7, top_k=4),
+        Sampling(seed=8),
+    ]
     requests = [
         Request(prompt, limit + 4, sampling, NONE)
         for prompt, limit, sampling in zip(PROMPTS, LIMITS, samplings, strict=True)

@@ -104,10 +104,13 @@ def test_the_nodes_of_highest_speed_are_kept(rows, cached):
         chooses.start([cached] * rows, active)
         found = chooses.keep(torch.tensor(acceptance))
         sums = [
-            sum(sum(sorted(row, reverse=True)[:count]) for row, is_active in zip(acceptance, active, strict=True)
-                if is_active)
+            sum(
+                sum(sorted(row, reverse=True)[:count])
+                for row, is_active in zip(acceptance, active, strict=True)
+                if is_active
+            )
             for count in range(1, 13)
-        ]  # fmt: skip
+        ]
         speeds = [total / costs.seconds(rows, cached, count) for count, total in enumerate(sums, 1)]
         assert speeds[found - 1] == pytest.approx(max(speeds), rel=1e-6)
         counts.add(found)

@@ -349,9 +349,18 @@ def test_a_tree_for_every_machine(run_main, heads_folder, monkeypatch):
         options += ["--mode", "sample", "--verify", "mss"] if mode == "mss" else ["--mode", mode]
         report = folder.parent / mode
         code, _, err = run_main(
-            decode.main, folder, "--prompt", "import os", *options, "--max-new-tokens", 4,
-            "--device", "cpu", "--report", report,
-        )  # fmt: skip
+            decode.main,
+            folder,
+            "--prompt",
+            "import os",
+            *options,
+            "--max-new-tokens",
+            4,
+            "--device",
+            "cpu",
+            "--report",
+            report,
+        )
         assert code == 0, err
         assert json.loads((report / "report.json").read_text())["tree_nodes"] == len(rates) + 1
     del tree["at_load"]

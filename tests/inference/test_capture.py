@@ -208,7 +208,7 @@ MAKE: dict[str, Callable[[Target], Drafter]] = {
     "ssms + eagle + ngram": lambda t: MergedDrafter(
         {**ssms(t), "eagle": eagle(t, DynamicShape(2, 2, 4)), "ngram": NgramDrafter(t, depth=2)}, t, 14
     ),
-}  # fmt: skip
+}
 PENALISED = Sampling(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=4)
 
 
@@ -336,14 +336,21 @@ class Unfilled(Scratch):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (Reading, "item in a static step"), (Listing, "tolist in a static step"), (Deciding, "__bool__ in a static"),
-        (Selecting, "index by a mask"), (Masking, "index_put_ by a mask"), (Finding, "where in a static step"),
-        (Copying, "tensor of the host's data"), (OnTheHost, "arange of the host's data"),
-        (Moving, "reads what another one has elsewhere"), (Keeping, "reads what another one has elsewhere"),
-        (Forgetting, r"buffers\(\) does not name it"), (Counting, "not the same operations"),
+        (Reading, "item in a static step"),
+        (Listing, "tolist in a static step"),
+        (Deciding, "__bool__ in a static"),
+        (Selecting, "index by a mask"),
+        (Masking, "index_put_ by a mask"),
+        (Finding, "where in a static step"),
+        (Copying, "tensor of the host's data"),
+        (OnTheHost, "arange of the host's data"),
+        (Moving, "reads what another one has elsewhere"),
+        (Keeping, "reads what another one has elsewhere"),
+        (Forgetting, r"buffers\(\) does not name it"),
+        (Counting, "not the same operations"),
         (Unfilled, r"buffers\(\) does not name it"),
     ],
-)  # fmt: skip
+)
 def test_steps_that_no_graph_can_hold_are_found(target, wrong, message):
     drafter = wrong(untrained(target), target, (2, 1))
     with begun(target, drafter, "greedy") as step, pytest.raises(AssertionError, match=message):

@@ -372,8 +372,15 @@ def test_what_cannot_be_is_refused(make_target, monkeypatch):
         Selector(name, least)
     with pytest.raises(ValueError, match="must be one of streamingllm, snapkv, topk"):
         Selector("quest", 64)
-    longer = make_target("llama", rope_parameters={
-        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64})  # fmt: skip
+    longer = make_target(
+        "llama",
+        rope_parameters={
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 64,
+        },
+    )
     with pytest.raises(ValueError, match="depends on the text's length.*use snapkv"):
         CompressedDrafter(longer, Selector("streamingllm", 64), (1,))
     CompressedDrafter(longer, Selector("snapkv", 64), (1,))

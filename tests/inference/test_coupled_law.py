@@ -203,17 +203,26 @@ def over_pairs_of_requests(sampling):
 LAWS = {
     law.__name__.removeprefix("over_"): law
     for law in (
-        over_seeds, over_positions, over_rows, over_pairs_of_rows, over_pairs_of_seeds, over_requests,
+        over_seeds,
+        over_positions,
+        over_rows,
+        over_pairs_of_rows,
+        over_pairs_of_seeds,
+        over_requests,
         over_pairs_of_requests,
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
     ("law", "name"),
-    [*((law, "cut") for law in LAWS), *itertools.product(["seeds"], ["plain", "penalty"]), ("positions", "plain"),
-     ("rows", "penalty")],
-)  # fmt: skip
+    [
+        *((law, "cut") for law in LAWS),
+        *itertools.product(["seeds"], ["plain", "penalty"]),
+        ("positions", "plain"),
+        ("rows", "penalty"),
+    ],
+)
 def test_four_tokens_have_the_targets_distribution(law, name):
     p = LAWS[law](SAMPLINGS[name])
     assert p > ALPHA
@@ -320,17 +329,25 @@ PLAIN = Sampling()
 @pytest.mark.parametrize(
     ("wrong", "law", "sampling"),
     [
-        (without_position, over_seeds, PLAIN), (without_position, over_positions, PLAIN),
-        (without_position, over_requests, PLAIN), (without_position, over_pairs_of_requests, PLAIN),
-        (of_two_positions, over_seeds, PLAIN), (of_two_positions, over_positions, PLAIN),
-        (of_the_row_above, over_pairs_of_rows, PLAIN), (low_word_of_seed, over_pairs_of_rows, PLAIN),
-        (of_the_first_rows_position, over_requests, PLAIN), (of_the_first_rows_position, over_pairs_of_requests, PLAIN),
+        (without_position, over_seeds, PLAIN),
+        (without_position, over_positions, PLAIN),
+        (without_position, over_requests, PLAIN),
+        (without_position, over_pairs_of_requests, PLAIN),
+        (of_two_positions, over_seeds, PLAIN),
+        (of_two_positions, over_positions, PLAIN),
+        (of_the_row_above, over_pairs_of_rows, PLAIN),
+        (low_word_of_seed, over_pairs_of_rows, PLAIN),
+        (of_the_first_rows_position, over_requests, PLAIN),
+        (of_the_first_rows_position, over_pairs_of_requests, PLAIN),
         (seed_plus_position, over_pairs_of_seeds, PLAIN),
-        (before_filters, over_seeds, Sampling(top_k=3)), (before_filters, over_seeds, Sampling(top_p=0.9)),
-        (before_filters, over_seeds, Sampling(min_p=0.1)), (before_temperature, over_seeds, Sampling(temperature=0.9)),
-        (of_the_node, over_trees, PLAIN), (of_the_slot, over_trees, PLAIN),
+        (before_filters, over_seeds, Sampling(top_k=3)),
+        (before_filters, over_seeds, Sampling(top_p=0.9)),
+        (before_filters, over_seeds, Sampling(min_p=0.1)),
+        (before_temperature, over_seeds, Sampling(temperature=0.9)),
+        (of_the_node, over_trees, PLAIN),
+        (of_the_slot, over_trees, PLAIN),
     ],
-)  # fmt: skip
+)
 def test_wrong_noise_is_rejected(monkeypatch, wrong, law, sampling):
     monkeypatch.setattr(verify_sampling, "coupled_topk", wrong)
     p = law(sampling)
@@ -357,8 +374,9 @@ def test_a_reduced_vocabularys_own_ids_break_the_coupling(temperature):
     p = processed(PREFIX[-1], sampling, frozenset())[1:]
     shares, p_values = [], []
     for proposed in (
-        noise.draft(logits[..., 1:], 0, 1, known)[1].flatten(), known[noise.draft(logits[..., 1:], 0, 1)[1].flatten()]
-    ):  # fmt: skip
+        noise.draft(logits[..., 1:], 0, 1, known)[1].flatten(),
+        known[noise.draft(logits[..., 1:], 0, 1)[1].flatten()],
+    ):
         shares.append(float((proposed == choice)[choice >= 1].double().mean()))
         counts = torch.bincount(proposed, minlength=VOCAB)[1:].numpy()
         p_values.append(stats.chisquare(counts, p / p.sum() * COUNT).pvalue)

@@ -186,9 +186,22 @@ def test_fewer_prompts_are_timed_than_checked(run_main, drafter, tmp_path, monke
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", watched)
     code, _, err = run_main(
-        decode.main, drafter, "--prompts", path, "--max-new-tokens", 8, "--threads", 1, "--baseline", "all",
-        "--check-lossless", "--seconds", 1e-9, "--report", tmp_path,
-    )  # fmt: skip
+        decode.main,
+        drafter,
+        "--prompts",
+        path,
+        "--max-new-tokens",
+        8,
+        "--threads",
+        1,
+        "--baseline",
+        "all",
+        "--check-lossless",
+        "--seconds",
+        1e-9,
+        "--report",
+        tmp_path,
+    )
     assert code == 0, err
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["timed_prompts"], report["pairs"], report["prompts"]) == (6, 6, 9)
@@ -263,9 +276,18 @@ def test_live_texts(run_main, drafter, target, prompts):
     given = [Prompt("import os"), Prompt("def f(x):"), user("say [b]\nx"), Prompt("x = ")]
     results = SpeculativeDecoder(target).generate([prompt.encode(target) for prompt in given], 9)
     code, out, err = run_main(
-        decode.main, f"{drafter}+ngram", "--prompts", prompts, "--prompts", other, "--live", "--max-new-tokens", 9,
-        "--threads", 1,
-    )  # fmt: skip
+        decode.main,
+        f"{drafter}+ngram",
+        "--prompts",
+        prompts,
+        "--prompts",
+        other,
+        "--live",
+        "--max-new-tokens",
+        9,
+        "--threads",
+        1,
+    )
     assert (code, out) == (0, "\n".join(decode_text(target.tokenizer, result.tokens) for result in results))
     asked = [line[2:] for line in err.splitlines() if line.startswith("> ")]
     assert asked == ["import os", "def f(x):", "say [b]", "x", "x = "]
@@ -335,7 +357,7 @@ def test_without_a_template_lines_are_texts_of_their_own(run_main, target, tiny_
     given = b"a = 1\n" + b"y" * 5000 + b"\n/reset\nb = 2\n"
     code, out, err = run_interactive(
         run_main, monkeypatch, "none", given, "--target", folder, "--max-new-tokens", 5, *["--raw"] * raw
-    )  # fmt: skip
+    )
     prompts = [Prompt(line).encode(target) for line in ("a = 1", "/reset", "b = 2")]
     wanted = [decode_text(target.tokenizer, r.tokens) for r in SpeculativeDecoder(target).generate(prompts, 5)]
     assert (code, out, err.count("tokens in")) == (0, "\n".join(wanted), 3)
@@ -402,10 +424,16 @@ class Terminal:
     def __init__(self, *arguments):
         self.master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            command(*arguments), cwd=ROOT, stdin=slave, stdout=slave, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "TERM": "xterm"}, start_new_session=True,
+            command(*arguments),
+            cwd=ROOT,
+            stdin=slave,
+            stdout=slave,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TERM": "xterm"},
+            start_new_session=True,
             preexec_fn=lambda: (signal.signal(signal.SIGINT, signal.SIG_DFL), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
-        )  # fmt: skip
+        )
         os.close(slave)
         self.seen = b""
 
@@ -470,9 +498,23 @@ def test_control_c_on_a_terminal():
 def test_two_drafters_two_reports(run_main, drafter, target, prompts, tmp_path):
     prompts.write_text(json.dumps({"prompt": "d[:x:]"}) + "\n" + json.dumps({"prompt": "é" * 125}))  # 250 tokens of 256
     code, out, err = run_main(
-        decode.main, drafter, "none", "--prompts", prompts, "--max-new-tokens", 8, "--batch-size", 2, "--threads", 1,
-        "--check-lossless", "--show", 1, "--report", tmp_path / "out",
-    )  # fmt: skip
+        decode.main,
+        drafter,
+        "none",
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        8,
+        "--batch-size",
+        2,
+        "--threads",
+        1,
+        "--check-lossless",
+        "--show",
+        1,
+        "--report",
+        tmp_path / "out",
+    )
     assert code == 0 and "\nd[:x:]\n" in err, "no markup, no emoji"
     (result,) = SpeculativeDecoder(target).generate([Prompt("d[:x:]").encode(target)], 8)
     assert out == decode_text(target.tokenizer, result.tokens)
@@ -496,9 +538,24 @@ def test_drafters_without_training(run_main, drafter, target, tiny_lm, prompts, 
     if mode == "mss":
         how, more = ["--mode", "sample", "--verify", "mss"], []
     code, _, err = run_main(
-        decode.main, *names, "--target", tiny_lm, "--prompts", prompts, "--max-new-tokens", 12, "--threads", 1,
-        "--check-lossless", *how, "--baseline", "none", "--report", tmp_path / "out", *more,
-    )  # fmt: skip
+        decode.main,
+        *names,
+        "--target",
+        tiny_lm,
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        12,
+        "--threads",
+        1,
+        "--check-lossless",
+        *how,
+        "--baseline",
+        "none",
+        "--report",
+        tmp_path / "out",
+        *more,
+    )
     assert code == 0, err
     reports = [json.loads((tmp_path / "out" / short_name(name) / "report.json").read_text()) for name in names]
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == reports[0], "the first one's"
@@ -529,9 +586,19 @@ def test_a_mismatch_fails_the_command(run_main, drafter, prompts, tmp_path, monk
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", wrong)
     code, _, _ = run_main(
-        decode.main, drafter, "none", "--prompts", prompts, "--max-new-tokens", 8, "--threads", 1, "--check-lossless",
-        "--report", tmp_path / "out",
-    )  # fmt: skip
+        decode.main,
+        drafter,
+        "none",
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        8,
+        "--threads",
+        1,
+        "--check-lossless",
+        "--report",
+        tmp_path / "out",
+    )
     assert code == 1
     heads, none = (json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("heads", "none"))
     assert heads["lossless"]["mismatches"] >= 2 and none["lossless"]["identical"]
@@ -574,10 +641,7 @@ def other_weights(tiny_lm, tmp_path_factory):
         (["/nowhere/at/all"], "'/nowhere/at/all': there is no such folder"),
         (["ngram"], "'ngram' has no target of its own: pass --target"),
         (["ngram:5"], "'ngram:5': for matches of 2 to 10 tokens write ngram:2-10"),
-        (
-            ["ngram:9-2", "--target", "models/tiny-lm"],
-            "min_match 9, max_match 2: must be 1 ≤ min_match ≤ max_match",
-        ),
+        (["ngram:9-2", "--target", "models/tiny-lm"], "min_match 9, max_match 2: must be 1 ≤ min_match ≤ max_match"),
         (["ngram+"], "'ngram+': a drafter is missing beside '+'; for example runs/demo+ngram"),
         (["ngram+none"], "'ngram+none': 'none' proposes nothing; leave it out"),
         (["ngram+ngram"], "'ngram+ngram': the same drafter twice; leave one out"),
@@ -657,10 +721,7 @@ def truncate(name, size):
         (edit(hidden_size=31), ["model.safetensors: its tensors are", "config.json promises"]),
         (edit(vocab_size=301), ["vocab_size 301 ≠ 300"]),
         (edit(num_draft_heads=4), ["its tensors are", "config.json promises"]),
-        (
-            edit(drafter_type="hydra"),
-            ["drafter_type 'hydra' is not known", "; known: dynaspec, eagle, medusa"],
-        ),
+        (edit(drafter_type="hydra"), ["drafter_type 'hydra' is not known", "; known: dynaspec, eagle, medusa"]),
     ],
 )
 def test_damaged_drafters(run_main, drafter, prompts, tmp_path, damage, parts):
@@ -708,9 +769,12 @@ def test_interrupted(drafter, prompts, tmp_path):
     report.write_text('{"drafter": "from before"}')
     process = subprocess.Popen(
         command(drafter, "--prompts", prompts, "--threads", 1, "--repeat", 100_000, "--report", tmp_path),
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background has it ignored
-    )  # fmt: skip
+    )
     while "decoding" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
@@ -725,8 +789,20 @@ def test_interrupted(drafter, prompts, tmp_path):
 
 @pytest.mark.parametrize("verify", ["coupled", "mss"])
 def test_sampling_by_command(drafter, prompts, tmp_path, run_main, verify):
-    options = ["--mode", "sample", "--temperature", "0.8", "--top-p", "0.9", "--seed", "3", "--max-new-tokens", "12",
-               "--threads", "1"]  # fmt: skip
+    options = [
+        "--mode",
+        "sample",
+        "--temperature",
+        "0.8",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "3",
+        "--max-new-tokens",
+        "12",
+        "--threads",
+        "1",
+    ]
     options += ["--verify", verify] if verify == "mss" else []  # coupled by default
     again = tmp_path / "again"  # which is not checked
     code, _, err = run_main(decode.main, drafter, "--prompts", prompts, *options, "--report", again)
@@ -762,9 +838,20 @@ def test_another_seed_is_a_mismatch(run_main, drafter, prompts, tmp_path, monkey
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", wrong)
     code, _, err = run_main(
-        decode.main, drafter, "--prompts", prompts, "--mode", "sample", "--max-new-tokens", 8, "--threads", 1,
-        "--check-lossless", "--report", tmp_path,
-    )  # fmt: skip
+        decode.main,
+        drafter,
+        "--prompts",
+        prompts,
+        "--mode",
+        "sample",
+        "--max-new-tokens",
+        8,
+        "--threads",
+        1,
+        "--check-lossless",
+        "--report",
+        tmp_path,
+    )
     assert code == 1 and "mismatches with plain decoding" in err
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["lossless"]["mode"] == "sample" and report["lossless"]["mismatches"] > 4
@@ -772,9 +859,19 @@ def test_another_seed_is_a_mismatch(run_main, drafter, prompts, tmp_path, monkey
 
 def test_typical_says_that_it_is_lossy(drafter, prompts, tmp_path, run_main):
     code, _, err = run_main(
-        decode.main, drafter, "--prompts", prompts, "--mode", "typical", "--max-new-tokens", 12, "--threads", 1,
-        "--report", tmp_path,
-    )  # fmt: skip
+        decode.main,
+        drafter,
+        "--prompts",
+        prompts,
+        "--mode",
+        "typical",
+        "--max-new-tokens",
+        12,
+        "--threads",
+        1,
+        "--report",
+        tmp_path,
+    )
     assert code == 0, err
     assert "lossy" in err
     report = json.loads((tmp_path / "report.json").read_text())
@@ -800,9 +897,18 @@ def test_conflicting_modes(drafter, run_main, options, message):
 
 def test_one_prompt_is_measured_when_asked(drafter, tmp_path, run_main):
     code, _, err = run_main(
-        decode.main, drafter, "--prompt", "import os", "--max-new-tokens", 8, "--threads", 1, "--check-lossless",
-        "--report", tmp_path,
-    )  # fmt: skip
+        decode.main,
+        drafter,
+        "--prompt",
+        "import os",
+        "--max-new-tokens",
+        8,
+        "--threads",
+        1,
+        "--check-lossless",
+        "--report",
+        tmp_path,
+    )
     assert code == 0, err
     assert "identical to plain greedy decoding" in err
     assert json.loads((tmp_path / "report.json").read_text())["prompts"] == 1
@@ -884,9 +990,13 @@ def test_the_transformers_baseline_ignores_the_stored_generation_config(tiny_lm)
     wanted = [result.tokens for result in SpeculativeDecoder(target).generate(prompts, 30)]
     stored = target.model.generation_config
     for name, value in {
-        "repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "do_sample": True, "temperature": 5.0, "min_p": 0.1,
+        "repetition_penalty": 1.7,
+        "no_repeat_ngram_size": 2,
+        "do_sample": True,
+        "temperature": 5.0,
+        "min_p": 0.1,
         "suppress_tokens": [wanted[0][0]],
-    }.items():  # fmt: skip
+    }.items():
         setattr(stored, name, value)
     assert timing.transformers_method(target, 30)(prompts) == wanted
     assert target.model.generation_config is stored and target.stop_ids

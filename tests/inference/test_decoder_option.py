@@ -32,9 +32,20 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("decoder", RAN)
 def test_decode(run_main, drafter, prompts, tmp_path, asked, decoder):
     code, _, err = run_main(
-        decode.main, drafter, "--prompts", prompts, "--max-new-tokens", 6, "--threads", 1, "--report", tmp_path,
-        "--check-lossless", "--decoder", decoder,
-    )  # fmt: skip
+        decode.main,
+        drafter,
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        6,
+        "--threads",
+        1,
+        "--report",
+        tmp_path,
+        "--check-lossless",
+        "--decoder",
+        decoder,
+    )
     assert code == 0, err
     assert json.loads((tmp_path / "report.json").read_text())["execution"] == RAN[decoder]
     assert len(asked) >= 2 and set(asked) == {DECODERS[decoder]}, "plain decoding and the drafter's"
@@ -50,9 +61,18 @@ def test_the_other_commands(run_main, drafter, prompts, tmp_path, asked, monkeyp
     monkeypatch.setattr(calibrate, "TIMED_TOKENS", 8)
     common = ["--decoder", "transformers", "--device", "cpu"]
     code, _, err = run_main(
-        typical.main, drafter, "--prompts", prompts, "--epsilons", 0.1, "--max-new-tokens", 6, "--out", tmp_path,
+        typical.main,
+        drafter,
+        "--prompts",
+        prompts,
+        "--epsilons",
+        0.1,
+        "--max-new-tokens",
+        6,
+        "--out",
+        tmp_path,
         *common,
-    )  # fmt: skip
+    )
     assert code == 0, err
     assert json.loads((tmp_path / "typical.json").read_text())["execution"] == RAN["transformers"]
     tree = (drafter / "tree.json").read_text()

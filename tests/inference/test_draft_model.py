@@ -501,12 +501,14 @@ def test_different_vocabularies_are_rejected(tiny_lm):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ([], "at least one depth"), ([2, 0], r"expansion \[2, 0\]: at least one depth, each with at least one child"),
-        ([62], "more children than the vocabulary of 61 has tokens"), ([20, 20, 20], "a tree of 8421 nodes"),
+        ([], "at least one depth"),
+        ([2, 0], r"expansion \[2, 0\]: at least one depth, each with at least one child"),
+        ([62], "more children than the vocabulary of 61 has tokens"),
+        ([20, 20, 20], "a tree of 8421 nodes"),
         (Topology(()), "tree: holds the root alone"),
         (Topology(((61,),)), "tree: more children than the vocabulary of 61 has tokens"),
     ],
-)  # fmt: skip
+)
 def test_invalid_trees(make_target, tree, message):
     target = make_target("llama")
     with pytest.raises(ValueError, match=message):
@@ -516,9 +518,10 @@ def test_invalid_trees(make_target, tree, message):
 def test_invalid_draft_vocabularies(make_target):
     target = make_target("llama")
     for ids, message in (
-        ([3, 2], r"draft model 'tiny-llama': 'draft_vocab' does not ascend"), ([3, 61], "holds ids from 3 to 61"),
+        ([3, 2], r"draft model 'tiny-llama': 'draft_vocab' does not ascend"),
+        ([3, 61], "holds ids from 3 to 61"),
         ([2, 3], r"expansion \[3\]: more children than the vocabulary of 2 has tokens"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             DraftModelDrafter(target, target, [3], draft_vocab=torch.tensor(ids))
 

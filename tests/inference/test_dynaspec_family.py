@@ -193,10 +193,7 @@ NAN = torch.full((16,), torch.nan)
         (without("drafter/config.json"), "{folder}/drafter/config.json: there is no such config of a part"),
         (without("drafter/model.safetensors"), "{folder}/drafter"),
         (of_another_type, "{folder}/drafter: drafters of type 'dynaspec' take no shortlists"),
-        (
-            config("drafter", drafter_type="egale"),
-            "{folder}/drafter: drafter_type 'egale' is not known to",
-        ),
+        (config("drafter", drafter_type="egale"), "{folder}/drafter: drafter_type 'egale' is not known to"),
         (of_another_target, "{folder}/drafter: this drafter and its shortlists were made for different targets"),
         (config("drafter", version=2), "{folder}/drafter/config.json: field 'version' is 2; it has to be 1 or 3"),
         (tensors("drafter", norm__weight=None), "{folder}/drafter/model.safetensors: 1 tensors are not those"),

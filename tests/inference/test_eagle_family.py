@@ -63,9 +63,16 @@ def test_calibrated_and_decoded(run_main, folder, prompts, target, tmp_path):
         if file is not None:
             write_json(folder / "tree.json", file)
         code, _, err = run_main(
-            decode.main, name, "--baseline", "none", "--check-lossless", "--report", tmp_path / "report", *extra,
+            decode.main,
+            name,
+            "--baseline",
+            "none",
+            "--check-lossless",
+            "--report",
+            tmp_path / "report",
+            *extra,
             *options,
-        )  # fmt: skip
+        )
         assert code == 0, err
         found = json.loads((tmp_path / "report" / "report.json").read_text())
         assert found["lossless"]["passed"] and found["mean_accepted_length"] >= 1

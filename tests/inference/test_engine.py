@@ -222,9 +222,13 @@ def test_each_token_is_reported_once(written, scripted):
     decoder = SpeculativeDecoder(target, drafter)
     so_far = [[] for _ in PROMPTS]
     results = decoder.generate(
-        PROMPTS, WANTED, stop_ids=NONE, instrument=True, on_tokens=lambda row, new: reported[row].append(new),
+        PROMPTS,
+        WANTED,
+        stop_ids=NONE,
+        instrument=True,
+        on_tokens=lambda row, new: reported[row].append(new),
         on_step=lambda row, result: so_far[row].append((list(result.tokens), list(result.drafted_by))),
-    )  # fmt: skip
+    )
     assert [[token for part in parts for token in part] for parts in reported] == [t[:WANTED] for t in truth]
     assert [[len(part) for part in parts[1:]] for parts in reported] == drafter.accepted
     for parts, steps, result in zip(reported, so_far, results, strict=True):

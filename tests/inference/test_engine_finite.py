@@ -59,8 +59,9 @@ def test_nothing_is_committed_after_nan(make_target, mode, rows, static, drafts)
         for row, tokens in enumerate(clean)
         for at, token in enumerate(tokens[:-1])
         if all(token not in others[: at + 3] for n, others in enumerate(clean) if n != row)
-        and token not in tokens[:at] and not any(token in prompt for prompt in prompts)
-    ]  # fmt: skip
+        and token not in tokens[:at]
+        and not any(token in prompt for prompt in prompts)
+    ]
     at, row, token = max(places)
     kept = embedding[token].clone()
     embedding[token] = torch.nan

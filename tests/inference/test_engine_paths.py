@@ -118,10 +118,17 @@ def test_a_row_refilled_with_other_parameters(make_target, static, mode):
     """One row, one request after the other: nothing of the previous one remains."""
     target = make_target("llama")
     each = [
-        Sampling(seed=1, min_p=0.5), Sampling(seed=2), Sampling(seed=3, min_p=0.2), Sampling(seed=4, top_k=2),
-        Sampling(seed=5, top_p=0.3), Sampling(seed=6, temperature=3.0), Sampling(seed=7, repetition_penalty=2.0),
-        Sampling(seed=8), Sampling(temperature=0), Sampling(seed=9, temperature=1.5),
-    ]  # fmt: skip
+        Sampling(seed=1, min_p=0.5),
+        Sampling(seed=2),
+        Sampling(seed=3, min_p=0.2),
+        Sampling(seed=4, top_k=2),
+        Sampling(seed=5, top_p=0.3),
+        Sampling(seed=6, temperature=3.0),
+        Sampling(seed=7, repetition_penalty=2.0),
+        Sampling(seed=8),
+        Sampling(temperature=0),
+        Sampling(seed=9, temperature=1.5),
+    ]
     requests = [Request(PROMPTS[n % 3], 12, sampling, NONE) for n, sampling in enumerate(each)]
     alone = [SpeculativeDecoder(target).serve([request], 1, mode=mode)[0].tokens for request in requests]
     decoder = SpeculativeDecoder(target, static=static)

@@ -100,8 +100,9 @@ def test_a_seed_gives_one_text_in_any_batch(decoder, mode):
 
 @pytest.mark.parametrize("mode", ["sample", "mss"])
 def test_drafts_are_accepted(decoder, mode):
-    results = decoder.generate([PROMPT] * 50, 30, mode=mode, sampling=[Sampling(seed=n) for n in range(50)],
-                               stop_ids=frozenset())  # fmt: skip
+    results = decoder.generate(
+        [PROMPT] * 50, 30, mode=mode, sampling=[Sampling(seed=n) for n in range(50)], stop_ids=frozenset()
+    )
     lengths = {length for result in results for length in result.accepted}
     assert lengths >= {1, 2, 3}, "paths of every depth are accepted"
 
@@ -138,7 +139,8 @@ def test_typical_mode_is_lossy(decoder):
     """It accepts more than sampling, and its output is not exact."""
     typical = sample(decoder, Sampling(), 2000, mode="typical")
     assert len({tuple(row) for row in typical.tolist()}) == 1, "deterministic"
-    exact = decoder.generate([PROMPT] * 20, 40, mode="sample", stop_ids=frozenset(),
-                             sampling=[Sampling(seed=n) for n in range(20)])  # fmt: skip
+    exact = decoder.generate(
+        [PROMPT] * 20, 40, mode="sample", stop_ids=frozenset(), sampling=[Sampling(seed=n) for n in range(20)]
+    )
     lossy = decoder.generate([PROMPT], 40, mode="typical", stop_ids=frozenset())[0].accepted
     assert sum(lossy) / len(lossy) > np.mean([n for result in exact for n in result.accepted])

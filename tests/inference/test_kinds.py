@@ -51,9 +51,22 @@ def reports(tiny_lm, tmp_path_factory, run_main):
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, _, printed = run_main(
-        decode.main, "ngram", "none", "--target", tiny_lm, "--prompts", prompts, "--max-new-tokens", "40",
-        "--baseline", "transformers", "--threads", "1", "--report", folder,
-    )  # fmt: skip
+        decode.main,
+        "ngram",
+        "none",
+        "--target",
+        tiny_lm,
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        "40",
+        "--baseline",
+        "transformers",
+        "--threads",
+        "1",
+        "--report",
+        folder,
+    )
     assert code == 0, printed
     return {name: json.loads((folder / name / "report.json").read_text()) for name in ("ngram", "none")}, printed
 
@@ -93,8 +106,20 @@ def test_one_kind_is_no_division(tiny_lm, tmp_path, run_main):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "import os", "kind": "code"}\n' * 2)
     code, _, printed = run_main(
-        decode.main, "ngram", "--target", tiny_lm, "--prompts", prompts, "--max-new-tokens", "4", "--baseline", "none",
-        "--threads", "1", "--report", tmp_path,
-    )  # fmt: skip
+        decode.main,
+        "ngram",
+        "--target",
+        tiny_lm,
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        "4",
+        "--baseline",
+        "none",
+        "--threads",
+        "1",
+        "--report",
+        tmp_path,
+    )
     assert code == 0 and "Tokens before the first loop" not in printed, printed
     assert json.loads((tmp_path / "report.json").read_text())["kinds"] == {}

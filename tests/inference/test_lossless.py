@@ -35,9 +35,15 @@ def test_identical(target):
     seen = []
     check = check_texts(target, PROMPTS, reference, reference, seen.append)
     assert check.to_dict() == {
-        "mode": "greedy", "checked": 2 * LENGTH, "identical": True, "near_ties": 0, "mismatches": 0, "tolerance": 0.0,
-        "bitwise": False, "p_value": None,
-    }  # fmt: skip
+        "mode": "greedy",
+        "checked": 2 * LENGTH,
+        "identical": True,
+        "near_ties": 0,
+        "mismatches": 0,
+        "tolerance": 0.0,
+        "bitwise": False,
+        "p_value": None,
+    }
     assert seen == [1, 2]
 
 
@@ -202,9 +208,11 @@ def test_where_bits_are_equal_no_near_tie_is_excused(target):
 
 SEEDED = [Sampling(temperature=0.8, seed=3), Sampling(temperature=1.4, top_k=20, seed=4)]
 FILTERED = [
-    Sampling(temperature=1.3, top_k=6, seed=5), Sampling(temperature=1.3, top_p=0.7, seed=5),
-    Sampling(temperature=1.3, min_p=0.1, seed=5), Sampling(temperature=0.7, repetition_penalty=1.5, seed=5),
-]  # fmt: skip
+    Sampling(temperature=1.3, top_k=6, seed=5),
+    Sampling(temperature=1.3, top_p=0.7, seed=5),
+    Sampling(temperature=1.3, min_p=0.1, seed=5),
+    Sampling(temperature=0.7, repetition_penalty=1.5, seed=5),
+]
 
 
 def sampled(target, samplings=SEEDED, prompts=PROMPTS, length=LENGTH):
@@ -218,9 +226,15 @@ def test_sampled_texts_that_are_identical(target):
     for bitwise in (False, True):
         check = check_texts(target, PROMPTS, reference, reference, bitwise=bitwise, samplings=SEEDED)
         assert check.passed and check.to_dict() == {
-            "mode": "sample", "checked": 2 * LENGTH, "identical": True, "near_ties": 0, "mismatches": 0,
-            "tolerance": 0.0, "bitwise": bitwise, "p_value": None,
-        }  # fmt: skip
+            "mode": "sample",
+            "checked": 2 * LENGTH,
+            "identical": True,
+            "near_ties": 0,
+            "mismatches": 0,
+            "tolerance": 0.0,
+            "bitwise": bitwise,
+            "p_value": None,
+        }
 
 
 @pytest.mark.parametrize("sampling", [*SEEDED, *FILTERED, Sampling(temperature=0, seed=5)], ids=str)
@@ -267,9 +281,11 @@ def tied_by_noise(target, sampling, gap):
         row = target.lm_head.weight[second]
         row += hidden * (logit - row @ hidden) / (hidden @ hidden)
     assert sampled(target, sampling)[0][: TIE + 1] == reference[0][: TIE + 1], "the row was to matter there alone"
-    rest = SpeculativeDecoder(target).generate(
-        [[*prefix, second]], LENGTH - TIE - 1, mode="sample", sampling=sampling
-    )[0].tokens  # fmt: skip
+    rest = (
+        SpeculativeDecoder(target)
+        .generate([[*prefix, second]], LENGTH - TIE - 1, mode="sample", sampling=sampling)[0]
+        .tokens
+    )
     reference = sampled(target, sampling)
     return reference, [[*reference[0][:TIE], second, *rest], reference[1]]
 

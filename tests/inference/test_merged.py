@@ -40,8 +40,14 @@ def small(make_target):
 def moved(tree, device):
     """A tree or its draws on a device."""
     parts = {name: part for name, part in vars(tree).items() if part is not None}
-    return replace(tree, **{name: moved(part, device) if isinstance(part, Draws) else part.to(device)
-                            for name, part in parts.items() if name != "static"})  # fmt: skip
+    return replace(
+        tree,
+        **{
+            name: moved(part, device) if isinstance(part, Draws) else part.to(device)
+            for name, part in parts.items()
+            if name != "static"
+        },
+    )
 
 
 class Given(Drafter):
@@ -62,14 +68,16 @@ class Given(Drafter):
             paths = [(), *row]
             parent = [-1] + [paths.index(path[:-1]) for path in paths[1:]]
             padding = size - len(paths)
-            made.append((
-                torch.tensor([root, *(path[-1] for path in paths[1:]), *[0] * padding]),
-                torch.tensor(parent + [0] * padding, dtype=torch.int32),
-                torch.tensor([*map(len, paths), *[1] * padding], dtype=torch.int32),
-                torch.cat([bitsets(parent), torch.zeros(padding, 1, dtype=torch.int64)]),
-                torch.tensor([True] * len(paths) + [False] * padding),
-                torch.tensor([1.0, *row.values(), *[0.0] * padding]),
-            ))  # fmt: skip
+            made.append(
+                (
+                    torch.tensor([root, *(path[-1] for path in paths[1:]), *[0] * padding]),
+                    torch.tensor(parent + [0] * padding, dtype=torch.int32),
+                    torch.tensor([*map(len, paths), *[1] * padding], dtype=torch.int32),
+                    torch.cat([bitsets(parent), torch.zeros(padding, 1, dtype=torch.int64)]),
+                    torch.tensor([True] * len(paths) + [False] * padding),
+                    torch.tensor([1.0, *row.values(), *[0.0] * padding]),
+                )
+            )
         parts = (torch.stack(part).expand(len(state.root), *part[0].shape) for part in zip(*made, strict=True))
         *parts, acceptance = parts
         return moved(TokenTree(*parts, acceptance=acceptance), state.root.device)
@@ -193,11 +201,19 @@ class Made(Drafter):
                     ]
             self.paths.append({n: path for n, path in enumerate(paths) if valid[n]})
             self.expected.append(expected)
-            made.append((
-                torch.tensor([path[-1] if path else 0 for path in paths]), torch.tensor(parents, dtype=torch.int32),
-                torch.tensor([*map(len, paths)], dtype=torch.int32), bitsets(parents), torch.tensor(valid),
-                torch.tensor(acceptance), child, kind.to(torch.int8), q_row,
-            ))  # fmt: skip
+            made.append(
+                (
+                    torch.tensor([path[-1] if path else 0 for path in paths]),
+                    torch.tensor(parents, dtype=torch.int32),
+                    torch.tensor([*map(len, paths)], dtype=torch.int32),
+                    bitsets(parents),
+                    torch.tensor(valid),
+                    torch.tensor(acceptance),
+                    child,
+                    kind.to(torch.int8),
+                    q_row,
+                )
+            )
         *self.parts, child, kind, q_row = (torch.stack(part) for part in zip(*made, strict=True))
         self.draws = Draws(child, kind, q_row, self.q, self.ids)
 
@@ -254,11 +270,15 @@ def test_the_merge_is_the_union(small, sampled, static, source, budget):
         if tree.draws is not None and any(drawn):
             certain = [path for path, each in bits.items() if each & ~random_bits]
             assert draws_of(tree, row, found) == {
-                path: [draw for each, is_drawn in zip(sources, drawn, strict=True) if is_drawn
-                       for draw in each.expected[row].get(path, [])]
+                path: [
+                    draw
+                    for each, is_drawn in zip(sources, drawn, strict=True)
+                    if is_drawn
+                    for draw in each.expected[row].get(path, [])
+                ]
                 + [(child, ONE_HOT, None) for child in certain if child[:-1] == path]
                 for path in bits
-            }  # fmt: skip
+            }
 
 
 @given(trees(), trees(), st.sampled_from([1.1, 2.0]), st.sampled_from([1.2, 6.0]), st.integers(2, 12))
@@ -354,10 +374,14 @@ class Drawing(Drafter):
             child, torch.full_like(child, IID, dtype=torch.int8), torch.zeros_like(child), self.q.expand(rows, 1, -1)
         )
         return TokenTree(
-            torch.cat([state.root[:, None], drawn], 1), parent, parent + 1,
-            bitsets([-1, 0, 1]).to(device).expand(rows, -1, -1), ones, draws=draws,
+            torch.cat([state.root[:, None], drawn], 1),
+            parent,
+            parent + 1,
+            bitsets([-1, 0, 1]).to(device).expand(rows, -1, -1),
+            ones,
+            draws=draws,
             acceptance=torch.tensor([1.0, 0.5, 0.2], device=device).expand(rows, -1),
-        )  # fmt: skip
+        )
 
 
 def first_two(tree, rows, generator):
@@ -385,8 +409,14 @@ def merged_to_a_set(tree):
     for turn in range(1, child.shape[2]):
         again = (child[..., :turn] == child[..., turn : turn + 1]).any(-1)
         child[..., turn] = torch.where(again, -1, child[..., turn])
-    return TokenTree(tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid,
-                     draws=Draws(child, tree.draws.kind, tree.draws.q_row, tree.draws.q))  # fmt: skip
+    return TokenTree(
+        tree.tokens,
+        tree.parent,
+        tree.depth,
+        tree.ancestors,
+        tree.valid,
+        draws=Draws(child, tree.draws.kind, tree.draws.q_row, tree.draws.q),
+    )
 
 
 @pytest.mark.parametrize("certain", [False, True])
@@ -419,6 +449,8 @@ def test_kept_nodes_do_not_depend_on_drawn_tokens(small):
     for nodes, wanted in ((6, 3), (5, 2), (1000, 4)):
         drafter = merged(small, [Drawing(Q), sure], rows, nodes=nodes)
         tree = proposed(drafter, rows, sampled=True)
-        kept = {tuple(sorted(int(tree.tokens[row, n]) for n in range(tree.tokens.shape[1]) if tree.source[row, n] & 2))
-                for row in range(rows)}  # fmt: skip
+        kept = {
+            tuple(sorted(int(tree.tokens[row, n]) for n in range(tree.tokens.shape[1]) if tree.source[row, n] & 2))
+            for row in range(rows)
+        }
         assert len(kept) == 1 and len(next(iter(kept))) == wanted

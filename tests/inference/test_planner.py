@@ -14,13 +14,7 @@ from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.costs import ContextCosts, StepCosts, context_costs
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.evaluation.prefilled import Prefilled, by_depth
-from draftsmith.inference.planner import (
-    Measured,
-    Setting,
-    expected_tokens,
-    plan,
-    predict,
-)
+from draftsmith.inference.planner import Measured, Setting, expected_tokens, plan, predict
 
 # A row's products 1 ms; a cached token of a row 1 µs, and 0.1 µs more for each node.
 COSTS = StepCosts({1: 0.011, 65: 0.075}, per_key=1e-6, per_key_and_node=1e-7)
@@ -81,8 +75,9 @@ def test_the_inflection_is_where_keys_cost_what_products_do():
     steep = StepCosts({1: 0.002, 65: 0.066}, per_key=1e-6)
     speeds = {
         (batch, cached): predict(steep.seconds, batch, cached, Setting("streamingllm", 128, 1), [0.8]).speedup
-        for batch in (1, 64) for cached in (300, 20_000)
-    }  # fmt: skip
+        for batch in (1, 64)
+        for cached in (300, 20_000)
+    }
     assert speeds[64, 20_000] > speeds[1, 20_000] and speeds[64, 300] < speeds[1, 300]
 
 
@@ -127,9 +122,7 @@ def test_steps_are_measured_at_lengths_and_batches(make_target, monkeypatch):
         costs, "_time", lambda step, cached: t(step.rows, cached, step.drafter.num_nodes) + 1e-3 * (next(times) % 7)
     )
     found = context_costs(target, [1000, 2000], [3])
-    assert {*found.measured} == {
-        (b, s, n) for b in (1, 3) for s in (128, 500, 1000, 1500, 2000) for n in (1, 5)
-    }  # fmt: skip
+    assert {*found.measured} == {(b, s, n) for b in (1, 3) for s in (128, 500, 1000, 1500, 2000) for n in (1, 5)}
     assert found.seconds(3, 1234, 4) == pytest.approx(t(3, 1234, 4)), "the shortest one of each"
 
 
@@ -143,10 +136,32 @@ def long_prompts(tmp_path):
 def test_the_command_and_decoding_by_its_plan(run_main, tiny_lm, long_prompts, tmp_path, monkeypatch):
     out = tmp_path / "plan.json"
     code, said, err = run_main(
-        planner.main, "--target", tiny_lm, "--contexts", 48, 64, "--batch-sizes", 1, 2, "--entries", 36, 40,
-        "--prompts", long_prompts, "--texts", 2, "--new-tokens", 8, "--threads", 1, "--device", "cpu", "--out", out,
+        planner.main,
+        "--target",
+        tiny_lm,
+        "--contexts",
+        48,
+        64,
+        "--batch-sizes",
+        1,
+        2,
+        "--entries",
+        36,
+        40,
+        "--prompts",
+        long_prompts,
+        "--texts",
+        2,
+        "--new-tokens",
+        8,
+        "--threads",
+        1,
+        "--device",
+        "cpu",
+        "--out",
+        out,
         script="inference/planner.py",
-    )  # fmt: skip
+    )
     assert code == 0 and "S*, above which" in said, err
     facts = json.loads(out.read_text())
     assert [(cell["batch"], cell["context"]) for cell in facts["cells"]] == [(1, 48), (1, 64), (2, 48), (2, 64)]
@@ -158,10 +173,25 @@ def test_the_command_and_decoding_by_its_plan(run_main, tiny_lm, long_prompts, t
 
     def decoded(plan, *options):
         return run_main(
-            decode.main, "--plan", plan, "--target", tiny_lm, "--prompts", long_prompts, "--max-new-tokens", 12,
-            "--threads", 1, "--device", "cpu", "--check-lossless", "--report", tmp_path / "report", *options,
+            decode.main,
+            "--plan",
+            plan,
+            "--target",
+            tiny_lm,
+            "--prompts",
+            long_prompts,
+            "--max-new-tokens",
+            12,
+            "--threads",
+            1,
+            "--device",
+            "cpu",
+            "--check-lossless",
+            "--report",
+            tmp_path / "report",
+            *options,
             script="inference/decode.py",
-        )  # fmt: skip
+        )
 
     code, _, err = decoded(out, "--batch-size", 2)
     assert code == 0 and "plan for 2 rows of 64 tokens: snapkv:40@1,1, " in err
@@ -184,9 +214,24 @@ def test_the_command_and_decoding_by_its_plan(run_main, tiny_lm, long_prompts, t
 
 def test_planned_now(run_main, tiny_lm, long_prompts, tmp_path):
     code, _, err = run_main(
-        decode.main, "--plan", "auto", "--target", tiny_lm, "--prompts", long_prompts, "--max-new-tokens", 8,
-        "--batch-size", 2, "--threads", 1, "--device", "cpu", "--check-lossless", script="inference/decode.py",
-    )  # fmt: skip
+        decode.main,
+        "--plan",
+        "auto",
+        "--target",
+        tiny_lm,
+        "--prompts",
+        long_prompts,
+        "--max-new-tokens",
+        8,
+        "--batch-size",
+        2,
+        "--threads",
+        1,
+        "--device",
+        "cpu",
+        "--check-lossless",
+        script="inference/decode.py",
+    )
     assert code == 0 and "plan for 2 rows of " in err
 
 
@@ -194,10 +239,26 @@ def test_bounded_drafts(run_main, tiny_lm, long_prompts, tmp_path):
     """--max-draft-nodes bounds each step's drafts; 0 is plain decoding."""
     for most in (0, 2):
         code, _, err = run_main(
-            decode.main, "snapkv:120@1,1,1,1", "--target", tiny_lm, "--prompts", long_prompts, "--max-new-tokens", 16,
-            "--max-draft-nodes", most, "--all-nodes", "--threads", 1, "--device", "cpu", "--report", tmp_path / "r",
-            "--check-lossless", script="inference/decode.py",
-        )  # fmt: skip
+            decode.main,
+            "snapkv:120@1,1,1,1",
+            "--target",
+            tiny_lm,
+            "--prompts",
+            long_prompts,
+            "--max-new-tokens",
+            16,
+            "--max-draft-nodes",
+            most,
+            "--all-nodes",
+            "--threads",
+            1,
+            "--device",
+            "cpu",
+            "--report",
+            tmp_path / "r",
+            "--check-lossless",
+            script="inference/decode.py",
+        )
         assert code == 0, err
         report = json.loads((tmp_path / "r" / "report.json").read_text())
         assert (report["mean_accepted_length"] == 1) == (most == 0)
@@ -206,7 +267,7 @@ def test_bounded_drafts(run_main, tiny_lm, long_prompts, tmp_path):
         (["--max-draft-nodes", -1], "must be at least 0"),
         (["--max-draft-nodes", 1, "--verify", "mss"], "depend on it"),
         (["--plan", "auto"], "not both"),
-    ):  # fmt: skip
+    ):
         code, _, err = run_main(
             decode.main, "ngram", "--target", tiny_lm, "--prompt", "a", *options, script="inference/decode.py"
         )

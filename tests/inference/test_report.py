@@ -134,9 +134,16 @@ def test_drafted_is_what_the_drafter_wrote(tiny_lm):
 
 def test_table_and_plot_without_baselines_or_steps(tmp_path):
     lean = {
-        "drafter": "runs/[x]", "target": "[t]", "device": "cpu", "dtype": "float32", "prompts": 1, "baselines": {},
-        "tokens_per_second": 10.0, "lossless": None, **report.acceptance([Generation([1], [], "length")], 2),
-    }  # fmt: skip
+        "drafter": "runs/[x]",
+        "target": "[t]",
+        "device": "cpu",
+        "dtype": "float32",
+        "prompts": 1,
+        "baselines": {},
+        "tokens_per_second": 10.0,
+        "lossless": None,
+        **report.acceptance([Generation([1], [], "length")], 2),
+    }
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
     report.print_table([lean], console)
     printed = console.export_text()
@@ -166,12 +173,21 @@ def test_table_and_plot_by_kind_of_text(tmp_path):
     kinds["code"] |= {"speedup": 1.25, "speedup_interval": [1.125, 1.375], "mean_accepted_length_interval": [2.5, 3.0]}
     both = [
         {
-            "drafter": name, "target": "t", "device": "cpu", "dtype": "float32", "prompts": 3, "timed_prompts": 3,
-            "pairs": 3, "baselines": {"engine": {"tokens_per_second": 9.0}}, "tokens_per_second": 10.0,
-            "lossless": None, **report.acceptance([looping, short], 3), "kinds": kinds,
+            "drafter": name,
+            "target": "t",
+            "device": "cpu",
+            "dtype": "float32",
+            "prompts": 3,
+            "timed_prompts": 3,
+            "pairs": 3,
+            "baselines": {"engine": {"tokens_per_second": 9.0}},
+            "tokens_per_second": 10.0,
+            "lossless": None,
+            **report.acceptance([looping, short], 3),
+            "kinds": kinds,
         }
         for name in ("runs/a", "ngram")
-    ]  # fmt: skip
+    ]
     console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
     report.print_table(both, console)
     lines = [line.split() for line in console.export_text().splitlines()]

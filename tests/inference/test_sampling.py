@@ -176,9 +176,16 @@ def test_nothing_overflows(scale):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("temperature", -1), ("top_k", -1), ("top_p", 0), ("top_p", 1.1), ("min_p", 1), ("repetition_penalty", 0),
-     ("seed", -1)],
-)  # fmt: skip
+    [
+        ("temperature", -1),
+        ("top_k", -1),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("min_p", 1),
+        ("repetition_penalty", 0),
+        ("seed", -1),
+    ],
+)
 def test_settings_out_of_range(field, value):
     with pytest.raises(ValueError, match=f"{field} {value}: must be"):
         Sampling(**{field: value})
@@ -442,8 +449,7 @@ def merged_shortlists(g, n):
 
 
 @pytest.mark.parametrize(
-    "right",
-    [iid, without_replacement, one_hot, merged, shortlist, shortlist_without_replacement, merged_shortlists],
+    "right", [iid, without_replacement, one_hot, merged, shortlist, shortlist_without_replacement, merged_shortlists]
 )
 def test_sampled_verdicts_have_the_targets_distribution(right):
     assert p_value(right(torch.Generator().manual_seed(7), 500_000), P) > ALPHA
@@ -544,12 +550,20 @@ def wrong_typical(g, n):
 
 # The total variation from p that ALGORITHMS §2 gives for these variants, where it defines them exactly.
 WRONG = {
-    wrong_deduplicated: 0.010, wrong_merged_to_a_set: 0.0046, wrong_top_k_with_a_ratio: 0.28,
-    wrong_without_replacement_as_iid: 0.037, wrong_residual_not_renormalised: 0.036, wrong_sorted_by_q: 0.235,
-    wrong_kept_the_best_two: 0.10, wrong_temperature: 0.10, wrong_kept_if_likely: 0.12,
-    wrong_shortlist_with_the_full_q: 0.069, wrong_duplicates_counted_twice: None, wrong_typical: None,
+    wrong_deduplicated: 0.010,
+    wrong_merged_to_a_set: 0.0046,
+    wrong_top_k_with_a_ratio: 0.28,
+    wrong_without_replacement_as_iid: 0.037,
+    wrong_residual_not_renormalised: 0.036,
+    wrong_sorted_by_q: 0.235,
+    wrong_kept_the_best_two: 0.10,
+    wrong_temperature: 0.10,
+    wrong_kept_if_likely: 0.12,
+    wrong_shortlist_with_the_full_q: 0.069,
+    wrong_duplicates_counted_twice: None,
+    wrong_typical: None,
     wrong_shortlist_of_the_other_drafter: None,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)

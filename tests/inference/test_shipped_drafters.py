@@ -54,9 +54,20 @@ def test_it_decodes_the_target_exactly(folder, tmp_path, run_main, monkeypatch):
     tree = tmp_path / "tree.json"
     tree.write_text(json.dumps({"paths": [[0], [1], [0, 0]]}))
     code, out, err = run_main(
-        decode.main, folder, "--tree", tree, "--prompt", "Write a Python function that adds two numbers.",
-        "--max-new-tokens", "24", "--threads", "1", "--check-lossless", "--report", tmp_path,
-    )  # fmt: skip
+        decode.main,
+        folder,
+        "--tree",
+        tree,
+        "--prompt",
+        "Write a Python function that adds two numbers.",
+        "--max-new-tokens",
+        "24",
+        "--threads",
+        "1",
+        "--check-lossless",
+        "--report",
+        tmp_path,
+    )
     assert code == 0, err
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["new_tokens"] == 24 and report["mean_accepted_length"] > 1

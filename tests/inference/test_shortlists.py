@@ -66,9 +66,15 @@ def shortlist(eagle: Eagle, target: Target, name: str) -> ShortlistHead:
         return ordered(config)
     wanted = max(5, int(CLUSTERS * share))
     config = ShortlistConfig(
-        kind, outputs, tuple(capacity), clusters=budget(wanted, schedule), num_clusters=CLUSTERS, router_width=8,
-        embedding_size=target.hidden_size, feature_size=eagle.config.hidden_size,
-    )  # fmt: skip
+        kind,
+        outputs,
+        tuple(capacity),
+        clusters=budget(wanted, schedule),
+        num_clusters=CLUSTERS,
+        router_width=8,
+        embedding_size=target.hidden_size,
+        feature_size=eagle.config.hidden_size,
+    )
     cuts = torch.randperm(outputs - 1, generator=torch.Generator().manual_seed(4))[: CLUSTERS - 1] + 1
     return ordered(config, [0, *sorted(cuts.tolist()), outputs])
 
@@ -426,15 +432,11 @@ SMALL_LISTS = {
     "fr_spec position-aware": ({"shortlist": "fr_spec", "capacity": (4, 2, 1)}, (1, 1, 1), "without_replacement"),
     "vocab_trim": ({"shortlist": "vocab_trim", "capacity": (4, 2)}, (2, 2), "iid"),
     "in_context": ({"shortlist": "in_context", "capacity": (4, 3), "static": 1}, (2, 2), "without_replacement"),
-    "dynaspec fixed": (
-        {"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)}, (2, 1), "without_replacement",
-    ),
+    "dynaspec fixed": ({"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)}, (2, 1), "without_replacement"),
     "dynaspec position-aware": ({"shortlist": "dynaspec", "capacity": (3, 2), "clusters": (2, 1)}, (2, 2), "iid"),
-    "in_context, one level": (
-        {"shortlist": "in_context", "capacity": (3,), "static": 1}, (2,), "without_replacement",
-    ),
+    "in_context, one level": ({"shortlist": "in_context", "capacity": (3,), "static": 1}, (2,), "without_replacement"),
     "dynaspec, one level": ({"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)}, (2,), "iid"),
-}  # fmt: skip
+}
 TEXTS = 3000
 
 

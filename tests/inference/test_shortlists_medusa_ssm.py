@@ -55,8 +55,13 @@ def shortlist(kind: str, outputs: int, width: int = 32) -> ShortlistHead:
     if kind == "in_context":
         capacity = (outputs * 2 // 5 + 1,) * 3
     if kind == "dynaspec":
-        own = {"clusters": budget(max(outputs // 8, 1), schedule, 4), "num_clusters": max(outputs // 5, 2),
-               "router_width": 16, "embedding_size": width, "feature_size": width}  # fmt: skip
+        own = {
+            "clusters": budget(max(outputs // 8, 1), schedule, 4),
+            "num_clusters": max(outputs // 5, 2),
+            "router_width": 16,
+            "embedding_size": width,
+            "feature_size": width,
+        }
         capacity = tuple(max(count, 3) for count in budget(outputs // 2, schedule, 4))
     head = ShortlistHead(ShortlistConfig(kind, outputs, capacity, **own))
     head.order.copy_(torch.randperm(outputs, generator=generator))
@@ -422,9 +427,13 @@ def write_base(folder: Path, target: Target, family: str, count: int = 1, projec
         perturbed(target, noise=0.02).model.save_pretrained(folder / f"ssm-{number}")
         target.tokenizer.save_pretrained(folder / f"ssm-{number}")
     shape = {
-        "num_ssms": count, "draft_vocab_size": 250, "vocab_size": target.vocab_size, "mark_tokens": 4,
-        "coverage": [0.5] * count, "overlap": [[1.0] * count] * count,
-    }  # fmt: skip
+        "num_ssms": count,
+        "draft_vocab_size": 250,
+        "vocab_size": target.vocab_size,
+        "mark_tokens": 4,
+        "coverage": [0.5] * count,
+        "overlap": [[1.0] * count] * count,
+    }
     parts, weights = [f"ssm-{number}" for number in range(count)], {"draft_vocab": torch.arange(0, 250) + 50}
     return write_drafter(folder, family, shape, weights, target, {}, parts=parts)
 

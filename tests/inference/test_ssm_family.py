@@ -43,10 +43,13 @@ def write_ensemble(folder, target, noises, ids):
         model.save_pretrained(folder / f"ssm-{number}")
         target.tokenizer.save_pretrained(folder / f"ssm-{number}")
     shape = {
-        "num_ssms": count, "draft_vocab_size": None if ids is None else len(ids), "vocab_size": target.vocab_size,
-        "mark_tokens": MARK, "coverage": [0.25, 0.375, 0.5][:count],
+        "num_ssms": count,
+        "draft_vocab_size": None if ids is None else len(ids),
+        "vocab_size": target.vocab_size,
+        "mark_tokens": MARK,
+        "coverage": [0.25, 0.375, 0.5][:count],
         "overlap": [[1.0 if i == j else 0.5 for j in range(count)] for i in range(count)],
-    }  # fmt: skip
+    }
     weights = {} if ids is None else {"draft_vocab": ids}
     write_drafter(folder, "ssm", shape, weights, target, {}, parts=[f"ssm-{number}" for number in range(count)])
     return folder
@@ -205,9 +208,21 @@ def test_decoded(run_main, ensemble, prompts, tmp_path):
         (name, ("--mode", "sample", "--verify", "mss", "--temperature", 0.8, "--seed", 1), ["ssm-0", "ssm-1"]),
     ):
         code, _, err = run_main(
-            decode.main, drafter, "--prompts", prompts, "--max-new-tokens", 24, "--baseline", "none",
-            "--check-lossless", "--all-nodes", "--report", tmp_path / "report", *mode, *OPTIONS,
-        )  # fmt: skip
+            decode.main,
+            drafter,
+            "--prompts",
+            prompts,
+            "--max-new-tokens",
+            24,
+            "--baseline",
+            "none",
+            "--check-lossless",
+            "--all-nodes",
+            "--report",
+            tmp_path / "report",
+            *mode,
+            *OPTIONS,
+        )
         assert code == 0, err
         found = json.loads((tmp_path / "report" / "report.json").read_text())
         assert found["lossless"]["passed"] and list(found["sources"]) == sources

@@ -43,9 +43,12 @@ def texts():
 
 def run_writer(texts, stdout, **environment):
     return subprocess.run(
-        [sys.executable, "-c", WRITER], input=json.dumps(texts).encode(), stdout=stdout, stderr=subprocess.PIPE,
+        [sys.executable, "-c", WRITER],
+        input=json.dumps(texts).encode(),
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         env={**{k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}, **environment},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

@@ -146,19 +146,25 @@ def test_attention(dtype, heads, kv_heads, width, window, softcap):
     k, v = (2 * torch.randn(2, rows, kv_heads, 210, width)).to(dtype)
     settings = (nodes, width**-0.5, depth, depth, window, softcap)
     found = tree_attention_cached(q, k, v, lengths, ancestors, *settings)
-    exact = tree_attention_cached_reference(
-        q.double(), k.double(), v.double(), lengths, ancestors, *settings
-    ).to(dtype)  # fmt: skip
+    exact = tree_attention_cached_reference(q.double(), k.double(), v.double(), lengths, ancestors, *settings).to(dtype)
     error, bound = (found.double() - exact.double()).abs().max(), torch.finfo(dtype).eps * exact.double().abs().max()
     assert error <= bound * (64 if dtype == torch.float32 else 1)
     for row, node in ((0, 0), (0, 69), (1, 37), (1, 69)):
         length, path = int(lengths[row]), paths[node]
         slots = torch.cat((torch.arange(length), length + torch.tensor(path)))
         alone = tree_attention_cached(
-            q[row : row + 1, :, node : node + 1], k[row : row + 1, :, slots], v[row : row + 1, :, slots],
-            torch.tensor([length + len(path) - 1]), torch.ones(1, 1, 1, dtype=torch.int64), 1, width**-0.5,
-            depth.new_zeros(1, 1), depth.new_zeros(1, 1), window, softcap,
-        )  # fmt: skip
+            q[row : row + 1, :, node : node + 1],
+            k[row : row + 1, :, slots],
+            v[row : row + 1, :, slots],
+            torch.tensor([length + len(path) - 1]),
+            torch.ones(1, 1, 1, dtype=torch.int64),
+            1,
+            width**-0.5,
+            depth.new_zeros(1, 1),
+            depth.new_zeros(1, 1),
+            window,
+            softcap,
+        )
         assert torch.equal(alone[0, :, 0], found[row, :, node]), "bits depend on the slots or on other nodes"
 
 
@@ -198,8 +204,11 @@ def test_without_a_library(why, tmp_path):
         "with torch.no_grad(): assert linear(x, torch.ones(4, 3)).eq(3).all()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "CXX": "", "DRAFTSMITH_CACHE": str(tmp_path), **own},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        env={**os.environ, "CXX": "", "DRAFTSMITH_CACHE": str(tmp_path), **own},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert not list(tmp_path.glob("*.so"))

@@ -33,9 +33,12 @@ def test_they_are_there():
 def pytest_main() -> Iterator[Callable[..., str]]:
     """``pytest_main(*words)`` → the output of pytest under the interpreter; its last line is ``exit code N``."""
     with subprocess.Popen(
-        [sys.executable, "-c", RUNNER], env={**os.environ, "TRITON_INTERPRET": "1"}, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
+        [sys.executable, "-c", RUNNER],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
 
         def run(*words: object) -> str:
             assert process.stdin is not None and process.stdout is not None

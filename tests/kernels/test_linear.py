@@ -13,14 +13,7 @@ from draftsmith.common.files import cache_folder
 from draftsmith.kernels import cpu, few_rows
 from draftsmith.kernels import linear as linears
 from draftsmith.kernels.few_rows import FewRowsForm, candidates, parse_form
-from draftsmith.kernels.linear import (
-    apply_linear,
-    choose,
-    linear,
-    partial_buffer,
-    partial_product,
-    product,
-)
+from draftsmith.kernels.linear import apply_linear, choose, linear, partial_buffer, partial_product, product
 from draftsmith.kernels.measured import machine
 
 
@@ -275,10 +268,19 @@ def test_names_of_forms_are_strict():
     name = "rows 64x128 /2, 4 warps, 3 stages"
     assert parse_form(name) == FewRowsForm("rows", 64, 128, 2, 4, 3)
     for wrong in (
-        "blas", "", name + " ", name.upper(), name.replace("64", "064"), name.replace("64", "65"),
-        name.replace("/2", "/0"), name.replace("4 w", "0 w"), name.replace("3 s", "0 s"), name.replace("rows", "lines"),
-        name.replace("2", "٢"), name + "\n",
-    ):  # fmt: skip
+        "blas",
+        "",
+        name + " ",
+        name.upper(),
+        name.replace("64", "064"),
+        name.replace("64", "65"),
+        name.replace("/2", "/0"),
+        name.replace("4 w", "0 w"),
+        name.replace("3 s", "0 s"),
+        name.replace("rows", "lines"),
+        name.replace("2", "٢"),
+        name + "\n",
+    ):
         assert parse_form(wrong) is None, wrong
         if wrong != "blas":
             with pytest.raises(ValueError, match="a product's form"):

@@ -84,10 +84,11 @@ def case_shortlist() -> Case:
 def case_pair_input() -> Case:
     embedding = normal(50, 16)
     inputs = {
-        "tokens": torch.tensor([[3, 49, 7], [0, 1, -1]], device=DEVICE), "hidden": normal(2, 3, 16),
+        "tokens": torch.tensor([[3, 49, 7], [0, 1, -1]], device=DEVICE),
+        "hidden": normal(2, 3, 16),
         "lengths": torch.tensor([4, 9], device=DEVICE),
         "depth": torch.tensor([[0, 1, 1], [0, 1, 2]], dtype=torch.int32, device=DEVICE),
-    }  # fmt: skip
+    }
     return inputs, lambda i: pair_input(
         i["tokens"], embedding, i["hidden"], None, None, i["lengths"], i["depth"], 1, 60
     )
@@ -96,9 +97,10 @@ def case_pair_input() -> Case:
 def case_rotate_write() -> Case:
     table = normal(20, 16)
     inputs = {
-        "qkv": normal(1, 6, 32), "positions": torch.tensor([[1, 2, 3], [4, 5, 5]], device=DEVICE),
+        "qkv": normal(1, 6, 32),
+        "positions": torch.tensor([[1, 2, 3], [4, 5, 5]], device=DEVICE),
         "slots": torch.tensor([[1, 2, 3], [0, 3, 4]], device=DEVICE),
-    }  # fmt: skip
+    }
 
     def run(i: Inputs) -> object:
         cache, q = torch.zeros(2, 6, 2, 1, 8, device=DEVICE), torch.zeros(2, 3, 2, 8, device=DEVICE)
@@ -112,9 +114,12 @@ def case_tree_attention() -> Case:
     k, v, ancestors = normal(2, 1, 40, 16), normal(2, 1, 40, 16), causal_ancestors(3, DEVICE).repeat(2, 1, 1)
     depth = torch.arange(3, device=DEVICE).repeat(2, 1)
     inputs = {
-        "q": normal(2, 2, 3, 16), "lengths": torch.tensor([30, 7], device=DEVICE), "ancestors": ancestors,
-        "depth": depth, "key_depth": depth.clone(),
-    }  # fmt: skip
+        "q": normal(2, 2, 3, 16),
+        "lengths": torch.tensor([30, 7], device=DEVICE),
+        "ancestors": ancestors,
+        "depth": depth,
+        "key_depth": depth.clone(),
+    }
     return inputs, lambda i: tree_attention_cached(
         i["q"], k, v, i["lengths"], i["ancestors"], 3, 0.25, i["depth"], i["key_depth"], window=8
     )
@@ -123,9 +128,10 @@ def case_tree_attention() -> Case:
 def case_commit() -> Case:
     storage = normal(1, 2, 2, 1, 12, 8)
     inputs = {
-        "lengths": torch.tensor([3, 0], device=DEVICE), "path": torch.tensor([[0, 2, 5], [0, 3, 4]], device=DEVICE),
+        "lengths": torch.tensor([3, 0], device=DEVICE),
+        "path": torch.tensor([[0, 2, 5], [0, 3, 4]], device=DEVICE),
         "length": torch.tensor([2, 1], device=DEVICE),
-    }  # fmt: skip
+    }
 
     def run(i: Inputs) -> object:
         commit(changed := storage.clone(), i["lengths"], i["path"], i["length"])
@@ -136,13 +142,15 @@ def case_commit() -> Case:
 
 def case_accept_greedy() -> Case:
     inputs = {
-        "choice": torch.tensor([[5, 6, 7], [8, 1, 2]], device=DEVICE), "best": normal(2, 3).abs(),
+        "choice": torch.tensor([[5, 6, 7], [8, 1, 2]], device=DEVICE),
+        "best": normal(2, 3).abs(),
         "tokens": torch.tensor([[9, 5, 6], [9, 5, 6]], device=DEVICE),
         "parent": torch.tensor([[-1, 0, 1], [-1, 0, 1]], dtype=torch.int32, device=DEVICE),
         "depth": torch.tensor([[0, 1, 2], [0, 1, 2]], dtype=torch.int32, device=DEVICE),
         "ancestors": causal_ancestors(3, DEVICE).repeat(2, 1, 1),
-        "valid": torch.ones(2, 3, dtype=torch.bool, device=DEVICE), "active": BOTH.to(DEVICE),
-    }  # fmt: skip
+        "valid": torch.ones(2, 3, dtype=torch.bool, device=DEVICE),
+        "active": BOTH.to(DEVICE),
+    }
 
     def run(i: Inputs) -> object:
         committed = torch.zeros(2, 4, dtype=torch.int64, device=DEVICE)
@@ -153,15 +161,25 @@ def case_accept_greedy() -> Case:
 
 def case_advance() -> Case:
     inputs = {
-        "features": normal(2, 3, 8), "node": torch.tensor([2, 0], device=DEVICE),
-        "bonus": torch.tensor([4, 5], device=DEVICE), "length": torch.tensor([2, 0], device=DEVICE),
+        "features": normal(2, 3, 8),
+        "node": torch.tensor([2, 0], device=DEVICE),
+        "bonus": torch.tensor([4, 5], device=DEVICE),
+        "length": torch.tensor([2, 0], device=DEVICE),
         "active": BOTH.to(DEVICE),
-    }  # fmt: skip
+    }
 
     def run(i: Inputs) -> object:
         lengths, root = torch.tensor([[7, 8], [1, 2]], device=DEVICE)
-        advance(lengths, root, feature := torch.zeros(2, 8, device=DEVICE), i["features"], i["node"], i["bonus"],
-                i["length"], i["active"])  # fmt: skip
+        advance(
+            lengths,
+            root,
+            feature := torch.zeros(2, 8, device=DEVICE),
+            i["features"],
+            i["node"],
+            i["bonus"],
+            i["length"],
+            i["active"],
+        )
         return lengths, root, feature
 
     return inputs, run
@@ -170,11 +188,14 @@ def case_advance() -> Case:
 def sampled() -> Inputs:
     """Two children of the root, one-hot draws."""
     return {
-        "logits": normal(2, 3, 20), "temperature": torch.tensor([0.7, 1.0], device=DEVICE),
-        "top_k": torch.tensor([9, 20], device=DEVICE), "top_p": torch.tensor([0.9, 1.0], device=DEVICE),
-        "min_p": torch.zeros(2, device=DEVICE), "tokens": torch.tensor([[1, 4, 5], [2, 6, 7]], device=DEVICE),
+        "logits": normal(2, 3, 20),
+        "temperature": torch.tensor([0.7, 1.0], device=DEVICE),
+        "top_k": torch.tensor([9, 20], device=DEVICE),
+        "top_p": torch.tensor([0.9, 1.0], device=DEVICE),
+        "min_p": torch.zeros(2, device=DEVICE),
+        "tokens": torch.tensor([[1, 4, 5], [2, 6, 7]], device=DEVICE),
         "child": torch.tensor([[[1, 2], [-1, -1], [-1, -1]]] * 2, dtype=torch.int32, device=DEVICE),
-    }  # fmt: skip
+    }
 
 
 def case_distribution_scalars() -> Case:
@@ -186,13 +207,27 @@ def case_distribution_scalars() -> Case:
 def case_verify_logits() -> Case:
     inputs = sampled() | {
         "kind": torch.zeros(2, 3, 2, dtype=torch.int8, device=DEVICE),
-        "q_row": torch.zeros(2, 3, 2, dtype=torch.int32, device=DEVICE), "uniforms": normal(2, 3, 2).sigmoid(),
+        "q_row": torch.zeros(2, 3, 2, dtype=torch.int32, device=DEVICE),
+        "uniforms": normal(2, 3, 2).sigmoid(),
         "bonus_uniform": torch.tensor([0.3, 0.8], device=DEVICE),
-    }  # fmt: skip
+    }
     return inputs, lambda i: verify_logits(
-        i["logits"], i["temperature"], i["top_k"], i["top_p"], i["min_p"], i["tokens"], i["child"], i["kind"],
-        i["q_row"], None, i["uniforms"], i["bonus_uniform"], 1, None, (False, True, False),
-    )  # fmt: skip
+        i["logits"],
+        i["temperature"],
+        i["top_k"],
+        i["top_p"],
+        i["min_p"],
+        i["tokens"],
+        i["child"],
+        i["kind"],
+        i["q_row"],
+        None,
+        i["uniforms"],
+        i["bonus_uniform"],
+        1,
+        None,
+        (False, True, False),
+    )
 
 
 def transposed(tensor: Tensor) -> Tensor:

@@ -44,8 +44,9 @@ def other_strength(folder):
 def test_the_adapter_is_merged(drafter, tiny_lm):
     folder, plain = drafter
     assert not list(folder.rglob("*.tmp")) and {file.name for file in (folder / FOLDER).iterdir()} >= {
-        "adapter_config.json", "adapter_model.safetensors"
-    }  # fmt: skip
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     _, config, _ = read_drafter(str(folder))
     assert config["target"]["adapter"] == FOLDER and config["target"]["fingerprint"] != plain
     merged = target_of(folder, config, load_target(str(tiny_lm)))

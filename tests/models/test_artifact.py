@@ -285,10 +285,7 @@ def edit(folder, change):
         (lambda c: c["target"].update(name_or_path=3), "field 'target.name_or_path' is 3"),
         (lambda c: c["target"].update(fingerprint=7), "field 'target.fingerprint' is 7; it has to be text"),
         (lambda c: c["target"].update(adapter=True), "field 'target.adapter' is True"),
-        (
-            lambda c: c["target"].update(adapter="../other"),
-            "field 'target.adapter' is '../other'; it has ",
-        ),
+        (lambda c: c["target"].update(adapter="../other"), "field 'target.adapter' is '../other'; it has "),
         (lambda c: c.update(drafter_type=None), "field 'drafter_type' is None"),
         (lambda c: c.update(num_draft_heads=10**9), "config.json promises {'weight': (2, 1000000000, 8, 8)"),
         (lambda c: c.update(num_layers=10**9), "config.json promises {'weight': (1000000000, 3, 8, 8)"),

@@ -23,9 +23,21 @@ KINDS = {
 every_kind = pytest.mark.parametrize("kind", KINDS)
 STEPS = 4
 FAMILIES = (
-    "llama", "qwen3", "mistral", "gemma2", "gemma3", "gemma", "qwen2", "phi3", "gpt_neox", "gpt2", "opt", "cohere",
-    "granite", "phi",
-)  # fmt: skip
+    "llama",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gemma",
+    "qwen2",
+    "phi3",
+    "gpt_neox",
+    "gpt2",
+    "opt",
+    "cohere",
+    "granite",
+    "phi",
+)
 
 
 def make_eagle(target, kind="eagle-3", **fields):
@@ -134,10 +146,12 @@ def test_unrolled_steps_are_drafting_token_by_token(make_target, kind, scores, m
     slopes = torch.randn(2, STEPS, 12 - STEPS, eagle.config.hidden_size, dtype=torch.float64)
     steps = list(eagle.unroll(features, Lookup(embed), tokens, STEPS))
     found = torch.stack(steps, 1)[:, :, : 12 - STEPS]
-    wanted = torch.stack([
-        torch.stack([drafted(eagle, features[row], embed, tokens[row], t, STEPS) for t in range(12 - STEPS)], 1)
-        for row in range(2)
-    ])  # fmt: skip
+    wanted = torch.stack(
+        [
+            torch.stack([drafted(eagle, features[row], embed, tokens[row], t, STEPS) for t in range(12 - STEPS)], 1)
+            for row in range(2)
+        ]
+    )
     same(found, wanted)
     trained = [features, *(p for n, p in eagle.named_parameters() if n != "lm_head.weight")]
     of_found, of_wanted = (torch.autograd.grad((out * slopes).sum(), trained) for out in (found, wanted))
@@ -309,8 +323,14 @@ def test_the_config_is_the_targets():
     """Rotary positions, their scaling and their number come from the target."""
     from transformers import AutoConfig
 
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
+    rope = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+    }
     config = AutoConfig.for_model("llama", num_hidden_layers=32, rope_parameters=rope, num_key_value_heads=8)
     found = EagleConfig.for_target(config, 128256, 131072, 3, "own", 32000)
     assert (found.captured_layers, found.max_position_embeddings) == ((2, 16, 29), 131072)

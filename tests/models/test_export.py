@@ -26,9 +26,13 @@ from draftsmith.models.target import load_target
 
 TARGET = "models/tiny-lm"  # 12 layers, so that 2, 6 and 9 are captured
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
-}  # fmt: skip
+}
 FORMS = {  # name: version, projection, draft vocabulary, options of Eagle.for_target, stored dtype
     "own": (3, "own", 512, {}, "float32"),
     "whole vocabulary": (3, "own", None, {"fc_norm": True, "norm_output": True}, "bfloat16"),
@@ -87,10 +91,17 @@ def config_of(folder: Path) -> dict:
 
 
 LAYER = {
-    "input_layernorm.weight", "hidden_norm.weight", "post_attention_layernorm.weight", "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight", "mlp.gate_proj.weight",
-    "mlp.up_proj.weight", "mlp.down_proj.weight",
-}  # fmt: skip
+    "input_layernorm.weight",
+    "hidden_norm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+}
 
 
 def test_the_folder_of_sglang_and_vllm(exported):
@@ -156,9 +167,15 @@ def test_layers_are_counted_as_each_server_does(exported):
 
 @pytest.mark.parametrize(
     "form, to",
-    [("whole vocabulary", "sglang"), ("whole vocabulary", "speculators"), ("norm before fc", "speculators"),
-     ("norm before fc", "vllm"), ("two layers", "vllm"), ("EAGLE-1", "sglang")],
-)  # fmt: skip
+    [
+        ("whole vocabulary", "sglang"),
+        ("whole vocabulary", "speculators"),
+        ("norm before fc", "speculators"),
+        ("norm before fc", "vllm"),
+        ("two layers", "vllm"),
+        ("EAGLE-1", "sglang"),
+    ],
+)
 def test_other_forms(exported, form, to):
     """Contract and logits are checked when they are written. A drafter of all of V has no maps: vLLM, which makes no
     place for them then, would not load it."""
@@ -374,9 +391,13 @@ def test_wrong_heads_are_refused(heads, tmp_path, monkeypatch, to, change, messa
 
 @pytest.mark.parametrize(
     "form, to, message",
-    [("own rows", "vllm", "drafter.projection=shared"), ("own rows", "medusa", "rows of their own"),
-     ("own", "sglang", "sglang runs none"), ("shared", "speculators", "speculators runs none")],
-)  # fmt: skip
+    [
+        ("own rows", "vllm", "drafter.projection=shared"),
+        ("own rows", "medusa", "rows of their own"),
+        ("own", "sglang", "sglang runs none"),
+        ("shared", "speculators", "speculators runs none"),
+    ],
+)
 def test_heads_without_a_place_are_refused(heads, tmp_path, run_main, form, to, message):
     code, _, err = run_main(export.main, heads(form), "--to", to, "--out", tmp_path / "out")
     assert code == 2 and err.count("\n") == 1 and message in err and not (tmp_path / "out").exists()
@@ -407,9 +428,11 @@ def test_the_command(drafter, tmp_path, run_main):
 def test_a_card_names_no_path(drafter, tmp_path, run_main, to, served):
     """A folder on this machine means nothing elsewhere: a placeholder stands for it, with a sentence."""
     folder, out = drafter("own"), tmp_path / "out"
-    (folder / "provenance.json").write_text(json.dumps({
-        "simulated_tau": 2.3456, "dtype": "float32", "autocast": "bfloat16", "device": "A CPU", "licence": "mit",
-    }))  # fmt: skip
+    (folder / "provenance.json").write_text(
+        json.dumps(
+            {"simulated_tau": 2.3456, "dtype": "float32", "autocast": "bfloat16", "device": "A CPU", "licence": "mit"}
+        )
+    )
     calibration = {"expected_mean_accepted_length": 1.8678, "device": "A GPU", "dtype": "bfloat16"}
     (folder / "tree.json").write_text(json.dumps({"paths": [[0], [0, 0]], "calibration": calibration}))
     report = {"mean_accepted_length": 2.5, "speedup": 1.25, "mode": "greedy", "prompts": 7, "device": "C", "dtype": "d"}
@@ -451,8 +474,13 @@ def test_forms_without_a_place_are_refused(drafter, tmp_path, run_main, form, fi
 def test_other_families_are_refused(drafter, tmp_path, run_main):
     """With what can be done instead."""
     folder = tmp_path / "x"
-    described = SimpleNamespace(name=TARGET, fingerprint="", tokenizer=None, adapter=None, describe=lambda: {
-        "name_or_path": TARGET, "fingerprint": ""})  # fmt: skip
+    described = SimpleNamespace(
+        name=TARGET,
+        fingerprint="",
+        tokenizer=None,
+        adapter=None,
+        describe=lambda: {"name_or_path": TARGET, "fingerprint": ""},
+    )
     for kind, instead in (("ssm", "draft model"), ("other", "EAGLE drafters")):
         write_drafter(folder, kind, {}, {"w": torch.zeros(1)}, described, {})
         code, _, err = run_main(export.main, folder, "--to", "vllm", "--out", tmp_path / "out")
@@ -539,10 +567,15 @@ def test_a_measured_run_is_uploaded(drafter, tmp_path_factory, run_main, monkeyp
         assert code == 2 and err.count("\n") == 1 and message in err
     (folder / "tree.json").write_text(json.dumps({"paths": [[0], [0, 0]], "calibration": {"device": "A GPU"}}))
     report = {
-        "mean_accepted_length": 2.5, "speedup": 1.25, "speedup_interval": [1.1, 1.4], "mode": "greedy", "prompts": 7,
+        "mean_accepted_length": 2.5,
+        "speedup": 1.25,
+        "speedup_interval": [1.1, 1.4],
+        "mode": "greedy",
+        "prompts": 7,
         "kinds": {"code": {"mean_accepted_length": 3.0, "mean_accepted_length_interval": [2.5, 3.5], "speedup": 1.5}},
-        "lossless": {"identical": True, "checked": 448, "mismatches": 0}, "acceptance_per_position": [0.6, 0.3],
-    }  # fmt: skip
+        "lossless": {"identical": True, "checked": 448, "mismatches": 0},
+        "acceptance_per_position": [0.6, 0.3],
+    }
     (folder / "report.json").write_text(json.dumps(report))
     with Hub(tmp_path_factory.mktemp("hub")) as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)

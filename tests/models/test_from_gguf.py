@@ -23,10 +23,16 @@ HEADS, KV_HEADS, LAYERS = 4, 2, 2
 # GGUF's name of each Llama tensor.
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LAYER = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +45,17 @@ def model(tokenizer):
     """Widths are multiples of 32, a block's length in the quantised formats."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=256, rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        tie_word_embeddings=False,
+    )
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -209,11 +222,15 @@ def test_errors(file, model, tokenizer, tmp_path, monkeypatch):
     writer.write_kv_data_to_file()
     writer.close()
     said = {
-        "text": "not a GGUF file", "cut": "a damaged GGUF file, or truncated", "none": "there is no such file",
-        "head": "a damaged GGUF file, or truncated", "split": "one part of 3; merge them",
+        "text": "not a GGUF file",
+        "cut": "a damaged GGUF file, or truncated",
+        "none": "there is no such file",
+        "head": "a damaged GGUF file, or truncated",
+        "split": "one part of 3; merge them",
         "mamba": r"transformers \S+ cannot convert this GGUF file of architecture 'plamo2'",
-        "part": r"1 weights are missing \(model.layers.1.mlp.up_proj.weight\)", "bare": "no model's weights",
-    }  # fmt: skip
+        "part": r"1 weights are missing \(model.layers.1.mlp.up_proj.weight\)",
+        "bare": "no model's weights",
+    }
     for name, message in said.items():
         with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
             load_target(str(bad[name]))
@@ -240,8 +257,12 @@ def test_smollm2():
     assert target.vocab_size == 49152 and target.context == 8192 and target.config.tie_word_embeddings
     assert [target.tokenizer.decode([number]) for number in target.stop_ids] == ["<|im_end|>"]
     assert target.tokenizer.convert_ids_to_tokens(target.tokenizer("a\n\n1. B")["input_ids"]) == [
-        "a", "ĊĊ", "1", ".", "ĠB",
-    ]  # fmt: skip
+        "a",
+        "ĊĊ",
+        "1",
+        ".",
+        "ĠB",
+    ]
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     answer = target.model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]

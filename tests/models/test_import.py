@@ -31,25 +31,51 @@ TARGET = "models/tiny-lm"
 V, S, D, INNER, LAYERS, POSITIONS = 61, 20, 32, 48, 8, 256  # of the target of make_target
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 YARN = {
-    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-    "truncate": False, "original_max_position_embeddings": 16,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
 LLAMA = {
-    "model_type": "llama", "hidden_size": D, "intermediate_size": INNER, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": V, "max_position_embeddings": POSITIONS,
-    "rms_norm_eps": 1e-5, "hidden_act": "silu", "initializer_range": 0.02, "torch_dtype": "float16", "use_cache": True,
-    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "transformers_version": "4.53.1",
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": D,
+    "intermediate_size": INNER,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": V,
+    "max_position_embeddings": POSITIONS,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "torch_dtype": "float16",
+    "use_cache": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.53.1",
+}
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 MODELOPT = {
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
-    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
     "eagle_aux_hidden_state_layer_ids": [0, 3, 5],
-}  # fmt: skip
+}
 
 
 def scaling(rope: dict) -> dict:
@@ -117,16 +143,31 @@ def target(make_target):
     return make_target("llama", num_hidden_layers=LAYERS)
 
 
-def tensors_of(target, prefix, version=3, width=D, heads=8, outputs=S, maps=("d2t", "t2d"), fc_bias=False,
-               qkv_bias=False, embed=None):  # fmt: skip
+def tensors_of(
+    target,
+    prefix,
+    version=3,
+    width=D,
+    heads=8,
+    outputs=S,
+    maps=("d2t", "t2d"),
+    fc_bias=False,
+    qkv_bias=False,
+    embed=None,
+):
     """A published drafter's tensors, random. ``heads``: width of a head. ``outputs``: rows of the LM head."""
     torch.manual_seed(7)
     wide = 2 * width if version == 3 else width
     shapes = {
-        "self_attn.q_proj": (4 * heads, wide), "self_attn.k_proj": (2 * heads, wide),
-        "self_attn.v_proj": (2 * heads, wide), "self_attn.o_proj": (width, 4 * heads), "mlp.gate_proj": (INNER, width),
-        "mlp.up_proj": (INNER, width), "mlp.down_proj": (width, INNER), "post_attention_layernorm": (width,),
-    }  # fmt: skip
+        "self_attn.q_proj": (4 * heads, wide),
+        "self_attn.k_proj": (2 * heads, wide),
+        "self_attn.v_proj": (2 * heads, wide),
+        "self_attn.o_proj": (width, 4 * heads),
+        "mlp.gate_proj": (INNER, width),
+        "mlp.up_proj": (INNER, width),
+        "mlp.down_proj": (width, INNER),
+        "post_attention_layernorm": (width,),
+    }
     shapes |= {"input_layernorm": (width,), "hidden_norm": (width,)} if version == 3 else {}
     tensors = {f"{prefix}{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
     if qkv_bias:
@@ -436,11 +477,16 @@ def make_drafter(tiny, folder, version=3, projection="own", size=512, dtype="bfl
 
 @pytest.mark.parametrize(
     "to, options",
-    [("vllm", {}), ("speculators", {"norm_before_residual": True}), ("sglang", {"size": None, "norm_output": True}),
-     ("sglang", {"captured_layers": (1, 4, 7)}), ("vllm", {"norm_before_fc": True}),
-     ("sglang", {"version": 1, "projection": "shared", "size": None}),
-     ("vllm", {"version": 1, "projection": "shared", "size": None, "fc_bias": False})],
-)  # fmt: skip
+    [
+        ("vllm", {}),
+        ("speculators", {"norm_before_residual": True}),
+        ("sglang", {"size": None, "norm_output": True}),
+        ("sglang", {"captured_layers": (1, 4, 7)}),
+        ("vllm", {"norm_before_fc": True}),
+        ("sglang", {"version": 1, "projection": "shared", "size": None}),
+        ("vllm", {"version": 1, "projection": "shared", "size": None, "fc_bias": False}),
+    ],
+)
 def test_export_and_import_are_inverse(tiny, tmp_path, run_main, to, options):
     """Config and weights, bit for bit; what was exported is recognised where a drafter of ours is needed."""
     make_drafter(tiny, tmp_path / "mine", **options)
@@ -487,8 +533,11 @@ def write_published(folder: Path, config, tensors, pickle=None):
 def pickled(tiny, tmp_path):
     """Medusa heads for models/tiny-lm in a pickle, of which head 0 repeats the target's LM head."""
     d = tiny.hidden_size
-    tensors = {f"{h}.0.linear.{kind}": torch.zeros(*size) for h in (0, 1) for kind, size in
-               (("weight", (d, d)), ("bias", (d,)))}  # fmt: skip
+    tensors = {
+        f"{h}.0.linear.{kind}": torch.zeros(*size)
+        for h in (0, 1)
+        for kind, size in (("weight", (d, d)), ("bias", (d,)))
+    }
     tensors |= {f"{h}.1.weight": tiny.lm_head.weight.detach().float().clone() for h in (0, 1)}
     config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": TARGET}
     write_published(tmp_path / "heads", config, tensors, "medusa_lm_head.pt")

@@ -49,7 +49,7 @@ LEAN = {
     "gpt_neox, sequential": ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 0.5}),
     "gpt_neox, whole heads rotated": ("gpt_neox", {"rotary_pct": 1.0, "hidden_act": "gelu_fast"}),
     "gpt_neox, biases in the MLP alone": ("gpt_neox", {"attention_bias": False, "intermediate_size": 35}),
-}  # fmt: skip
+}
 PROMPTS = [[7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12]]
 
 
@@ -89,12 +89,15 @@ def run(target: Target, lean: bool, parents: list[list[int]], path: str) -> torc
         mask = ancestor_mask(ancestors, nodes)
         seen = cache.capacity
         tree, _ = runner.forward(
-            torch.arange(rows * nodes).view(rows, nodes) * 7 % 61, lengths[:, None] + depth,
-            lengths[:, None] + torch.arange(nodes), seen,
+            torch.arange(rows * nodes).view(rows, nodes) * 7 % 61,
+            lengths[:, None] + depth,
+            lengths[:, None] + torch.arange(nodes),
+            seen,
             biases={w: tree_bias(lengths, mask, depth, seen, w, target.dtype) for w in runner.windows}
-            if path == "biases" else None,
+            if path == "biases"
+            else None,
             tree_keys=TreeKeys(lengths, ancestors, depth, depth) if path == "tree_keys" else None,
-        )  # fmt: skip
+        )
     return torch.cat([prompt, tree], 1).double()
 
 
@@ -260,9 +263,13 @@ def other_arguments(target):
         input_ids, position_ids=None, cache=None, past_key_values=None, use_cache=None, biases=None, tree_keys=None
     ):
         return before(
-            input_ids, position_ids=position_ids, use_cache=use_cache, biases=biases, tree_keys=tree_keys,
+            input_ids,
+            position_ids=position_ids,
+            use_cache=use_cache,
+            biases=biases,
+            tree_keys=tree_keys,
             **{name: cache or past_key_values},
-        )  # fmt: skip
+        )
 
     target.decoder.forward = forward
 
@@ -314,9 +321,7 @@ def test_what_is_not_lean_says_why(make_target, change):
         assert [r.tokens for r in results] == [r.tokens for r in truth]
 
 
-OTHERS = {
-    "gpt2": "has no embed_tokens", "opt": "has no rotary_emb", "phi": "has no norm", "cohere": "is no RMSNorm",
-}  # fmt: skip
+OTHERS = {"gpt2": "has no embed_tokens", "opt": "has no rotary_emb", "phi": "has no norm", "cohere": "is no RMSNorm"}
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -327,9 +332,17 @@ def test_other_families_say_why(make_target, family):
 def test_a_layer_without_rotary_embedding_is_found_out():
     """SmolLM3 has none in every fourth layer, which its modules do not tell in a way we read."""
     config = AutoConfig.for_model(
-        "smollm3", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        "smollm3",
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for weight in model.parameters():

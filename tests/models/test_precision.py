@@ -185,9 +185,13 @@ def trained_in(folder):
 def test_a_command_where_bfloat16_is_hidden(recipe, tmp_path):
     """The real command; what it hides from the probe it hides from PyTorch and its libraries."""
     done = subprocess.run(
-        [sys.executable, "train/medusa.py", recipe], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, **HIDING}, check=False,
-    )  # fmt: skip
+        [sys.executable, "train/medusa.py", recipe],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **HIDING},
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(("precision", "warning"))]
     assert line.startswith("precision: float32 weights, no autocast (")

@@ -25,9 +25,22 @@ def hub(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    files = ["config.json", "model.safetensors", "README.md", "tree.json", "recipe.yaml", "metrics.jsonl", "wandb_id",
-             "checkpoints/step-1/model.safetensors", "answers/train-0/model.safetensors", "answers/train-0/lock",
-             "held_out/model.safetensors", "streams/0.json", "wandb/x", ".writable"]  # fmt: skip
+    files = [
+        "config.json",
+        "model.safetensors",
+        "README.md",
+        "tree.json",
+        "recipe.yaml",
+        "metrics.jsonl",
+        "wandb_id",
+        "checkpoints/step-1/model.safetensors",
+        "answers/train-0/model.safetensors",
+        "answers/train-0/lock",
+        "held_out/model.safetensors",
+        "streams/0.json",
+        "wandb/x",
+        ".writable",
+    ]
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"content of {name}")
@@ -39,9 +52,7 @@ def test_the_artifact_and_nothing_else(hub, folder):
     assert hub.created[0]["name"] == "drafter" and hub.created[0]["organization"] == "somebody"
     assert hub.created[0].get("private") is True or hub.created[0].get("visibility") == "private"
     stored = hub.files("models/somebody/drafter")
-    assert set(stored) == {
-        "config.json", "model.safetensors", "README.md", "tree.json", "recipe.yaml", "metrics.jsonl"
-    }  # fmt: skip
+    assert set(stored) == {"config.json", "model.safetensors", "README.md", "tree.json", "recipe.yaml", "metrics.jsonl"}
     assert stored["tree.json"].read_text() == "content of tree.json"
 
 
@@ -62,8 +73,13 @@ def test_parts_are_uploaded(hub, folder, tiny_lm, monkeypatch, tmp_path_factory,
     stored = hub.files("models/somebody/ensemble")
     of_parts = {f"{part}/{file.name}" for part in ("ssm-0", "ssm-1") for file in tiny_lm.iterdir()}
     assert set(stored) == of_parts | {
-        "config.json", "README.md", "tree.json", "recipe.yaml", "metrics.jsonl", "provenance.json"
-    }  # fmt: skip
+        "config.json",
+        "README.md",
+        "tree.json",
+        "recipe.yaml",
+        "metrics.jsonl",
+        "provenance.json",
+    }
     assert stored["ssm-1/model.safetensors"].read_bytes() == (tiny_lm / "model.safetensors").read_bytes()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
     fetched, config, weights = read_drafter("somebody/ensemble")

@@ -25,15 +25,31 @@ SHARDS = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
 # What Vicuna's repository says besides its weights.
 _SPECIAL = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
 VICUNA = {
-    "generation_config.json": {"bos_token_id": 1, "eos_token_id": 2, "max_length": 4096, "pad_token_id": 0,
-                               "temperature": 0.9, "top_p": 0.6},
+    "generation_config.json": {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "max_length": 4096,
+        "pad_token_id": 0,
+        "temperature": 0.9,
+        "top_p": 0.6,
+    },
     "special_tokens_map.json": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>", "unk_token": "<unk>"},
-    "tokenizer_config.json": {"add_bos_token": True, "add_eos_token": False, "legacy": False, "model_max_length": 4096,
-                              "pad_token": None, "padding_side": "right", "sp_model_kwargs": {},
-                              "tokenizer_class": "LlamaTokenizer", "clean_up_tokenization_spaces": False,
-                              **{f"{name}_token": {"__type": "AddedToken", "content": content, **_SPECIAL}
-                                 for name, content in {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}.items()}},
-}  # fmt: skip
+    "tokenizer_config.json": {
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "legacy": False,
+        "model_max_length": 4096,
+        "pad_token": None,
+        "padding_side": "right",
+        "sp_model_kwargs": {},
+        "tokenizer_class": "LlamaTokenizer",
+        "clean_up_tokenization_spaces": False,
+        **{
+            f"{name}_token": {"__type": "AddedToken", "content": content, **_SPECIAL}
+            for name, content in {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}.items()
+        },
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +58,21 @@ def pieces(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sentencepiece")
     text = Path(__file__).parents[2] / "LICENSE"
     sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=PIECES, model_type="bpe", minloglevel=2,
-        byte_fallback=True, split_digits=True, allow_whitespace_only_pieces=True, remove_extra_whitespaces=False,
-        normalization_rule_name="identity", unk_id=0, bos_id=1, eos_id=2, pad_id=-1,
-    )  # fmt: skip
+        input=str(text),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=PIECES,
+        model_type="bpe",
+        minloglevel=2,
+        byte_fallback=True,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+    )
     return folder / "tokenizer.model"
 
 
@@ -55,9 +82,14 @@ def whole(pieces, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "whole"
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=PIECES, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        tie_word_embeddings=False, max_position_embeddings=128,
-    )  # fmt: skip
+        vocab_size=PIECES,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+        max_position_embeddings=128,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     for name, content in VICUNA.items():
         (folder / name).write_text(json.dumps(content))
@@ -143,9 +175,14 @@ def test_a_conversion_is_made_once(folder, capsys):
     assert said.count("\n") == 3 and f"2/2 {SHARDS[1]}" in said
     before = {file.name: file.stat().st_mtime_ns for file in copy.iterdir()}
     assert set(before) == {
-        "config.json", *VICUNA, "tokenizer.model", "converted_from.json", "model.safetensors.index.json",
-        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-    }  # fmt: skip
+        "config.json",
+        *VICUNA,
+        "tokenizer.model",
+        "converted_from.json",
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }
     assert with_safetensors(folder) == copy and capsys.readouterr().err == ""
     assert before == {file.name: file.stat().st_mtime_ns for file in copy.iterdir()}
 
@@ -391,10 +428,14 @@ def test_names_that_are_no_folder(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
     for name, said in {
-        "file": "this is a file", "loop": "a symbolic link that leads to no folder", "": "there is no such folder",
-        "a\0b": "there is no such folder", "x" * 5000: "there is no such folder", "a/b/c": "there is no such folder",
+        "file": "this is a file",
+        "loop": "a symbolic link that leads to no folder",
+        "": "there is no such folder",
+        "a\0b": "there is no such folder",
+        "x" * 5000: "there is no such folder",
+        "a/b/c": "there is no such folder",
         "https://example.org/a": "there is no such folder",
-    }.items():  # fmt: skip
+    }.items():
         with pytest.raises(FileNotFoundError, match=said):
             resolve_folder(name)
 
@@ -455,8 +496,17 @@ def hub(tmp_path, monkeypatch):
         assert server.unknown == []
 
 
-OTHERS = ["flax_model.msgpack", "tf_model.h5", "model.gguf", "onnx/model.onnx", "original/consolidated.00.pth",
-          "original/params.json", "consolidated.safetensors", "training_args.bin", "optimizer.pt"]  # fmt: skip
+OTHERS = [
+    "flax_model.msgpack",
+    "tf_model.h5",
+    "model.gguf",
+    "onnx/model.onnx",
+    "original/consolidated.00.pth",
+    "original/params.json",
+    "consolidated.safetensors",
+    "training_args.bin",
+    "optimizer.pt",
+]
 
 
 def publish(hub, whole, name, change=lambda folder: None):

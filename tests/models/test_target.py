@@ -349,10 +349,19 @@ def test_folder_without_a_config(folder):
         ({"rope_type": "default", "rope_theta": 1e4}, 256),
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, 256),
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 256),
-        ({"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
-          "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 64),
+        (
+            {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+            },
+            64,
+        ),
     ],
-)  # fmt: skip
+)
 def test_context_of_rotary_frequencies_that_change(make_target, rope, context):
     """As far as they stay the same whatever else is in the batch."""
     assert make_target("llama", rope_parameters=rope).context == context

@@ -69,10 +69,12 @@ def attention_bound(
         scores, error = softcap * torch.tanh(scores / softcap), error + gamma(16) * softcap
     weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).nan_to_num(0.0)  # [Hq, Q, S]
     exact = weights @ v
-    moved = torch.stack([
-        torch.einsum("qs,sqd->qd", moving, (values[:, None] - out).abs())
-        for moving, values, out in zip(weights * error, v, exact, strict=True)
-    ])  # fmt: skip
+    moved = torch.stack(
+        [
+            torch.einsum("qs,sqd->qd", moving, (values[:, None] - out).abs())
+            for moving, values, out in zip(weights * error, v, exact, strict=True)
+        ]
+    )
     of_weights = 2 * gamma(k.shape[1] + 16) + (torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0)
     bound = 1.01 * moved + of_weights * (weights @ v.abs())
     return exact, bound + rounded(exact.abs() + bound, dtype)

@@ -21,9 +21,13 @@ KINDS = {
     "shared": {"version": 3, "projection": "shared", "norm_before_fc": True},
     "normed": {"version": 3, "projection": "own", "norm_output": True, "fc_norm": True},
     "imported": {
-        "version": 3, "projection": "own", "norm_before_residual": True, "attention_bias": True, "own_embeddings": True,
+        "version": 3,
+        "projection": "own",
+        "norm_before_residual": True,
+        "attention_bias": True,
+        "own_embeddings": True,
     },
-}  # fmt: skip
+}
 
 
 def untrained(target: Target, kind: str = "eagle3", draft_vocab: bool = False, spread: float = 0.2) -> Eagle:

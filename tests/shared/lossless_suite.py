@@ -56,9 +56,13 @@ LIMITS = [24, 3, 0, 32, 1, 26, 15]
 SMALL, SMALL_PROMPT, NEW = 5, [3, 1, 4, 1, 3, 1, 0, 4, 1], 4
 SAMPLINGS = {"plain": Sampling(), "cut": Sampling(temperature=0.8, top_k=4, repetition_penalty=1.3)}
 FILTERS: list[dict[str, float]] = [
-    {}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.05}, {"repetition_penalty": 0.6},
+    {},
+    {"top_k": 7},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+    {"repetition_penalty": 0.6},
     {"top_k": 30, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
-]  # fmt: skip
+]
 
 
 def phrases(make_target: Callable[..., Target]) -> Target:
@@ -259,9 +263,15 @@ def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:
     batches of 1 and 3 rows that are refilled, eager and static."""
     target = soft(make_target)
     each = [
-        Sampling(seed=9, temperature=0.8), Sampling(seed=4, top_k=3), Sampling(seed=9), Sampling(temperature=0),
-        Sampling(seed=3, top_p=0.8), Sampling(seed=7, temperature=1.3), Sampling(seed=1 << 40), Sampling(seed=2),
-    ]  # fmt: skip
+        Sampling(seed=9, temperature=0.8),
+        Sampling(seed=4, top_k=3),
+        Sampling(seed=9),
+        Sampling(temperature=0),
+        Sampling(seed=3, top_p=0.8),
+        Sampling(seed=7, temperature=1.3),
+        Sampling(seed=1 << 40),
+        Sampling(seed=2),
+    ]
     requests = [
         Request((SMALL_PROMPT * 3)[number : 2 * number + 2], 5 + 5 * number % 17, sampling, NONE)
         for number, sampling in enumerate(each)
@@ -278,9 +288,14 @@ def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:
 
 @torch.no_grad()
 def check_sampling(
-    make_target: Callable[..., Target], make: MakeDrafter, name: str = "plain", *, static: bool = False,
-    count: int = 12_000, rows: int = 2000,
-) -> Counter[int]:  # fmt: skip
+    make_target: Callable[..., Target],
+    make: MakeDrafter,
+    name: str = "plain",
+    *,
+    static: bool = False,
+    count: int = 12_000,
+    rows: int = 2000,
+) -> Counter[int]:
     """4 new tokens of multi-step sampling, the last 3 of them from steps, have the target's own distribution: jointly,
     and each adjacent pair.
 

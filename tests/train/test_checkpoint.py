@@ -72,10 +72,14 @@ def test_a_damaged_checkpoint_is_one_clear_line(trained, tmp_path, file, damage)
 @pytest.mark.parametrize(
     "state, field",
     [
-        ({"step": 8}, "step"), ({"step": -7}, "step"), ({"step": "7"}, "step"), ({"stage": None}, "stage"),
-        ({"best": "high"}, "best"), ({"stage_step": [1]}, "stage_step"),
+        ({"step": 8}, "step"),
+        ({"step": -7}, "step"),
+        ({"step": "7"}, "step"),
+        ({"stage": None}, "stage"),
+        ({"best": "high"}, "best"),
+        ({"stage_step": [1]}, "stage_step"),
     ],
-)  # fmt: skip
+)
 def test_an_odd_state_is_one_clear_line(trained, tmp_path, state, field):
     path = checkpoint.save(tmp_path, 7, *trained, STATE, keep=2)
     (path / "state.json").write_text(json.dumps({"step": 7, **STATE, **state}))

@@ -67,10 +67,17 @@ def objective_of(rows, assignment, centroids):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("seed, num_clusters, equal, empty", [  # at first, and later
-    (0, 6, 0, [0, 0]), (1, 1, 0, [0, 0]), (2, 25, 0, [0, 0]), (3, 12, 5, [5, 0]), (4, 60, 20, [20, 3]),
-    (20, 40, None, [2, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "seed, num_clusters, equal, empty",
+    [  # at first, and later
+        (0, 6, 0, [0, 0]),
+        (1, 1, 0, [0, 0]),
+        (2, 25, 0, [0, 0]),
+        (3, 12, 5, [5, 0]),
+        (4, 60, 20, [20, 3]),
+        (20, 40, None, [2, 1]),
+    ],
+)
 def test_equals_float64_reference(device, seed, num_clusters, equal, empty, dtype):
     weight = make_weight(seed).to(dtype)
     if equal is None:
@@ -217,9 +224,10 @@ def test_autocast_changes_nothing():
     assert inside.objective == outside.objective and inside.assignment.equal(outside.assignment)
 
 
-@pytest.mark.parametrize("rows, num_clusters, balanced, most", [
-    (90, 6, 1.0, 15), (90, 7, 1.0, 13), (90, 7, 1.5, 19), (90, 90 - 2, 1.0, 2), (90, 4, 3.9, 87)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, num_clusters, balanced, most",
+    [(90, 6, 1.0, 15), (90, 7, 1.0, 13), (90, 7, 1.5, 19), (90, 90 - 2, 1.0, 2), (90, 4, 3.9, 87)],
+)
 def test_limit_on_sizes(device, rows, num_clusters, balanced, most):
     weight = make_weight(8, rows).to(device)
     weight[:, 0] += 10 * weight.norm(dim=1)  # one direction in common: without a limit, sizes differ much
@@ -240,16 +248,19 @@ def test_ends_before_an_iteration_that_lowers_the_objective(device, seed, kept):
     assert found is states[-1]
 
 
-@pytest.mark.parametrize("centroids, rows, expected", [
-    # the two farthest of four leave; the nearest other cluster is full
-    ((0, 60, 90), (5, 10, 15, 20, 55, 65), [0, 0, 2, 2, 1, 1]),
-    # both go where one has room: the nearer one stays
-    ((0, 60, 180), (5, 10, 15, 20, 58, 190), [0, 0, 2, 1, 1, 2]),
-    # the second cluster is empty: the row at -80 becomes its centroid, too far for the one at 6, …
-    ((0, 0, 70), (2, 4, 6, -80, 70), [0, 0, 2, 1, 2]),
-    # … and stays there when two rows come
-    ((0, 0, 180), (2, 4, -6, -8, -80, 180), [0, 0, 2, 1, 1, 2]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "centroids, rows, expected",
+    [
+        # the two farthest of four leave; the nearest other cluster is full
+        ((0, 60, 90), (5, 10, 15, 20, 55, 65), [0, 0, 2, 2, 1, 1]),
+        # both go where one has room: the nearer one stays
+        ((0, 60, 180), (5, 10, 15, 20, 58, 190), [0, 0, 2, 1, 1, 2]),
+        # the second cluster is empty: the row at -80 becomes its centroid, too far for the one at 6, …
+        ((0, 0, 70), (2, 4, 6, -80, 70), [0, 0, 2, 1, 2]),
+        # … and stays there when two rows come
+        ((0, 0, 180), (2, 4, -6, -8, -80, 180), [0, 0, 2, 1, 1, 2]),
+    ],
+)
 def test_rows_leave_for_the_nearest_cluster_with_room(device, centroids, rows, expected):
     def at(degrees):
         angles = torch.tensor(degrees, dtype=torch.float64).deg2rad()
@@ -319,19 +330,26 @@ def test_iterations_and_tolerance():
     assert spherical_kmeans(weight, 15, tolerance=2e-3).objective == objective[:last] != objective
 
 
-@pytest.mark.parametrize("weight, arguments, message", [
-    (torch.ones(3), {}, r"the LM head is \[3\] of torch.float32; a matrix of floats is needed"),
-    (torch.ones(3, 2, dtype=torch.int8), {}, r"\[3, 2\] of torch.int8"),
-    (torch.tensor([[1.0], [math.inf]]), {}, r"row 1 of the LM head holds inf or NaN"),
-    (torch.tensor([[1.0], [math.nan]]), {}, r"row 1 of the LM head holds inf or NaN"),
-    (torch.eye(3)[:, :2], {"num_clusters": 3}, r"3 clusters of 2 rows that are not zeros; choose 1 to 2"),
-    (torch.eye(3), {"num_clusters": 0}, r"0 clusters of 3 rows"),
-    (torch.eye(3), {"balanced": 0.9}, r"balanced is 0.9: .* choose 1 or more"),
-    (torch.eye(3), {"balanced": math.nan}, r"balanced is nan"),
-    (torch.eye(3), {"start": torch.eye(3)}, r"start is of another LM head or number of clusters"),
-    (torch.eye(3), {"start": torch.ones(2, 4)}, r"start is of another LM head"),
-    (torch.eye(3), {"start": Clusters(torch.zeros(4, dtype=torch.int64), torch.eye(3)[:2], [0.1])}, r"another LM head"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "weight, arguments, message",
+    [
+        (torch.ones(3), {}, r"the LM head is \[3\] of torch.float32; a matrix of floats is needed"),
+        (torch.ones(3, 2, dtype=torch.int8), {}, r"\[3, 2\] of torch.int8"),
+        (torch.tensor([[1.0], [math.inf]]), {}, r"row 1 of the LM head holds inf or NaN"),
+        (torch.tensor([[1.0], [math.nan]]), {}, r"row 1 of the LM head holds inf or NaN"),
+        (torch.eye(3)[:, :2], {"num_clusters": 3}, r"3 clusters of 2 rows that are not zeros; choose 1 to 2"),
+        (torch.eye(3), {"num_clusters": 0}, r"0 clusters of 3 rows"),
+        (torch.eye(3), {"balanced": 0.9}, r"balanced is 0.9: .* choose 1 or more"),
+        (torch.eye(3), {"balanced": math.nan}, r"balanced is nan"),
+        (torch.eye(3), {"start": torch.eye(3)}, r"start is of another LM head or number of clusters"),
+        (torch.eye(3), {"start": torch.ones(2, 4)}, r"start is of another LM head"),
+        (
+            torch.eye(3),
+            {"start": Clusters(torch.zeros(4, dtype=torch.int64), torch.eye(3)[:2], [0.1])},
+            r"another LM head",
+        ),
+    ],
+)
 def test_errors(weight, arguments, message):
     with pytest.raises(ValueError, match=message):
         spherical_kmeans(weight, **{"num_clusters": 2, **arguments})

@@ -163,11 +163,7 @@ def test_unusable_rows_of_several_sources(tmp_path):
     assert skipped.table() == [
         (1, "not valid JSON", f"line 2 of {tmp_path}/a.jsonl"),
         (1, "JSON nested too deeply", f"line 1 of {tmp_path}/b.jsonl"),
-        (
-            1,
-            "it has text; needed is one of messages, conversations, turns or prompt",
-            f"line 3 of {tmp_path}/b.jsonl",
-        ),
+        (1, "it has text; needed is one of messages, conversations, turns or prompt", f"line 3 of {tmp_path}/b.jsonl"),
     ]
     with pytest.raises(ValueError, match=r"b\.jsonl': 2 of 3 rows skipped"):
         read_seeds(sources)
@@ -549,11 +545,13 @@ def test_shards_are_training_data(recipe, run_main, tiny_lm, tmp_path):
             answers += answer + ("" if reason == "length" else "<|end|>")  # what was cut did not end
     assert tokenizer.decode(samples.tokens[samples.supervised].tolist()) == answers
     content = {
-        "run": {"name": "drafter", "output_dir": str(tmp_path)}, "target": {"name": str(tiny_lm)},
-        "drafter": {"num_draft_heads": 2}, "data": data.model_dump(mode="json"),
+        "run": {"name": "drafter", "output_dir": str(tmp_path)},
+        "target": {"name": str(tiny_lm)},
+        "drafter": {"num_draft_heads": 2},
+        "data": data.model_dump(mode="json"),
         "stages": [{"name": "medusa-1", "steps": 1, "batch": {"sequences": 2}, "optim": {"lr": 1e-3}}],
         "precision": {"autocast": "none", "threads": 1},
-    }  # fmt: skip
+    }
     (tmp_path / "medusa.yaml").write_text(yaml.safe_dump(content))
     code, _, err = run_main(medusa.main, tmp_path / "medusa.yaml")
     assert code == 0, err
@@ -758,12 +756,16 @@ def test_sampled_requests_carry_their_own_seeds(ask, server):
 @pytest.mark.parametrize(
     "what, requests, reason",
     [
-        ((404, b"no model m"), 1, "http 404"), ((401, b"bad key"), 1, "http 401"), ((408, b""), 3, "http 408"),
-        ((503, b""), 3, "http 503"), ((307, b"", (("Location", "/else"),)), 1, "http 307"),
+        ((404, b"no model m"), 1, "http 404"),
+        ((401, b"bad key"), 1, "http 401"),
+        ((408, b""), 3, "http 408"),
+        ((503, b""), 3, "http 503"),
+        ((307, b"", (("Location", "/else"),)), 1, "http 307"),
         ((302, b"", (("Location", "/else"),)), 1, "http 302"),
-        ((400, b"the maximum context length is 9"), 1, "too long"), ((400, b"bad temperature"), 1, "http 400"),
+        ((400, b"the maximum context length is 9"), 1, "too long"),
+        ((400, b"bad temperature"), 1, "http 400"),
     ],
-)  # fmt: skip
+)
 def test_which_failures_are_retried(ask, server, tmp_path, what, requests, reason):
     server.plan = lambda asked: what
     code, _, err = ask("data.seeds.0.limit=1")

@@ -24,9 +24,14 @@ ROOT = Path(__file__).parents[2]
 
 def test_medusa(run_main, tmp_path):
     code, out, err = run_main(
-        medusa.main, ROOT / "recipes/tiny-medusa.yaml", "--dry-run", "--verbose", f"run.output_dir={tmp_path}/new/runs",
-        "drafter.projection=own", "stages.0.optim.lr=0.004",
-    )  # fmt: skip
+        medusa.main,
+        ROOT / "recipes/tiny-medusa.yaml",
+        "--dry-run",
+        "--verbose",
+        f"run.output_dir={tmp_path}/new/runs",
+        "drafter.projection=own",
+        "stages.0.optim.lr=0.004",
+    )
     assert code == 0, err
     assert "lr: 0.004" in out, "the resolved recipe"
     target = json.loads((ROOT / "models/tiny-lm/config.json").read_text())
@@ -46,9 +51,10 @@ def test_what_is_not_its_own_is_left_alone(run_main, tmp_path):
     assert "gradient_checkpointing" not in out, "the whole recipe only with --verbose"
 
 
-@pytest.mark.parametrize("main, name, target", [
-    (medusa.main, "vicuna7b", "lmsys/vicuna-7b-v1.5"), (ssm.main, "llama7b-68m-ssm", "huggyllama/llama-7b"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "main, name, target",
+    [(medusa.main, "vicuna7b", "lmsys/vicuna-7b-v1.5"), (ssm.main, "llama7b-68m-ssm", "huggyllama/llama-7b")],
+)
 def test_a_target_that_is_not_here(run_main, tmp_path, main, name, target):
     """Offline and never downloaded: the sizes of its family's default, which both of these have; the tiny form runs."""
     code, out, err = run_main(main, ROOT / f"recipes/{name}.yaml", "--dry-run", f"run.output_dir={tmp_path}")

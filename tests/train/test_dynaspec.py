@@ -275,10 +275,15 @@ def test_what_lists_keep(texts, kind, best):
     assert {-1, MAX_RANK} < set(ranks.flatten().tolist()) and not torch.equal(ranks, whole_ranks)
     count, first, ten, size, dropped = sums.T
     for values, expected in (
-        (found.top1, first / count), (found.top10, ten / count), (found.tokens, size / count),
-        (found.dropped, dropped / (size + dropped)), (whole.tokens, torch.full((DEPTHS,), len(ids))),
-        (whole.top1, torch.ones(DEPTHS)), (whole.top10, torch.ones(DEPTHS)), (whole.dropped, torch.zeros(DEPTHS)),
-    ):  # fmt: skip
+        (found.top1, first / count),
+        (found.top10, ten / count),
+        (found.tokens, size / count),
+        (found.dropped, dropped / (size + dropped)),
+        (whole.tokens, torch.full((DEPTHS,), len(ids))),
+        (whole.top1, torch.ones(DEPTHS)),
+        (whole.top10, torch.ones(DEPTHS)),
+        (whole.dropped, torch.zeros(DEPTHS)),
+    ):
         assert values == pytest.approx(expected.tolist(), abs=1e-4)
     assert min(found.top10) > 0 and max(found.top10) < 1 and (max(found.dropped) > 0) == (kind == "dynaspec")
 
@@ -320,9 +325,7 @@ def measured(monkeypatch, capsys):
         monkeypatch.setattr(dynaspec, "head_seconds", lambda head, *_: [seconds(head.config)] * DEPTHS)
         tree = best_tree(kept(recorded, embed, None).ranks, 8)
         lines = dynaspec.select(selecting(**drafter), head, SimpleNamespace(embed=embed), None, recorded, tree)
-        (chosen,) = [
-            line for line in lines if head.config == head.config.with_budget(line["k_max"], line["schedule"])
-        ]  # fmt: skip
+        (chosen,) = [line for line in lines if head.config == head.config.with_budget(line["k_max"], line["schedule"])]
         assert chosen["simulated_tau"] == simulate(tree, kept(recorded, embed, head).ranks)
         assert chosen["seconds"] == pytest.approx(DEPTHS * seconds(head.config))
         return chosen, lines, capsys.readouterr().out
@@ -346,9 +349,8 @@ def test_the_fastest_that_keeps_enough(measured):
     def seconds(config):
         """The one that keeps the least is the fastest, then one in the middle, then the others, the best one last."""
         place = next(
-            place for place, line in enumerate(by_tau)
-            if config == config.with_budget(line["k_max"], line["schedule"])
-        )  # fmt: skip
+            place for place, line in enumerate(by_tau) if config == config.with_budget(line["k_max"], line["schedule"])
+        )
         return {0: 1e-3, 6: 2e-3}.get(place, 3e-3 + place * 1e-4)
 
     for keep, place in ((0.0, 0), (taus[4] / whole - 1e-9, 6), (1.0, 11)):
@@ -417,9 +419,13 @@ def recipe(tiny_lm, tmp_path_factory, run_main):
     code, _, err = run_main(eagle.main, folder / "eagle.yaml", "run.name=base")
     assert code == 0, err
     content["drafter"] = {
-        "base": str(folder / "base"), "num_clusters": 20, "router_width": 32, "positions": 10_000, "size": 60,
+        "base": str(folder / "base"),
+        "num_clusters": 20,
+        "router_width": 32,
+        "positions": 10_000,
+        "size": 60,
         "static": 20,
-    }  # fmt: skip
+    }
     content["stages"] = [{"name": "router", **stage}]
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -460,10 +466,7 @@ def test_the_run_folder(whole, target, kind):
         assert (config["embedding_size"], config["feature_size"]) == (32, 32)
         mean, wanted = 300 / 20, config["clusters"]
         assert config["capacity"] == [round(count * mean) for count in wanted] and max(wanted) <= 10
-        (chosen,) = [
-            line for line in facts["selection"]
-            if list(budget(line["k_max"], line["schedule"])) == wanted
-        ]  # fmt: skip
+        (chosen,) = [line for line in facts["selection"] if list(budget(line["k_max"], line["schedule"])) == wanted]
         assert chosen["simulated_tau"] == pytest.approx(facts["simulated_tau"])
         assert json.loads((folder / "clusters.json").read_text())["num_clusters"] == 20
         assert (folder / "clusters.png").stat().st_size > 1000
@@ -488,9 +491,14 @@ def test_training_raises_recall(recipe, run_main, whole):
     """Of the same lists before and after; the loss falls, too."""
     fixed = ["drafter.k_max=5", "drafter.schedule=fixed"]
     code, _, err = run_main(
-        dynaspec.main, recipe, "run.name=untrained", *fixed, "stages.0.optim.lr=1e-12", "stages.0.steps=1",
+        dynaspec.main,
+        recipe,
+        "run.name=untrained",
+        *fixed,
+        "stages.0.optim.lr=1e-12",
+        "stages.0.steps=1",
         "evaluate={every: 1}",
-    )  # fmt: skip
+    )
     assert code == 0, err
     for labels in ("mass", "top10"):
         code, _, err = run_main(dynaspec.main, recipe, f"run.name={labels}", *fixed, f"drafter.labels={labels}")
@@ -562,8 +570,14 @@ def work(monkeypatch):
     return SimpleNamespace(done=done, kill=kill)
 
 
-SAME = ("model.safetensors", "drafter/model.safetensors", "clusters/model.safetensors", "rollouts/model.safetensors",
-        "checkpoints/step-20/model.safetensors", "checkpoints/step-20/optimizer.safetensors")  # fmt: skip
+SAME = (
+    "model.safetensors",
+    "drafter/model.safetensors",
+    "clusters/model.safetensors",
+    "rollouts/model.safetensors",
+    "checkpoints/step-20/model.safetensors",
+    "checkpoints/step-20/optimizer.safetensors",
+)
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,12 @@ STEPS = 3
 
 def make_recipe(**drafter):
     content = {
-        "run": {"name": "x"}, "target": {"name": "t"}, "drafter": {"version": 3, "unroll": STEPS, **drafter},
+        "run": {"name": "x"},
+        "target": {"name": "t"},
+        "drafter": {"version": 3, "unroll": STEPS, **drafter},
         "data": {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib"}]},
         "stages": [{"optim": {"lr": 1e-3}, "batch": {"sequences": 4}, "steps": 5}],
-    }  # fmt: skip
+    }
     if drafter.get("version") == 1:
         del content["drafter"]["unroll"]
     return eagle.EagleRecipe.model_validate(content)
@@ -54,8 +56,10 @@ def make_rows(vocab_size, share=True):
     return Rows(
         Tokenized.of(
             Sample(torch.randint(1, vocab_size, (n,)).tolist(), [False] * p + [True] * (n - p)) for n, p in sizes
-        ), 16, share=share,
-    )  # fmt: skip
+        ),
+        16,
+        share=share,
+    )
 
 
 @torch.no_grad()
@@ -329,10 +333,19 @@ def test_begin_with_an_imported_drafter(recipe, tiny_lm, run_main):
     torch.manual_seed(0)
     made = Eagle.for_target(target, 3, "own", captured_layers=(0, 1))
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
-    made = Eagle(replace(
-        made.config, hidden_size=24, target_hidden_size=32, own_embeddings=True, norm_before_residual=True,
-        attention_bias=True, intermediate_size=40, head_dim=6, rope_parameters=rope,
-    ))  # fmt: skip
+    made = Eagle(
+        replace(
+            made.config,
+            hidden_size=24,
+            target_hidden_size=32,
+            own_embeddings=True,
+            norm_before_residual=True,
+            attention_bias=True,
+            intermediate_size=40,
+            head_dim=6,
+            rope_parameters=rope,
+        )
+    )
     write_drafter(folder, "eagle", made.config.to_dict(), made.state_dict(), target, {})
     options = [recipe, "run.name=further", f"init_from={folder}", "stages.0.steps=2", "evaluate={every: 2}"]
     code, _, err = run_main(eagle.main, *options, "stages.0.optim.lr=1e-9")

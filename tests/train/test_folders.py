@@ -160,10 +160,7 @@ def test_one_at_a_time(tmp_path):
     other.start()
     assert entered.wait(300)
     try:
-        with (
-            pytest.raises(ValueError, match="another command is working in this run; wait"),
-            held(folder, "lm"),
-        ):
+        with pytest.raises(ValueError, match="another command is working in this run; wait"), held(folder, "lm"):
             pass
         with held(folder, "lm", main=False):  # a further process of the same command
             pass
@@ -214,8 +211,9 @@ def test_commands_leave_other_folders_alone(tmp_path, run_main, script, restart)
         "only into an empty folder or a run of its own: set run.name\n",
     )
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
-        "model.safetensors": "weights", "recipe.yaml": "# accelerate launch train/lm.py recipes/tiny-lm.yaml\n"
-    }  # fmt: skip
+        "model.safetensors": "weights",
+        "recipe.yaml": "# accelerate launch train/lm.py recipes/tiny-lm.yaml\n",
+    }
 
 
 def test_two_commands_on_one_run(tmp_path, run_main, tiny_lm):
@@ -284,9 +282,12 @@ STAGE = {"optim": {"lr": 1e-3}, "batch": {"sequences": 1}, "steps": 3}
 def recipe_of(**sections):
     text = {"source": "stdlib"}
     content = {
-        "run": {"name": "x"}, "target": {"name": "t"}, "data": {"train": [text], "validation": [text]}, "drafter": {},
+        "run": {"name": "x"},
+        "target": {"name": "t"},
+        "data": {"train": [text], "validation": [text]},
+        "drafter": {},
         "stages": [STAGE],
-    }  # fmt: skip
+    }
     from draftsmith.train.medusa import MedusaRecipe
 
     return MedusaRecipe.model_validate({**content, **sections})
@@ -297,16 +298,22 @@ def recipe_of(**sections):
     [
         ({"data": {"train": [{"source": "no/*.jsonl"}], "validation": [{"source": "stdlib"}]}}, "no such file"),
         ({"data": {"train": [{"source": "stdlib"}], "validation": [{"source": "no.txt"}]}}, "'no.txt': there is no"),
-        ({"data": {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib"}], "template": "{% if %}"}},
-         "no Jinja template"),
+        (
+            {"data": {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib"}], "template": "{% if %}"}},
+            "no Jinja template",
+        ),
         ({"track": {"wandb": True}}, "track.wandb needs another package: pip install wandb"),
         ({"track": {"tensorboard": True}}, "track.tensorboard needs another package: pip install tensorboard"),
-        ({"stages": [{**STAGE, "optim": {"lr": 1e-3, "eight_bit": True}}]},
-         "optim.eight_bit needs another package: pip install bitsandbytes"),
-        ({"target": {"name": "t", "quantize": "8bit"}},
-         "target.quantize needs another package: pip install bitsandbytes"),
+        (
+            {"stages": [{**STAGE, "optim": {"lr": 1e-3, "eight_bit": True}}]},
+            "optim.eight_bit needs another package: pip install bitsandbytes",
+        ),
+        (
+            {"target": {"name": "t", "quantize": "8bit"}},
+            "target.quantize needs another package: pip install bitsandbytes",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_missing(sections, message, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     recipe = recipe_of(**sections)

@@ -17,21 +17,32 @@ from draftsmith.train import lm, unlikelihood
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
-    "model.vocab_size=420", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2",
-    "model.head_dim=8", "model.intermediate_size=48", "model.max_position_embeddings=128",
+    "model.vocab_size=420",
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=8",
+    "model.intermediate_size=48",
+    "model.max_position_embeddings=128",
     "data.train=[{source: stdlib, split: test}, {source: stdlib, split: test, form: chat, weight: 0.2}]",
     "lookahead={num_heads: 2, share: 0.25}",
-    "data.max_length=64", "stages=[" + ", ".join(
+    "data.max_length=64",
+    "stages=["
+    + ", ".join(
         f"{{name: {name}, max_length: {length}, steps: {steps}, batch: {{sequences: {sequences}}}, "
         f"optim: {{name: muon, lr: {lr}, weight_decay: 0.1, schedule: {schedule}, warmup_steps: 2}}}}"
         for name, length, steps, sequences, lr, schedule in [
-            ("stable", 32, 12, 16, 3e-3, "constant"), ("decay", 32, 5, 16, 3e-3, "linear"),
+            ("stable", 32, 12, 16, 3e-3, "constant"),
+            ("decay", 32, 5, 16, 3e-3, "linear"),
             ("long", 96, 3, 4, 3e-4, "constant"),
         ]
-    ) + "]",
-    "precision={autocast: none, compile: false, threads: 1}", "evaluate={every: 10, sequences: 4}",
+    )
+    + "]",
+    "precision={autocast: none, compile: false, threads: 1}",
+    "evaluate={every: 10, sequences: 4}",
     "checkpoint={every: 10, keep: 1}",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +112,15 @@ def test_special_tokens_are_one_token_each(tokenizer):
 def small_model():
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        intermediate_size=16, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        tie_word_embeddings=True,
+    )
     return LlamaForCausalLM(config)
 
 

@@ -29,7 +29,7 @@ from draftsmith.common.sections import (
     Source,
     Stage,
     TrainingRecipe,
-)  # fmt: skip
+)
 from draftsmith.train import checkpoint, loop
 from draftsmith.train.folders import begin
 
@@ -100,10 +100,13 @@ def fit(run, module, stage, make=samples, evaluate=evaluate) -> None:
 def job(folder: Path, resume=False, every=4, keep=2, evaluate_every=3, stages=("toy",)) -> loop.RunState:
     data = Data(train=[Source(source="stdlib")], validation=[Source(source="stdlib", split="validation")])
     recipe = TrainingRecipe(
-        run=RunSection(name=folder.name, output_dir=str(folder.parent)), data=data,
-        precision=Precision(autocast="none"), checkpoint=Checkpoint(every=every, keep=keep),
-        evaluate=Evaluate(every=evaluate_every), stages=[stage(name=name) for name in stages],
-    )  # fmt: skip
+        run=RunSection(name=folder.name, output_dir=str(folder.parent)),
+        data=data,
+        precision=Precision(autocast="none"),
+        checkpoint=Checkpoint(every=every, keep=keep),
+        evaluate=Evaluate(every=evaluate_every),
+        stages=[stage(name=name) for name in stages],
+    )
     return loop.RunState(recipe, "toy", loop.make_accelerator(Precision(threads=1)), resume, "")
 
 

@@ -674,8 +674,25 @@ def report(whole, run_main):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "SIZES", (2, 6, 12))
         assert run_main(calibrate.main, whole, "--nodes", "12")[0] == 0
-    command = [whole, "--prompts", prompts, "--max-new-tokens", "24", "--baseline", "all", "--check-lossless",
-               "--repeat", "2", "--show", "1", "--threads", "1", "--all-nodes", "--report", whole]  # fmt: skip
+    command = [
+        whole,
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        "24",
+        "--baseline",
+        "all",
+        "--check-lossless",
+        "--repeat",
+        "2",
+        "--show",
+        "1",
+        "--threads",
+        "1",
+        "--all-nodes",
+        "--report",
+        whole,
+    ]
     code, _, err = run_main(decode.main, *command, script="inference/decode.py")
     assert code == 0 and "identical" in err, err
     return json.loads((whole / "report.json").read_text())

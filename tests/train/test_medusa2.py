@@ -280,7 +280,7 @@ def recipe(tiny_lm, tmp_path_factory):
         "checkpoint": {"every": 5, "keep": 1},
         "evaluate": {"every": 5},
         "export": {"merged": True},
-    }  # fmt: skip
+    }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
@@ -408,9 +408,19 @@ def test_the_engine_loads_either_form(whole, run_main, tmp_path, tiny_lm):
     outputs = []
     for name, target in (("adapter", []), ("merged", ["--target", whole / "target"]), ("base", ["--target", tiny_lm])):
         code, _, err = run_main(
-            decode.main, whole, "--prompts", prompts, "--max-new-tokens", 20, "--threads", 1, "--check-lossless",
-            "--report", tmp_path / name, *target,
-        )  # fmt: skip
+            decode.main,
+            whole,
+            "--prompts",
+            prompts,
+            "--max-new-tokens",
+            20,
+            "--threads",
+            1,
+            "--check-lossless",
+            "--report",
+            tmp_path / name,
+            *target,
+        )
         assert code == 0, err  # base: the adapter is merged into it
         outputs.append(json.loads((tmp_path / name / "report.json").read_text())["accepted_length_histogram"])
     assert outputs[0] == outputs[1] == outputs[2]
@@ -540,10 +550,7 @@ def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
         ),
         (["stages.1.joint.max_kl=.nan"], "'stages.1.joint.max_kl': input should be a finite number, got nan"),
         (["init_from=''"], "'init_from': string should have at least 1 character, got ''"),
-        (
-            ["stages.1.joint.lora.modules=[q_proj, lm_head]"],
-            "lm_head is shared by all heads; drop it, or set",
-        ),
+        (["stages.1.joint.lora.modules=[q_proj, lm_head]"], "lm_head is shared by all heads; drop it, or set"),
         (["precision.compile=true"], "precision.compile: joint training changes its loss at every step"),
     ],
 )

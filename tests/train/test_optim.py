@@ -109,8 +109,9 @@ def test_each_part_steps_as_it_would_alone():
             {"params": [twin.embedding.weight], "weight_decay": 0.1},
             {"params": [twin.inner.bias, twin.norm], "weight_decay": 0.0},
         ],
-        lr=0.01, betas=(0.9, 0.95),
-    )  # fmt: skip
+        lr=0.01,
+        betas=(0.9, 0.95),
+    )
     for rate in (0.01, 0.004, 0.002):
         for group in (*optimizer.param_groups, *muon.param_groups, *adamw.param_groups):
             group["lr"] = rate

@@ -50,13 +50,17 @@ def recipe(tiny_lm, tmp_path_factory):
         },
         "stages": [
             HEADS,
-            {"name": "medusa-2", **STAGE, "optim": {"lr": 1e-3, "schedule": "constant"}, "joint": {
-                "lora": {"r": 4, "dropout": 0.0}, "head_weight": 0.1, "ramp": "constant"}},
+            {
+                "name": "medusa-2",
+                **STAGE,
+                "optim": {"lr": 1e-3, "schedule": "constant"},
+                "joint": {"lora": {"r": 4, "dropout": 0.0}, "head_weight": 0.1, "ramp": "constant"},
+            },
         ],
         "precision": {"autocast": "none", "threads": 1, "gradient_checkpointing": True},
         "checkpoint": {"every": 5, "keep": 1},
         "evaluate": {"every": 5},
-    }  # fmt: skip
+    }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
@@ -80,12 +84,7 @@ def launch(strategy, recipe, *overrides, prepared=None):
     command += ["--config_file", f"recipes/accelerate/{strategy}.yaml"] if strategy != "ddp" else ["--multi_gpu"]
     command += ["train/medusa.py", recipe, *overrides]
     return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -128,10 +127,16 @@ def test_two_processes_train_as_one(recipe, whole, strategy):
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("zero2", "zero2"), ("zero3", "zero3"), ("fsdp", "fsdp"), ("zero3", "fsdp"), ("fsdp", None), ("ddp", "zero3"),
-        ("zero2", "fsdp"), ("fsdp", "zero2"),
+        ("zero2", "zero2"),
+        ("zero3", "zero3"),
+        ("fsdp", "fsdp"),
+        ("zero3", "fsdp"),
+        ("fsdp", None),
+        ("ddp", "zero3"),
+        ("zero2", "fsdp"),
+        ("fsdp", "zero2"),
     ],
-)  # fmt: skip
+)
 def test_another_strategy_goes_on(recipe, whole, run_main, first, then):
     """A run is killed in its second stage and goes on under another strategy (None: one process)."""
     name = f"run.name={first}-{then}"
@@ -196,8 +201,11 @@ def test_a_process_holds_its_part(strategy, tiny_lm, tmp_path):
     command = [Path(sys.executable).parent / "accelerate", "launch", "--quiet", "--num_processes", "2"]
     done = subprocess.run(
         [*command, "--config_file", ROOT / f"recipes/accelerate/{strategy}.yaml", script, tiny_lm],
-        capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     held = [list(map(int, line.split()[1::2])) for line in done.stdout.splitlines() if line.startswith("held")]
     parameters = sum(p.numel() for n, p in load_target(str(tiny_lm)).model.named_parameters() if "layers" in n)
@@ -220,7 +228,7 @@ def test_a_process_holds_its_part(strategy, tiny_lm, tmp_path):
             "not quantised or compiled",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_supported_is_one_line(recipe, run_main, monkeypatch, environment, overrides, message):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

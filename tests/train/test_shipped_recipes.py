@@ -97,8 +97,6 @@ def test_tiny_by_its_first_line(path, tmp_path, run_main):
     words, _ = first_line(path)
     if "--num_processes" in words:
         words[words.index("--num_processes") + 1] = "2"  # for eight GPUs there are two processes on a CPU
-    done = subprocess.run(
-        [BIN / "accelerate", "launch", *words, *options(tmp_path)], capture_output=True, text=True
-    )  # fmt: skip
+    done = subprocess.run([BIN / "accelerate", "launch", *words, *options(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     check(path, tmp_path, run_main)

@@ -91,8 +91,10 @@ def test_prompts_are_marked_by_what_the_model_really_continues(make_target, m):
         assert (left[part] == wanted).all(), number
         matched += same
     kept = boosting.subset(samples, left)
-    assert kept.supervised.sum() == left.sum() and len(kept) == (np.diff(np.searchsorted(
-        np.flatnonzero(left), samples.starts)) > 0).sum()  # fmt: skip
+    assert (
+        kept.supervised.sum() == left.sum()
+        and len(kept) == (np.diff(np.searchsorted(np.flatnonzero(left), samples.starts)) > 0).sum()
+    )
     # Independent of how many are marked at once, and the same as for rows of a tensor.
     tokens = torch.zeros(len(samples), 40, dtype=torch.int64)
     supervised = torch.zeros(len(samples), 40, dtype=torch.bool)
@@ -142,8 +144,10 @@ def test_loss_is_its_definition(make_target, loss, family, size):
         for t in range(1, 12):
             if not supervised[row, t] or tokens[row, t] not in kept:
                 continue
-            q, p = (each.logits(each.hidden(tokens[row : row + 1, :t])[0, -1])[kept].log_softmax(-1)
-                    for each in (model, target))  # fmt: skip
+            q, p = (
+                each.logits(each.hidden(tokens[row : row + 1, :t])[0, -1])[kept].log_softmax(-1)
+                for each in (model, target)
+            )
             right = int((kept == tokens[row, t]).nonzero())
             losses.append(-q[right] if loss == "ce" else (p.exp() * (p - q)).sum())
     assert int(counts) == len(losses)
@@ -288,14 +292,20 @@ def test_another_model_as_the_base(recipe, whole, run_main):
     assert not (folder / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("override, message", [
-    ("drafter.layers=[7]", "drafter.layers=[7]: the target has layers 0 to 1"),
-    ("drafter.layers=null", "name either 'base', a small causal LM, or 'layers' of the target"),
-    ("boost.marc=train", "unknown key 'boost.marc'; nearest valid key: boost.mark"),
-    ("drafter.draft_vocab_size=99999", "drafter.draft_vocab_size=99999: the target has 300 tokens; set fewer, or null"),
-    ("init_from=x", "SSMs begin from drafter.base or drafter.layers"),
-    ("cache_hidden=disk", "an SSM does not read the target's hidden states"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("drafter.layers=[7]", "drafter.layers=[7]: the target has layers 0 to 1"),
+        ("drafter.layers=null", "name either 'base', a small causal LM, or 'layers' of the target"),
+        ("boost.marc=train", "unknown key 'boost.marc'; nearest valid key: boost.mark"),
+        (
+            "drafter.draft_vocab_size=99999",
+            "drafter.draft_vocab_size=99999: the target has 300 tokens; set fewer, or null",
+        ),
+        ("init_from=x", "SSMs begin from drafter.base or drafter.layers"),
+        ("cache_hidden=disk", "an SSM does not read the target's hidden states"),
+    ],
+)
 def test_bad_recipes_are_one_line(recipe, run_main, override, message):
     code, out, err = run_main(ssm.main, recipe, "run.name=bad", override)
     assert code == 2 and message in err and err.count("\n") == 1
@@ -308,9 +318,21 @@ def test_it_decodes_exactly(recipe, whole, run_main, tmp_path):
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("import os", "def read(path):")))
     for name in (whole, f"{whole}+ngram"):
         code, _, err = run_main(
-            decode.main, name, "--prompts", prompts, "--max-new-tokens", "24", "--threads", "1", "--check-lossless",
-            "--all-nodes", "--baseline", "none", "--report", tmp_path,
-        )  # fmt: skip
+            decode.main,
+            name,
+            "--prompts",
+            prompts,
+            "--max-new-tokens",
+            "24",
+            "--threads",
+            "1",
+            "--check-lossless",
+            "--all-nodes",
+            "--baseline",
+            "none",
+            "--report",
+            tmp_path,
+        )
         assert code == 0, err
         report = json.loads((tmp_path / "report.json").read_text())
         assert report["lossless"]["identical"] is True and report["mean_accepted_length"] > 1

@@ -72,10 +72,16 @@ def check(tree, choice, best, max_depth, dtype, device):
 @pytest.mark.parametrize(
     ("nodes", "reach", "dtype"),
     [
-        (2, 1, torch.float32), (6, 1, torch.float16), (13, 3, torch.float32), (33, 40, torch.bfloat16),
-        (64, 9, torch.float32), (66, 5, torch.float16), (150, 12, torch.float32), (512, 40, torch.float32),
+        (2, 1, torch.float32),
+        (6, 1, torch.float16),
+        (13, 3, torch.float32),
+        (33, 40, torch.bfloat16),
+        (64, 9, torch.float32),
+        (66, 5, torch.float16),
+        (150, 12, torch.float32),
+        (512, 40, torch.float32),
     ],
-)  # fmt: skip
+)
 def test_every_accepted_length(nodes, reach, dtype, device):
     """Trees of all shapes, each row another tree, padded by different numbers of nodes, with equal siblings; one row
     for each depth that the target follows the tree to."""
@@ -142,9 +148,12 @@ def test_the_root_alone(device):
         sets = bitsets([-1] + [0] * (nodes - 1))
         sets[1:] = 0
         tree = TokenTree(
-            torch.ones(3, nodes, dtype=torch.int64), torch.zeros(3, nodes).int() - 1,
-            torch.zeros(3, nodes).int(), sets.expand(3, -1, -1), torch.zeros(3, nodes).bool(),
-        )  # fmt: skip
+            torch.ones(3, nodes, dtype=torch.int64),
+            torch.zeros(3, nodes).int() - 1,
+            torch.zeros(3, nodes).int(),
+            sets.expand(3, -1, -1),
+            torch.zeros(3, nodes).bool(),
+        )
         choice = torch.arange(3)[:, None].expand(-1, nodes).contiguous()
         best = torch.ones(3, nodes)
         best[2, 0] = torch.nan

@@ -73,9 +73,17 @@ def test_branches(device, dtype, bias, after, factor, after_eps, wide_weights):
     """Bias, then its norm with an eps of its own, then the factor; weights in the model's dtype and in float32."""
     for parts in (1, 2):
         check(
-            device, dtype, 3, 80, parts, bias=bias, after=after, wide_weights=wide_weights, factor=factor,
+            device,
+            dtype,
+            3,
+            80,
+            parts,
+            bias=bias,
+            after=after,
+            wide_weights=wide_weights,
+            factor=factor,
             after_eps=after_eps,
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

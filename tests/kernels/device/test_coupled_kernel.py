@@ -56,10 +56,14 @@ def check(logits, samplings, seed, positions, count, tokens=None, uses=(True, Tr
 @pytest.mark.parametrize(
     ("rows", "nodes", "vocabulary", "count", "dtype"),
     [
-        (24, 1, 33, 3, torch.float32), (9, 2, 64, 1, torch.bfloat16), (16, 1, 60, 4, torch.float16),
-        (4, 3, 1000, 8, torch.float32), (3, 1, 5003, 16, torch.bfloat16), (6, 2, 5, 2, torch.float32),
+        (24, 1, 33, 3, torch.float32),
+        (9, 2, 64, 1, torch.bfloat16),
+        (16, 1, 60, 4, torch.float16),
+        (4, 3, 1000, 8, torch.float32),
+        (3, 1, 5003, 16, torch.bfloat16),
+        (6, 2, 5, 2, torch.float32),
     ],
-)  # fmt: skip
+)
 def test_definition(device, rows, nodes, vocabulary, count, dtype):
     """All filters and temperatures, 0 too; some tokens are impossible, and 16-bit logits tie in groups."""
     torch.manual_seed(vocabulary + count)

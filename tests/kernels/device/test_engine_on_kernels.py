@@ -73,9 +73,11 @@ def test_sampled_texts_are_those_of_plain_pytorch(make_target, device, monkeypat
     target = on(device, make_target("llama"))
     drafter = drafter_of(target, "own")
     samplings = [
-        Sampling(temperature=0.7, seed=1), Sampling(top_p=0.8, seed=2), Sampling(repetition_penalty=1.3, seed=3),
+        Sampling(temperature=0.7, seed=1),
+        Sampling(top_p=0.8, seed=2),
+        Sampling(repetition_penalty=1.3, seed=3),
         Sampling(temperature=0),
-    ]  # fmt: skip
+    ]
     requests = [
         Request(prompt, limit, sampling, frozenset())
         for prompt, limit, sampling in zip(PROMPTS, (5, 3, 3, 3), samplings, strict=True)

@@ -12,12 +12,16 @@ from draftsmith.kernels.measured import no_collection
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 FORMS = [  # rows, inputs, outputs, form
-    (1, 64, 8, FewRowsForm("vector", 8, 64, 1, 4, 1)), (1, 300, 37, FewRowsForm("vector", 16, 64, 1, 4, 3)),
-    (1, 300, 37, FewRowsForm("vector", 8, 128, 2, 4, 1)), (1, 70, 33, FewRowsForm("vector", 32, 32, 4, 4, 2)),
-    (1, 100, 40, FewRowsForm("rows", 32, 32, 2, 4, 2)), (5, 37, 70, FewRowsForm("rows", 64, 32, 1, 4, 2)),
-    (16, 128, 64, FewRowsForm("rows", 32, 64, 2, 4, 3)), (33, 70, 129, FewRowsForm("rows", 64, 32, 4, 4, 2)),
+    (1, 64, 8, FewRowsForm("vector", 8, 64, 1, 4, 1)),
+    (1, 300, 37, FewRowsForm("vector", 16, 64, 1, 4, 3)),
+    (1, 300, 37, FewRowsForm("vector", 8, 128, 2, 4, 1)),
+    (1, 70, 33, FewRowsForm("vector", 32, 32, 4, 4, 2)),
+    (1, 100, 40, FewRowsForm("rows", 32, 32, 2, 4, 2)),
+    (5, 37, 70, FewRowsForm("rows", 64, 32, 1, 4, 2)),
+    (16, 128, 64, FewRowsForm("rows", 32, 64, 2, 4, 3)),
+    (33, 70, 129, FewRowsForm("rows", 64, 32, 4, 4, 2)),
     (64, 90, 40, FewRowsForm("rows", 64, 32, 1, 4, 2)),
-]  # fmt: skip
+]
 
 
 def spread(tensor, device):
@@ -62,11 +66,13 @@ def test_each_part_is_its_product(rows, width, outputs, form, dtype, device):
 @pytest.mark.parametrize(
     ("rows", "width", "outputs", "form"),
     [
-        (1, 300, 38, FewRowsForm("vector", 16, 64, 1, 4, 3)), (1, 64, 16, FewRowsForm("vector", 8, 64, 1, 4, 1)),
-        (5, 37, 70, FewRowsForm("rows", 64, 32, 1, 4, 2)), (33, 70, 90, FewRowsForm("rows", 32, 32, 1, 4, 2)),
+        (1, 300, 38, FewRowsForm("vector", 16, 64, 1, 4, 3)),
+        (1, 64, 16, FewRowsForm("vector", 8, 64, 1, 4, 1)),
+        (5, 37, 70, FewRowsForm("rows", 64, 32, 1, 4, 2)),
+        (33, 70, 90, FewRowsForm("rows", 32, 32, 1, 4, 2)),
     ],
     ids=lambda value: getattr(value, "name", value),
-)  # fmt: skip
+)
 def test_what_a_product_of_one_part_does_besides(rows, width, outputs, form, act, dtype, device):
     """A norm before it, the activation or the residual behind it, against float64; all of it and each alone."""
     x, matrix = inputs(rows, width, outputs, dtype, device)

@@ -55,12 +55,17 @@ def test_prompts_and_trees(make_target, device, monkeypatch, family, folds):
             runner = Runner(target, cache, static=True, lean=True)
             with torch.inference_mode():
                 first, (second, between) = (
-                    runner.forward_chunk(tokens[:, :chunk], 0)[0], runner.forward_chunk(tokens[:, chunk:], chunk, (1,))
-                )  # fmt: skip
+                    runner.forward_chunk(tokens[:, :chunk], 0)[0],
+                    runner.forward_chunk(tokens[:, chunk:], chunk, (1,)),
+                )
                 hidden, captured = runner.forward_nodes(
-                    nodes, lengths, tree.ancestors.expand(2, -1, -1), tree.depth.expand(2, -1), captures=(1,),
+                    nodes,
+                    lengths,
+                    tree.ancestors.expand(2, -1, -1),
+                    tree.depth.expand(2, -1),
+                    captures=(1,),
                     mask=tree.mask.expand(2, -1, -1),
-                )  # fmt: skip
+                )
                 (buffers,) = runner.buffers.values()
                 assert all(isinstance(each, FusedBuffers) for each in buffers) is fused
             found.append([first, second, *between, hidden, *captured])

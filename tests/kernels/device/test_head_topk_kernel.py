@@ -88,9 +88,19 @@ def test_merge(candidates, count, at_once, device, monkeypatch):
     alone = values.new_empty(rows, count), torch.empty(rows, count, dtype=torch.int64, device=device)
     with torch.cuda.device_of(values):
         _merge_topk_kernel[(rows,)](
-            values, ids, *alone, count, candidates, vocabulary, None, None, 0, None,
-            BLOCK=max(64, at_once // 2), BLOCK_P=1,
-        )  # fmt: skip
+            values,
+            ids,
+            *alone,
+            count,
+            candidates,
+            vocabulary,
+            None,
+            None,
+            0,
+            None,
+            BLOCK=max(64, at_once // 2),
+            BLOCK_P=1,
+        )
     for found_values, found in (merge_topk(values, ids, count, vocabulary), alone):
         assert torch.equal(found_values.cpu(), wanted[0]) and torch.equal(found.cpu(), wanted[1])
 

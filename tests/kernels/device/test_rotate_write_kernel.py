@@ -110,9 +110,14 @@ def test_values_are_copied(device):
     cache = torch.zeros(1, 5, 2, 1, 8, device=device)
     numbers = torch.tensor([[3, 1]], device=device)
     rotate_write(
-        qkv.to(device), table.to(device), numbers, numbers, cache, torch.empty(1, 2, 1, 8, device=device),
+        qkv.to(device),
+        table.to(device),
+        numbers,
+        numbers,
+        cache,
+        torch.empty(1, 2, 1, 8, device=device),
         norm=torch.ones(2, 8, device=device),
-    )  # fmt: skip
+    )
     assert torch.equal(cache[0, [3, 1], 1, 0].cpu(), qkv[0, :, 16:])
 
 

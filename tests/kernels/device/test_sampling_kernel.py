@@ -69,10 +69,14 @@ def test_published_numbers(device):
 @pytest.mark.parametrize(
     ("rows", "nodes", "vocabulary", "block", "dtype"),
     [
-        (48, 1, 33, 64, torch.float32), (16, 1, 33, 8, torch.float16), (40, 1, 60, 64, torch.float16),
-        (4, 2, 1000, 256, torch.float32), (3, 1, 5003, 0, torch.float16), (6, 2, 7, 0, torch.float64),
+        (48, 1, 33, 64, torch.float32),
+        (16, 1, 33, 8, torch.float16),
+        (40, 1, 60, 64, torch.float16),
+        (4, 2, 1000, 256, torch.float32),
+        (3, 1, 5003, 0, torch.float16),
+        (6, 2, 7, 0, torch.float64),
     ],
-)  # fmt: skip
+)
 def test_distribution(device, rows, nodes, vocabulary, block, dtype):
     """Combinations of all parameters; some tokens are impossible, and float16 logits tie in groups."""
     torch.manual_seed(vocabulary)

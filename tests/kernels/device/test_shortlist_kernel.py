@@ -30,10 +30,13 @@ def spread(tensor, device):
 
 
 SHAPES = [  # texts, nodes, width, sizes of the clusters, clusters wanted, capacity, tokens
-    (1, 1, 64, [100, 30, 70, 1, 99], 3, 200, 10), (2, 5, 40, [65, 63, 128, 2], 2, 129, 4),
-    (3, 17, 8, [20] * 13, 6, 128, 1), (1, 2, 72, [1] * 70, 64, 65, 16), (2, 3, 16, [7, 3], 1, 7, 3),
+    (1, 1, 64, [100, 30, 70, 1, 99], 3, 200, 10),
+    (2, 5, 40, [65, 63, 128, 2], 2, 129, 4),
+    (3, 17, 8, [20] * 13, 6, 128, 1),
+    (1, 2, 72, [1] * 70, 64, 65, 16),
+    (2, 3, 16, [7, 3], 1, 7, 3),
     (1, 33, 130, [500, 20], 1, 90, 2),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,8 +147,13 @@ def test_replayed(device):
 
     def step():
         rows, count, dropped = pack_shortlist(scores, starts, 3, 130)
-        return (rows, count, dropped, shortlist_logits(features, weight, rows),
-                *shortlist_topk(features, weight, rows, ids, 6))  # fmt: skip
+        return (
+            rows,
+            count,
+            dropped,
+            shortlist_logits(features, weight, rows),
+            *shortlist_topk(features, weight, rows, ids, 6),
+        )
 
     run, results = step, step()
     if device.type == "cuda":

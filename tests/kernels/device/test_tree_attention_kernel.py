@@ -72,9 +72,18 @@ def check(device, dtype, lengths, tree, queries, kv_heads, group, width, extra, 
     k, v = cache[1]
     scale = width**-0.5
     arguments = (
-        q, k, v, torch.tensor(lengths, device=device), torch.stack(sets).to(device), tree, scale,
-        depth.to(device), key_depth.to(device), window, softcap,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        torch.tensor(lengths, device=device),
+        torch.stack(sets).to(device),
+        tree,
+        scale,
+        depth.to(device),
+        key_depth.to(device),
+        window,
+        softcap,
+    )
     longer = rng.choice((0, 1, 70))  # a plan also serves passes of shorter prefixes and fewer tree keys
     work = tree_work(arguments[3] + longer, tree + longer, rows + extra, window, 1)
     assert longer or extra < 5 or max(lengths) < 64 or 0 < window < 64 or max(work.count.tolist()) > 1, "a row is split"
@@ -88,9 +97,17 @@ def check(device, dtype, lengths, tree, queries, kv_heads, group, width, extra, 
 
 
 SIZES = [  # tree, key/value heads, group, width, items beyond one for each row
-    (1, 2, 7, 64, 5), (31, 1, 7, 16, 0), (32, 2, 1, 32, 11), (33, 1, 3, 24, 5), (63, 1, 1, 16, 12),
-    (64, 1, 1, 80, 0), (65, 1, 3, 32, 5), (128, 1, 1, 64, 3), (130, 1, 1, 16, 7), (256, 1, 1, 16, 0),
-]  # fmt: skip
+    (1, 2, 7, 64, 5),
+    (31, 1, 7, 16, 0),
+    (32, 2, 1, 32, 11),
+    (33, 1, 3, 24, 5),
+    (63, 1, 1, 16, 12),
+    (64, 1, 1, 80, 0),
+    (65, 1, 3, 32, 5),
+    (128, 1, 1, 64, 3),
+    (130, 1, 1, 16, 7),
+    (256, 1, 1, 16, 0),
+]
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,20 @@ def explained(inputs, row, path, length):
 
 
 def compare(
-    device, rng, rows, nodes, most, size, num_q, kinds, block, bonus_uniform=None, ids=None, parameters=None,
+    device,
+    rng,
+    rows,
+    nodes,
+    most,
+    size,
+    num_q,
+    kinds,
+    block,
+    bonus_uniform=None,
+    ids=None,
+    parameters=None,
     dtype=torch.float32,
-):  # fmt: skip
+):
     """Returns how many rows differed, each within rounding of a border, and the accepted lengths."""
     p, tokens, child, kind, q_row, q, deepest = random_rows(rng, rows, nodes, most, size, num_q, kinds, ids)
     temperature, top_k, top_p, min_p, uses = parameters or plain_parameters(rows)
@@ -164,9 +175,22 @@ def compare(
     if bonus_uniform is None:
         bonus_uniform = torch.rand(rows, 3, generator=generator)[:, -1]  # a column, as the engine's is
     inputs = (
-        logits, temperature, top_k, top_p, min_p, tokens, child, kind, q_row, q, uniforms, bonus_uniform, deepest, ids,
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        tokens,
+        child,
+        kind,
+        q_row,
+        q,
+        uniforms,
+        bonus_uniform,
+        deepest,
+        ids,
         uses,
-    )  # fmt: skip
+    )
     wanted = verify_logits_reference(*inputs)
     there: list[Any] = [x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs]
     got = [x.cpu() for x in verify_logits(*there, block=block)]
@@ -187,10 +211,17 @@ seeds = pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.sl
 
 
 @seeds
-@pytest.mark.parametrize(("rows", "nodes", "most", "size", "num_q", "kinds", "block"), [
-    (20, 4, 3, 7, 2, ANY, 8), (6, 4, 4, 33, 2, ANY, 16), (6, 4, 3, 70, 3, ANY, 0), (10, 4, 5, 20, 2, [IID], 32),
-    (10, 4, 5, 13, 1, [WITHOUT_REPLACEMENT], 16), (20, 3, 1, 16, 1, [IID, WITHOUT_REPLACEMENT], 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "nodes", "most", "size", "num_q", "kinds", "block"),
+    [
+        (20, 4, 3, 7, 2, ANY, 8),
+        (6, 4, 4, 33, 2, ANY, 16),
+        (6, 4, 3, 70, 3, ANY, 0),
+        (10, 4, 5, 20, 2, [IID], 32),
+        (10, 4, 5, 13, 1, [WITHOUT_REPLACEMENT], 16),
+        (20, 3, 1, 16, 1, [IID, WITHOUT_REPLACEMENT], 16),
+    ],
+)
 def test_replay(device, seed, rows, nodes, most, size, num_q, kinds, block):
     """Draws of every kind; vocabularies below, at and above a block's size."""
     differed, lengths = compare(device, random.Random(seed), rows, nodes, most, size, num_q, kinds, block)
@@ -200,9 +231,10 @@ def test_replay(device, seed, rows, nodes, most, size, num_q, kinds, block):
 
 @seeds
 @pytest.mark.parametrize("shared", [(), ("rows",), ("num_q",), ("rows", "num_q")], ids="-".join)
-@pytest.mark.parametrize(("rows", "nodes", "most", "size", "reduced", "num_q", "kinds", "block"), [
-    (12, 3, 2, 7, 3, 2, ANY, 8), (4, 3, 3, 33, 17, 2, ANY, 64), (4, 3, 3, 13, 5, 2, [WITHOUT_REPLACEMENT], 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "nodes", "most", "size", "reduced", "num_q", "kinds", "block"),
+    [(12, 3, 2, 7, 3, 2, ANY, 8), (4, 3, 3, 33, 17, 2, ANY, 64), (4, 3, 3, 13, 5, 2, [WITHOUT_REPLACEMENT], 16)],
+)
 def test_replay_of_reduced_vocabularies(device, seed, rows, nodes, most, size, reduced, num_q, kinds, block, shared):
     """Distributions over a subset of the target's tokens, and one-hot draws of any token."""
     rng = random.Random(seed)
@@ -214,9 +246,9 @@ def test_replay_of_reduced_vocabularies(device, seed, rows, nodes, most, size, r
 
 @seeds
 @pytest.mark.parametrize("shared", [(), ("rows", "num_q")], ids="-".join)
-@pytest.mark.parametrize(("rows", "nodes", "most", "size", "num_q", "kinds", "block"), [
-    (10, 3, 2, 7, 3, ANY, 8), (6, 3, 3, 33, 2, ANY, 64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "nodes", "most", "size", "num_q", "kinds", "block"), [(10, 3, 2, 7, 3, ANY, 8), (6, 3, 3, 33, 2, ANY, 64)]
+)
 def test_replay_of_padded_vocabularies(device, seed, rows, nodes, most, size, num_q, kinds, block, shared):
     """Vocabularies of different lengths, padded with −1: equal to the distributions over the target's tokens."""
     rng = random.Random(seed)
@@ -273,11 +305,14 @@ def test_replay_of_one_hot_draws(device, seed, rows, nodes, most, size, block, l
 @pytest.mark.parametrize(
     ("rows", "nodes", "most", "size", "num_q", "kinds", "block", "dtype"),
     [
-        (24, 2, 2, 8, 0, [ONE_HOT], 8, torch.float16), (10, 3, 3, 33, 0, [ONE_HOT], 64, torch.float32),
-        (10, 3, 3, 9, 2, ANY, 16, torch.float16), (3, 2, 2, 1000, 0, [ONE_HOT], 512, torch.float32),
-        (3, 2, 2, 5003, 1, ANY, 0, torch.float16), (2, 2, 1, 33, 1, [IID], 8, torch.float32),
+        (24, 2, 2, 8, 0, [ONE_HOT], 8, torch.float16),
+        (10, 3, 3, 33, 0, [ONE_HOT], 64, torch.float32),
+        (10, 3, 3, 9, 2, ANY, 16, torch.float16),
+        (3, 2, 2, 1000, 0, [ONE_HOT], 512, torch.float32),
+        (3, 2, 2, 5003, 1, ANY, 0, torch.float16),
+        (2, 2, 1, 33, 1, [IID], 8, torch.float32),
     ],
-)  # fmt: skip
+)
 def test_replay_with_parameters(device, seed, rows, nodes, most, size, num_q, kinds, block, dtype):
     """Rows of temperature 0 beside others, top-k, top-p and min-p; in float16 most of the logits tie."""
     rng = random.Random(seed + size)
@@ -347,9 +382,22 @@ def test_logits_that_are_not_finite(device, num_q):
         where = slice(None) if row % 3 == 2 else rng.randrange(size)
         logits[row, bad[row], where] = value
     arguments = (
-        logits, temperature, top_k, top_p, min_p, tokens, child, kind, q_row, q, torch.rand(rows, 3, 2),
-        torch.rand(rows), depth, None, uses,
-    )  # fmt: skip
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        tokens,
+        child,
+        kind,
+        q_row,
+        q,
+        torch.rand(rows, 3, 2),
+        torch.rand(rows),
+        depth,
+        None,
+        uses,
+    )
     theirs = verify_logits_reference(*arguments)
     there: list[Any] = [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
     ours = [x.cpu() for x in verify_logits(*there, block=32)]
