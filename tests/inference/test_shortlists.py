@@ -8,6 +8,7 @@ from dataclasses import replace
 import lossless_suite
 import pytest
 import torch
+from draws import occurs
 from eagles import KINDS, fitted, untrained
 from kept_texts import KeepsTexts
 from lossless_suite import (
@@ -208,7 +209,7 @@ def test_lossless_by_the_level_lists(make_target, target, plain, name, tree):
         assert [result.tokens for result in results] == plain, (rows, static)
         steps.append([result.accepted for result in results])
     assert steps[1:] == steps[:-1], "the steps depend on the other rows"
-    assert max(map(max, steps[0])) > 1, "nothing was accepted"
+    occurs(max(map(max, steps[0])) > 1, "nothing was accepted")
     assert drafter.seen["node"] and (drafter.seen["dropped"] or "dropped" not in name), drafter.seen
 
 

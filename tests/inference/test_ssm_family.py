@@ -122,9 +122,11 @@ def test_calibrated(run_main, stored, prompts, target, text, ids, monkeypatch):
     # The greedy continuations of each SSM, restricted to the draft vocabulary.
     assert known["answers"] == 4 and known["mark_tokens"] == MARK
     first, second = _matched(stored, ids, text)
-    assert known["coverage"] == [len(first) / 4, len(first | second) / 4] and 0 < len(first) < len(first | second) < 4
+    assert known["coverage"] == [len(first) / 4, len(first | second) / 4]
+    occurs(0 < len(first) < len(first | second) < 4, "the SSMs' answers are alike")
     one = len(first & second) / len(first | second)
-    assert known["overlap"] == [[1.0, one], [one, 1.0]] and 0 < one < 1
+    assert known["overlap"] == [[1.0, one], [one, 1.0]]
+    occurs(0 < one < 1)
 
     two = (Topology(((0,), (0, 0), (0, 0, 0), (1,))), Topology(((0,), (0, 0), (0, 1), (1,), (1, 0))))
     assert calibration.step_time is not None

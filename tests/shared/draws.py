@@ -43,12 +43,18 @@ def near_tie(what: str) -> NoReturn:
 
 
 def shift_seeds() -> None:
-    """Replace the functions that seed a generator by ones that add to the seed, if a file under tests/ calls them."""
+    """Replace the functions that seed a generator by ones that add to the seed, if a file under tests/ calls them. Once
+    in a process, which may run pytest several times."""
     import numpy as np
     import torch
 
+    if hasattr(random.seed, "shifted"):
+        return
+
     def shifted(seed: Any) -> Any:
-        if fixed_seed.entered or seed is None or not sys._getframe(2).f_code.co_filename.startswith(_HERE):
+        if fixed_seed.entered or not isinstance(seed, int | float | str):
+            return seed
+        if not sys._getframe(2).f_code.co_filename.startswith(_HERE):
             return seed
         return seed + 1_000_003 * SEED if isinstance(seed, int) else f"{seed} {SEED}"
 
@@ -64,6 +70,7 @@ def shift_seeds() -> None:
             return super().manual_seed(shifted(seed))
 
     random.seed, random.Random = adds(random.seed), Random
+    random.seed.shifted = True
     np.random.seed, np.random.default_rng = adds(np.random.seed), adds(np.random.default_rng)
     torch.manual_seed, torch.Generator = adds(torch.manual_seed), Generator
     torch.manual_seed(0)  # for tests that draw without a seed
