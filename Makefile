@@ -81,7 +81,7 @@ demo: shipped install models
 	time $(PY) data/prompts.py human-eval writing questions --count 3 --tokenizer models/smollm2 --prompt-tokens 200 --out runs/chats/prompts.jsonl
 	@printf '\n6/6 Decoding them by six methods in turn, and comparing each token with plain decoding (about three minutes)\n'
 	time $(PY) inference/decode.py $(DRAFTER) ngram $(DRAFTER)+ngram --prompts runs/chats/prompts.jsonl --max-new-tokens 64 --baseline all --check-lossless --report runs/chats
-	@printf '\nWhat was measured is in runs/chats: report.json and report.png. The drafter of act 1 is in runs/demo. Next, for example:\n'
+	@printf '\nWhat was measured is in runs/chats: report.html, report.json and report.png. The drafter of act 1 is in runs/demo. Next, for example:\n'
 	@echo '  make chat'
 	@echo '  $(PY) inference/decode.py $(DRAFTER)+ngram --prompt "What is a prime number?"'
 	@echo '  $(PY) inference/decode.py runs/demo --prompt "def read_config(path):" --raw'

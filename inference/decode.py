@@ -126,7 +126,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--live", action="store_true", help="print each of --prompts' texts as it is decoded, and measure nothing else"
     )
-    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.png there")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="write report.html, report.json and report.png there"
+    )
     target_options(parser)
     parser.add_argument(
         "--compile",
@@ -215,6 +217,7 @@ def main() -> None:
         from draftsmith.inference.drafters.load import load_drafter, report_fields
         from draftsmith.inference.engine.engine import SpeculativeDecoder
         from draftsmith.inference.evaluation import report as reporting
+        from draftsmith.inference.evaluation.page import render_pages
         from draftsmith.inference.evaluation.timing import engine_options, evaluate
         from draftsmith.inference.planner import planned_drafter
         from draftsmith.inference.verify.sampling import Sampling
@@ -290,7 +293,9 @@ def main() -> None:
     )
     reporting.print_table(reports, console)
     if args.report:
-        reporting.write_reports(reports, args.report, console)
+        decoders = [SpeculativeDecoder(target, drafter, lean=lean) for drafter in drafters]
+        pages = render_pages(reports, decoders, prompts, kinds, options_of)
+        reporting.write_reports(reports, pages, args.report, console)
     if any(report["lossless"] and not report["lossless"]["passed"] for report in reports):
         raise SystemExit(1)
 

@@ -18,6 +18,7 @@ from draftsmith.inference.engine.runner import engine_attention, find_lean
 from draftsmith.inference.engine.step import (
     PHASES,
     Clock,
+    OnTree,
     ReadCommitted,
     Step,
     capacity_for,
@@ -147,6 +148,7 @@ class SpeculativeDecoder:
         instrument: bool = False,
         on_tokens: Callable[[int, list[int]], None] | None = None,
         on_step: Callable[[int, Generation], None] | None = None,
+        on_tree: OnTree | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
         """Decode prompts with the same limits and stops. See :meth:`serve`.
@@ -174,7 +176,14 @@ class SpeculativeDecoder:
         ]
         rows = max(1, len(requests)) if batch_size is None else batch_size
         return self.serve(
-            requests, rows, mode=mode, instrument=instrument, on_tokens=on_tokens, on_step=on_step, on_end=on_end
+            requests,
+            rows,
+            mode=mode,
+            instrument=instrument,
+            on_tokens=on_tokens,
+            on_step=on_step,
+            on_tree=on_tree,
+            on_end=on_end,
         )
 
     def serve(
@@ -187,6 +196,7 @@ class SpeculativeDecoder:
         instrument: bool = False,
         on_tokens: Callable[[int, list[int]], None] | None = None,
         on_step: Callable[[int, Generation], None] | None = None,
+        on_tree: OnTree | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
         """Decode a queue of requests, ``batch_size`` at a time; a request's result does not depend on the others.
@@ -201,6 +211,8 @@ class SpeculativeDecoder:
             instrument: add each phase's time to ``seconds``, waiting for the device between phases.
             on_tokens: called with (number of the request, its newly committed tokens) after each step.
             on_step: called with (number of the request, its result so far) after each step.
+            on_tree: called with each step's token tree and the verdict on it, for reports; steps run as with
+                ``instrument``.
             on_end: called with (number of the request, its result) when it has ended.
 
         Raises:
@@ -222,7 +234,7 @@ class SpeculativeDecoder:
         if not batch_size:
             return []
         capacity = capacity_for(max_length, self.drafter)
-        clock = Clock(self.seconds, self.target.device) if instrument else None
+        clock = Clock(self.seconds, self.target.device, on_tree) if instrument or on_tree else None
         results: list[Generation] = []
         models = [self.target, *self.drafter.models]
         with torch.inference_mode(), engine_attention(models), on_device(self.target.device):

@@ -50,16 +50,20 @@ PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 _NOT_CAPTURED = ("synchronizing CUDA operation", "captur")
 
 ReadCommitted = Callable[[], list[list[int]]]
+OnTree = Callable[[TokenTree, Verdict], None]
 
 # The step that a drafter's caches and buffers were last allocated for.
 _STEP_OF: MutableMapping[Drafter, "weakref.ref[Step]"] = WeakIdKeyDictionary()
 
 
 class Clock:
-    """Stopwatch of phases: adds the time since the last lap to a phase; on a GPU it waits for the device first."""
+    """Stopwatch of phases: adds the time since the last lap to a phase; on a GPU it waits for the device first.
 
-    def __init__(self, seconds: dict[str, float], device: torch.device) -> None:
-        self.seconds, self.device, self.since = seconds, device, time.perf_counter()
+    on_tree: called with each step's tree and the verdict on it.
+    """
+
+    def __init__(self, seconds: dict[str, float], device: torch.device, on_tree: OnTree | None = None) -> None:
+        self.seconds, self.device, self.since, self.on_tree = seconds, device, time.perf_counter(), on_tree
 
     def lap(self, phase: str) -> None:
         if self.device.type == "cuda":
@@ -315,6 +319,8 @@ class Step:
         verdict = self._verify(tree, mask, logits, likeliest)
         if clock:
             clock.lap("accept")
+            if clock.on_tree:
+                clock.on_tree(tree, verdict)
         self._commit(verdict)
         features = joined_features(hidden, captured)
         if chosen is not None:  # the path in the drafter's own numbers

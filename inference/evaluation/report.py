@@ -190,6 +190,25 @@ def print_kinds(reports: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(f"Tokens before the first loop, mean (median): {'; '.join(loops)}", markup=False, soft_wrap=True)
 
 
+def exactness(report: dict[str, Any]) -> tuple[bool | None, str, str]:
+    """Whether the output is the target's own (None: lossy, or not checked), in words, and how much was checked."""
+    lossless = report["lossless"]
+    if report.get("lossy"):
+        return None, "typical acceptance: lossy, this is not the target's own distribution", ""
+    if lossless is None:
+        return None, "output not compared with plain decoding (--check-lossless does)", ""
+    passed, checked = bool(lossless["passed"]), f"{lossless['checked']} tokens checked"
+    if lossless["mode"] == "mss":
+        verb = "have" if passed else "do not have"
+        verdict = f"sampled tokens {verb} the target's distribution: χ² p = {lossless['p_value']:.2g}"
+        return passed, verdict, f" ({checked}, {lossless['mismatches']} of probability 0)"
+    if lossless["identical"]:
+        plain = "plain greedy decoding" if lossless["mode"] == "greedy" else "plain sampling by the same seeds"
+        return True, f"output identical to {plain}", f" ({checked})"
+    verdict = f"{lossless['mismatches']} mismatches with plain decoding, {lossless['near_ties']} near-ties"
+    return not lossless["mismatches"], verdict, f" ({checked})"
+
+
 def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
     """Methods by rows: tokens/s, speed-ups with their 95 % intervals, τ, losslessness. A terminal below
     :data:`TABLE_WIDTH` gets the columns that fit into 60."""
@@ -240,29 +259,9 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
         )
     print_kinds(reports, console)
     for report in reports:
-        lossless = report["lossless"]
-        if report.get("lossy"):
-            verdict = "[yellow]typical acceptance: lossy, this is not the target's own distribution[/yellow]"
-        elif lossless is not None and lossless["mode"] == "mss":
-            colour = "green" if lossless["passed"] else "red"
-            verb = "have" if lossless["passed"] else "do not have"
-            verdict = (
-                f"[{colour}]sampled tokens {verb} the target's distribution: "
-                f"χ² p = {lossless['p_value']:.2g}[/{colour}] ({lossless['checked']} tokens checked, "
-                f"{lossless['mismatches']} of probability 0)"
-            )
-        elif lossless is None:
-            verdict = "[yellow]output not compared with plain decoding (--check-lossless does)[/yellow]"
-        elif lossless["identical"]:
-            plain = "plain greedy decoding" if lossless["mode"] == "greedy" else "plain sampling by the same seeds"
-            verdict = f"[green]output identical to {plain}[/green] ({lossless['checked']} tokens checked)"
-        else:
-            colour = "red" if lossless["mismatches"] else "green"
-            verdict = (
-                f"[{colour}]{lossless['mismatches']} mismatches with plain decoding, "
-                f"{lossless['near_ties']} near-ties[/{colour}] ({lossless['checked']} tokens checked)"
-            )
-        console.print(f"{escape(report['drafter'])}: {verdict}", soft_wrap=True)
+        passed, verdict, checked = exactness(report)
+        colour = {True: "green", False: "red", None: "yellow"}[passed]
+        console.print(f"{escape(report['drafter'])}: [{colour}]{verdict}[/{colour}]{checked}", soft_wrap=True)
         if len(report.get("sources", {})) > 1:
             shares = [
                 f"{name} proposed {counts['proposed_nodes']} nodes, {counts['accepted_tokens']} accepted"
@@ -307,16 +306,18 @@ def print_texts(
         end_text(texts[-1][0] if texts else "")
 
 
-def write_reports(reports: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
-    """Write report.json and report.png; of several drafters each one's in a folder of its own, named by the drafter,
-    and the first one's in ``folder``, too."""
-    for report in reports:
+def write_reports(reports: Sequence[dict[str, Any]], pages: Sequence[str], folder: Path, console: Console) -> None:
+    """Write report.json, report.png and report.html, of which ``pages`` are the texts; of several drafters each
+    one's in a folder of its own, named by the drafter, and the first one's in ``folder``, too."""
+    for report, page in zip(reports, pages, strict=True):
         folders = [folder / short_name(report["drafter"])] if len(reports) > 1 else []
         for place in [*folders, folder] if report is reports[0] else folders:
             place.mkdir(parents=True, exist_ok=True)
             write_json(place / "report.json", report)
             plot(report, place / "report.png")
-            written = f"wrote {place / 'report.json'} and {place / 'report.png'}"
+            with replacing(place / "report.html") as temporary:
+                temporary.write_text(page, encoding="utf-8")
+            written = f"wrote {place / 'report.json'}, report.png and report.html"
             console.print(written, markup=False, soft_wrap=True)
 
 
