@@ -20,7 +20,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,15 @@ class EvaluationPrompt:
     source: the set's name and the id within it, ``human-eval/HumanEval/7``; unique.
     messages: what the target answers; the last message is the user's.
     text: the data set's own part of what the user asks, without the wording that is always the same.
+    known: what the set says of the answer: of code the fields ``prompt``, ``entry_point``, ``test`` and
+        ``canonical_solution``, of questions the ``answers`` that count as right.
     """
 
     source: str
     kind: str
     messages: tuple[Message, ...]
     text: str
+    known: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 def _user(text: str) -> Message:
@@ -71,7 +74,11 @@ def _human_eval(path: Path) -> list[EvaluationPrompt]:
     rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines() if line.strip()]
     return [
         EvaluationPrompt(
-            f"human-eval/{row['task_id']}", "code", (_user(_COMPLETE.format(row["prompt"].strip())),), row["prompt"]
+            f"human-eval/{row['task_id']}",
+            "code",
+            (_user(_COMPLETE.format(row["prompt"].strip())),),
+            row["prompt"],
+            row,
         )
         for row in rows
     ]
@@ -99,8 +106,14 @@ def _freshqa(path: Path, split: str) -> list[dict[str, str]]:
 
 
 def _questions(path: Path) -> list[EvaluationPrompt]:
-    rows = [(row["id"], row["question"].strip()) for row in _freshqa(path, "TEST")]
-    return [EvaluationPrompt(f"questions/{id}", "questions", (_user(text),), text) for id, text in rows]
+    prompts = []
+    for row in _freshqa(path, "TEST"):
+        text = row["question"].strip()
+        answers = [row[name].strip() for name in row if name.startswith("answer_") and (row[name] or "").strip()]
+        prompts.append(
+            EvaluationPrompt(f"questions/{row['id']}", "questions", (_user(text),), text, {"answers": answers})
+        )
+    return prompts
 
 
 def _chat(path: Path) -> list[EvaluationPrompt]:
