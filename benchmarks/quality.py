@@ -1,0 +1,234 @@
+"""Quality beside speed: what a drafter that changes the text does to right answers.
+
+    python benchmarks/quality.py models/smollm2-medusa2 models/smollm2-medusa --out runs/quality/quality.json
+    python benchmarks/quality.py models/smollm2-medusa --temperature 0.7 --epsilon 0.09 0.25 --sets arithmetic code
+
+Tasks that a program judges: `code` (HumanEval, pass@1; each answer runs in a process without network, with read-only
+files), `arithmetic` and `reasoning` (made with --seed; the last number, the first of the words that could be meant),
+and `questions` (FreshQA's, where a known answer of at most 30 characters stands in the text). Beside the share of right
+answers: speed, τ, repeated text, and the likelihood of reference answers where an adapter has changed the target.
+
+Decoding is greedy, or sampling with --temperature, to which Medusa's typical acceptance (lossy) is then added for each
+--epsilon. Right answers are compared with those of the target as it was, task by task; speed, and the texts of lossless
+methods, with plain decoding by the target that a drafter decodes for.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from draftsmith.benchmarks.options import check_once, check_options, machine_options
+from draftsmith.benchmarks.tasks import SETS, Task, tasks_of
+from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.inference.drafters.names import check_names, short_name
+from draftsmith.models.options import DECODERS, target_arguments, target_options
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandLine(__doc__)
+    parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="drafter folders or Hub ids, as for decode.py")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="of tasks (all)")
+    parser.add_argument("--count", type=int, default=50, help="tasks of each set, at most (%(default)s)")
+    parser.add_argument("--temperature", type=float, help="sample, with seeds; greedy decoding if left out")
+    parser.add_argument(
+        "--epsilon", type=float, nargs="+", default=[0.09], metavar="ε", help="of typical acceptance (%(default)s)"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=192, help="tokens of an answer, at most (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded at a time (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the tasks and of the samples (%(default)s)")
+    parser.add_argument("--no-sandbox", action="store_true", help="run the answers to code with all that you may do")
+    machine_options(parser, device=False)
+    target_options(parser)
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    check_options(args, "count", "max_new_tokens", "batch_size")
+    check_once("--sets", args.sets)
+    check_once("", args.drafters)
+    check_names(args.drafters, args.target)
+
+
+if __name__ == "__main__":
+    before_imports(parser(), check)
+
+import torch
+from scipy.stats import binomtest
+
+from draftsmith.benchmarks.common import cell, facts_of, interval_of, print_table, table_of, write_report
+from draftsmith.benchmarks.typical import nats_per_token
+from draftsmith.common.progress import ProgressBar
+from draftsmith.inference.commands.prompts import Prompt, encode_prompts
+from draftsmith.inference.commands.terminal import console
+from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.engine.text import answer_text
+from draftsmith.inference.evaluation import report as reporting
+from draftsmith.inference.evaluation.timing import Method, Timed, run_rounds, speedup, speedup_fields, with_own_seeds
+from draftsmith.inference.verify.sampling import MIN_TEMPERATURE, Sampling
+from draftsmith.models.target import Target
+
+PLAIN = "plain"
+
+
+def method(decoder: SpeculativeDecoder, args: argparse.Namespace, sampling: Sampling | None, lossy: bool) -> Method:
+    mode = "typical" if lossy else "greedy" if sampling is None else "sample"
+
+    def run(prompts: list[list[int]]) -> list[Generation]:
+        seeded = None if sampling is None else with_own_seeds(sampling, prompts)
+        options: dict[str, Any] = {"mode": mode, "sampling": seeded, "batch_size": args.batch_size}
+        return decoder.generate(prompts, args.max_new_tokens, **options)
+
+    return run
+
+
+def share(right: Sequence[bool]) -> dict[str, Any]:
+    """The share of right answers with Wilson's 95 % interval."""
+    found = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
+    return {"right": sum(right), "tasks": len(right), "share": round(sum(right) / len(right), 4)} | {
+        "share_interval": [round(found.low, 4), round(found.high, 4)]
+    }
+
+
+def difference(right: Sequence[bool], plain: Sequence[bool]) -> dict[str, Any]:
+    """Right answers more than plain decoding's, as a share of the tasks; its interval is a bootstrap over tasks."""
+    ours, theirs = (torch.tensor(each, dtype=torch.float64) for each in (right, plain))
+    columns = torch.stack((ours - theirs, torch.ones_like(ours)))
+    return {"more": round(float((ours - theirs).mean()), 4), "more_interval": interval_of(columns)}
+
+
+def measured(
+    name: str,
+    plain: str,
+    lossless: bool,
+    timed: dict[str, Timed],
+    tasks: Sequence[Task],
+    right: dict[str, list[bool]],
+    decoder: SpeculativeDecoder,
+) -> dict[str, Any]:
+    """The figures of a method. ``plain``: the name of plain decoding by its target, whose texts it has if it is
+    lossless."""
+    results: list[Generation] = [timed[name].outputs[number] for number in range(len(tasks))]
+    counted = reporting.acceptance(results, decoder.drafter.max_depth)
+    found: dict[str, Any] = {
+        "name": name,
+        "lossless": None,
+        "tokens_per_second": round(timed[name].tokens_per_second, 2),
+        **speedup_fields("speedup", speedup(timed[name], timed[plain])),
+        "mean_accepted_length": counted["mean_accepted_length"],
+        "repeated_4gram_rate": counted["repetition"]["repeated_4gram_rate"],
+        "looping_answers": counted["loops"]["looping_answers"],
+        "sets": {},
+    }
+    if lossless:
+        equal = sum(result.tokens == timed[plain].outputs[n].tokens for n, result in enumerate(results))
+        found["lossless"] = {"plain": plain, "equal": equal, "texts": len(tasks)}
+    for kind in dict.fromkeys(task.kind for task in tasks):
+        numbers = [number for number, task in enumerate(tasks) if task.kind == kind]
+        ours, theirs = ([right[each][number] for number in numbers] for each in (name, PLAIN))
+        found["sets"][kind] = share(ours) | difference(ours, theirs)
+    found["sets"]["all"] = share(right[name]) | difference(right[name], right[PLAIN])
+    return found
+
+
+def likelihoods(target: Target, tasks: Sequence[Task], prompts: Sequence[list[int]]) -> dict[str, float]:
+    """Nats per token of the reference answers of each set, by a target."""
+    assert target.tokenizer is not None
+    found: dict[str, float] = {}
+    for kind in dict.fromkeys(task.kind for task in tasks):
+        pairs = [(prompt, task.reference) for prompt, task in zip(prompts, tasks, strict=True) if task.kind == kind]
+        given = [Generation(target.tokenizer(text, add_special_tokens=False)["input_ids"]) for _, text in pairs]
+        found[kind] = round(nats_per_token(target, [prompt for prompt, _ in pairs], given, 1.0), 4)
+    return found
+
+
+def main() -> None:
+    args = parser().parse_intermixed_args()
+    check(args)
+    sampling = None if args.temperature is None else Sampling(args.temperature, seed=args.seed)
+    if sampling is not None and sampling.greedy:
+        raise ValueError(f"--temperature {args.temperature}: must be at least {MIN_TEMPERATURE:g}; leave it out")
+    lossy = [] if sampling is None else [replace(sampling, epsilon=epsilon) for epsilon in args.epsilon]
+    torch.set_num_threads(args.threads)
+    tasks = tasks_of(args.sets, args.count, args.seed, isolated=not args.no_sandbox)
+    options = target_arguments(args)
+    loaded = {name: load_drafter(name, target_name=args.target, **options) for name in args.drafters}
+    base, _ = load_drafter("none", target_name=args.target or next(iter(loaded.values()))[0].name, **options)
+    if base.tokenizer is None:
+        raise ValueError(f"'{base.name}' has no tokenizer: its answers cannot be read")
+
+    lean = DECODERS[args.decoder]
+    decoders = {PLAIN: SpeculativeDecoder(base, lean=lean)}
+    methods = {PLAIN: method(decoders[PLAIN], args, sampling, False)}
+    plain_of, lossless, targets = {PLAIN: PLAIN}, set[str](), {PLAIN: base}
+
+    def add(name: str, plain: str, target: Target, drafter: Any, given: Sampling | None, lossy: bool = False) -> None:
+        decoders[name], plain_of[name] = SpeculativeDecoder(target, drafter, lean=lean), plain
+        methods[name] = method(decoders[name], args, given, lossy)
+
+    for drafter_name, (target, drafter) in loaded.items():
+        name, plain = short_name(drafter_name), PLAIN
+        if target.fingerprint != base.fingerprint:
+            plain = f"plain, {name}'s target"
+            targets[plain] = target
+            add(plain, plain, target, None, sampling)
+        add(name, plain, target, drafter, sampling)
+        lossless.add(name)
+        for given in lossy:
+            add(f"{name}, typical ε = {given.epsilon:g}", plain, target, drafter, given, True)
+
+    chat = bool(base.tokenizer.chat_template)
+    contents = [list(task.messages) if chat else f"{task.messages[-1]['content']}\n" for task in tasks]
+    prompts = encode_prompts([Prompt(content, "a task") for content in contents], base)
+    kinds = [task.kind for task in tasks]
+    timed = run_rounds(methods, prompts, 1, [prompts[0]], args.batch_size, kinds=kinds)
+    texts = {name: [answer_text(base, timed[name].outputs[n].tokens) for n in range(len(tasks))] for name in methods}
+    right: dict[str, list[bool]] = {}
+    judged: dict[tuple[int, str], bool] = {}  # equal texts are judged once
+    with ProgressBar("judging", len(methods) * len(tasks), console, transient=True) as advance:
+        for place, (name, answers) in enumerate(texts.items()):
+            for number, (task, text) in enumerate(zip(tasks, answers, strict=True)):
+                if (number, text) not in judged:
+                    judged[number, text] = task.judge(text)
+                advance(place * len(tasks) + number + 1)
+            right[name] = [judged[number, text] for number, text in enumerate(answers)]
+
+    figures = [
+        measured(name, plain_of[name], name in lossless, timed, tasks, right, decoders[name]) for name in methods
+    ]
+    known = {name: likelihoods(target, tasks, prompts) for name, target in targets.items()}
+    columns = [*dict.fromkeys(kinds), "all"]
+    table = table_of(
+        "method", *(f"{kind},\nright" for kind in columns), "× plain", "τ", "loops", "texts equal to plain's"
+    )
+    for row in figures:
+        same = row["lossless"]
+        table.add_row(
+            row["name"],
+            *(cell(row["sets"][kind]["share"], row["sets"][kind]["share_interval"], ".0%") for kind in columns),
+            cell(row["speedup"], row["speedup_interval"]),
+            cell(row["mean_accepted_length"] or 1),
+            f"{row['looping_answers']} of {len(tasks)}",
+            f"{same['equal']} of {same['texts']}" if same else "–",
+        )
+    how = "greedy" if sampling is None else f"temperature {args.temperature:g}"
+    print_table(table, f"{base.name} · {len(tasks)} tasks · {how} · right answers with Wilson's 95 % interval")
+    if len(known) > 1:
+        table = table_of("nats per token of the reference answers", *args.sets)
+        for name, nats in known.items():
+            table.add_row(name, *(f"{nats[kind]:.3f}" for kind in args.sets))
+        print_table(table)
+    if args.out:
+        facts = facts_of(__file__, base) | {
+            "temperature": args.temperature,
+            "methods": figures,
+            "nats_per_token": known,
+        }
+        write_report(args.out, facts | {"texts": texts})
+    if any(row["lossless"] and row["lossless"]["equal"] < row["lossless"]["texts"] for row in figures):
+        raise SystemExit("a lossless method's texts are not those of plain decoding: see the table")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,174 @@
+"""Right answers beside speed: what judges them, in which process a program runs, and the command."""
+
+import json
+import socket
+import time
+
+import psutil
+import pytest
+
+from draftsmith.benchmarks import quality, tasks
+
+HEADER = "from typing import List\n\n\n"
+PROMPT = f'{HEADER}def total(numbers: List[int]) -> int:\n    """The sum."""\n'
+BODY = "    return sum(numbers)\n"
+LEAVES_ONE = """
+import ctypes, os, time
+if not os.fork():
+    os.setsid()
+ctypes.CDLL(None).prctl(15, b"left-behind")
+time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def isolated():
+    try:
+        tasks.runs("")
+    except PermissionError as error:
+        pytest.skip(str(error))
+
+
+HOW = ["network", "file", "outside", "removal", "memory", "time", "exit", "error", "process"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_a_program_may_not_do(isolated, tmp_path, monkeypatch, how):
+    monkeypatch.setattr(tasks, "SECONDS", 3)
+    kept = tmp_path / "kept"
+    kept.write_text("x")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = {
+            "network": f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)",
+            "file": "open('x', 'w').write('x')",
+            "outside": f"open({str(kept)!r}, 'w').write('y')",
+            "removal": f"import os\nos.remove({str(kept)!r})",
+            "memory": "x = bytearray(2 << 30)",
+            "time": "while True: pass",
+            "exit": "import sys\nsys.exit(0)",
+            "error": "assert 1 == 2",
+            "process": LEAVES_ONE,
+        }[how]
+        assert not tasks.runs(program)
+    until = time.monotonic() + 5
+    while left := [each for each in psutil.process_iter(["name"]) if each.info["name"] == "left-behind"]:
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+    assert kept.read_text() == "x" and tasks.runs("import math, typing, collections, re\nassert math.pi > 3")
+
+
+def test_without_namespaces_it_is_refused(monkeypatch):
+    monkeypatch.setattr(tasks, "_GUARD", f"import sys\nsys.exit({tasks.NOT_ISOLATED})")
+    with pytest.raises(PermissionError, match="trust the answers with --no-sandbox"):
+        tasks.runs("")
+    assert tasks.runs("x = 1", isolated=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        (f"Here it is:\n```python\n{PROMPT}{BODY}```\nIt adds.", True),
+        (f"```\n{BODY}```", True),
+        (BODY, True),
+        (f"```python\ndef total(numbers: List[int]) -> int:\n{BODY}", True),
+        (f"```python\nprint(1)\n```\n```py\ndef total(numbers):\n{BODY}```", True),
+        ("```python\ndef total(numbers):\n    return len(numbers)\n```", False),
+        ("I cannot.", False),
+    ],
+)
+def test_code_of(text, right):
+    program = tasks.code_of(text, PROMPT, "total")
+    found = {}
+    try:
+        exec(f"{program}\nvalue = total([2, 3])", found)
+    except Exception:
+        assert not right
+    else:
+        assert (found["value"] == 5) == right
+
+
+def test_numbers_and_words():
+    found = {"3 + 4 = 7.": "7", "It is 1,204": "1204", "-5": "-5", "2.5": None, "none": None, "7, then 8 (b)": "8"}
+    assert {text: tasks.last_number(text) for text in found} == found
+    assert tasks.first_of("Annabel? No: Ben, then Ann.", ["Ann", "Ben"]) == "Ben"
+    assert tasks.first_of("nobody", ["Ann"]) is None
+
+
+@pytest.mark.parametrize("kind", ["arithmetic", "reasoning"])
+def test_made_tasks_are_right(kind):
+    """The questions are read again here, and their references are judged right, other answers wrong."""
+    found = tasks.tasks_of([kind], 40, 5)
+    assert len(found) == 40 and [t.messages for t in found] == [t.messages for t in tasks.tasks_of([kind], 40, 5)]
+    assert len({task.messages[0]["content"] for task in found}) > 30
+    forms = set()
+    for task in found:
+        text = task.messages[0]["content"]
+        numbers = [int(word) for word in "".join(c if c.isdigit() else " " for c in text).split()]
+        if kind == "arithmetic":
+            sign = "+" if "+" in text or "buys" in text else "×" if "×" in text else "-"
+            expected = str({"+": sum(numbers), "×": numbers[0] * numbers[-1], "-": numbers[0] - numbers[-1]}[sign])
+        elif numbers:
+            sign, today = "days", next(day for day in tasks._DAYS if day in text)
+            expected = tasks._DAYS[(tasks._DAYS.index(today) + numbers[0]) % 7]
+        else:
+            names = [word.strip(".") for word in text.split() if word.strip(".") in tasks._NAMES]
+            sign = "tallest" if "tallest" in text else "youngest" if "youngest" in text else "first"
+            if sign == "first":  # a came after b and before c
+                expected = names[1]
+            else:  # a > b, c > d, one of which is the other pair's
+                order = {names[0]: names[1], names[2]: names[3]}
+                top = next(name for name in order if name not in order.values())
+                expected = top if sign == "tallest" else order[order[top]]
+        forms.add(sign)
+        assert task.reference == expected and task.judge(f"It is {expected}.")
+        assert not task.judge("") and not task.judge("Zoe, 100000")
+    assert len(forms) >= 3
+
+
+@pytest.mark.needs_models
+def test_known_answers_are_right(isolated):
+    for task in tasks.tasks_of(["code", "questions"], 12, 1):
+        assert task.judge(task.reference), task.messages
+        assert not task.judge("")
+
+
+def test_the_command(run_main, drafter, tmp_path):
+    options = ["--sets", "arithmetic", "reasoning", "--count", 5, "--max-new-tokens", 12, "--threads", 1]
+    out_file = tmp_path / "quality.json"
+    code, out, err = run_main(quality.main, drafter, *options, "--temperature", 0.9, "--out", out_file)
+    assert code == 0 and "typical ε = 0.09" in out, err
+    found = json.loads(out_file.read_text())
+    names = ["plain", "heads", "heads, typical ε = 0.09"]
+    assert [row["name"] for row in found["methods"]] == names == list(found["texts"])
+    by_name = {row["name"]: row for row in found["methods"]}
+    assert by_name["heads"]["lossless"] == {"plain": "plain", "equal": 10, "texts": 10}
+    assert found["texts"]["heads"] == found["texts"]["plain"] != found["texts"][names[2]]
+    assert by_name[names[2]]["lossless"] is None and by_name[names[2]]["mean_accepted_length"] > 1
+    judged = tasks.tasks_of(["arithmetic", "reasoning"], 5, 0)
+    for name in names:
+        right = [task.judge(text) for task, text in zip(judged, found["texts"][name], strict=True)]
+        assert by_name[name]["sets"]["all"]["right"] == sum(right)
+        assert by_name[name]["sets"]["arithmetic"]["right"] == sum(right[:5])
+    assert found["nats_per_token"].keys() == {"plain"}
+
+
+def test_shares_and_differences():
+    assert quality.share([True, False, False, False])["share_interval"] == pytest.approx([0.0456, 0.6994], abs=1e-4)
+    ours, plain = [True] * 12 + [False] * 8, [True] * 8 + [False] * 12
+    found = quality.difference(ours, plain)
+    assert found["more"] == 0.2 and 0 <= found["more_interval"][0] < 0.2 < found["more_interval"][1]
+    assert quality.difference(plain, plain) == {"more": 0.0, "more_interval": [0.0, 0.0]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--count", 0], "--count 0: must be at least 1"),
+        (["--temperature", 0], "--temperature 0.0: must be at least 1e-10; leave it out"),
+        (["--sets", "code", "code"], "--sets code code: code is given twice; leave one out"),
+        (["--epsilon", 2, "--temperature", 1], "epsilon 2.0: must be above 0 and at most 1"),
+    ],
+)
+def test_bad_input(run_main, drafter, options, message):
+    code, _, err = run_main(quality.main, drafter, *options)
+    assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1
