@@ -236,20 +236,6 @@ def test_the_table_of_folders_is_the_one_that_is_enforced():
     assert tuple(arrows.split(" ← ")) == layout.ROOMS
 
 
-def test_the_picture_shows_what_the_terminal_shows():
-    picture = module_of("tools/picture.py")
-    script = "import sys; sys.stdout.write('\\x1b[32mdra\\nfted\\x1b[0m own' + '-' * 100 + '\\n\\x1b[36mx\\x1b[0m\\n')"
-    output = picture.terminal_output(["-c", script])
-    lines = picture.styled_lines(output)
-    assert lines[0] == [("dra", picture.GREEN)]
-    assert lines[1][0] == ("fted", picture.GREEN) and lines[1][1][1] == picture.PLAIN
-    assert lines[-1] == [("x", picture.CYAN)]
-    assert [sum(len(text) for text, _ in line) for line in lines] == [3, picture.COLUMNS, 108 - picture.COLUMNS, 1]
-    with pytest.raises(RuntimeError, match="no such thing"):
-        picture.terminal_output(["-c", "import sys; sys.exit('no such thing')"])
-    assert (ROOT / "docs/demo.png").stat().st_size <= 300_000
-
-
 def headings(document: Path) -> set[str]:
     """Anchors that a Markdown page gives its headings."""
     found = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)

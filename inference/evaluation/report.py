@@ -142,9 +142,9 @@ def ratio_cell(fields: dict[str, Any], name: str) -> str:
 
 
 def _fitting_name(drafter: str) -> str:
-    """A drafter's name in at most 21 characters."""
-    name = drafter if len(drafter) <= 21 else short_name(drafter)
-    return name if len(name) <= 21 else "…" + name[-20:]
+    """A drafter's name as it was given, in lines of at most 21 characters: the parts of a merge below each other."""
+    lines = [drafter] if len(drafter) <= 21 else drafter.replace("+", "\n+").split("\n")
+    return "\n".join(line if len(line) <= 21 else "…" + line[-20:] for line in lines)
 
 
 def _coverage_line(coverage: Sequence[float], overlap: Sequence[Sequence[float]], mark_tokens: int) -> str:

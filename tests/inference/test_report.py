@@ -202,3 +202,9 @@ def test_table_and_plot_by_kind_of_text(tmp_path):
     sizes = [(tmp_path / name).read_bytes()[16:24] for name in ("report.png", "without.png")]
     width, height = (int.from_bytes(sizes[0][i : i + 4], "big") for i in (0, 4))
     assert sizes[1] == width.to_bytes(4, "big") + (height // 2).to_bytes(4, "big"), "a second row of axes"
+
+
+def test_rows_have_the_name_that_was_typed():
+    names = {"ngram": "ngram", "models/smollm2-medusa+ngram": "models/smollm2-medusa\n+ngram"}
+    names |= {"runs/a+runs/b": "runs/a+runs/b", "x" * 30 + "+ngram": "…" + "x" * 20 + "\n+ngram"}
+    assert {name: report._fitting_name(name) for name in names} == names

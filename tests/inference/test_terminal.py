@@ -1,17 +1,20 @@
 """What commands print: texts to stdout byte for byte, made harmless on a terminal."""
 
+import fcntl
 import io
 import json
 import os
 import pty
 import random
 import re
+import struct
 import subprocess
 import sys
 import termios
 from threading import Thread
 
 import pytest
+from rich.cells import cell_len
 
 from draftsmith.common import progress
 from draftsmith.inference.commands import terminal
@@ -63,9 +66,11 @@ def test_off_a_terminal_texts_are_their_bytes(texts, environment):
     assert b"\x1b" not in done.stderr and done.stderr.count(b"\n") == len(texts) + 1, "the last ends the text's line"
 
 
-def through_a_terminal(texts, **environment):
-    """What arrives at a terminal."""
+def through_a_terminal(texts, columns=0, **environment):
+    """What arrives at a terminal, which says how wide it is if ``columns`` is not 0."""
     master, slave = pty.openpty()
+    if columns:
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     mode = termios.tcgetattr(slave)
     mode[1] &= ~termios.OPOST  # line feeds as they are
     termios.tcsetattr(slave, termios.TCSANOW, mode)
@@ -108,6 +113,31 @@ def test_terminals_without_colours(environment):
 def test_a_terminal_that_is_no_utf_8():
     """The bytes of UTF-8 would be control characters to it."""
     assert through_a_terminal(["é\x9b"], TERM="xterm", PYTHONIOENCODING="ascii") == "\\xe9\\x9b\n"
+
+
+def test_lines_are_broken_at_spaces():
+    """Words of several pieces, drafted ones among them, stay whole on 24 columns; long ones and indents are kept."""
+    draws = random.Random(3)
+    words = ["".join(draws.choices("abcdé日", k=draws.randrange(1, 12))) for _ in range(300)]
+    text = "".join(word + draws.choice([" ", " ", " ", "\n", "\n    "]) for word in words) + "x" * 60 + " end"
+    pieces, at = [], 0
+    while at < len(text):
+        pieces.append(text[at : (at := at + draws.randrange(1, 5))])
+    shown = re.sub("\x1b\\[(32|36|0)m", "", through_a_terminal(pieces, 24, TERM="xterm", PYTHONUTF8="1"))
+    assert shown.split() == text.split(), "no word is broken, none is lost"
+    lines, inserted = [""], 0
+    for place, character in enumerate(shown.rstrip("\n")):
+        if character == "\n":
+            lines.append("")
+        lines[-1] += character.strip("\n")
+        rest = text[place - inserted :]
+        if character == rest[0]:
+            continue
+        assert character == "\n" and lines[-2], "nothing else is written"
+        word = rest.split()[0]
+        assert cell_len(lines[-2]) + cell_len(word) > 24, "only where the word has no room"
+        inserted += rest[0] != " " or shown[place + 1] == " "
+    assert inserted > 30 and all(cell_len(line) <= 24 for line in lines if "x" * 60 not in line)
 
 
 def test_the_legend_names_the_sources():
