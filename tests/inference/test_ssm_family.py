@@ -167,8 +167,8 @@ def test_coverage_of_the_target_itself(target, text, tmp_path):
     assert facts["answers"] == len(matched[2]) == 4
     occurs(4 > len(matched[0]) > len(matched[1]) > 0)
     assert facts["coverage"] == [len(set().union(*matched[: s + 1])) / 4 for s in range(3)]
-    shares = [[round(len(one & other) / max(1, len(one | other)), 4) for other in matched] for one in matched]
-    assert facts["overlap"] == shares
+    share = lambda one, other: round(len(one & other) / len(one | other), 4) if one | other else 1.0  # noqa: E731
+    assert facts["overlap"] == [[share(one, other) for other in matched] for one in matched]
 
 
 def test_an_lm_head_with_bias(make_target, greedy_texts):
