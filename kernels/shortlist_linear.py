@@ -5,8 +5,8 @@
 
 The head's rows are permuted once so that a cluster is a slab of consecutive rows: cluster c has rows ``starts[c]`` …
 ``starts[c + 1] − 1`` of ``weight``, and row r belongs to token ``ids[r]``. A shortlist has a fixed capacity in tokens,
-so that shapes are static under CUDA graphs: clusters are taken in the order of their scores until the next does not
-fit, and padding fills what is left. Nothing is copied to the host on a GPU.
+so that shapes are static under CUDA graphs: clusters are taken in the order of their scores, of the last one as many
+rows as fit, and padding fills what is left. Nothing is copied to the host on a GPU.
 
 On a GPU the kernels gather the rows while they multiply: each weight is read once and not written, and sums are taken
 in a fixed order. On a CPU, rows are copied together into a buffer that stays in the cache and multiplied there, always
@@ -46,10 +46,10 @@ class Shortlist(NamedTuple):
 def pack_shortlist(scores: Tensor, starts: Tensor, clusters: int, capacity: int) -> Shortlist:
     """The rows of the best clusters of each text, as many as fit.
 
-    The k best clusters are wanted, equal scores by the lower number, and taken in this order. The first that does not
-    fit ends the list, even if a later one would fit; if it is the very first, its first C rows are taken, so that a
-    shortlist is never empty. Rows are in the order of the head, not of the scores: neighbouring clusters are one slab,
-    and which of two equal logits comes first does not depend on the scores.
+    The k best clusters are wanted, equal scores by the lower number, and taken in this order. Of the first that does
+    not fit, as many rows are taken as fit, its first ones, which ends the list. Rows are in the order of the head, not
+    of the scores: neighbouring clusters are one slab, and which of two equal logits comes first does not depend on the
+    scores.
 
     Args:
         scores: ``[B, M]`` float; NaN counts as the highest.
@@ -67,8 +67,7 @@ def pack_shortlist(scores: Tensor, starts: Tensor, clusters: int, capacity: int)
     order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :clusters]  # [B, k]
     wanted = starts.diff()[order]
     ends = wanted.cumsum(-1)
-    fitting = torch.where(ends <= capacity, wanted, 0)
-    fitting = torch.where(ends == wanted, wanted.clamp(max=capacity), fitting)  # no row before: the first cluster
+    fitting = torch.minimum((capacity - ends + wanted).clamp(min=0), wanted)
     taken = wanted.new_zeros(scores.shape).scatter(1, order, fitting)  # [B, M], in the order of the head
     until = taken.cumsum(-1)
     begin, count = until - taken, until[:, -1]

@@ -173,6 +173,7 @@ def test_wheel_holds_every_file(wheel):
     wanted |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "recipes").rglob("*.yaml")}
     data = [
         "kernels/cpu.cpp",
+        "inference/evaluation/page.html",
         "models/tiny-lm/*",
         "models/requirements.txt",
         "recipes/templates/*",

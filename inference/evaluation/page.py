@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
@@ -110,7 +109,7 @@ def _render(
         texts=texts,
         longest=max([1.0, *(_highest(figures, "mean_accepted_length") for figures in report["kinds"].values())]),
         tree=tree_picture(held) if len(held) > 1 else None,
-        steps=Markup(steps.replace("<", "\\u003c")),  # no text can end the script element
+        steps=steps.replace("<", "\\u003c"),  # no text can end the script element
     )
 
 

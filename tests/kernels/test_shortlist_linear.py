@@ -23,11 +23,7 @@ def taken_one_by_one(scores, sizes, clusters, capacity):
     taken: list[int] = []
     for cluster in order:
         rows = range(sum(sizes[:cluster]), sum(sizes[: cluster + 1]))
-        if len(taken) + len(rows) > capacity:
-            if not taken:
-                taken += rows[:capacity]
-            break
-        taken += rows
+        taken += rows[: capacity - len(taken)]
     return sorted(taken), sum(sizes[cluster] for cluster in order) - len(taken)
 
 
@@ -58,20 +54,20 @@ def packed(scores, sizes, clusters, capacity):
     return rows[0].tolist(), int(count), int(dropped)
 
 
-def test_the_first_cluster_that_does_not_fit_ends_the_list():
-    assert packed([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 4, 5) == ([1, 2, -1, -1, -1], 2, 6)
+def test_the_first_cluster_that_does_not_fit_gives_its_first_rows():
+    assert packed([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 4, 5) == ([1, 2, 3, 4, 5], 5, 3)
     assert packed([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 4, 7) == ([0, 1, 2, 3, 4, 5, 6], 7, 1)
     assert packed([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 2, 7) == ([1, 2, 3, 4, 5, 6, -1], 6, 0)
 
 
 def test_a_cluster_larger_than_the_capacity():
     assert packed([0.0, 1.0, 0.5], [2, 9, 1], 3, 4) == ([2, 3, 4, 5], 4, 8), "the best: its first rows"
-    assert packed([0.0, 0.5, 1.0], [2, 9, 1], 3, 4) == ([11, -1, -1, -1], 1, 11), "not the best: none"
+    assert packed([0.0, 0.5, 1.0], [2, 9, 1], 3, 4) == ([2, 3, 4, 11], 4, 8), "not the best: after the best"
 
 
 def test_equal_scores_go_to_the_lower_cluster():
     assert packed([0.5] * 40, [1] * 40, 3, 4) == ([0, 1, 2, -1], 3, 0)
-    assert packed([0.5, 0.5, 0.7, 0.5], [1, 3, 1, 1], 3, 3) == ([0, 4, -1], 2, 3)
+    assert packed([0.5, 0.5, 0.7, 0.5], [1, 3, 1, 1], 3, 3) == ([0, 1, 4], 3, 2)
 
 
 def test_scores_that_are_not_finite_give_rows_of_the_head():

@@ -239,11 +239,7 @@ def allowed(head, hidden, embedding, depth, text, ids):
     wanted = config.clusters[min(depth, len(config.clusters) - 1)]
     best = sorted(range(len(scores)), key=lambda number: -scores[number])[:wanted]
     slabs = [order[starts[number] : starts[number + 1]] for number in best]
-    taken = slabs[0][:capacity]
-    for slab in slabs[1:]:
-        if len(taken) + len(slab) > capacity:
-            break
-        taken = taken + slab
+    taken = [row for slab in slabs for row in slab][:capacity]
     return set(taken), sum(map(len, slabs)) - len(taken)
 
 
