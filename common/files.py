@@ -31,10 +31,7 @@ def _named(path: Path, error: BaseException) -> BaseException:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Write a file whole or not at all: inside, write to the yielded path; it becomes ``path`` when the block ends.
-
-    Raises:
-        OSError: it cannot be written, or the disk is full; its ``filename`` is ``path``.
-    """
+    Raises OSError: it cannot be written, or the disk is full; its ``filename`` is ``path``."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -51,10 +48,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """Write several files, all or none: inside, write to the yielded folder; afterwards its files replace those of the
     same name in ``folder``, which is created if missing and keeps its other files.
-
-    Raises:
-        OSError: as :func:`replacing`.
-    """
+    Raises OSError: as :func:`replacing`."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / ".new.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -149,10 +143,7 @@ def check_folder(option: str, folder: Path | None, own: Mapping[str, str] | None
 
 def check_own(option: str, folder: Path, own: Mapping[str, str]) -> None:
     """The part of :func:`check_folder` that makes nothing.
-
-    Raises:
-        ValueError: it is the current folder, or somebody else's file would be overwritten.
-    """
+    Raises ValueError: it is the current folder, or somebody else's file would be overwritten."""
     if folder == Path():
         raise ValueError(f"{option} '{folder}': is the current folder; name one for what is written")
     for name, field in own.items():

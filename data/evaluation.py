@@ -208,11 +208,8 @@ NAMES = tuple(_SETS)
 
 def load(name: str) -> list[EvaluationPrompt]:
     """All prompts of a set, one of ``NAMES``, in the order of its files.
-
-    Raises:
-        FileNotFoundError: the package is not installed, or has no such file.
-        ValueError: a file does not hold what it should.
-    """
+    Raises FileNotFoundError: the package is not installed, or has no such file. ValueError: a file does not hold what
+    it should."""
     distribution, module, files = _SETS[name]
     spec = importlib.util.find_spec(module)  # imports nothing: it is a top-level name
     folder = Path((spec.submodule_search_locations or [""])[0] if spec else "")

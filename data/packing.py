@@ -86,10 +86,7 @@ class Tokenized:
 class Rows:
     """Samples as rows. With ``share``, a row has ``length`` tokens and several samples (best fit, longest first);
     otherwise one sample, and the length of the longest.
-
-    Raises:
-        ValueError: there is no sample, or one is longer than a row.
-    """
+    Raises ValueError: there is no sample, or one is longer than a row."""
 
     def __init__(self, samples: Tokenized, length: int, *, share: bool) -> None:
         sizes = np.diff(samples.starts)

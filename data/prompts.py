@@ -83,10 +83,7 @@ def prompts(
     Every module gives one window before any gives a second one. A window whose text does not encode to the same tokens
     again (it ends inside a character, or its last token would merge with the next) is skipped. Special tokens that the
     tokenizer adds are counted.
-
-    Raises:
-        ValueError: the split has fewer than ``count`` windows.
-    """
+    Raises ValueError: the split has fewer than ``count`` windows."""
     rng = random.Random(seed)
     modules = [_Module(d.path, d.text, _line_starts(d.text)) for d in sources.documents(source, split)]
     rng.shuffle(modules)

@@ -104,10 +104,7 @@ def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]
     """The rows of a source, each with its place, and a text that changes when they do. Of a streamed source they begin
     after the first ``skip`` ones, and the text changes only with the source's description. A row that cannot be parsed
     is an :class:`UnusableRow`.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such source, or it cannot be read.
-    """
+    Raises FileNotFoundError, ValueError: there is no such source, or it cannot be read."""
     if source.installed:
         split = cast(sources.Split, source.split)
         known = f"{source.form} {sources.fingerprint([(source.source, split)])}"
@@ -206,11 +203,7 @@ def _stored(source: Source, files: list[Path]) -> Iterator[tuple[str, Any]]:
 
 
 def _elements(text: str, path: Path) -> Iterator[Any]:
-    """Parse a JSON array element by element.
-
-    Raises:
-        ValueError: a part of it is no JSON, so that the next element cannot be found.
-    """
+    """Parse a JSON array element by element."""
 
     def after_space(at: int) -> int:
         space = _SPACE.match(text, at)

@@ -63,10 +63,7 @@ def written_seeds(count: int) -> list[Seed]:
 def read_seed(row: Any) -> tuple[Message, ...]:
     """The user's and the system's messages of a row, up to the last one of the user and before the first result of a
     tool, which belongs to a call that the target has not made.
-
-    Raises:
-        UnusableRow: as :func:`draftsmith.data.formats.read_prompt`; or the user asks nothing.
-    """
+    Raises UnusableRow: as :func:`draftsmith.data.formats.read_prompt`; or the user asks nothing."""
     content = read_prompt(row)
     texts = content.texts if isinstance(content, Turns) else [content] if isinstance(content, str) else []
     chat = content if isinstance(content, list) else [{"role": "user", "content": text} for text in texts]

@@ -47,12 +47,8 @@ def template_for(data: Any, tokenizer: PreTrainedTokenizerBase | None) -> str | 
 def read_template(template: str | None) -> str | None:
     """The text of a recipe's ``data.template``: itself, or the content of the file of that name (also inside this
     project).
-
-    Raises:
-        FileNotFoundError: it is neither a template nor the name of a file.
-        ValueError: it is no Jinja template.
-        OSError: the file cannot be read.
-    """
+    Raises FileNotFoundError: it is neither a template nor the name of a file. ValueError: it is no Jinja template.
+    OSError: the file cannot be read."""
     if template is None:
         return None
     if "{%" in template or "{{" in template:
@@ -70,12 +66,8 @@ def read_template(template: str | None) -> str | None:
 def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
     """A source's samples. The first process encodes them and caches them by a hash of everything they depend on; other
     processes wait for it.
-
-    Raises:
-        FileNotFoundError, ValueError: the source cannot be read, or too many of its rows cannot be used or have no
-            label; the cache cannot be written.
-        OSError: the disk is full.
-    """
+    Raises FileNotFoundError, ValueError: the source cannot be read, or too many of its rows cannot be used or have no
+    label; the cache cannot be written. OSError: the disk is full."""
     template = template_for(data, tokenizer)
     source_rows, known = rows(source)
     source_rows = itertools.islice(source_rows, source.limit)
@@ -137,10 +129,7 @@ def encoded(
     template: str | None,
 ) -> Tokenized:
     """Encode rows, each with its place, as samples; unusable rows are counted in ``skipped``.
-
-    Raises:
-        ValueError: an error of all rows.
-    """
+    Raises ValueError: an error of all rows."""
 
     def read(row: Mapping[str, Any]) -> Sample:
         reasons = row.get("finish_reason")

@@ -85,10 +85,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
 
 def write_model(folder: Path, model: Any, tokenizer: Any, facts: Mapping[str, Any]) -> None:
     """Write a ``transformers`` model folder with its provenance, each file whole or not at all.
-
-    Raises:
-        OSError: the disk is full, or it cannot be written.
-    """
+    Raises OSError: the disk is full, or it cannot be written."""
     with replacing_folder(folder) as temporary:
         logging.disable_progress_bar()  # it would only flash
         model.save_pretrained(temporary)
@@ -196,11 +193,8 @@ not found, give it by `--target {whose.argument}`.
 def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     """A drafter's folder, config and weights. The weights of its parts are checked, but not loaded; those of the top
     folder are empty if it has none.
-
-    Raises:
-        FileNotFoundError: there is no such drafter, or a file or part of it is missing.
-        ValueError: a file is damaged, or the folder holds something else.
-    """
+    Raises FileNotFoundError: there is no such drafter, or a file or part of it is missing. ValueError: a file is
+    damaged, or the folder holds something else."""
     folder = resolve_folder(name)
     config = drafter_config(folder, name)
     _check_config(folder / "config.json", config)
@@ -264,11 +258,7 @@ def with_weights(
 
 
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Check the fields that every drafter's config has: its type, its target and its parts.
-
-    Raises:
-        ValueError: a field is missing or of another type.
-    """
+    """Check the fields that every drafter's config has: its type, its target and its parts."""
     if not isinstance(config["drafter_type"], str):
         raise ValueError(f"{file}: field 'drafter_type' is {config['drafter_type']!r}; it has to be text")
     target = config.get("target")
@@ -293,11 +283,7 @@ _FOLDER_NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # of a part: it stays inside 
 
 def _check_parts(folder: Path, parts: Sequence[str]) -> None:
     """Check that each part has a config and whole weights: those of a model, of an adapter, or of a drafter, whose own
-    parts are checked likewise and may hold all of its weights.
-
-    Raises:
-        FileNotFoundError, ValueError: a part, its config or its weights are missing or damaged.
-    """
+    parts are checked likewise and may hold all of its weights."""
     for part in parts:
         if not (folder / part).is_dir():
             raise FileNotFoundError(f"{folder}: part '{part}' is missing; fetch or train the drafter again")
@@ -352,10 +338,7 @@ _FILES = (
 def push(folder: Path, repository: str, private: bool) -> str:
     """Upload a run folder's artifact to the Hub: its files and its :func:`part_folders`, no checkpoints and no training
     data; returns the address.
-
-    Raises:
-        ValueError: no login, or the Hub refuses; the folder stays as it is.
-    """
+    Raises ValueError: no login, or the Hub refuses; the folder stays as it is."""
     from huggingface_hub import HfApi  # only where something is uploaded
 
     files = [name for name in _FILES if (folder / name).exists()]
@@ -384,10 +367,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
 
 def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> None:
     """Refuse a drafter that was trained for another target: hardly any of its drafts would be accepted.
-
-    Raises:
-        ValueError: the fingerprint differs, or the width or vocabulary, where the config states them.
-    """
+    Raises ValueError: the fingerprint differs, or the width or vocabulary, where the config states them."""
     trained_for = config["target"]["name_or_path"]
     wrong = f"{folder}: this drafter was trained for target '{trained_for}', not for '{target.name}'"
     # Only a drafter of another width than its target's has the field target_hidden_size.

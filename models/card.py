@@ -184,10 +184,7 @@ def _with_interval(figures: Mapping[str, Any], name: str) -> str:
 
 def with_measured(card: str, folder: Path) -> str:
     """A run folder's card, whose table of what was measured is made anew from the folder's files.
-
-    Raises:
-        ValueError: the card has no such part.
-    """
+    Raises ValueError: the card has no such part."""
     found = re.search(r"(?<=^## Measured\n\n).*?(?=\n\n## |\Z)", card, re.DOTALL | re.MULTILINE)
     if not found:
         raise ValueError(f"{folder}/README.md: it has no part '## Measured'; it is not the card that training wrote")

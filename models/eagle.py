@@ -288,10 +288,7 @@ class Eagle(nn.Module):
     ) -> "Eagle":
         """An untrained drafter for a target; its own LM head has the target's rows. A draft vocabulary is the first
         ids, until :meth:`draft_from` is called.
-
-        Raises:
-            ValueError: the target has no such layers, or its LM head's rows cannot be taken.
-        """
+        Raises ValueError: the target has no such layers, or its LM head's rows cannot be taken."""
         config = EagleConfig.for_target(
             target.config,
             target.vocab_size,
@@ -328,10 +325,7 @@ class Eagle(nn.Module):
     def draft_head(self, lm_head: nn.Module) -> nn.Module:
         """The linear layer that gives logits over the draft vocabulary: its own, or the target's LM head or a frozen
         copy of its rows. Make it once.
-
-        Raises:
-            ValueError: the LM head is quantised, so that its rows cannot be taken.
-        """
+        Raises ValueError: the LM head is quantised, so that its rows cannot be taken."""
         if self.lm_head is not None:
             return self.lm_head
         return lm_head if self.draft_vocab is None else head_rows(lm_head, self.draft_vocab)

@@ -53,10 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check_output(out: Path) -> None:
     """Check the folder to write, which is a new one, an empty one, or one that this command wrote before.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    Raises ValueError: it holds something else."""
     check_own("--out", out, {"provenance.json": "max_logit_difference"})
     if out.is_dir() and any(out.iterdir()) and not (out / "provenance.json").exists():
         there = sorted(path.name for path in out.iterdir())
@@ -65,11 +62,7 @@ def check_output(out: Path) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """What can be known to be wrong before torch is imported.
-
-    Raises:
-        FileNotFoundError, ValueError: one line.
-    """
+    """What can be known to be wrong before torch is imported. Raises FileNotFoundError, ValueError: one line."""
     if args.to == "hf" and (args.out is not None or args.push_to_hub is None):
         raise ValueError("--to hf uploads the run's folder as it is: give --push-to-hub USER/NAME, and no --out")
     if args.to != "hf" and args.out is None:
@@ -123,11 +116,7 @@ def _with_list(
     folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and weights of the EAGLE drafter whose shortlists these are, with the one list of all depths (FR-Spec,
-    VocabTrim) as its draft vocabulary.
-
-    Raises:
-        FileNotFoundError, ValueError: it is damaged, or its lists depend on depth or text.
-    """
+    VocabTrim) as its draft vocabulary."""
     head = ShortlistHead.from_artifact(config, weights, str(folder))
     part = folder / config["parts"][0]
     sizes = set(head.config.capacity)
@@ -328,11 +317,8 @@ By draftsmith, before the export, with trees where a row says so; vLLM verifies 
 
 def publish(name: str, repository: str, private: bool) -> None:
     """Upload a run's folder with its calibrated tree, and the card with what was measured since training.
-
-    Raises:
-        FileNotFoundError, ValueError: it is no drafter's folder here, or not calibrated; or the Hub refuses.
-        OSError: the card cannot be written.
-    """
+    Raises FileNotFoundError, ValueError: it is no drafter's folder here, or not calibrated; or the Hub refuses.
+    OSError: the card cannot be written."""
     if local_folder(name) is None:
         raise ValueError(f"{name}: --to hf uploads a folder of this machine")
     folder, _, _ = read_drafter(name)

@@ -28,11 +28,7 @@ _LENGTH, _STEPS = 12, 3  # T and K of the comparison
 
 
 def _rotary(fields: Mapping[str, Any]) -> LlamaRotaryEmbedding:
-    """Rotary positions of a written Llama config.
-
-    Raises:
-        ValueError: its two ways of writing them differ.
-    """
+    """Rotary positions of a written Llama config."""
     older, newer = (
         LlamaRotaryEmbedding(LlamaConfig(**{name: value for name, value in fields.items() if name not in left_out}))
         for left_out in (("rope_parameters",), ("rope_theta", "rope_scaling"))

@@ -43,10 +43,7 @@ class Contract:
 
     def check(self, folder: Path) -> None:
         """Compare a written folder with it.
-
-        Raises:
-            ValueError: a tensor or field is missing, has another shape, dtype or value, or must not be there.
-        """
+        Raises ValueError: a tensor or field is missing, has another shape, dtype or value, or must not be there."""
         header = safetensors_header(folder / self.file)[1]
         stored = {n: (tuple(e["shape"]), _DTYPES.get(e["dtype"], e["dtype"])) for n, e in header.items()}
         for name in sorted({*self.tensors, *stored}):
@@ -215,10 +212,7 @@ def check_form(drafter: Eagle | MedusaHeads, to: str) -> None:
     """Refuse a drafter that a format has no place for.
 
     vLLM makes EAGLE-1's ``fc`` without a bias, and its loader skips one without a word.
-
-    Raises:
-        ValueError: it has none.
-    """
+    Raises ValueError: it has none."""
     c = drafter.config
     if isinstance(c, MedusaConfig):
         if to not in ("medusa", "vllm"):
@@ -357,10 +351,7 @@ def _speculators(source: Source, served_target: str, speculative_tokens: int) ->
 def medusa_tensors(heads: MedusaHeads, lm_head: nn.Module) -> dict[str, Tensor]:
     """Heads by the published names, ``{head}.{layer}.linear.{weight, bias}`` and ``{head}.{layers}.weight``: every head
     with a matrix ``[V, d]`` of its own, a copy of the target's LM head where heads share it.
-
-    Raises:
-        ValueError: an LM head with a bias.
-    """
+    Raises ValueError: an LM head with a bias."""
     c = heads.config
     if c.projection == "shared" and getattr(lm_head, "bias", None) is not None:
         raise ValueError("the target's LM head has a bias, for which the format has no place")
@@ -397,11 +388,7 @@ def _medusa(source: Source) -> Written:
 
 def _vllm_medusa(source: Source) -> Written:
     """Medusa heads as vLLM up to 0.32 reads them, the target's LM head once where heads share it, with the rows of all
-    tokens: that server has a place for a draft vocabulary (``token_map``), but then refuses it as not initialised.
-
-    Raises:
-        ValueError: an LM head with a bias.
-    """
+    tokens: that server has a place for a draft vocabulary (``token_map``), but then refuses it as not initialised."""
     heads, c, lm_head = source.heads, source.heads.config, source.loaded().lm_head
     shared = heads.projection is None
     if shared and getattr(lm_head, "bias", None) is not None:
@@ -434,11 +421,7 @@ def _vllm_medusa(source: Source) -> Written:
 
 
 def written(source: Source, to: str, served_target: str, speculative_tokens: int) -> Written:
-    """Tensors, config.json and contract of a format.
-
-    Raises:
-        ValueError: it has no place for this drafter.
-    """
+    """Tensors, config.json and contract of a format. Raises ValueError: it has no place for this drafter."""
     if isinstance(source.drafter, MedusaHeads):
         return _medusa(source) if to == "medusa" else _vllm_medusa(source)
     if to == "speculators":

@@ -34,12 +34,9 @@ def with_safetensors(file: Path) -> Path:
     """The folder with the safetensors copy of a GGUF file, made now if need be (two lines on stderr).
 
     Matrices in float32 or float16 keep their dtype, quantised ones become bfloat16.
-
-    Raises:
-        ValueError: it is no GGUF file, truncated or one part of several; ``transformers`` cannot convert its
-            architecture; the package ``gguf`` is missing; or the copy does not fit on the disk.
-        OSError: the file cannot be read, or the cache cannot be written.
-    """
+    Raises ValueError: it is no GGUF file, truncated or one part of several; ``transformers`` cannot convert its
+    architecture; the package ``gguf`` is missing; or the copy does not fit on the disk. OSError: the file cannot be
+    read, or the cache cannot be written."""
     facts = file.stat()
     sha256 = _sha256(file.resolve(), facts.st_size, facts.st_mtime_ns)
     cache = stored.conversions("gguf")
@@ -97,11 +94,7 @@ def _convert(file: Path, copy: Path, sha256: str) -> None:
 
 def _inspect(file: Path) -> tuple[str, int, dict[str, str]]:
     """The dtype that a GGUF file's copy gets, its number of weights, and its fields ``general.architecture`` and
-    ``tokenizer.ggml.pre`` where it has them.
-
-    Raises:
-        ValueError: the file is damaged, truncated or one part of several.
-    """
+    ``tokenizer.ggml.pre`` where it has them."""
     from gguf import GGUFReader
 
     try:
@@ -132,12 +125,7 @@ def _inspect(file: Path) -> tuple[str, int, dict[str, str]]:
 
 
 def _write(file: Path, copy: Path, dtype: str, fields: dict[str, str]) -> None:
-    """Write model and tokenizer as ``transformers`` converts them.
-
-    Raises:
-        ValueError: it cannot convert the file.
-        OSError: the disk is full, or it cannot be written.
-    """
+    """Write model and tokenizer as ``transformers`` converts them."""
     import torch
     import transformers
 

@@ -123,11 +123,7 @@ def _version(weight: Tensor) -> int:
 
 
 def _make(target: Target) -> LeanDecoder:
-    """Build the lean decoder of a target and compare it with the model.
-
-    Raises:
-        NotLean: it is quantised, adapted, offloaded, hooked or being trained, or has another architecture.
-    """
+    """Build the lean decoder of a target and compare it with the model."""
     decoder: Any = target.decoder
     if target.spread or any("_hf_hook" in module.__dict__ for module in decoder.modules()):
         raise NotLean("its layers are on several devices, or offloaded")

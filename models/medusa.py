@@ -92,11 +92,8 @@ class MedusaHeads(nn.Module):
     ) -> "MedusaHeads":
         """Untrained heads for a target: each equals its LM head. A draft vocabulary is the first ids, until
         :meth:`draft_from` is called.
-
-        Raises:
-            ValueError: the LM head has a bias, which a head's own projection lacks; or the draft vocabulary is larger
-                than the target's.
-        """
+        Raises ValueError: the LM head has a bias, which a head's own projection lacks; or the draft vocabulary is
+        larger than the target's."""
         if projection == "own" and getattr(target.lm_head, "bias", None) is not None:
             raise ValueError(f"target '{target.name}': its LM head has a bias; use drafter.projection=shared")
         width, vocab_size = target.hidden_size, target.vocab_size
@@ -157,10 +154,7 @@ class MedusaHeads(nn.Module):
     def draft_head(self, lm_head: nn.Module) -> nn.Module:
         """The linear layer of a shared projection: the target's LM head itself, or with a draft vocabulary a frozen
         copy of its rows. Make it once: :meth:`head_logits` and :meth:`logits` take it.
-
-        Raises:
-            ValueError: the LM head is quantised, so that its rows cannot be taken.
-        """
+        Raises ValueError: the LM head is quantised, so that its rows cannot be taken."""
         if self.draft_vocab is None or self.projection is not None:
             return lm_head
         return head_rows(lm_head, self.draft_vocab)

@@ -119,10 +119,7 @@ class ShortlistConfig:
 
 def head_rows_of(head: nn.Module) -> Tensor:
     """The rows of an LM head, ``[S, d]``, which shortlists choose from.
-
-    Raises:
-        ValueError: it is quantised or no plain matrix.
-    """
+    Raises ValueError: it is quantised or no plain matrix."""
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         raise ValueError("shortlists need the rows of the LM head, and it is quantised or no plain matrix")
@@ -174,11 +171,7 @@ class ShortlistHead(nn.Module):
 
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "ShortlistHead":
-        """From a folder's config and weights.
-
-        Raises:
-            ValueError: a field or tensor is missing, unknown or damaged.
-        """
+        """From a folder's config and weights. Raises ValueError: a field or tensor is missing, unknown or damaged."""
         names = ShortlistConfig.__dataclass_fields__
         missing = [name for name in ("shortlist", "outputs", "capacity") if name not in config]
         if missing:

@@ -58,10 +58,7 @@ def local_folder(name: str) -> Path | None:
 def gguf_file(name: str) -> Path | None:
     """The GGUF file that a name stands for: its path, or that of a folder with one and no config.json, outside or
     inside this project; None if it stands for none.
-
-    Raises:
-        ValueError: the folder holds several.
-    """
+    Raises ValueError: the folder holds several."""
     folder = local_folder(name)
     if folder is not None:
         files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
@@ -76,11 +73,7 @@ def gguf_file(name: str) -> Path | None:
 
 def known_folder(name: str) -> Path | None:
     """:func:`local_folder`; None for a GGUF file and for what may be a Hub id.
-
-    Raises:
-        FileNotFoundError: it can be none of these.
-        ValueError: a folder with several GGUF files.
-    """
+    Raises FileNotFoundError: it can be none of these. ValueError: a folder with several GGUF files."""
     if gguf_file(name) is not None:
         return None
     folder = local_folder(name)
@@ -100,11 +93,7 @@ def known_folder(name: str) -> Path | None:
 
 def drafter_config(folder: Path, name: str) -> dict[str, Any]:
     """The config.json of a drafter's folder, which the user calls ``name``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged, or the folder holds something else.
-    """
+    Raises FileNotFoundError: there is none. ValueError: it is damaged, or the folder holds something else."""
     if not (folder / "config.json").exists():
         hint = "training has not finished; go on with --resume" if (folder / "checkpoints").exists() else "no drafter"
         raise FileNotFoundError(f"{folder}: no config.json here: {hint}")
@@ -126,10 +115,7 @@ def drafter_config(folder: Path, name: str) -> dict[str, Any]:
 
 def is_published(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether a folder holds a drafter in a format that models/import_drafter.py reads or knows of.
-
-    Raises:
-        ValueError: its safetensors file is damaged.
-    """
+    Raises ValueError: its safetensors file is damaged."""
     fields = {"speculators_model_type", "eagle_config", "draft_vocab_size", "medusa_num_heads", "dflash_config"}
     if fields & config.keys() or config.get("model_type") == "medusa":
         return True
@@ -141,10 +127,7 @@ def is_published(folder: Path, config: Mapping[str, Any]) -> bool:
 
 def check_drafter_name(name: str) -> None:
     """What can be said of a drafter's folder before torch is imported.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`known_folder` and :func:`drafter_config`.
-    """
+    Raises FileNotFoundError, ValueError: as :func:`known_folder` and :func:`drafter_config`."""
     folder = known_folder(name)
     if folder is not None:
         drafter_config(folder, name)
@@ -279,12 +262,7 @@ def _bars_on_a_terminal() -> Iterator[None]:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """A folder's ``config.json``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no JSON object.
-    """
+    """A folder's ``config.json``. Raises FileNotFoundError: there is none. ValueError: it is no JSON object."""
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder}: no config.json here, so this is no model folder")
     return json_object(folder / "config.json", "config")
@@ -295,12 +273,8 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def with_safetensors(folder: Path) -> Path:
     """The folder itself, or the cached safetensors copy of its pickled weights, made now if need be.
-
-    Raises:
-        FileNotFoundError: there are no weights, or some are missing.
-        ValueError: a file is damaged, or a pickle holds more than tensors.
-        OSError: the cache cannot be written, or the disk is full.
-    """
+    Raises FileNotFoundError: there are no weights, or some are missing. ValueError: a file is damaged, or a pickle
+    holds more than tensors. OSError: the cache cannot be written, or the disk is full."""
     files = _weight_files(folder)
     return folder if files[0].suffix == ".safetensors" else _converted(folder, files)
 
@@ -330,10 +304,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def safetensors_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     """The offset of a safetensors file's data, and ``dtype``, ``shape`` and ``data_offsets`` of each tensor.
-
-    Raises:
-        ValueError: the file is damaged or truncated.
-    """
+    Raises ValueError: the file is damaged or truncated."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_size = int.from_bytes(stream.read(8), "little")
@@ -362,10 +333,7 @@ def safetensors_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
 
 def check_safetensors(folder: Path) -> dict[str, list[int]]:
     """Check each safetensors file against its header, before a library reads it; returns the shape of every tensor.
-
-    Raises:
-        ValueError: a file is truncated or damaged.
-    """
+    Raises ValueError: a file is truncated or damaged."""
     headers = (safetensors_header(file)[1] for file in sorted(folder.glob("*.safetensors")))
     return {name: entry["shape"] for header in headers for name, entry in header.items()}
 
@@ -373,11 +341,7 @@ def check_safetensors(folder: Path) -> dict[str, list[int]]:
 def stored_dtype(folder: Path) -> str:
     """The dtype of a stored model by torch's name: as its config says, else that of its first floating-point tensor,
     else float32, which ``transformers`` then uses.
-
-    Raises:
-        FileNotFoundError: there is no config.
-        ValueError: the config or a file is damaged.
-    """
+    Raises FileNotFoundError: there is no config. ValueError: the config or a file is damaged."""
     config = config_of(folder)
     for part in (config, config.get("text_config")):
         for name in ("dtype", "torch_dtype"):  # the older name
@@ -395,11 +359,7 @@ def fingerprint(folder: Path) -> str:
     It covers the stored weights, not the loaded ones, which change with dtype, quantisation and sharding. The order and
     number of files do not matter. For pickled weights it is the fingerprint of their safetensors copy; for what was
     converted from a GGUF file it is that file's SHA-256.
-
-    Raises:
-        ValueError: a file is damaged.
-        FileNotFoundError: there is no config, or pickled weights are incomplete.
-    """
+    Raises ValueError: a file is damaged. FileNotFoundError: there is no config, or pickled weights are incomplete."""
     stored = (folder / _SINGLE).exists() or (folder / f"{_SINGLE}.index.json").exists()
     if not stored and any(folder.glob("pytorch_model*.bin")):
         folder = with_safetensors(folder)
@@ -433,11 +393,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def conversions(kind: str) -> Path:
-    """The cache's folder of converted copies, made if missing.
-
-    Raises:
-        ValueError: it cannot be made.
-    """
+    """The cache's folder of converted copies, made if missing. Raises ValueError: it cannot be made."""
     cache = cache_folder() / kind
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -534,11 +490,7 @@ def _convert(folder: Path, files: list[Path], copy: Path, size: int) -> None:
 
 
 def _read_pickle(file: Path) -> "dict[str, Tensor]":
-    """Read a state dict without running anything that the pickle may contain.
-
-    Raises:
-        ValueError: the file is damaged, or holds anything but named tensors.
-    """
+    """Read a state dict without running anything that the pickle may contain."""
     import pickle
     import warnings
     import zipfile
@@ -579,10 +531,7 @@ def _alone(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
 
 def save_tensors(tensors: "Mapping[str, Tensor]", path: Path) -> None:
     """Write a safetensors file, whole or not at all, of tensors on any device.
-
-    Raises:
-        OSError: the disk is full, or it cannot be written.
-    """
+    Raises OSError: the disk is full, or it cannot be written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

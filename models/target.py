@@ -174,11 +174,7 @@ class Target:
 
     @cached_property
     def layers(self) -> nn.ModuleList:
-        """The decoder's layers.
-
-        Raises:
-            ValueError: they are not one list.
-        """
+        """The decoder's layers. Raises ValueError: they are not one list."""
         lists = [m for m in self.decoder.modules() if isinstance(m, nn.ModuleList)]
         found = [m for m in lists if len(m) == self.config.num_hidden_layers]
         if not found:
@@ -211,11 +207,7 @@ class Target:
 
     @torch.no_grad()
     def check_packing(self) -> None:
-        """Check that packed samples do not attend to each other.
-
-        Raises:
-            ValueError: in this family they do.
-        """
+        """Check that packed samples do not attend to each other. Raises ValueError: in this family they do."""
         tokens = torch.arange(1, 7, device=self.device)[None]
         positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=self.device)
         packed, alone = self.hidden(tokens, positions)[:, 3:].float(), self.hidden(tokens[:, 3:]).float()
@@ -254,11 +246,7 @@ class Target:
     @torch.no_grad()
     def _check(self) -> None:
         """Check that our hidden states and logits equal the model's own, that each layer keeps keys and values of one
-        shape, and that weights and logits are finite.
-
-        Raises:
-            ValueError: one of these does not hold.
-        """
+        shape, and that weights and logits are finite."""
         kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if kinds:
             raise ValueError(f"{self._named()}: it has layers of the kind {', '.join(sorted(kinds))}; {_UNSUPPORTED}")
@@ -333,12 +321,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    """A target's config.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is a drafter's or no JSON object, or transformers does not know its family or rejects a field.
-    """
+    """A target's config."""
     stored, file = config_of(folder), folder / "config.json"
     if "drafter_type" in stored:
         described = stored.get("target")
@@ -366,11 +349,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def _check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Check the config against the stored tensors by name and shape, before any memory is allocated.
-
-    Raises:
-        ValueError: the config yields no model, or one with other shapes or far more parameters.
-    """
+    """Check the config against the stored tensors by name and shape, before any memory is allocated."""
     file = folder / "config.json"
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
     if layers > len(shapes):
@@ -404,11 +383,7 @@ def _some(what: str, names: Sequence[str]) -> str:
 
 
 def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
-    """Load the model; every weight has to come from its files, none missing and none left over.
-
-    Raises:
-        ValueError: weights are missing, unexpected or of another shape, or transformers cannot load the model.
-    """
+    """Load the model; every weight has to come from its files, none missing and none left over."""
     try:
         with _quietly():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -432,11 +407,7 @@ def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
 
 def _check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Check that every token has an embedding, except added tokens that never occur in a text: the padding token, and
-    those that are neither the BOS, EOS or unknown token nor part of the chat template.
-
-    Raises:
-        ValueError: the model's vocabulary is smaller.
-    """
+    those that are neither the BOS, EOS or unknown token nor part of the chat template."""
     template = str(tokenizer.chat_template or "")
     needed = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
     unused = {

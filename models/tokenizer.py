@@ -28,11 +28,8 @@ def load_tokenizer(
     name: str | Path, revision: str | None = None, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
     """The tokenizer of a folder, a GGUF file or a Hub id; no weights are downloaded.
-
-    Raises:
-        FileNotFoundError: there is no such folder or repository, or no tokenizer in it.
-        ValueError: the tokenizer is damaged, or needs its own code.
-    """
+    Raises FileNotFoundError: there is no such folder or repository, or no tokenizer in it. ValueError: the tokenizer is
+    damaged, or needs its own code."""
     folder = name if isinstance(name, Path) else resolve_folder(name, revision, weights=False)
     if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES) and not trust_remote_code:
         raise FileNotFoundError(f"{folder}: no tokenizer here (tokenizer.json, tokenizer.model, vocab.json, …)")

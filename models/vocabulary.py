@@ -67,10 +67,7 @@ def check_size(size: object, vocab_size: int) -> None:
 
 def check_draft_vocab(ids: Tensor, size: int, vocab_size: int, where: str) -> None:
     """Refuse a map that is not ``size`` ascending ids of the target.
-
-    Raises:
-        ValueError: another size or dtype, ids that repeat, do not ascend, or are not the target's.
-    """
+    Raises ValueError: another size or dtype, ids that repeat, do not ascend, or are not the target's."""
     if ids.shape != (size,) or ids.dtype not in (torch.int32, torch.int64):
         dtype = str(ids.dtype).removeprefix("torch.")
         wrong = f"is {list(ids.shape)} of {dtype}; draft_vocab_size={size} needs [{size}] of int64 or int32"
@@ -86,10 +83,7 @@ def check_draft_vocab(ids: Tensor, size: int, vocab_size: int, where: str) -> No
 @torch.no_grad()
 def head_rows(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
     """A frozen copy of an LM head's rows, on the device of ``ids [S]``: ``[…, d] → […, S]``.
-
-    Raises:
-        ValueError: the LM head is quantised, so that its rows cannot be taken.
-    """
+    Raises ValueError: the LM head is quantised, so that its rows cannot be taken."""
     from accelerate.utils import align_module_device  # only where rows are taken
 
     with align_module_device(lm_head):  # an offloaded one comes back for this
